@@ -1,0 +1,166 @@
+"""The command line: ``cloudtrain VERB …``. stdout is data, stderr is talk, exit codes are those of errors.py.
+
+Everything after the first ``--`` belongs to the script and is taken out before any parsing. Verbs are plain functions
+that are imported when they are called, so a cheap verb starts as fast as its own imports.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+__all__ = ["main", "make_app", "parse"]
+
+#: Verb -> (module and function, what it does, how it is called).
+VERBS: dict[str, tuple[str, str, str]] = {
+    "submit": (
+        "send:submit",
+        "Send a job, follow its logs and exit by its outcome.",
+        "SCRIPT|JOB.toml [OPTIONS] [-- SCRIPT ARGS]",
+    ),
+    "plan": (
+        "send:plan",
+        "Show exactly what submit would send; no network.",
+        "SCRIPT|JOB.toml [OPTIONS] [-- SCRIPT ARGS]",
+    ),
+    "status": ("verbs:status", "Say how a run is doing.", "RUN [OPTIONS]"),
+    "logs": ("verbs:logs", "Print a run's log lines; -f follows them.", "RUN [OPTIONS]"),
+    "wait": ("verbs:wait", "Wait for a run and exit by its outcome.", "RUN [OPTIONS]"),
+    "pull": ("verbs:pull", "Copy a run's results to this machine.", "RUN [DIR] [OPTIONS]"),
+    "cancel": ("verbs:cancel", "Stop a run.", "RUN [OPTIONS]"),
+    "list": ("verbs:list_runs", "List the runs of a store.", "[OPTIONS]"),
+}
+EXIT_USAGE, EXIT_DETACHED, EXIT_BUG = 2, 7, 9
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: the process's own) and return its exit code. Never raises."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal of another encoding must not end the following of a run
+            stream.reconfigure(errors="backslashreplace")
+    tokens, args = split(sys.argv[1:] if argv is None else argv)
+    screen = Screen(sys.stdout, sys.stderr)
+    try:
+        code = _guarded(tokens, args, screen)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `cloudtrain logs RUN | head`: the reader has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DETACHED if tokens[:1] in (["submit"], ["wait"]) else 0
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """(cloudtrain's own tokens, the script's or None when there is no ``--``)."""
+    argv = list(argv)
+    if "--" not in argv:
+        return argv, None
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
+
+
+def make_app(*, formatter: str | None = None) -> App:
+    """The application: names and one line each; a verb's module is imported when the verb is called.
+
+    ``formatter`` is that of the help, ``plain`` or ``default`` (boxes); choosing one imports both, which takes longer
+    than most verbs.
+    """
+    from cyclopts import App
+
+    from .._version import __version__
+
+    app = App(
+        name="cloudtrain",
+        help="One description of a PyTorch training job; the same run on every platform.",
+        version=__version__,
+        help_format="plaintext",
+        help_formatter=formatter,
+        end_of_options_delimiter="",
+    )
+    for order, (name, (where, text, usage)) in enumerate(VERBS.items()):
+        app.command(
+            f"{__name__}.{where}",
+            name=name,
+            help=text,
+            sort_key=order,
+            usage=f"Usage: cloudtrain {name} {usage}",
+        )
+    return app
+
+
+def parse(tokens: Sequence[str], args: list[str] | None, screen: Screen) -> partial[Any]:
+    """The call of a verb that the command line asks for; nothing is done yet. Raises `SpecError` for any other line."""
+    from cyclopts import CycloptsError
+
+    from .tables import undot
+
+    try:
+        app = make_app(formatter="plain" if {"--help", "-h"} & set(tokens[:1]) or not tokens else None)
+        verb, bound, ours = app.parse_args(
+            undot(tokens), exit_on_error=False, print_error=False, help_on_error=False, verbose=False
+        )
+    except CycloptsError as exc:
+        raise _usage_error(exc, list(tokens), args) from None
+    given = {"screen": screen, "args": args}
+    if args is not None and "args" not in ours and "screen" in ours:
+        from ..errors import SpecError
+
+        raise SpecError(f"cloudtrain {tokens[0]} takes nothing after '--'")
+    kwargs = {**bound.kwargs, **{name: given[name] for name in ours}}
+    return partial(verb, *bound.args, **kwargs)
+
+
+def _usage_error(exc: Exception, tokens: list[str], args: list[str] | None) -> Exception:
+    from cyclopts import UnknownOptionError, UnusedCliTokensError
+
+    from ..errors import SpecError
+
+    verb = tokens[0] if tokens and tokens[0] in VERBS else ""
+    if isinstance(exc, UnusedCliTokensError):
+        text = f"unexpected {' '.join(repr(t) for t in exc.unused_tokens or ())}"
+    else:
+        text = " ".join(str(exc).split()).rstrip(".")
+        text = text[:1].lower() + text[1:]
+    if verb in ("submit", "plan") and args is None and isinstance(exc, (UnknownOptionError, UnusedCliTokensError)):
+        text += "; arguments of the script go after '--'"
+    return SpecError(f"{text} (see: cloudtrain {verb + ' ' if verb else ''}--help)")
+
+
+def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
+    """Run it; every failure becomes one line on stderr and, with --json, the one object on stdout."""
+    wants_json = any(t == "--json" or t.startswith("--json=") for t in tokens)
+    try:
+        code = parse(tokens, args, screen)()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        known = screen.about.get("run")
+        text = f"interrupted; how the run is doing: cloudtrain status {known}" if known else "interrupted"
+        return _report(screen, text, EXIT_DETACHED, wants_json)
+    except Exception as exc:  # noqa: BLE001 - the last resort of a command line: one line instead of a traceback
+        if os.environ.get("CLOUDTRAIN_DEBUG") == "1":
+            import traceback
+
+            traceback.print_exc(file=screen.err)
+        from ..errors import CloudtrainError
+
+        if isinstance(exc, CloudtrainError):
+            return _report(screen, str(exc), exc.exit_code, wants_json, field=getattr(exc, "field", ""))
+        text = f"{type(exc).__name__}: {exc} (this is a bug in cloudtrain; CLOUDTRAIN_DEBUG=1 shows where)"
+        return _report(screen, text, EXIT_BUG, wants_json)
+
+
+def _report(screen: Screen, text: str, code: int, wants_json: bool, field: str = "") -> int:
+    line = " ".join(text.split("\n"))
+    screen.talk(f"error: {line}")
+    if wants_json:
+        screen.emit({**screen.about, "error": line, "field": field, "exit_code": code})
+    return code

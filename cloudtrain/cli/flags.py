@@ -1,0 +1,165 @@
+"""The flags of a Job, made from its dataclass fields: what they are called, how they are read, what they become."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from ..errors import NotFoundError, SpecError, StorageError
+from ..job import FLAT_FIELDS, Job, Resources, Source, _anchor
+from .tables import merge, pairs, tree
+
+__all__ = ["JobFlags", "flag_names", "job_of"]
+
+#: Brief spellings beside the field's own name; the first is the one that help shows first.
+SPELLINGS: dict[str, tuple[str, ...]] = {
+    "instance_count": ("--nodes", "--instance-count"),
+    "hyperparameters": ("--hp", "--hyperparameters"),
+    "inputs": ("--input", "--inputs"),
+    "secrets": ("--secret", "--secrets"),
+    "tags": ("--tag", "--tags"),
+    "options": ("--option", "--options"),
+    "dependencies": ("--dependency", "--dependencies"),
+    "checkpoint_paths": ("--checkpoint-path", "--checkpoint-paths"),
+}
+#: What follows a flag, for the help; elsewhere it is named after the field.
+FORMS = {
+    "hyperparameters": "NAME=VALUE",
+    "env": "NAME=VALUE",
+    "secrets": "NAME[=REFERENCE]",
+    "inputs": "CHANNEL=URL",
+    "tags": "NAME=VALUE",
+    "options": "PROVIDER.PATH=JSON",
+    "on": "PROVIDER.FIELD=JSON",
+}
+#: What follows ``--``; it has no flag.
+NOT_FLAGS = ("args",)
+_OWNERS = {"": Job, "source": Source, "resources": Resources}
+_FIELDS: dict[str, dataclasses.Field[Any]] = {
+    flat: next(f for f in dataclasses.fields(_OWNERS[owner]) if f.name == name)
+    for flat, (owner, name) in FLAT_FIELDS.items()
+}
+
+
+def flag_names(flat: str) -> tuple[str, ...]:
+    """The flags that set the Job's flat field."""
+    return SPELLINGS.get(flat, ("--" + flat.replace("_", "-"),))
+
+
+def _kind(flat: str) -> str:
+    """``bool``, ``int``, ``float``, ``str``, ``tuple`` or ``dict``, from the field's annotation."""
+    return str(_FIELDS[flat].type).partition("[")[0].partition(" ")[0]
+
+
+def _annotation(flat: str) -> Any:
+    kind = _kind(flat)
+    text = _FIELDS[flat].metadata.get("help", "")
+    if kind in ("tuple", "dict"):
+        text += "; repeatable"
+    hints = {"bool": bool | None, "tuple": list[str] | None, "dict": list[str] | None}
+    hint: Any = hints.get(kind, str | None)
+    return Annotated[
+        hint,
+        Parameter(name=flag_names(flat), help=text, metavar=FORMS.get(flat), negative_iterable="", json_list=False),
+    ]
+
+
+if TYPE_CHECKING:
+
+    class JobFlags:
+        """Every field of a Job as the command line gave it; None when it did not."""
+
+else:
+    JobFlags = dataclasses.make_dataclass(
+        "JobFlags",
+        [(flat, _annotation(flat), None) for flat in FLAT_FIELDS if flat not in NOT_FLAGS],
+        frozen=True,
+        kw_only=True,
+        namespace={"__module__": __name__},  # or Python 3.10 puts it in `types`, which cyclopts takes for a builtin
+    )
+
+
+def job_of(script: str | None, module: str | None, flags: JobFlags, args: list[str] | None, *, cwd: Path) -> Job:
+    """The Job that a command line describes.
+
+    ``script`` is the entry point, or a job file (``.toml``, ``.json``) whose fields the flags override: tables by key,
+    everything else whole, and ``args`` (what followed ``--``) replaces its args. ``module`` is that of ``-m``.
+    """
+    fields: dict[str, Any] = {}
+    given = given_flags(flags)
+    entries = [given["entry_point"]] if "entry_point" in given else []
+    if script is not None and script.endswith((".toml", ".json")):
+        fields = _read_job_file(script, cwd)
+    elif script is not None:
+        entries.append(script)
+    if module is not None:
+        entries.append(f"-m {module}")
+    if len(entries) > 1:
+        raise SpecError(f"two scripts: {entries[0]!r} and {entries[1]!r}", field="source.entry_point")
+    if entries:
+        given["entry_point"] = entries[0]
+    for flat, value in given.items():
+        if isinstance(value, dict) and isinstance(fields.get(flat), Mapping):
+            value = merge(fields[flat], value) if flat in ("options", "on") else {**fields[flat], **value}
+        fields.pop(flat, None)  # to the end: what comes later wins over [source] and [resources] of a job file
+        fields[flat] = value
+    if args is not None:
+        fields["args"] = tuple(args)
+    return Job.from_dict(fields)
+
+
+def given_flags(flags: JobFlags) -> dict[str, Any]:
+    """Flat field -> value, for the flags that were given."""
+    raw = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}  # type: ignore[arg-type]
+    return {flat: _value(flat, value) for flat, value in raw.items() if value is not None}
+
+
+def _value(flat: str, value: Any) -> Any:
+    kind, flag = _kind(flat), flag_names(flat)[0]
+    if flat in ("options", "on"):
+        return tree(flag, value, field=flat)
+    if flat == "secrets":
+        value = [text if "=" in text else f"{text}=env:{text}" for text in value]
+    if kind == "dict":
+        return pairs(flag, value, field=flat)
+    if kind == "tuple":
+        return tuple(value)
+    if kind in ("int", "float"):
+        return _number(value, int if kind == "int" else float)
+    return value
+
+
+def _number(text: str, kind: type[int] | type[float]) -> int | float | str:
+    try:
+        return kind(text)
+    except ValueError:
+        return text  # '12h' is for the Job to read, and 'x' for the Job to refuse
+
+
+def _read_job_file(script: str, cwd: Path) -> dict[str, Any]:
+    path = cwd / script
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise NotFoundError(f"no such job file: {script}", field="job") from None
+    except UnicodeDecodeError:
+        raise SpecError(f"{script} is not UTF-8 text", field="job") from None
+    except OSError as exc:
+        raise StorageError(f"cannot read {script}: {exc.strerror or exc}") from None
+    if script.endswith(".toml"):
+        from ..settings import toml_loads
+
+        data: Any = toml_loads(text, where=script)
+    else:
+        try:
+            data = json.loads(text)
+        except ValueError as exc:
+            raise SpecError(f"not JSON: {exc}", field=script) from None
+    if not isinstance(data, dict):
+        raise SpecError("must be a table of a job's fields", field=script)
+    return _anchor(data, Path(script).parent)

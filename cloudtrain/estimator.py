@@ -1,0 +1,186 @@
+"""The Estimator: a Job and where to run it, as one object with ``fit``, ``plan`` and ``attach``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import CloudtrainError
+from .job import FLAT_FIELDS, Input, Job, Scalar
+
+if TYPE_CHECKING:
+    from .follow import Line
+    from .run import Run
+    from .settings import Settings
+    from .submit import Plan
+
+__all__ = ["Estimator", "RunFailedError", "log_line", "ranks"]
+
+DEFAULT_CHANNEL = "train"
+
+Inputs = str | Path | Input | Mapping[str, str | Path | Input | Mapping[str, Any]]
+Duration = int | str | timedelta
+Texts = str | Sequence[str]
+
+
+class RunFailedError(CloudtrainError):
+    """A run that `Estimator.fit` waited for ended other than well; ``result`` is the object of ``result.json``."""
+
+    def __init__(self, result: Mapping[str, Any]) -> None:
+        self.result = dict(result)
+        self.exit_code = int(result["exit_code"])
+        category = f" ({result['category']})" if result.get("category") else ""
+        super().__init__(
+            f"run {result['run_id']} {result['state']}{category}: {result.get('reason') or 'no reason known'}"
+        )
+
+
+class Estimator:
+    """What to run and where. All keywords but the last four are the Job's own fields; None means its default.
+
+    ::
+
+        estimator = Estimator(
+            entry_point="train.py",
+            source_dir="src",
+            instance_count=2,
+            gpu="H100:8",
+            hyperparameters={"lr": 3e-4, "epochs": 10},
+            max_runtime="12h",
+            provider="local",
+        )
+        run = estimator.fit({"train": "s3://bucket/data"})  # logs on stdout until the end
+        run.pull("results")
+
+        run = estimator.fit("data/", wait=False)  # one input is the channel `train`
+        run = Estimator.attach(run.url)  # later, from any machine
+
+    ``store`` is the URL under which code, data and runs live. ``settings`` are general ones or those of the provider
+    (``{"region": "…"}``); they win over cloudtrain.toml and the environment. ``write`` takes the text of log lines.
+    Raises `SpecError` naming the field for what cannot be a job; nothing is read or sent before ``plan`` or ``fit``.
+    """
+
+    def __init__(
+        self,
+        *,
+        entry_point: str | Path | None = None,
+        source_dir: str | Path | None = None,
+        dependencies: Sequence[str | Path] | None = None,
+        requirements: str | None = None,
+        exclude: Texts | None = None,
+        name: str | None = None,
+        image: str | None = None,
+        launcher: str | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+        hyperparameter_style: str | None = None,
+        args: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        secrets: Mapping[str, str] | None = None,
+        inputs: Mapping[str, str | Path | Input | Mapping[str, Any]] | None = None,
+        instance_count: int | None = None,
+        instance_type: str | None = None,
+        gpu: Texts | None = None,
+        nproc_per_node: int | None = None,
+        cpus: int | None = None,
+        memory_gb: int | None = None,
+        disk_gb: int | None = None,
+        shm_gb: int | None = None,
+        spot: bool | None = None,
+        max_runtime: Duration | None = None,
+        max_wait: Duration | None = None,
+        max_cost: float | None = None,
+        retries: int | None = None,
+        stall_timeout: Duration | None = None,
+        resume_from: str | None = None,
+        checkpoint_paths: Texts | None = None,
+        tags: Mapping[str, str] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        on: Mapping[str, Mapping[str, Any]] | None = None,
+        provider: str | None = None,
+        store: str | None = None,
+        settings: Mapping[str, Scalar] | None = None,
+        write: Callable[[str], object] | None = None,
+    ) -> None:
+        given = locals()
+        self.job = Job.make(**{flat: given[flat] for flat in FLAT_FIELDS if given[flat] is not None})
+        self.provider, self.store, self.settings = provider, store, dict(settings or {})
+        self.latest_run: Run | None = None
+        self._write = write
+
+    def plan(self, inputs: Inputs | None = None, *, run_id: str | None = None) -> Plan:
+        """Exactly what ``fit`` would send, without network or credentials; without ``run_id`` it is ``<name>-plan``."""
+        return self._plan(inputs, run_id, preview=True)
+
+    def fit(
+        self, inputs: Inputs | None = None, *, wait: bool = True, logs: bool = True, run_id: str | None = None
+    ) -> Run:
+        """Submit the job; with ``wait`` return when it has ended, else at once.
+
+        ``inputs`` go over the job's own, by channel; a single one is the channel ``train``. With ``wait`` and ``logs``
+        the log lines of all ranks are written as they come. Raises `RunFailedError` when the run it waited for did not
+        succeed, and whatever planning and sending raise. Ctrl-C stops the waiting, not the run (``latest_run``).
+        """
+        from .submit import submit
+
+        run = submit(self._plan(inputs, run_id, preview=False), environ=os.environ)
+        self.latest_run = run
+        if wait:
+            result = run.wait(on_line=self._line if logs else None)
+            if result["state"] != "succeeded":
+                raise RunFailedError(result)
+        return run
+
+    @staticmethod
+    def attach(run: str, *, store: str | None = None) -> Run:
+        """The run with this URL, or with this id in ``store`` (default: the setting). Raises `NotFoundError`."""
+        from .run import open_run
+        from .settings import Settings
+
+        return open_run(run, store_url=Settings.load(store=store).store, cwd=Path.cwd())
+
+    def _plan(self, inputs: Inputs | None, run_id: str | None, *, preview: bool) -> Plan:
+        from .submit import make_plan
+
+        job = self.job.replace(inputs={**self.job.inputs, **_channels(inputs)})
+        return make_plan(
+            job, settings=self._settings(), provider=self.provider, run_id=run_id, cwd=Path.cwd(), preview=preview
+        )
+
+    def _settings(self) -> Settings:
+        from .settings import Settings
+
+        # --set pairs and constructor values are one table here: nothing else of this process's command line is ours.
+        overrides: Any = self.settings
+        return Settings.load(overrides=overrides, provider=self.provider, store=self.store)
+
+    def _line(self, line: Line) -> None:
+        write = self._write or sys.stdout.write
+        write(log_line(line, many=ranks(self.job) > 1) + "\n")
+
+
+def _channels(inputs: Inputs | None) -> dict[str, Any]:
+    if inputs is None:
+        return {}
+    if isinstance(inputs, (str, Path, Input)):
+        return {DEFAULT_CHANNEL: inputs}
+    return dict(inputs)
+
+
+def ranks(job: Job) -> int:
+    """How many training processes the job has over all nodes."""
+    return job.resources.instance_count * (job.resources.processes() if job.launcher == "torchrun" else 1)
+
+
+def log_line(line: Line, *, many: bool) -> str:
+    """A log line for people: ``[n0 r1] text`` where the run has ``many`` ranks, else the text."""
+    if not many:
+        return line.text
+    node = f"n{line.node}" if isinstance(line.node, int) else line.node
+    words = [node] if node else []
+    if line.rank is not None:
+        words.append(f"r{line.rank}")
+    return f"[{' '.join(words)}] {line.text}" if words else line.text

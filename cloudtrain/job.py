@@ -1,0 +1,640 @@
+"""The Job: what to run, as a frozen, validated value that says nothing about a cloud account.
+
+``Job``, ``Source``, ``Input`` and ``Resources`` are keyword-only dataclasses. They check themselves when made and
+raise `SpecError` naming the dotted field and, for a misspelt name, the nearest valid one. `Job.to_json` is canonical
+(sorted keys, defaults left out), so `Job.digest` identifies what would run, and a field added in a later version does
+not change the identity of the jobs of an earlier one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+import secrets as _secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+from typing import Any, Union
+
+from .errors import SpecError
+
+__all__ = [
+    "DEFAULT_MAX_RUNTIME",
+    "DEFAULT_STALL_TIMEOUT",
+    "Gpu",
+    "Input",
+    "Job",
+    "Resources",
+    "Scalar",
+    "Source",
+    "check_run_id",
+    "nearest",
+    "new_run_id",
+    "parse_duration",
+    "url_scheme",
+]
+
+Scalar = Union[str, int, float, bool]
+
+DEFAULT_MAX_RUNTIME = 24 * 3600
+"""Seconds; printed by every plan and submit. SageMaker's own default is the same day."""
+DEFAULT_STALL_TIMEOUT = 30 * 60
+"""Seconds without a line, metric or checkpoint from any rank before a run is called stalled."""
+
+LAUNCHERS = ("torchrun", "python", "command")
+STYLES = ("flags", "hydra", "none")
+MODES = ("auto", "copy", "mount")
+SECRET_SCHEMES = ("aws", "azure", "env", "gcp")
+
+_ID = re.compile(r"[a-z0-9](-?[a-z0-9])*")
+_ID_MAX = 40
+_CHANNEL = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED = re.compile(
+    r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|PET_.*|TORCHELASTIC_.*|CLOUDTRAIN_.*)"
+)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
+_GPU = re.compile(r"([A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-(\d+)GB)?(?::(\d+))?")
+_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
+
+
+# ------------------------------------------------------------------------------------------- words and small parsers
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the valid choice closest to ``word``, or the empty string when none is close."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def url_scheme(url: str) -> str:
+    """The scheme of ``url`` in lower case (``s3``, ``azureml``, ``file``); a plain path (``C:\\x`` too) is ``""``."""
+    match = _SCHEME.match(url)
+    return match[1].lower() if match and len(match[1]) > 1 else ""
+
+
+def parse_duration(value: Any, *, field: str) -> int:
+    """Seconds of ``90``, ``"90s"``, ``"1h30m"``, ``"2d"`` or a timedelta; whole and above zero, else `SpecError`."""
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, str):
+        match = _DURATION.fullmatch(value.strip().lower())
+        if value.strip().isdigit():
+            value = int(value)
+        elif match and any(match.groups()):
+            value = sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
+        else:
+            raise SpecError(f"{value!r} is not a duration; write '90s', '45m', '12h', '2d' or '1h30m'", field=field)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value != int(value)
+    ):
+        raise SpecError(f"{value!r} is not a whole number of seconds, nor text like '12h'", field=field)
+    if value <= 0:
+        raise SpecError(f"must be above zero, not {value!r}", field=field)
+    return int(value)
+
+
+def check_run_id(run_id: str) -> str:
+    """``run_id`` itself when it is lower-case letters, digits and single inner dashes, at most 40; else `SpecError`."""
+    if len(run_id) > _ID_MAX or not _ID.fullmatch(run_id):
+        raise SpecError(
+            f"{run_id!r} is not a run id: lower-case letters, digits and single inner dashes, at most {_ID_MAX}",
+            field="run_id",
+        )
+    return run_id
+
+
+def new_run_id(name: str, *, now: float | None = None, token: str | None = None) -> str:
+    """``<UTC yyyymmdd-hhmmss>-<name>-<4 hex>``, the name cut so that the whole has at most 40 characters."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    tail = token or _secrets.token_hex(2)
+    room = _ID_MAX - len(stamp) - len(tail) - 2
+    return check_run_id(f"{stamp}-{name[:room].rstrip('-')}-{tail}")
+
+
+def _slug(text: str) -> str:
+    """The closest legal name to ``text``, ``job`` when nothing of it is legal."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_ID_MAX].rstrip("-") or "job"
+
+
+# ----------------------------------------------------------------------------------------------- checks used by types
+
+
+def _text(value: Any, where: str, *, empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise SpecError(f"must be text, not {type(value).__name__}", field=where)
+    if not value and not empty:
+        raise SpecError("must not be empty", field=where)
+    if "\0" in value:
+        raise SpecError("holds a NUL character, which no process argument or variable can carry", field=where)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise SpecError("is not valid UTF-8 text", field=where) from None
+    return value
+
+
+def _texts(value: Any, where: str, *, empty: bool = False) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise SpecError(f"must be a list of texts, not {type(value).__name__}", field=where)
+    return tuple(_text(item, f"{where}[{i}]", empty=empty) for i, item in enumerate(value))
+
+
+def _whole(value: Any, where: str, *, least: int, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise SpecError(f"must be a whole number, not {value!r}", field=where)
+    if value < least or (most is not None and value > most):
+        raise SpecError(
+            f"must be {least} or more" + (f", at most {most}" if most else "") + f", not {value}", field=where
+        )
+    return value
+
+
+def _choice(value: Any, choices: tuple[str, ...], where: str) -> str:
+    if value not in choices:
+        raise SpecError(f"{value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}", field=where)
+    return str(value)
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise SpecError(f"must be a table of names and values, not {type(value).__name__}", field=where)
+    for key in value:
+        _text(key, f"{where} key")
+    return dict(value)
+
+
+def _json_value(value: Any, where: str) -> Any:
+    """A deep plain copy of ``value``, which must be JSON (no NaN, text keys only)."""
+    if isinstance(value, Mapping):
+        return {_text(k, where, empty=True): _json_value(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SpecError(f"{value!r} has no place in JSON", field=where)
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return _text(value, where, empty=True) if isinstance(value, str) else value
+    raise SpecError(f"{type(value).__name__} has no place in JSON", field=where)
+
+
+def _env_names(table: dict[str, Any], where: str) -> None:
+    for key in table:
+        if not _ENV_NAME.fullmatch(key):
+            raise SpecError(f"{key!r} is not a name for an environment variable", field=where)
+        if _RESERVED.fullmatch(key):
+            raise SpecError(f"{key} is set by torchrun or cloudtrain for every rank; choose another name", field=where)
+
+
+def _set(instance: Any, **values: Any) -> None:
+    for name, value in values.items():
+        object.__setattr__(instance, name, value)
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+# -------------------------------------------------------------------------------------------------------------- types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One choice of accelerator, written ``NAME[-MEM][:COUNT]``: ``H100:8``, ``A100-80GB:4``.
+
+    ``memory_gb`` is GB for each GPU (None: any variant); ``count`` is GPUs a node.
+    """
+
+    name: str
+    memory_gb: int | None = None
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str, *, field: str = "resources.gpu") -> Gpu:
+        match = _GPU.fullmatch(_text(text, field).strip().upper())
+        if not match or match[3] == "0":
+            raise SpecError(f"{text!r} is not NAME[-MEM][:COUNT], such as 'H100:8' or 'A100-80GB:4'", field=field)
+        return cls(name=match[1], memory_gb=int(match[2]) if match[2] else None, count=int(match[3] or 1))
+
+    def __str__(self) -> str:
+        memory = f"-{self.memory_gb}GB" if self.memory_gb else ""
+        return f"{self.name}{memory}:{self.count}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The code: a folder, the script in it, and what else ships beside it."""
+
+    path: str | None = field(
+        default=None,
+        metadata=_help("folder to ship; default: the current one if the script lies in it, else the script's"),
+    )
+    entry_point: str = field(default="", metadata=_help("train.py, '-m pkg.mod' or x.sh"))
+    dependencies: tuple[str, ...] = field(default=(), metadata=_help("further local folders put beside the source"))
+    requirements: str | None = field(
+        default=None, metadata=_help("requirements file in the source, installed into scratch on each node")
+    )
+    exclude: tuple[str, ...] = field(default=(), metadata=_help("patterns (gitignore syntax) of files not to ship"))
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            _set(self, path=_text(str(self.path), "source.path"))
+        _set(
+            self,
+            entry_point=_text(str(self.entry_point), "source.entry_point", empty=True).strip(),
+            dependencies=_texts([str(d) for d in _sequence(self.dependencies)], "source.dependencies"),
+            exclude=_texts(_sequence(self.exclude), "source.exclude"),
+        )
+        if self.requirements is not None:
+            _text(self.requirements, "source.requirements")
+        words = self.entry_point.split()
+        if words[:1] == ["-m"] and (len(words) != 2 or not all(p.isidentifier() for p in words[1].split("."))):
+            raise SpecError(f"{self.entry_point!r} is not '-m package.module'", field="source.entry_point")
+
+    @property
+    def module(self) -> str | None:
+        """``pkg.mod`` of ``-m pkg.mod``, else None."""
+        return self.entry_point.split()[1] if self.entry_point.startswith("-m ") else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """A channel's data: a local path or a URL, and how it reaches the node."""
+
+    url: str = field(metadata=_help("local path, or URL of a file or folder"))
+    mode: str = field(default="auto", metadata=_help("auto, copy or mount"))
+    shard: bool = field(default=False, metadata=_help("give each node its own part, where the platform can"))
+
+    def __post_init__(self) -> None:
+        _set(self, url=_text(str(self.url), "inputs.url"), mode=_choice(self.mode, MODES, "inputs.mode"))
+        if not isinstance(self.shard, bool):
+            raise SpecError(f"must be true or false, not {self.shard!r}", field="inputs.shard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What each node is, and how many there are. GB are 10^9 bytes as clouds count them."""
+
+    instance_count: int = field(default=1, metadata=_help("number of nodes"))
+    instance_type: str | None = field(default=None, metadata=_help("the platform's own name of a machine"))
+    gpu: tuple[str, ...] = field(default=(), metadata=_help("NAME[-MEM][:COUNT] a node, in order of preference"))
+    nproc_per_node: int | None = field(default=None, metadata=_help("ranks a node; default: the GPU count, else 1"))
+    cpus: int | None = field(default=None, metadata=_help("CPU cores a node, at least"))
+    memory_gb: int | None = field(default=None, metadata=_help("memory a node, at least"))
+    disk_gb: int | None = field(default=None, metadata=_help("scratch disk a node"))
+    shm_gb: int | None = field(default=None, metadata=_help("size of /dev/shm"))
+    spot: bool = field(default=False, metadata=_help("preemptible machines"))
+
+    def __post_init__(self) -> None:
+        _whole(self.instance_count, "resources.instance_count", least=1, most=4096)
+        for name in ("nproc_per_node", "cpus", "memory_gb", "disk_gb", "shm_gb"):
+            if getattr(self, name) is not None:
+                _whole(getattr(self, name), f"resources.{name}", least=1)
+        if self.instance_type is not None:
+            _text(self.instance_type, "resources.instance_type")
+        if not isinstance(self.spot, bool):
+            raise SpecError(f"must be true or false, not {self.spot!r}", field="resources.spot")
+        names = [self.gpu] if isinstance(self.gpu, str) else list(_sequence(self.gpu))
+        texts = [part.strip() for name in names for part in _text(name, "resources.gpu").split(",")]
+        _set(self, gpu=tuple(str(Gpu.parse(text)) for text in texts))
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """``gpu`` parsed, in order of preference."""
+        return tuple(Gpu.parse(text) for text in self.gpu)
+
+    def processes(self, choice: int = 0) -> int:
+        """Ranks on each node when the ``choice``-th GPU of the list is taken."""
+        if self.nproc_per_node:
+            return self.nproc_per_node
+        return self.gpus[choice].count if self.gpu else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run. Equal jobs have equal `digest`; `to_json` and `to_toml` round-trip."""
+
+    name: str = field(default="", metadata=_help("name of the job; default: the script's"))
+    source: Source = field(default_factory=Source)
+    image: str | None = field(default=None, metadata=_help("container image; nothing is installed in it"))
+    launcher: str = field(
+        default="",
+        metadata=_help("torchrun, python (one process a node) or command; default: torchrun, command for .sh"),
+    )
+    hyperparameters: dict[str, Any] = field(default_factory=dict, metadata=_help("names and values for the script"))
+    hyperparameter_style: str = field(default="flags", metadata=_help("flags (--k v), hydra (k=v) or none"))
+    args: tuple[str, ...] = field(default=(), metadata=_help("further arguments of the script, as they are"))
+    env: dict[str, str] = field(default_factory=dict, metadata=_help("environment variables of the script"))
+    secrets: dict[str, str] = field(
+        default_factory=dict,
+        metadata=_help("environment variables by reference: env:NAME, aws:ARN, azure:VAULT/NAME, gcp:RESOURCE"),
+    )
+    inputs: dict[str, Input] = field(default_factory=dict, metadata=_help("channels: a local path or URL each"))
+    resources: Resources = field(default_factory=Resources)
+    max_runtime: int = field(default=DEFAULT_MAX_RUNTIME, metadata=_help("running time, summed over attempts: '12h'"))
+    max_wait: int | None = field(default=None, metadata=_help("longest wait for machines: '2h'"))
+    max_cost: float | None = field(default=None, metadata=_help("most US dollars the run may cost"))
+    retries: int = field(default=0, metadata=_help("further attempts after one that failed"))
+    stall_timeout: int = field(
+        default=DEFAULT_STALL_TIMEOUT, metadata=_help("no sign of life for so long is a failure; 0: never")
+    )
+    resume_from: str | None = field(default=None, metadata=_help("run, or checkpoint folder, to start from"))
+    checkpoint_paths: tuple[str, ...] = field(
+        default=(), metadata=_help("further checkpoints a script writes: globs below its working folder")
+    )
+    tags: dict[str, str] = field(default_factory=dict, metadata=_help("labels of the job on the platform"))
+    options: dict[str, dict[str, Any]] = field(
+        default_factory=dict, metadata=_help("by provider: merged last into the native request, verbatim")
+    )
+    on: dict[str, dict[str, Any]] = field(
+        default_factory=dict, metadata=_help("by provider: fields of this job that are different there")
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source, Source):
+            raise SpecError("must be a Source", field="source")
+        if not isinstance(self.resources, Resources):
+            raise SpecError("must be a Resources", field="resources")
+        self._check_what()
+        self._check_limits()
+        self._check_values()
+        self._check_placeholders()
+        for provider, overrides in self.on.items():
+            _override(self, provider, overrides)
+
+    def _check_what(self) -> None:
+        entry = self.source.entry_point
+        launcher = self.launcher or ("command" if entry.endswith(".sh") else "torchrun")
+        _set(self, launcher=_choice(launcher, LAUNCHERS, "launcher"), args=_texts(self.args, "args", empty=True))
+        if not entry and not (launcher == "command" and self.args):
+            raise SpecError("no script: give train.py, '-m pkg.mod' or x.sh", field="source.entry_point")
+        if entry.endswith(".sh") and launcher != "command":
+            raise SpecError(f"{launcher} starts Python, not {entry}; use launcher 'command'", field="launcher")
+        _choice(self.hyperparameter_style, STYLES, "hyperparameter_style")
+        name = self.name or _slug(
+            (self.source.module or "").rpartition(".")[2] or PurePosixPath(entry.replace("\\", "/")).stem
+        )
+        if not isinstance(name, str) or len(name) > _ID_MAX or not _ID.fullmatch(name):
+            raise SpecError(
+                f"{name!r} is not a name: lower-case letters, digits and single inner dashes, at most {_ID_MAX}"
+                f" (did you mean {_slug(str(name))!r}?)",
+                field="name",
+            )
+        _set(self, name=name)
+        if self.image is not None and (
+            any(c.isspace() for c in _text(self.image, "image")) or self.image.startswith("-")
+        ):
+            raise SpecError(f"{self.image!r} is not the name of an image", field="image")
+
+    def _check_limits(self) -> None:
+        _set(self, max_runtime=parse_duration(self.max_runtime, field="max_runtime"))
+        if self.max_wait is not None:
+            _set(self, max_wait=parse_duration(self.max_wait, field="max_wait"))
+        if self.stall_timeout not in (0, "0"):
+            _set(self, stall_timeout=parse_duration(self.stall_timeout, field="stall_timeout"))
+        else:
+            _set(self, stall_timeout=0)
+        if self.max_cost is not None:
+            cost = self.max_cost
+            if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not math.isfinite(cost) or cost <= 0:
+                raise SpecError(f"must be an amount of US dollars above zero, not {cost!r}", field="max_cost")
+            _set(self, max_cost=float(cost))
+        _whole(self.retries, "retries", least=0, most=100)
+        if self.resume_from is not None:
+            _text(self.resume_from, "resume_from")
+        _set(self, checkpoint_paths=_texts(_sequence(self.checkpoint_paths), "checkpoint_paths"))
+        for i, glob in enumerate(self.checkpoint_paths):
+            if PurePosixPath(glob).is_absolute() or ".." in PurePosixPath(glob).parts:
+                raise SpecError(f"{glob!r} leaves the working folder", field=f"checkpoint_paths[{i}]")
+
+    def _check_values(self) -> None:
+        env = {k: _text(v, f"env.{k}", empty=True) for k, v in _table(self.env, "env").items()}
+        _env_names(env, "env")
+        secrets = {k: _text(v, f"secrets.{k}") for k, v in _table(self.secrets, "secrets").items()}
+        _env_names(secrets, "secrets")
+        for key, reference in secrets.items():
+            scheme, _, rest = reference.partition(":")
+            if scheme not in SECRET_SCHEMES or not rest:
+                raise SpecError(
+                    f"{reference!r} is no reference; write one of env:NAME, aws:ARN, azure:VAULT/NAME, gcp:RESOURCE",
+                    field=f"secrets.{key}",
+                )
+            if key in env:
+                raise SpecError("is in env too; keep one of the two", field=f"secrets.{key}")
+        hyperparameters = {}
+        for key, value in _table(self.hyperparameters, "hyperparameters").items():
+            if value is None:
+                raise SpecError("has no value (None); leave it out", field=f"hyperparameters.{key}")
+            hyperparameters[key] = _json_value(value, f"hyperparameters.{key}")
+        tags = {k: _text(v, f"tags.{k}", empty=True) for k, v in _table(self.tags, "tags").items()}
+        inputs = {k: _input(v, f"inputs.{k}") for k, v in _table(self.inputs, "inputs").items()}
+        seen: dict[str, str] = {}
+        for key in inputs:
+            if not _CHANNEL.fullmatch(key):
+                raise SpecError(
+                    f"{key!r} is not a channel name: a letter, then letters, digits, - or _", field="inputs"
+                )
+            if (other := seen.setdefault(key.upper().replace("-", "_"), key)) != key:
+                raise SpecError(f"{key!r} and {other!r} would share one variable", field="inputs")
+        options = {
+            k: _json_value(_table(v, f"options.{k}"), f"options.{k}")
+            for k, v in _table(self.options, "options").items()
+        }
+        on = {k: _json_value(_table(v, f"on.{k}"), f"on.{k}") for k, v in _table(self.on, "on").items()}
+        _set(
+            self,
+            env=env,
+            secrets=secrets,
+            hyperparameters=hyperparameters,
+            tags=tags,
+            inputs=inputs,
+            options=options,
+            on=on,
+        )
+
+    def _check_placeholders(self) -> None:
+        places = [("args", text) for text in self.args] + [("env", text) for text in self.env.values()]
+        places += [("hyperparameters", v) for v in self.hyperparameters.values() if isinstance(v, str)]
+        for where, text in places:
+            for channel in _PLACEHOLDER_INPUT.findall(text):
+                if channel not in self.inputs:
+                    raise SpecError(
+                        f"{{inputs.{channel}}} names no input of this job{nearest(channel, self.inputs)}", field=where
+                    )
+
+    # ---------------------------------------------------------------------------------------------------- conversions
+
+    @classmethod
+    def make(cls, **fields: Any) -> Job:
+        """A Job of flat keyword arguments: its own fields and those of Source and Resources, by their names.
+
+        ``source_dir`` is Source's ``path``. Raises `SpecError` for an unknown name, with the nearest valid one.
+        """
+        return cls.from_dict(fields)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Job:
+        """A Job of plain values, nested as `to_dict` writes them or flat as `make` takes them."""
+        top: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {"source": {}, "resources": {}}
+        for key, value in data.items():
+            if key in parts:
+                if isinstance(value, (Source, Resources)):
+                    value = _plain(value)
+                parts[key].update(_table(value, key))
+            elif key in FLAT_FIELDS:
+                owner, name = FLAT_FIELDS[key]
+                (parts[owner] if owner else top)[name] = value
+            else:
+                raise SpecError(f"no such field{nearest(key, [*FLAT_FIELDS, *parts])}", field=str(key))
+        return cls(
+            source=_build(Source, parts["source"], "source"),
+            resources=_build(Resources, parts["resources"], "resources"),
+            **top,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; fields at their default are left out."""
+        return _plain(self)
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces, defaults left out."""
+        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        try:
+            data = json.loads(text)
+        except ValueError as exc:
+            raise SpecError(f"not JSON: {exc}") from None
+        return cls.from_dict(_table(data, "job"))
+
+    def to_toml(self) -> str:
+        import tomli_w
+
+        return tomli_w.dumps(self.to_dict())
+
+    @classmethod
+    def from_toml(cls, text: str, *, folder: Path | None = None) -> Job:
+        """A Job of TOML text; relative local paths in it are below ``folder`` (default: stay as written)."""
+        from .settings import toml_loads
+
+        data = toml_loads(text, where="job")
+        return cls.from_dict(data if folder is None else _anchor(data, folder))
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of `to_json`: what would run, whoever runs it and wherever."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def at(self, provider: str) -> Job:
+        """This job as ``provider`` runs it: ``on[provider]`` applied, every ``on`` dropped.
+
+        Tables (env, inputs, tags, hyperparameters) merge by key, all other fields are replaced.
+        """
+        return _override(self, provider, self.on.get(provider, {}))
+
+    def replace(self, **fields: Any) -> Job:
+        """A copy with flat ``fields`` replaced."""
+        return Job.from_dict({**_flat(self), **fields})
+
+
+#: Flat name -> (``source``, ``resources`` or ``""``, name there): the words of Estimator, job.toml, ``on`` and the CLI.
+FLAT_FIELDS: dict[str, tuple[str, str]] = {
+    **{f.name: ("", f.name) for f in dataclasses.fields(Job) if f.name not in ("source", "resources")},
+    **{("source_dir" if f.name == "path" else f.name): ("source", f.name) for f in dataclasses.fields(Source)},
+    **{f.name: ("resources", f.name) for f in dataclasses.fields(Resources)},
+}
+_NOT_ON = ("name", "options", "on")
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return [value] if isinstance(value, str) else value
+
+
+def _input(value: Any, where: str) -> Input:
+    if isinstance(value, Input):
+        return value
+    if isinstance(value, Mapping):
+        return _build(Input, dict(value), where)
+    return Input(url=_text(str(value), where))
+
+
+def _build(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
+    names = [f.name for f in dataclasses.fields(kind)]
+    for key in values:
+        if key not in names:
+            raise SpecError(f"no such field{nearest(key, names)}", field=f"{where}.{key}")
+    if kind is Input and "url" not in values:
+        raise SpecError("needs a url", field=where)
+    return kind(**values)
+
+
+def _plain(value: Any) -> Any:
+    """JSON values of a dataclass, its fields at their default left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        out = {}
+        for f in dataclasses.fields(value):
+            item = getattr(value, f.name)
+            default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+            if item != default:
+                out[f.name] = _plain(item)
+        return out
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _flat(job: Job) -> dict[str, Any]:
+    owners = {"": job, "source": job.source, "resources": job.resources}
+    return {flat: getattr(owners[owner], name) for flat, (owner, name) in FLAT_FIELDS.items()}
+
+
+def _override(job: Job, provider: str, overrides: Mapping[str, Any]) -> Job:
+    fields = _flat(job)
+    fields["on"] = {}
+    for key, value in overrides.items():
+        where = f"on.{provider}.{key}"
+        if key in _NOT_ON or key not in fields:
+            allowed = [k for k in fields if k not in _NOT_ON]
+            raise SpecError(f"no field that can differ by provider{nearest(key, allowed)}", field=where)
+        fields[key] = {**fields[key], **_table(value, where)} if isinstance(fields[key], dict) else value
+    try:
+        return Job.from_dict(fields)
+    except SpecError as exc:
+        if not overrides:
+            raise
+        raise SpecError(str(exc), field=f"on.{provider}") from None
+
+
+def _anchor(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """``data`` with its relative local paths (source, dependencies, inputs) made absolute below ``folder``."""
+
+    def local(path: Any) -> Any:
+        return str(folder / path) if isinstance(path, str) and not url_scheme(path) else path
+
+    out = dict(data)
+    source = dict(out.get("source", {})) if isinstance(out.get("source", {}), Mapping) else {}
+    path = source.pop("path", out.pop("source_dir", None))
+    out["source"] = {**source, "path": local(path) if path is not None else str(folder)}
+    for owner in (out, out["source"]):
+        if isinstance(owner.get("dependencies"), list):
+            owner["dependencies"] = [local(p) for p in owner["dependencies"]]
+    if isinstance(out.get("inputs"), Mapping):
+        out["inputs"] = {
+            k: {**v, "url": local(v.get("url"))} if isinstance(v, Mapping) else local(v)
+            for k, v in out["inputs"].items()
+        }
+    return out

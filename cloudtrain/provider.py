@@ -1,0 +1,441 @@
+"""The border between cloudtrain and a platform: the Provider protocol and the values that cross it.
+
+A provider is one module (or folder) of `cloudtrain.providers` whose name is the provider's, holding a class ``Provider``;
+third parties register a module under the entry-point group ``cloudtrain.providers``. Nothing else names it.
+
+`plan`, `nodes` and `site` are pure: no network, no credentials, no SDK. Everything here is the standard library alone,
+because the node side runs from the same files inside images that have nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import json
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from .errors import NotFoundError, SpecError, UnsupportedError
+from .job import Input, Job, nearest, url_scheme
+
+__all__ = [
+    "FINAL",
+    "PROTOCOL",
+    "STATES",
+    "AttemptInfo",
+    "Layout",
+    "LayoutInput",
+    "LogLine",
+    "LogPage",
+    "Mount",
+    "NodeSpec",
+    "Provider",
+    "Request",
+    "Rules",
+    "Simulation",
+    "Site",
+    "Status",
+    "Topology",
+    "context_of",
+    "find_provider",
+    "merge_options",
+    "provider_names",
+]
+
+PROTOCOL = 1
+"""Version of context.json; the node refuses one it does not know."""
+
+STATES = ("pending", "running", "succeeded", "failed", "cancelled")
+FINAL = ("succeeded", "failed", "cancelled")
+ENTRY_POINTS = "cloudtrain.providers"
+
+
+# --------------------------------------------------------------------------------------------- what a plan is made of
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutInput:
+    """Where a channel's data is for the nodes. ``file`` is the file's name when the channel is one file, else None."""
+
+    url: str
+    file: str | None = None
+    mode: str = "auto"
+    shard: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Every URL of one run, computed from hashes and the run id alone. Folders end without a slash."""
+
+    store: str
+    run_id: str
+    code_digest: str
+    runtime_digest: str
+    inputs: Mapping[str, LayoutInput] = field(default_factory=dict)
+    resume: str | None = None
+
+    @property
+    def run(self) -> str:
+        return f"{self.store}/runs/{self.run_id}"
+
+    @property
+    def live(self) -> str:
+        return f"{self.run}/live"
+
+    @property
+    def native(self) -> str:
+        return f"{self.run}/native"
+
+    @property
+    def context(self) -> str:
+        return f"{self.run}/container/context.json"
+
+    @property
+    def key(self) -> str:
+        return f"{self.run}/container/key"
+
+    @property
+    def code(self) -> str:
+        return f"{self.store}/code/{self.code_digest}/code.tar.gz"
+
+    @property
+    def runtime(self) -> str:
+        return f"{self.store}/runtime/{self.runtime_digest}/cloudtrain.pyz"
+
+    def attempt(self, number: int) -> str:
+        return f"{self.run}/attempts/{number}"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
+        """A Layout from its plain form (`dataclasses.asdict`), as plans and run.json hold it."""
+        return cls(**{**data, "inputs": {name: LayoutInput(**item) for name, item in data["inputs"].items()}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The native thing a provider is sent. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json."""
+
+    provider: str
+    operation: str
+    body: Mapping[str, Any]
+    context: Mapping[str, Any]
+    run: str
+    attempt: int = 0
+    choice: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Request:
+        try:
+            return cls(**data)
+        except TypeError as exc:
+            raise SpecError(f"not a request: {exc}", field="request") from None
+
+
+# -------------------------------------------------------------------------------------------- what a platform answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptInfo:
+    """One start of all nodes. ``number`` is ``k.r``; times are Unix seconds."""
+
+    number: str
+    native_id: str = ""
+    started: float | None = None
+    ended: float | None = None
+    reason: str = ""
+    resumed_from: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """What the platform says of a run. ``native`` is its own word; times are Unix seconds."""
+
+    state: str
+    native: str = ""
+    reason: str = ""
+    category: str = ""
+    attempts: tuple[AttemptInfo, ...] = ()
+    started: float | None = None
+    finished: float | None = None
+    url: str = ""
+
+    @property
+    def final(self) -> bool:
+        return self.state in FINAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLine:
+    """One line as the platform keeps it. ``id`` is the platform's own key of the line, used when the text has no number."""
+
+    node: str
+    text: str
+    time: float | None = None
+    id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogPage:
+    """Some lines, and the cursor (JSON) that continues after them. ``more``: the next page can be asked for at once."""
+
+    lines: tuple[LogLine, ...]
+    cursor: Any
+    more: bool = False
+
+
+# --------------------------------------------------------------------------------------- what a platform gives a node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """This node among the nodes. The node link listens on ``master_port + 1`` of node 0."""
+
+    nodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What the platform gives a node. ``paths`` maps ``live`` and ``input.<channel>`` to folders.
+
+    ``scratch`` lists folders to try, best first. ``stop_grace`` is seconds between the platform's stop signal and its
+    kill. ``exit_code`` maps an outcome (succeeded, failed, preempted) to the process exit code that makes the platform
+    do the right thing. ``secrets`` fetches the value of one reference. ``supervisor`` is the pid of a parent without
+    which this node must not go on. ``cpus`` are this node's cores, where several nodes share a machine.
+    """
+
+    topology: Topology
+    paths: Mapping[str, str]
+    scratch: Sequence[str]
+    export_env: Mapping[str, str] = field(default_factory=dict)
+    stop_grace: float = 30.0
+    failure_file: str | None = None
+    exit_code: Mapping[str, int] = field(default_factory=lambda: {"succeeded": 0, "failed": 1, "preempted": 75})
+    secrets: Callable[[str], str] | None = None
+    supervisor: int | None = None
+    cpus: int | None = None
+
+
+# ------------------------------------------------------------------------------------------ what an engine starts: data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """``url`` appears at ``path`` on the node: ``copy`` once, ``sync`` two-way while it runs, ``mount`` read-only."""
+
+    url: str
+    path: str
+    kind: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSpec:
+    """One node as the platform would start it. Paths are the node's; relative ones are below its own root folder."""
+
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    mounts: Sequence[Mount] = ()
+    workdir: str = "."
+    image: str | None = None
+    entrypoint: Sequence[str] | None = None
+    user: str | None = None
+    read_only: bool = False
+    files: Mapping[str, str] = field(default_factory=dict)
+    hostname: str | None = None
+    gpus: int = 0
+    cpus: int | None = None
+    memory: int | None = None
+    shm: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the platform does with its nodes. Times are seconds.
+
+    ``restart_on``: exit codes after which the platform starts all nodes again by itself, at most ``max_restarts`` times
+    an attempt. ``retries``: further attempts that whoever runs the engine starts. ``time_limit`` is running time, summed
+    over attempts; ``stop_signal`` then ``stop_grace`` seconds come before a kill.
+    """
+
+    time_limit: float
+    retries: int = 0
+    restart_on: Sequence[int] = ()
+    max_restarts: int = 0
+    stop_signal: str = "SIGTERM"
+    stop_grace: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """What a platform starts for one request, and its rules."""
+
+    nodes: Sequence[NodeSpec]
+    rules: Rules
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Simulation:
+        """Inverse of `to_dict`; raises `SpecError` for anything that is not one."""
+        try:
+            nodes = [
+                NodeSpec(**{**node, "mounts": tuple(Mount(**mount) for mount in node.get("mounts", ()))})
+                for node in data["nodes"]
+            ]
+            return cls(nodes=tuple(nodes), rules=Rules(**data["rules"]))
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise SpecError(f"not a simulation: {exc}", field="body") from None
+
+
+# ------------------------------------------------------------------------------------------------------- the protocol
+
+
+@runtime_checkable
+class Provider(Protocol):
+    """Where to run. Made of its settings; every method is required."""
+
+    name: ClassVar[str]
+    Settings: ClassVar[type[Any]]
+    #: URL schemes of inputs that its nodes read by themselves; ``file`` means this machine's own files.
+    schemes: ClassVar[frozenset[str]]
+    #: Who starts attempt 1, 2, …: ``platform``, ``supervisor`` (on this host) or ``client`` (only while one waits).
+    retried_by: ClassVar[str]
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        """The exact request. Pure: equal arguments give equal requests, with no network, credentials or SDK."""
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        """Send that very request and return the native id; idempotent on (run, attempt, choice).
+
+        ``secrets`` are the values of ``env:`` references, for providers whose nodes this machine starts.
+        """
+
+    def find(self, request: Request) -> str | None:
+        """The native id if the request was ever accepted. Never creates anything."""
+
+    def status(self, native_id: str) -> Status:
+        """What the platform says now. `NotFoundError` for an id it does not know."""
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        """One page from ``cursor`` (None: the beginning)."""
+
+    def cancel(self, native_id: str) -> None:
+        """Ask the platform to stop it; idempotent, also after the end."""
+
+    @staticmethod
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+        """On the node: what the platform gave it. ``argv`` holds the ``--path`` pairs of the command line."""
+
+    def nodes(self, request: Request) -> Simulation:
+        """What the platform starts for the request. Pure."""
+
+
+def provider_names() -> tuple[str, ...]:
+    """Names of every provider that can be loaded, the package's own and third parties'."""
+    from . import providers
+
+    own = {module.name for module in pkgutil.iter_modules(providers.__path__)}
+    return tuple(sorted(own | {ep.name for ep in importlib.metadata.entry_points(group=ENTRY_POINTS)}))
+
+
+def find_provider(name: str) -> type[Provider]:
+    """The provider class called ``name``; raises `NotFoundError` naming the nearest one."""
+    module = f"{__package__}.providers.{name}"
+    try:
+        return importlib.import_module(module).Provider  # type: ignore[no-any-return]
+    except ModuleNotFoundError as exc:
+        if exc.name != module:
+            raise
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if entry.name == name:
+            return entry.load()  # type: ignore[no-any-return]
+    known = provider_names()
+    raise NotFoundError(f"no provider {name!r}{nearest(name, known)}; there are {', '.join(known)}", field="provider")
+
+
+# ----------------------------------------------------------------------------- pure pieces every provider's plan uses
+
+
+def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> dict[str, Any]:
+    """context.json: all that the script side of a job says, the same for every provider and attempt."""
+    return {
+        "protocol": PROTOCOL,
+        "provider": provider,
+        "run_id": layout.run_id,
+        "run": layout.run,
+        "name": job.name,
+        "code_digest": layout.code_digest,
+        "nodes": job.resources.instance_count,
+        "processes": processes,
+        "launcher": job.launcher,
+        "entry_point": job.source.entry_point,
+        "requirements": job.source.requirements,
+        "args": list(job.args),
+        "hyperparameters": dict(job.hyperparameters),
+        "hyperparameter_style": job.hyperparameter_style,
+        "env": dict(job.env),
+        "secrets": dict(job.secrets),
+        "inputs": {name: {"file": item.file} for name, item in layout.inputs.items()},
+        "stall_timeout": job.stall_timeout,
+        "checkpoint_paths": list(job.checkpoint_paths),
+        "resume": layout.resume,
+    }
+
+
+def check_inputs(provider: type[Provider], inputs: Mapping[str, Input | LayoutInput]) -> None:
+    """Raise `UnsupportedError` for the first input whose URL scheme the provider's nodes cannot read."""
+    for name, item in inputs.items():
+        scheme = url_scheme(item.url) or "file"
+        if scheme not in provider.schemes:
+            known = ", ".join(f"{s}:" for s in sorted(provider.schemes))
+            raise UnsupportedError(provider.name, f"inputs.{name}", f"it cannot read {scheme}: URLs, only {known}")
+
+
+def merge_options(
+    body: Mapping[str, Any], options: Mapping[str, Any], *, owned: Sequence[str], provider: str
+) -> dict[str, Any]:
+    """``options`` deep-merged into ``body``. Lists merge by index (keys ``"0"``…; ``"*"`` is every element).
+
+    Raises `SpecError` for a path that cloudtrain owns: dotted, ``*`` for any list index.
+    """
+    return _merge(json.loads(json.dumps(body)), options, (), owned, provider)  # type: ignore[no-any-return]
+
+
+def _merge(into: Any, change: Any, path: tuple[str, ...], owned: Sequence[str], provider: str) -> Any:
+    where = f"options.{provider}." + ".".join(path)
+    if path and _owned(path, owned):
+        raise SpecError("cloudtrain itself sets this part of the request", field=where)
+    if isinstance(into, dict) and isinstance(change, Mapping):
+        return {**into, **{k: _merge(into.get(k), v, (*path, k), owned, provider) for k, v in change.items()}}
+    if isinstance(into, list) and isinstance(change, Mapping):
+        for key in change:
+            if key != "*" and not (key.isdigit() and int(key) <= len(into)):
+                raise SpecError(f"{key!r} is no index of that list of {len(into)}; '*' means every one", field=where)
+        out = list(into)
+        for i in range(len(out)):
+            if "*" in change:
+                out[i] = _merge(out[i], change["*"], (*path, "*"), owned, provider)
+        for key in sorted((k for k in change if k != "*"), key=int):
+            old = out[int(key)] if int(key) < len(out) else None
+            out[int(key) : int(key) + 1] = [_merge(old, change[key], (*path, "*"), owned, provider)]
+        return out
+    if _holds_owned(path, owned):
+        raise SpecError("would replace a part of the request that cloudtrain itself sets", field=where)
+    return json.loads(json.dumps(change))
+
+
+def _owned(path: tuple[str, ...], owned: Sequence[str]) -> bool:
+    return any(tuple(name.split(".")) == path[: name.count(".") + 1] for name in owned)
+
+
+def _holds_owned(path: tuple[str, ...], owned: Sequence[str]) -> bool:
+    return any(tuple(name.split("."))[: len(path)] == path for name in owned)

@@ -1,0 +1,1 @@
+"""Providers: one module each; the module's name is the provider's. See `cloudtrain.provider`."""

@@ -1,0 +1,1 @@
+"""The side of cloudtrain that runs on a node, from ``cloudtrain.pyz``: the standard library alone, no torch import."""

@@ -1,0 +1,125 @@
+"""Which failure came first: the root cause among the records of all ranks of all nodes.
+
+torchrun names the lowest rank among those that failed within the same second, and exceptions that merely follow from a
+peer's death (a closed connection, an aborted collective) come within milliseconds. So records carry nanosecond stamps
+of one clock (node 0's), and consequences are ranked behind causes whatever their stamp.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Failure", "root_cause", "summary"]
+
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|connectfullmesh|ncclremoteerror|ncclsystemerror"
+    r"|nccl (remote|system) error|remote process exited|nccl communicator was aborted|watchdog caught collective"
+    r"|disterror|distbackenderror|distnetworkerror|diststoreerror|gloo/transport|socket timeout|timed out (waiting|after)"
+    r"|recvvalue failed|failed to recv|signalexception|dataloader worker \(pid\(?s?\)? [\d, ]+\) (exited|is killed)",
+    re.IGNORECASE,
+)
+_OOM = re.compile(
+    r"outofmemoryerror|out of memory|cannot allocate memory|defaultcpuallocator|memoryerror", re.IGNORECASE
+)
+SLACK_NS = 500_000_000
+"""A silent death is seen by its pipe's end of file, which a busy machine may read this much later than it happened."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What one rank, or one node, died of.
+
+    ``kind`` is error (a Python exception or non-zero exit it told us of), died (ended without a word), lost (a node that
+    no longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal, None
+    when unknown. ``time_ns`` is Unix nanoseconds on node 0's clock.
+    """
+
+    kind: str
+    node: int
+    time_ns: int
+    rank: int | None = None
+    exception: str = ""
+    file: str | None = None
+    line: int | None = None
+    traceback: str = ""
+    code: int | None = None
+    category: str = ""
+
+    @property
+    def consequence(self) -> bool:
+        return self.kind == "error" and bool(_CONSEQUENCE.search(self.exception))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def public(self) -> dict[str, Any]:
+        """The ``failure`` object of result.json."""
+        return {
+            "node": self.node,
+            "rank": self.rank,
+            "exception": self.exception or None,
+            "file": self.file,
+            "line": self.line,
+            "traceback": self.traceback or None,
+            "process_exit_code": self.code,
+            "time_ns": self.time_ns,
+        }
+
+
+def root_cause(failures: Sequence[Failure], *, stopped_ns: int | None = None) -> Failure | None:
+    """The failure that came first in cause, None of none. ``stopped_ns``: when we ourselves began to kill."""
+    if not failures:
+        return None
+    first = min(f.time_ns for f in failures)
+
+    def weight(failure: Failure) -> tuple[int, int]:
+        if failure.kind == "died":
+            if failure.code == -signal.SIGTERM or (stopped_ns is not None and failure.time_ns > stopped_ns):
+                return 3, failure.time_ns
+            # With no exit code known it may be a sibling that torchrun stopped: only the very first counts.
+            known = failure.code not in (None, 0)
+            return (0 if known or failure.time_ns <= first + SLACK_NS else 3), failure.time_ns
+        if failure.kind == "lost":
+            return 1, failure.time_ns
+        return (2 if failure.consequence else 0), failure.time_ns
+
+    return min(failures, key=weight)
+
+
+def category(failure: Failure, *, oom_kill: bool = False) -> str:
+    """The DESIGN category of a root cause; ``oom_kill``: the kernel killed something of ours for memory."""
+    if failure.category:
+        return failure.category
+    if _OOM.search(failure.exception) or (oom_kill and failure.code in (-signal.SIGKILL, 128 + signal.SIGKILL)):
+        return "oom"
+    return "infra" if failure.kind == "lost" else "user_error"
+
+
+def summary(failure: Failure) -> str:
+    """One line naming rank, node, exception and place."""
+    who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank} on node {failure.node}"
+    if failure.kind in ("lost", "setup", "stalled"):
+        return failure.exception if failure.kind == "setup" else f"{who}: {failure.exception}"
+    if failure.kind == "died":
+        return f"{who} {_ending(failure.code)}"
+    place = f" ({failure.file}:{failure.line})" if failure.file else ""
+    headline = next((part for part in failure.exception.splitlines() if part.strip()), "")
+    if headline.startswith("SystemExit") and failure.code is not None:
+        return f"{who} exited with code {failure.code}{place}"
+    return f"{who} raised {headline}{place}"
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "died without a word"
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"was killed by {name}"
+    return f"exited with code {code}"

@@ -1,0 +1,251 @@
+"""Starting the ranks of one node, hearing from them, and stopping every process of theirs.
+
+`command_of` and `environment_of` say what is started (pure); `Ranks` starts it and turns what happens into events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..provider import Topology
+from .logs import LogWriter, lines_of
+
+__all__ = ["Ranks", "command_of", "environment_of", "fill"]
+
+_TOKEN = re.compile(r"\{(inputs\.[A-Za-z][A-Za-z0-9_-]*|checkpoint_dir|artifact_dir|resume_from|run_id)\}")
+_MAYBE = "{resume_from?}"
+_NODE_WORDS = re.compile(
+    r"PET_|TORCHELASTIC_|(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|ROLE_NAME|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE"
+    r"|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$|CLOUDTRAIN_"
+)
+_EXITED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)")
+_TORCHRUN_NOISE = re.compile(r"^[EWI]\d{4} .*torch/distributed/|^Traceback \(most recent call last\)|elastic.*ERROR")
+
+
+# ---------------------------------------------------------------------------------------------------- what is started
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """``text`` with exactly the known placeholders filled, in one pass; every other brace stays."""
+    return _TOKEN.sub(lambda match: values.get(match[1], match[0]), text)
+
+
+def script_arguments(context: Mapping[str, Any], values: Mapping[str, str]) -> list[str]:
+    """Hyperparameters in their style, then ``args``; ``{resume_from?}`` goes on a fresh start, its flag with it."""
+    out: list[str] = []
+    fresh = not values["resume_from"]
+    for key, value in context["hyperparameters"].items():
+        if value == _MAYBE and fresh:
+            continue
+        text = values["resume_from"] if value == _MAYBE else fill(_text(value), values)
+        if context["hyperparameter_style"] == "flags":
+            out += [f"--{key}", text]
+        elif context["hyperparameter_style"] == "hydra":
+            out.append(f"{key}={text}")
+    for arg in context["args"]:
+        if arg != _MAYBE:
+            out.append(fill(arg, values))
+        elif not fresh:
+            out.append(values["resume_from"])
+        elif out and out[-1].startswith("-"):
+            out.pop()
+    return out
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def command_of(
+    context: Mapping[str, Any], topology: Topology, arguments: Sequence[str], *, worker: Path, python: str
+) -> list[str]:
+    """The node's one child: torchrun, or python itself for a single process, or the user's own command."""
+    entry = context["entry_point"]
+    if context["launcher"] == "command":
+        return [*(["/bin/sh", entry] if entry.endswith(".sh") else [entry] if entry else []), *arguments]
+    script = [str(worker), *(entry.split() if entry.startswith("-m ") else [entry]), *arguments]
+    if context["launcher"] == "python" or (topology.nodes == 1 and context["processes"] == 1):
+        return [python, "-u", *script]
+    return [
+        python,
+        "-m",
+        "torch.distributed.run",
+        f"--nnodes={topology.nodes}",
+        f"--node-rank={topology.node_rank}",
+        f"--nproc-per-node={context['processes']}",
+        "--rdzv-backend=static",
+        f"--master-addr={topology.master_addr}",
+        f"--master-port={topology.master_port}",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        "--",
+        *script,
+    ]
+
+
+def environment_of(
+    context: Mapping[str, Any],
+    topology: Topology,
+    *,
+    base: Mapping[str, str],
+    export: Mapping[str, str],
+    own: Mapping[str, str],
+    secrets: Mapping[str, str],
+    values: Mapping[str, str],
+    home: str,
+    cpus: int,
+) -> dict[str, str]:
+    """The child's environment: the node's, cleaned of another launcher's words, then the platform's, the job's, ours."""
+    env = {key: value for key, value in base.items() if not _NODE_WORDS.match(key)}
+    if not os.path.isdir(env.get("HOME", "")):
+        env["HOME"] = home
+    env.setdefault("USER", f"uid{os.getuid()}")
+    env.setdefault("LOGNAME", env["USER"])
+    env.setdefault("OMP_NUM_THREADS", str(max(1, cpus // context["processes"])))
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    env.update(export)
+    env.update({key: fill(value, values) for key, value in context["env"].items()})
+    env.update(secrets)
+    env.update(own)
+    if context["launcher"] != "torchrun" or (topology.nodes == 1 and context["processes"] == 1):
+        # One process a node: it gets the words torchrun would give the only rank of each node.
+        env.update(
+            RANK=str(topology.node_rank),
+            LOCAL_RANK="0",
+            WORLD_SIZE=str(topology.nodes),
+            LOCAL_WORLD_SIZE="1",
+            GROUP_RANK=str(topology.node_rank),
+            NODE_RANK=str(topology.node_rank),
+            MASTER_ADDR=topology.master_addr,
+            MASTER_PORT=str(topology.master_port),
+        )
+    return env
+
+
+# ------------------------------------------------------------------------------------------------------- starting it
+
+
+class Ranks:
+    """The running ranks of this node. Events are messages of the form the node link has, from ``self``:
+
+    ``{"t": "rank", "local": i, "event": start|error|end|eof, "time_ns": …}`` and ``{"t": "ended", "code": n}``.
+    """
+
+    def __init__(
+        self,
+        *,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        scratch: Path,
+        package: Path,
+        processes: int,
+        shim: bool,
+        log: LogWriter,
+        first_rank: int,
+        emit: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._log, self._emit, self.first_rank = log, emit, first_rank
+        self._pipes = scratch / "pipes"
+        self._processes = processes if shim else 0
+        self.lone = not shim or processes == 1 and "torch.distributed.run" not in command
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, int] = {}
+        self.unshown: list[str] = []
+        self.code: int | None = None
+        shutil.rmtree(self._pipes, ignore_errors=True)
+        self._pipes.mkdir(parents=True)
+        self._readers: list[threading.Thread] = []
+        for local in range(self._processes):
+            for kind, target in (("out", self._read_output), ("events", self._read_events)):
+                os.mkfifo(self._pipes / f"{kind}-{local}", 0o600)
+                self._thread(target, local)
+        self._process = subprocess.Popen(
+            list(command),
+            env={**env, "CLOUDTRAIN_WORKER": f"{self._pipes}\n{package}"} if shim else dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        self._thread(self._read_launcher)
+        threading.Thread(target=self._wait, name="wait", daemon=True).start()
+
+    def _thread(self, target: Callable[..., None], *args: int) -> None:
+        thread = threading.Thread(target=target, args=args, name=target.__name__, daemon=True)
+        thread.start()
+        self._readers.append(thread)
+
+    def _read_output(self, local: int) -> None:
+        with open(self._pipes / f"out-{local}", "rb", buffering=0) as stream:
+            for text in lines_of(stream):
+                self._log.write(str(self.first_rank + local), text)
+
+    def _read_events(self, local: int) -> None:
+        with open(self._pipes / f"events-{local}", "rb") as stream:
+            for line in stream:
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    if event["event"] == "start":
+                        self.pids[local] = event["pid"]
+                    self._emit({"t": "rank", "local": local, **event})
+        self._emit({"t": "rank", "local": local, "event": "eof", "time_ns": time.time_ns()})
+
+    def _read_launcher(self) -> None:
+        """What comes from the child itself: of torchrun, its own complaints are held back (they name wrong ranks)."""
+        stream: BinaryIO = self._process.stdout  # type: ignore[assignment]
+        rank = str(self.first_rank) if self.lone else "-"
+        for text in lines_of(stream):
+            if match := _EXITED.search(text):
+                self.codes[int(match[2])] = int(match[1])
+            if not self.lone and (self.unshown or _TORCHRUN_NOISE.search(text)):
+                self.unshown.append(text)
+            else:
+                self._log.write(rank, text)
+
+    def _wait(self) -> None:
+        code = self._process.wait()
+        for pipe in self._pipes.iterdir():  # a rank that never started leaves its reader waiting for a writer
+            with contextlib.suppress(OSError):
+                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        deadline = time.monotonic() + 2.0  # a grandchild may keep our pipe open for ever
+        for thread in self._readers:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if self.lone:
+            self.codes[0] = code
+        self.code = code
+        self._emit({"t": "ended", "code": code})
+
+    # ------------------------------------------------------------------------------------------------------ stopping
+
+    def signal(self, number: int) -> None:
+        """To every rank and whatever shares its process group, and to a lone child; torchrun itself is left to notice."""
+        for pid in {*self.pids.values(), *([self.pid] if self.lone else [])}:
+            with contextlib.suppress(OSError):
+                os.killpg(pid, number)
+
+    def kill(self) -> None:
+        """Everything of this node, now."""
+        self.signal(signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def dump_stacks(self) -> None:
+        """Each rank prints the stacks of all its threads (faulthandler on SIGUSR1)."""
+        for pid in self.pids.values():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGUSR1)

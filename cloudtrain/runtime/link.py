@@ -1,0 +1,252 @@
+"""The node link: what the nodes of one run tell each other, one JSON line a message, beside torchrun.
+
+torchrun does not make nodes agree on failure, preemption or the end of a run, so node 0's runtime listens on
+``master_port + 1`` and every other node connects. Both sides prove the run's key before anything else, and every
+message carries a MAC over its own number, so a stranger on the network can neither listen in as a node nor speak as one.
+All events arrive in one queue as ``(node, message)``; a lost connection is the message ``{"t": "lost"}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import PlatformError
+
+__all__ = ["JOIN_TIMEOUT", "Link"]
+
+JOIN_TIMEOUT = 1800.0
+"""Seconds a node waits for its peers: clouds start the nodes of one job many minutes apart."""
+HANDSHAKE_TIMEOUT = 10.0
+SILENCE_TIMEOUT = 90.0
+"""Seconds without even a ping before a peer counts as lost; a cut network often heals sooner."""
+PING_SECONDS = 5.0
+MESSAGE_BYTES = 64 << 20
+
+Message = dict[str, Any]
+
+
+def _mac(key: bytes, *parts: str) -> str:
+    return hmac.new(key, "\n".join(parts).encode(), hashlib.sha256).hexdigest()
+
+
+class _Channel:
+    """One authenticated connection: numbered, signed JSON lines in both directions."""
+
+    def __init__(self, sock: socket.socket, session: bytes, *, sends: str, takes: str) -> None:
+        self._sock, self._session, self._sends, self._takes = sock, session, sends, takes
+        self._lock = threading.Lock()
+        self._sent = 0
+        sock.settimeout(SILENCE_TIMEOUT)
+        self._stream = sock.makefile("rb")
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        text = json.dumps(message, separators=(",", ":"))
+        with self._lock:
+            self._sent += 1
+            mac = _mac(self._session, self._sends, str(self._sent), text)
+            self._sock.sendall(f"{mac} {text}\n".encode())
+
+    def receive(self, each: Callable[[Message], None]) -> None:
+        """Call ``each`` with every message until the connection ends or breaks its rules."""
+        taken = 0
+        with contextlib.suppress(OSError, ValueError):
+            while line := self._stream.readline(MESSAGE_BYTES):
+                taken += 1
+                mac, _, text = line.decode().rstrip("\n").partition(" ")
+                if not hmac.compare_digest(mac, _mac(self._session, self._takes, str(taken), text)):
+                    return
+                each(json.loads(text))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def _greet(sock: socket.socket, key: bytes, nodes: int) -> tuple[int, _Channel] | None:
+    """Node 0's side of the handshake: who it is, or None for a stranger."""
+    sock.settimeout(HANDSHAKE_TIMEOUT)
+    nonce = secrets.token_hex(16)
+    sock.sendall(f"cloudtrain {nonce}\n".encode())
+    hello = json.loads(_line(sock))
+    node, theirs = int(hello["node"]), str(hello["nonce"])
+    if not 0 < node < nodes or not hmac.compare_digest(str(hello["mac"]), _mac(key, "peer", nonce, theirs, str(node))):
+        return None
+    sock.sendall((_mac(key, "head", nonce, theirs) + "\n").encode())
+    session = _mac(key, "session", nonce, theirs).encode()
+    return node, _Channel(sock, session, sends="head", takes="peer")
+
+
+def _introduce(sock: socket.socket, key: bytes, node: int) -> _Channel:
+    """A peer's side; raises `ConnectionError` when the other end is not this run's node 0."""
+    sock.settimeout(HANDSHAKE_TIMEOUT)
+    word, _, nonce = _line(sock).partition(" ")
+    if word != "cloudtrain":
+        raise ConnectionError("not a cloudtrain node")
+    ours = secrets.token_hex(16)
+    hello = {"node": node, "nonce": ours, "mac": _mac(key, "peer", nonce, ours, str(node))}
+    sock.sendall((json.dumps(hello) + "\n").encode())
+    if not hmac.compare_digest(_line(sock), _mac(key, "head", nonce, ours)):
+        raise ConnectionError("node 0 does not know this run's key")
+    return _Channel(sock, _mac(key, "session", nonce, ours).encode(), sends="peer", takes="head")
+
+
+def _line(sock: socket.socket) -> str:
+    """One short line, byte by byte: nothing after it may be consumed."""
+    data = b""
+    while not data.endswith(b"\n"):
+        byte = sock.recv(1)
+        if not byte or len(data) > 4096:
+            raise ConnectionError("the handshake broke off")
+        data += byte
+    return data.decode().rstrip("\n")
+
+
+class Link:
+    """This node's end. ``inbox`` gets ``(node, message)``; node 0 reaches every peer, a peer only node 0.
+
+    ``offset_ns`` of a message from a peer's clock to node 0's is applied by `stamp`.
+    """
+
+    def __init__(
+        self, *, node: int, nodes: int, addr: str, port: int, key: bytes, inbox: queue.SimpleQueue[tuple[int, Message]]
+    ) -> None:
+        self.node, self.nodes = node, nodes
+        self._addr, self._port, self._key, self._inbox = addr, port, key, inbox
+        self._channels: dict[int, _Channel] = {}
+        self._offsets: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._server: socket.socket | None = None
+
+    def open(self) -> None:
+        """Node 0 listens, peers start to connect; neither waits. Raises `PlatformError` when the port is taken."""
+        if self.nodes == 1:
+            return
+        if self.node == 0:
+            self._server = self._listen()
+            target = self._accept
+        else:
+            target = self._connect
+        threading.Thread(target=target, name="link", daemon=True).start()
+        threading.Thread(target=self._ping, name="link-ping", daemon=True).start()
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._addr else socket.AF_INET
+        server = socket.socket(family, socket.SOCK_STREAM)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Loopback stays on loopback; elsewhere the address peers know may not be one of ours (NAT, a service name).
+        host = self._addr if self._addr in ("127.0.0.1", "localhost", "::1") else ""
+        try:
+            server.bind((host, self._port))
+        except OSError as exc:
+            raise PlatformError(f"node 0 cannot listen on port {self._port}: {exc.strerror}") from None
+        server.listen(self.nodes + 8)
+        return server
+
+    def _accept(self) -> None:
+        assert self._server is not None
+        while not self._closed.is_set():
+            try:
+                sock, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(sock,), name="link-peer", daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            known = _greet(sock, self._key, self.nodes)
+        except (OSError, ValueError, KeyError, TypeError):
+            known = None
+        if known is None:
+            sock.close()
+            return
+        self._run(*known)
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + JOIN_TIMEOUT
+        while not self._closed.is_set():
+            try:
+                sock = socket.create_connection((self._addr, self._port), timeout=HANDSHAKE_TIMEOUT)
+                channel = _introduce(sock, self._key, self.node)
+            except OSError:
+                if time.monotonic() > deadline:
+                    self._inbox.put((0, {"t": "lost", "why": f"no answer from {self._addr}:{self._port}"}))
+                    return
+                self._closed.wait(0.2)
+                continue
+            self._run(0, channel)
+            return
+
+    def _run(self, node: int, channel: _Channel) -> None:
+        with self._lock:
+            old = self._channels.get(node)
+            self._channels[node] = channel
+        if old is not None:
+            old.close()
+        self._inbox.put((node, {"t": "hello"}))
+        channel.receive(lambda message: self._take(node, channel, message))
+        channel.close()
+        with self._lock:
+            current = self._channels.get(node) is channel
+            if current:
+                del self._channels[node]
+        if current and not self._closed.is_set():
+            self._inbox.put((node, {"t": "lost", "why": "the connection ended"}))
+
+    def _take(self, node: int, channel: _Channel, message: Message) -> None:
+        if message["t"] == "ping":
+            with contextlib.suppress(OSError):
+                channel.send({"t": "pong", "sent": message["sent"], "here": time.time_ns()})
+        elif message["t"] == "pong":
+            now = time.time_ns()
+            self._offsets[node] = int(message["here"]) - (int(message["sent"]) + now) // 2
+        else:
+            self._inbox.put((node, message))
+
+    def _ping(self) -> None:
+        while not self._closed.wait(0.2 if self._channels and not self._offsets else PING_SECONDS):
+            self.send_all({"t": "ping", "sent": time.time_ns()})
+
+    def send(self, node: int, message: Mapping[str, Any]) -> None:
+        """To one node; to ourselves it goes straight to the inbox. A broken connection is reported by its reader."""
+        if node == self.node:
+            self._inbox.put((node, dict(message)))
+            return
+        with self._lock:
+            channel = self._channels.get(node)
+        if channel is not None:
+            with contextlib.suppress(OSError):
+                channel.send(message)
+
+    def send_all(self, message: Mapping[str, Any]) -> None:
+        """To every connected other node."""
+        for node in list(self._channels):
+            self.send(node, message)
+
+    def connected(self) -> set[int]:
+        with self._lock:
+            return set(self._channels)
+
+    def here(self, node: int, time_ns: int) -> int:
+        """``time_ns`` of ``node``'s clock on this node's."""
+        return time_ns - self._offsets.get(node, 0)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._server is not None:
+            self._server.close()
+        with self._lock:
+            channels = list(self._channels.values())
+        for channel in channels:
+            channel.close()

@@ -1,0 +1,125 @@
+"""Numbered log lines of one node: ``[a<attempt> n<node> r<rank> #<seq>] text`` to the platform and to our own segments.
+
+The platform may lose, repeat or reorder what it is given; the number alone tells a reader what came first and what is
+missing, and the segments (whole files in ``live/logs``, each written once) hold what the platform lost.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+__all__ = ["LogWriter", "lines_of"]
+
+SEGMENT_SECONDS = 5.0
+SEGMENT_BYTES = 1 << 20
+LINE_BYTES = 128 << 10
+"""Longer lines are cut in pieces: CloudWatch takes 256 KiB an event."""
+REDRAW_SECONDS = 1.0
+"""A progress bar redraws its line with carriage returns; at most one such state a second is kept."""
+
+
+class LogWriter:
+    """Numbers the lines of a node's ranks. Lines wait until `begin` has said which attempt this is. Thread-safe."""
+
+    def __init__(self, *, node: int, out: int = 1) -> None:
+        self._node, self._out = node, out
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[str, str]] | None = []
+        self._folder: Path | None = None
+        self._attempt = ""
+        self._segment: list[str] = []
+        self._segment_first, self._segment_bytes, self._segment_since = 1, 0, 0.0
+        self.lines = 0
+        self.last = time.monotonic()
+
+    def begin(self, attempt: str, folder: Path | None) -> None:
+        """Start printing as ``attempt``; segments go to ``folder`` (None: nowhere)."""
+        with self._lock:
+            if self._waiting is None:
+                return
+            waiting, self._waiting = self._waiting, None
+            self._attempt, self._folder = attempt, folder
+            for rank, text in waiting:
+                self._write(rank, text)
+
+    def write(self, rank: str, text: str) -> None:
+        """One line (no newline in it) of rank ``rank``, ``-`` for the runtime itself."""
+        with self._lock:
+            if rank != "-":
+                self.last = time.monotonic()
+            if self._waiting is not None:
+                self._waiting.append((rank, text))
+            else:
+                self._write(rank, text)
+
+    def say(self, text: str) -> None:
+        """A line of the runtime's own."""
+        self.write("-", f"cloudtrain: {text}")
+
+    def _write(self, rank: str, text: str) -> None:
+        self.lines += 1
+        line = f"[a{self._attempt} n{self._node} r{rank} #{self.lines}] {text}\n"
+        data = line.encode("utf-8", "replace")
+        try:
+            while data:
+                data = data[os.write(self._out, data) :]
+        except OSError:
+            pass  # nobody reads us any more; the segments still have the line
+        if not self._segment:
+            self._segment_first, self._segment_since = self.lines, time.monotonic()
+        self._segment.append(line)
+        self._segment_bytes += len(line)
+        if self._segment_bytes >= SEGMENT_BYTES:
+            self._flush()
+
+    def tick(self) -> None:
+        """Write the segment once it is old enough; called a few times a second."""
+        with self._lock:
+            if self._segment and time.monotonic() - self._segment_since >= SEGMENT_SECONDS:
+                self._flush()
+
+    def flush(self) -> None:
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._segment or self._folder is None:
+            return
+        data = "".join(self._segment).encode("utf-8", "replace")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / f"{self._segment_first:09d}.log").write_bytes(data)
+        except OSError:
+            return  # kept in memory: the next flush tries again under the same first number
+        self._segment, self._segment_bytes = [], 0
+
+
+def lines_of(stream: BinaryIO) -> Iterator[str]:
+    """The lines of ``stream`` as they come: newline ends one; carriage returns keep the newest state, one a second."""
+    rest = b""
+    shown = 0.0
+    while chunk := os.read(stream.fileno(), 65536):
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield from _pieces(line.rstrip(b"\r").rpartition(b"\r")[2])
+        if len(rest) > LINE_BYTES:
+            yield from _pieces(rest)
+            rest = b""
+        elif b"\r" in rest and time.monotonic() - shown >= REDRAW_SECONDS:
+            done, _, rest = rest.rpartition(b"\r")
+            state = done.rpartition(b"\r")[2] or done.strip(b"\r").rpartition(b"\r")[2]
+            if state.strip():
+                shown = time.monotonic()
+                yield from _pieces(state)
+    if rest:
+        yield from _pieces(rest.rstrip(b"\r").rpartition(b"\r")[2])
+
+
+def _pieces(line: bytes) -> Iterator[str]:
+    for start in range(0, max(len(line), 1), LINE_BYTES):
+        yield line[start : start + LINE_BYTES].decode("utf-8", "replace")

@@ -1,0 +1,173 @@
+"""One rank: runs the user's script as ``python script`` would, and tells the runtime how it went.
+
+A single file of the standard library, copied into scratch and started by torchrun. It is gone from `sys.modules` before
+the script's first line: the script is ``__main__``, `sys.path` and `sys.argv` are what plain torchrun would give, and
+spawned DataLoader workers import the script, not this file. Two named pipes lead to the runtime: one takes stdout and
+stderr, the other one JSON object a line (start, error, end); its end of file is the moment of death, whatever killed us.
+"""
+
+import os
+import sys
+import time
+
+_PATH = sys.path[1:]
+
+
+def _pipe(name):
+    """A write end of the runtime's named pipe, or None when nobody reads it."""
+    try:
+        fd = os.open(name, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    os.set_blocking(fd, True)
+    return fd
+
+
+def _report(fd, pid, event):
+    # A forked child that unwinds to here is not the rank.
+    if fd is None or os.getpid() != pid:
+        return
+    event["time_ns"] = time.time_ns()
+    # The script may have modules called json or traceback of its own: ours come from where Python has them.
+    own, sys.path[:] = sys.path[:], _PATH
+    try:
+        import json
+
+        os.write(fd, (json.dumps(event) + "\n").encode())
+    except (OSError, AttributeError, TypeError):
+        pass
+    finally:
+        sys.path[:] = own
+
+
+def _load(target):
+    """The script as ``__main__``: a fresh module and its code object."""
+    import builtins
+    import importlib.machinery
+    import importlib.util
+    import types
+
+    module = types.ModuleType("__main__")
+    module.__builtins__ = builtins
+    if target[0] == "-m":
+        name = target[1]
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(name + ".__main__")
+        if spec is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, spec.parent
+        module.__file__ = spec.origin
+        code = spec.loader.get_code(spec.name)
+        sys.argv[0] = spec.origin
+    else:
+        path = target[0]
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        module.__file__, module.__loader__ = path, loader
+        with open(path, "rb") as stream:
+            code = compile(stream.read(), path, "exec", dont_inherit=True)
+    sys.modules["__main__"] = module
+    return module, code
+
+
+def _where(trace):
+    """File and line of the innermost frame that is not the standard library's or a package's, else of the innermost."""
+    import sysconfig
+    import traceback
+
+    frames = traceback.extract_tb(trace)
+    if not frames:
+        return None, None
+    foreign = tuple(p for p in {sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")} if p)
+    own = [f for f in frames if not f.filename.startswith((*foreign, "<frozen"))]
+    frame = (own or frames)[-1]
+    return frame.filename, frame.lineno
+
+
+def _trim(trace):
+    """``trace`` without this file's own frames."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == _trim.__code__.co_filename:
+        trace = trace.tb_next
+    return trace
+
+
+def _error(exc, code):
+    own, sys.path[:] = sys.path[:], _PATH
+    try:
+        return _describe(exc, code)
+    finally:
+        sys.path[:] = own
+
+
+def _describe(exc, code):
+    import traceback
+
+    trace = _trim(exc.__traceback__)
+    file, line = _where(trace)
+    if isinstance(exc, SyntaxError) and trace is None:
+        file, line = exc.filename, exc.lineno
+    text = "".join(traceback.format_exception(type(exc), exc, trace))
+    name = type(exc).__name__
+    module = type(exc).__module__
+    if module not in ("builtins", "__main__"):
+        name = f"{module}.{name}"
+    message = str(exc)
+    return {
+        "event": "error",
+        "exception": f"{name}: {message}" if message else name,
+        "file": file,
+        "line": line,
+        "traceback": text[-30000:],
+        "code": code,
+    }
+
+
+def _main():
+    # Nothing is imported before the script that Python itself has not already: a script's own `json` must win.
+    import _signal
+    import faulthandler
+
+    pipes, package = os.environ.pop("CLOUDTRAIN_WORKER").split("\n")
+    local = os.environ.get("LOCAL_RANK", "0")
+    out = _pipe(os.path.join(pipes, f"out-{local}"))
+    if out is not None:
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.close(out)
+    fd = _pipe(os.path.join(pipes, f"events-{local}"))
+    pid = os.getpid()
+    if fd is not None:
+        # Only a direct child still has the pipe under this number.
+        os.register_at_fork(after_in_child=lambda: os.close(fd) if os.getppid() == pid else None)
+        rank = int(os.environ.get("RANK", "0"))
+        os.write(fd, b'{"event":"start","pid":%d,"rank":%d,"time_ns":%d}\n' % (pid, rank, time.time_ns()))
+    faulthandler.enable()
+    faulthandler.register(_signal.SIGUSR1, all_threads=True)
+
+    target = sys.argv[1:3] if sys.argv[1] == "-m" else sys.argv[1:2]
+    sys.argv = [target[-1], *sys.argv[1 + len(target) :]]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd() if target[0] == "-m" else os.path.dirname(os.path.abspath(target[0]))
+    sys.path.append(package)
+
+    try:
+        module, code = _load(target)
+        exec(code, module.__dict__)
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        event = _error(exc, code) if code else {"event": "end"}
+        _report(fd, pid, event)
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:
+        _report(fd, pid, _error(exc, 1))
+        if os.getpid() != pid:
+            raise
+        sys.excepthook(type(exc), exc, _trim(exc.__traceback__))
+        sys.exit(1)
+    _report(fd, pid, {"event": "end"})
+
+
+if __name__ == "__main__":
+    _main()

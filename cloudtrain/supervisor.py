@@ -1,0 +1,325 @@
+"""The supervisor: a process of this host that starts a Simulation's nodes, applies its rules, and outlives the client.
+
+It owns one folder (``request.json``, ``lock``, ``status.json``, ``out/<attempt>/node-<n>.log``); whoever holds the lock
+is the supervisor. What goes to the store it writes there; what the client wants to know it finds in ``status.json``.
+When the store is elsewhere, it keeps ``live/`` in step with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .engine import NodeProcess, ProcessEngine
+from .errors import EXIT_CODES, CloudtrainError
+from .job import Job
+from .provider import Layout, Provider, Request, Rules, Simulation, find_provider
+from .run import Run
+from .store import Store
+from .transfer import Files, files, local_path
+
+__all__ = ["Supervisor", "boot_id", "main"]
+
+POLL_SECONDS = 0.1
+HEARTBEAT_SECONDS = 5.0
+SYNC_SECONDS = 5.0
+FINISH_SECONDS = 25.0
+"""How long the other nodes may take to come down by themselves once one has failed."""
+RESTART_SECONDS = 1.0
+NEVER_AGAIN = ("auth", "quota", "image", "timeout", "cancelled")
+
+
+def main(folder: str) -> None:
+    """Run the supervisor of ``folder``, unless another one does already. Secrets come as JSON on stdin."""
+    secrets = json.load(sys.stdin)
+    import fcntl
+
+    with open(Path(folder) / "lock", "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return
+        os.set_inheritable(lock.fileno(), False)
+        Supervisor(folder=Path(folder), secrets=secrets, environ=os.environ).run()
+
+
+class Supervisor:
+    def __init__(self, *, folder: Path, secrets: Mapping[str, str], environ: Mapping[str, str]) -> None:
+        self.folder, self.secrets = folder, dict(secrets)
+        self.request = Request.from_dict(json.loads((folder / "request.json").read_bytes()))
+        self.engine = ProcessEngine(folder=folder, environ=environ)
+        store, _, self.run_id = self.request.run.rpartition("/runs/")
+        self.store = Store(store)
+        self.native_id = f"{socket.gethostname()}:{folder}"
+        self.attempts: list[dict[str, Any]] = []
+        self.spent = 0.0
+        self.state: dict[str, Any] = {
+            "state": "running",
+            "reason": "",
+            "category": "",
+            "started": time.time(),
+            "finished": None,
+            "host": socket.gethostname(),
+            "boot": boot_id(),
+            "pid": os.getpid(),
+        }
+
+    def run(self) -> None:
+        """Until the run is over. Never raises: what goes wrong becomes the run's reason."""
+        if (self.folder / "status.json").exists():
+            return  # a run is supervised once; its end, or its supervisor's, is on record
+        self._write_status()
+        try:
+            mounts = _Mounts(folder=self.folder, store=self.store, run_id=self.run_id)
+            with mounts.syncing(self.request.run + "/live"):
+                state, category, reason = self._all_attempts(mounts)
+        except CloudtrainError as exc:
+            state, category, reason = "failed", "infra", str(exc)
+        except Exception as exc:  # the last line of defence of a process nobody watches
+            state, category, reason = "failed", "infra", f"the supervisor failed: {type(exc).__name__}: {exc}"
+            print(reason, file=sys.stderr)
+        self.engine.clean()
+        self.state.update(state=state, category=category, reason=reason, finished=time.time())
+        self._write_status()
+        with contextlib.suppress(CloudtrainError):
+            Run(store=self.store, run_id=self.run_id).result()
+
+    def _write_status(self) -> None:
+        self.state.update(attempts=self.attempts, seen=time.time())
+        temporary = self.folder / ".status.json"
+        temporary.write_text(json.dumps(self.state), encoding="utf-8")
+        os.replace(temporary, self.folder / "status.json")
+
+    # ------------------------------------------------------------------------------------------------------- attempts
+
+    def _all_attempts(self, mounts: _Mounts) -> tuple[str, str, str]:
+        """(state, category, reason) of the run."""
+        request, failures = self.request, []
+        while True:
+            simulation = _provider_of(self.store, self.run_id).nodes(request)
+            state, category, reason = self._attempt(request, simulation, mounts)
+            if state != "failed" or category in NEVER_AGAIN or request.attempt >= simulation.rules.retries:
+                return state, category, reason
+            failures.append((self._exception(mounts), self._newest_checkpoint(mounts)))
+            if len(failures) > 1 and failures[-1] == failures[-2]:
+                return state, category, f"{reason}; the same failure twice with no new checkpoint between"
+            request = self._next(request)
+
+    def _next(self, request: Request) -> Request:
+        """The request of the next attempt, recorded before anything starts."""
+        record = self.store.run(self.run_id)
+        job = Job.from_dict(record["job"]).at(record["provider"])
+        provider = _provider_of(self.store, self.run_id)
+        number = request.attempt + 1
+        following = provider.plan(job, Layout.from_dict(record["layout"]), attempt=number, choice=request.choice)
+        if not self.store.create_attempt(self.run_id, number, following):
+            raise CloudtrainError(f"attempt {number} was started by someone else")
+        self.store.write_submitted(self.run_id, number, self.native_id)
+        return following
+
+    def _attempt(self, request: Request, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str]:
+        """One attempt, with the platform's own restarts after a preemption."""
+        local = mounts.fetch([mount.url for node in simulation.nodes for mount in node.mounts])
+        for restart in range(simulation.rules.max_restarts + 1):
+            name = f"{request.attempt}.{restart}"
+            entry = {"number": name, "native_id": self.native_id, "started": time.time(), "ended": None, "reason": ""}
+            self.attempts.append(entry)
+            self._write_status()
+            nodes = self.engine.start(simulation.nodes, attempt=name, local=local, secrets=self.secrets)
+            try:
+                stopped = self._watch(nodes, simulation.rules)
+            finally:
+                for node in nodes:
+                    node.kill()
+            exits = [record for record in mounts.exits() if record["attempt"] == name]
+            state, category, reason = self._judge(nodes, simulation.rules, stopped, exits)
+            resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
+            entry.update(ended=time.time(), reason=reason or state, resumed_from=resumed)
+            self._write_status()
+            if category != "preempted":
+                return state, category, reason
+            time.sleep(RESTART_SECONDS)
+        return "failed", "preempted", f"{reason}; {simulation.rules.max_restarts} restarts are used up"
+
+    def _watch(self, nodes: Sequence[NodeProcess], rules: Rules) -> str:
+        """Wait for all nodes to end; why we ended them ourselves (``cancelled``, ``timeout``), else empty."""
+        began = time.monotonic()
+        stopped, stop_at, failed_at, beat = "", 0.0, 0.0, began
+        while any(node.poll() is None for node in nodes):
+            now = time.monotonic()
+            if not stopped:
+                stopped = self._reason_to_stop(self.spent + now - began, rules)
+                if not stopped and not failed_at and any(node.poll() not in (None, 0) for node in nodes):
+                    failed_at = now
+                if stopped or (failed_at and now - failed_at > FINISH_SECONDS):
+                    stopped = stopped or "peers"
+                    stop_at = now + rules.stop_grace
+                    for node in nodes:
+                        node.signal(rules.stop_signal)
+            elif now > stop_at:
+                for node in nodes:
+                    node.kill()
+            if now - beat > HEARTBEAT_SECONDS:
+                beat = now
+                self._write_status()
+            time.sleep(POLL_SECONDS)
+        self.spent += time.monotonic() - began
+        return stopped
+
+    def _reason_to_stop(self, spent: float, rules: Rules) -> str:
+        if (self.folder / "cancel").exists():
+            return "cancelled"
+        return "timeout" if spent > rules.time_limit else ""
+
+    def _judge(
+        self, nodes: Sequence[NodeProcess], rules: Rules, stopped: str, exits: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, str, str]:
+        """(state, category, reason) of one start of all nodes."""
+        codes = [node.poll() for node in nodes]
+        if all(code == 0 for code in codes):
+            return "succeeded", "", ""
+        if stopped == "cancelled":
+            return "cancelled", "cancelled", "cancelled by the user"
+        if stopped == "timeout":
+            return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
+        if all(code == 0 or code in rules.restart_on for code in codes):
+            return "failed", "preempted", "a node was told to stop"
+        record = next((r for r in exits if r["decided"] and r["outcome"] == "failed"), None)
+        record = record or next((r for r in exits if r["outcome"] == "failed"), None)
+        if record is not None:
+            category = record["category"] if record["category"] in EXIT_CODES else "infra"
+            return "failed", category, record["reason"]
+        return "failed", "infra", self._silent(codes, exits)
+
+    def _silent(self, codes: Sequence[int | None], exits: Sequence[Mapping[str, Any]]) -> str:
+        """A node that left no record was killed whole; name the first."""
+        told = {record["node"] for record in exits}
+        number = next((n for n, code in enumerate(codes) if code and n not in told), 0)
+        code = codes[number]
+        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+        last = _last_line(self.folder / "out" / self.attempts[-1]["number"] / f"node-{number}.log")
+        return f"node {number} {how}" + (f": {last}" if last else "")
+
+    def _exception(self, mounts: _Mounts) -> str:
+        name = self.attempts[-1]["number"]
+        for record in mounts.exits():
+            if record["attempt"] == name and record["decided"] and record["failure"]:
+                return f"{record['failure']['exception']} {record['failure']['file']}:{record['failure']['line']}"
+        return str(self.attempts[-1]["reason"])
+
+    def _newest_checkpoint(self, mounts: _Mounts) -> str:
+        from .runtime.checkpoints import complete
+
+        found = complete(mounts.live / "checkpoints")
+        return str(found[-1].folder) if found else ""
+
+
+class _Mounts:
+    """Every mount's URL as a path of this machine: itself when it is local, else a copy; ``live`` kept in step."""
+
+    def __init__(self, *, folder: Path, store: Store, run_id: str) -> None:
+        self._folder, self._store, self._run_id = folder, store, run_id
+        self.live = local_path(f"{store.url}/runs/{run_id}/live") or folder / "live"
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    def fetch(self, urls: Sequence[str]) -> dict[str, Path]:
+        """URL to local path, remote ones downloaded once."""
+        out: dict[str, Path] = {}
+        for url in dict.fromkeys(urls):
+            if url.endswith(f"/runs/{self._run_id}/live"):
+                self.live.mkdir(parents=True, exist_ok=True)
+                out[url] = self.live
+            else:
+                out[url] = local_path(url) or self._download(url)
+        return out
+
+    def _download(self, url: str) -> Path:
+        parent, _, name = url.rpartition("/")
+        target = self._folder / "mounts" / _short(url) / name
+        if not target.exists():
+            source = files(parent)
+            if source.size(name) is not None:
+                source.download(name, target)
+            else:
+                files(url).download_tree("", target)
+        return target
+
+    def exits(self) -> list[dict[str, Any]]:
+        """The exit records of all nodes so far, as the nodes wrote them."""
+        out = []
+        for path in sorted((self.live / "exit").glob("*.json")):
+            with contextlib.suppress(OSError, ValueError):
+                out.append(json.loads(path.read_bytes()))
+        return out
+
+    @contextlib.contextmanager
+    def syncing(self, url: str) -> Any:
+        """Keep the store's ``live`` in step while the run goes on, and once more at the end."""
+        if local_path(url) is not None:
+            yield
+            return
+        target, stop = files(url), threading.Event()
+        thread = threading.Thread(target=self._sync_until, args=(target, stop.wait), name="sync", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            self._sync(target)
+
+    def _sync_until(self, target: Files, wait: Callable[[float], bool]) -> None:
+        while not wait(SYNC_SECONDS):
+            try:
+                self._sync(target)
+            except (CloudtrainError, OSError) as exc:
+                print(f"live/ could not be synced: {exc}; trying again", file=sys.stderr, flush=True)
+
+    def _sync(self, target: Files) -> None:
+        """Upload what is new or changed; what makes other files count (commit.json) after all others."""
+        changed = []
+        for path in (p for p in self.live.rglob("*") if p.is_file()):
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                key = path.relative_to(self.live).as_posix()
+                if self._sent.get(key) != (stat.st_size, stat.st_mtime_ns):
+                    changed.append((path.name == "commit.json", key, path, (stat.st_size, stat.st_mtime_ns)))
+        for _, key, path, state in sorted(changed):
+            with contextlib.suppress(FileNotFoundError):
+                target.upload(path, key)
+                self._sent[key] = state
+
+
+def _provider_of(store: Store, run_id: str) -> Provider:
+    record = store.run(run_id)
+    return find_provider(record["provider"])(**record["settings"])
+
+
+def boot_id() -> str:
+    """Something that changes whenever this machine starts; empty where it cannot be told."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+    return ""
+
+
+def _short(url: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+def _last_line(path: Path) -> str:
+    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+    return lines[-1] if lines else ""

@@ -1,0 +1,295 @@
+"""Object stores on loopback, one a test session: S3 (moto), Azure Blob (Azurite), and a small GCS that keeps its word.
+
+A pytest plugin: register it with ``pytest_plugins = ["servers"]``. The environment names the server for the one test
+that asks for it, as it would for a user: credentials and endpoints are read from there and nowhere else.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+AZURITE = Path.home() / ".cache" / "cloudtrain-azurite" / "node_modules" / ".bin" / "azurite-blob"
+AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # public
+AZURITE_ACCOUNT = "devstoreaccount1"
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nothing listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], *, seconds: float = 30) -> None:
+    """Return once something listens; fail as soon as the process has ended."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"the server ended with {process.returncode}: {process.args}"
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing listens on {port} after {seconds} s: {process.args}")
+
+
+@contextmanager
+def served(command: list[str], port: int, log: Path) -> Iterator[None]:
+    """The server process ``command`` while inside, its output in ``log``."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            wait_for_port(port, process)
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+# ------------------------------------------------------------------------------------------------------------------- S3
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Endpoint of a moto server."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with served(command, port, tmp_path_factory.mktemp("moto") / "log"):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def s3_environment(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The endpoint, with this test's environment pointing at it; no account of the machine is in reach."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "no-aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "no-aws-credentials"))
+    return s3_server
+
+
+@pytest.fixture
+def s3_url(s3_environment: str) -> str:
+    """URL of a new, empty folder in a new bucket."""
+    bucket = f"b-{uuid.uuid4().hex[:12]}"
+    request = urllib.request.Request(f"{s3_environment}/{bucket}", method="PUT", headers={"Authorization": _UNCHECKED})
+    with urllib.request.urlopen(request):
+        return f"s3://{bucket}/some/store"
+
+
+#: moto reads the region and service from it and checks nothing.
+_UNCHECKED = "AWS4-HMAC-SHA256 Credential=testing/20250101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+
+
+# ----------------------------------------------------------------------------------------------------------- Azure Blob
+
+
+def azurite() -> str | None:
+    """The Azurite program, if ``tests/azurite.sh`` or a package manager installed it."""
+    return str(AZURITE) if AZURITE.exists() else shutil.which("azurite-blob")
+
+
+def required() -> bool:
+    """Whether a server that is not installed fails the tests instead of skipping them."""
+    return os.environ.get("CLOUDTRAIN_REQUIRE_ALL") == "1"
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Connection string of an Azurite server; skips without one, or fails when CLOUDTRAIN_REQUIRE_ALL=1."""
+    program = azurite()
+    if program is None:
+        (pytest.fail if required() else pytest.skip)("Azurite is not installed; run tests/azurite.sh")
+    port, folder = free_port(), tmp_path_factory.mktemp("azurite")
+    command = [program, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", str(folder), "--silent"]
+    command += ["--skipApiVersionCheck", "--disableTelemetry"]
+    with served(command, port, folder / "log"):
+        yield (
+            f"DefaultEndpointsProtocol=http;AccountName={AZURITE_ACCOUNT};AccountKey={AZURITE_KEY};"
+            f"BlobEndpoint=http://127.0.0.1:{port}/{AZURITE_ACCOUNT};"
+        )
+
+
+@pytest.fixture
+def azure_environment(azure_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The connection string, also in this test's environment."""
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure_server)
+    return azure_server
+
+
+@pytest.fixture
+def azure_url(azure_environment: str) -> str:
+    """URL of a new, empty folder in a new container."""
+    from azure.storage.blob import BlobServiceClient
+
+    container = f"c-{uuid.uuid4().hex[:12]}"
+    with BlobServiceClient.from_connection_string(azure_environment) as client:
+        client.create_container(container)
+    return f"abfs://{container}/some/store"
+
+
+# ------------------------------------------------------------------------------------------------------------------ GCS
+
+
+class GcsServer(http.server.ThreadingHTTPServer):
+    """The part of the GCS JSON API that a store needs, preconditions kept. ``before`` runs before an upload is judged.
+
+    The emulators on PyPI ignore ``ifGenerationMatch``, so that on them every exclusive creation succeeds.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.generations: dict[str, int] = {}
+        self.queries: list[dict[str, list[str]]] = []
+        self.before: Callable[[str], None] = lambda name: None
+        self.lock = threading.Lock()
+        super().__init__(("127.0.0.1", 0), _GcsHandler)
+
+    def put(self, name: str, data: bytes) -> None:
+        with self.lock:
+            self.objects[name] = data
+            self.generations[name] = self.generations.get(name, 0) + 1
+
+
+class _GcsHandler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: GcsServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path, query = self._url()
+        if path == "/storage/v1/b/bucket":
+            self._answer(200, {"kind": "storage#bucket", "name": "bucket", "id": "bucket"})
+        elif path == "/storage/v1/b/bucket/o":
+            self._list(query)
+        elif match := re.fullmatch(r"(/download)?/storage/v1/b/bucket/o/(.+)", path):
+            name = urllib.parse.unquote(match[2])
+            if name not in self.server.objects:
+                self._answer(404, {"error": {"code": 404, "message": "no such object"}})
+            elif match[1] or query.get("alt") == ["media"]:
+                self._answer(200, self.server.objects[name])
+            else:
+                self._answer(200, self._describe(name))
+        else:
+            self._answer(404, {"error": {"code": 404, "message": "no such bucket"}})
+
+    def do_POST(self) -> None:
+        path, query = self._url()
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if match := re.fullmatch(r"/storage/v1/b/bucket/o/(.+)/rewriteTo/b/bucket/o/(.+)", path):
+            source, target = (urllib.parse.unquote(part) for part in match.groups())
+            self._rewrite(source, target)
+            return
+        if path != "/upload/storage/v1/b/bucket/o":
+            self._answer(404, {"error": {"code": 404, "message": "no such bucket"}})
+            return
+        assert query["uploadType"] == ["multipart"], query
+        self.server.queries.append(query)
+        _, head, content = body.split(b"--==0==", 3)[:3]
+        name = json.loads(head.split(b"\n\n", 1)[1])["name"]
+        self.server.before(name)
+        if query.get("ifGenerationMatch") == ["0"] and name in self.server.objects:
+            self._answer(412, {"error": {"code": 412, "message": "conditionNotMet"}})
+            return
+        self.server.put(name, content.split(b"\n\n", 1)[1][:-1])
+        self._answer(200, self._describe(name))
+
+    def _rewrite(self, source: str, target: str) -> None:
+        if source not in self.server.objects:
+            self._answer(404, {"error": {"code": 404, "message": "no such object"}})
+            return
+        self.server.put(target, self.server.objects[source])
+        self._answer(200, {"done": True, "resource": self._describe(target)})
+
+    def do_DELETE(self) -> None:
+        path, _ = self._url()
+        name = urllib.parse.unquote(path.split("/o/", 1)[1])
+        gone = self.server.objects.pop(name, None)
+        self._answer(404 if gone is None else 204, b"")
+
+    def _list(self, query: dict[str, list[str]]) -> None:
+        prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
+        items, folders = [], set()
+        for name in sorted(name for name in self.server.objects if name.startswith(prefix)):
+            rest = name[len(prefix) :]
+            if delimiter and delimiter in rest:
+                folders.add(prefix + rest.split(delimiter)[0] + delimiter)
+            else:
+                items.append(self._describe(name))
+        self._answer(200, {"items": items, "prefixes": sorted(folders)})
+
+    def _describe(self, name: str) -> dict[str, object]:
+        size, generation = str(len(self.server.objects[name])), str(self.server.generations[name])
+        return {
+            "bucket": "bucket",
+            "name": name,
+            "size": size,
+            "generation": generation,
+            "id": name,
+            "etag": generation,
+        }
+
+    def _url(self) -> tuple[str, dict[str, list[str]]]:
+        path, _, query = self.path.partition("?")
+        return path, urllib.parse.parse_qs(query)
+
+    def _answer(self, status: int, body: object) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Type", "application/octet-stream" if isinstance(body, bytes) else "application/json")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def gcs_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
+    """A `GcsServer` with a bucket called ``bucket``, and this test's environment pointing at it."""
+    server = GcsServer()
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    for name in [name for name in os.environ if name.startswith(("GOOGLE_", "GCSFS_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_address[1]}")
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def gcs_url(gcs_server: GcsServer) -> str:
+    """URL of an empty folder."""
+    return "gs://bucket/some/store"

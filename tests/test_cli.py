@@ -1,0 +1,498 @@
+"""The command line: flags to Job, refusals, output discipline, and whole runs of the real console script."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudtrain import cli
+from cloudtrain.cli import flags, show, tables
+from cloudtrain.cli.screen import Screen
+from cloudtrain.errors import SpecError
+from cloudtrain.job import FLAT_FIELDS, Job
+
+CLI = [sys.executable, "-m", "cloudtrain"]
+
+
+def job_of(*argv: str, cwd: Path = Path()) -> Job:
+    """The Job of ``cloudtrain submit ARGV``; nothing is sent."""
+    tokens, args = cli.split(["submit", *argv])
+    call = cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
+    script = call.args[0] if call.args else None
+    given_flags = call.keywords.get("flags", flags.JobFlags())
+    return flags.job_of(script, call.keywords.get("module"), given_flags, call.keywords["args"], cwd=cwd)
+
+
+def run_cli(
+    *argv: str, cwd: Path, env: dict[str, str] | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*CLI, *argv], cwd=cwd, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def main_of(*argv: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+# ----------------------------------------------------------------------------------------------------- flags and fields
+
+
+def test_every_field_of_a_job_has_its_flag_and_no_flag_is_anything_else() -> None:
+    tokens = ["submit", "t.py"]
+    call = cli.parse(tokens, None, Screen(io.StringIO(), io.StringIO()))
+    assert set(flags.JobFlags.__dataclass_fields__) == set(FLAT_FIELDS) - set(flags.NOT_FLAGS)
+    assert set(flags.SPELLINGS) <= set(FLAT_FIELDS)
+    assert call.args == ("t.py",)
+
+
+EXAMPLES: dict[str, tuple[str, Any]] = {
+    "name": ("n1", "n1"),
+    "image": ("repo/img:1", "repo/img:1"),
+    "launcher": ("python", "python"),
+    "hyperparameters": ("lr=1.10", {"lr": "1.10"}),
+    "hyperparameter_style": ("hydra", "hydra"),
+    "env": ("A=1=2", {"A": "1=2"}),
+    "secrets": ("TOKEN", {"TOKEN": "env:TOKEN"}),
+    "inputs": ("train=s3://b/d?x=1", {"train": "s3://b/d?x=1"}),
+    "max_runtime": ("12h", 43200),
+    "max_wait": ("90", 90),
+    "max_cost": ("12.5", 12.5),
+    "retries": ("2", 2),
+    "stall_timeout": ("0", 0),
+    "resume_from": ("run-1", "run-1"),
+    "checkpoint_paths": ("ck/*.pt", ("ck/*.pt",)),
+    "tags": ("team=a b", {"team": "a b"}),
+    "options": ('p.a.b={"c": [1]}', {"p": {"a": {"b": {"c": [1]}}}}),
+    "on": ("p.instance_count=4", {"p": {"instance_count": 4}}),
+    "source_dir": ("src", "src"),
+    "entry_point": ("x.py", "x.py"),
+    "dependencies": ("../lib", ("../lib",)),
+    "requirements": ("req.txt", "req.txt"),
+    "exclude": ("*.bin", ("*.bin",)),
+    "instance_count": ("3", 3),
+    "instance_type": ("ml.g5", "ml.g5"),
+    "gpu": ("H100:8", ("H100:8",)),
+    "nproc_per_node": ("2", 2),
+    "cpus": ("4", 4),
+    "memory_gb": ("16", 16),
+    "disk_gb": ("100", 100),
+    "shm_gb": ("8", 8),
+    "spot": ("", True),
+}
+
+
+@pytest.mark.parametrize("flat", [f for f in FLAT_FIELDS if f not in flags.NOT_FLAGS])
+def test_each_flag_sets_its_field(flat: str) -> None:
+    text, value = EXAMPLES[flat]
+    for flag in flags.flag_names(flat):
+        script = [] if flat == "entry_point" else ["t.py"]
+        job = job_of(*script, flag, *([text] if text else []))
+        owner, name = FLAT_FIELDS[flat]
+        found = getattr(getattr(job, owner) if owner else job, name)
+        if flat == "inputs":
+            found = {k: v.url for k, v in found.items()}
+        assert found == value
+
+
+def test_repeated_tables_merge_and_repeated_lists_append() -> None:
+    job = job_of("t.py", "--hp", "a=1", "--hp", "b=2", "--hp", "a=3", "--gpu", "H100:8", "--gpu", "A100-80GB:4")
+    assert job.hyperparameters == {"a": "3", "b": "2"}
+    assert job.resources.gpu == ("H100:8", "A100-80GB:4")
+
+
+def test_dotted_tables() -> None:
+    job = job_of("t.py", "--env.A", "--json", "--env.B=x=y", "--hp.model.dim", "-3", "--secret.T", "env:U")
+    assert job.env == {"A": "--json", "B": "x=y"}
+    assert job.hyperparameters == {"model.dim": "-3"}
+    assert job.secrets == {"T": "env:U"}
+
+
+def test_options_are_json_where_they_are_json() -> None:
+    job = job_of(
+        "t.py", "--option", "p.a.b=1", "--option", "p.a.c=text", "--option", 'p={"x.y": true}', "--option", "q.z=NaN"
+    )
+    assert job.options == {"p": {"a": {"b": 1, "c": "text"}, "x.y": True}, "q": {"z": "NaN"}}
+
+
+def test_module_and_script_are_one_thing() -> None:
+    assert job_of("-m", "pkg.mod").source.entry_point == "-m pkg.mod"
+    with pytest.raises(SpecError, match="two scripts"):
+        job_of("t.py", "-m", "pkg.mod")
+
+
+def test_all_after_the_first_double_dash_is_the_scripts() -> None:
+    args = ["--log", "x", "", "a\nb", "--", "--json", "--help", "--env.A", "-m"]
+    job = job_of("t.py", "--hp", "a=1", "--", *args)
+    assert job.args == tuple(args)
+    assert job_of("t.py", "--").args == ()
+
+
+def test_a_job_file_and_flags_over_it(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(
+        'name = "base"\nargs = ["old"]\n[source]\nentry_point = "t.py"\n[hyperparameters]\nlr = 0.1\nsteps = 5\n'
+        '[resources]\ninstance_count = 2\ngpu = ["H100:8"]\n[inputs]\ntrain = "data"\n[options.p.a]\nb = 1\n'
+    )
+    job = job_of("job.toml", "--nodes", "4", "--hp", "lr=1", "--option", "p.a.c=2", "--", "new", cwd=tmp_path)
+    assert job.resources.instance_count == 4
+    assert job.resources.gpu == ("H100:8",)
+    assert job.hyperparameters == {"lr": "1", "steps": 5}
+    assert job.options == {"p": {"a": {"b": 1, "c": 2}}}
+    assert job.args == ("new",)
+    assert job.inputs["train"].url == "data"
+    assert job_of("job.toml", cwd=tmp_path).args == ("old",)
+
+
+def test_a_json_job_file_is_read_like_a_toml_one(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    job = Job.make(entry_point="t.py", instance_count=2, inputs={"train": "data"})
+    (tmp_path / "sub/job.json").write_text(job.to_json())
+    read = job_of("sub/job.json", "--gpu", "H100:8", cwd=tmp_path)
+    assert read.source.path == "sub"
+    assert read.inputs["train"].url == "sub/data"
+    assert (read.resources.instance_count, read.resources.gpu) == (2, ("H100:8",))
+
+
+def test_flags_can_complete_a_job_file_that_has_no_script(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('launcher = "python"\n')
+    assert job_of("job.toml", "-m", "pkg.mod", cwd=tmp_path).source.module == "pkg.mod"
+
+
+# No NUL, no surrogates: no process can be given them.
+TEXT = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=40)
+ODD = TEXT | st.sampled_from(
+    ["--json", "--", "-m", "--help", "=", "[1]", '["a"]', "none", "null", "{", '{"a": 1}', "\n", " ", "-1", "1.10"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+KEY = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True).map(lambda k: f"X{k}")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    env=st.dictionaries(KEY, ODD, max_size=3),
+    hp=st.dictionaries(KEY, ODD, max_size=3),
+    args=st.lists(ODD, max_size=4),
+    dotted=st.booleans(),
+)
+def test_strange_text_reaches_the_job_unchanged(
+    env: dict[str, str], hp: dict[str, str], args: list[str], dotted: bool
+) -> None:
+    argv = ["t.py"]
+    for flag, table in (("--env", env), ("--hp", hp)):
+        for key, value in table.items():
+            if dotted and value != "--":  # which ends our flags wherever it stands by itself
+                argv += [f"{flag}.{key}", value]
+            else:
+                argv += [flag, f"{key}={value}"]
+    job = job_of(*argv, "--", *args)
+    assert (job.env, job.hyperparameters, list(job.args)) == (env, hp, args)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=JSON)
+def test_any_json_value_reaches_options(value: Any) -> None:
+    assert job_of("t.py", "--option", f"p.a={json.dumps(value)}").options == {"p": {"a": value}}
+
+
+def test_undot_leaves_everything_else_alone() -> None:
+    tokens = ["submit", "a.py", "--env", "A=1", "--name", "x.y", "--environ.x", "1", "--env.A"]
+    assert tables.undot(tokens) == tokens
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["submit", "t.py", "--gup", "H100"], "--gpu"),
+        (["submit", "t.py", "--epochs", "3"], "after '--'"),
+        (["submit", "t.py", "--env", "A"], "NAME=VALUE"),
+        (["submit", "t.py", "--nodes", "x"], "resources.instance_count"),
+        (["submit", "t.py", "--nodes"], "--nodes requires an argument"),
+        (["submit", "t.py", "--max-runtime", "soon"], "max_runtime"),
+        (["submit", "t.py", "--launcher", "torchrn"], "torchrun"),
+        (["submit", "t.py", "--set", "x"], "--set"),
+        (["submit", "t.py", "--option", "p=1"], "PROVIDER.PATH"),
+        (["submit"], "no script"),
+        (["submit", "none.toml"], "none.toml"),
+        (["submit", "t.py", "--plan", "x.json"], "saved plan"),
+        (["submt"], "submit"),
+        (["status"], "RUN requires an argument"),
+        (["status", "a", "b"], "unexpected 'b'"),
+        (["status", "a", "--", "b"], "nothing after '--'"),
+        (["pull", "r", "--only", "checkpoint"], "checkpoints"),
+        (["wait", "r", "--timeout", "x"], "timeout"),
+        (["logs", "r", "--node", "x"], "--node"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_refused_command_line_is_one_line_and_exit_2(
+    argv: list[str],
+    says: str,
+    as_json: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    at = 1 if "--" in argv else len(argv)
+    code, out, err = main_of(*argv[:at], *(["--json"] if as_json else []), *argv[at:], capsys=capsys)
+    assert code == 2
+    assert says in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    if as_json:
+        answer = json.loads(out)
+        assert answer["exit_code"] == 2
+        assert says in answer["error"]
+    else:
+        assert out == ""
+
+
+def test_unforeseen_errors_are_one_line_and_exit_9(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def explode(*_: Any) -> None:
+        raise RuntimeError("two\nlines")
+
+    monkeypatch.setattr(cli, "parse", explode)
+    code, out, err = main_of("list", "--json", capsys=capsys)
+    assert code == 9
+    assert err == f"error: {json.loads(out)['error']}\n"
+    assert "RuntimeError: two lines" in err
+    assert "bug in cloudtrain" in err
+    monkeypatch.setenv("CLOUDTRAIN_DEBUG", "1")
+    assert "Traceback" in main_of("list", capsys=capsys)[2]
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = main_of("--help", capsys=capsys)
+    assert code == 0
+    assert all(verb in out for verb in cli.VERBS)
+    code, out, _ = main_of("--version", capsys=capsys)
+    assert (code, out.count("\n")) == (0, 1)
+    for verb in cli.VERBS:
+        code, out, _ = main_of(verb, "--help", capsys=capsys)
+        assert code == 0
+        assert "--json" in out
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["list", "--json"]])
+def test_a_cheap_verb_loads_nothing_heavy(argv: list[str], tmp_path: Path) -> None:
+    code = (
+        "import json, sys; from cloudtrain import cli; code = cli.main(sys.argv[1:])\n"
+        "print(json.dumps(list(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, check=True)
+    heavy = {"fsspec", "asyncio", "aiohttp", "torch", "numpy"} | (
+        {"rich.console"} if argv != ["--help"] else {"cloudtrain.job"}
+    )
+    assert heavy & set(json.loads(done.stderr.splitlines()[-1])) == set()
+
+
+# ----------------------------------------------------------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (45, "45s"), (5400, "1h30m"), (86400, "24h"), (3 * 86400, "3d"), (3725, "1h2m")]
+)
+def test_durations_read_back(seconds: int, text: str) -> None:
+    assert show.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**50, "1024.0 TiB")]
+)
+def test_sizes(count: int, text: str) -> None:
+    assert show.size(count) == text
+
+
+# ------------------------------------------------------------------------------------- whole runs of the console script
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a few scripts, and two runs in its store: ``good-1`` and ``bad-1``."""
+    folder = tmp_path_factory.mktemp("demo")
+    (folder / "good.py").write_text(
+        "import json, os, sys\n"
+        "print('GOT' + json.dumps([sys.argv[1:], os.environ.get('ODD')]), flush=True)\n"
+        "open(os.path.join(os.environ['CLOUDTRAIN_ARTIFACT_DIR'], 'model.txt'), 'w').write('weights')\n"
+    )
+    (folder / "bad.py").write_text("print('before', flush=True)\nraise ValueError('THE CAUSE')\n")
+    (folder / "long.py").write_text(
+        "import time\nfor i in range(600):\n    print(f'line {i}', flush=True)\n    time.sleep(0.05)\n"
+    )
+    return folder
+
+
+ODD_TEXT = 'it\'s "q" $HOME `id` \\ é {"a": {"b": 1}} {x}\nnl'
+
+
+@pytest.fixture(scope="module")
+def good(demo: Path) -> subprocess.CompletedProcess[str]:
+    return run_cli(
+        "submit", "good.py", "--run-id", "good-1", "--env", f"ODD={ODD_TEXT}", "--hp", f"msg={ODD_TEXT}",
+        "--hp", "v=1.10", "--", "--log", "x", "", ODD_TEXT, cwd=demo,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bad(demo: Path) -> subprocess.CompletedProcess[str]:
+    return run_cli("submit", "bad.py", "--run-id", "bad-1", "--json", "--pull", "out", "--max-runtime", "1h", cwd=demo)
+
+
+def test_submit_follows_to_the_end_and_strange_text_arrives(good: subprocess.CompletedProcess[str]) -> None:
+    assert good.returncode == 0, good.stderr
+    (line,) = [text for text in good.stdout.splitlines() if "GOT" in text]
+    assert line.startswith("GOT")  # one rank: no prefix
+    argv, odd = json.loads(line[3:])
+    assert odd == ODD_TEXT
+    assert argv.count(ODD_TEXT) == 2
+    assert argv[-4:] == ["--log", "x", "", ODD_TEXT]
+    assert "1.10" in argv
+    assert "max_runtime 24h (default; --max-runtime)" in good.stderr
+    assert "next: cloudtrain pull good-1" in good.stderr
+    assert "--store" not in good.stderr
+
+
+def test_a_failed_run_is_one_object_with_its_cause(bad: subprocess.CompletedProcess[str], demo: Path) -> None:
+    assert bad.returncode == 1, bad.stderr
+    result = json.loads(bad.stdout)
+    assert (result["state"], result["category"], result["exit_code"]) == ("failed", "user_error", 1)
+    assert result["failure"]["rank"] == 0
+    assert "THE CAUSE" in result["reason"]
+    assert "before" in bad.stderr
+    assert "Traceback" in bad.stderr
+    assert "max_runtime" not in bad.stderr
+    assert result["pulled"]["folder"] == "out"
+    assert any((demo / "out").rglob("*.log"))
+
+
+def test_status_list_logs_wait_and_pull_of_a_run_that_is_over(
+    good: subprocess.CompletedProcess[str], bad: subprocess.CompletedProcess[str], demo: Path
+) -> None:
+    status = run_cli("status", "bad-1", cwd=demo)
+    assert status.returncode == 0, status.stderr
+    assert "failed (user_error)" in status.stdout
+    assert "rank 0" in status.stdout
+    assert json.loads(run_cli("status", "good-1", "--json", cwd=demo).stdout)["state"] == "succeeded"
+    listed = json.loads(run_cli("list", "--json", cwd=demo).stdout)
+    assert {"good-1", "bad-1"} <= {run["run_id"] for run in listed["runs"]}
+    assert "good-1" in run_cli("list", cwd=demo).stdout
+    lines = [json.loads(text) for text in run_cli("logs", "bad-1", "--json", cwd=demo).stdout.splitlines()]
+    assert "before" in [line["text"] for line in lines]
+    assert run_cli("logs", "bad-1", "--node", "7", cwd=demo).stdout == ""
+    waited = run_cli("wait", "bad-1", cwd=demo)
+    assert (waited.returncode, waited.stdout) == (1, "failed\n")
+    pulled = run_cli("pull", "good-1", "--only", "artifacts", "--json", cwd=demo)
+    assert pulled.returncode == 0, pulled.stderr
+    assert json.loads(pulled.stdout)["folder"] == "good-1"
+    assert (demo / "good-1" / "artifacts" / "model.txt").read_text() == "weights"
+
+
+def test_a_run_is_found_by_its_url_from_anywhere(bad: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
+    url = json.loads(bad.stdout)["run"]
+    assert json.loads(run_cli("status", url, "--json", cwd=tmp_path).stdout)["run_id"] == "bad-1"
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "wait", "pull", "cancel"])
+def test_a_run_that_is_not_there_is_exit_2(verb: str, demo: Path) -> None:
+    done = run_cli(verb, "nosuch-1", "--json", cwd=demo)
+    assert done.returncode == 2, done.stderr
+    assert "nosuch-1" in json.loads(done.stdout)["error"]
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_taken_run_id_is_exit_2_and_starts_nothing(good: subprocess.CompletedProcess[str], demo: Path) -> None:
+    done = run_cli("submit", "bad.py", "--run-id", "good-1", "--json", cwd=demo)
+    assert done.returncode == 2, done.stderr
+    answer = json.loads(done.stdout)
+    assert (answer["field"], answer["run_id"]) == ("run_id", "good-1")
+
+
+def test_plan_is_the_same_twice_and_can_be_sent(demo: Path) -> None:
+    argv = ["plan", "good.py", "--nodes", "2", "--hp", "lr=1.10", "--run-id", "planned-1"]
+    first, second = (run_cli(*argv, "--json", cwd=demo) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    document = json.loads(first.stdout)
+    text = run_cli(*argv, cwd=demo).stdout
+    assert text == show.plan_text(document) + "\n"
+    for part in ("good.py", document["code"]["digest"], "max_runtime 24h (default", "2 nodes", "request", "context"):
+        assert part in text
+    assert not (demo / "plan.json").exists()
+
+
+def test_a_long_list_of_files_is_cut_unless_verbose(demo: Path) -> None:
+    document = json.loads(run_cli("plan", "good.py", "--json", cwd=demo).stdout)
+    document["code"]["files"] = [{"path": f"f{i:03}\n", "bytes": i, "mode": "0644"} for i in range(50)]
+    short, full = show.plan_text(document), show.plan_text(document, verbose=True)
+    assert "… and 30 more (--verbose)" in short
+    assert "f049\\n" in short
+    assert "f000" not in short
+    assert "f000" in full
+    assert "more (--verbose)" not in full
+
+
+@pytest.mark.slow
+def test_ctrl_c_detaches_and_the_run_goes_on(demo: Path) -> None:
+    process = subprocess.Popen(
+        [*CLI, "submit", "long.py", "--run-id", "long-1", "--json"],
+        cwd=demo, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    for text in process.stderr:
+        if text.startswith("line 3"):
+            break
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 7, err
+    assert json.loads(out)["run_id"] == "long-1"
+    assert "cloudtrain logs -f long-1" in err
+    assert json.loads(run_cli("status", "long-1", "--json", cwd=demo).stdout)["state"] == "running"
+    waited = run_cli("wait", "long-1", "--timeout", "1s", "--json", cwd=demo)
+    assert (waited.returncode, json.loads(waited.stdout)["exit_code"]) == (7, 7)
+    head = subprocess.run(
+        f"{sys.executable} -m cloudtrain logs -f long-1 | head -n 2",
+        shell=True,
+        cwd=demo,
+        capture_output=True,
+        text=True,
+    )
+    assert (head.stdout.count("\n"), head.stderr) == (2, "")
+    cancelled = run_cli("cancel", "long-1", "--wait", "--json", cwd=demo)
+    assert cancelled.returncode == 0, cancelled.stderr
+    assert json.loads(cancelled.stdout)["state"] == "cancelled"
+    assert run_cli("wait", "long-1", cwd=demo).returncode == 5
+
+
+@pytest.mark.slow
+def test_detach_another_store_and_ranks_in_the_lines(demo: Path, tmp_path: Path) -> None:
+    store = str(tmp_path / "st")
+    done = run_cli("submit", "good.py", "--nproc-per-node", "2", "--detach", "--json", "--store", store, cwd=demo)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert f"--store {store}" in done.stderr
+    logs = run_cli("logs", "-f", answer["run_id"], "--store", store, cwd=demo)
+    starts = sorted(line.partition("GOT")[0] for line in logs.stdout.splitlines() if "GOT" in line)
+    assert starts == ["[n0 r0] ", "[n0 r1] "]
+    assert run_cli("wait", answer["run"], cwd=tmp_path).returncode == 0

@@ -1,0 +1,1075 @@
+"""The run handle, driven through a provider in memory and a real store on disk. No test sleeps: time is injected."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from cloudtrain.errors import (
+    AuthError,
+    CloudtrainError,
+    LostContactError,
+    NotFoundError,
+    PlatformError,
+    SpecError,
+    StorageError,
+)
+from cloudtrain.follow import Line
+from cloudtrain.job import Job
+from cloudtrain.provider import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Simulation, Site, Status
+from cloudtrain.run import Run, list_runs, open_run
+from cloudtrain.store import Store
+
+T0 = 1_700_000_000.0
+T0_ISO = "2023-11-14T22:13:20.000Z"
+PENDING, RUNNING, SUCCEEDED = Status(state="pending"), Status(state="running"), Status(state="succeeded", native="Done")
+
+
+class Time:
+    """A clock that only sleeping moves. ``at`` holds what happens at which second after T0."""
+
+    def __init__(self) -> None:
+        self.now = T0
+        self.naps: list[float] = []
+        self.at: list[tuple[float, Callable[[], object]]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        assert len(self.naps) < 100_000, "waits for ever"
+        self.naps.append(seconds)
+        self.now += seconds
+        for event in [event for event in self.at if event[0] <= self.now - T0]:
+            self.at.remove(event)
+            event[1]()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSettings:
+    account: str = ""
+
+
+@dataclass
+class Platform:
+    """A provider whose platform is in memory: what it says is what the test has put here."""
+
+    name: ClassVar[str] = "memory"
+    Settings: ClassVar[type[Any]] = NoSettings
+    schemes: ClassVar[frozenset[str]] = frozenset({"file"})
+    retried_by: ClassVar[str] = "platform"
+
+    jobs: dict[str, Status] = field(default_factory=dict)
+    pages: dict[str, list[LogLine]] = field(default_factory=dict)
+    accepted: dict[int, str] = field(default_factory=dict)
+    cancelled: list[str] = field(default_factory=list)
+    status_error: CloudtrainError | None = None
+    logs_error: CloudtrainError | None = None
+    cancel_error: Mapping[str, CloudtrainError] = field(default_factory=dict)
+    page_size: int = 2
+    asked: list[str] = field(default_factory=list)
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        return request(attempt)
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        return self.accepted.setdefault(request.attempt, f"job-{request.attempt}")
+
+    def find(self, request: Request) -> str | None:
+        self.asked.append(f"find {request.attempt}")
+        return self.accepted.get(request.attempt)
+
+    def status(self, native_id: str) -> Status:
+        self.asked.append(f"status {native_id}")
+        if self.status_error:
+            raise self.status_error
+        if native_id not in self.jobs:
+            raise NotFoundError(f"no job {native_id}")
+        return self.jobs[native_id]
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        self.asked.append(f"logs {native_id} {cursor}")
+        if self.logs_error:
+            raise self.logs_error
+        start = cursor or 0
+        lines = self.pages.get(native_id, [])
+        page = tuple(lines[start : start + self.page_size])
+        return LogPage(lines=page, cursor=start + len(page), more=start + len(page) < len(lines))
+
+    def cancel(self, native_id: str) -> None:
+        if native_id in self.cancel_error:
+            raise self.cancel_error[native_id]
+        self.cancelled.append(native_id)
+
+    @staticmethod
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+        raise NotImplementedError
+
+    def nodes(self, request: Request) -> Simulation:
+        raise NotImplementedError
+
+
+class ClientRetried(Platform):
+    retried_by: ClassVar[str] = "client"
+
+
+def request(attempt: int) -> Request:
+    return Request(provider="memory", operation="create", body={}, context={}, run="run", attempt=attempt)
+
+
+@dataclass
+class World:
+    """A store in a folder, with the records that a test writes by hand."""
+
+    root: Path
+    platform: Platform = field(default_factory=Platform)
+    time: Time = field(default_factory=Time)
+    run_id: str = "r1"
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "runs" / self.run_id
+
+    @property
+    def store(self) -> Store:
+        return Store(str(self.root))
+
+    def run(self) -> Run:
+        return Run(store=self.store, run_id=self.run_id, provider=self.platform, clock=self.time, sleep=self.time.sleep)
+
+    def write(self, key: str, value: Any) -> None:
+        path = self.folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+
+    def recorded(self, *, created: float = T0 - 60, provider: str = "memory", **job: Any) -> World:
+        made = Job.make(entry_point="train.py", **job)
+        self.write(
+            "run.json",
+            {
+                "protocol": 1,
+                "run_id": self.run_id,
+                "run": f"{self.store.url}/runs/{self.run_id}",
+                "created": created,
+                "provider": provider,
+                "settings": {},
+                "job": made.to_dict(),
+                "job_digest": made.digest,
+                "code": {},
+                "runtime": "0" * 64,
+                "version": "0",
+            },
+        )
+        return self
+
+    def attempt(self, number: int = 0, status: Status | None = None, *, submitted: bool = True) -> World:
+        self.write(f"attempts/{number}/request.json", request(number).to_dict())
+        if submitted:
+            self.write(f"attempts/{number}/submitted.json", {"native_id": f"job-{number}", "time": T0})
+        if status:
+            self.platform.jobs[f"job-{number}"] = status
+        return self
+
+    def exit(self, node: int = 0, *, attempt: str = "0.0", outcome: str = "failed", **fields: Any) -> World:
+        record = {
+            "protocol": 1,
+            "attempt": attempt,
+            "node": node,
+            "outcome": outcome,
+            "category": "",
+            "reason": "",
+            "failure": None,
+            "started": T0,
+            "ended": T0 + 10,
+            "lines": 0,
+            "resumed_from": "",
+            "decided": False,
+        }
+        self.write(f"live/exit/{attempt}-node-{node}.json", {**record, **fields})
+        return self
+
+    def segment(self, numbers: Sequence[int], *, node: int = 0, attempt: str = "0.0") -> World:
+        text = "".join(numbered(i, node=node, attempt=attempt) + "\n" for i in numbers)
+        self.write(f"live/logs/{attempt}/node-{node}/{numbers[0]:09d}.log", text)
+        return self
+
+    def says(self, *lines: str, attempt: int = 0) -> None:
+        log = self.platform.pages.setdefault(f"job-{attempt}", [])
+        log += [LogLine(node="host", text=text, id=f"{attempt}-{len(log) + i}") for i, text in enumerate(lines)]
+
+    def checkpoint(
+        self, name: str, *, seq: int = 1, when: float = T0 - 5, attempt: str = "0.0", size: int = 3
+    ) -> World:
+        folder = f"live/checkpoints/{name}/{attempt}-{seq}"
+        self.write(f"{folder}/node-0/{name}/model.pt", "abc")
+        files = {
+            f"node-0/{name}/model.pt": {
+                "size": size,
+                "sha256": "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad",
+            }
+        }
+        commit = {"protocol": 1, "name": name, "place": None, "attempt": attempt, "seq": seq, "nodes": 1, "time": when}
+        self.write(f"{folder}/commit.json", {**commit, "files": files})
+        return self
+
+    def result(self) -> Any:
+        path = self.folder / "result.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(root=tmp_path / "store")
+
+
+def numbered(seq: int, *, node: int = 0, attempt: str = "0.0") -> str:
+    return f"[a{attempt} n{node} r{node} #{seq}] line {seq}"
+
+
+def failure(**fields: Any) -> dict[str, Any]:
+    blank = dict.fromkeys(("node", "rank", "exception", "file", "line", "traceback", "process_exit_code"))
+    return {**blank, "node": 0, "rank": 0, "time_ns": 1, **fields}
+
+
+ROOT_CAUSE = failure(
+    node=1,
+    rank=3,
+    exception="ValueError: THE ROOT CAUSE\nand more",
+    file="/scratch/code/t.py",
+    line=3,
+    traceback="Traceback …",
+    process_exit_code=1,
+)
+REASON = "rank 3 on node 1 raised ValueError: THE ROOT CAUSE (t.py:3)"
+
+
+def texts(lines: Sequence[Line]) -> list[str]:
+    return [line.text for line in lines]
+
+
+def failed(category: str = "", reason: str = "exit status 1", **fields: Any) -> Status:
+    return Status(state="failed", category=category, reason=reason, native="Failed", **fields)
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+def test_the_double_is_a_provider() -> None:
+    assert isinstance(Platform(), Provider)
+
+
+def test_making_a_handle_reads_nothing_and_a_missing_run_is_not_found(world: World) -> None:
+    run = world.run()
+    assert run.url == f"{world.store.url}/runs/r1"
+    for read in (run.status, run.result, run.wait, run.cancel, lambda: list(run.logs()), lambda: run.job):
+        with pytest.raises(NotFoundError):
+            read()
+    assert not world.folder.exists()
+
+
+def test_what_run_json_says(world: World) -> None:
+    run = world.recorded(name="mine").run()
+    assert (run.record["run_id"], run.job.name, run.provider_name) == ("r1", "mine", "memory")
+
+
+def test_the_platform_is_asked_about_the_newest_attempt(world: World) -> None:
+    world.recorded().attempt(0, failed()).attempt(1, RUNNING)
+    assert world.run().status() == RUNNING
+    assert world.platform.asked == ["status job-1"]
+
+
+def test_ten_attempts_are_ordered_by_number(world: World) -> None:
+    world.recorded()
+    for k in range(11):
+        world.attempt(k, failed())
+    world.platform.jobs["job-10"] = RUNNING
+    assert world.run().status() == RUNNING
+
+
+def test_an_attempt_that_was_accepted_but_not_noted_is_found_and_noted(world: World) -> None:
+    world.recorded().attempt(0, RUNNING, submitted=False)
+    world.platform.accepted[0] = "job-0"
+    assert world.run().status() == RUNNING
+    assert world.run().status() == RUNNING
+    assert world.platform.asked == ["find 0", "status job-0", "status job-0"]
+
+
+@pytest.mark.parametrize("attempts", [0, 1])
+def test_a_run_that_was_never_submitted_says_how_to_go_on(world: World, attempts: int) -> None:
+    world.recorded()
+    for k in range(attempts):
+        world.attempt(k, submitted=False)
+    status = world.run().status()
+    assert (status.state, status.reason) == (
+        "pending",
+        "recorded but never submitted; submit again with --run-id r1",
+    )
+    result = world.run().result()
+    assert (result["state"], result["exit_code"], result["native_id"], result["attempts"]) == (
+        "pending",
+        None,
+        None,
+        [],
+    )
+    assert world.result() is None
+
+
+def test_cancelled_before_it_was_submitted(world: World) -> None:
+    world.recorded().attempt(0, submitted=False)
+    world.run().cancel()
+    assert world.run().status().state == "cancelled"
+    result = world.run().result()
+    assert (result["state"], result["category"], result["exit_code"]) == ("cancelled", "cancelled", 5)
+    assert world.result()["state"] == "cancelled"
+
+
+def test_an_attempt_about_to_be_submitted_keeps_the_run_from_being_over(world: World) -> None:
+    world.recorded(retries=1).attempt(0, failed("infra", "node lost")).attempt(1, submitted=False)
+    result = world.run().result()
+    assert (result["state"], result["category"]) == ("pending", None)
+    assert result["reason"] == "attempt 1 is recorded but not submitted yet; the last one: node lost"
+    assert world.result() is None
+    world.run().cancel()
+    assert world.run().result()["state"] == "failed"
+
+
+def test_result_json_decides_alone(world: World) -> None:
+    world.recorded().attempt(0, failed("oom", started=T0, finished=T0 + 5))
+    first = world.run().result()
+    del world.platform.jobs["job-0"]
+    world.platform.asked.clear()
+    status = world.run().status()
+    assert (status.state, status.category, status.reason) == ("failed", "oom", "exit status 1")
+    assert (status.started, status.finished) == (T0, T0 + 5)
+    assert world.run().result() == first
+    assert world.run().wait() == first
+    assert world.platform.asked == []
+
+
+@pytest.mark.parametrize("outcome", ["succeeded", "failed"])
+def test_what_the_nodes_left_stands_in_for_a_platform_that_forgot(world: World, outcome: str) -> None:
+    world.recorded().attempt(0)
+    world.exit(0, outcome="failed", decided=True, reason="the attempt before")
+    world.exit(0, attempt="0.1", outcome=outcome, decided=True, category="oom" if outcome == "failed" else "")
+    result = world.run().result()
+    assert (result["state"], result["category"]) == (outcome, "oom" if outcome == "failed" else None)
+
+
+def test_a_platform_that_forgot_and_nothing_left_is_not_found(world: World) -> None:
+    world.recorded().attempt(0).exit(1, outcome="failed")
+    with pytest.raises(NotFoundError, match="job-0"):
+        world.run().status()
+
+
+# --------------------------------------------------------------------------------------------------------------- result
+
+
+def test_the_result_of_a_failed_run(world: World) -> None:
+    world.recorded(max_cost=12.5)
+    world.attempt(0, failed(attempts=(AttemptInfo(number="0.0", started=T0, ended=T0 + 9),)))
+    world.exit(0, outcome="failed", decided=True, category="user_error", failure=ROOT_CAUSE, resumed_from="step-120")
+    world.exit(1, outcome="stopped")
+    world.checkpoint("step-120")
+    expected = {
+        "run": f"{world.store.url}/runs/r1",
+        "run_id": "r1",
+        "provider": "memory",
+        "native_id": "job-0",
+        "state": "failed",
+        "category": "user_error",
+        "exit_code": 1,
+        "reason": REASON,
+        "failure": {name: value for name, value in ROOT_CAUSE.items() if name != "time_ns"},
+        "attempts": [
+            {
+                "number": "0.0",
+                "native_id": "job-0",
+                "started": T0_ISO,
+                "ended": "2023-11-14T22:13:29.000Z",
+                "reason": REASON,
+                "resumed_from": "step-120",
+            }
+        ],
+        "checkpoint": {"name": "step-120", "step": 120, "committed": "2023-11-14T22:13:15.000Z"},
+        "cost": {"limit_usd": 12.5, "estimate_usd": None, "priced_on": None},
+    }
+    assert world.run().result() == expected
+    kept = world.result()
+    assert kept == {**expected, "name": "train", "created": T0 - 60}
+    assert world.run().result() == expected
+
+
+def test_the_result_of_a_running_run_is_not_kept(world: World) -> None:
+    world.recorded().attempt(0, Status(state="running", started=T0)).checkpoint("last.pt")
+    result = world.run().result()
+    assert (result["state"], result["exit_code"], result["category"], result["failure"]) == (
+        "running",
+        None,
+        None,
+        None,
+    )
+    assert result["checkpoint"] == {
+        "name": "last.pt",
+        "step": None,
+        "committed": "2023-11-14T22:13:15.000Z",
+        "age_s": 5.0,
+    }
+    assert [(a["number"], a["started"], a["ended"]) for a in result["attempts"]] == [("0.0", T0_ISO, None)]
+    assert world.result() is None
+
+
+def test_a_preempted_attempt_waits_with_its_reason(world: World) -> None:
+    world.recorded().attempt(0, Status(state="pending", category="preempted", reason="spot reclaimed"))
+    world.exit(0, outcome="preempted", decided=True)
+    result = world.run().result()
+    assert (result["state"], result["reason"], result["exit_code"]) == ("pending", "spot reclaimed", None)
+
+
+def test_success_has_no_failure(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).exit(0, outcome="succeeded", decided=True)
+    result = world.run().result()
+    assert (result["state"], result["exit_code"], result["category"], result["failure"]) == ("succeeded", 0, None, None)
+    assert result["checkpoint"] is None
+
+
+def test_a_failure_that_the_platform_took_for_success(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).exit(0, outcome="failed", decided=True, failure=ROOT_CAUSE)
+    result = world.run().result()
+    assert (result["state"], result["category"], result["reason"]) == ("failed", "user_error", REASON)
+
+
+@pytest.mark.parametrize(
+    ("platform", "node", "category", "code", "whose"),
+    [
+        ("", "user_error", "user_error", 1, "node"),
+        ("infra", "oom", "oom", 1, "node"),
+        ("infra", "stalled", "stalled", 1, "node"),
+        ("user_error", "oom", "oom", 1, "node"),
+        ("oom", "infra", "oom", 1, "node"),
+        ("", "infra", "infra", 9, "node"),
+        ("infra", "", "user_error", 1, "node"),  # a record of a failure without a category speaks of the script
+        ("timeout", "user_error", "timeout", 6, "platform"),
+        ("capacity", "user_error", "capacity", 4, "platform"),
+        ("quota", "user_error", "quota", 4, "platform"),
+        ("auth", "user_error", "auth", 3, "platform"),
+        ("image", "user_error", "image", 2, "platform"),
+        ("preempted", "user_error", "preempted", 4, "platform"),
+        ("cancelled", "user_error", "cancelled", 5, "platform"),
+    ],
+)
+def test_whose_category_wins(world: World, platform: str, node: str, category: str, code: int, whose: str) -> None:
+    world.recorded().attempt(0, failed(platform))
+    world.exit(0, decided=True, category=node, failure=ROOT_CAUSE)
+    result = world.run().result()
+    assert (result["category"], result["exit_code"]) == (category, code)
+    assert (result["failure"] is None) == (whose == "platform")
+    assert result["reason"] == (REASON if whose == "node" else "exit status 1")
+
+
+def test_a_cancelled_run_has_no_failure(world: World) -> None:
+    world.recorded().attempt(0, Status(state="cancelled", native="Stopped"))
+    world.exit(0, decided=True, category="user_error", failure=ROOT_CAUSE)
+    result = world.run().result()
+    assert (result["category"], result["reason"], result["failure"], result["exit_code"]) == (
+        "cancelled",
+        "cancelled",
+        None,
+        5,
+    )
+
+
+def test_a_failure_nobody_explains(world: World) -> None:
+    world.recorded().attempt(0, failed(reason=""))
+    result = world.run().result()
+    assert (result["category"], result["exit_code"], result["reason"]) == (None, 9, "the platform says Failed")
+
+
+def test_a_node_that_was_preempted_for_good(world: World) -> None:
+    world.recorded().attempt(0, failed()).exit(0, outcome="preempted", decided=True, reason="node 0 was told to stop")
+    result = world.run().result()
+    assert (result["category"], result["exit_code"], result["reason"]) == ("preempted", 4, "node 0 was told to stop")
+    assert result["failure"] is None
+
+
+def test_without_a_decided_record_the_first_failure_counts(world: World) -> None:
+    world.recorded().attempt(0, failed())
+    world.exit(0, outcome="stopped", ended=T0 + 1, failure=failure(node=0, rank=0, process_exit_code=-15))
+    world.exit(1, ended=T0 + 2, failure=failure(node=1, rank=2, process_exit_code=1, time_ns=int((T0 + 2) * 1e9)))
+    world.exit(2, ended=T0 + 9, failure=failure(node=2, rank=4, process_exit_code=42, time_ns=int((T0 + 1) * 1e9)))
+    world.exit(3, ended=T0 + 3, failure={**failure(node=3, rank=6, process_exit_code=1), "time_ns": None})
+    assert world.run().result()["reason"] == "rank 4 on node 2 exited with code 42"
+
+
+def test_an_earlier_attempts_failure_is_not_the_runs(world: World) -> None:
+    world.recorded(retries=1).attempt(0, failed()).attempt(1, failed("capacity", "no more of those"))
+    world.exit(0, decided=True, failure=ROOT_CAUSE)
+    result = world.run().result()
+    assert (result["category"], result["reason"], result["failure"]) == ("capacity", "no more of those", None)
+    assert [(a["number"], a["reason"]) for a in result["attempts"]] == [("0.0", REASON), ("1.0", "no more of those")]
+
+
+@pytest.mark.parametrize(("began", "expected"), [(T0 + 5, REASON), (T0 + 11, "exit status 1")])
+def test_a_platform_that_counts_more_starts_than_the_nodes(world: World, began: float, expected: str) -> None:
+    told = (AttemptInfo(number="0.0", started=T0), AttemptInfo(number="0.1", started=began))
+    world.recorded().attempt(0, failed(attempts=told)).exit(0, decided=True, failure=ROOT_CAUSE)
+    assert world.run().result()["reason"] == expected
+
+
+def test_attempts_come_from_platform_and_nodes_together(world: World) -> None:
+    told = (
+        AttemptInfo(number="0.0", started=T0, ended=T0 + 5, reason="preempted"),
+        AttemptInfo(number="0.1", started=T0 + 6),
+    )
+    world.recorded().attempt(0, Status(state="running", attempts=told))
+    world.attempt(1).write("attempts/1/submitted.json", {"native_id": "job-0", "time": T0})
+    world.exit(0, attempt="0.1", outcome="failed", started=T0 + 7, ended=T0 + 9, resumed_from="a", reason="boom")
+    world.exit(0, attempt="1.0", outcome="succeeded", started=T0 + 10, ended=T0 + 11, resumed_from="b")
+    rows = world.run().result()["attempts"]
+    assert [(a["number"], a["native_id"], a["reason"], a["resumed_from"]) for a in rows] == [
+        ("0.0", "job-0", "preempted", ""),
+        ("0.1", "job-0", "boom", "a"),
+        ("1.0", "job-0", "", "b"),
+    ]
+    assert rows[1]["started"] == "2023-11-14T22:13:26.000Z"
+    assert rows[1]["ended"] == "2023-11-14T22:13:29.000Z"
+
+
+def test_an_earlier_attempt_that_the_platform_forgot_is_still_listed(world: World) -> None:
+    world.recorded().attempt(0).attempt(1, RUNNING)
+    assert [a["number"] for a in world.run().result()["attempts"]] == ["0.0", "1.0"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "told", "expected"),
+    [
+        ({"exception": "OSError: x", "file": "a/b.py", "line": 7}, "", "rank 2 on node 0 raised OSError: x (b.py:7)"),
+        ({"exception": "OSError: x"}, "it failed", "rank 2 on node 0 raised OSError: x"),
+        ({"process_exit_code": -9}, "", "rank 2 on node 0 was killed by SIGKILL"),
+        ({"process_exit_code": -99}, "", "rank 2 on node 0 was killed by signal 99"),
+        ({"process_exit_code": 42}, "", "rank 2 on node 0 exited with code 42"),
+        ({"rank": None, "process_exit_code": 3}, "", "node 0 exited with code 3"),
+        ({"rank": None}, "the disk is full", "node 0: the disk is full"),
+        ({}, "", "rank 2 on node 0: ended without a word"),
+        ({"exception": "no sign of life"}, "rank 2 on node 0: silent\nmore", "rank 2 on node 0: silent"),
+    ],
+)
+def test_the_reason_names_rank_node_and_place(world: World, fields: dict[str, Any], told: str, expected: str) -> None:
+    world.recorded().attempt(0, failed())
+    world.exit(0, decided=True, reason=told, failure=failure(**{"rank": 2, **fields}))
+    assert world.run().result()["reason"] == expected
+
+
+def test_a_platform_that_knows_the_nodes_reason_and_more_is_believed(world: World) -> None:
+    world.recorded().attempt(0, failed("infra", "node 0 is gone; twice in a row"))
+    world.exit(0, decided=True, reason="node 0 is gone")
+    assert world.run().result()["reason"] == "node 0 is gone; twice in a row"
+
+
+def test_the_limit_is_the_one_for_this_provider(world: World) -> None:
+    world.recorded(max_cost=5, on={"memory": {"max_cost": 7}}).attempt(0, RUNNING)
+    assert world.run().result()["cost"]["limit_usd"] == 7
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_the_newest_complete_checkpoint(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    assert world.run().checkpoint() is None
+    world.checkpoint("step-10", when=T0 - 30).checkpoint("step-20", when=T0 - 20).checkpoint("step-30", size=4)
+    newest = world.run().checkpoint()
+    assert newest is not None
+    assert newest.name == "step-20"
+    world.checkpoint("step-10", seq=2, when=T0 - 10)
+    newest = world.run().checkpoint()
+    assert newest is not None
+    assert (newest.name, newest.seq) == ("step-10", 2)
+
+
+# ----------------------------------------------------------------------------------------------------------------- logs
+
+
+def test_logs_of_what_there_is(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.says("pulling the image", numbered(2), numbered(1), numbered(1, node=1), numbered(4))
+    world.segment([1, 2, 3])
+    lines = list(world.run().logs())
+    assert texts([line for line in lines if not line.attempt]) == ["pulling the image"]
+    assert [line.seq for line in lines if line.node == 0] == [1, 2, 3, 4]
+    assert [line.seq for line in lines if line.node == 1] == [1]
+    assert world.time.naps == []
+
+
+def test_logs_of_a_finished_run_are_completed_from_the_segments(world: World) -> None:
+    world.recorded().attempt(0, failed()).attempt(1, SUCCEEDED)
+    world.says("own line", numbered(1), attempt=0)
+    world.says(numbered(2, attempt="1.0"), attempt=1)
+    world.segment([1, 2]).segment([3, 4]).segment([1, 2, 3], attempt="1.0").segment([1], node=1, attempt="1.0")
+    world.exit(0, lines=5).exit(0, attempt="1.0", outcome="succeeded", lines=3, decided=True)
+    lines = list(world.run().logs())
+    assert texts(lines) == [
+        "own line",
+        "line 1",
+        *["line 2", "line 3", "line 4", "[… 1 line lost]"],
+        *["line 1", "line 2", "line 3"],
+        "line 1",
+    ]
+    assert list(world.run().logs(follow=True)) == lines
+    world.run().result()
+    assert list(world.run().logs()) == lines  # with result.json too
+
+
+@pytest.mark.parametrize("error", [LostContactError("timed out"), AuthError("expired"), PlatformError("500")])
+def test_logs_of_a_finished_run_whose_platform_does_not_answer(world: World, error: CloudtrainError) -> None:
+    world.recorded().attempt(0, SUCCEEDED).segment([1, 2]).exit(0, outcome="succeeded", lines=2, decided=True)
+    world.platform.logs_error = error
+    note = f"[… the platform's log does not answer; lines come from the store: {error}]"
+    assert texts(list(world.run().logs())) == [note, "line 1", "line 2"]
+    world.platform.status_error = LostContactError("timed out")
+    lines = texts(list(world.run().logs()))
+    assert lines[1:] == ["line 1", "line 2"]
+    assert lines[0].startswith("[… the platform's log does not answer")
+
+
+def test_logs_whose_platform_has_no_log_yet_or_any_more(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).segment([1])
+    world.platform.logs_error = NotFoundError("no stream")
+    assert texts(list(world.run().logs())) == ["line 1"]
+
+
+def test_a_segment_that_vanishes_or_is_none_is_passed_over(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).segment([1])
+    world.write("live/logs/0.0/node-0/notes.txt", "x")
+    world.write("live/logs/0.0/node-0/000000002.log", "")
+    assert texts(list(world.run().logs())) == ["line 1"]
+
+
+def test_following_gives_each_line_once_until_the_end(world: World) -> None:
+    world.recorded().attempt(0, PENDING)
+    jobs = world.platform.jobs
+    world.time.at = [
+        (5, lambda: jobs.update({"job-0": RUNNING})),
+        (6, lambda: world.says(*(numbered(i) for i in (1, 2, 4)))),
+        (7, lambda: world.segment([1, 2, 3, 4])),
+        (30, lambda: world.says(numbered(3), numbered(5))),
+        (31, lambda: world.segment([5, 6])),
+        (40, lambda: world.exit(0, outcome="succeeded", decided=True, lines=6)),
+        (41, lambda: jobs.update({"job-0": SUCCEEDED})),
+    ]
+    seen = [(line.seq, world.time.now - T0) for line in world.run().logs(follow=True)]
+    assert [seq for seq, _ in seen] == [1, 2, 3, 4, 5, 6]
+    when = dict(seen)
+    assert 6 <= when[2] < 8.5  # as soon as it is there
+    assert 16 <= when[3] < 19  # when its gap was 10 s old
+    assert 41 <= when[6] < 43.5
+    assert min(world.time.naps) <= 0.1
+    assert max(world.time.naps) <= 2.0
+
+
+def test_following_asks_seldom_while_nothing_happens_and_often_while_lines_come(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.platform.page_size = 1000
+    world.time.at = [(t, lambda t=t: world.says(f"own {t}")) for t in range(300, 310)]  # type: ignore[misc]
+    world.time.at += [(600, lambda: world.platform.jobs.update({"job-0": SUCCEEDED}))]
+    assert len(list(world.run().logs(follow=True))) == 10
+    asked = [text.split()[0] for text in world.platform.asked]
+    assert asked.count("logs") < 600 / 2 + 200
+    assert asked.count("status") < 600 / 2 + 20
+
+
+def test_following_an_attempt_and_the_next(world: World) -> None:
+    world.recorded(retries=1).attempt(0, RUNNING)
+
+    def next_attempt() -> None:
+        world.says("the last words", attempt=0)
+        world.platform.jobs["job-0"] = failed()
+        world.attempt(1, RUNNING)
+        world.says(numbered(1, attempt="1.0"), attempt=1)
+
+    world.says(numbered(1))
+    world.time.at = [(5, next_attempt), (9, lambda: world.platform.jobs.update({"job-1": SUCCEEDED}))]
+    lines = list(world.run().logs(follow=True))
+    assert [(line.attempt, line.text) for line in lines] == [
+        ("0.0", "line 1"),
+        ("", "the last words"),
+        ("1.0", "line 1"),
+    ]
+
+
+def test_a_short_silence_of_the_platform_costs_nothing(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.says(numbered(1))
+
+    def silence(error: CloudtrainError | None) -> None:
+        world.platform.status_error = world.platform.logs_error = error
+
+    world.time.at = [
+        (10, lambda: silence(LostContactError("down"))),
+        (500, lambda: silence(None)),
+        (501, lambda: world.says(numbered(2))),
+        (520, lambda: silence(LostContactError("down"))),
+        (1000, lambda: silence(None)),
+        (1010, lambda: world.platform.jobs.update({"job-0": SUCCEEDED})),
+    ]
+    assert [line.seq for line in world.run().logs(follow=True)] == [1, 2]
+
+
+def test_a_long_silence_ends_with_what_the_store_has_and_an_error(world: World) -> None:
+    world.recorded().attempt(0, RUNNING).segment([1, 2, 3])
+    world.says(numbered(1))
+    lost = LostContactError("down")
+    world.time.at = [(10, lambda: setattr(world.platform, "status_error", lost))]
+    seen = []
+    with pytest.raises(LostContactError, match=r"down.*600 s") as caught:
+        seen.extend(line.seq for line in world.run().logs(follow=True))
+    assert seen == [1, 2, 3]
+    assert 610 <= world.time.now - T0 < 615
+    assert caught.value.exit_code == 7
+
+
+def test_when_only_the_log_is_silent_the_segments_stand_in(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.platform.logs_error = LostContactError("down")
+    world.time.at = [
+        (700, lambda: world.segment([1, 2])),
+        (800, lambda: world.segment([3])),
+        (900, lambda: world.platform.jobs.update({"job-0": SUCCEEDED})),
+    ]
+    seen = [(line.text, world.time.now - T0) for line in world.run().logs(follow=True)]
+    assert [text for text, _ in seen][1:] == ["line 1", "line 2", "line 3"]
+    assert "does not answer" in seen[0][0]
+    assert 600 <= seen[0][1] < 605
+    assert 700 <= seen[1][1] < 710
+    assert 800 <= seen[3][1] < 810
+
+
+def test_another_error_of_a_log_that_is_followed_is_raised(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.platform.logs_error = AuthError("expired")
+    with pytest.raises(AuthError):
+        list(world.run().logs(follow=True))
+
+
+def test_a_gap_nobody_fills_holds_the_others_not_back(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.says(numbered(2), numbered(1, node=1))
+    world.time.at = [(100, lambda: world.platform.jobs.update({"job-0": SUCCEEDED}))]
+    seen = [(line.text, world.time.now - T0) for line in world.run().logs(follow=True)]
+    assert [text for text, _ in seen] == ["line 1", "[… 1 line lost]", "line 2"]
+    assert seen[0][1] == 0
+    assert 30 <= seen[1][1] < 45
+
+
+# ----------------------------------------------------------------------------------------------------------------- wait
+
+
+def test_wait_tells_lines_and_changes_and_gives_the_result(world: World) -> None:
+    world.recorded().attempt(0, PENDING)
+    jobs = world.platform.jobs
+    world.says(numbered(1))
+    world.time.at = [(3, lambda: jobs.update({"job-0": RUNNING})), (9, lambda: jobs.update({"job-0": SUCCEEDED}))]
+    lines: list[Line] = []
+    states: list[str] = []
+    result = world.run().wait(on_line=lines.append, on_status=lambda status: states.append(status.state))
+    assert (result["state"], result["exit_code"]) == ("succeeded", 0)
+    assert states == ["pending", "running", "succeeded"]
+    assert texts(lines) == ["line 1"]
+    assert world.result()["state"] == "succeeded"
+
+
+def test_wait_without_a_reader_reads_no_log(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.time.at = [(60, lambda: world.platform.jobs.update({"job-0": SUCCEEDED}))]
+    world.run().wait()
+    assert {text.split()[0] for text in world.platform.asked} == {"status"}
+    assert 60 <= world.time.now - T0 < 62.1
+
+
+def test_a_job_of_a_second_is_seen_to_end_within_moments(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.time.at = [(1.0, lambda: world.platform.jobs.update({"job-0": SUCCEEDED}))]
+    world.run().wait(on_line=lambda _: None)
+    assert world.time.now - T0 < 1.5
+
+
+@pytest.mark.parametrize("timeout", [0, 7.5])
+@pytest.mark.parametrize("reader", [None, lambda _: None])
+def test_wait_has_a_limit(world: World, timeout: float, reader: Callable[[Line], None] | None) -> None:
+    world.recorded().attempt(0, RUNNING)
+    with pytest.raises(LostContactError, match=r"r1 .*goes on") as caught:
+        world.run().wait(timeout=timeout, on_line=reader)
+    assert world.time.now == pytest.approx(T0 + timeout)
+    assert caught.value.exit_code == 7
+    world.platform.jobs["job-0"] = SUCCEEDED
+    assert world.run().wait(timeout=0)["state"] == "succeeded"
+
+
+def test_waiting_for_what_was_never_submitted_ends(world: World) -> None:
+    world.recorded().attempt(0, submitted=False)
+    with pytest.raises(LostContactError, match="never submitted"):
+        world.run().wait()
+    assert 600 <= world.time.now - T0 < 605
+
+
+def test_waiting_while_another_client_submits(world: World) -> None:
+    world.recorded()
+    world.time.at = [(30, lambda: world.attempt(0, RUNNING)), (60, lambda: world.attempt(0, SUCCEEDED))]
+    assert world.run().wait()["state"] == "succeeded"
+
+
+def test_an_error_that_does_not_pass_is_raised_at_once(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.platform.status_error = AuthError("expired")
+    with pytest.raises(AuthError):
+        world.run().wait()
+    assert world.time.naps == []
+
+
+def test_an_interrupt_passes_through_and_changes_nothing(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.says(numbered(1))
+
+    def interrupt(_: object = None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        world.run().wait(on_line=interrupt)
+    world.time.at = [(1, interrupt)]
+    with pytest.raises(KeyboardInterrupt):
+        world.run().wait()
+    assert world.result() is None
+    assert world.platform.cancelled == []
+
+
+def test_a_broken_local_store_is_no_silence(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.write("result.json", "{not json")
+    with pytest.raises(StorageError):
+        world.run().wait()
+    assert world.time.naps == []
+
+
+class Cut:
+    """The files of a remote store behind a network that can be cut."""
+
+    def __init__(self, files: Any) -> None:
+        self.files, self.cut = files, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.cut:
+            raise StorageError("memory://store: no route to host")
+        return getattr(self.files, name)
+
+
+@pytest.mark.parametrize("healed", [True, False])
+def test_a_cut_network_silences_a_remote_store_too(world: World, healed: bool) -> None:
+    pytest.importorskip("fsspec")
+    world.recorded().attempt(0, RUNNING)
+    store = Store(f"memory://store-{healed}")
+    for path in world.root.rglob("*.json"):
+        store.files.write(path.relative_to(world.root).as_posix(), path.read_bytes())
+    store.files = cut = Cut(store.files)  # type: ignore[assignment]
+    world.says(numbered(1), numbered(3))
+    world.time.at = [(20, lambda: setattr(cut, "cut", True)), (30, lambda: world.says(numbered(2)))]
+    if healed:
+        world.time.at += [(500, lambda: setattr(cut, "cut", False))]
+        world.time.at += [(510, lambda: world.platform.jobs.update({"job-0": SUCCEEDED}))]
+    run = Run(store=store, run_id="r1", provider=world.platform, clock=world.time, sleep=world.time.sleep)
+    lines: list[Line] = []
+    if healed:
+        assert run.wait(on_line=lines.append)["state"] == "succeeded"
+        assert [line.seq for line in lines] == [1, 2, 3]
+    else:
+        with pytest.raises(StorageError, match=r"no route.*600 s"):
+            run.wait(on_line=lines.append)
+        assert 620 <= world.time.now - T0 < 625
+
+
+# -------------------------------------------------------------------------------------- attempts that a client starts
+
+
+def test_a_waiting_client_starts_the_next_attempt(world: World) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=1).attempt(0, failed())
+    world.says("first", attempt=0)
+    assert world.run().result()["state"] == "failed"
+    assert world.result() is None  # somebody may go on with it
+    asked: list[str] = []
+
+    def retry(result: dict[str, Any]) -> bool:
+        asked.append(result["attempts"][-1]["number"])
+        world.attempt(1, failed("oom"))
+        world.says("second", attempt=1)
+        return True
+
+    lines: list[Line] = []
+    result = world.run().wait(retry=retry, on_line=lines.append)
+    assert asked == ["0.0"]
+    assert texts(lines) == ["first", "second"]
+    assert (result["category"], len(result["attempts"])) == ("oom", 2)
+    assert world.result()["category"] == "oom"
+
+
+def test_a_waiting_client_that_does_not_go_on_ends_the_run(world: World) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=1).attempt(0, failed())
+    result = world.run().wait(retry=lambda _: False)
+    assert result["state"] == "failed"
+    assert world.result()["state"] == "failed"
+
+
+@pytest.mark.parametrize("category", ["auth", "quota", "image", "timeout", "cancelled"])
+def test_what_another_attempt_would_not_cure_is_final(world: World, category: str) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=1).attempt(0, failed(category))
+    world.run().wait(retry=lambda _: pytest.fail("asked"))
+    assert world.result()["category"] == category
+
+
+def test_a_cancelled_run_gets_no_further_attempt(world: World) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=1).attempt(0, failed())
+    world.run().cancel()
+    assert (world.folder / "cancelled.json").exists()
+    world.run().wait(retry=lambda _: pytest.fail("asked"))
+    assert world.result()["state"] == "failed"
+
+
+# --------------------------------------------------------------------------------------------------------- cancel, pull
+
+
+def test_cancel_forbids_attempts_first_and_then_stops_each(world: World) -> None:
+    world.recorded().attempt(0, RUNNING).attempt(1, RUNNING).attempt(2, submitted=False)
+    world.platform.accepted[2] = "job-2"
+    world.platform.jobs["job-2"] = RUNNING
+    order: list[bool] = []
+    stop = world.platform.cancel
+    world.platform.cancel = lambda native: (order.append(world.store.cancelled("r1")), stop(native))[1]  # type: ignore[method-assign]
+    world.run().cancel()
+    assert world.platform.cancelled == ["job-0", "job-1", "job-2"]
+    assert order == [True] * 3
+    world.run().cancel()
+    assert world.store.cancelled("r1")
+
+
+def test_cancel_tries_every_attempt_before_it_complains(world: World) -> None:
+    world.recorded().attempt(0, RUNNING).attempt(1, RUNNING).attempt(2, RUNNING)
+    world.platform.cancel_error = {"job-0": NotFoundError("gone"), "job-1": LostContactError("down")}
+    with pytest.raises(LostContactError):
+        world.run().cancel()
+    assert world.platform.cancelled == ["job-2"]
+    assert world.store.cancelled("r1")
+
+
+def test_a_run_whose_platform_is_silent_can_be_cancelled(world: World) -> None:
+    world.recorded().attempt(0)
+    world.platform.status_error = LostContactError("down")
+    world.run().cancel()
+    assert world.platform.cancelled == ["job-0"]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_cancelling_what_is_over_changes_nothing(world: World, kept: bool) -> None:
+    world.recorded().attempt(0, SUCCEEDED)
+    if kept:
+        world.run().result()
+    world.run().cancel()
+    assert not world.store.cancelled("r1")
+    assert world.platform.cancelled == []
+    assert world.run().result()["state"] == "succeeded"
+
+
+def test_pull_is_the_stores(world: World, tmp_path: Path) -> None:
+    world.recorded().attempt(0, SUCCEEDED).checkpoint("step-5").write("live/artifacts/model.txt", "weights")
+    world.run().pull(tmp_path / "out")
+    assert [p.read_text() for p in (tmp_path / "out").rglob("model.txt")] == ["weights"]
+    assert [p.read_text() for p in (tmp_path / "out").rglob("model.pt")] == ["abc"]
+    world.run().pull(tmp_path / "some", what=("artifacts",))
+    assert list((tmp_path / "some").rglob("model.pt")) == []
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def test_a_run_is_opened_by_url_path_or_id(world: World, tmp_path: Path) -> None:
+    world.recorded()
+    url = world.run().url
+    for ref in (url, url + "/", str(world.folder), "store/runs/r1", "./store/runs/r1/", "r1"):
+        run = open_run(ref, store_url="store", cwd=tmp_path)
+        assert (run.url, run.job.name) == (url, "train")
+    assert open_run("runs/r1", store_url="elsewhere", cwd=world.root).url == url
+
+
+def test_a_run_that_is_not_there_names_the_nearest(world: World, tmp_path: Path) -> None:
+    world.run_id = "20260101-120000-train-ab12"
+    world.recorded()
+    for ref in ("20260101-120000-train-ab13", "20260101-120000-TRAIN-ab12", "store/runs/20260101-120000-train-ab1"):
+        with pytest.raises(NotFoundError, match=r"no run .*\(did you mean '20260101-120000-train-ab12'\?\)"):
+            open_run(ref, store_url="store", cwd=tmp_path)
+    for ref in ("store/r1", "/", "file:///tmp", ""):
+        with pytest.raises(NotFoundError):
+            open_run(ref, store_url="store", cwd=tmp_path)
+    with pytest.raises(NotFoundError):
+        open_run("anything", store_url="nowhere", cwd=tmp_path)
+
+
+def test_the_provider_is_made_of_run_json(world: World) -> None:
+    run = Run(store=world.recorded(provider="no-such").attempt(0).store, run_id="r1")
+    with pytest.raises(NotFoundError, match="no-such"):
+        run.status()
+
+
+def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
+    assert list_runs(Store(str(tmp_path / "store"))) == []
+    over = World(root=tmp_path / "store", run_id="b-over").recorded(created=T0, name="done")
+    over.attempt(0, failed("oom")).run().result()
+    World(root=over.root, run_id="a-old").recorded(created=T0 - 100)
+    World(root=over.root, run_id="c-new").recorded(created=T0 + 100, provider="no-such").attempt(0)
+    World(root=over.root, run_id="d-broken").write("run.json", "{")
+    rows = list_runs(Store(str(over.root)))
+    assert [(row["run_id"], row["state"], row["category"], row["name"]) for row in rows] == [
+        ("c-new", "unknown", None, "train"),
+        ("b-over", "failed", "oom", "done"),
+        ("a-old", "unknown", None, "train"),
+        ("d-broken", "unknown", None, None),
+    ]
+    assert rows[1]["created"] == T0_ISO
+    assert rows[1]["provider"] == "memory"
+    assert "no-such" in rows[0]["reason"]
+    assert all(row["reason"] for row in rows if row["state"] == "unknown")
+    assert list_runs(str(over.root)) == rows
+
+
+def test_a_finished_run_is_listed_from_its_result_alone(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).run().result()
+    (world.folder / "run.json").write_text("{", encoding="utf-8")
+    assert [row["state"] for row in list_runs(world.store)] == ["succeeded"]
+
+
+def test_a_result_of_another_hand_is_listed_too(world: World) -> None:
+    world.recorded(name="mine").write("result.json", {"state": "succeeded", "category": None, "reason": ""})
+    (row,) = list_runs(world.store)
+    assert (row["state"], row["name"], row["provider"]) == ("succeeded", "mine", "memory")
+
+
+def test_a_local_store_needs_no_third_party_package(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).run().result()
+    code = (
+        "import sys; from cloudtrain.run import list_runs, open_run; from pathlib import Path\n"
+        f"assert [r['state'] for r in list_runs({str(world.root)!r})] == ['succeeded']\n"
+        f"open_run('r1', store_url={str(world.root)!r}, cwd=Path.cwd()).result()\n"
+        "bad = {'fsspec', 'rich', 'cyclopts', 'torch', 'pathspec'} & set(sys.modules); assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_refused_ids_are_a_users_error() -> None:
+    assert issubclass(NotFoundError, SpecError)

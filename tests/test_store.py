@@ -1,0 +1,603 @@
+"""store.py: the layout of a store, what is staged once, records that one client writes, checkpoints and pulls."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudtrain.errors import DigestError, NotFoundError, SpecError, StorageError
+from cloudtrain.job import Job
+from cloudtrain.provider import Layout, Request
+from cloudtrain.store import Staged, Store, merge_metrics
+
+RUN = "20250101-000000-train-abcd"
+FORK = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+REQUEST = Request(provider="p", operation="create", body={"a": [1]}, context={"protocol": 1}, run="file:///s/runs/r")
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """A store with one run in it."""
+    made = Store(str(tmp_path / "store") if request.param == "local" else "memory://bucket/store")
+    made.create_run(layout(made), {"name": "train"})
+    yield made
+    MemoryFileSystem.store.clear()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Store:
+    return Store("store", cwd=tmp_path)
+
+
+def layout(store: Store, *, run_id: str = RUN, code: str = "c0de") -> Layout:
+    return store.layout(run_id=run_id, code_digest=code, runtime_digest="f00d")
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def commit(
+    store: Store, name: str, contents: dict[str, bytes], *, attempt: str = "0.0", seq: int = 0, time: float = 1000.0
+) -> str:
+    """Write a checkpoint as nodes do, and return its folder's key."""
+    key = f"runs/{RUN}/live/checkpoints/{name}/{attempt}-{seq}"
+    listed = {}
+    for path, data in contents.items():
+        store.files.write(f"{key}/{path}", data)
+        listed[path] = {"size": len(data), "sha256": digest(data)}
+    record = {"protocol": 1, "name": name, "attempt": attempt, "seq": seq, "nodes": 2, "time": time, "files": listed}
+    store.files.write(f"{key}/commit.json", json.dumps(record).encode())
+    return key
+
+
+def live(store: Store, path: str, data: bytes | str) -> None:
+    store.files.write(f"runs/{RUN}/live/{path}", data if isinstance(data, bytes) else data.encode())
+
+
+def below(folder: Path) -> dict[str, bytes]:
+    """Every file of a pulled folder but the two that a pull keeps for itself."""
+    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert found.pop(".gitignore") == b"*\n"
+    assert found.pop(".cloudtrain-pull.json")
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+
+
+def test_urls(tmp_path: Path) -> None:
+    store = Store("./.cloudtrain/", cwd=tmp_path)
+    assert store.url == f"file://{tmp_path}/.cloudtrain"
+    made = layout(store)
+    assert made.code == f"{store.url}/code/c0de/code.tar.gz"
+    assert made.run == f"{store.url}/runs/{RUN}"
+    assert Store("S3://bucket/x/").url == "s3://bucket/x"
+    with pytest.raises(SpecError, match="run_id"):
+        store.layout(run_id="../x", code_digest="c", runtime_digest="r")
+    assert not (tmp_path / ".cloudtrain").exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def job(**inputs: str | dict[str, Any]) -> Job:
+    return Job.make(entry_point="train.py", inputs=inputs)
+
+
+def test_local_inputs_in_place(local: Store, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "val.csv").write_bytes(b"1")
+    given_ = job(train="data", val=f"file://{tmp_path}/val.csv")
+    placed, trees = local.inputs(given_, frozenset({"file"}), cwd=tmp_path)
+    assert (placed["train"].url, placed["train"].file) == (f"file://{tmp_path}/data", None)
+    assert (placed["val"].url, placed["val"].file) == (f"file://{tmp_path}/val.csv", "val.csv")
+    assert trees == []
+
+
+def test_local_inputs_by_content(local: Store, tmp_path: Path) -> None:
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    (tmp_path / "data" / "sub" / "a").write_bytes(b"1")
+    (tmp_path / "data" / "b").write_bytes(b"22")
+    (tmp_path / "val.csv").write_bytes(b"333")
+    wanted = job(train={"url": "data", "mode": "mount", "shard": True}, again="data", val="val.csv")
+    placed, trees = local.inputs(wanted, frozenset({"s3"}), cwd=tmp_path)
+    folder, file = trees
+    assert [item.path for item in folder.files] == ["b", "sub/a"]
+    assert folder.bytes == 3
+    assert placed["train"].url == placed["again"].url == f"{local.url}/data/{folder.digest}"
+    assert (placed["train"].mode, placed["train"].shard, placed["train"].file) == ("mount", True, None)
+    assert (placed["val"].url, placed["val"].file) == (f"{local.url}/data/{file.digest}/val.csv", "val.csv")
+    (tmp_path / "data" / "b").write_bytes(b"2X")
+    assert local.inputs(wanted, frozenset({"s3"}), cwd=tmp_path)[1][0].digest != folder.digest
+    (tmp_path / "data" / "b").write_bytes(b"22")
+    os.utime(tmp_path / "data" / "b", (1, 1))
+    assert local.inputs(wanted, frozenset({"s3"}), cwd=tmp_path)[1][0].digest == folder.digest
+
+
+def test_missing_and_impossible_inputs(local: Store, tmp_path: Path) -> None:
+    (tmp_path / "train-data").mkdir()
+    with pytest.raises(SpecError, match=r"no .*/traindata \(did you mean 'train-data'") as caught:
+        local.inputs(job(train="traindata"), frozenset({"file"}), cwd=tmp_path)
+    assert caught.value.field == "inputs.train"
+    with pytest.raises(SpecError, match="holds no file"):
+        local.inputs(job(train="train-data"), frozenset({"s3"}), cwd=tmp_path)
+    (tmp_path / "train-data" / "gone").symlink_to("nowhere")
+    with pytest.raises(SpecError, match=r"inputs\.train: .*dangling"):
+        local.inputs(job(train="train-data"), frozenset({"s3"}), cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "file"),
+    [
+        ("s3://b/train.csv.gz", "train.csv.gz"),
+        ("gs://b/x/y.parquet", "y.parquet"),
+        ("https://h/x.tar?sig=a.b/c", "x.tar"),
+        ("s3://b/train", None),
+        ("s3://b/train.d/", None),
+        ("s3://b/imagenet.2012", None),
+        ("s3://bucket.name", None),
+        ("s3://b/v1.2", None),
+        ("azureml:cifar:1", None),
+    ],
+)
+def test_remote_inputs_are_verbatim(local: Store, tmp_path: Path, url: str, file: str | None) -> None:
+    placed, trees = local.inputs(job(train=url), frozenset({"s3"}), cwd=tmp_path)
+    assert (placed["train"].url, placed["train"].file) == (url, file)
+    assert trees == []
+
+
+# -------------------------------------------------------------------------------------------------------------- staging
+
+
+def never() -> bytes:
+    raise AssertionError("the store has it")
+
+
+def test_code_and_runtime_are_uploaded_once(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "code").write_bytes(b"archive")
+    first = store.stage(layout(store), archive=lambda: tmp_path / "code", pyz=b"pyz")
+    assert first == Staged(code_bytes=7, runtime_bytes=3, data_bytes=0)
+    assert store.files.read("code/c0de/code.tar.gz") == b"archive"
+    assert store.files.read("runtime/f00d/cloudtrain.pyz") == b"pyz"
+    assert store.stage(layout(store), archive=never, pyz=never) == Staged()
+    moved: list[tuple[str, int]] = []
+    other = layout(store, code="other")
+    store.stage(other, archive=lambda: b"1234", pyz=never, progress=lambda *pair: moved.append(pair))
+    assert moved == [("code/other/code.tar.gz", 4)]
+
+
+def stage(store: Store, folder: Path) -> int:
+    _, trees = store.inputs(job(train=str(folder)), frozenset({"none"}), cwd=folder)
+    return store.stage(layout(store), archive=lambda: b"", pyz=b"", trees=trees).data_bytes
+
+
+def test_data_is_uploaded_once_and_copied_from_earlier_trees(store: Store, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (data / "a").write_bytes(b"aaaa")
+    (data / "sub" / "manifest.json").write_bytes(b"bb")
+    _, (tree,) = store.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    assert stage(store, data) == 6
+    assert stage(store, data) == 0
+    assert store.files.list(f"data/{tree.digest}") == {
+        f"data/{tree.digest}/a": 4,
+        f"data/{tree.digest}/sub/manifest.json": 2,
+    }
+    (data / "c").write_bytes(b"ccc")
+    (data / "a").rename(data / "z")
+    _, (second,) = store.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    assert stage(store, data) == 3  # z and sub/manifest.json are copies
+    assert store.files.read(f"data/{second.digest}/z") == b"aaaa"
+    assert set(store.files.names("data")) == {tree.digest, second.digest, "manifests"}
+
+
+def test_an_interrupted_upload_goes_on_and_is_no_source(store: Store, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a").write_bytes(b"aaaa")
+    (data / "b").write_bytes(b"bb")
+    _, (tree,) = store.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    store.files.write(f"data/{tree.digest}/a", b"aaaa")
+    assert stage(store, data) == 2
+    store.files.remove(f"data/{tree.digest}/a")  # a manifest that promises too much
+    (data / "b").unlink()
+    assert stage(store, data) == 4
+
+
+def test_data_that_changes_meanwhile_is_refused(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a").write_bytes(b"aaaa")
+    _, trees = store.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    (tmp_path / "data" / "a").write_bytes(b"AAAA")
+    os.utime(tmp_path / "data" / "a", (1, 1))
+    with pytest.raises(StorageError, match="changed while"):
+        store.stage(layout(store), archive=lambda: b"", pyz=b"", trees=trees)
+    assert store.files.list("data") == {}
+
+
+def _stage_racer(url: str, folder: Path, start: Any) -> None:
+    store = Store(url)
+    start.wait()
+    stage(store, folder)
+
+
+def test_concurrent_stagers_are_harmless(local: Store, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(40):
+        (tmp_path / "data" / str(number)).write_bytes(os.urandom(1000))
+    start = FORK.Barrier(4)
+    racers = [FORK.Process(target=_stage_racer, args=(local.url, tmp_path / "data", start)) for _ in range(4)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+        assert racer.exitcode == 0
+    _, (tree,) = local.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
+    for item in tree.files:
+        assert digest(local.files.read(f"data/{tree.digest}/{item.path}")) == item.sha256
+    assert stage(local, tmp_path / "data") == 0
+
+
+def test_the_store_hides_itself_from_git(local: Store, tmp_path: Path) -> None:
+    local.cancel(RUN)
+    assert (tmp_path / "store" / ".gitignore").read_bytes() == b"*\n"
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+
+def test_a_run_is_created_once(store: Store) -> None:
+    assert not store.create_run(layout(store), {"name": "other"})
+    assert store.run(RUN) == {"name": "train"}
+    assert store.runs() == [RUN]
+    store.files.write("runs/Not-A-Run/x", b"")
+    assert store.runs() == [RUN]
+    with pytest.raises(
+        NotFoundError, match=rf"no run '20250101-000000-train-abce' in {store.url} \(did you mean '{RUN}"
+    ):
+        store.run("20250101-000000-train-abce")
+    with pytest.raises(SpecError):
+        store.run("../..")
+    store.files.write(f"runs/{RUN}/run.json", b"{")
+    with pytest.raises(StorageError, match=r"run\.json is not a JSON object"):
+        store.run(RUN)
+
+
+def test_a_lost_reply_is_no_lost_creation(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object was written, the answer was lost, and the client library's own retry found the object there."""
+    create = store.files.create
+    monkeypatch.setattr(store.files, "create", lambda *args, **options: create(*args, **options) and False)
+    assert store.create_run(layout(store, run_id="new"), {"a": 1})
+    assert not store.create_run(layout(store, run_id="new"), {"a": 1})
+    assert store.run("new") == {"a": 1}
+
+
+def test_attempts(store: Store) -> None:
+    assert store.attempts(RUN) == []
+    assert store.attempt_request(RUN, 0) is None
+    assert store.create_attempt(layout(store), 0, REQUEST)
+    assert store.create_attempt(RUN, 10, REQUEST)
+    assert store.create_attempt(RUN, 2, REQUEST)
+    assert not store.create_attempt(RUN, 2, REQUEST)
+    assert store.attempts(RUN) == [0, 2, 10]
+    assert store.attempt_request(RUN, 2) == REQUEST
+    assert store.submitted(RUN, 0) is None
+    store.write_submitted(RUN, 0, "arn:job")
+    submitted = store.submitted(RUN, 0)
+    assert submitted is not None
+    assert submitted["native_id"] == "arn:job"
+    assert store.attempts(RUN) == [0, 2, 10]
+
+
+def _attempt_racer(url: str, start: Any, wins: Any) -> None:
+    store = Store(url)
+    start.wait()
+    wins.put([k for k in range(20) if store.create_attempt(RUN, k, REQUEST)])
+
+
+def test_one_of_many_processes_starts_an_attempt(local: Store) -> None:
+    """Identical requests: what tells the creators apart is not what they write."""
+    start, wins = FORK.Barrier(5), FORK.Queue()
+    racers = [FORK.Process(target=_attempt_racer, args=(local.url, start, wins)) for _ in range(5)]
+    for racer in racers:
+        racer.start()
+    won = [wins.get(timeout=60) for _ in racers]
+    for racer in racers:
+        racer.join()
+    assert sorted(itertools.chain(*won)) == list(range(20))
+
+
+def test_container(store: Store, tmp_path: Path) -> None:
+    made = layout(store)
+    store.write_container(made, {"protocol": 1}, b"first key")
+    store.write_container(made, {"protocol": 1, "b": 2}, b"second key")
+    assert store.files.read(f"runs/{RUN}/container/key") == b"first key"
+    assert json.loads(store.files.read(f"runs/{RUN}/container/context.json")) == {"protocol": 1, "b": 2}
+    if store.url.startswith("file:"):
+        assert (tmp_path / "store" / "runs" / RUN / "container" / "key").stat().st_mode & 0o777 == 0o600
+
+
+def test_cancel_and_result(store: Store) -> None:
+    assert not store.cancelled(RUN)
+    store.cancel(RUN)
+    store.cancel(RUN)
+    assert store.cancelled(RUN)
+    assert store.result(RUN) is None
+    store.write_result(RUN, {"state": "failed"})
+    store.write_result(RUN, {"state": "succeeded"})
+    assert store.result(RUN) == {"state": "succeeded"}
+
+
+def test_exits_skip_what_is_broken(store: Store) -> None:
+    assert store.exits(RUN) == []
+    for attempt, node in (("0.0", 0), ("0.0", 10), ("0.0", 2), ("0.10", 0), ("0.9", 0)):
+        live(store, f"exit/{attempt}-node-{node}.json", json.dumps({"at": [attempt, node]}))
+    live(store, "exit/0.0-node-3.json", '{"at": ')
+    live(store, "exit/0.0-node-4.json", "[]")
+    live(store, "exit/0.0-node-5.txt", "{}")
+    assert [record["at"] for record in store.exits(RUN)] == [
+        ["0.0", 0],
+        ["0.0", 2],
+        ["0.0", 10],
+        ["0.9", 0],
+        ["0.10", 0],
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_only_complete_checkpoints_count(store: Store) -> None:
+    assert store.checkpoints(RUN) == []
+    assert store.newest_checkpoint(RUN) is None
+    whole = commit(store, "step-120", {"node-0/step-120/model.pt": b"abc", "node-1/step-120/optim.pt": b"de"}, seq=3)
+    short = commit(store, "step-130", {"node-0/step-130/model.pt": b"abc"})
+    store.files.write(f"{short}/node-0/step-130/model.pt", b"ab")
+    gone = commit(store, "step-140", {"node-0/step-140/model.pt": b"abc"})
+    store.files.remove(f"{gone}/node-0/step-140/model.pt")
+    torn = commit(store, "step-150", {"node-0/step-150/model.pt": b"abc"})
+    store.files.write(f"{torn}/commit.json", b'{"protocol": 1, "na')
+    odd = commit(store, "step-160", {"node-0/step-160/model.pt": b"abc"})
+    store.files.write(f"{odd}/commit.json", b'{"protocol": 1, "files": {"x": 3}, "time": 1}')
+    live(store, "checkpoints/step-170/0.0-0/node-0/step-170/model.pt", b"uncommitted")
+    (found,) = store.checkpoints(RUN)
+    assert found.key == whole
+    assert (found.name, found.attempt, found.seq, found.step, found.bytes) == ("step-120", "0.0", 3, 120, 5)
+    assert found.committed == 1000.0
+    assert found.files["node-1/step-120/optim.pt"] == (2, digest(b"de"))
+    assert store.newest_checkpoint(RUN) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("step-120", 120), ("checkpoint-500", 500), ("epoch=3-step=96", 96), ("epoch=3-step=96.ckpt", 96), ("last", None)],
+)
+def test_the_step_is_in_the_name(local: Store, name: str, step: int | None) -> None:
+    commit(local, name, {f"node-0/{name}": b"x"})
+    (found,) = local.checkpoints(RUN)
+    assert (found.name, found.step) == (name, step)
+
+
+def test_newest_is_by_attempt_then_time_then_seq(local: Store) -> None:
+    for name, attempt, seq, time in [
+        ("a", "0.10", 0, 50.0),
+        ("b", "0.9", 0, 90.0),
+        ("c", "1.0", 0, 10.0),
+        ("d", "1.0", 10, 20.0),
+        ("e", "1.0", 9, 20.0),
+        ("f", "0.9", 5, 80.0),
+    ]:
+        commit(local, name, {f"node-0/{name}": b"x"}, attempt=attempt, seq=seq, time=time)
+    assert [item.name for item in local.checkpoints(RUN)] == ["f", "b", "a", "c", "e", "d"]
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
+
+
+def test_metrics_of_one_attempt_are_kept_in_order() -> None:
+    rows = [{"epoch": 0}, {"step": 1, "loss": 3}, {"step": 1, "val": 2}, {"step": 2, "loss": 1}, {"done": True}]
+    assert merge_metrics([rows]) == rows
+
+
+def test_a_resumed_attempt_replaces_from_its_first_step() -> None:
+    first = [{"note": "a"}, *({"step": n, "a": 0} for n in range(1, 6)), {"note": "b"}]
+    second = [{"step": n, "a": 1} for n in (4, 5, 6)]
+    third = [{"note": "died at once"}]
+    merged = merge_metrics([first, second, third])
+    assert [(row["step"], row["a"]) for row in merged if "step" in row] == [
+        (1, 0),
+        (2, 0),
+        (3, 0),
+        (4, 1),
+        (5, 1),
+        (6, 1),
+    ]
+    assert [row["note"] for row in merged if "note" in row] == ["a", "b", "died at once"]
+
+
+@given(st.lists(st.integers(1, 30).flatmap(lambda first: st.tuples(st.just(first), st.integers(0, 20))), max_size=6))
+def test_each_step_comes_from_the_last_attempt_that_took_it(spans: list[tuple[int, int]]) -> None:
+    spans = [(1, 40), *spans]
+    attempts = [[{"step": n, "from": k} for n in range(first, first + count)] for k, (first, count) in enumerate(spans)]
+    merged = merge_metrics(attempts)
+    steps = [row["step"] for row in merged]
+    assert steps == sorted(set(steps))
+    for row in merged:
+        assert row["from"] == max(k for k, rows in enumerate(attempts) if row["step"] in [r["step"] for r in rows])
+
+
+# ----------------------------------------------------------------------------------------------------------------- pull
+
+
+@pytest.fixture
+def full(store: Store) -> Store:
+    """A store whose run left something of everything."""
+    commit(store, "step-1", {"node-0/step-1/model.pt": b"old"}, seq=0)
+    commit(
+        store,
+        "step-1",
+        {
+            "node-0/step-1/model.pt": b"new",
+            "node-0/step-1/config": b"same",
+            "node-1/step-1/config": b"same",
+            "node-0/step-1/rank": b"zero",
+            "node-1/step-1/rank": b"one",
+            "node-1/step-1/d/only": b"1",
+        },
+        seq=1,
+        time=2000.0,
+    )
+    commit(store, "last.ckpt", {"node-0/last.ckpt": b"file"})
+    broken = commit(store, "step-2", {"node-0/step-2/model.pt": b"half"})
+    store.files.remove(f"{broken}/node-0/step-2/model.pt")
+    live(store, "artifacts/node-0/model.bin", b"weights")
+    live(store, "artifacts/node-1/model.bin", b"weights")
+    live(store, "artifacts/node-0/tb/events", b"node 0")
+    live(store, "artifacts/node-1/tb/events", b"node 1")
+    for seq in range(12):
+        live(store, f"logs/0.0/node-0/{seq}.log", f"line {seq}\n")
+    live(store, "logs/1.0/node-1/0.log", "second\n")
+    live(store, "metrics/0.0-node-0.jsonl", '{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "lo')
+    live(store, "metrics/1.0-node-0.jsonl", '{"step": 2, "loss": 1}\n')
+    store.files.write(f"runs/{RUN}/native/output/model.tar.gz", b"native")
+    store.write_result(RUN, {"state": "succeeded"})
+    return store
+
+
+EVERYTHING = {
+    "checkpoints/step-1/model.pt": b"new",
+    "checkpoints/step-1/config": b"same",
+    "checkpoints/step-1/rank": b"zero",
+    "checkpoints/step-1/node-1/rank": b"one",
+    "checkpoints/step-1/d/only": b"1",
+    "checkpoints/last.ckpt": b"file",
+    "artifacts/model.bin": b"weights",
+    "artifacts/tb/events": b"node 0",
+    "artifacts/node-1/tb/events": b"node 1",
+    "logs/0.0/node-0.log": "".join(f"line {seq}\n" for seq in range(12)).encode(),
+    "logs/1.0/node-1.log": b"second\n",
+    "metrics.jsonl": b'{"step": 1, "loss": 3}\n{"step": 2, "loss": 1}\n',
+    "native/output/model.tar.gz": b"native",
+}
+
+
+def test_pull(full: Store, tmp_path: Path) -> None:
+    moved: list[int] = []
+    report = full.pull(RUN, tmp_path / "out", progress=lambda _, more: moved.append(more))
+    found = below(tmp_path / "out")
+    assert json.loads(found.pop("result.json")) == {"state": "succeeded"}
+    assert json.loads(found.pop("run.json"))["name"] == "train"
+    assert found == EVERYTHING
+    assert set(report.files) == {*EVERYTHING, "result.json", "run.json"}
+    assert report.transferred == sum(moved) > sum(map(len, EVERYTHING.values()))
+    assert sorted(report.checkpoints) == ["last.ckpt", "step-1"]
+    assert report.refused == ()
+
+
+def test_a_second_pull_transfers_nothing(full: Store, tmp_path: Path) -> None:
+    first = full.pull(RUN, tmp_path)
+    second = full.pull(RUN, tmp_path)
+    assert second.transferred == 0
+    assert second.files == first.files
+    before = below(tmp_path)
+    (tmp_path / "artifacts" / "model.bin").write_bytes(b"WEIGHTS")
+    (tmp_path / "checkpoints" / "step-1" / "model.pt").write_bytes(b"NEW")
+    (tmp_path / "metrics.jsonl").unlink()
+    metrics = full.files.list(f"runs/{RUN}/live/metrics")
+    assert full.pull(RUN, tmp_path).transferred == len(b"weights") + len(b"new") + sum(metrics.values())
+    assert below(tmp_path) == before
+    (tmp_path / ".cloudtrain-pull.json").unlink()  # digests alone are enough for checkpoints
+    assert full.pull(RUN, tmp_path, what=["checkpoints"]).transferred < 1000
+    assert full.pull(RUN, tmp_path, what=["checkpoints"]).transferred == 0
+
+
+def test_pull_follows_what_is_rewritten(full: Store, tmp_path: Path) -> None:
+    full.pull(RUN, tmp_path)
+    commit(full, "step-1", {"node-0/step-1/model.pt": b"newer", "node-0/step-1/config": b"same"}, seq=2, time=3000.0)
+    (tmp_path / "checkpoints" / "step-1" / "mine.txt").write_bytes(b"the user's")
+    live(full, "artifacts/node-0/model.bin", b"WEIGHTS")  # as long as before
+    live(full, "logs/0.0/node-0/11.log", "line 11, and more\n")
+    live(full, "logs/0.0/node-0/12.log", "line 12\n")
+    report = full.pull(RUN, tmp_path)
+    found = below(tmp_path)
+    assert {path: data for path, data in found.items() if path.startswith("checkpoints/step-1/")} == {
+        "checkpoints/step-1/model.pt": b"newer",
+        "checkpoints/step-1/config": b"same",
+        "checkpoints/step-1/mine.txt": b"the user's",
+    }
+    assert found["artifacts/model.bin"] == b"WEIGHTS"
+    assert found["artifacts/node-1/model.bin"] == b"weights"
+    assert found["logs/0.0/node-0.log"].endswith(b"line 10\nline 11, and more\nline 12\n")
+    # Of the log, only the segments that changed came over.
+    assert report.transferred == len(b"newer" + b"WEIGHTS" + b"weights" + b"line 11, and more\nline 12\n")
+    assert full.pull(RUN, tmp_path).transferred == 0
+
+
+def test_damaged_content_is_not_kept(store: Store, tmp_path: Path) -> None:
+    key = commit(store, "step-1", {"node-0/step-1/a": b"good", "node-0/step-1/b": b"fine"})
+    store.files.write(f"{key}/node-0/step-1/b", b"evil")
+    with pytest.raises(DigestError, match="promised"):
+        store.pull(RUN, tmp_path / "out")
+    assert not (tmp_path / "out" / "checkpoints" / "step-1").exists()
+    store.files.write(f"{key}/node-0/step-1/b", b"fine")
+    store.pull(RUN, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out" / "checkpoints" / "step-1")) == ["a", "b"]
+    assert os.listdir(tmp_path / "out" / "checkpoints") == ["step-1"]
+
+
+def test_hostile_names_stay_in_the_store(store: Store, tmp_path: Path) -> None:
+    live(store, "artifacts/node-0/good", b"1")
+    if store.url.startswith("file:"):
+        bad = tmp_path / "store" / "runs" / RUN / "live" / "artifacts" / "node-0" / "..\\evil"
+        bad.write_bytes(b"2")
+    else:
+        MemoryFileSystem().pipe_file(f"/bucket/store/runs/{RUN}/live/artifacts/node-0/..\\evil", b"2")
+    report = store.pull(RUN, tmp_path / "out")
+    assert report.refused == (f"runs/{RUN}/live/artifacts/node-0/..\\evil",)
+    assert {p for p in report.files if p.startswith("artifacts")} == {"artifacts/good"}
+    for hostile in ("node-0/../../../x", "/etc/x", "node-0/c/..\\x"):
+        key = f"runs/{RUN}/live/checkpoints/c/0.0-0"
+        listed = {hostile: {"size": 1, "sha256": digest(b"1")}}
+        record = {"protocol": 1, "name": "c", "attempt": "0.0", "seq": 0, "nodes": 1, "time": 1.0, "files": listed}
+        store.files.write(f"{key}/commit.json", json.dumps(record).encode())
+        assert store.checkpoints(RUN) == []
+
+
+def test_pull_does_not_write_through_a_link(full: Store, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "artifacts").symlink_to(tmp_path / "outside")
+    with pytest.raises(StorageError, match="symbolic link"):
+        full.pull(RUN, tmp_path / "out")
+    assert os.listdir(tmp_path / "outside") == []
+
+
+def test_another_run_in_the_same_folder_is_no_memory(full: Store, tmp_path: Path) -> None:
+    full.pull(RUN, tmp_path)
+    full.create_run(layout(full, run_id="other"), {"name": "other"})
+    full.files.write("runs/other/live/artifacts/node-0/model.bin", b"weights of the other")
+    full.pull("other", tmp_path)
+    assert (tmp_path / "artifacts" / "model.bin").read_bytes() == b"weights of the other"
+    assert json.loads((tmp_path / "run.json").read_bytes())["name"] == "other"
+
+
+def test_pull_knows_its_words(full: Store, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="did you mean 'artifacts'"):
+        full.pull(RUN, tmp_path, what=["artefacts"])
+    with pytest.raises(NotFoundError):
+        full.pull("none", tmp_path)
+    full.pull(RUN, tmp_path / "logs-only", what=["logs"])
+    assert {path.split("/")[0] for path in below(tmp_path / "logs-only")} == {"logs", "run.json", "result.json"}

@@ -1,0 +1,688 @@
+"""transfer.py: whole files, exclusive creation, safe paths, retries and the error table."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import multiprocessing
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
+from cloudtrain.transfer import (
+    FsspecFiles,
+    LocalFiles,
+    classify,
+    files,
+    inside,
+    local_path,
+    normalize,
+    parallel,
+    safe,
+    sha256_file,
+    walk,
+)
+
+FORK = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalFiles:
+    return LocalFiles(root=tmp_path / "store")
+
+
+@pytest.fixture
+def memory() -> Iterator[FsspecFiles]:
+    yield FsspecFiles(url="memory://bucket/store", sleep=lambda _: None)
+    MemoryFileSystem.store.clear()
+
+
+@pytest.fixture(params=["local", "memory"])
+def tree(request: pytest.FixtureRequest) -> LocalFiles | FsspecFiles:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+# ----------------------------------------------------------------------------------------------------------------- URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "normal"),
+    [
+        ("store", "file:///work/here/store"),
+        ("./a/../.cloudtrain/", "file:///work/here/.cloudtrain"),
+        ("/abs//path/", "file:///abs/path"),
+        ("file:///abs/path/", "file:///abs/path"),
+        ("file:/abs/path", "file:///abs/path"),
+        ("FILE://localhost/abs", "file:///abs"),
+        ("/with space/100%/#1", "file:///with space/100%/#1"),
+        ("S3://Bucket/Key/", "s3://Bucket/Key"),
+        ("gs://bucket", "gs://bucket"),
+        ("abfs://c@account.dfs.core.windows.net/x//", "abfs://c@account.dfs.core.windows.net/x"),
+    ],
+)
+@pytest.mark.skipif(os.name == "nt", reason="POSIX paths")
+def test_normalize(url: str, normal: str) -> None:
+    assert normalize(url, cwd=Path("/work/here")) == normal
+    assert normalize(normal, cwd=Path("/elsewhere")) == normal
+
+
+@pytest.mark.parametrize("url", ["s3://", "gs:///", "file://host/share"])
+def test_normalize_refuses(url: str) -> None:
+    with pytest.raises(SpecError):
+        normalize(url, cwd=Path("/"))
+
+
+def test_normalize_keeps_symbolic_links(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert normalize("link/store", cwd=tmp_path) == f"file://{tmp_path}/link/store"
+
+
+def test_local_path() -> None:
+    assert local_path("file:///a b/c") == Path("/a b/c")
+    assert local_path("file:///C:/data") == Path("C:/data")
+    assert local_path("/a") == Path("/a")
+    assert local_path("s3://bucket/a") is None
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20))
+def test_a_file_url_is_its_path_again(name: str) -> None:
+    path = os.path.abspath("/root/" + name)
+    assert str(local_path(normalize(f"/root/{name}", cwd=Path("/")))) == path.replace("//", "/")
+
+
+def test_a_local_store_never_imports_fsspec(tmp_path: Path) -> None:
+    code = (
+        "import sys; from cloudtrain.store import Store; s = Store(sys.argv[1]);"
+        "s.files.write('runs/a/run.json', b'{}');"
+        "assert s.runs() == ['a']; assert not {m for m in sys.modules if m.split('.')[0] == 'fsspec'}"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "s")], check=True)
+
+
+# -------------------------------------------------------------------------------------------------- what both trees do
+
+
+def test_read_write_list(tree: LocalFiles | FsspecFiles) -> None:
+    assert tree.list() == {}
+    assert tree.names() == []
+    assert tree.list("missing/folder") == {}
+    assert tree.names("missing") == []
+    for key, data in {"a/b": b"1", "a/c/d": b"22", "ab": b"333", "empty": b""}.items():
+        tree.write(key, data)
+        assert tree.read(key) == data
+    assert tree.list() == {"a/b": 1, "a/c/d": 2, "ab": 3, "empty": 0}
+    assert tree.list("a") == {"a/b": 1, "a/c/d": 2}
+    assert tree.names() == ["a", "ab", "empty"]
+    assert tree.names("a") == ["b", "c"]
+    assert tree.size("ab") == 3
+    assert tree.size("empty") == 0
+    assert tree.size("a") is None
+    assert tree.size("nothing") is None
+    assert tree.exists("a/b")
+    assert not tree.exists("a")
+    tree.write("a/b", b"other")
+    assert tree.read("a/b") == b"other"
+
+
+def test_missing_is_file_not_found(tree: LocalFiles | FsspecFiles, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        tree.read("nothing")
+    with pytest.raises(FileNotFoundError):
+        tree.download("nothing", tmp_path / "here" / "file")
+    with pytest.raises(FileNotFoundError):
+        tree.copy("nothing", "else")
+    with pytest.raises(FileNotFoundError):
+        tree.upload(tmp_path / "nothing", "key")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_versions_tell_a_rewrite_of_the_same_size(tree: LocalFiles | FsspecFiles) -> None:
+    tree.write("key", b"one")
+    before = tree.entries()["key"]
+    assert tree.entries()["key"] == before
+    tree.write("key", b"two")
+    assert tree.entries()["key"].size == before.size
+    assert tree.entries()["key"].version != before.version
+
+
+def test_create_is_exclusive(tree: LocalFiles | FsspecFiles) -> None:
+    assert tree.create("runs/a/run.json", b"mine")
+    assert not tree.create("runs/a/run.json", b"theirs")
+    assert tree.read("runs/a/run.json") == b"mine"
+
+
+def test_copy_and_remove(tree: LocalFiles | FsspecFiles) -> None:
+    tree.write("a/b", b"1")
+    tree.write("ab", b"2")
+    tree.copy("a/b", "x/y")
+    assert tree.read("x/y") == b"1"
+    tree.remove("a")
+    tree.remove("a")
+    tree.remove("x/y")
+    assert tree.list() == {"ab": 1}
+    with pytest.raises(StorageError, match="whole store"):
+        tree.remove("")
+
+
+def test_upload_and_download(tree: LocalFiles | FsspecFiles, tmp_path: Path) -> None:
+    data = os.urandom(3_000_000)
+    source, target = tmp_path / "source", tmp_path / "deep" / "target"
+    source.write_bytes(data)
+    moved: dict[str, int] = {}
+
+    def progress(key: str, more: int) -> None:
+        moved[key] = moved.get(key, 0) + more
+
+    tree.upload(source, "data/big", progress=progress)
+    assert moved == {"data/big": len(data)}
+    tree.download("data/big", target, sha256=digest(data), size=len(data), progress=progress)
+    assert moved == {"data/big": 2 * len(data)}
+    assert target.read_bytes() == data
+    assert os.listdir(target.parent) == ["target"]
+
+
+@pytest.mark.parametrize("wrong", [{"size": 4}, {"sha256": digest(b"else")}])
+def test_a_corrupt_download_leaves_what_was_there(
+    tree: LocalFiles | FsspecFiles, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    tree.write("key", b"bad")
+    target = tmp_path / "out" / "file"
+    with pytest.raises(DigestError, match="promised"):
+        tree.download("key", target, **wrong)
+    assert os.listdir(target.parent) == []
+    target.write_bytes(b"good")
+    with pytest.raises(DigestError):
+        tree.download("key", target, **wrong)
+    assert os.listdir(target.parent) == ["file"]
+    assert target.read_bytes() == b"good"
+
+
+def test_trees_there_and_back(tree: LocalFiles | FsspecFiles, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    contents = {f"d{i % 7}/f{i}": f"content {i}".encode() for i in range(50)}
+    for name, data in contents.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(data)
+    assert tree.upload_tree(source, "in/here") == sorted(f"in/here/{name}" for name in contents)
+    moved: list[str] = []
+    digests = {name: digest(data) for name, data in contents.items()}
+
+    def pull() -> list[str]:
+        moved.clear()
+        return tree.download_tree("in/here", target, digests=digests, progress=lambda key, _: moved.append(key))
+
+    assert pull() == sorted(contents)
+    assert {str(path.relative_to(target)): path.read_bytes() for path in walk(target).values()} == contents
+    assert set(moved) == {f"in/here/{name}" for name in contents}
+    pull()
+    assert moved == []
+    (target / "d1/f1").write_bytes(b"CONTENT 1")
+    pull()
+    assert moved == ["in/here/d1/f1"]
+    assert tree.download_tree("in/here", tmp_path / "some", select=lambda name: name.startswith("d3/f3")) == [
+        "d3/f3",
+        "d3/f31",
+        "d3/f38",
+    ]
+
+
+def test_a_tree_without_digests_is_fetched_again(tree: LocalFiles | FsspecFiles, tmp_path: Path) -> None:
+    tree.write("t/file", b"new")
+    (tmp_path / "file").write_bytes(b"old")
+    tree.download_tree("t", tmp_path)
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+# ----------------------------------------------------------------------------------------------------------- safe paths
+
+HOSTILE = [
+    "..",
+    "../x",
+    "a/../../x",
+    "/etc/x",
+    "a//b",
+    "a/./b",
+    "a/",
+    ".",
+    "C:/x",
+    "c:x",
+    "a\\b",
+    "..\\x",
+    "a\0b",
+    "\\\\h\\s",
+]
+
+
+@pytest.mark.parametrize("key", HOSTILE)
+def test_hostile_keys_are_refused(local: LocalFiles, tmp_path: Path, key: str) -> None:
+    assert not safe(key)
+    for attempt in (local.read, local.size, lambda k: local.write(k, b""), lambda k: inside(tmp_path, k)):
+        with pytest.raises(StorageError, match="unsafe path"):
+            attempt(key)
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b.txt", "..", ".", "", "C:", "\\", "~", "con", "x y", "ü"]), min_size=1, max_size=6)
+)
+@example(["", "etc", "passwd"])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_accepted_lies_inside(tmp_path: Path, parts: list[str]) -> None:
+    key = "/".join(parts)
+    if safe(key):
+        path = inside(tmp_path, key)
+        assert Path(os.path.abspath(path)).is_relative_to(tmp_path)
+        assert Path(os.path.abspath(path)) != tmp_path
+    else:
+        with pytest.raises(StorageError):
+            inside(tmp_path, key)
+
+
+def test_a_hostile_tree_is_refused_before_anything_is_fetched(memory: FsspecFiles, tmp_path: Path) -> None:
+    memory.write("t/a", b"1")
+    fs = MemoryFileSystem()
+    fs.pipe_file("/bucket/store/t/x\\..\\y", b"2")
+    with pytest.raises(StorageError, match="unsafe path"):
+        memory.download_tree("t", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_goes_through_a_symbolic_link(memory: FsspecFiles, tmp_path: Path) -> None:
+    memory.write("t/sub/file", b"1")
+    memory.write("t/inner/file", b"2")
+    memory.write("t/file", b"3")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "secret").write_bytes(b"kept")
+    out = tmp_path / "out"
+    (out / "real").mkdir(parents=True)
+    (out / "sub").symlink_to(tmp_path / "outside")
+    with pytest.raises(StorageError, match="symbolic link"):
+        memory.download_tree("t", out)
+    assert os.listdir(tmp_path / "outside") == []
+    (out / "sub").unlink()
+    (out / "inner").symlink_to("real")  # stays inside: the user's own arrangement
+    (out / "file").symlink_to(tmp_path / "secret")  # replaced, not followed
+    memory.download_tree("t", out)
+    assert (out / "real" / "file").read_bytes() == b"2"
+    assert (out / "file").read_bytes() == b"3"
+    assert not (out / "file").is_symlink()
+    assert (tmp_path / "secret").read_bytes() == b"kept"
+
+
+def test_a_local_list_leaves_links_and_unfinished_files_out(local: LocalFiles) -> None:
+    local.write("a/file", b"1")
+    (local.root / "a" / "link").symlink_to("file")
+    (local.root / "etc").symlink_to("/etc")
+    (local.root / "a" / ".cloudtrain-tmp-1").write_bytes(b"")
+    assert local.list() == {"a/file": 1}
+    assert local.names("a") == ["file", "link"]
+    local.remove("etc")
+    assert Path("/etc").exists()
+
+
+def test_walk_follows_links_but_no_circles(tmp_path: Path) -> None:
+    (tmp_path / "tree" / "sub").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x").write_bytes(b"1")
+    (tmp_path / "tree" / "linked").symlink_to(tmp_path / "data")
+    (tmp_path / "tree" / "twice").symlink_to(tmp_path / "data")
+    assert list(walk(tmp_path / "tree")) == ["linked/x", "twice/x"]
+    assert list(walk(tmp_path / "data" / "x")) == ["x"]
+    (tmp_path / "tree" / "sub" / "up").symlink_to(tmp_path / "tree")
+    with pytest.raises(StorageError, match="circle"):
+        walk(tmp_path / "tree")
+    (tmp_path / "tree" / "sub" / "up").unlink()
+    (tmp_path / "tree" / "gone").symlink_to("nowhere")
+    with pytest.raises(StorageError, match="dangling"):
+        walk(tmp_path / "tree")
+    (tmp_path / "tree" / "gone").unlink()
+    (tmp_path / "tree" / "a\\b").write_bytes(b"")
+    with pytest.raises(StorageError, match="unsafe"):
+        walk(tmp_path / "tree")
+
+
+# ------------------------------------------------------------------------------ crashes and concurrency, real processes
+
+
+def _race(root: Path, number: int, start: Any, wins: Any, linkless: bool) -> None:
+    link = _no_links if linkless else os.link
+    tree = LocalFiles(root=root, link=link)
+    data = f"{number} ".encode() * 50_000
+    start.wait()
+    for key in range(30):
+        if tree.create(f"attempts/{key}/request.json", data):
+            wins.put((key, number))
+        content = tree.read(f"attempts/{key}/request.json")
+        # Without hard links, a reader may meet the winner still writing; never a mixture.
+        assert linkless or len(content) >= 100_000
+        assert len(set(content.split())) <= 1
+    wins.put(None)
+
+
+def _no_links(source: Path, target: Path) -> None:
+    raise OSError(errno.EPERM, "no hard links here")
+
+
+@pytest.mark.parametrize("linkless", [False, True])
+def test_one_of_many_processes_creates(tmp_path: Path, linkless: bool) -> None:
+    start, wins = FORK.Barrier(6), FORK.Queue()
+    racers = [FORK.Process(target=_race, args=(tmp_path, i, start, wins, linkless)) for i in range(6)]
+    for racer in racers:
+        racer.start()
+    got: list[tuple[int, int]] = []
+    done = 0
+    while done < len(racers):
+        item = wins.get(timeout=60)
+        done += item is None
+        got += [item] if item else []
+    for racer in racers:
+        racer.join()
+        assert racer.exitcode == 0
+    assert sorted(key for key, _ in got) == list(range(30))
+    tree = LocalFiles(root=tmp_path)
+    for key, number in got:
+        assert tree.read(f"attempts/{key}/request.json") == f"{number} ".encode() * 50_000
+    assert len(tree.list()) == 30
+
+
+@pytest.mark.parametrize("verb", ["create", "write", "download"])
+def test_a_killed_writer_leaves_the_whole_or_nothing(tmp_path: Path, verb: str) -> None:
+    """SIGKILL at arbitrary moments of the write; what is there afterwards is one of the whole contents."""
+    code = (
+        "import sys; from pathlib import Path; from cloudtrain.transfer import LocalFiles\n"
+        "root, verb = Path(sys.argv[1]), sys.argv[2]; tree = LocalFiles(root=root); data = b'x' * 8_000_000\n"
+        "tree.write('source', data); print('go', flush=True)\n"
+        "for i in range(1000):\n"
+        "    if verb == 'download': tree.download('source', root / f'key{i}')\n"
+        "    else: getattr(tree, verb)(f'key{i}', data)\n"
+    )
+    for number in range(5):
+        root = tmp_path / str(number)
+        child = subprocess.Popen([sys.executable, "-c", code, str(root), verb], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        with child.stdout:
+            child.stdout.readline()
+            threading.Event().wait(0.01 + 0.017 * number)
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        sizes = LocalFiles(root=root).list()
+        assert set(sizes.values()) == {8_000_000}
+        # A dead creator's half-made file keeps nobody from the name.
+        free = f"key{len(sizes)}"
+        assert LocalFiles(root=root).create(free, b"next")
+
+
+def test_threads_may_share_a_tree(local: LocalFiles) -> None:
+    wins = parallel(lambda i: local.create("key", str(i).encode()), list(range(40)), jobs=16)
+    assert sum(wins) == 1
+    assert local.read("key") == str(wins.index(True)).encode()
+
+
+def test_parallel_stops_at_the_first_failure() -> None:
+    begun: list[int] = []
+
+    def work(number: int) -> int:
+        begun.append(number)
+        if number == 1:
+            raise StorageError("second")
+        return number
+
+    with pytest.raises(StorageError, match="second"):
+        parallel(work, list(range(2000)), jobs=2)
+    assert len(begun) < 2000
+    assert parallel(lambda n: n + 1, [3, 1, 2], jobs=2) == [4, 2, 3]
+
+
+# ------------------------------------------------------------------------------------------------------- the local disk
+
+
+def test_private_and_plain_modes(local: LocalFiles) -> None:
+    before = os.umask(0o022)
+    try:
+        local.create("key", b"secret", private=True)
+        local.create("open", b"1")
+        local.write("written", b"1")
+    finally:
+        os.umask(before)
+    modes = {name: stat.S_IMODE((local.root / name).stat().st_mode) for name in ("key", "open", "written")}
+    assert modes == {"key": 0o600, "open": 0o644, "written": 0o644}
+
+
+def test_gitignore_is_written_once_and_with_the_first_write(tmp_path: Path) -> None:
+    tree = files(str(tmp_path / "store"), gitignore=True)
+    assert tree.list() == {}
+    assert not (tmp_path / "store").exists()
+    tree.write("runs/x", b"")
+    assert tree.read(".gitignore") == b"*\n"
+    tree.write(".gitignore", b"user's own")
+    files(str(tmp_path / "store"), gitignore=True).write("runs/y", b"")
+    assert tree.read(".gitignore") == b"user's own"
+
+
+def test_disk_errors_name_path_and_reason(local: LocalFiles, tmp_path: Path) -> None:
+    local.write("file", b"")
+    with pytest.raises(StorageError, match=r"store/file.*(Not a directory|File exists)"):
+        local.write("file/below", b"")
+    with pytest.raises(StorageError, match=r"store.*Is a directory"):
+        local.read("")
+    local.write("folder/x", b"")
+    with pytest.raises(StorageError, match=r"folder.*Is a directory"):
+        local.write("folder", b"")
+    assert local.list() == {"file": 0, "folder/x": 0}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_full_disk_is_a_storage_error() -> None:
+    def full(source: Path, target: Path) -> None:
+        with open("/dev/full", "wb", buffering=0) as out:
+            out.write(b"x")
+
+    tree = LocalFiles(root=Path("/tmp") / f"cloudtrain-full-{os.getpid()}", link=full)
+    try:
+        with pytest.raises(StorageError, match="No space left on device"):
+            tree.create("key", b"data")
+        assert tree.list() == {}
+    finally:
+        tree.root.rmdir()
+
+
+# -------------------------------------------------------------------------------------------- retries, the error table
+
+
+def http(status: int, name: str = "Whatever") -> Exception:
+    """An exception that carries an HTTP status as the client libraries' do."""
+    return type(name, (Exception,), {"status_code": status})(f"status {status}")
+
+
+def botocore(status: int, code: str) -> OSError:
+    """What s3fs raises for a code it does not know."""
+    cause = type("ClientError", (Exception,), {})(code)
+    cause.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error = OSError(errno.EIO, code)
+    error.__cause__ = cause
+    return error
+
+
+def named(name: str, text: str = "said so", base: type[Exception] = Exception) -> Exception:
+    return type(name, (base,), {})(text)
+
+
+@pytest.mark.parametrize(
+    ("exc", "kind"),
+    [
+        (FileNotFoundError("key"), "missing"),
+        (http(404), "missing"),
+        (named("ResourceNotFoundError"), "missing"),
+        (FileExistsError("key"), "taken"),
+        (botocore(409, "ConditionalRequestConflict"), "taken"),
+        (botocore(412, "PreconditionFailed"), "taken"),
+        (http(503), "transient"),
+        (http(429), "transient"),
+        (botocore(500, "InternalError"), "transient"),
+        (botocore(503, "SlowDown"), "transient"),
+        (ConnectionResetError("reset"), "transient"),
+        (TimeoutError(), "transient"),
+        (named("EndpointConnectionError", base=ConnectionError), "transient"),
+        (named("ServiceRequestError"), "transient"),
+        (PermissionError("Access Denied"), "auth"),
+        (named("NoCredentialsError"), "auth"),
+        (named("ClientAuthenticationError"), "auth"),
+        (named("RefreshError", base=type("GoogleAuthError", (Exception,), {})), "auth"),
+        (http(401), "auth"),
+        (OSError("Forbidden: https://…"), "auth"),
+        (ValueError("unable to connect to account for Must provide … credentials!!"), "auth"),
+        (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), "disk"),
+        (OSError(errno.EROFS, "Read-only file system", "/tmp/x"), "disk"),
+        (PermissionError(errno.EACCES, "Permission denied", "/tmp/x"), "disk"),
+        (ValueError("something else"), "other"),
+        (http(400), "other"),
+    ],
+)
+def test_the_error_table(exc: Exception, kind: str) -> None:
+    assert classify(exc) == kind
+
+
+class Flaky(MemoryFileSystem):
+    """Raises what it is told to, in turn, then works. ``also`` runs before each."""
+
+    cachable = False
+
+    def __init__(self, errors: list[Exception], also: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.errors, self.also, self.calls = errors, also, 0
+
+    def _next(self) -> None:
+        self.calls += 1
+        self.also()
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def cat_file(self, path: str, *args: Any, **options: Any) -> Any:
+        self._next()
+        return super().cat_file(path, *args, **options)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> Any:
+        self._next()
+        return super().pipe_file(path, value, mode=mode, **options)
+
+    def get_file(self, rpath: str, lpath: Any, *args: Any, **options: Any) -> Any:
+        Path(lpath).write_bytes(b"as long as..")  # s3fs leaves a file of full size when a part fails
+        self._next()
+        return super().get_file(rpath, lpath, *args, **options)
+
+
+@pytest.fixture
+def flaky(memory: FsspecFiles) -> Callable[..., tuple[FsspecFiles, Flaky, list[float]]]:
+    def make(*errors: Exception, **options: Any) -> tuple[FsspecFiles, Flaky, list[float]]:
+        fs, waits = Flaky(list(errors), **options), list[float]()
+        return FsspecFiles(url=memory.url, fs=fs, tries=4, sleep=waits.append), fs, waits
+
+    return make
+
+
+def test_transient_errors_are_tried_again_and_backed_off(memory: FsspecFiles, flaky: Any) -> None:
+    memory.write("key", b"data")
+    tree, fs, waits = flaky(http(503), ConnectionResetError(), TimeoutError())
+    assert tree.read("key") == b"data"
+    assert fs.calls == 4
+    assert len(waits) == 3
+    assert all(0.25 * 2**n <= wait <= 0.75 * 2**n for n, wait in enumerate(waits))
+
+
+def test_tries_end(flaky: Any) -> None:
+    tree, fs, waits = flaky(*[http(503, "SlowDown")] * 9)
+    with pytest.raises(StorageError, match=r"memory://bucket/store/key: status 503$"):
+        tree.read("key")
+    assert (fs.calls, len(waits)) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PermissionError("Access Denied"), AuthError),
+        (ValueError("a\n b"), StorageError),
+        (FileNotFoundError(), FileNotFoundError),
+    ],
+)
+def test_other_errors_are_not_tried_again(flaky: Any, error: Exception, kind: type[Exception]) -> None:
+    tree, fs, _ = flaky(error)
+    with pytest.raises(kind) as caught:
+        tree.read("key")
+    assert "\n" not in str(caught.value)
+    assert caught.value.__cause__ is error
+    assert fs.calls == 1
+
+
+def test_a_missing_bucket_is_no_missing_file(flaky: Any, tmp_path: Path) -> None:
+    tree, _, _ = flaky(FileNotFoundError("bucket"), FileNotFoundError("bucket"))
+    for attempt in (tree.write, tree.create):
+        with pytest.raises(StorageError, match="bucket or container does not exist"):
+            attempt("key", b"")
+
+
+def test_a_failed_download_leaves_nothing(memory: FsspecFiles, flaky: Any, tmp_path: Path) -> None:
+    memory.write("key", b"the content!")
+    tree, _, _ = flaky(ValueError("part 3 failed"))
+    (tmp_path / "file").write_bytes(b"good")
+    with pytest.raises(StorageError, match="part 3"):
+        tree.download("key", tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == b"good"
+    assert os.listdir(tmp_path) == ["file"]
+    tree, _, _ = flaky(http(500))
+    moved: list[int] = []
+    tree.download("key", tmp_path / "file", size=12, progress=lambda _, more: moved.append(more))
+    assert (tmp_path / "file").read_bytes() == b"the content!"
+    assert os.listdir(tmp_path) == ["file"]
+    assert sum(moved) == 12
+
+
+def test_a_conflict_with_the_winner_is_false(memory: FsspecFiles, flaky: Any) -> None:
+    """409: another creator is under way. Once its object is there, it has won."""
+    tree, _, _ = flaky(botocore(409, "ConditionalRequestConflict"), also=lambda: memory.write("key", b"theirs"))
+    assert tree.create("key", b"mine") is False
+    assert memory.read("key") == b"theirs"
+
+
+def test_a_conflict_with_a_loser_is_tried_again(memory: FsspecFiles, flaky: Any) -> None:
+    tree, fs, waits = flaky(botocore(409, "ConditionalRequestConflict"), botocore(409, "ConditionalRequestConflict"))
+    assert tree.create("key", b"mine") is True
+    assert memory.read("key") == b"mine"
+    assert (fs.calls, len(waits)) == (3, 2)
+    tree, _, _ = flaky(*[botocore(409, "ConditionalRequestConflict")] * 9)
+    with pytest.raises(StorageError, match="other writers"):
+        tree.create("other", b"mine")
+
+
+def test_an_unknown_scheme_and_a_missing_package() -> None:
+    with pytest.raises(SpecError, match="no file system is known for nosuch:"):
+        files("nosuch://bucket/x").read("key")
+    code = (
+        "import sys; sys.modules['s3fs'] = None\n"
+        "from cloudtrain.transfer import files\n"
+        "from cloudtrain.errors import SpecError\n"
+        "try: files('s3://bucket/x').read('key')\n"
+        "except SpecError as exc: assert 'Install s3fs to access S3: pip install s3fs' in str(exc), exc\n"
+        "else: raise SystemExit('no error')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sha256_file(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc" * 1_000_000)
+    assert sha256_file(tmp_path / "x") == digest(b"abc" * 1_000_000)
