@@ -1,6 +1,6 @@
 """Train a small CNN on 8x8 handwritten digits with DistributedDataParallel: plain PyTorch, one file to copy and change.
 
-    torchrun --nproc-per-node 2 entrypoints/ddp.py --train examples/data/digits.csv.gz  # or plain: python entrypoints/...
+    torchrun --nproc-per-node 2 entrypoints/ddp.py --train examples/data/digits.csv.gz    # plain `python` will do, too
 
 Nothing but torch is needed. The CLOUDTRAIN_* variables are read where a platform sets them; each has a plain default.
 The global batch is the contract: on any number of processes the loss is the same, up to the order of float sums.
@@ -59,17 +59,15 @@ def main() -> None:
     flags.add_argument("--lr", type=float, default=4e-3, help="the peak of the schedule")
     flags.add_argument("--seed", type=int, default=0)
     args = flags.parse_args()
-
-    # Whatever can be refused is refused here, before processes wait for one another.
     if "RANK" not in env:  # no torchrun: one plain process
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, world, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     batch, gpus = args.global_batch, torch.cuda.device_count()
-    if gpus and local >= gpus:
+    if gpus and local >= gpus:  # whatever can be refused is refused here, before processes wait for one another
         raise SystemExit(f"ddp.py: no GPU for local rank {local}, this node has {gpus}: start one process per GPU")
     images, labels = read_digits(args.train)
-    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))  # the same split for every seed
-    held, kept = shuffled[:360], shuffled[360:]  # 360: a fifth
+    # 360, a fifth, are held out: the same ones for every seed.
+    held, kept = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).tensor_split([360])
     if not 0 < batch <= len(kept) or batch % world:
         raise SystemExit(f"ddp.py: --global-batch {batch} of {len(kept)} digits does not split over {world} processes")
     contract = {"seed": args.seed, "global_batch": batch, "epochs": args.epochs, "lr": args.lr}
@@ -93,8 +91,8 @@ def main() -> None:
     # One backward before step 1, and before a restored step alike, makes a resumed run equal bit for bit.
     ddp(images[:1]).sum().backward()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    per_epoch = len(kept) // batch
-    step, steps = saved.get("step", 0), args.epochs * per_epoch
+    step, per_epoch = saved.get("step", 0), len(kept) // batch
+    steps = args.epochs * per_epoch
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=args.lr, total_steps=steps)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     for name in parts if saved else ():
@@ -144,7 +142,7 @@ def main() -> None:
         summary = {"accuracy": accuracy, "steps": steps, "world_size": world}
         (args.artifact_dir / "summary.json").write_text(json.dumps(summary) + "\n")
         print(f"accuracy {accuracy:.4f} on {len(held)} held-out digits")
-    del ddp  # it holds the group too, and a gloo group that dies with it, not in the next line, may deadlock on the GIL
+    del ddp  # it holds the group too, and a gloo group that dies with it, not in the next line, can deadlock on the GIL
     dist.destroy_process_group()
 
 

@@ -339,7 +339,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "bad.py").write_text("print('before', flush=True)\nraise ValueError('THE CAUSE')\n")
     (folder / "long.py").write_text(
-        "import time\nfor i in range(600):\n    print(f'line {i}', flush=True)\n    time.sleep(0.05)\n"
+        "import os, time\n"
+        "for i in range(600):\n"
+        "    print(f'line {i}', flush=True)\n"
+        "    time.sleep(0.05)\n"
+        "    if os.path.exists(os.environ['CLOUDTRAIN_PREEMPT_FILE']):\n"
+        "        break\n"
     )
     return folder
 
@@ -439,7 +444,13 @@ def test_plan_is_the_same_twice_and_can_be_sent(demo: Path) -> None:
     assert text == show.plan_text(document) + "\n"
     for part in ("good.py", document["code"]["digest"], "max_runtime 24h (default", "2 nodes", "request", "context"):
         assert part in text
-    assert not (demo / "plan.json").exists()
+    (demo / "plan.json").write_text(first.stdout)
+    refused = run_cli("submit", "--plan", "plan.json", "--hp", "a=1", cwd=demo)
+    assert (refused.returncode, "hyperparameters" in refused.stderr) == (2, True)
+    (demo / "plan.json").write_text(run_cli("plan", "good.py", "--exclude", "plan.json", "--json", cwd=demo).stdout)
+    sent = run_cli("submit", "--plan", "plan.json", "--json", cwd=demo)
+    assert sent.returncode == 0, sent.stderr
+    assert json.loads(sent.stdout)["run_id"] == "good-plan"
 
 
 def test_a_long_list_of_files_is_cut_unless_verbose(demo: Path) -> None:

@@ -11,7 +11,14 @@ import pytest
 from cloudtrain.errors import SpecError
 from cloudtrain.estimator import Estimator, RunFailedError, log_line, ranks
 from cloudtrain.follow import Line
-from cloudtrain.job import FLAT_FIELDS, Job
+from cloudtrain.job import FLAT_FIELDS, Input, Job
+
+SCRIPT = """
+import os, sys
+data = open(os.environ["CLOUDTRAIN_INPUT_TRAIN"]).read()
+print("trained on", data, sys.argv[1:], flush=True)
+assert data == "digits", "THE CAUSE"
+"""
 
 OWN = {"provider", "store", "settings", "write"}
 
@@ -71,3 +78,52 @@ def test_a_failed_run_is_an_error_with_its_result() -> None:
     error = RunFailedError(result)
     assert (error.exit_code, error.result) == (1, result)
     assert str(error) == "run r-1 failed (oom): killed"
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with train.py in ``src`` and two inputs; the store is beside it."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/train.py").write_text(SCRIPT)
+    (tmp_path / "good").write_text("digits")
+    (tmp_path / "bad").write_text("letters")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_fit_writes_the_logs_and_returns_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    estimator = Estimator(entry_point="train.py", source_dir="src", hyperparameters={"lr": 0.1}, provider="local")
+    run = estimator.fit("good", run_id="fit-1")
+    assert "trained on digits ['--lr', '0.1']" in capsys.readouterr().out.splitlines()
+    assert estimator.latest_run is run
+    assert Estimator.attach("fit-1").result() == Estimator.attach(run.url).result() == run.result()
+
+
+def test_fit_raises_for_a_run_that_failed_and_attach_finds_it(folder: Path) -> None:
+    lines: list[str] = []
+    estimator = Estimator(
+        entry_point="train.py", source_dir="src", inputs={"train": "good"}, store=str(folder / "st"), write=lines.append
+    )
+    with pytest.raises(RunFailedError, match="THE CAUSE") as caught:
+        estimator.fit({"train": Input(url="bad")}, run_id="fit-2")
+    assert (caught.value.exit_code, caught.value.result["failure"]["rank"]) == (1, 0)
+    assert any("trained on letters" in line for line in lines)
+    assert estimator.latest_run is not None
+    assert Estimator.attach("fit-2", store=str(folder / "st")).url == estimator.latest_run.url
+
+
+def test_fit_without_waiting_returns_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Estimator(entry_point="train.py", source_dir="src").fit(folder / "good", wait=False)
+    assert run.wait()["state"] == "succeeded"
+    assert capsys.readouterr().out == ""
+
+
+def test_plan_sends_nothing(folder: Path) -> None:
+    plan = Estimator(entry_point="train.py", source_dir="src", settings={"max_code_mb": 1}).plan("good")
+    assert plan.run_id == "train-plan"
+    assert plan.document()["inputs"]["train"]["file"] == "good"
+    assert plan.document()["limits"]["max_code_bytes"] == 1 << 20
+    assert not (folder / ".cloudtrain").exists()

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .screen import Screen
 
@@ -66,11 +66,10 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
     return argv[:at], argv[at + 1 :]
 
 
-def make_app(*, formatter: str | None = None) -> App:
+def make_app(*, formatter: Literal["plain"] | None = None) -> App:
     """The application: names and one line each; a verb's module is imported when the verb is called.
 
-    ``formatter`` is that of the help, ``plain`` or ``default`` (boxes); choosing one imports both, which takes longer
-    than most verbs.
+    ``formatter`` is that of the help, None for boxes; naming one imports rich at once, so only help itself does.
     """
     from cyclopts import App
 

@@ -47,7 +47,7 @@ def duration(seconds: float) -> str:
 
 
 class Changes:
-    """Says a status whenever its state, reason or attempt is another one."""
+    """Says a status whenever its state, reason or attempt is another one; the end is for `outcome` to tell."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._last = say, ""
@@ -55,7 +55,7 @@ class Changes:
     def __call__(self, status: Status) -> None:
         attempt = f" (attempt {status.attempts[-1].number})" if len(status.attempts) > 1 else ""
         text = f"{status.state}{attempt}" + (f": {status.reason}" if status.reason else "")
-        if text != self._last:
+        if text != self._last and not status.final:
             self._say(text)
         self._last = text
 

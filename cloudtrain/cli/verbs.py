@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from ..errors import SpecError
 from ..estimator import log_line, ranks
+from ..provider import FINAL
 from ..settings import Settings
 from . import show
 from .screen import Screen
@@ -48,7 +49,10 @@ def status(run: Ref, /, *, store: Store = None, json: Json = False, screen: Ours
         screen.emit(result)
     else:
         screen.data(show.status_text(result))
-    screen.next(["logs", "-f", run], ["pull", run], ["cancel", run], store=store)
+    if result["state"] in FINAL:
+        screen.next(["logs", run], ["pull", run], store=store)
+    else:
+        screen.next(["logs", "-f", run], ["wait", run], ["cancel", run], store=store)
     return 0
 
 

@@ -728,9 +728,10 @@ def _cpus() -> int:
 
 
 def _oom_kills() -> int:
-    """How often the kernel has killed for memory in this cgroup; 0 where that cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/sys/fs/cgroup/memory.events").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
+    """How often the kernel has killed for memory: in this cgroup, else on this machine; 0 where neither can be read."""
+    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in Path(path).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
     return 0

@@ -164,7 +164,8 @@ def _main():
         _report(fd, pid, _error(exc, 1))
         if os.getpid() != pid:
             raise
-        sys.excepthook(type(exc), exc, _trim(exc.__traceback__))
+        exc.__traceback__ = _trim(exc.__traceback__)  # torch's own hook prints this one, not its argument
+        sys.excepthook(type(exc), exc, exc.__traceback__)
         sys.exit(1)
     _report(fd, pid, {"event": "end"})
 
