@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
-from typing import Any, Union
+from typing import Any
 
 from .errors import SpecError
 
@@ -40,7 +40,7 @@ __all__ = [
     "url_scheme",
 ]
 
-Scalar = Union[str, int, float, bool]
+Scalar = str | int | float | bool
 
 DEFAULT_MAX_RUNTIME = 24 * 3600
 """Seconds; printed by every plan and submit. SageMaker's own default is the same day."""
@@ -505,7 +505,8 @@ class Job:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; fields at their default are left out."""
-        return _plain(self)
+        plain: dict[str, Any] = _plain(self)
+        return plain
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces, defaults left out."""
@@ -566,7 +567,8 @@ def _input(value: Any, where: str) -> Input:
     if isinstance(value, Input):
         return value
     if isinstance(value, Mapping):
-        return _build(Input, dict(value), where)
+        built: Input = _build(Input, dict(value), where)
+        return built
     return Input(url=_text(str(value), where))
 
 

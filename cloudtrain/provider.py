@@ -1,7 +1,7 @@
 """The border between cloudtrain and a platform: the Provider protocol and the values that cross it.
 
-A provider is one module (or folder) of `cloudtrain.providers` whose name is the provider's, holding a class ``Provider``;
-third parties register a module under the entry-point group ``cloudtrain.providers``. Nothing else names it.
+A provider is one module (or folder) of `cloudtrain.providers` whose name is the provider's, holding a class
+``Provider``; third parties register theirs under the entry-point group ``cloudtrain.providers``. Nothing else names it.
 
 `plan`, `nodes` and `site` are pure: no network, no credentials, no SDK. Everything here is the standard library alone,
 because the node side runs from the same files inside images that have nothing else.
@@ -116,7 +116,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The native thing a provider is sent. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json."""
+    """What a provider is sent. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json."""
 
     provider: str
     operation: str
@@ -172,7 +172,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """One line as the platform keeps it. ``id`` is the platform's own key of the line, used when the text has no number."""
+    """One line as the platform keeps it. ``id`` is the platform's own key of it, for text without a number of ours."""
 
     node: str
     text: str
@@ -261,8 +261,8 @@ class Rules:
     """What the platform does with its nodes. Times are seconds.
 
     ``restart_on``: exit codes after which the platform starts all nodes again by itself, at most ``max_restarts`` times
-    an attempt. ``retries``: further attempts that whoever runs the engine starts. ``time_limit`` is running time, summed
-    over attempts; ``stop_signal`` then ``stop_grace`` seconds come before a kill.
+    an attempt. ``retries``: further attempts that whoever runs the engine starts. ``time_limit`` is running time,
+    summed over attempts; ``stop_signal`` then ``stop_grace`` seconds come before a kill.
     """
 
     time_limit: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -110,12 +111,13 @@ class Settings:
 
 def toml_loads(text: str, *, where: str) -> dict[str, Any]:
     """Parsed TOML; `SpecError` naming ``where``, line and column when it is not."""
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10
+    else:
         import tomli as tomllib
     try:
-        return tomllib.loads(text)
+        data: dict[str, Any] = tomllib.loads(text)
+        return data
     except tomllib.TOMLDecodeError as exc:
         raise SpecError(f"not TOML: {exc}", field=where) from None
 
@@ -139,7 +141,7 @@ def _known(key: str, names: Mapping[str, Any], where: str) -> None:
 
 
 def _typed(value: Any, kind: Any, where: str) -> Any:
-    """``value`` (text from the environment or ``--set``) as ``kind``: str, int, float, bool, list of str, or optional."""
+    """``value``, maybe text, as ``kind``: str, int, float, bool, list of str, or one of them optional."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) in (list, tuple):

@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What would be sent, whole. ``job`` is the job as this provider runs it; `document` is what ``plan --json`` prints."""
+    """What would be sent, whole. ``job`` is as this provider runs it; `document` is what ``plan --json`` prints."""
 
     job: Job
     source: Source
@@ -117,7 +117,7 @@ class Plan:
 
     def _disk(self) -> dict[str, Any]:
         """What a node needs, as far as it is known before the run: code, and inputs that are copied to it."""
-        copied = sum(tree.size for tree in self.trees)
+        copied = sum(tree.bytes for tree in self.trees)
         return {"code_bytes": self.bundle.size, "input_bytes": copied, "checkpoint_bytes": None}
 
 
@@ -253,6 +253,8 @@ def submit(plan: Plan, *, environ: Mapping[str, str], progress: Callable[[str], 
     say(f"submitting to {plan.provider_name}")
     native_id = plan.provider.submit(plan.request, values)
     plan.store.write_submitted(plan.run_id, 0, native_id)
+    if plan.store.cancelled(plan.run_id):  # it was cancelled while the provider took it
+        plan.provider.cancel(native_id)
     return run
 
 

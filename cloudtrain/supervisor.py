@@ -84,9 +84,9 @@ class Supervisor:
                 state, category, reason = self._all_attempts(mounts)
         except CloudtrainError as exc:
             state, category, reason = "failed", "infra", str(exc)
-        except Exception as exc:  # the last line of defence of a process nobody watches
+        except Exception as exc:  # noqa: BLE001  the last line of defence of a process nobody watches
             state, category, reason = "failed", "infra", f"the supervisor failed: {type(exc).__name__}: {exc}"
-            print(reason, file=sys.stderr)
+            sys.stderr.write(reason + "\n")
         self.engine.clean()
         self.state.update(state=state, category=category, reason=reason, finished=time.time())
         self._write_status()
@@ -282,7 +282,7 @@ class _Mounts:
             try:
                 self._sync(target)
             except (CloudtrainError, OSError) as exc:
-                print(f"live/ could not be synced: {exc}; trying again", file=sys.stderr, flush=True)
+                sys.stderr.write(f"live/ could not be synced: {exc}; trying again\n")
 
     def _sync(self, target: Files) -> None:
         """Upload what is new or changed; what makes other files count (commit.json) after all others."""

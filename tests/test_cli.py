@@ -496,6 +496,16 @@ def test_ctrl_c_detaches_and_the_run_goes_on(demo: Path) -> None:
     assert run_cli("wait", "long-1", cwd=demo).returncode == 5
 
 
+def test_a_reader_that_leaves_does_not_leave_a_run_half_submitted(demo: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", "set -o pipefail; $0 -m cloudtrain submit good.py --run-id piped-1 2>&1 | head -n 1"]
+        + [sys.executable],
+        cwd=demo, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout.count("\n"), done.stderr) == (7, 1, "")
+    assert run_cli("wait", "piped-1", cwd=demo).returncode == 0
+
+
 @pytest.mark.slow
 def test_detach_another_store_and_ranks_in_the_lines(demo: Path, tmp_path: Path) -> None:
     store = str(tmp_path / "st")

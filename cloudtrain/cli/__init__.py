@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from .screen import Screen
+from .screen import ReaderGone, Screen
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -49,11 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokens, args = split(sys.argv[1:] if argv is None else argv)
     screen = Screen(sys.stdout, sys.stderr)
     try:
-        code = _guarded(tokens, args, screen)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # `cloudtrain logs RUN | head`: the reader has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _guarded(tokens, args, screen)
+    except ReaderGone:
         return EXIT_DETACHED if tokens[:1] in (["submit"], ["wait"]) else 0
 
 
@@ -138,7 +135,7 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
     try:
         code = parse(tokens, args, screen)()
         return code if isinstance(code, int) else 0
-    except BrokenPipeError:
+    except ReaderGone:
         raise
     except KeyboardInterrupt:
         known = screen.about.get("run")

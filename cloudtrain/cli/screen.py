@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TextIO
 
-__all__ = ["Say", "Screen"]
+__all__ = ["ReaderGone", "Say", "Screen"]
+
+
+class ReaderGone(Exception):
+    """Nobody reads stdout any more: ``cloudtrain logs RUN | head`` has had enough."""
 
 
 class Say(Protocol):
@@ -26,13 +31,20 @@ class Screen:
 
     def data(self, text: str) -> None:
         """A line of data, at once: whoever reads the pipe is following."""
-        self.out.write(text + "\n")
-        self.out.flush()
+        try:
+            self.out.write(text + "\n")
+            self.out.flush()
+        except BrokenPipeError:
+            _silence(self.out)
+            raise ReaderGone from None
 
     def talk(self, text: str) -> None:
-        """A line for the person."""
-        self.err.write(text + "\n")
-        self.err.flush()
+        """A line for the person. Nobody reading it is no reason to stop: a run may be half submitted."""
+        try:
+            self.err.write(text + "\n")
+            self.err.flush()
+        except BrokenPipeError:
+            _silence(self.err)
 
     def emit(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
         """The one JSON object of ``--json``."""
@@ -60,3 +72,11 @@ class Screen:
 
         with Console(file=self.err).status("") as status:
             yield lambda text: status.update(escape(text))
+
+
+def _silence(stream: TextIO) -> None:
+    """Let what is still buffered go nowhere, or Python itself complains about it on its way out."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -189,8 +189,8 @@ def _finish(
             screen.talk(f"error: pull: {exc}")
             code = code or exc.exit_code
             extra |= {"error": f"pull: {exc}", "exit_code": code}
-    else:
-        screen.next(["pull", run.run_id], ["status", run.run_id], ["logs", run.run_id], store=store)
+    first = [] if pull_to is not None else [["pull", run.run_id]]
+    screen.next(*first, ["status", run.run_id], ["logs", run.run_id], store=store)
     if json:
         screen.emit({**result, **extra})
     return code

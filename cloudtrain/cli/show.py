@@ -73,7 +73,7 @@ class Moved:
             self._bytes += count
             if self._clock() >= self._due:
                 self._due = self._clock() + 0.1
-                self._say(f"{size(self._bytes)} pulled, now {key}")
+                self._say(f"{size(self._bytes)} pulled")
 
 
 def sent(run_id: str, provider: str, url: str, staged: Any) -> str:

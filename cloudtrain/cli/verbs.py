@@ -125,6 +125,7 @@ def pull(
     what = parts_of(only)
     handle = _open(run, store, screen)
     pulled = pull_into(handle, Path(folder or handle.run_id), what, screen)
+    screen.next(["status", run], ["logs", run], store=store)
     if json:
         screen.emit({**screen.about, **pulled, "exit_code": 0})
     else:

@@ -65,7 +65,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """``python`` runs the ranks; ``state_dir`` holds the supervisor's files of runs whose store is not on this machine."""
+    """``python`` runs the ranks; ``state_dir`` holds the supervisor's files of runs whose store is elsewhere."""
 
     python: str = field(default_factory=lambda: sys.executable or "python3")
     state_dir: str = ""

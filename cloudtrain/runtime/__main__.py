@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         key = (options.context.parent / "key").read_bytes()
         return Node(context=context, site=site, attempt=options.attempt, key=key, inbox=inbox).run()
     except (CloudtrainError, OSError, ValueError, KeyError) as exc:
-        print(f"cloudtrain: this node cannot start: {exc}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
         return 1
 
 

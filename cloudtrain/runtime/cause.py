@@ -18,7 +18,8 @@ __all__ = ["Failure", "root_cause", "summary"]
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|connectfullmesh|ncclremoteerror|ncclsystemerror"
     r"|nccl (remote|system) error|remote process exited|nccl communicator was aborted|watchdog caught collective"
-    r"|disterror|distbackenderror|distnetworkerror|diststoreerror|gloo/transport|socket timeout|timed out (waiting|after)"
+    r"|disterror|distbackenderror|distnetworkerror|diststoreerror|gloo/transport|socket timeout"
+    r"|timed out (waiting|after)"
     r"|recvvalue failed|failed to recv|signalexception|dataloader worker \(pid\(?s?\)? [\d, ]+\) (exited|is killed)",
     re.IGNORECASE,
 )
@@ -33,9 +34,9 @@ SLACK_NS = 500_000_000
 class Failure:
     """What one rank, or one node, died of.
 
-    ``kind`` is error (a Python exception or non-zero exit it told us of), died (ended without a word), lost (a node that
-    no longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal, None
-    when unknown. ``time_ns`` is Unix nanoseconds on node 0's clock.
+    ``kind`` is error (an exception or non-zero exit it told us of), died (ended without a word), lost (a node that no
+    longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal, None when
+    unknown. ``time_ns`` is Unix nanoseconds on node 0's clock.
     """
 
     kind: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import re
 import shutil
 import signal
@@ -107,7 +106,7 @@ def environment_of(
     home: str,
     cpus: int,
 ) -> dict[str, str]:
-    """The child's environment: the node's, cleaned of another launcher's words, then the platform's, the job's, ours."""
+    """The child's environment: the node's without another launcher's words, then the platform's, the job's, ours."""
     env = {key: value for key, value in base.items() if not _NODE_WORDS.match(key)}
     if not os.path.isdir(env.get("HOME", "")):
         env["HOME"] = home
@@ -160,7 +159,7 @@ class Ranks:
         self._log, self._emit, self.first_rank = log, emit, first_rank
         self._pipes = scratch / "pipes"
         self._processes = processes if shim else 0
-        self.lone = not shim or processes == 1 and "torch.distributed.run" not in command
+        self.lone = "torch.distributed.run" not in command
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
         self.unshown: list[str] = []
@@ -233,7 +232,7 @@ class Ranks:
     # ------------------------------------------------------------------------------------------------------ stopping
 
     def signal(self, number: int) -> None:
-        """To every rank and whatever shares its process group, and to a lone child; torchrun itself is left to notice."""
+        """To every rank and what shares its process group, and to a lone child; torchrun itself is left to notice."""
         for pid in {*self.pids.values(), *([self.pid] if self.lone else [])}:
             with contextlib.suppress(OSError):
                 os.killpg(pid, number)

@@ -2,7 +2,7 @@
 
 torchrun does not make nodes agree on failure, preemption or the end of a run, so node 0's runtime listens on
 ``master_port + 1`` and every other node connects. Both sides prove the run's key before anything else, and every
-message carries a MAC over its own number, so a stranger on the network can neither listen in as a node nor speak as one.
+message carries a MAC over its own number, so a stranger on the network can neither join as a node nor speak as one.
 All events arrive in one queue as ``(node, message)``; a lost connection is the message ``{"t": "lost"}``.
 """
 

@@ -1,7 +1,7 @@
 """The mirror: one thread of a node that carries finished files from fast scratch into ``live/``, beside training.
 
 Every node watches its own checkpoints. A finished one is announced to node 0, which asks all nodes what they hold of
-it, tells the holders to copy, and writes ``commit.json`` once every holder has: so a checkpoint in ``live/`` is whole or
+it, tells the holders to copy, and writes ``commit.json`` once every holder has: a checkpoint in ``live/`` is whole or
 absent, also when its shards lie on many nodes. Artifacts and metrics grow: they are mirrored whole, now and then and at
 the end. Each file has one writer, its node.
 """
@@ -96,7 +96,7 @@ class Mirror:
     def finish(self, *, clean: bool) -> None:
         """The script has ended: mirror what is left, then set `idle`.
 
-        After an unclean end only what was seen finished before counts: a killed process leaves half a checkpoint closed.
+        After an unclean end only what was seen finished before counts: a kill leaves half a checkpoint closed.
         """
         self._inbox.put({"t": "finish", "clean": clean})
 

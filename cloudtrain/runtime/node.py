@@ -694,7 +694,7 @@ class Node:
             if self.site.failure_file and line:
                 Path(self.site.failure_file).write_text(line, encoding="utf-8")
         except OSError as exc:
-            print(f"cloudtrain: cannot write the exit record: {exc}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"cloudtrain: cannot write the exit record: {exc}\n")
 
 
 # ----------------------------------------------------------------------------------------------- facts of the machine

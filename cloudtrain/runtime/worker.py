@@ -3,17 +3,24 @@
 A single file of the standard library, copied into scratch and started by torchrun. It is gone from `sys.modules` before
 the script's first line: the script is ``__main__``, `sys.path` and `sys.argv` are what plain torchrun would give, and
 spawned DataLoader workers import the script, not this file. Two named pipes lead to the runtime: one takes stdout and
-stderr, the other one JSON object a line (start, error, end); its end of file is the moment of death, whatever killed us.
+stderr, the other one JSON object a line (start, error, end); its end of file is the moment of death, of any cause.
 """
+
+from __future__ import annotations
 
 import os
 import sys
 import time
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import CodeType, ModuleType, TracebackType
+    from typing import Any
+
 _PATH = sys.path[1:]
 
 
-def _pipe(name):
+def _pipe(name: str) -> int | None:
     """A write end of the runtime's named pipe, or None when nobody reads it."""
     try:
         fd = os.open(name, os.O_WRONLY | os.O_NONBLOCK)
@@ -23,7 +30,7 @@ def _pipe(name):
     return fd
 
 
-def _report(fd, pid, event):
+def _report(fd: int | None, pid: int, event: dict[str, Any]) -> None:
     # A forked child that unwinds to here is not the rank.
     if fd is None or os.getpid() != pid:
         return
@@ -40,7 +47,7 @@ def _report(fd, pid, event):
         sys.path[:] = own
 
 
-def _load(target):
+def _load(target: list[str]) -> tuple[ModuleType, CodeType]:
     """The script as ``__main__``: a fresh module and its code object."""
     import builtins
     import importlib.machinery
@@ -48,17 +55,17 @@ def _load(target):
     import types
 
     module = types.ModuleType("__main__")
-    module.__builtins__ = builtins
+    module.__dict__["__builtins__"] = builtins
     if target[0] == "-m":
         name = target[1]
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(name + ".__main__")
-        if spec is None:
+        if spec is None or spec.origin is None or not hasattr(spec.loader, "get_code"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, spec.parent
         module.__file__ = spec.origin
-        code = spec.loader.get_code(spec.name)
+        code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
         sys.argv[0] = spec.origin
     else:
         path = target[0]
@@ -70,7 +77,7 @@ def _load(target):
     return module, code
 
 
-def _where(trace):
+def _where(trace: TracebackType | None) -> tuple[str | None, int | None]:
     """File and line of the innermost frame that is not the standard library's or a package's, else of the innermost."""
     import sysconfig
     import traceback
@@ -84,14 +91,14 @@ def _where(trace):
     return frame.filename, frame.lineno
 
 
-def _trim(trace):
+def _trim(trace: TracebackType | None) -> TracebackType | None:
     """``trace`` without this file's own frames."""
     while trace is not None and trace.tb_frame.f_code.co_filename == _trim.__code__.co_filename:
         trace = trace.tb_next
     return trace
 
 
-def _error(exc, code):
+def _error(exc: BaseException, code: int) -> dict[str, Any]:
     own, sys.path[:] = sys.path[:], _PATH
     try:
         return _describe(exc, code)
@@ -99,7 +106,7 @@ def _error(exc, code):
         sys.path[:] = own
 
 
-def _describe(exc, code):
+def _describe(exc: BaseException, code: int) -> dict[str, Any]:
     import traceback
 
     trace = _trim(exc.__traceback__)
@@ -122,9 +129,9 @@ def _describe(exc, code):
     }
 
 
-def _main():
+def _main() -> None:
     # Nothing is imported before the script that Python itself has not already: a script's own `json` must win.
-    import _signal
+    import _signal  # type: ignore[import-not-found]
     import faulthandler
 
     pipes, package = os.environ.pop("CLOUDTRAIN_WORKER").split("\n")
@@ -151,8 +158,8 @@ def _main():
     sys.path.append(package)
 
     try:
-        module, code = _load(target)
-        exec(code, module.__dict__)
+        module, script = _load(target)
+        exec(script, module.__dict__)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
         event = _error(exc, code) if code else {"event": "end"}
