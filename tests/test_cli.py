@@ -497,9 +497,9 @@ def test_ctrl_c_detaches_and_the_run_goes_on(demo: Path) -> None:
 
 
 def test_a_reader_that_leaves_does_not_leave_a_run_half_submitted(demo: Path) -> None:
+    script = "set -o pipefail; $0 -m cloudtrain submit good.py --run-id piped-1 2>&1 | head -n 1"
     done = subprocess.run(
-        ["bash", "-c", "set -o pipefail; $0 -m cloudtrain submit good.py --run-id piped-1 2>&1 | head -n 1"]
-        + [sys.executable],
+        ["bash", "-c", script, sys.executable],
         cwd=demo, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout.count("\n"), done.stderr) == (7, 1, "")
