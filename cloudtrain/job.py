@@ -33,6 +33,7 @@ __all__ = [
     "Resources",
     "Scalar",
     "Source",
+    "anchored",
     "check_run_id",
     "nearest",
     "new_run_id",
@@ -531,7 +532,7 @@ class Job:
         from .settings import toml_loads
 
         data = toml_loads(text, where="job")
-        return cls.from_dict(data if folder is None else _anchor(data, folder))
+        return cls.from_dict(data if folder is None else anchored(data, folder))
 
     @property
     def digest(self) -> str:
@@ -621,7 +622,7 @@ def _override(job: Job, provider: str, overrides: Mapping[str, Any]) -> Job:
         raise SpecError(str(exc), field=f"on.{provider}") from None
 
 
-def _anchor(data: dict[str, Any], folder: Path) -> dict[str, Any]:
+def anchored(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     """``data`` with its relative local paths (source, dependencies, inputs) made absolute below ``folder``."""
 
     def local(path: Any) -> Any:

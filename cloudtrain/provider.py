@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.metadata
 import json
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -341,10 +340,12 @@ class Provider(Protocol):
 
 def provider_names() -> tuple[str, ...]:
     """Names of every provider that can be loaded, the package's own and third parties'."""
+    from importlib.metadata import entry_points
+
     from . import providers
 
     own = {module.name for module in pkgutil.iter_modules(providers.__path__)}
-    return tuple(sorted(own | {ep.name for ep in importlib.metadata.entry_points(group=ENTRY_POINTS)}))
+    return tuple(sorted(own | {ep.name for ep in entry_points(group=ENTRY_POINTS)}))
 
 
 def find_provider(name: str) -> type[Provider]:
@@ -355,7 +356,9 @@ def find_provider(name: str) -> type[Provider]:
     except ModuleNotFoundError as exc:
         if exc.name != module:
             raise
-    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+    from importlib.metadata import entry_points  # costs more than everything else here, and is rarely needed
+
+    for entry in entry_points(group=ENTRY_POINTS):
         if entry.name == name:
             return entry.load()  # type: ignore[no-any-return]
     known = provider_names()

@@ -658,16 +658,18 @@ class _Pull:
     def _artifact(self, path: str, versions: Sequence[tuple[int, _Source]]) -> None:
         """Fetch one path of all nodes; the same content is kept once."""
         first = f"artifacts/{path}"
+        same = self.known.get(first, {}).get("same", [])  # sources that were found equal, and to which digest
         self._fetch(first, versions[0][1])
         kept = self.known[first]
+        kept["same"] = same
         for node, source in versions[1:]:
-            if [*source.json, kept["sha256"]] in kept.get("same", []):
+            if [*source.json, kept["sha256"]] in same:
                 continue
             other = f"artifacts/node-{node}/{path}"
             self._fetch(other, source)
             if self.known[other]["sha256"] == kept["sha256"]:
                 self._drop(other)
-                kept.setdefault("same", []).append([*source.json, kept["sha256"]])
+                same.append([*source.json, kept["sha256"]])
 
     def _log(self, path: str, segments: Sequence[_Source]) -> None:
         """Join the segments; those that have not changed since the last pull are taken from the local file."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import NotFoundError, SpecError, StorageError
-from ..job import FLAT_FIELDS, Job, Resources, Source, _anchor
+from ..job import FLAT_FIELDS, Job, Resources, Source, anchored
 from .tables import merge, pairs, tree
 
 __all__ = ["JobFlags", "flag_names", "job_of"]
@@ -162,4 +162,4 @@ def _read_job_file(script: str, cwd: Path) -> dict[str, Any]:
             raise SpecError(f"not JSON: {exc}", field=script) from None
     if not isinstance(data, dict):
         raise SpecError("must be a table of a job's fields", field=script)
-    return _anchor(data, Path(script).parent)
+    return anchored(data, Path(script).parent)

@@ -106,7 +106,7 @@ def summary(failure: Failure) -> str:
     if failure.kind in ("lost", "setup", "stalled"):
         return failure.exception if failure.kind == "setup" else f"{who}: {failure.exception}"
     if failure.kind == "died":
-        return f"{who} {_ending(failure.code)}"
+        return f"{who} {_ending(failure.code)}" + (f"; {failure.exception}" if failure.exception else "")
     place = f" ({failure.file}:{failure.line})" if failure.file else ""
     headline = next((part for part in failure.exception.splitlines() if part.strip()), "")
     if headline.startswith("SystemExit") and failure.code is not None:

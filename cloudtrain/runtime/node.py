@@ -506,6 +506,7 @@ class Node:
                     rank=self._rank(local),
                     time_ns=self.eof.get(local) or time.time_ns(),
                     code=code,
+                    exception="its script had already ended" if "end" in self.seen.get(local, set()) else "",
                 )
             )
         if not any(f.node == self.me for f in self.failures):

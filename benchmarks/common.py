@@ -1,0 +1,240 @@
+"""Measuring beside a peer: what a command costs, interleaved pairs of two commands, and figures against targets.
+
+A shared machine slows both commands of a pair alike, so a figure is the median over pairs of ours / peer, never a
+quotient of two numbers from different moments. CPU seconds stand beside wall time: neighbours move them far less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "CLOUDTRAIN",
+    "TORCHRUN",
+    "Cost",
+    "Figure",
+    "Pair",
+    "cost_of",
+    "cpu_of",
+    "environ",
+    "median_ratio",
+    "options",
+    "pairs",
+    "peer",
+    "report",
+    "scratch",
+    "tree",
+]
+
+BIN = Path(sys.executable).parent
+CLOUDTRAIN = str(BIN / "cloudtrain")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Wall seconds of a command, and CPU seconds (user + system) of it and of every process it left behind."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    ours: Cost
+    peer: Cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One result. ``target`` None: reported only. ``pairs`` are what ``value`` is the median of."""
+
+    name: str
+    value: float
+    target: float | None = None
+    unit: str = ""
+    note: str = ""
+    pairs: Sequence[Any] = field(default=())
+
+    @property
+    def passed(self) -> bool:
+        return self.target is None or self.value <= self.target
+
+    def line(self) -> str:
+        unit = f" {self.unit}" if self.unit else ""
+        digits = 3 if self.target is not None and self.target < 1.1 else 2
+        against = "(report only)" if self.target is None else f"(<= {self.target:.{digits}f}{unit})"
+        verdict = "" if self.target is None else "pass" if self.passed else "FAIL"
+        note = f"  [{self.note}]" if self.note else ""
+        return f"{self.name}: {self.value:.{digits}f}{unit} {against} {verdict}".rstrip() + note
+
+    def document(self) -> dict[str, Any]:
+        rows = [row if isinstance(row, dict) else asdict(row) for row in self.pairs]
+        return {
+            "name": self.name,
+            "value": self.value,
+            "target": self.target,
+            "unit": self.unit or "ratio",
+            "passed": self.passed,
+            "note": self.note,
+            "pairs": rows,
+        }
+
+
+def options(about: str | None, *, count: int, quick: int) -> argparse.Namespace:
+    """``json``, ``quick`` and ``pairs`` from the command line."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with every pair")
+    parser.add_argument("--quick", action="store_true", help="a rough answer soon")
+    parser.add_argument("--pairs", type=int, default=None, help=f"default {count}, with --quick {quick}")
+    chosen = parser.parse_args()
+    if chosen.pairs is None:
+        chosen.pairs = quick if chosen.quick else count
+    return chosen
+
+
+def report(figures: Sequence[Figure], *, as_json: bool) -> int:
+    """A line for each figure (on stderr beside ``--json``); 1 if one missed its target."""
+    for figure in figures:
+        print(figure.line(), file=sys.stderr if as_json else sys.stdout, flush=True)
+    if as_json:
+        machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": sys.version.split()[0]}
+        print(json.dumps({"machine": machine, "figures": [f.document() for f in figures]}, indent=2))
+    return 0 if all(figure.passed for figure in figures) else 1
+
+
+# --------------------------------------------------------------------------------------------------------- measuring
+
+
+def environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This environment without what would configure cloudtrain or torchrun for one of the two alone."""
+    drop = ("CLOUDTRAIN_", "PET_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "OMP_NUM_THREADS")
+    return {**{k: v for k, v in os.environ.items() if not k.startswith(drop)}, **(extra or {})}
+
+
+def adopt_orphans() -> None:
+    """Be the parent of what our commands leave running (the supervisor), so that its CPU is counted. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def cost_of(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Cost:
+    """Run ``command`` and what it leaves behind to the end. Raises `RuntimeError` with its last words if it fails.
+
+    ``wall`` ends with the command itself; elsewhere than on Linux ``cpu`` does too.
+    """
+    adopt_orphans()
+    with tempfile.TemporaryFile() as out:
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            list(command), cwd=cwd, env=env or environ(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)
+        cpu = usage.ru_utime + usage.ru_stime + sum(reap_orphans())
+        if process.returncode:
+            out.seek(0)
+            words = out.read().decode(errors="replace")[-2000:]
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{words}")
+    return Cost(wall=wall, cpu=cpu)
+
+
+def reap_orphans() -> Iterator[float]:
+    """CPU seconds of each process that was left to us, once it has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            usage = os.wait4(-1, 0)[2]
+            yield usage.ru_utime + usage.ru_stime
+
+
+def cpu_of(command: Sequence[str], *, cwd: Path | None = None) -> float:
+    """CPU seconds of ``command``."""
+    return cost_of(command, cwd=cwd).cpu
+
+
+def pairs(ours: Callable[[], Cost], other: Callable[[], Cost], *, count: int, warm: bool = True) -> list[Pair]:
+    """``count`` pairs, whose order turns each time (ours first, peer first, …); ``warm``: one unmeasured round first."""
+    if warm:
+        other()
+        ours()
+    found = []
+    for i in range(count):
+        if i % 2:
+            second, first = other(), ours()
+        else:
+            first, second = ours(), other()
+        found.append(Pair(ours=first, peer=second))
+    return found
+
+
+def median_ratio(found: Sequence[Pair], what: str) -> float:
+    """Median over pairs of ours / peer, in ``wall`` or ``cpu``."""
+    return statistics.median(getattr(pair.ours, what) / getattr(pair.peer, what) for pair in found)
+
+
+def sides(found: Sequence[Pair], what: str) -> str:
+    """The medians behind a ratio, for a figure's note."""
+    ours, other = (statistics.median(getattr(getattr(p, side), what) for p in found) for side in ("ours", "peer"))
+    spread = sorted(getattr(p.ours, what) / getattr(p.peer, what) for p in found)
+    return f"{ours:.3f} s / {other:.3f} s, {len(found)} pairs {spread[0]:.3f}..{spread[-1]:.3f}"
+
+
+# ---------------------------------------------------------------------------------------------------- peers and trees
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder of its own, outside any git work tree."""
+    with tempfile.TemporaryDirectory(prefix="cloudtrain-bench-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder).resolve()
+
+
+def peer(name: str, version: str) -> Path:
+    """The venv that has the package ``name``, made with pip when it is not in the cache folder yet.
+
+    The cache is ``$CLOUDTRAIN_BENCHMARK_CACHE``, else ``cloudtrain-benchmarks`` in the user's cache folder.
+    """
+    root = os.environ.get("CLOUDTRAIN_BENCHMARK_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "cloudtrain-benchmarks"
+    )
+    venv = Path(root) / f"{name}-{version}"
+    if not (venv / "installed").exists():
+        print(f"installing {name} {version} into {venv}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
+        pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, f"{name}=={version}"], check=True, stdout=sys.stderr)
+        (venv / "installed").touch()
+    return venv
+
+
+def tree(folder: Path, *, files: int, size: int, script: str) -> Path:
+    """A committed git tree of ``files`` files, ``size`` bytes in all, half of them compressible; ``train.py`` in it."""
+    folder.mkdir(parents=True)
+    (folder / "train.py").write_text(script)
+    rest, number = size - len(script), files - 1
+    for i in range(number):
+        length = rest // number + (1 if i < rest % number else 0)
+        path = folder / f"package{i % 20:02d}" / f"part{i % 7}" / f"module{i:04d}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        random = os.urandom(length // 2).hex().encode()
+        path.write_bytes((random + b"\n" * length)[:length] if i % 2 else b"x = 1  # the same line again\n" * 2000)
+        os.truncate(path, length)
+    git = ["git", "-C", str(folder), "-c", "user.name=benchmark", "-c", "user.email=benchmark@localhost"]
+    for words in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "a tree"]):
+        subprocess.run([*git, *words], check=True, stdout=subprocess.DEVNULL)
+    return folder

@@ -1,0 +1,56 @@
+"""``cloudtrain plan`` of 2,000 files / 50 MB beside ``git ls-files | tar | sha256sum`` of the same tree.
+
+Both read every byte once and hash it; plan also asks git what is ignored and why, checks for secrets and for links that
+leave the tree, and makes the request. The whole command each time, with the start of its interpreter.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+from common import CLOUDTRAIN, Figure, cost_of, environ, median_ratio, options, pairs, report, scratch, sides, tree
+
+FILES = 2_000
+BYTES = 50_000_000
+TARGET = 2.0
+PEER = "git ls-files -z | tar --null -T - -cf - | sha256sum"
+
+
+def main() -> int:
+    chosen = options(__doc__, count=15, quick=5)
+    with scratch() as folder:
+        code = tree(folder / "code", files=FILES, size=BYTES, script="print('hello')\n")
+        words = [CLOUDTRAIN, "plan", "train.py", "--json"]
+        told = subprocess.run(words, cwd=code, env=environ(), check=True, capture_output=True, text=True).stdout
+        check(told)
+        found = pairs(
+            partial(cost_of, words, cwd=code),
+            partial(cost_of, ["bash", "-o", "pipefail", "-c", PEER], cwd=code),
+            count=chosen.pairs,
+        )
+    wall, cpu = (
+        Figure(
+            name=f"{what} of cloudtrain plan / git | tar | sha256sum, {FILES:,} files",
+            value=median_ratio(found, what),
+            target=TARGET if what == "wall" else None,
+            note=sides(found, what),
+            pairs=found if what == "wall" else (),
+        )
+        for what in ("wall", "cpu")
+    )
+    return report([wall, cpu], as_json=chosen.json)
+
+
+def check(told: str) -> None:
+    """A plan that shipped less would be cheaper."""
+    import json
+
+    code = json.loads(told)["code"]
+    if (len(code["files"]), code["bytes"]) != (FILES, BYTES):
+        raise SystemExit(f"plan ships {len(code['files'])} files, {code['bytes']} bytes; not {FILES} and {BYTES}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

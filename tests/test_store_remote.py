@@ -1,0 +1,323 @@
+"""The store on emulated object stores: what each back end really does, most of all for exclusive creation."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import GcsServer, free_port
+
+from cloudtrain.errors import AuthError, DigestError, StorageError
+from cloudtrain.job import Job
+from cloudtrain.provider import Layout, Request
+from cloudtrain.store import Staged, Store
+from cloudtrain.transfer import FsspecFiles, files, parallel
+
+pytestmark = [
+    pytest.mark.remote,
+    # aiohttp, of a body of bytes above 1 MiB; what adlfs and gcsfs hand it is not ours to choose.
+    pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
+]
+
+RUN = "run-1"
+REQUEST = Request(provider="p", operation="create", body={}, context={}, run="s3://b/runs/run-1")
+SPAWN = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(params=["s3", "azure", "gcs"])
+def url(request: pytest.FixtureRequest) -> str:
+    """An empty folder of each object store in turn."""
+    return request.getfixturevalue(f"{request.param}_url")  # type: ignore[no-any-return]
+
+
+@pytest.fixture(params=["s3", "azure"])
+def faithful_url(request: pytest.FixtureRequest) -> str:
+    """The same, of servers that are not our own fake."""
+    return request.getfixturevalue(f"{request.param}_url")  # type: ignore[no-any-return]
+
+
+def layout(store: Store) -> Layout:
+    return store.layout(run_id=RUN, code_digest="c0de", runtime_digest="f00d")
+
+
+def elsewhere(url: str) -> str:
+    """A bucket that does not exist on the same server."""
+    return f"{url.split('://')[0]}://no-such-bucket/store"
+
+
+# -------------------------------------------------------------------------------------------------- the tree of one URL
+
+
+def test_keys(url: str) -> None:
+    tree = files(url)
+    assert tree.list() == {}
+    assert tree.names() == []
+    assert tree.list("no/folder") == {}
+    for key, data in {"a/b": b"1", "a/c/d": b"22", "ab": b"333", "empty": b"", "ü/x y+z%20#?&": b"odd"}.items():
+        tree.write(key, data)
+        assert tree.read(key) == data
+        assert tree.size(key) == len(data)
+    assert tree.list() == {"a/b": 1, "a/c/d": 2, "ab": 3, "empty": 0, "ü/x y+z%20#?&": 3}
+    assert tree.list("a") == {"a/b": 1, "a/c/d": 2}
+    assert tree.list("ab") == {}
+    assert tree.names() == ["a", "ab", "empty", "ü"]
+    assert tree.names("a") == ["b", "c"]
+    assert tree.size("a") is None
+    assert tree.size("nothing") is None
+    tree.copy("a/b", "x/y")
+    assert tree.read("x/y") == b"1"
+    tree.remove("a")
+    tree.remove("a")
+    tree.remove("x/y")
+    assert tree.names() == ["ab", "empty", "ü"]
+
+
+def test_a_rewrite_has_another_version(url: str) -> None:
+    tree = files(url)
+    tree.write("key", b"one")
+    before = tree.entries()["key"]
+    assert tree.entries()["key"] == before
+    tree.write("key", b"two")
+    assert tree.entries()["key"].version != before.version
+
+
+def test_what_is_missing(url: str, tmp_path: Path) -> None:
+    tree = files(url)
+    for attempt in (tree.read, lambda key: tree.download(key, tmp_path / "x"), lambda key: tree.copy(key, "y")):
+        with pytest.raises(FileNotFoundError):
+            attempt("nothing")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_missing_bucket_is_said_to_be_missing(url: str, tmp_path: Path) -> None:
+    tree = files(elsewhere(url))
+    (tmp_path / "file").write_bytes(b"x")
+    for attempt in (
+        tree.list,
+        tree.names,
+        lambda: tree.write("key", b"x"),
+        lambda: tree.create("key", b"x"),
+        lambda: tree.upload(tmp_path / "file", "key"),
+    ):
+        with pytest.raises(StorageError, match=r"no-such-bucket/store: the bucket or container does not exist"):
+            attempt()
+    assert tree.size("key") is None
+
+
+def test_more_than_a_thousand_files(faithful_url: str) -> None:
+    tree = files(faithful_url)
+    parallel(lambda i: tree.write(f"many/{i % 3}/{i}", b"x"), list(range(1100)), jobs=16)
+    assert len(tree.list("many")) == 1100
+    assert len(tree.names("many/0")) == 367
+    assert tree.names("many") == ["0", "1", "2"]
+
+
+def test_files_there_and_back(faithful_url: str, tmp_path: Path) -> None:
+    """Above the sizes where the back ends begin to send and fetch in parts."""
+    tree = files(faithful_url)
+    data = os.urandom(12_000_000)
+    (tmp_path / "in").write_bytes(data)
+    moved: dict[str, int] = {}
+
+    def progress(key: str, more: int) -> None:
+        assert more > 0
+        moved[key] = moved.get(key, 0) + more
+
+    tree.upload(tmp_path / "in", "big", progress=progress)
+    assert moved == {"big": len(data)}
+    tree.download("big", tmp_path / "out", size=len(data), progress=progress)
+    assert moved == {"big": 2 * len(data)}
+    assert (tmp_path / "out").read_bytes() == data
+    with pytest.raises(DigestError):
+        tree.download("big", tmp_path / "out", sha256="0" * 64)
+    assert (tmp_path / "out").read_bytes() == data
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_trees_there_and_back(url: str, tmp_path: Path) -> None:
+    tree = files(url)
+    for number in range(30):
+        path = tmp_path / "in" / f"d{number % 4}" / str(number)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * number)
+    tree.upload_tree(tmp_path / "in", "tree")
+    names = tree.download_tree("tree", tmp_path / "out")
+    assert len(names) == 30
+    assert all((tmp_path / "in" / n).read_bytes() == (tmp_path / "out" / n).read_bytes() for n in names)
+
+
+def test_another_writer_is_seen_at_once(url: str) -> None:
+    """Nothing is remembered between calls: the nodes write to the same store."""
+    ours, theirs = files(url), files(url)
+    assert ours.names("live") == []
+    assert not ours.exists("live/x")
+    theirs.write("live/x", b"1")
+    assert ours.exists("live/x")
+    assert ours.names("live") == ["x"]
+    theirs.write("live/x", b"22")
+    assert ours.size("live/x") == 2
+    assert ours.read("live/x") == b"22"
+    theirs.remove("live")
+    assert ours.list("live") == {}
+
+
+# --------------------------------------------------------------------------------------------------- exclusive creation
+
+
+def test_create_is_exclusive(url: str) -> None:
+    tree = files(url)
+    assert tree.create("run.json", b"mine") is True
+    assert tree.create("run.json", b"theirs") is False
+    assert tree.read("run.json") == b"mine"
+
+
+def test_what_the_back_ends_raise(url: str) -> None:
+    """fsspec's own exclusive mode, without our look before it: the server refuses, and it is FileExistsError."""
+    tree = FsspecFiles(url=url)
+    fs, path = tree._fs(), tree._at("key")
+    fs.pipe_file(path, b"1", mode="create")
+    with pytest.raises(FileExistsError):
+        fs.pipe_file(path, b"2", mode="create")
+    assert tree.read("key") == b"1"
+
+
+def test_one_of_many_threads_creates(faithful_url: str) -> None:
+    for number in range(5):
+        trees = [files(faithful_url) for _ in range(8)]
+        for tree in trees:
+            tree.names()
+        barrier = threading.Barrier(len(trees))
+
+        def create(index: int, key: str = f"key{number}", trees: Any = trees, barrier: Any = barrier) -> bool:
+            barrier.wait()
+            return bool(trees[index].create(key, str(index).encode()))
+
+        wins = parallel(create, list(range(len(trees))), jobs=len(trees))
+        assert sum(wins) == 1
+        assert trees[0].read(f"key{number}") == str(wins.index(True)).encode()
+
+
+def _attempt_racer(url: str, start: Any, wins: Any) -> None:
+    store = Store(url)
+    store.runs()
+    start.wait()
+    wins.put([k for k in range(10) if store.create_attempt(RUN, k, REQUEST)])
+
+
+def test_one_of_many_processes_starts_an_attempt(faithful_url: str) -> None:
+    start, wins = SPAWN.Barrier(3), SPAWN.Queue()
+    racers = [SPAWN.Process(target=_attempt_racer, args=(faithful_url, start, wins)) for _ in range(3)]
+    for racer in racers:
+        racer.start()
+    won = [wins.get(timeout=60) for _ in racers]
+    for racer in racers:
+        racer.join()
+    assert sorted(k for ks in won for k in ks) == list(range(10))
+
+
+def test_gcs_sends_the_precondition_and_believes_the_answer(gcs_server: GcsServer, gcs_url: str) -> None:
+    """The other creator comes between our look and our write: only the server's 412 can tell."""
+    tree = files(gcs_url)
+    gcs_server.before = lambda name: gcs_server.put(name, b"theirs")
+    assert tree.create("run.json", b"mine") is False
+    assert [query["ifGenerationMatch"] for query in gcs_server.queries] == [["0"]]
+    assert tree.read("run.json") == b"theirs"
+    gcs_server.before = lambda name: None
+    tree.write("run.json", b"plain")
+    assert "ifGenerationMatch" not in gcs_server.queries[-1]
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_no_credentials(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    for attempt in (files(s3_url).list, lambda: files(s3_url).read("key"), lambda: files(s3_url).create("key", b"")):
+        with pytest.raises(AuthError, match="no access: Unable to locate credentials"):
+            attempt()
+
+
+def test_refused_credentials(azure_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = os.environ["AZURE_STORAGE_CONNECTION_STRING"]
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", good.replace("AccountKey=Eby8", "AccountKey=Abcd"))
+    for attempt in (files(azure_url).list, lambda: files(azure_url).write("key", b"")):
+        with pytest.raises(AuthError, match="no access") as caught:
+            attempt()
+        assert "Abcd" not in str(caught.value)
+
+
+def test_a_server_that_is_gone(s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    waits: list[float] = []
+    tree = FsspecFiles(url="s3://bucket/store", tries=2, sleep=waits.append)
+    with pytest.raises(StorageError, match="Could not connect to the endpoint URL"):
+        tree.read("key")
+    assert len(waits) == 1
+
+
+# ------------------------------------------------------------------------------------------------------ the whole store
+
+
+def test_a_run_from_stage_to_pull(url: str, tmp_path: Path) -> None:
+    store = Store(url)
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    (tmp_path / "data" / "sub" / "x").write_bytes(b"1234")
+    job = Job.make(entry_point="train.py", inputs={"train": "data", "val": "s3://b/val.csv"})
+    placed, trees = store.inputs(job, frozenset({"s3", "gs", "abfs"}), cwd=tmp_path)
+    assert placed["train"].url == f"{store.url}/data/{trees[0].digest}"
+    staged = store.stage(layout(store), archive=lambda: b"code", pyz=b"pyz", trees=trees)
+    assert staged == Staged(code_bytes=4, runtime_bytes=3, data_bytes=4)
+    assert store.stage(layout(store), archive=lambda: b"no", pyz=b"no", trees=trees) == Staged()
+    (tmp_path / "data" / "y").write_bytes(b"56")
+    _, grown = store.inputs(job, frozenset({"s3"}), cwd=tmp_path)
+    moved = store.stage(layout(store), archive=lambda: b"no", pyz=b"no", trees=grown).data_bytes
+    assert moved == (2 if store.files.copies else 6)
+    assert store.files.read(f"data/{grown[0].digest}/sub/x") == b"1234"
+
+    assert store.create_run(layout(store), {"job": {}})
+    assert not store.create_run(layout(store), {"job": {}})
+    assert store.create_attempt(RUN, 0, REQUEST)
+    assert not store.create_attempt(RUN, 0, REQUEST)
+    assert store.attempt_request(RUN, 0) == REQUEST
+    store.write_container(layout(store), {"protocol": 1}, b"key")
+    assert (store.runs(), store.attempts(RUN)) == ([RUN], [0])
+
+    folder = f"runs/{RUN}/live"
+    listed = {"node-0/step-3/model.pt": {"size": 3, "sha256": _ABC}}
+    commit = {"protocol": 1, "name": "step-3", "attempt": "0.0", "seq": 0, "nodes": 1, "time": 1.0, "files": listed}
+    store.files.write(f"{folder}/checkpoints/step-3/0.0-0/node-0/step-3/model.pt", b"abc")
+    store.files.write(f"{folder}/checkpoints/step-3/0.0-0/commit.json", json.dumps(commit).encode())
+    store.files.write(f"{folder}/artifacts/node-0/a", b"weights")
+    store.files.write(f"{folder}/artifacts/node-1/a", b"weights")
+    store.files.write(f"{folder}/logs/0.0/node-0/0.log", b"line\n")
+    store.files.write(f"{folder}/metrics/0.0-node-0.jsonl", b'{"step": 1}\n')
+    newest = store.newest_checkpoint(RUN)
+    assert newest is not None
+    assert newest.step == 3
+    out = tmp_path / "out"
+    report = store.pull(RUN, out)
+    assert set(report.files) == {
+        "artifacts/a",
+        "checkpoints/step-3/model.pt",
+        "logs/0.0/node-0.log",
+        "metrics.jsonl",
+        "run.json",
+    }
+    assert (out / "checkpoints/step-3/model.pt").read_bytes() == b"abc"
+    assert store.pull(RUN, out).transferred == 0
+    time.sleep(1.1)  # S3 tells the time in seconds, where the digests do not differ
+    store.files.write(f"{folder}/artifacts/node-0/a", b"WEIGHTS")
+    store.pull(RUN, out)
+    assert (out / "artifacts" / "a").read_bytes() == b"WEIGHTS"
+    assert (out / "artifacts" / "node-1" / "a").read_bytes() == b"weights"
+
+
+_ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
