@@ -14,14 +14,28 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from common import CLOUDTRAIN, Cost, Figure, cost_of, environ, median_ratio, options, pairs, peer, report, scratch, sides
+from common import (
+    CLOUDTRAIN,
+    Cost,
+    Figure,
+    cost_of,
+    environ,
+    median_ratio,
+    options,
+    pairs,
+    parser,
+    peer,
+    report,
+    scratch,
+    sides,
+)
 
 RUNS = 10
 IMPORT_LIMIT_MS = 20.0
 
 
 def main() -> int:
-    chosen = options(__doc__, count=15, quick=9)
+    chosen = options(parser(__doc__, count=15, quick=9))
     torchx = [str(peer("torchx", "0.7.0") / "bin" / "torchx"), "--help"]
     figures = []
     with scratch() as folder:

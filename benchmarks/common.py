@@ -27,15 +27,19 @@ __all__ = [
     "Cost",
     "Figure",
     "Pair",
+    "adopt_orphans",
     "cost_of",
     "cpu_of",
     "environ",
     "median_ratio",
     "options",
     "pairs",
+    "parser",
     "peer",
+    "reap_orphans",
     "report",
     "scratch",
+    "sides",
     "tree",
 ]
 
@@ -95,15 +99,21 @@ class Figure:
         }
 
 
-def options(about: str | None, *, count: int, quick: int) -> argparse.Namespace:
-    """``json``, ``quick`` and ``pairs`` from the command line."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, with every pair")
-    parser.add_argument("--quick", action="store_true", help="a rough answer soon")
-    parser.add_argument("--pairs", type=int, default=None, help=f"default {count}, with --quick {quick}")
-    chosen = parser.parse_args()
+def parser(about: str | None, *, count: int, quick: int) -> argparse.ArgumentParser:
+    """``--json``, ``--quick`` and ``--pairs``."""
+    flags = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--json", action="store_true", help="one JSON object on stdout, with every pair")
+    flags.add_argument("--quick", action="store_true", help="a rough answer soon")
+    flags.add_argument("--pairs", type=int, help=f"default {count}, with --quick {quick}")
+    flags.set_defaults(counts=(count, quick))
+    return flags
+
+
+def options(flags: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line by ``flags``, ``pairs`` filled in."""
+    chosen = flags.parse_args()
     if chosen.pairs is None:
-        chosen.pairs = quick if chosen.quick else count
+        chosen.pairs = chosen.counts[chosen.quick]
     return chosen
 
 
@@ -168,7 +178,7 @@ def cpu_of(command: Sequence[str], *, cwd: Path | None = None) -> float:
 
 
 def pairs(ours: Callable[[], Cost], other: Callable[[], Cost], *, count: int, warm: bool = True) -> list[Pair]:
-    """``count`` pairs, whose order turns each time (ours first, peer first, …); ``warm``: one unmeasured round first."""
+    """``count`` pairs, whose order turns each time; ``warm``: one unmeasured round first."""
     if warm:
         other()
         ours()
@@ -184,7 +194,8 @@ def pairs(ours: Callable[[], Cost], other: Callable[[], Cost], *, count: int, wa
 
 def median_ratio(found: Sequence[Pair], what: str) -> float:
     """Median over pairs of ours / peer, in ``wall`` or ``cpu``."""
-    return statistics.median(getattr(pair.ours, what) / getattr(pair.peer, what) for pair in found)
+    ratios: list[float] = [getattr(pair.ours, what) / getattr(pair.peer, what) for pair in found]
+    return statistics.median(ratios)
 
 
 def sides(found: Sequence[Pair], what: str) -> str:
@@ -215,9 +226,11 @@ def peer(name: str, version: str) -> Path:
     venv = Path(root) / f"{name}-{version}"
     if not (venv / "installed").exists():
         print(f"installing {name} {version} into {venv}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
         pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, f"{name}=={version}"], check=True, stdout=sys.stderr)
+        for command in ([sys.executable, "-m", "venv", "--clear", str(venv)], [*pip, f"{name}=={version}"]):
+            done = subprocess.run(command, check=False, capture_output=True, text=True)
+            if done.returncode:
+                raise SystemExit(f"cannot install {name} {version}: {done.stderr.strip()[-500:]}")
         (venv / "installed").touch()
     return venv
 

@@ -10,7 +10,20 @@ import subprocess
 import sys
 from functools import partial
 
-from common import CLOUDTRAIN, Figure, cost_of, environ, median_ratio, options, pairs, report, scratch, sides, tree
+from common import (
+    CLOUDTRAIN,
+    Figure,
+    cost_of,
+    environ,
+    median_ratio,
+    options,
+    pairs,
+    parser,
+    report,
+    scratch,
+    sides,
+    tree,
+)
 
 FILES = 2_000
 BYTES = 50_000_000
@@ -19,7 +32,7 @@ PEER = "git ls-files -z | tar --null -T - -cf - | sha256sum"
 
 
 def main() -> int:
-    chosen = options(__doc__, count=15, quick=5)
+    chosen = options(parser(__doc__, count=15, quick=5))
     with scratch() as folder:
         code = tree(folder / "code", files=FILES, size=BYTES, script="print('hello')\n")
         words = [CLOUDTRAIN, "plan", "train.py", "--json"]

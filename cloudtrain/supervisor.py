@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -276,6 +277,9 @@ class _Mounts:
             stop.set()
             thread.join()
             self._sync(target)
+        # All of it is in the store now; only what the nodes printed stays here.
+        shutil.rmtree(self.live, ignore_errors=True)
+        shutil.rmtree(self._folder / "mounts", ignore_errors=True)
 
     def _sync_until(self, target: Files, wait: Callable[[float], bool]) -> None:
         while not wait(SYNC_SECONDS):

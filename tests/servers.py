@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,43 @@ def served(command: list[str], port: int, log: Path) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def race(code: str, *args: str, count: int) -> list[Any]:
+    """Run ``code`` in ``count`` processes at once and return what each found, which it prints as JSON.
+
+    ``sys.argv`` holds ``args`` and the process's number. Each calls ``ready()`` when it is about to begin.
+    """
+    start = "import json, sys\ndef ready(): print('ready', flush=True); sys.stdin.readline()\n"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    racers = [subprocess.Popen([sys.executable, "-c", start + code, *args, str(i)], **pipes) for i in range(count)]
+    try:
+        for racer in racers:
+            assert racer.stdout is not None
+            assert racer.stdout.readline() == "ready\n"
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        found = [json.loads(racer.communicate(timeout=60)[0]) for racer in racers]
+        assert [racer.returncode for racer in racers] == [0] * count
+        return found
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.communicate()
+
+
+#: For `race`: who creates which of the first ``argv[2]`` attempts of a run in the store ``argv[1]``.
+ATTEMPT_RACER = """
+from cloudtrain.provider import Request
+from cloudtrain.store import Store
+store = Store(sys.argv[1])
+store.runs()
+request = Request(provider="p", operation="create", body={}, context={}, run="r")
+ready()
+print(json.dumps([k for k in range(int(sys.argv[2])) if store.create_attempt("run-1", k, request)]))
+"""
 
 
 # ------------------------------------------------------------------------------------------------------------------- S3

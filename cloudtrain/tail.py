@@ -1,0 +1,155 @@
+"""Where log lines come from: the platform's pages, and the segments that the nodes keep in the store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import CloudtrainError, LostContactError, NotFoundError
+from .follow import Follower, Line, Stream, Want
+from .verdict import first_line
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["Contact", "Tail"]
+
+SEGMENT_POLL = 5.0
+"""Seconds between two looks at the segments while they stand in for the platform's log; nodes write one every 5 s."""
+_SEGMENT = re.compile(r"(?:.*/)?logs/([0-9]+\.[0-9]+)/node-([0-9]+)/([0-9]+)\.log")
+
+
+class Contact:
+    """For how long somebody has not answered."""
+
+    def __init__(self, *, clock: Callable[[], float], patience: float) -> None:
+        self._clock, self._patience = clock, patience
+        self._since: float | None = None
+        self.error: CloudtrainError | None = None
+
+    def heard(self, error: CloudtrainError | None) -> None:
+        """An answer (None), or what came instead."""
+        self.error = error
+        if error is None:
+            self._since = None
+        elif self._since is None:
+            self._since = self._clock()
+
+    @property
+    def lost(self) -> bool:
+        return self._since is not None and self._clock() - self._since >= self._patience
+
+
+class Tail:
+    """Feeds a Follower from the platform's pages and from the segments in the store.
+
+    ``more``: a page is waiting; ``flowing``: the last round brought lines.
+    """
+
+    def __init__(self, *, run: Run, clock: Callable[[], float], patience: float) -> None:
+        self.more = self.flowing = False
+        self._run, self._clock = run, clock
+        self._contact = Contact(clock=clock, patience=patience)
+        self._follower = Follower(clock=clock)
+        self._cursors: dict[str, Any] = {}
+        self._given_up = False
+        self._segments_due = 0.0
+
+    def round(self, natives: Mapping[int, str]) -> Iterator[Line]:
+        """The next page of the newest attempt, after all of any earlier one whose end nobody has read yet."""
+        self.flowing = self.more = False
+        *earlier, newest = [*dict.fromkeys(natives.values())] or [""]
+        if newest and newest not in self._cursors:
+            for native in earlier:
+                yield from self._to_end(native)
+        if newest:
+            yield from self._page(newest, final=False)
+        if self._given_up:
+            yield from self._catch_up()
+        yield from self._gaps()
+
+    def end(self, natives: Mapping[int, str]) -> Iterator[Line]:
+        """Everything else there is, of all attempts: pages first, since the segments lack the platform's own lines."""
+        for native in dict.fromkeys(natives.values()):
+            yield from self._to_end(native)
+        yield from self.rest()
+
+    def rest(self) -> Iterator[Line]:
+        """Everything else that the segments have; lines that are nowhere become markers."""
+        index = self._index()
+        for want in self._follower.drain(self._run.store.exits(self._run.run_id), index):
+            yield from self._read(want, index)
+            yield from self._follower.finish(want.stream)
+
+    def give_up(self, error: CloudtrainError) -> Iterator[Line]:
+        """No more pages: segments stand in. Says so, once."""
+        if not self._given_up:
+            text = f"[… the platform's log does not answer; lines come from the store: {first_line(str(error))}]"
+            yield Line(attempt="", node="", rank=None, seq=0, text=text)
+        self._given_up = True
+
+    def _to_end(self, native: str) -> Iterator[Line]:
+        while True:
+            yield from self._page(native, final=True)
+            if not self.more:
+                return
+            yield from self._gaps()
+
+    def _page(self, native: str, *, final: bool) -> Iterator[Line]:
+        """One page. ``final``: there is no later time to ask again, so any error ends the asking."""
+        self.more = False
+        if self._given_up:
+            return
+        before = self._cursors.get(native)
+        try:
+            page = self._run.provider.logs(native, before)
+        except NotFoundError:
+            return  # not there yet, or not any more
+        except CloudtrainError as exc:
+            self._contact.heard(exc)
+            if not final and not isinstance(exc, LostContactError):
+                raise
+            if final or self._contact.lost:
+                yield from self.give_up(exc)
+            return
+        self._contact.heard(None)
+        self._cursors[native] = page.cursor
+        self.flowing = self.flowing or bool(page.lines)
+        self.more = page.more and bool(page.lines or page.cursor != before)
+        yield from self._follower.page(page.lines)
+
+    def _gaps(self) -> Iterator[Line]:
+        for want in self._follower.wanted():
+            yield from self._read(want, self._index(f"{want.attempt}/node-{want.node}/"))
+            yield from self._follower.answered(want)
+
+    def _catch_up(self) -> Iterator[Line]:
+        if self._clock() < self._segments_due:
+            return
+        self._segments_due = self._clock() + SEGMENT_POLL
+        index = self._index()
+        for want in self._follower.drain((), index):
+            yield from self._read(want, index)
+
+    def _index(self, below: str = "") -> dict[Stream, list[tuple[int, str]]]:
+        """The segments of each node: the number of the first line and the key, in order."""
+        index: dict[Stream, list[tuple[int, str]]] = {}
+        for key in self._run.store.files.list(f"runs/{self._run.run_id}/live/logs/{below}".rstrip("/")):
+            match = _SEGMENT.fullmatch(key)
+            if match:
+                index.setdefault((match[1], int(match[2])), []).append((int(match[3]), key))
+        return {stream: sorted(segments) for stream, segments in index.items()}
+
+    def _read(self, want: Want, index: Mapping[Stream, Sequence[tuple[int, str]]]) -> Iterator[Line]:
+        """Feed the segments that may hold what is wanted."""
+        segments = index.get(want.stream, ())
+        for i, (first, key) in enumerate(segments):
+            after = segments[i + 1][0] if i + 1 < len(segments) else None
+            if (after is not None and after <= want.first) or (want.last is not None and first > want.last):
+                continue
+            try:
+                text = self._run.store.files.read(key).decode("utf-8", "replace")
+            except FileNotFoundError:
+                continue
+            yield from self._follower.segment(text.split("\n"))

@@ -1,0 +1,33 @@
+"""The contract suite, for whoever writes a provider or wants to know that one keeps its word.
+
+A provider's tests are a `World` (the platform, faked at the wire, or the true one) and a subclass of the suite::
+
+    # tests/test_myprovider.py
+    import pytest
+    from cloudtrain.testing.contract import ProviderContract
+    from mypackage.testing import MyWorld
+
+
+    class TestMyProvider(ProviderContract):
+        @pytest.fixture(scope="class")
+        @classmethod
+        def world(cls, tmp_path_factory):
+            with MyWorld(tmp_path_factory.mktemp("world")) as world:
+                yield world
+
+* `cloudtrain.testing.worlds`: what a World must give, and why it is so little.
+* `cloudtrain.testing.tables`: every field of a Job, with a change of it and where that change must show.
+* `cloudtrain.testing.contract`: the suite. The only module here that imports pytest.
+* `cloudtrain.testing.probe`: the script that the suite submits; it writes down what it sees.
+* ``python -m cloudtrain.testing.matrix``: what every provider does with every field, as a page.
+
+No test can be dropped or replaced by a subclass; one that a platform cannot pass is named in ``xfails`` with the reason,
+and must then really fail. Slow tests, those that run jobs, are marked ``slow``.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if "pytest" in sys.modules:  # a failed assert of the suite then shows both sides, as in a test file
+    sys.modules["pytest"].register_assert_rewrite(f"{__name__}.contract")

@@ -1,0 +1,136 @@
+"""The script that the contract suite submits: it writes what it sees as an artifact, then does what ``PROBE`` names.
+
+It runs on the node, on its own: the standard library, and torch only for ``gloo``. ``PROBE`` holds words with commas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HOLD_SECONDS = 90.0
+LINES = 20
+SECRET = "CONTRACT_SECRET"
+
+
+def tree(path: str) -> dict[str, str]:
+    """Text of every file below ``path``, by relative name; of a file itself under its own name."""
+    root = Path(path)
+    if root.is_file():
+        return {root.name: root.read_text()}
+    return {p.relative_to(root).as_posix(): p.read_text() for p in sorted(root.rglob("*")) if p.is_file()}
+
+
+def sight(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Everything of the script contract, as this rank sees it. Of a secret, only its digest."""
+    words = {}
+    for name in ("contract_dependency", "contract_wheel"):
+        try:
+            words[name] = importlib.import_module(name).WORD
+        except ImportError:
+            words[name] = None
+    prefix = "CLOUDTRAIN_INPUT_"
+    return {
+        "rank": int(environ["RANK"]),
+        "argv": sys.argv,
+        "env": {key: value for key, value in environ.items() if key != SECRET},
+        "secret": hashlib.sha256(environ.get(SECRET, "").encode()).hexdigest(),
+        "cwd": os.getcwd(),
+        "path": sys.path,
+        "files": sorted(p.relative_to(".").as_posix() for p in Path(".").rglob("*")),
+        "words": words,
+        "inputs": {k.removeprefix(prefix): tree(v) for k, v in environ.items() if k.startswith(prefix)},
+        "resume": tree(environ["CLOUDTRAIN_RESUME_FROM"]) if environ["CLOUDTRAIN_RESUME_FROM"] else {},
+        "has_torch": "torch" in sys.modules,
+    }
+
+
+def all_reduce(rank: int) -> float:
+    """The sum of rank + 1 over all ranks."""
+    import torch
+    import torch.distributed
+
+    torch.distributed.init_process_group("gloo")
+    total = torch.tensor([rank + 1.0])
+    torch.distributed.all_reduce(total)
+    torch.distributed.destroy_process_group()
+    return float(total.item())
+
+
+def checkpoint(environ: Mapping[str, str]) -> None:
+    """A checkpoint with a shard of each node, and one in a place of the script's own."""
+    if environ["LOCAL_RANK"] != "0":
+        return
+    node = int(environ["RANK"]) // int(environ["LOCAL_WORLD_SIZE"])
+    shard = Path(environ["CLOUDTRAIN_CHECKPOINT_DIR"], "step-3", f"shard-{node}.txt")
+    shard.parent.mkdir(exist_ok=True)
+    shard.write_text(f"shard {node}")
+    if node == 0:
+        own = Path("out/ckpt-7/weights.txt")
+        own.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text("weights")
+
+
+def metrics(environ: Mapping[str, str], steps: range) -> None:
+    if environ["RANK"] == "0":
+        with open(environ["CLOUDTRAIN_METRICS_FILE"], "a") as stream:
+            for step in steps:
+                row = {"step": step, "epoch": 0, "time": time.time(), "loss": 1.0, "attempt": environ["CLOUDTRAIN_ATTEMPT"]}
+                stream.write(json.dumps(row) + "\n")
+
+
+def hold(environ: Mapping[str, str]) -> None:
+    """Stay until the platform says that it will stop this node."""
+    say("holding")
+    end = time.monotonic() + HOLD_SECONDS
+    while time.monotonic() < end:
+        if os.path.exists(environ["CLOUDTRAIN_PREEMPT_FILE"]):
+            say("told to stop")
+            sys.exit(0)
+        time.sleep(0.05)
+    sys.exit("nobody told the probe to stop")
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main(environ: Mapping[str, str]) -> None:
+    words = environ.get("PROBE", "").split(",")
+    seen = sight(environ)
+    rank, world = seen["rank"], int(environ["WORLD_SIZE"])
+    for number in range(LINES):
+        say(f"probe {rank} line {number}")
+    if "gloo" in words:
+        seen["sum"] = all_reduce(rank)
+    artifacts = Path(environ["CLOUDTRAIN_ARTIFACT_DIR"])
+    (artifacts / f"rank-{rank}.json").write_text(json.dumps(seen))
+    if "checkpoint" in words:
+        checkpoint(environ)
+    resumed = bool(environ["CLOUDTRAIN_RESUME_FROM"])
+    if "metrics" in words:
+        metrics(environ, range(2, 5) if resumed else range(3))
+    if "memory" in words:
+        raise MemoryError("the probe wants more than there is")
+    if "fail-first" in words and environ["CLOUDTRAIN_ATTEMPT"].startswith("0."):
+        raise RuntimeError("the first attempt fails")
+    if "fail-last" in words:
+        if rank == world - 1:
+            raise ValueError("the last rank fails")
+        time.sleep(HOLD_SECONDS)
+    if "silent" in words:
+        time.sleep(HOLD_SECONDS)
+    if "hold" in words or ("hold-once" in words and not resumed):
+        hold(environ)
+
+
+if __name__ == "__main__":
+    main(os.environ)

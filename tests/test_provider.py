@@ -1,0 +1,266 @@
+"""The provider border: layouts, requests and simulations as plain data, options merged in, providers found by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cloudtrain.errors import NotFoundError, SpecError, UnsupportedError
+from cloudtrain.job import Input, Job
+from cloudtrain.provider import (
+    PROTOCOL,
+    Layout,
+    LayoutInput,
+    Mount,
+    NodeSpec,
+    Provider,
+    Request,
+    Rules,
+    Simulation,
+    Status,
+    check_inputs,
+    context_of,
+    find_provider,
+    merge_options,
+    provider_names,
+)
+
+EXAMPLES = int(os.environ.get("CLOUDTRAIN_TRIALS", "0")) or 100
+LAYOUT = Layout(
+    store="s3://b/p",
+    run_id="r-1",
+    code_digest="c" * 64,
+    runtime_digest="d" * 64,
+    inputs={"train": LayoutInput(url="file:///data/x", file="x.csv"), "val": LayoutInput(url="s3://b/v", mode="copy")},
+    resume="s3://b/old/live/checkpoints",
+)
+
+
+# ----------------------------------------------------------------------------------------------------------- the layout
+
+
+def test_every_url_of_a_run() -> None:
+    assert LAYOUT.run == "s3://b/p/runs/r-1"
+    assert LAYOUT.live == "s3://b/p/runs/r-1/live"
+    assert LAYOUT.native == "s3://b/p/runs/r-1/native"
+    assert LAYOUT.context == "s3://b/p/runs/r-1/container/context.json"
+    assert LAYOUT.key == "s3://b/p/runs/r-1/container/key"
+    assert LAYOUT.code == f"s3://b/p/code/{'c' * 64}/code.tar.gz"
+    assert LAYOUT.runtime == f"s3://b/p/runtime/{'d' * 64}/cloudtrain.pyz"
+    assert LAYOUT.attempt(2) == "s3://b/p/runs/r-1/attempts/2"
+
+
+def test_plain_forms_round_trip() -> None:
+    assert Layout.from_dict(json.loads(json.dumps(dataclasses.asdict(LAYOUT)))) == LAYOUT
+    request = Request(provider="x", operation="o", body={"a": [1]}, context={"b": None}, run=LAYOUT.run, attempt=1)
+    assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
+    simulation = Simulation(
+        nodes=(NodeSpec(command=["a"], mounts=(Mount(url="u", path="p", kind="sync"),), env={"A": "1"}),) * 2,
+        rules=Rules(time_limit=5, restart_on=[75]),
+    )
+    assert Simulation.from_dict(json.loads(json.dumps(simulation.to_dict()))) == simulation
+
+
+@pytest.mark.parametrize("data", [{}, {"nodes": 3, "rules": {}}, {"nodes": [{}], "rules": {"time_limit": 1}},
+                                  {"nodes": [{"command": [], "mounts": [{"x": 1}]}], "rules": {"time_limit": 1}}])  # fmt: skip
+def test_what_is_no_simulation_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="not a simulation"):
+        Simulation.from_dict(data)
+
+
+def test_what_is_no_request_is_refused() -> None:
+    with pytest.raises(SpecError, match="not a request"):
+        Request.from_dict({"provider": "x", "bdoy": {}})
+
+
+def test_final_states() -> None:
+    assert [Status(state=s).final for s in ("pending", "running", "succeeded", "failed", "cancelled")] == [
+        False, False, True, True, True,
+    ]  # fmt: skip
+
+
+def test_the_context_is_json_and_holds_everything_the_script_sees() -> None:
+    job = Job.make(
+        entry_point="t.py", args=["{run_id}"], env={"A": "é"}, hyperparameters={"x": [1, {"y": True}]},
+        secrets={"T": "env:T"}, inputs={"train": "/data/x"}, checkpoint_paths=["out/*"], requirements="r.txt",
+        instance_count=3, stall_timeout="5m",
+    )  # fmt: skip
+    context = context_of("p", job, LAYOUT, processes=4)
+    assert json.loads(json.dumps(context)) == context
+    assert context == {
+        "protocol": PROTOCOL, "provider": "p", "run_id": "r-1", "run": LAYOUT.run, "name": "t", "code_digest": "c" * 64,
+        "nodes": 3, "processes": 4, "launcher": "torchrun", "entry_point": "t.py", "requirements": "r.txt",
+        "args": ["{run_id}"], "hyperparameters": {"x": [1, {"y": True}]}, "hyperparameter_style": "flags",
+        "env": {"A": "é"}, "secrets": {"T": "env:T"}, "inputs": {"train": {"file": "x.csv"}, "val": {"file": None}},
+        "stall_timeout": 300, "checkpoint_paths": ["out/*"], "resume": LAYOUT.resume,
+    }  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- options merged in
+
+BODY = {"name": "n", "spec": {"image": "i", "env": {"A": "1"}}, "pools": [{"n": 1, "t": "a"}, {"n": 2, "t": "b"}], "tags": []}
+OWNED = ("name", "spec.image", "pools.*.n")
+
+
+def merged(options: dict[str, Any]) -> dict[str, Any]:
+    before = copy.deepcopy(BODY)
+    out = merge_options(BODY, options, owned=OWNED, provider="x")
+    assert before == BODY
+    return out
+
+
+def test_tables_merge_deeply_and_the_rest_is_replaced() -> None:
+    assert merged({"spec": {"env": {"B": "2"}, "extra": {"deep": [1]}}})["spec"] == {
+        "image": "i", "env": {"A": "1", "B": "2"}, "extra": {"deep": [1]},
+    }  # fmt: skip
+    assert merged({"tags": ["a", "b"]})["tags"] == ["a", "b"]
+    assert merged({"new": None})["new"] is None
+    assert merged({}) == BODY
+
+
+def test_lists_of_objects_merge_by_index_and_star_means_all() -> None:
+    assert merged({"pools": {"1": {"t": "c"}}})["pools"] == [{"n": 1, "t": "a"}, {"n": 2, "t": "c"}]
+    assert merged({"pools": {"*": {"disk": 5}}})["pools"] == [
+        {"n": 1, "t": "a", "disk": 5}, {"n": 2, "t": "b", "disk": 5},
+    ]  # fmt: skip
+    # An index is nearer than the star, whatever comes first.
+    assert [p["t"] for p in merged({"pools": {"0": {"t": "z"}, "*": {"t": "s"}}})["pools"]] == ["z", "s"]
+    assert merged({"pools": {"2": {"t": "new"}}})["pools"][2] == {"t": "new"}
+
+
+@pytest.mark.parametrize("key", ["3", "-1", "x", "1.0", ""])
+def test_what_is_no_index_of_a_list_is_refused(key: str) -> None:
+    with pytest.raises(SpecError, match="no index of that list of 2") as caught:
+        merged({"pools": {key: {"t": "c"}}})
+    assert caught.value.field == "options.x.pools"
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"name": "other"}, "options.x.name"),
+        ({"name": {"a": 1}}, "options.x.name"),
+        ({"spec": {"image": "other"}}, "options.x.spec.image"),
+        ({"spec": "gone"}, "options.x.spec"),
+        ({"pools": []}, "options.x.pools"),
+        ({"pools": {"0": {"n": 9}}}, "options.x.pools.*.n"),
+        ({"pools": {"*": {"n": 9}}}, "options.x.pools.*.n"),
+        ({"pools": {"0": 5}}, "options.x.pools.*"),
+        ({"pools": {"2": {"n": 9}}}, "options.x.pools.*.n"),
+    ],
+)
+def test_what_cloudtrain_sets_cannot_be_changed_nor_replaced_from_above(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        merged(options)
+    assert caught.value.field == field
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abc", min_size=1, max_size=2), inner, max_size=3),
+    max_leaves=8,
+)
+tables = st.dictionaries(st.text("abc", min_size=1, max_size=2), plain, max_size=4)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(tables, tables)
+def test_merging_into_tables_is_what_a_reader_expects(body: dict[str, Any], options: dict[str, Any]) -> None:
+    def holds_list(into: Any, change: Any) -> bool:
+        if isinstance(into, list) and isinstance(change, dict):
+            return True
+        pairs = [(into.get(k), v) for k, v in change.items()] if isinstance(into, dict) and isinstance(change, dict) else []
+        return any(holds_list(a, b) for a, b in pairs)
+
+    if holds_list(body, options):
+        return
+    out = merge_options(body, options, owned=(), provider="x")
+    assert set(out) == set(body) | set(options)
+    for key in set(body) - set(options):
+        assert out[key] == body[key]
+    for key, value in options.items():
+        if not (isinstance(value, dict) and isinstance(body.get(key), dict)):
+            assert out[key] == value
+    assert merge_options(out, options, owned=(), provider="x") == out
+
+
+# -------------------------------------------------------------------------------------------------------------- by name
+
+
+def test_own_providers_are_found_and_keep_the_protocol() -> None:
+    assert "local" in provider_names()
+    for name in provider_names():
+        kind = find_provider(name)
+        assert kind.name == name
+        assert isinstance(kind(**{}), Provider)
+        for method in ("plan", "submit", "find", "status", "logs", "cancel", "site", "nodes"):
+            ours, wanted = inspect.signature(getattr(kind, method)), inspect.signature(getattr(Provider, method))
+            assert list(ours.parameters) == list(wanted.parameters), f"{name}.{method}"
+
+
+def test_an_unknown_name_says_which_there_are() -> None:
+    with pytest.raises(NotFoundError, match=r"no provider 'locale' \(did you mean 'local'\?\); there are .*local") as caught:
+        find_provider("locale")
+    assert caught.value.field == "provider"
+
+
+THIRD = """
+from cloudtrain.providers.local import Provider as Local
+
+class Provider(Local):
+    name = "acme"
+"""
+
+
+def entry_point(folder: Path, name: str, target: str) -> None:
+    info = folder / "acme_cloudtrain-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-cloudtrain\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[cloudtrain.providers]\n{name} = {target}\n")
+
+
+def ask(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", f"from cloudtrain.provider import *; {code}"],
+        env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_third_parties_register_a_provider_as_an_entry_point(tmp_path: Path) -> None:
+    entry_point(tmp_path, "acme", "acme_provider:Provider")
+    (tmp_path / "acme_provider.py").write_text(THIRD)
+    done = ask(tmp_path, "print(find_provider('acme').name, 'acme' in provider_names())")
+    assert done.stdout.split() == ["acme", "True"], done.stderr
+    assert "did you mean 'acme'?" in ask(tmp_path, "find_provider('acne')").stderr
+
+
+def test_an_entry_point_cannot_take_the_name_of_our_own(tmp_path: Path) -> None:
+    entry_point(tmp_path, "local", "acme_provider:Provider")
+    (tmp_path / "acme_provider.py").write_text(THIRD)
+    assert ask(tmp_path, "print(find_provider('local').__module__)").stdout.strip() == "cloudtrain.providers.local"
+
+
+def test_a_module_that_a_provider_itself_misses_is_not_taken_for_an_unknown_provider(tmp_path: Path) -> None:
+    entry_point(tmp_path, "acme", "acme_provider:Provider")
+    (tmp_path / "acme_provider.py").write_text("import the_vendors_sdk\n")
+    done = ask(tmp_path, "find_provider('acme')")
+    assert done.stderr.strip().splitlines()[-1] == "ModuleNotFoundError: No module named 'the_vendors_sdk'"
+
+
+def test_an_input_the_nodes_cannot_read_is_refused_by_name() -> None:
+    local = find_provider("local")
+    check_inputs(local, {"a": Input(url="/x"), "b": Input(url="s3://b/k"), "c": LayoutInput(url="file:///x")})
+    with pytest.raises(UnsupportedError, match=r"it cannot read azureml: URLs") as caught:
+        check_inputs(local, {"a": Input(url="/x"), "d": Input(url="azureml:data:1")})
+    assert caught.value.field == "inputs.d"

@@ -1,0 +1,152 @@
+"""Settings: where each comes from, which one wins, and how an unknown or ill-typed one is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain.errors import NotFoundError, SpecError
+from cloudtrain.settings import FILE, Settings, toml_loads
+
+
+def load(folder: Path, toml: str | None = None, environ: dict[str, str] | None = None, **rest: Any) -> Settings:
+    if toml is not None:
+        (folder / FILE).write_text(toml, encoding="utf-8")
+    return Settings.load(cwd=folder, environ=environ or {}, **rest)
+
+
+def test_without_anything_the_defaults_hold(tmp_path: Path) -> None:
+    found = load(tmp_path)
+    assert (found.provider, found.store, found.max_code_mb) == ("local", "./.cloudtrain", 50)
+    assert found.make_provider().settings.python == sys.executable  # type: ignore[attr-defined]
+
+
+def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
+    toml = 'store = "file"\n'
+    environ = {"CLOUDTRAIN_STORE": "environment"}
+    overrides = {"store": "set"}
+    assert load(tmp_path, toml).store == "file"
+    assert load(tmp_path, toml, environ).store == "environment"
+    assert load(tmp_path, toml, environ, overrides=overrides).store == "set"
+    assert load(tmp_path, toml, environ, overrides=overrides, store="given").store == "given"
+    assert load(tmp_path, toml, environ, overrides=overrides, store=None).store == "set"
+    assert overrides == {"store": "set"}  # the caller's own table is left alone
+
+
+def test_each_source_of_a_providers_settings_wins_over_the_one_before(tmp_path: Path) -> None:
+    def python(given: dict[str, Any] | None = None, **rest: Any) -> str:
+        made = load(tmp_path, '[local]\npython = "file"\n', **rest).make_provider("local", **(given or {}))
+        return str(made.settings.python)  # type: ignore[attr-defined]
+
+    environ = {"CLOUDTRAIN_LOCAL_PYTHON": "environment"}
+    overrides = {"python": "set"}
+    assert python() == "file"
+    assert python(environ=environ) == "environment"
+    assert python(environ=environ, overrides=overrides) == "set"
+    assert python({"python": "given"}, environ=environ, overrides=overrides) == "given"
+
+
+def test_an_empty_variable_is_no_setting(tmp_path: Path) -> None:
+    environ = {"CLOUDTRAIN_STORE": "", "CLOUDTRAIN_LOCAL_PYTHON": ""}
+    found = load(tmp_path, 'store = "file"\n', environ)
+    assert found.store == "file"
+    assert found.make_provider().settings.python == sys.executable  # type: ignore[attr-defined]
+
+
+def test_the_file_is_found_upwards_and_the_nearest_one_alone_counts(tmp_path: Path) -> None:
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    (tmp_path / FILE).write_text('store = "top"\nmax_code_mb = 7\n')
+    assert load(below).store == "top"
+    (tmp_path / "a" / FILE).write_text('store = "nearer"\n')
+    assert (load(below).store, load(below).max_code_mb) == ("nearer", 50)
+    assert load(tmp_path).store == "top"
+
+
+@pytest.mark.parametrize(
+    ("toml", "environ", "overrides", "field", "message"),
+    [
+        ('stroe = "x"', {}, {}, f"{FILE} stroe", "did you mean 'store'?"),
+        ("[lokal]\nx = 1", {}, {}, f"{FILE} [lokal]", "did you mean 'local'?"),
+        ('max_code_mb = "much"', {}, {}, f"{FILE} max_code_mb", "must be int, not 'much'"),
+        ("max_code_mb = true", {}, {}, f"{FILE} max_code_mb", "must be int"),
+        ("store = 3", {}, {}, f"{FILE} store", "must be str, not 3"),
+        ("", {"CLOUDTRAIN_MAX_CODE_MB": "x"}, {}, "CLOUDTRAIN_MAX_CODE_MB", "must be int, not 'x'"),
+        ("", {}, {"max_code_mb": "1.5"}, "--set max_code_mb", "must be int, not '1.5'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_general_setting_is_named_with_its_source(
+    tmp_path: Path, toml: str, environ: dict[str, str], overrides: dict[str, str], field: str, message: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, toml, environ, overrides=overrides)
+    assert caught.value.field == field
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("toml", "environ", "overrides", "field", "message"),
+    [
+        ('[local]\npyhton = "x"', {}, {}, f"{FILE} [local] pyhton", "did you mean 'python'?"),
+        ("[local]\npython = 3", {}, {}, f"{FILE} [local] python", "must be str, not 3"),
+        ("", {"CLOUDTRAIN_LOCAL_PYHTON": "x"}, {}, "CLOUDTRAIN_LOCAL_PYHTON", "did you mean 'CLOUDTRAIN_LOCAL_PYTHON'?"),
+        ("", {}, {"role": "x"}, "--set role", "no such setting"),
+        ("", {}, {"pyton": "x"}, "--set pyton", "did you mean 'python'?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_of_a_provider_is_named_with_its_source(
+    tmp_path: Path, toml: str, environ: dict[str, str], overrides: dict[str, str], field: str, message: str
+) -> None:
+    found = load(tmp_path, toml, environ, overrides=overrides)
+    with pytest.raises(SpecError) as caught:
+        found.make_provider("local")
+    assert caught.value.field == field
+    assert message in str(caught.value)
+
+
+def test_numbers_from_text(tmp_path: Path) -> None:
+    assert load(tmp_path, environ={"CLOUDTRAIN_MAX_CODE_MB": "9"}).max_code_mb == 9
+    assert load(tmp_path, overrides={"max_code_mb": "8"}).max_code_mb == 8
+    assert load(tmp_path, "max_code_mb = 7").max_code_mb == 7
+
+
+def test_an_unknown_provider_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"did you mean 'local'\?"):
+        load(tmp_path, provider="locla").make_provider()
+
+
+def test_a_file_that_is_not_toml_is_named_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"line 2") as caught:
+        load(tmp_path, 'store = "x"\nmax = = 1\n')
+    assert caught.value.field == str(tmp_path / FILE)
+    (tmp_path / FILE).write_bytes(b"store = '\xff'")
+    with pytest.raises(SpecError, match="cannot be read"):
+        load(tmp_path)
+    with pytest.raises(SpecError, match="here: not TOML"):
+        toml_loads("=", where="here")
+
+
+@pytest.mark.slow
+def test_the_command_line_reads_all_four(tmp_path: Path) -> None:
+    """8 s: four whole starts of the console script."""
+    (tmp_path / "t.py").write_text("pass\n")
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "t.py").write_text("pass\n")
+    (tmp_path / FILE).write_text('[local]\npython = "from-file"\n')
+
+    def python(*flags: str, **environ: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "cloudtrain", "plan", "t.py", "--json", *flags],
+            cwd=tmp_path / "below", env={**os.environ, **environ}, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        return str(json.loads(done.stdout)["settings"]["python"])
+
+    assert python() == "from-file"
+    assert python(CLOUDTRAIN_LOCAL_PYTHON="from-env") == "from-env"
+    assert python("--set", "python=from-set", CLOUDTRAIN_LOCAL_PYTHON="from-env") == "from-set"
