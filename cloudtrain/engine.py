@@ -31,6 +31,7 @@ class NodeProcess:
     """A started node."""
 
     process: subprocess.Popen[bytes]
+    groups: Path
 
     def poll(self) -> int | None:
         """The exit code, None while it runs."""
@@ -42,10 +43,15 @@ class NodeProcess:
             self.process.send_signal(getattr(signal, name))
 
     def kill(self) -> None:
-        """The node's first process and its group, now."""
+        """The node's first process and every process group it has noted, now."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        with contextlib.suppress(FileNotFoundError):
+            for group in self.groups.read_text().split():
+                with contextlib.suppress(OSError):
+                    os.killpg(int(group), signal.SIGKILL)
+            self.groups.unlink()
 
 
 class ProcessEngine:
@@ -107,6 +113,8 @@ class ProcessEngine:
         secrets: Mapping[str, str],
     ) -> NodeProcess:
         env = {**self._environ, **gpus, **spec.env, **{ENGINE_PREFIX + k: str(v) for k, v in peers.items()}}
+        groups = root.with_name(f"{root.name}.groups")
+        env[ENGINE_PREFIX + "GROUPS"] = str(groups)
         reader, writer = os.pipe()
         try:
             env[ENGINE_PREFIX + "SECRETS_FD"] = str(reader)
@@ -124,7 +132,7 @@ class ProcessEngine:
         finally:
             os.close(reader)
             os.close(writer)
-        return NodeProcess(process)
+        return NodeProcess(process, groups)
 
     def clean(self) -> None:
         """Remove every node's root; what they printed stays."""

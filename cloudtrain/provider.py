@@ -208,7 +208,9 @@ class Site:
     ``scratch`` lists folders to try, best first. ``stop_grace`` is seconds between the platform's stop signal and its
     kill. ``exit_code`` maps an outcome (succeeded, failed, preempted) to the process exit code that makes the platform
     do the right thing. ``secrets`` fetches the value of one reference. ``supervisor`` is the pid of a parent without
-    which this node must not go on. ``cpus`` are this node's cores, where several nodes share a machine.
+    which this node must not go on. ``groups_file`` is where the node notes the process groups it starts, for an engine
+    whose nodes are no containers: they must not outlive a killed node. ``cpus`` are this node's cores, where several
+    nodes share a machine.
     """
 
     topology: Topology
@@ -220,6 +222,7 @@ class Site:
     exit_code: Mapping[str, int] = field(default_factory=lambda: {"succeeded": 0, "failed": 1, "preempted": 75})
     secrets: Callable[[str], str] | None = None
     supervisor: int | None = None
+    groups_file: str | None = None
     cpus: int | None = None
 
 

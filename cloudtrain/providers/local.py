@@ -233,6 +233,7 @@ class Provider:
             exit_code={"succeeded": 0, "failed": 1, "preempted": PREEMPTED},
             secrets=lambda reference: secrets[reference.partition(":")[2]],
             supervisor=int(environ[ENGINE_PREFIX + "SUPERVISOR"]),
+            groups_file=environ[ENGINE_PREFIX + "GROUPS"],
             cpus=max(1, (os.cpu_count() or 1) // nodes),
         )
 

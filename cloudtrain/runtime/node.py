@@ -277,6 +277,7 @@ class Node:
         self.mirror.start()
         try:
             self.ranks = self._start(resume)
+            self._note_group(self.ranks.pid)
         except (OSError, CloudtrainError) as exc:
             text = f"cannot start {self.context['entry_point'] or self.context['args'][0]}: {exc}"
             self._fail(
@@ -461,7 +462,9 @@ class Node:
     def _on_rank(self, sender: int, message: Message) -> None:
         local, event = message["local"], message["event"]
         self.seen.setdefault(local, set()).add(event)
-        if event == "eof":
+        if event == "start":
+            self._note_group(message["pid"])
+        elif event == "eof":
             self.eof[local] = message["time_ns"]
         elif event == "error":
             self._fail(
@@ -477,6 +480,11 @@ class Node:
                     code=message["code"],
                 )
             )
+
+    def _note_group(self, pid: int) -> None:
+        if self.site.groups_file:
+            with open(self.site.groups_file, "a", encoding="ascii") as stream:
+                stream.write(f"{pid}\n")
 
     def _rank(self, local: int) -> int:
         assert self.ranks is not None
