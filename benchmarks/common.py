@@ -131,9 +131,24 @@ def report(figures: Sequence[Figure], *, as_json: bool) -> int:
 
 
 def environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This environment without what would configure cloudtrain or torchrun for one of the two alone."""
-    drop = ("CLOUDTRAIN_", "PET_", "TORCHELASTIC_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "OMP_NUM_THREADS")
-    return {**{k: v for k, v in os.environ.items() if not k.startswith(drop)}, **(extra or {})}
+    """This environment without what would configure cloudtrain or torchrun for one of the two alone.
+
+    Both get the loopback for gloo, as provider local would set it: a slow host name look-up is no merit of ours. And
+    both may keep bytecode: a peer that pip installed has it already, a checkout only if Python may write it.
+    """
+    drop = (
+        "PYTHONDONTWRITEBYTECODE",
+        "CLOUDTRAIN_",
+        "PET_",
+        "TORCHELASTIC_",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_",
+        "OMP_NUM_THREADS",
+    )
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    return {**{k: v for k, v in os.environ.items() if not k.startswith(drop)}, **loopback, **(extra or {})}
 
 
 def adopt_orphans() -> None:

@@ -72,7 +72,7 @@ print((time.thread_time() - began) / 2000)
 
 def main() -> int:
     flags = parser(__doc__, count=3, quick=1)
-    flags.add_argument("--busy", type=float, default=0.3, help="part of a step that computes (default 0.3)")
+    flags.add_argument("--busy", type=float, default=0.1, help="part of a step that computes (default 0.1)")
     chosen = options(flags)
     steps = int((10 if chosen.quick else 60) / STEP_SECONDS)
     one = subprocess.run([sys.executable, "-c", CALIBRATE], env=environ(), check=True, capture_output=True, text=True)

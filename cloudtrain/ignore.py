@@ -1,8 +1,13 @@
 """Gitignore patterns: the lines of a file, and which of them decides over a path.
 
-What a single pattern means is the business of the ``pathspec`` package. This module applies the rest of gitignore(5):
-a pattern with a slash is relative to the folder of its file and one without is for the mere name; the last match in the
-nearest file decides; a rule is for the path itself (whoever walks does not enter an ignored folder).
+The ``pathspec`` package says what a single pattern matches. The rest of gitignore(5) is applied here: lines, negation,
+folders, names against paths, and that the last match in the nearest file decides over a path itself (whoever walks
+enters no ignored folder).
+
+Some rare forms come out otherwise than in git: a backslash in brackets (``[\\]]``), before a slash (``a\\/b``), a slash
+in brackets (``[a/]``), an unknown class (``[[:no:]]``), a path with a ``**`` folder and negated brackets, which then
+match a slash (``a/**/b[!c]d``), and a path with ``**`` that is not a whole folder (``a/b**``, ``/***``): regular
+asterisks, as gitignore(5) says, where git at times crosses folders.
 """
 
 from __future__ import annotations
@@ -17,9 +22,23 @@ __all__ = ["Rule", "Rules", "parse", "parse_line"]
 
 _BOM = b"\xef\xbb\xbf"
 _END = b"\0"
-"""Ends every pattern and path, and is in none: pathspec's patterns also match all that lies below what they name."""
+"""Ends every pattern and path, and is in none: alone, pathspec's patterns match all below what they name as well."""
 _NEVER = re.compile(rb"(?!)")
 _UNTIL_SPACES = re.compile(rb"(?: *(?:\\.|[^ \\]|\\$))*", re.DOTALL)
+_CLASSES = {  # of POSIX, for ASCII and without the slash; pathspec has none
+    b"[:alnum:]": b"0-9A-Za-z",
+    b"[:alpha:]": b"A-Za-z",
+    b"[:blank:]": b" \t",
+    b"[:cntrl:]": b"\x01-\x1f\x7f",
+    b"[:digit:]": b"0-9",
+    b"[:graph:]": b"0-~!-.",
+    b"[:lower:]": b"a-z",
+    b"[:print:]": b"0-~ -.",
+    b"[:punct:]": b":-@[-`{-~!-.",
+    b"[:space:]": b"\t-\r ",
+    b"[:upper:]": b"A-Z",
+    b"[:xdigit:]": b"0-9A-Fa-f",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +48,11 @@ class Rule:
     origin: str
     text: str
     pattern: bytes
-    """Less ``!`` and the slashes at both ends."""
+    """Without ``!`` and without a slash at either end."""
     negated: bool
     folders_only: bool
     anchored: bool
-    """Relative to the folder of the rule's file, rather than for a name in any folder below it."""
+    """For a path from the folder of the rule's file, rather than for a name in any folder below it."""
 
     def __str__(self) -> str:
         return f"{self.origin}:{self.text}"
@@ -48,13 +67,13 @@ class Rule:
         return _regex(self.pattern)
 
     @cached_property
-    def _depth(self) -> int | None:
-        """Slashes of each path that matches; pathspec lets ``[!a]`` be one more."""
+    def _slashes(self) -> int | None:
+        """In whatever matches, unless that varies; pathspec lets ``[!a]`` match one more."""
         return None if b"**" in self.pattern.split(b"/") else self.pattern.count(b"/")
 
     @cached_property
     def _above(self) -> tuple[re.Pattern[bytes], ...]:
-        """The folders that lead to what the pattern names."""
+        """The folders on the way to what the pattern names."""
         names = self.pattern.split(b"/")
         return tuple(_regex(b"/".join(names[:i])) for i in range(1, len(names) + (names[-1] == b"**")))
 
@@ -64,13 +83,13 @@ class Rule:
             return False
         if not self.anchored:
             path = path[path.rfind(b"/") + 1 :]
-        elif self._depth is not None and self._depth != path.count(b"/"):
+        elif self._slashes not in (None, path.count(b"/")):
             return False
         return self._regex.match(path + _END) is not None
 
     def names_below(self, folder: bytes) -> bool:
         """Whether the pattern is a path that can lie inside ``folder`` (relative as in `matches`)."""
-        return self.anchored and any(above.match(folder + _END) for above in self._above)
+        return any(above.match(folder + _END) for above in self._above)
 
 
 @dataclass(frozen=True)
@@ -102,8 +121,8 @@ class Rules:
 
 def parse(data: bytes, origin: str) -> tuple[Rule, ...]:
     """The rules of a file of patterns; ``origin`` is its name in `Rule.origin`."""
-    lines = enumerate(data.removeprefix(_BOM).replace(b"\r\n", b"\n").split(b"\n"), 1)
-    rules = (parse_line(line, f"{origin}:{number}") for number, line in lines if not line.startswith(b"#"))
+    lines = (data.removeprefix(_BOM) + b"\n").replace(b"\r\n", b"\n").split(b"\n")
+    rules = (parse_line(line, f"{origin}:{i}") for i, line in enumerate(lines, 1) if not line.startswith(b"#"))
     return tuple(rule for rule in rules if rule.text)
 
 
@@ -118,24 +137,27 @@ def parse_line(line: bytes, origin: str) -> Rule:
         pattern=path.removeprefix(b"/"),
         negated=pattern != text,
         folders_only=path != pattern,
-        anchored=b"/" in path,
+        anchored=b"/" in re.sub(rb"^/?(?:\*\*/)+", b"", path),
     )
 
 
 def _regex(pattern: bytes) -> re.Pattern[bytes]:
-    """What a path relative to the pattern's folder must match, once both end in `_END`."""
+    """What a path relative to the pattern's folder matches, once both end in `_END`."""
     try:
         from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern as Pattern
     except ModuleNotFoundError:  # before 1.0
         from pathspec.patterns import GitWildMatchPattern as Pattern
 
-    if not re.fullmatch(rb"(?:\\.|[^\\])+", pattern, re.DOTALL):
+    if not re.fullmatch(rb"(?:\\.|[^\\])+", pattern, re.DOTALL):  # empty, or ends in a lone backslash
         return _NEVER
-    inside = b"/*" if pattern.split(b"/")[-1] == b"**" else b""
+    if pattern.endswith(b"**") and pattern[-3:-2] in (b"", b"/"):
+        pattern += b"/*"  # all in the folder; with `_END` at once, the two asterisks would be regular ones
+    for name, members in _CLASSES.items():
+        pattern = pattern.replace(name, members)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of re, for what looks like a set in a set
+        warnings.simplefilter("ignore", FutureWarning)  # of re, about what looks like a set in a set
         try:
-            found = Pattern(b"/" + pattern + inside + _END).regex
+            found = Pattern(b"/" + pattern + _END).regex
+            return re.compile(found.pattern, re.DOTALL) if found else _NEVER  # a folder's name may have a line break
         except (re.error, ValueError):
             return _NEVER
-        return re.compile(found.pattern, re.DOTALL) if found else _NEVER  # "." is also a newline in a folder's name

@@ -103,8 +103,12 @@ def category(failure: Failure, *, oom_kill: bool = False) -> str:
 def summary(failure: Failure) -> str:
     """One line naming rank, node, exception and place."""
     who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank} on node {failure.node}"
-    if failure.kind in ("lost", "setup", "stalled"):
-        return failure.exception if failure.kind == "setup" else f"{who}: {failure.exception}"
+    if failure.kind == "lost":
+        return f"{who} {failure.exception}"
+    if failure.kind == "setup":
+        return f"{who} could not go on: {failure.exception}"
+    if failure.kind == "stalled":
+        return f"{failure.exception} (seen by node {failure.node})"
     if failure.kind == "died":
         return f"{who} {_ending(failure.code)}" + (f"; {failure.exception}" if failure.exception else "")
     place = f" ({failure.file}:{failure.line})" if failure.file else ""

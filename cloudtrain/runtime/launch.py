@@ -43,23 +43,31 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 def script_arguments(context: Mapping[str, Any], values: Mapping[str, str]) -> list[str]:
     """Hyperparameters in their style, then ``args``; ``{resume_from?}`` goes on a fresh start, its flag with it."""
-    out: list[str] = []
-    fresh = not values["resume_from"]
-    for key, value in context["hyperparameters"].items():
-        if value == _MAYBE and fresh:
-            continue
-        text = values["resume_from"] if value == _MAYBE else fill(_text(value), values)
+    pairs: list[str] = []
+    for key, value in hyperparameters_of(context, values).items():
         if context["hyperparameter_style"] == "flags":
-            out += [f"--{key}", text]
+            pairs += [f"--{key}", _text(value)]
         elif context["hyperparameter_style"] == "hydra":
-            out.append(f"{key}={text}")
+            pairs.append(f"{key}={_text(value)}")
+    args: list[str] = []
     for arg in context["args"]:
         if arg != _MAYBE:
-            out.append(fill(arg, values))
-        elif not fresh:
-            out.append(values["resume_from"])
-        elif out and out[-1].startswith("-"):
-            out.pop()
+            args.append(fill(arg, values))
+        elif values["resume_from"]:
+            args.append(values["resume_from"])
+        elif args and args[-1].startswith("-"):
+            args.pop()
+    return pairs + args
+
+
+def hyperparameters_of(context: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
+    """The pairs as the script gets them: texts filled, one that is ``{resume_from?}`` gone on a fresh start."""
+    out = {}
+    for key, value in context["hyperparameters"].items():
+        if value != _MAYBE:
+            out[key] = fill(value, values) if isinstance(value, str) else value
+        elif values["resume_from"]:
+            out[key] = values["resume_from"]
     return out
 
 

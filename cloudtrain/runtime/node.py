@@ -13,24 +13,23 @@ import queue
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CloudtrainError, StorageError
+from ..errors import CloudtrainError, SpecError
 from ..provider import Site
-from . import checkpoints, launch
+from . import checkpoints
 from .cause import Failure, category, root_cause, summary
-from .checkpoints import Complete, Watch
+from .checkpoints import Complete
 from .launch import Ranks
 from .link import JOIN_TIMEOUT, Link
 from .logs import LogWriter
+from .machine import oom_kills
 from .mirror import KINDS, Mirror
-from .unpack import unpack
+from .workspace import Workspace
 
 __all__ = ["Node"]
 
@@ -73,7 +72,7 @@ class Node:
             inbox=inbox,
         )
         self.attempt = ""
-        self.scratch = Path()
+        self.space: Workspace | None = None
         self.started = time.time()
         self.failures: list[Failure] = []
         self.seen: dict[int, set[str]] = {}
@@ -89,10 +88,9 @@ class Node:
         self.gone: set[int] = set()
         self.released = False
         self.go: Message | None = None
-        self.asked: Message | None = None
         self.resumed = ""
         self.last_alive = self.sent_alive = time.monotonic()
-        self.oom_before = _oom_kills()
+        self.oom_before = oom_kills()
 
     # -------------------------------------------------------------------------------------------------- the whole run
 
@@ -112,8 +110,8 @@ class Node:
                 self.ranks.kill()
             self.link.close()
             self.log.flush()
-            if self.scratch != Path():
-                shutil.rmtree(self.scratch, ignore_errors=True)
+            if self.space is not None:
+                shutil.rmtree(self.space.folder, ignore_errors=True)
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -140,64 +138,25 @@ class Node:
 
     def _prepare_and_join(self) -> None:
         try:
-            self._prepare()
+            self.space = Workspace(context=self.context, site=self.site, log=self.log)
+            self.space.fill()
         except CloudtrainError as exc:
-            where = "image" if "no module named 'torch'" in str(exc).lower() else "infra"
-            self._fail(Failure(kind="setup", node=self.me, time_ns=time.time_ns(), exception=str(exc), category=where))
+            whose = "user_error" if isinstance(exc, SpecError) else "infra"
+            self._fail(self._setup(str(exc), whose))
         if self.me != 0:
-            self._pump(lambda: bool(self.attempt) or 0 in self.gone, self._deadline())
+            self._pump(lambda: bool(self.attempt) or 0 in self.gone, time.monotonic() + JOIN_TIMEOUT)
         self._tell({"t": "ready", "failures": [f.to_dict() for f in self.failures]})
         if self.me == 0:
             everyone = set(range(self.nodes))
-            self._pump(lambda: set(self.peers) >= everyone or self._over(), self._deadline())
+            self._pump(lambda: set(self.peers) >= everyone or self._over(), time.monotonic() + JOIN_TIMEOUT)
             if not self._over() and set(self.peers) != everyone:
                 missing = ", ".join(f"node {n}" for n in sorted(everyone - set(self.peers)))
-                self._fail(self._lost(f"{missing} never came", sorted(everyone - set(self.peers))[0]))
+                self._fail(self._lost(f"never came (missing: {missing})", min(everyone - set(self.peers))))
             if not self._over():
                 self._agree_on_resume()
             self.peers.clear()
         else:
             self._pump(lambda: self.go is not None or self.released or self._over() or 0 in self.gone)
-
-    def _deadline(self) -> float:
-        return time.monotonic() + JOIN_TIMEOUT
-
-    def _prepare(self) -> None:
-        self.scratch = _scratch(self.site.scratch, f"{self.context['run_id']}-n{self.me}-")
-        for name in ("checkpoints", "artifacts", "home"):
-            (self.scratch / name).mkdir()
-        self.workdir = self.scratch / "code"
-        unpack(Path(self.site.paths["code"]), self.workdir, digest=self.context["code_digest"])
-        for name, item in self.context["inputs"].items():
-            path = self._input(name, item)
-            if not os.path.exists(path):
-                raise StorageError(f"input {name} is not at {path}")
-        if self.context["requirements"]:
-            self._install(self.workdir / self.context["requirements"])
-        # A link may point into the zip's folder; the ranks append exactly this file to sys.path.
-        self.package = Path(sys.argv[0]).resolve()
-        self.worker = self.scratch / "worker.py"
-        self.worker.write_bytes(_source_of("worker.py"))
-
-    def _input(self, name: str, item: Mapping[str, Any]) -> str:
-        folder = self.site.paths[f"input.{name}"]
-        return os.path.abspath(os.path.join(folder, item["file"]) if item["file"] else folder)
-
-    def _install(self, requirements: Path) -> None:
-        target = self.scratch / "site"
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        self.log.say(f"installing {requirements.name} into scratch")
-        done = subprocess.run(
-            [*command, "--target", str(target), "-r", str(requirements)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if done.returncode:
-            last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
-            raise StorageError(f"pip install -r {requirements.name} failed: {last.strip()}")
 
     def _agree_on_resume(self) -> None:
         """Node 0: the newest complete checkpoint that every node can restore, or none; then go."""
@@ -210,7 +169,7 @@ class Node:
             }
             self.link.send_all(message)
             self._restore(message)
-            self._pump(lambda: len(self.peers) == self.nodes or self._over(), self._deadline())
+            self._pump(lambda: len(self.peers) == self.nodes or self._over(), time.monotonic() + JOIN_TIMEOUT)
             if self._over():
                 return
             bad = next((m["why"] for _, m in sorted(self.peers.items()) if m["why"]), None)
@@ -237,14 +196,11 @@ class Node:
             folder = self._root(message["root"]) / message["folder"]
             commit = json.loads((folder / checkpoints.COMMIT).read_bytes())
             checkpoint = Complete(name=commit["name"], folder=folder, commit=commit)
-            checkpoints.restore(checkpoint, self._place(commit), node=self.me)
+            target = self._space.watch().place(commit["name"], commit["place"])
+            checkpoints.restore(checkpoint, target, node=self.me)
         except (OSError, ValueError, KeyError, CloudtrainError) as exc:
             why = str(exc)
         self._tell({"t": "restored", "why": why})
-
-    def _place(self, commit: Mapping[str, Any]) -> Path:
-        watch = Watch(folder=self.scratch / "checkpoints", workdir=self.workdir)
-        return watch.place(commit["name"], commit.get("place"))
 
     def _go(self, message: Message) -> None:
         self.link.send_all(message)
@@ -254,9 +210,8 @@ class Node:
 
     def _launch(self) -> None:
         assert self.go is not None
-        watch = Watch(
-            folder=self.scratch / "checkpoints", workdir=self.workdir, patterns=tuple(self.context["checkpoint_paths"])
-        )
+        space = self._space
+        watch = space.watch()
         restored = watch.entries()
         resume = self._resume_path(self.go["resume"], restored)
         self.resumed = self.go["resume"] or (Path(resume).name if resume else "")
@@ -267,91 +222,29 @@ class Node:
             attempt=self.attempt,
             live=self.live,
             watch=watch,
-            artifacts=self.scratch / "artifacts",
-            metrics=self.scratch / "metrics.jsonl",
-            send=self._send,
+            artifacts=space.artifacts,
+            metrics=space.metrics,
+            send=self.link.send,
             peers=lambda: {self.me, *self.link.connected()},
             say=self.log.say,
             skip={name: entry.signature for name, entry in restored.items()},
         )
         self.mirror.start()
         try:
-            self.ranks = self._start(resume)
+            self.ranks = space.start(
+                attempt=self.attempt, resume=resume, emit=lambda message: self.inbox.put((self.me, message))
+            )
             self._note_group(self.ranks.pid)
         except (OSError, CloudtrainError) as exc:
             text = f"cannot start {self.context['entry_point'] or self.context['args'][0]}: {exc}"
-            self._fail(
-                Failure(kind="setup", node=self.me, time_ns=time.time_ns(), exception=text, category="user_error")
-            )
+            self._fail(self._setup(text, "user_error"))
             self.code = 1
 
     def _resume_path(self, name: str, restored: Mapping[str, checkpoints.Entry]) -> str:
         if name:
-            return str(restored[name].path) if name in restored else str(self.scratch / "checkpoints" / name)
+            return str(restored[name].path) if name in restored else str(self._space.checkpoints / name)
         given = self.site.paths.get("resume")
         return os.path.abspath(given) if given and os.path.exists(given) and self.context["resume"] else ""
-
-    def _start(self, resume: str) -> Ranks:
-        inputs = {name: self._input(name, item) for name, item in self.context["inputs"].items()}
-        values = {
-            "checkpoint_dir": str(self.scratch / "checkpoints"),
-            "artifact_dir": str(self.scratch / "artifacts"),
-            "resume_from": resume,
-            "run_id": self.context["run_id"],
-            **{f"inputs.{name}": path for name, path in inputs.items()},
-        }
-        environment = launch.environment_of(
-            self.context,
-            self.topology,
-            base=os.environ,
-            export=self.site.export_env,
-            own=self._own(values, inputs),
-            secrets=self._secrets(),
-            values=values,
-            home=str(self.scratch / "home"),
-            cpus=self.site.cpus or _cpus(),
-        )
-        if self.context["requirements"]:
-            old = environment.get("PYTHONPATH")
-            environment["PYTHONPATH"] = str(self.scratch / "site") + (os.pathsep + old if old else "")
-        arguments = launch.script_arguments(self.context, values)
-        processes = self.context["processes"] if self.context["launcher"] == "torchrun" else 1
-        return Ranks(
-            command=launch.command_of(
-                self.context, self.topology, arguments, worker=self.worker, python=sys.executable
-            ),
-            env=environment,
-            cwd=self.workdir,
-            scratch=self.scratch,
-            package=self.package,
-            processes=processes,
-            shim=self.context["launcher"] != "command",
-            log=self.log,
-            first_rank=self.me * processes,
-            emit=lambda message: self.inbox.put((self.me, message)),
-        )
-
-    def _own(self, values: Mapping[str, str], inputs: Mapping[str, str]) -> dict[str, str]:
-        return {
-            "CLOUDTRAIN_RUN_ID": self.context["run_id"],
-            "CLOUDTRAIN_ATTEMPT": self.attempt,
-            "CLOUDTRAIN_PROVIDER": self.context["provider"],
-            **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in inputs.items()},
-            "CLOUDTRAIN_CHECKPOINT_DIR": values["checkpoint_dir"],
-            "CLOUDTRAIN_RESUME_FROM": values["resume_from"],
-            "CLOUDTRAIN_ARTIFACT_DIR": values["artifact_dir"],
-            "CLOUDTRAIN_METRICS_FILE": str(self.scratch / "metrics.jsonl"),
-            "CLOUDTRAIN_PREEMPT_FILE": str(self.scratch / "preempt"),
-            "CLOUDTRAIN_HYPERPARAMETERS": json.dumps(self.context["hyperparameters"]),
-        }
-
-    def _secrets(self) -> dict[str, str]:
-        out = {}
-        for name, reference in self.context["secrets"].items():
-            if self.site.secrets is None:
-                raise StorageError(f"secret {name}: {reference.partition(':')[0]}: secrets cannot be read here")
-            out[name] = self.site.secrets(reference)
-        return out
 
     # --------------------------------------------------------------------------------------------------- what happens
 
@@ -372,18 +265,15 @@ class Node:
             handler: Callable[[int, Message], None] = getattr(self, f"_on_{kind}")
             handler(sender, message)
 
-    def _send(self, node: int, message: Message) -> None:
-        self.link.send(node, message)
-
     def _tell(self, message: Message) -> None:
         """To node 0."""
         self.link.send(0, message)
 
     def _on_hello(self, sender: int, message: Message) -> None:
         if self.me == 0:
-            self._send(sender, {"t": "attempt", "attempt": self.attempt})
+            self.link.send(sender, {"t": "attempt", "attempt": self.attempt})
             if self.stopping is not None:
-                self._send(sender, {"t": "stop"})
+                self.link.send(sender, {"t": "stop"})
 
     def _on_attempt(self, sender: int, message: Message) -> None:
         self._begin(message["attempt"])
@@ -415,8 +305,8 @@ class Node:
             self.preempted = time.monotonic()
             self.log.say(f"{why}; the script may save a checkpoint now")
             with contextlib.suppress(OSError):
-                if self.scratch != Path():
-                    (self.scratch / "preempt").touch()
+                if self.space is not None:
+                    self.space.preempt.touch()
 
     def _on_failed(self, sender: int, message: Message) -> None:
         self._take_failures(sender, message)
@@ -456,6 +346,14 @@ class Node:
             return
         self._fail(self._lost(f"was lost: {message['why']}", sender))
 
+    @property
+    def _space(self) -> Workspace:
+        assert self.space is not None
+        return self.space
+
+    def _setup(self, why: str, category: str) -> Failure:
+        return Failure(kind="setup", node=self.me, time_ns=time.time_ns(), exception=why, category=category)
+
     def _lost(self, why: str, node: int) -> Failure:
         return Failure(kind="lost", node=node, time_ns=time.time_ns(), exception=why)
 
@@ -474,9 +372,9 @@ class Node:
                     rank=self._rank(local),
                     time_ns=message["time_ns"],
                     exception=message["exception"],
-                    file=self._relative(message["file"]),
+                    file=self._space.relative(message["file"]),
                     line=message["line"],
-                    traceback=message["traceback"].replace(f"{self.workdir}{os.sep}", ""),
+                    traceback=message["traceback"].replace(f"{self._space.code}{os.sep}", ""),
                     code=message["code"],
                 )
             )
@@ -489,9 +387,6 @@ class Node:
     def _rank(self, local: int) -> int:
         assert self.ranks is not None
         return self.ranks.first_rank + local
-
-    def _relative(self, file: str | None) -> str | None:
-        return file.removeprefix(f"{self.workdir}{os.sep}") if file else None
 
     def _on_ended(self, sender: int, message: Message) -> None:
         self.code = message["code"]
@@ -525,9 +420,9 @@ class Node:
         lines = self.ranks.unshown
         for line in lines:
             self.log.write("-", line)
-        last = next((line for line in reversed(lines) if line.strip()), f"exit code {self.code}")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {self.code}")
         missing = "No module named 'torch'" in last or "No module named torch" in last
-        text = f"{sys.executable} has no torch" if missing else f"torchrun on node {self.me} failed: {last}"
+        text = f"{sys.executable} has no torch" if missing else f"torchrun failed: {last}"
         kind = "image" if missing else "user_error"
         self._fail(
             Failure(kind="setup", node=self.me, time_ns=time.time_ns(), exception=text, code=self.code, category=kind)
@@ -557,7 +452,7 @@ class Node:
             self._escalate(now)
         if self.site.supervisor and os.getppid() != self.site.supervisor and self.stopping is None:
             text = "the process that supervised this run is gone"
-            self._fail(Failure(kind="setup", node=self.me, time_ns=time.time_ns(), exception=text, category="infra"))
+            self._fail(self._setup(text, "infra"))
         if running:
             self._watch_for_stall(now)
 
@@ -601,7 +496,7 @@ class Node:
 
     def _metrics_changed(self, now: float) -> float:
         try:
-            return now - (time.time() - (self.scratch / "metrics.jsonl").stat().st_mtime)
+            return now - (time.time() - self._space.metrics.stat().st_mtime)
         except OSError:
             return 0.0
 
@@ -679,7 +574,7 @@ class Node:
         return failure.kind in ("error", "setup", "stalled") and not failure.consequence and not late
 
     def _record(self, outcome: str, cause: Failure | None, *, decided: bool) -> None:
-        oom = _oom_kills() > self.oom_before
+        oom = oom_kills() > self.oom_before
         line = summary(cause) if cause else ""
         record = {
             "protocol": 1,
@@ -704,43 +599,3 @@ class Node:
                 Path(self.site.failure_file).write_text(line, encoding="utf-8")
         except OSError as exc:
             sys.stderr.write(f"cloudtrain: cannot write the exit record: {exc}\n")
-
-
-# ----------------------------------------------------------------------------------------------- facts of the machine
-
-
-def _scratch(wanted: Any, prefix: str) -> Path:
-    """A new private folder in the first place that takes one. Raises `StorageError` naming all that did not."""
-    places = [*wanted, os.environ.get("TMPDIR"), "/tmp", os.getcwd(), "/dev/shm"]
-    tried = []
-    for place in dict.fromkeys(p for p in places if p):
-        try:
-            os.makedirs(place, exist_ok=True)
-            return Path(tempfile.mkdtemp(prefix=prefix, dir=place)).resolve()
-        except OSError as exc:
-            tried.append(f"{place} ({exc.strerror})")
-    raise StorageError("no writable folder for scratch: " + ", ".join(tried))
-
-
-def _source_of(name: str) -> bytes:
-    """A file of this package, also out of the zip."""
-    loader = globals()["__loader__"]
-    data: bytes = loader.get_data(os.path.join(os.path.dirname(__file__), name))
-    return data
-
-
-def _cpus() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
-
-
-def _oom_kills() -> int:
-    """How often the kernel has killed for memory: in this cgroup, else on this machine; 0 where neither can be read."""
-    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in Path(path).read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    return 0

@@ -14,10 +14,14 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import CodeType, ModuleType, TracebackType
-    from typing import Any
+    from typing import Any, TypeVar
 
-_PATH = sys.path[1:]
+    T = TypeVar("T")
+
+_STDLIB = os.path.dirname(os.__file__)
+_PATH = [_STDLIB, os.path.join(_STDLIB, "lib-dynload"), *sys.path[1:]]
 
 
 def _pipe(name: str) -> int | None:
@@ -35,16 +39,31 @@ def _report(fd: int | None, pid: int, event: dict[str, Any]) -> None:
     if fd is None or os.getpid() != pid:
         return
     event["time_ns"] = time.time_ns()
-    # The script may have modules called json or traceback of its own: ours come from where Python has them.
-    own, sys.path[:] = sys.path[:], _PATH
     try:
-        import json
-
-        os.write(fd, (json.dumps(event) + "\n").encode())
-    except (OSError, AttributeError, TypeError):
+        os.write(fd, _ours(_line, event))
+    except (OSError, TypeError):
         pass
+
+
+def _line(event: dict[str, Any]) -> bytes:
+    import json
+
+    return (json.dumps(event) + "\n").encode()
+
+
+def _ours(function: Callable[..., T], *args: Any) -> T:
+    """Call ``function`` with Python's own modules: the script may have a json or traceback of its own."""
+    path, sys.path[:] = sys.path[:], _PATH
+    theirs = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and name.partition(".")[0] in sys.stdlib_module_names and not file.startswith(_STDLIB):
+            theirs[name] = sys.modules.pop(name)
+    try:
+        return function(*args)
     finally:
-        sys.path[:] = own
+        sys.path[:] = path
+        sys.modules.update(theirs)
 
 
 def _load(target: list[str]) -> tuple[ModuleType, CodeType]:
@@ -55,7 +74,7 @@ def _load(target: list[str]) -> tuple[ModuleType, CodeType]:
     import types
 
     module = types.ModuleType("__main__")
-    module.__dict__["__builtins__"] = builtins
+    module.__dict__.update(__builtins__=builtins, __annotations__={}, __cached__=None)
     if target[0] == "-m":
         name = target[1]
         spec = importlib.util.find_spec(name)
@@ -64,11 +83,11 @@ def _load(target: list[str]) -> tuple[ModuleType, CodeType]:
         if spec is None or spec.origin is None or not hasattr(spec.loader, "get_code"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, spec.parent
-        module.__file__ = spec.origin
+        module.__dict__.update(__file__=spec.origin, __cached__=spec.cached)
         code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
         sys.argv[0] = spec.origin
     else:
-        path = target[0]
+        path = os.path.join(os.getcwd(), target[0])  # as Python has it since 3.9: it outlives a chdir
         loader = importlib.machinery.SourceFileLoader("__main__", path)
         module.__file__, module.__loader__ = path, loader
         with open(path, "rb") as stream:
@@ -98,15 +117,12 @@ def _trim(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def _shown(exc: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    exc.__traceback__ = _trim(trace)  # torch's own hook prints this one, not its argument
+    return exc.__traceback__
+
+
 def _error(exc: BaseException, code: int) -> dict[str, Any]:
-    own, sys.path[:] = sys.path[:], _PATH
-    try:
-        return _describe(exc, code)
-    finally:
-        sys.path[:] = own
-
-
-def _describe(exc: BaseException, code: int) -> dict[str, Any]:
     import traceback
 
     trace = _trim(exc.__traceback__)
@@ -118,7 +134,10 @@ def _describe(exc: BaseException, code: int) -> dict[str, Any]:
     module = type(exc).__module__
     if module not in ("builtins", "__main__"):
         name = f"{module}.{name}"
-    message = str(exc)
+    try:
+        message = str(exc)
+    except Exception:  # noqa: BLE001  an exception that cannot be shown is told by its name
+        message = ""
     return {
         "event": "error",
         "exception": f"{name}: {message}" if message else name,
@@ -162,18 +181,15 @@ def _main() -> None:
         exec(script, module.__dict__)
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
-        event = _error(exc, code) if code else {"event": "end"}
+        event = _ours(_error, exc, code) if code else {"event": "end"}
         _report(fd, pid, event)
         raise
-    except KeyboardInterrupt:
-        raise
     except BaseException as exc:
-        _report(fd, pid, _error(exc, 1))
-        if os.getpid() != pid:
-            raise
-        exc.__traceback__ = _trim(exc.__traceback__)  # torch's own hook prints this one, not its argument
-        sys.excepthook(type(exc), exc, exc.__traceback__)
-        sys.exit(1)
+        if not isinstance(exc, KeyboardInterrupt):
+            _report(fd, pid, _ours(_error, exc, 1))
+        hook = sys.excepthook
+        sys.excepthook = lambda kind, value, trace: hook(kind, value, _shown(value, trace))
+        raise
     _report(fd, pid, {"event": "end"})
 
 

@@ -65,25 +65,27 @@ def all_reduce(rank: int) -> float:
 
 
 def checkpoint(environ: Mapping[str, str]) -> None:
-    """A checkpoint with a shard of each node, and one in a place of the script's own."""
-    if environ["LOCAL_RANK"] != "0":
-        return
-    node = int(environ["RANK"]) // int(environ["LOCAL_WORLD_SIZE"])
-    shard = Path(environ["CLOUDTRAIN_CHECKPOINT_DIR"], "step-3", f"shard-{node}.txt")
-    shard.parent.mkdir(exist_ok=True)
-    shard.write_text(f"shard {node}")
-    if node == 0:
-        own = Path("out/ckpt-7/weights.txt")
-        own.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text("weights")
+    """A checkpoint with a shard of each node."""
+    if environ["LOCAL_RANK"] == "0":
+        node = int(environ["RANK"]) // int(environ["LOCAL_WORLD_SIZE"])
+        shard = Path(environ["CLOUDTRAIN_CHECKPOINT_DIR"], "step-3", f"shard-{node}.txt")
+        shard.parent.mkdir(exist_ok=True)
+        shard.write_text(f"shard {node}")
+
+
+def own_checkpoint() -> None:
+    """A checkpoint in a place of the script's own."""
+    weights = Path("out/ckpt-7/weights.txt")
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    weights.write_text("weights")
 
 
 def metrics(environ: Mapping[str, str], steps: range) -> None:
     if environ["RANK"] == "0":
         with open(environ["CLOUDTRAIN_METRICS_FILE"], "a") as stream:
             for step in steps:
-                row = {"step": step, "epoch": 0, "time": time.time(), "loss": 1.0, "attempt": environ["CLOUDTRAIN_ATTEMPT"]}
-                stream.write(json.dumps(row) + "\n")
+                row = {"step": step, "epoch": 0, "time": time.time(), "loss": 1.0}
+                stream.write(json.dumps({**row, "attempt": environ["CLOUDTRAIN_ATTEMPT"]}) + "\n")
 
 
 def hold(environ: Mapping[str, str]) -> None:
@@ -115,6 +117,8 @@ def main(environ: Mapping[str, str]) -> None:
     (artifacts / f"rank-{rank}.json").write_text(json.dumps(seen))
     if "checkpoint" in words:
         checkpoint(environ)
+    if "own-checkpoint" in words:
+        own_checkpoint()
     resumed = bool(environ["CLOUDTRAIN_RESUME_FROM"])
     if "metrics" in words:
         metrics(environ, range(2, 5) if resumed else range(3))

@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -211,8 +211,12 @@ PLATFORM: dict[str, Row] = {
 # -------------------------------------------------------------------------------------------------------- script fields
 
 _HYPERPARAMETERS = {"lr": 0.1, "name": "a b", "flag": True, "nested": {"k": [1, None]}, "run": "{run_id}"}
-_FLAGS = ["--lr", "0.1", "--name", "a b", "--flag", "true", "--nested", '{"k": [1, null]}', "--run", "earlier"]
+_FLAGS = {"--lr": "0.1", "--name": "a b", "--flag": "true", "--nested": '{"k": [1, null]}', "--run": "earlier"}
 _DATA = {"a.csv": "data a", "sub/b.csv": "data b"}
+
+
+def _pairs(words: Sequence[str]) -> dict[str, str]:
+    return dict(zip(words[::2], words[1::2], strict=True))
 
 
 def _listed(seen: Seen, name: str) -> bool:
@@ -233,7 +237,7 @@ SCRIPT: dict[str, Row] = {
     "hyperparameters": Row(
         change=_to(hyperparameters=_HYPERPARAMETERS),
         run="torchrun",
-        seen=lambda seen, place: seen.all(lambda rank: rank["argv"][1 : 1 + len(_FLAGS)] == _FLAGS),
+        seen=lambda seen, place: seen.all(lambda rank: _pairs(rank["argv"][1 : 1 + 2 * len(_FLAGS)]) == _FLAGS),
     ),
     "hyperparameter_style": Row(
         base=_to(hyperparameters={"lr": 0.5}),
@@ -265,8 +269,8 @@ SCRIPT: dict[str, Row] = {
     ),
     "checkpoint_paths": Row(
         change=_to(checkpoint_paths=("out/ckpt-*",)),
-        run="torchrun",
-        seen=lambda seen, place: "weights" in {p.read_text() for p in (seen.folder / "checkpoints").rglob("weights.txt")},
+        run="command",
+        seen=lambda seen, place: any((seen.folder / "checkpoints").rglob("weights.txt")),
     ),
     "stall_timeout": Row(
         change=_to(stall_timeout=2), run="stalled", seen=lambda seen, place: seen.result["category"] == "stalled"
@@ -309,7 +313,7 @@ SCRIPT: dict[str, Row] = {
 JOBS: dict[str, Fields] = {
     "torchrun": {"instance_count": 2, "env": {"PROBE": "gloo,checkpoint,metrics"}},
     "python": {"entry_point": "-m contract_package.module", "instance_count": 2, "env": {"PROBE": "metrics"}},
-    "command": {"entry_point": "start.sh", "launcher": "command", "args": ("from", "a shell")},
+    "command": {"entry_point": "start.sh", "launcher": "command", "env": {"PROBE": "own-checkpoint"}},
     "stalled": {"env": {"PROBE": "silent"}},
 }
 """The jobs that carry the changes of `SCRIPT`, all that name them at once; what they have besides."""

@@ -21,7 +21,7 @@ from ..submit import Plan, submit
 from . import probe
 from .tables import RUN_ID, SECRET, Fields, Place, Sample, Seen, plan_of
 
-__all__ = ["Impossible", "World"]
+__all__ = ["Impossible", "World", "numbered"]
 
 PATIENCE = 120.0
 """Seconds that a job of the suite may take, and a line of it may be awaited."""

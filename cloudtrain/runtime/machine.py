@@ -1,0 +1,43 @@
+"""Facts of the machine a node runs on, and where on it there is room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import StorageError
+
+__all__ = ["cpu_count", "oom_kills", "scratch_folder"]
+
+
+def scratch_folder(wanted: Iterable[str], prefix: str) -> Path:
+    """A new private folder in the first place that takes one. Raises `StorageError` naming all that did not."""
+    places = [*wanted, os.environ.get("TMPDIR"), "/tmp", os.getcwd(), "/dev/shm"]
+    tried = []
+    for place in dict.fromkeys(p for p in places if p):
+        try:
+            os.makedirs(place, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=place)).resolve()
+        except OSError as exc:
+            tried.append(f"{place} ({exc.strerror})")
+    raise StorageError("no writable folder for scratch: " + ", ".join(tried))
+
+
+def cpu_count() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
+
+
+def oom_kills() -> int:
+    """How often the kernel has killed for memory: in this cgroup, else on this machine; 0 where neither can be read."""
+    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in Path(path).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0

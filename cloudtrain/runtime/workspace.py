@@ -1,0 +1,159 @@
+"""A node's workspace: the folders in scratch, the code unpacked and proved, and all that its ranks are started with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import SpecError, StorageError
+from ..provider import Site
+from . import launch
+from .checkpoints import Watch
+from .launch import Ranks
+from .logs import LogWriter
+from .machine import cpu_count, scratch_folder
+from .unpack import unpack
+
+__all__ = ["Workspace"]
+
+
+class Workspace:
+    """Made in scratch before the first rank. Raises `CloudtrainError` for what keeps this node from starting."""
+
+    def __init__(self, *, context: Mapping[str, Any], site: Site, log: LogWriter) -> None:
+        self.context, self._site, self._log = context, site, log
+        self.node = site.topology.node_rank
+        self.folder = scratch_folder(site.scratch, f"{context['run_id']}-n{self.node}-")
+        self.checkpoints, self.artifacts = self.folder / "checkpoints", self.folder / "artifacts"
+        self.metrics, self.preempt = self.folder / "metrics.jsonl", self.folder / "preempt"
+        self.code, self._home = self.folder / "code", self.folder / "home"
+        self._python = sys.executable
+
+    def fill(self) -> None:
+        """Code, inputs, requirements and the shim."""
+        for folder in (self.checkpoints, self.artifacts, self._home):
+            folder.mkdir()
+        unpack(Path(self._site.paths["code"]), self.code, digest=self.context["code_digest"])
+        for name, path in self.inputs().items():
+            if not os.path.exists(path):
+                raise StorageError(f"input {name} is not at {path}")
+        if self.context["requirements"]:
+            self._install(self.code / self.context["requirements"])
+        # What we were started from may be a link; the ranks append exactly this file to sys.path.
+        self._package = Path(sys.argv[0]).resolve()
+        self._worker = self.folder / "worker.py"
+        self._worker.write_bytes(_source_of("worker.py"))
+
+    def inputs(self) -> dict[str, str]:
+        """Path of each channel's folder, or of its file where it is a single one."""
+        return {name: self._input(name, item["file"]) for name, item in self.context["inputs"].items()}
+
+    def _input(self, name: str, file: str | None) -> str:
+        folder = self._site.paths[f"input.{name}"]
+        return os.path.abspath(os.path.join(folder, file) if file else folder)
+
+    def _install(self, requirements: Path) -> None:
+        """Requirements into an environment in scratch that sees all that is installed already, torch above all."""
+        self._log.say(f"installing {requirements.name} into scratch")
+        home = self.folder / "site"
+        venv.EnvBuilder(system_site_packages=True, symlinks=True).create(home)
+        self._python = str(home / "bin" / "python")
+        packages = next((home / "lib").glob("python*/site-packages"))
+        # In a virtual environment, "system" would be the Python below it: name our own folders.
+        (packages / "cloudtrain.pth").write_text("".join(f"{path}\n" for path in sys.path if "-packages" in path))
+        command = [self._python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+        done = subprocess.run(
+            [*command, "-r", str(requirements)],
+            cwd=self.code,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode:
+            last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "no output")
+            raise SpecError(f"pip install -r {requirements.name} failed: {last.strip()}", field="source.requirements")
+
+    def watch(self) -> Watch:
+        """The checkpoints that the script writes."""
+        patterns = tuple(self.context["checkpoint_paths"])
+        return Watch(folder=self.checkpoints, workdir=self.code, patterns=patterns)
+
+    def relative(self, file: str | None) -> str | None:
+        """A path in the code as the user knows it."""
+        return file.removeprefix(f"{self.code}{os.sep}") if file else None
+
+    # --------------------------------------------------------------------------------------------- starting the ranks
+
+    def start(self, *, attempt: str, resume: str, emit: Callable[[dict[str, Any]], None]) -> Ranks:
+        """Start this node's ranks. Raises `OSError` when the command cannot be run."""
+        context, topology = self.context, self._site.topology
+        inputs = self.inputs()
+        values = {
+            "checkpoint_dir": str(self.checkpoints),
+            "artifact_dir": str(self.artifacts),
+            "resume_from": resume,
+            "run_id": context["run_id"],
+            **{f"inputs.{name}": path for name, path in inputs.items()},
+        }
+        environment = launch.environment_of(
+            context,
+            topology,
+            base=os.environ,
+            export=self._site.export_env,
+            own=self._own(values, inputs, attempt),
+            secrets=self._secrets(),
+            values=values,
+            home=str(self._home),
+            cpus=self._site.cpus or cpu_count(),
+        )
+        arguments = launch.script_arguments(context, values)
+        processes = context["processes"] if context["launcher"] == "torchrun" else 1
+        return Ranks(
+            command=launch.command_of(context, topology, arguments, worker=self._worker, python=self._python),
+            env=environment,
+            cwd=self.code,
+            scratch=self.folder,
+            package=self._package,
+            processes=processes,
+            shim=context["launcher"] != "command",
+            log=self._log,
+            first_rank=self.node * processes,
+            emit=emit,
+        )
+
+    def _own(self, values: Mapping[str, str], inputs: Mapping[str, str], attempt: str) -> dict[str, str]:
+        return {
+            "CLOUDTRAIN_RUN_ID": self.context["run_id"],
+            "CLOUDTRAIN_ATTEMPT": attempt,
+            "CLOUDTRAIN_PROVIDER": self.context["provider"],
+            **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in inputs.items()},
+            "CLOUDTRAIN_CHECKPOINT_DIR": values["checkpoint_dir"],
+            "CLOUDTRAIN_RESUME_FROM": values["resume_from"],
+            "CLOUDTRAIN_ARTIFACT_DIR": values["artifact_dir"],
+            "CLOUDTRAIN_METRICS_FILE": str(self.metrics),
+            "CLOUDTRAIN_PREEMPT_FILE": str(self.preempt),
+            "CLOUDTRAIN_HYPERPARAMETERS": json.dumps(self.context["hyperparameters"]),
+        }
+
+    def _secrets(self) -> dict[str, str]:
+        out = {}
+        for name, reference in self.context["secrets"].items():
+            if self._site.secrets is None:
+                raise StorageError(f"secret {name}: {reference.partition(':')[0]}: secrets cannot be read here")
+            out[name] = self._site.secrets(reference)
+        return out
+
+
+def _source_of(name: str) -> bytes:
+    """A file of this package, also out of the zip."""
+    loader = globals()["__loader__"]
+    data: bytes = loader.get_data(os.path.join(os.path.dirname(__file__), name))
+    return data

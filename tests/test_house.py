@@ -1,0 +1,447 @@
+"""The house rules that a machine can check: what may import what, what the package may need, size, words, docstrings."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain.settings import toml_loads
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "cloudtrain"
+FILE_LINES, FUNCTION_LINES = 600, 60
+
+#: The modules, lowest first: each may import from the rows above its own, wherever in its code the statement stands
+#: (in a function and under TYPE_CHECKING too: a name that a module must know is a dependency).
+ORDER: tuple[frozenset[str], ...] = tuple(
+    frozenset(row.split())
+    for row in (
+        "_version errors",
+        "job",
+        "ignore provider transfer",
+        "tree follow settings engine pyz",
+        "bundle store verdict providers runtime",
+        "tail",
+        "run",
+        "submit supervisor",
+        "estimator",
+        "cli",
+        "__main__",
+        "testing",
+    )
+)
+#: Narrower than the order: all that these may import of ours, whatever stands above them.
+ONLY: dict[str, frozenset[str]] = {
+    "runtime": frozenset({"errors", "job", "provider"}),
+    "providers": frozenset({"errors", "job", "provider"}),
+}
+#: Providers whose nodes this machine itself starts.
+WITH_ENGINE = frozenset({"local", "docker"})
+#: (importer, imported): the one step up, by name only. A provider is found in its folder, never imported by name.
+DISCOVERY = {("provider", "providers")}
+
+#: Where code (docstrings and comments may explain) says the name of a provider, or a word that is one, and what for.
+NAMES_A_PROVIDER = {
+    ("settings.py", "local"): "the default of the setting `provider`",
+    ("runtime/node.py", "local"): "a message's key: the rank within its node, torch's word",
+    ("runtime/launch.py", "local"): "the same",
+}
+#: Imported as something else than the distribution is called.
+DISTRIBUTIONS = {"tomli_w": "tomli-w"}
+PROVIDERS = {path.stem for path in (PACKAGE / "providers").iterdir() if not path.stem.startswith("_")}
+PLANNED = {"docker", "sagemaker", "azureml", "vertex"}
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class Import:
+    """``module`` is absolute; ``ours`` its part below cloudtrain, empty for another package. ``top``: at import time."""
+
+    where: str
+    module: str
+    top: bool
+    inside: tuple[str, ...]
+
+    @property
+    def ours(self) -> str:
+        return self.module.partition(".")[2].partition(".")[0] if self.package == "cloudtrain" else ""
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+
+def sources(folder: Path = PACKAGE) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).as_posix()
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def home(path: Path) -> str:
+    """The row of `ORDER` that a file belongs to: its module, or the folder it lies in; empty for __init__ itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "" if parts == ("__init__",) else parts[0]
+
+
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
+    """Every import statement of a file, those in functions and under TYPE_CHECKING too."""
+    package = ("cloudtrain", *path.relative_to(PACKAGE).parent.parts)
+    found: list[Import] = []
+
+    def visit(node: ast.AST, inside: tuple[str, ...], top: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                names = [alias.name for alias in child.names]
+            elif isinstance(child, ast.ImportFrom):
+                base = ".".join([*package[: len(package) + 1 - child.level], *filter(None, [child.module])])
+                base = base if child.level else str(child.module)
+                # `from . import x` names a module in its list
+                names = [f"{base}.{a.name}" for a in child.names] if child.level and not child.module else [base]
+            else:
+                function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+                deeper = (*inside, child.name) if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else inside
+                visit(child, deeper, top and not function and not _type_checking(child))
+                continue
+            where = f"{name_of(path)}:{child.lineno}"
+            found.extend(Import(where, name, top, inside) for name in names)
+
+    visit(parsed(path), (), True)
+    return tuple(found)
+
+
+def _type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def third_party(item: Import) -> bool:
+    return item.package != "cloudtrain" and item.package not in sys.stdlib_module_names
+
+
+def level(name: str) -> int:
+    """Its row; a module that has none yet fails its own test, and stands on top until then."""
+    return next((number for number, row in enumerate(ORDER) if name in row), len(ORDER))
+
+
+# ------------------------------------------------------------------------------------------------------------- imports
+
+
+def test_every_module_has_its_place_in_the_order() -> None:
+    modules = {home(path) for path in sources()} - {""}
+    assert modules <= frozenset().union(*ORDER), "say in ORDER where the new module stands"
+
+
+def test_imports_go_one_way() -> None:
+    wrong = []
+    for path in sources():
+        here = home(path)
+        for item in imports(path):
+            if item.package != "cloudtrain" or here in ("", item.ours) or (here, item.ours) in DISCOVERY:
+                continue
+            if not item.ours or level(item.ours) >= level(here):
+                wrong.append(f"{item.where}: {here} must not import {item.module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_node_side_and_providers_need_little_of_ours() -> None:
+    wrong = []
+    for path in sources():
+        here = home(path)
+        for item in imports(path):
+            if item.package != "cloudtrain" or here not in ONLY or item.ours in (here, "_version"):
+                continue
+            allowed = ONLY[here] | ({"engine"} if _provider(path) in WITH_ENGINE else frozenset())
+            if item.ours not in allowed:
+                wrong.append(f"{item.where}: imports {item.module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_provider_imports_another() -> None:
+    wrong = [
+        f"{item.where}: imports {item.module}"
+        for path in sources(PACKAGE / "providers")
+        for item in imports(path)
+        if item.ours == "providers" and item.module.split(".")[2:3] not in ([], [_provider(path)])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _provider(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return parts[1] if parts[0] == "providers" and len(parts) > 1 else ""
+
+
+def test_importing_the_package_needs_the_standard_library_alone() -> None:
+    wrong = [
+        f"{item.where}: imports {item.module}"
+        for path in sources()
+        if home(path) not in ("cli", "testing")
+        for item in imports(path)
+        if third_party(item) and item.top
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_runs_on_a_node_never_imports_anything_else() -> None:
+    wrong = [
+        f"{item.where}: imports {item.module}"
+        for path in sources()
+        for item in imports(path)
+        if third_party(item) and (home(path) == "runtime" or (_provider(path) and (item.top or "site" in item.inside)))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_worker_is_one_file_of_the_standard_library() -> None:
+    """It is copied into scratch and started alone."""
+    found = {item.package for item in imports(PACKAGE / "runtime" / "worker.py")}
+    assert found <= {*sys.stdlib_module_names, "_signal"}, found
+
+
+def fresh(code: str, *flags: str) -> str:
+    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_cloudtrain_loads_little() -> None:
+    code = "import sys; old = set(sys.modules); import cloudtrain; print(*sorted(set(sys.modules) - old))"
+    loaded = fresh(code).split()
+    ours = [name for name in loaded if name.split(".")[0] == "cloudtrain"]
+    assert len(ours) < 10, ours
+    others = {name.split(".")[0] for name in loaded} - {"cloudtrain"}
+    assert others <= sys.stdlib_module_names, others - sys.stdlib_module_names
+
+
+def test_all_of_it_can_be_imported_where_nothing_is_installed() -> None:
+    """-S leaves site-packages out: what an image has that knows nothing of us."""
+    names = [
+        ".".join(("cloudtrain", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+        for path in sources()
+        if home(path) not in ("cli", "testing", "__main__")
+    ]
+    lines = [f"import sys; sys.path.insert(0, {str(ROOT)!r})", *[f"import {name}" for name in names]]
+    assert fresh("\n".join(lines), "-S", "-E") == ""
+
+
+# -------------------------------------------------------------------------------------------- providers by name, nowhere
+
+
+def literals(path: Path) -> Iterator[tuple[int, str]]:
+    """Every text constant and identifier of the code with its line, but docstrings."""
+    docs = set()
+    for node in ast.walk(parsed(path)):
+        for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                docs.add(id(statement.value))
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.lineno, node.value
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+
+
+def test_only_a_provider_itself_says_its_name() -> None:
+    """`local` is a common word, so only where it stands alone; the others anywhere in a text or name."""
+    known = PROVIDERS | PLANNED
+    rare = re.compile("|".join(known - {"local"}), re.IGNORECASE)
+    wrong, used = [], set()
+    for path in sources():
+        if home(path) in ("providers", "testing"):
+            continue
+        for line, text in literals(path):
+            name = "local" if text == "local" else match[0].lower() if (match := rare.search(text)) else None
+            if name is None or not _said(path, line, text):
+                continue
+            used.add((name_of(path), name))
+            if (name_of(path), name) not in NAMES_A_PROVIDER:
+                wrong.append(f"{name_of(path)}:{line}: {text!r}")
+    assert not wrong, "\n".join(wrong)
+    assert used == set(NAMES_A_PROVIDER), "no longer needed in NAMES_A_PROVIDER"
+
+
+def _said(path: Path, line: int, text: str) -> bool:
+    """A variable called ``local`` is no provider; a text is."""
+    return text != "local" or f'"{text}"' in path.read_text(encoding="utf-8").splitlines()[line - 1]
+
+
+# --------------------------------------------------------------------------------------------------- nothing unfinished
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    with tokenize.open(path) as stream:
+        for token in tokenize.generate_tokens(stream.readline):
+            if token.type == tokenize.COMMENT:
+                yield token.start[0], token.string
+
+
+def shipped(*folders: str) -> list[Path]:
+    return [
+        path for folder in folders or ("cloudtrain", "entrypoints", "benchmarks") for path in sources(ROOT / folder)
+    ]
+
+
+def test_nothing_is_left_for_later() -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
+    found = [f"{name_of(p)}:{line}: {text}" for p in shipped() for line, text in comments(p) if marks.search(text)]
+    for path in shipped():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Name) and node.id == "NotImplementedError":
+                found.append(f"{name_of(path)}:{node.lineno}: NotImplementedError")
+    assert not found, "\n".join(found)
+
+
+def test_no_function_is_a_stub() -> None:
+    """One that does nothing on purpose says so in its docstring."""
+    found = []
+    for path in shipped():
+        protocols = {
+            id(method)
+            for kind in ast.walk(parsed(path))
+            if isinstance(kind, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in kind.bases)
+            for method in kind.body
+        }
+        for node in functions(path):
+            abstract = id(node) in protocols or any("abstractmethod" in ast.unparse(d) for d in node.decorator_list)
+            if not abstract and not ast.get_docstring(node) and not any(map(_does, node.body)):
+                found.append(f"{name_of(path)}:{node.lineno}: {node.name}")
+    assert not found, "\n".join(found)
+
+
+def _does(statement: ast.stmt) -> bool:
+    text_or_dots = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return not (text_or_dots or isinstance(statement, ast.Pass))
+
+
+def test_a_broad_except_says_why() -> None:
+    wrong = []
+    for path in shipped():
+        said = dict(comments(path))
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ExceptHandler) and _broad(node) and not _reraises(node):
+                reason = re.sub(r"#\s*(noqa(: *[A-Z0-9, ]+)?)?", "", said.get(node.lineno, "")).strip(" -")
+                if len(reason.split()) < 3:
+                    wrong.append(f"{name_of(path)}:{node.lineno}")
+    assert not wrong, "\n".join(wrong)
+
+
+def _broad(node: ast.ExceptHandler) -> bool:
+    kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    return any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds)
+
+
+def _reraises(node: ast.ExceptHandler) -> bool:
+    return isinstance(node.body[-1], ast.Raise)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading it
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(path: Path) -> list[Function]:
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def test_files_are_short() -> None:
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in shipped()}
+    long = [f"{name}: {count} lines" for name, count in lengths.items() if count > FILE_LINES]
+    assert not long, "\n".join(long)
+
+
+def test_functions_are_short() -> None:
+    """Those of entry points may be long: a training script is read from top to bottom."""
+    long = [
+        f"{name_of(path)}:{node.lineno}: {node.name}, {length} lines"
+        for path in shipped("cloudtrain", "benchmarks")
+        for node in functions(path)
+        if (length := (node.end_lineno or 0) - node.lineno + 1) > FUNCTION_LINES
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_everything_public_says_what_it_is() -> None:
+    silent = []
+    for path in sources():
+        if not ast.get_docstring(parsed(path)) and home(path) != "__main__":
+            silent.append(f"{name_of(path)}: the module")
+        for node in parsed(path).body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                if not (node.name.startswith("_") or ast.get_docstring(node)):
+                    silent.append(f"{name_of(path)}:{node.lineno}: {node.name}")
+    assert not silent, "\n".join(silent)
+
+
+# ------------------------------------------------------------------------------------------------------------ packaging
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return toml_loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"), where="pyproject.toml")
+
+
+def requirement(text: str) -> str:
+    return re.match(r"[A-Za-z0-9_.-]+", text)[0]  # type: ignore[index]
+
+
+def test_one_python_floor(project: dict[str, Any]) -> None:
+    floor = re.fullmatch(r">=(\d+)\.(\d+)", project["project"]["requires-python"])
+    assert floor is not None
+    major, minor = floor.groups()
+    tool = project["tool"]
+    assert tool["ruff"]["target-version"] == f"py{major}{minor}"
+    assert tool["mypy"]["python_version"] == f"{major}.{minor}"
+    assert f"--target={major}.{minor}-" in (ROOT / "Makefile").read_text()
+    assert f"Python {major}.{minor} or later" in (ROOT / "README.md").read_text()
+
+
+def test_dependencies_are_those_that_are_imported(project: dict[str, Any]) -> None:
+    declared = {requirement(text) for text in project["project"]["dependencies"]}
+    used = {
+        DISTRIBUTIONS.get(item.package, item.package)
+        for path in sources()
+        if home(path) not in ("providers", "testing")
+        for item in imports(path)
+        if third_party(item) and item.package != "_signal"
+    }
+    assert used == declared
+
+
+def test_every_provider_has_its_extra(project: dict[str, Any]) -> None:
+    extras = project["project"]["optional-dependencies"]
+    assert set(extras) >= PROVIDERS | {"dev"}
+    assert any(requirement(text) == "torch" for text in extras["local"])
+
+
+def test_the_package_is_typed_and_has_one_console_script(project: dict[str, Any]) -> None:
+    assert (PACKAGE / "py.typed").exists()
+    assert project["project"]["scripts"] == {"cloudtrain": "cloudtrain.cli:main"}
+
+
+def test_a_new_machine_takes_two_commands() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Two commands on a new machine")[2].partition("\n## ")[0]
+    block = section.partition("```sh\n")[2].partition("```")[0]
+    assert [line.split("#")[0].split() for line in block.splitlines()] == [["make", "demo"], ["make", "test"]]
