@@ -7,7 +7,8 @@ enters no ignored folder).
 Some rare forms come out otherwise than in git: a backslash in brackets (``[\\]]``), before a slash (``a\\/b``), a slash
 in brackets (``[a/]``), an unknown class (``[[:no:]]``), a path with a ``**`` folder and negated brackets, which then
 match a slash (``a/**/b[!c]d``), and a path with ``**`` that is not a whole folder (``a/b**``, ``/***``): regular
-asterisks, as gitignore(5) says, where git at times crosses folders.
+asterisks, as gitignore(5) says, where git at times crosses folders. Before pathspec 1.0, a bracket that is never closed
+stands for itself, where git matches nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _END = b"\0"
 """Ends every pattern and path, and is in none: alone, pathspec's patterns match all below what they name as well."""
 _NEVER = re.compile(rb"(?!)")
 _UNTIL_SPACES = re.compile(rb"(?: *(?:\\.|[^ \\]|\\$))*", re.DOTALL)
-_CLASSES = {  # of POSIX, for ASCII and without the slash; pathspec has none
+_CLASSES = {  # of ASCII, without the slash; pathspec knows none
     b"[:alnum:]": b"0-9A-Za-z",
     b"[:alpha:]": b"A-Za-z",
     b"[:blank:]": b" \t",
@@ -35,7 +36,7 @@ _CLASSES = {  # of POSIX, for ASCII and without the slash; pathspec has none
     b"[:lower:]": b"a-z",
     b"[:print:]": b"0-~ -.",
     b"[:punct:]": b":-@[-`{-~!-.",
-    b"[:space:]": b"\t-\r ",
+    b"[:space:]": b"\t\n\r ",
     b"[:upper:]": b"A-Z",
     b"[:xdigit:]": b"0-9A-Fa-f",
 }
@@ -75,7 +76,8 @@ class Rule:
     def _above(self) -> tuple[re.Pattern[bytes], ...]:
         """The folders on the way to what the pattern names."""
         names = self.pattern.split(b"/")
-        return tuple(_regex(b"/".join(names[:i])) for i in range(1, len(names) + (names[-1] == b"**")))
+        count = len(names) if self.anchored and names[-1] == b"**" else len(names) - 1
+        return tuple(_regex(b"/".join(names[: i + 1])) for i in range(count))
 
     def matches(self, path: bytes, folder: bool) -> bool:
         """Whether ``path``, relative to the folder of the rule's file, is itself meant (not a folder above it)."""
@@ -146,7 +148,7 @@ def _regex(pattern: bytes) -> re.Pattern[bytes]:
     try:
         from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern as Pattern
     except ModuleNotFoundError:  # before 1.0
-        from pathspec.patterns import GitWildMatchPattern as Pattern
+        from pathspec.patterns.gitwildmatch import GitWildMatchPattern as Pattern
 
     if not re.fullmatch(rb"(?:\\.|[^\\])+", pattern, re.DOTALL):  # empty, or ends in a lone backslash
         return _NEVER

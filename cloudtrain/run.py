@@ -26,7 +26,8 @@ from .errors import (
 from .follow import Line, attempt_key
 from .job import Job, check_run_id, nearest, url_scheme
 from .provider import FINAL, AttemptInfo, Provider, Status, find_provider
-from .store import PULLED, Checkpoint, PullReport, Staged, Store
+from .pull import PULLED, PullReport, pull
+from .store import Checkpoint, Staged, Store
 from .tail import Contact, Tail
 from .transfer import Progress, local_path, parallel
 from .verdict import (
@@ -396,7 +397,7 @@ class Run:
 
         Raises `StorageError`, `DigestError` for damaged content, and `SpecError` for an unknown word in ``what``.
         """
-        return self.store.pull(self.run_id, Path(folder), what=what, progress=progress)
+        return pull(self.store, self.run_id, Path(folder), what=what, progress=progress)
 
     def cancel(self) -> None:
         """Forbid further attempts and ask the platform to stop what runs. Idempotent; a final run stays as it is.

@@ -14,25 +14,20 @@ import concurrent.futures
 import contextlib
 import errno
 import hashlib
-import logging
 import os
-import random
 import re
 import secrets
 import shutil
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
-from .errors import AuthError, CloudtrainError, DigestError, SpecError, StorageError
+from .errors import DigestError, SpecError, StorageError
 from .job import url_scheme
 
 __all__ = [
     "Entry",
     "Files",
-    "FsspecFiles",
     "LocalFiles",
     "Names",
     "Progress",
@@ -153,7 +148,11 @@ class Files(Protocol):
 def files(url: str, *, gitignore: bool = False) -> Files:
     """The tree at ``url``; opens nothing yet. ``gitignore``: a local root hides itself from git once written to."""
     path = local_path(url)
-    return FsspecFiles(url=url) if path is None else LocalFiles(root=path, gitignore=gitignore)
+    if path is not None:
+        return LocalFiles(root=path, gitignore=gitignore)
+    from .remote import FsspecFiles  # it stands on this module, and a local store must not load it
+
+    return FsspecFiles(url=url)
 
 
 # ------------------------------------------------------------------------------------------------------ URLs and paths
@@ -192,7 +191,7 @@ def _file_part(url: str) -> str:
     return rest[1:] if _SLASHED_DRIVE.match(rest) else rest
 
 
-def _parts(key: str) -> list[str]:
+def parts_of(key: str) -> list[str]:
     """``key`` split; `StorageError` for one that could mean another place on some system."""
     parts = key.split("/") if key else []
     if "\\" in key or "\0" in key or _DRIVE.match(key) or any(part in ("", ".", "..") for part in parts):
@@ -203,14 +202,14 @@ def _parts(key: str) -> list[str]:
 def safe(key: str) -> bool:
     """Whether ``key`` is one that `Files` and `inside` take, on every system."""
     try:
-        return bool(_parts(key))
+        return bool(parts_of(key))
     except StorageError:
         return False
 
 
 def inside(folder: Path, key: str) -> Path:
     """The path of ``key`` in ``folder``; `StorageError` when it would lie, or lead through a symbolic link, outside."""
-    parts = _parts(key)
+    parts = parts_of(key)
     if not parts:
         raise StorageError("unsafe path ''")
     path = folder.joinpath(*parts)
@@ -236,7 +235,7 @@ def walk(folder: Path) -> dict[str, Path]:
 
 
 def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: dict[str, Path]) -> None:
-    with _disk(folder):
+    with disk_errors(folder):
         status = folder.stat()
         here = (status.st_dev, status.st_ino)
         if here in above and status.st_ino:
@@ -255,7 +254,7 @@ def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: 
 
 
 def _check_name(key: str) -> None:
-    _parts(key)
+    parts_of(key)
     try:
         key.encode()
     except UnicodeEncodeError:
@@ -265,7 +264,7 @@ def _check_name(key: str) -> None:
 def sha256_file(path: Path) -> str:
     """SHA-256 of a local file, in hex. `StorageError` when it cannot be read."""
     digest = hashlib.sha256()
-    with _disk(path), open(path, "rb") as stream:
+    with disk_errors(path), open(path, "rb") as stream:
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
@@ -290,7 +289,7 @@ def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> li
 
 
 @contextlib.contextmanager
-def _disk(path: Path) -> Iterator[None]:
+def disk_errors(path: Path) -> Iterator[None]:
     """A local failure as `StorageError` with path and reason; FileNotFoundError passes."""
     try:
         yield
@@ -302,7 +301,7 @@ def _disk(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _temp(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
+def temp_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
     """A new empty file beside ``path`` (its folder is made), gone at the end unless renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(_TEMP + secrets.token_hex(8))
@@ -313,7 +312,7 @@ def _temp(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
         temp.unlink(missing_ok=True)
 
 
-def _settle(temp: Path, path: Path) -> None:
+def settle(temp: Path, path: Path) -> None:
     """Make ``temp`` durable under the name ``path``."""
     _sync(temp)
     os.replace(temp, path)
@@ -349,7 +348,7 @@ def _copy_file(source: Path, target: Path, report: Callable[[int], None]) -> Non
         _pour(stream, out, report)
 
 
-def _verify(path: Path, key: str, sha256: str | None, size: int | None) -> None:
+def verify(path: Path, key: str, sha256: str | None, size: int | None) -> None:
     got = path.stat().st_size
     if size is not None and got != size:
         raise DigestError(f"{key}: {got} bytes, not the {size} promised")
@@ -363,18 +362,18 @@ def _same(path: Path, size: int, sha256: str | None) -> bool:
     return sha256_file(path) == sha256
 
 
-def _ignore(_: int) -> None:
-    pass
+def ignore_progress(_: int) -> None:
+    """Nobody wants to know."""
 
 
-def _report(progress: Progress | None, key: str) -> Callable[[int], None]:
-    return (lambda n: progress(key, n)) if progress else _ignore
+def report_to(progress: Progress | None, key: str) -> Callable[[int], None]:
+    return (lambda n: progress(key, n)) if progress else ignore_progress
 
 
 # --------------------------------------------------------------------------------------------- what both trees do alike
 
 
-class _Trees:
+class Trees:
     """The methods of `Files` that are made of its others."""
 
     def list(self: Files, prefix: str = "") -> dict[str, int]:
@@ -399,7 +398,7 @@ class _Trees:
 
         def fetch(name: str) -> None:
             digest = (digests or {}).get(name)
-            with _disk(wanted[name]):
+            with disk_errors(wanted[name]):
                 if _same(wanted[name], sizes[name], digest):
                     return
             key = f"{prefix}/{name}" if prefix else name
@@ -422,7 +421,7 @@ class _Trees:
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES}
 
 
-class LocalFiles(_Trees):
+class LocalFiles(Trees):
     """`Files` of a local folder, which need not exist yet."""
 
     def __init__(self, *, root: Path, gitignore: bool = False, link: Callable[[Path, Path], None] = os.link) -> None:
@@ -435,7 +434,7 @@ class LocalFiles(_Trees):
         return normalize(str(self.root), cwd=self.root)
 
     def _path(self, key: str) -> Path:
-        return self.root.joinpath(*_parts(key))
+        return self.root.joinpath(*parts_of(key))
 
     def _writable(self, key: str) -> Path:
         if self._gitignore:
@@ -446,19 +445,19 @@ class LocalFiles(_Trees):
 
     def read(self, key: str) -> bytes:
         path = self._path(key)
-        with _disk(path):
+        with disk_errors(path):
             return path.read_bytes()
 
     def write(self, key: str, data: bytes) -> None:
         path = self._writable(key)
-        with _disk(path), _temp(path) as temp:
+        with disk_errors(path), temp_file(path) as temp:
             temp.write_bytes(data)
-            _settle(temp, path)
+            settle(temp, path)
 
     def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
         path = self._writable(key)
         mode = 0o600 if private else 0o666
-        with _disk(path), _temp(path, mode=mode) as temp:
+        with disk_errors(path), temp_file(path, mode=mode) as temp:
             temp.write_bytes(data)
             _sync(temp)
             created = self._link_or_open(temp, path, mode)
@@ -492,7 +491,7 @@ class LocalFiles(_Trees):
 
     def size(self, key: str) -> int | None:
         path = self._path(key)
-        with _disk(path):
+        with disk_errors(path):
             try:
                 return path.stat().st_size if path.is_file() else None
             except FileNotFoundError:
@@ -504,7 +503,11 @@ class LocalFiles(_Trees):
         return dict(sorted(found.items()))
 
     def _scan(self, folder: Path, prefix: str, found: dict[str, Entry]) -> None:
-        with _disk(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as items:
+        with (
+            disk_errors(folder),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(folder) as items,
+        ):
             for item in items:
                 if item.is_dir(follow_symlinks=False):
                     self._scan(Path(item.path), f"{prefix}{item.name}/", found)
@@ -515,12 +518,12 @@ class LocalFiles(_Trees):
 
     def names(self, prefix: str = "") -> Names:
         path = self._path(prefix)
-        with _disk(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return sorted(name for name in os.listdir(path) if not name.startswith(_TEMP))
         return []
 
     def upload(self, path: Path, key: str, *, progress: Progress | None = None) -> None:
-        self._copy(path, self._writable(key), _report(progress, key))
+        self._copy(path, self._writable(key), report_to(progress, key))
 
     def download(
         self,
@@ -531,14 +534,14 @@ class LocalFiles(_Trees):
         size: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._copy(self._path(key), path, _report(progress, key), lambda temp: _verify(temp, key, sha256, size))
+        self._copy(self._path(key), path, report_to(progress, key), lambda temp: verify(temp, key, sha256, size))
 
     @property
     def copies(self) -> bool:
         return True
 
     def copy(self, source: str, target: str) -> None:
-        self._copy(self._path(source), self._writable(target), _ignore)
+        self._copy(self._path(source), self._writable(target), ignore_progress)
 
     def _copy(
         self,
@@ -547,358 +550,19 @@ class LocalFiles(_Trees):
         report: Callable[[int], None],
         check: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        with _disk(target):
+        with disk_errors(target):
             source.stat()
-            with _temp(target) as temp:
+            with temp_file(target) as temp:
                 _copy_file(source, temp, report)
                 check(temp)
-                _settle(temp, target)
+                settle(temp, target)
 
     def remove(self, prefix: str) -> None:
         if not prefix:
             raise StorageError(f"{self.root}: the whole store is not removed")
         path = self._path(prefix)
-        with _disk(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-
-
-# --------------------------------------------------------------------------------------------- anything else, by fsspec
-
-#: The one error table: a kind, the HTTP statuses and the exception names (of any base class) that mean it. By name,
-#: because the back ends' packages may not be installed and must not be imported to find out.
-_TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
-    ("missing", frozenset({404, 410}), frozenset({"FileNotFoundError", "ResourceNotFoundError"})),
-    ("taken", frozenset({409, 412}), frozenset({"FileExistsError", "ResourceExistsError", "ResourceModifiedError"})),
-    (
-        "transient",
-        frozenset({408, 425, 429, 500, 502, 503, 504}),
-        frozenset(
-            {
-                # the standard library, fsspec, requests
-                "ConnectionError", "TimeoutError", "FSTimeoutError", "IncompleteRead", "Timeout",
-                "ChunkedEncodingError",
-                # botocore
-                "HTTPClientError", "IncompleteReadError", "ResponseParserError", "ResponseStreamingError",
-                # aiohttp
-                "ClientConnectionError", "ClientPayloadError",
-                # azure-core
-                "ServiceRequestError", "ServiceResponseError",
-                # google-auth, gcsfs
-                "TransportError", "ChecksumError",
-            }
-        ),
-    ),
-    (
-        "auth",
-        frozenset({401, 403, 407}),
-        frozenset(
-            {
-                "PermissionError",
-                # botocore
-                "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
-                "SSOError", "ProfileNotFound", "NoAuthTokenError",
-                # azure-core, azure-identity
-                "ClientAuthenticationError", "CredentialUnavailableError",
-                # google-auth
-                "GoogleAuthError",
-            }
-        ),
-    ),
-)  # fmt: skip
-_DISK_ERRNOS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-_AUTH_WORDS = ("forbidden", "credential", "expiredtoken", "accessdenied", "unauthorized", "not authorized")
-#: Back ends whose copy on the server may still be under way when the call returns.
-_LAZY_COPY = frozenset({"abfs", "abfss", "az"})
-_VERSION_FIELDS = (
-    "ETag", "etag", "md5Hash", "content_md5", "generation", "VersionId", "LastModified", "last_modified", "updated",
-    "mtime", "created",
-)  # fmt: skip
-
-
-def _chain(exc: BaseException) -> Iterator[BaseException]:
-    seen: list[BaseException] = []
-    link: BaseException | None = exc
-    while link is not None and link not in seen:
-        seen.append(link)
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-
-
-def _status(exc: BaseException) -> int | None:
-    """The HTTP status that an exception of any of the client libraries carries."""
-    response = getattr(exc, "response", None)
-    if isinstance(response, Mapping):
-        status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return status if isinstance(status, int) else None
-    for name in ("status_code", "status", "code"):
-        value = getattr(exc, name, None)
-        if str(value).isdigit() and 100 <= int(str(value)) < 600:
-            return int(str(value))
-    return None
-
-
-def classify(exc: BaseException) -> str:
-    """What an exception of any back end means: missing, taken, transient, auth, disk or other."""
-    for link in _chain(exc):
-        if isinstance(link, OSError) and (
-            link.errno in _DISK_ERRNOS or (isinstance(link, PermissionError) and link.filename)
-        ):
-            return "disk"
-        names = {base.__name__ for base in type(link).__mro__}
-        status = _status(link)
-        for kind, statuses, classes in _TABLE:
-            if status in statuses or names & classes:
-                return kind
-    text = str(exc).lower()
-    return "auth" if any(word in text for word in _AUTH_WORDS) else "other"
-
-
-def _translate(exc: BaseException, where: str) -> Exception:
-    """The exception to raise for ``exc``: one line, of cloudtrain's tree, or builtin for what is an answer."""
-    reason = " ".join(str(exc).split())[:400] or type(exc).__name__
-    kind = classify(exc)
-    if kind == "missing":
-        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where)
-    if kind == "taken":
-        return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where)
-    if kind == "auth":
-        return AuthError(f"{where}: no access: {reason}")
-    if kind == "disk" and isinstance(exc, OSError):
-        return StorageError(f"{exc.filename or where}: {exc.strerror or reason}")
-    return StorageError(f"{where}: {reason}")
-
-
-def _open(url: str) -> tuple[Any, str]:
-    """The fsspec file system of ``url`` and the root path in it. `SpecError` when its package is not installed."""
-    scheme = url_scheme(url)
-    if os.environ.get("STORAGE_EMULATOR_HOST"):
-        # gcsfs's probe of the bucket's type speaks gRPC over TLS, which no emulator answers: 60 s an operation.
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    try:
-        import fsspec.core
-        from fsspec.registry import get_filesystem_class, known_implementations
-    except ImportError as exc:
-        raise SpecError(f"{scheme}: URLs need fsspec; pip install fsspec ({exc})", field="store") from exc
-    package = str(known_implementations.get(scheme, {}).get("class", "")).split(".")[0]
-    logging.getLogger(package or scheme).addHandler(logging.NullHandler())  # they print tracebacks of what they raise
-    try:
-        get_filesystem_class(scheme)
-    except ImportError as exc:
-        raise SpecError(f"{exc}: pip install {package} ({exc.__cause__})", field="store") from exc
-    except ValueError as exc:
-        raise SpecError(f"no file system is known for {scheme}: URLs", field="store") from exc
-    # Another machine writes to the same store: a listing that is remembered is wrong. A remembered instance keeps
-    # credentials that have expired.
-    fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-    return fs, str(root).rstrip("/")
-
-
-class FsspecFiles(_Trees):
-    """`Files` of any URL that fsspec reaches. ``tries`` counts the first; ``sleep`` takes seconds."""
-
-    def __init__(
-        self, *, url: str, fs: Any = None, tries: int = 4, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        self._url = url
-        self._tries = tries
-        self._sleep = sleep
-        self._given = fs
-        self._opened: tuple[int, Any, str] | None = None
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    def _fs(self) -> Any:
-        return self._open()[1]
-
-    def _open(self) -> tuple[int, Any, str]:
-        if self._opened is None or self._opened[0] != os.getpid():  # a client does not survive a fork
-            try:
-                if self._given is not None:
-                    fs, root = self._given, str(self._given._strip_protocol(self._url)).rstrip("/")
-                else:
-                    fs, root = _open(self._url)
-            except CloudtrainError:
-                raise
-            except Exception as exc:  # back ends raise anything; the table sorts it
-                raise _translate(exc, self._url) from exc
-            self._opened = (os.getpid(), fs, root)
-        return self._opened
-
-    def _at(self, key: str) -> str:
-        return "/".join([self._open()[2], *_parts(key)])
-
-    def _call(self, key: str, work: Callable[..., R], *args: Any, **options: Any) -> R:
-        """``work(...)``, again after a transient failure; what it raises goes through the table."""
-        for left in range(self._tries - 1, -1, -1):
-            try:
-                return work(*args, **options)
-            except (CloudtrainError, TypeError, AttributeError):
-                raise
-            except Exception as exc:  # back ends raise anything; the table sorts it
-                if classify(exc) != "transient" or not left:
-                    raise _translate(exc, f"{self._url}/{key}".rstrip("/")) from exc
-                self._pause(self._tries - 1 - left)
-        raise AssertionError("unreachable")
-
-    def _pause(self, number: int) -> None:
-        self._sleep(min(10.0, 0.5 * 2**number) * random.uniform(0.5, 1.5))
-
-    @contextlib.contextmanager
-    def _bucket(self) -> Iterator[None]:
-        """While writing, nothing is missing but the bucket."""
-        try:
-            yield
-        except FileNotFoundError as exc:
-            raise StorageError(f"{self._url}: the bucket or container does not exist") from exc
-
-    def read(self, key: str) -> bytes:
-        return bytes(self._call(key, self._fs().cat_file, self._at(key)))
-
-    def write(self, key: str, data: bytes) -> None:
-        with self._bucket():
-            self._call(key, self._fs().pipe_file, self._at(key), data)
-
-    def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
-        for number in range(self._tries):
-            # Also before the first try: some servers ignore the condition, and overwrite.
-            if self.exists(key):
-                return False
-            try:
-                with self._bucket():
-                    self._call(key, self._fs().pipe_file, self._at(key), data, mode="create")
-                return True
-            except FileExistsError:
-                # 412 is an object; 409 is another creator under way, who may yet fail: look, then try again.
-                if self.exists(key):
-                    return False
-                self._pause(number)
-        raise StorageError(f"{self._url}/{key}: other writers stay in the way")
-
-    def size(self, key: str) -> int | None:
-        try:
-            info = self._call(key, self._fs().info, self._at(key))
-        except FileNotFoundError:
-            return None
-        return int(info["size"]) if info.get("type") == "file" else None
-
-    def entries(self, prefix: str = "") -> dict[str, Entry]:
-        try:
-            found = self._call(prefix, self._fs().find, self._at(prefix), detail=True)
-        except FileNotFoundError:
-            found = {}
-        if not found:
-            self._check_bucket()
-        if not isinstance(found, Mapping):  # adlfs answers a list when the path is itself a file
-            return {}
-        below = f"{prefix}/" if prefix else ""
-        entries = {
-            self._key(name): Entry(int(info["size"] or 0), _version(info))
-            for name, info in found.items()
-            if info.get("type") == "file" and not name.endswith("/")
-        }
-        return {key: entries[key] for key in sorted(entries) if key.startswith(below) and key != below}
-
-    def _key(self, path: str) -> str:
-        root = self._open()[2]
-        return path[len(root) + 1 :] if path.startswith(root + "/") else path.lstrip("/")
-
-    def names(self, prefix: str = "") -> Names:
-        try:
-            found = self._call(prefix, self._fs().ls, self._at(prefix), detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            self._check_bucket()
-            return []
-        below = f"{prefix}/" if prefix else ""
-        keys = [self._key(path).rstrip("/") for path in found]
-        return sorted({key[len(below) :] for key in keys if key.startswith(below)} - {""})
-
-    def _check_bucket(self) -> None:
-        """A folder that is not there is empty; a bucket that is not there is a mistake."""
-        root = self._open()[2]
-        if root.startswith("/"):
-            return  # a file system of paths, without buckets
-        bucket = root.split("/")[0]
-        with contextlib.suppress(AuthError):  # may list this folder, not the bucket
-            if not self._call("", self._fs().exists, bucket):
-                raise StorageError(f"{self._url}: the bucket or container does not exist")
-
-    def upload(self, path: Path, key: str, *, progress: Progress | None = None) -> None:
-        with _disk(path):
-            size = path.stat().st_size
-        with self._bucket():
-            meter = _meter(progress, key, size)
-            self._call(key, self._fs().put_file, str(path), self._at(key), callback=meter)
-            meter.finish()
-
-    def download(
-        self,
-        key: str,
-        path: Path,
-        *,
-        sha256: str | None = None,
-        size: int | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        meter = _meter(progress, key, size)
-        self._call(key, self._fetch, key, path, sha256, size, meter)
-
-    def _fetch(self, key: str, path: Path, sha256: str | None, size: int | None, meter: Any) -> None:
-        # A new temporary file each time: the parallel parts of a try that failed may still be writing to the last one.
-        with contextlib.ExitStack() as stack:
-            with _disk(path):
-                temp = stack.enter_context(_temp(path))
-            self._fs().get_file(self._at(key), str(temp), callback=meter)
-            with _disk(path):
-                _verify(temp, key, sha256, size)
-                meter.finish(temp.stat().st_size)
-                _settle(temp, path)
-
-    @property
-    def copies(self) -> bool:
-        return url_scheme(self._url) not in _LAZY_COPY
-
-    def copy(self, source: str, target: str) -> None:
-        if self.copies:
-            self._call(source, self._fs().cp_file, self._at(source), self._at(target))
-            return
-        with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
-            path = Path(folder, "copy")
-            self.download(source, path)
-            self.upload(path, target)
-
-    def remove(self, prefix: str) -> None:
-        if not prefix:
-            raise StorageError(f"{self._url}: the whole store is not removed")
-        with contextlib.suppress(FileNotFoundError):
-            self._call(prefix, self._fs().rm, self._at(prefix), recursive=True)
-
-
-def _version(info: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={info[name]}" for name in _VERSION_FIELDS if info.get(name))
-
-
-def _meter(progress: Progress | None, key: str, size: int | None) -> Any:
-    """An fsspec callback that reports each byte once, whatever is retried; ``finish`` reports the rest."""
-    from fsspec.callbacks import Callback
-
-    class Meter(Callback):  # type: ignore[misc]
-        told = 0
-
-        def call(self, hook_name: str | None = None, **_: Any) -> None:
-            self._tell(self.value)
-
-        def finish(self, total: int | None = None) -> None:
-            self._tell(total if total is not None else size or 0)
-
-        def _tell(self, value: int) -> None:
-            more = (value if size is None else min(value, size)) - self.told
-            if progress and more > 0:
-                self.told += more
-                progress(key, more)
-
-    return Meter()

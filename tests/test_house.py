@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: what may import what, what the package may need, size, words, docstrings."""
+"""The house rules that a machine can check: imports, what the package may need, sizes, words, docstrings."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ORDER: tuple[frozenset[str], ...] = tuple(
         "_version errors",
         "job",
         "ignore provider transfer",
-        "tree follow settings engine pyz",
+        "tree follow settings engine pyz remote",
         "bundle store verdict providers runtime",
-        "tail",
+        "tail pull",
         "run",
         "submit supervisor",
         "estimator",
@@ -47,8 +47,11 @@ ONLY: dict[str, frozenset[str]] = {
 }
 #: Providers whose nodes this machine itself starts.
 WITH_ENGINE = frozenset({"local", "docker"})
-#: (importer, imported): the one step up, by name only. A provider is found in its folder, never imported by name.
-DISCOVERY = {("provider", "providers")}
+#: (importer, imported): the steps up, each from a function that picks one of several by a word it was given.
+PICKS = {
+    ("provider", "providers"): "a provider is found in its folder by its name; none is imported by name",
+    ("transfer", "remote"): "a URL's scheme says which files it means, and a local store must not load the other half",
+}
 
 #: Where code (docstrings and comments may explain) says the name of a provider, or a word that is one, and what for.
 NAMES_A_PROVIDER = {
@@ -67,7 +70,7 @@ PLANNED = {"docker", "sagemaker", "azureml", "vertex"}
 
 @dataclass(frozen=True)
 class Import:
-    """``module`` is absolute; ``ours`` its part below cloudtrain, empty for another package. ``top``: at import time."""
+    """``module`` is absolute, ``ours`` its part below cloudtrain (empty: another package); ``top``: at import time."""
 
     where: str
     module: str
@@ -155,7 +158,7 @@ def test_imports_go_one_way() -> None:
     for path in sources():
         here = home(path)
         for item in imports(path):
-            if item.package != "cloudtrain" or here in ("", item.ours) or (here, item.ours) in DISCOVERY:
+            if item.package != "cloudtrain" or here in ("", item.ours) or ((here, item.ours) in PICKS and not item.top):
                 continue
             if not item.ours or level(item.ours) >= level(here):
                 wrong.append(f"{item.where}: {here} must not import {item.module}")
@@ -243,7 +246,7 @@ def test_all_of_it_can_be_imported_where_nothing_is_installed() -> None:
     assert fresh("\n".join(lines), "-S", "-E") == ""
 
 
-# -------------------------------------------------------------------------------------------- providers by name, nowhere
+# ---------------------------------------------------------------------------------------------------- providers' names
 
 
 def literals(path: Path) -> Iterator[tuple[int, str]]:
@@ -355,7 +358,7 @@ def _reraises(node: ast.ExceptHandler) -> bool:
     return isinstance(node.body[-1], ast.Raise)
 
 
-# ------------------------------------------------------------------------------------------------------------- reading it
+# ------------------------------------------------------------------------------------------------- sizes and docstrings
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -385,13 +388,26 @@ def test_functions_are_short() -> None:
 def test_everything_public_says_what_it_is() -> None:
     silent = []
     for path in sources():
-        if not ast.get_docstring(parsed(path)) and home(path) != "__main__":
+        tree = parsed(path)
+        if not ast.get_docstring(tree):
             silent.append(f"{name_of(path)}: the module")
-        for node in parsed(path).body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-                if not (node.name.startswith("_") or ast.get_docstring(node)):
-                    silent.append(f"{name_of(path)}:{node.lineno}: {node.name}")
+        silent += [
+            f"{name_of(path)}:{node.lineno}: {node.name}"
+            for node in tree.body
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            and node.name in _public(tree)
+            and not ast.get_docstring(node)
+        ]
     assert not silent, "\n".join(silent)
+
+
+def _public(tree: ast.Module) -> set[str]:
+    """``__all__``, or without one every name that does not begin with an underscore."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    names = {getattr(node, "name", "_") for node in tree.body}
+    return {name for name in names if not name.startswith("_")}
 
 
 # ------------------------------------------------------------------------------------------------------------ packaging

@@ -19,7 +19,8 @@ from servers import ATTEMPT_RACER, race
 from cloudtrain.errors import DigestError, NotFoundError, SpecError, StorageError
 from cloudtrain.job import Job
 from cloudtrain.provider import Layout, Request
-from cloudtrain.store import Staged, Store, merge_metrics
+from cloudtrain.pull import merge_metrics, pull
+from cloudtrain.store import Staged, Store
 
 RUN = "20250101-000000-train-abcd"
 REQUEST = Request(provider="p", operation="create", body={"a": [1]}, context={"protocol": 1}, run="file:///s/runs/r")
@@ -482,7 +483,7 @@ EVERYTHING = {
 
 def test_pull(full: Store, tmp_path: Path) -> None:
     moved: list[int] = []
-    report = full.pull(RUN, tmp_path / "out", progress=lambda _, more: moved.append(more))
+    report = pull(full, RUN, tmp_path / "out", progress=lambda _, more: moved.append(more))
     found = below(tmp_path / "out")
     assert json.loads(found.pop("result.json")) == {"state": "succeeded"}
     assert json.loads(found.pop("run.json"))["name"] == "train"
@@ -494,8 +495,8 @@ def test_pull(full: Store, tmp_path: Path) -> None:
 
 
 def test_a_second_pull_transfers_nothing(full: Store, tmp_path: Path) -> None:
-    first = full.pull(RUN, tmp_path)
-    second = full.pull(RUN, tmp_path)
+    first = pull(full, RUN, tmp_path)
+    second = pull(full, RUN, tmp_path)
     assert second.transferred == 0
     assert second.files == first.files
     before = below(tmp_path)
@@ -503,21 +504,21 @@ def test_a_second_pull_transfers_nothing(full: Store, tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-1" / "model.pt").write_bytes(b"NEW")
     (tmp_path / "metrics.jsonl").unlink()
     metrics = full.files.list(f"runs/{RUN}/live/metrics")
-    assert full.pull(RUN, tmp_path).transferred == len(b"weights") + len(b"new") + sum(metrics.values())
+    assert pull(full, RUN, tmp_path).transferred == len(b"weights") + len(b"new") + sum(metrics.values())
     assert below(tmp_path) == before
     (tmp_path / ".cloudtrain-pull.json").unlink()  # digests alone are enough for checkpoints
-    assert full.pull(RUN, tmp_path, what=["checkpoints"]).transferred < 1000
-    assert full.pull(RUN, tmp_path, what=["checkpoints"]).transferred == 0
+    assert pull(full, RUN, tmp_path, what=["checkpoints"]).transferred < 1000
+    assert pull(full, RUN, tmp_path, what=["checkpoints"]).transferred == 0
 
 
 def test_pull_follows_what_is_rewritten(full: Store, tmp_path: Path) -> None:
-    full.pull(RUN, tmp_path)
+    pull(full, RUN, tmp_path)
     commit(full, "step-1", {"node-0/step-1/model.pt": b"newer", "node-0/step-1/config": b"same"}, seq=2, time=3000.0)
     (tmp_path / "checkpoints" / "step-1" / "mine.txt").write_bytes(b"the user's")
     live(full, "artifacts/node-0/model.bin", b"WEIGHTS")  # as long as before
     live(full, "logs/0.0/node-0/11.log", "line 11, and more\n")
     live(full, "logs/0.0/node-0/12.log", "line 12\n")
-    report = full.pull(RUN, tmp_path)
+    report = pull(full, RUN, tmp_path)
     found = below(tmp_path)
     assert {path: data for path, data in found.items() if path.startswith("checkpoints/step-1/")} == {
         "checkpoints/step-1/model.pt": b"newer",
@@ -529,17 +530,17 @@ def test_pull_follows_what_is_rewritten(full: Store, tmp_path: Path) -> None:
     assert found["logs/0.0/node-0.log"].endswith(b"line 10\nline 11, and more\nline 12\n")
     # Of the log, only the segments that changed came over.
     assert report.transferred == len(b"newer" + b"WEIGHTS" + b"weights" + b"line 11, and more\nline 12\n")
-    assert full.pull(RUN, tmp_path).transferred == 0
+    assert pull(full, RUN, tmp_path).transferred == 0
 
 
 def test_damaged_content_is_not_kept(store: Store, tmp_path: Path) -> None:
     key = commit(store, "step-1", {"node-0/step-1/a": b"good", "node-0/step-1/b": b"fine"})
     store.files.write(f"{key}/node-0/step-1/b", b"evil")
     with pytest.raises(DigestError, match="promised"):
-        store.pull(RUN, tmp_path / "out")
+        pull(store, RUN, tmp_path / "out")
     assert not (tmp_path / "out" / "checkpoints" / "step-1").exists()
     store.files.write(f"{key}/node-0/step-1/b", b"fine")
-    store.pull(RUN, tmp_path / "out")
+    pull(store, RUN, tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out" / "checkpoints" / "step-1")) == ["a", "b"]
     assert os.listdir(tmp_path / "out" / "checkpoints") == ["step-1"]
 
@@ -551,7 +552,7 @@ def test_hostile_names_stay_in_the_store(store: Store, tmp_path: Path) -> None:
         bad.write_bytes(b"2")
     else:
         MemoryFileSystem().pipe_file(f"/bucket/store/runs/{RUN}/live/artifacts/node-0/..\\evil", b"2")
-    report = store.pull(RUN, tmp_path / "out")
+    report = pull(store, RUN, tmp_path / "out")
     assert report.refused == (f"runs/{RUN}/live/artifacts/node-0/..\\evil",)
     assert {p for p in report.files if p.startswith("artifacts")} == {"artifacts/good"}
     for hostile in ("node-0/../../../x", "/etc/x", "node-0/c/..\\x"):
@@ -567,23 +568,23 @@ def test_pull_does_not_write_through_a_link(full: Store, tmp_path: Path) -> None
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "artifacts").symlink_to(tmp_path / "outside")
     with pytest.raises(StorageError, match="symbolic link"):
-        full.pull(RUN, tmp_path / "out")
+        pull(full, RUN, tmp_path / "out")
     assert os.listdir(tmp_path / "outside") == []
 
 
 def test_another_run_in_the_same_folder_is_no_memory(full: Store, tmp_path: Path) -> None:
-    full.pull(RUN, tmp_path)
+    pull(full, RUN, tmp_path)
     full.create_run(layout(full, run_id="other"), {"name": "other"})
     full.files.write("runs/other/live/artifacts/node-0/model.bin", b"weights of the other")
-    full.pull("other", tmp_path)
+    pull(full, "other", tmp_path)
     assert (tmp_path / "artifacts" / "model.bin").read_bytes() == b"weights of the other"
     assert json.loads((tmp_path / "run.json").read_bytes())["name"] == "other"
 
 
 def test_pull_knows_its_words(full: Store, tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="did you mean 'artifacts'"):
-        full.pull(RUN, tmp_path, what=["artefacts"])
+        pull(full, RUN, tmp_path, what=["artefacts"])
     with pytest.raises(NotFoundError):
-        full.pull("none", tmp_path)
-    full.pull(RUN, tmp_path / "logs-only", what=["logs"])
+        pull(full, "none", tmp_path)
+    pull(full, RUN, tmp_path / "logs-only", what=["logs"])
     assert {path.split("/")[0] for path in below(tmp_path / "logs-only")} == {"logs", "run.json", "result.json"}

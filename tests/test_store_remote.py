@@ -14,8 +14,10 @@ from servers import ATTEMPT_RACER, GcsServer, free_port, race
 from cloudtrain.errors import AuthError, DigestError, StorageError
 from cloudtrain.job import Job
 from cloudtrain.provider import Layout, Request
+from cloudtrain.pull import pull
+from cloudtrain.remote import FsspecFiles
 from cloudtrain.store import Staged, Store
-from cloudtrain.transfer import FsspecFiles, files, parallel
+from cloudtrain.transfer import files, parallel
 
 pytestmark = [
     pytest.mark.remote,
@@ -286,7 +288,7 @@ def test_a_run_from_stage_to_pull(url: str, tmp_path: Path) -> None:
     assert newest is not None
     assert newest.step == 3
     out = tmp_path / "out"
-    report = store.pull(RUN, out)
+    report = pull(store, RUN, out)
     assert set(report.files) == {
         "artifacts/a",
         "checkpoints/step-3/model.pt",
@@ -295,10 +297,10 @@ def test_a_run_from_stage_to_pull(url: str, tmp_path: Path) -> None:
         "run.json",
     }
     assert (out / "checkpoints/step-3/model.pt").read_bytes() == b"abc"
-    assert store.pull(RUN, out).transferred == 0
+    assert pull(store, RUN, out).transferred == 0
     time.sleep(1.1)  # S3 tells the time in seconds, where the digests do not differ
     store.files.write(f"{folder}/artifacts/node-0/a", b"WEIGHTS")
-    store.pull(RUN, out)
+    pull(store, RUN, out)
     assert (out / "artifacts" / "a").read_bytes() == b"WEIGHTS"
     assert (out / "artifacts" / "node-1" / "a").read_bytes() == b"weights"
 

@@ -21,10 +21,9 @@ from hypothesis import strategies as st
 from servers import race
 
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
+from cloudtrain.remote import FsspecFiles, classify
 from cloudtrain.transfer import (
-    FsspecFiles,
     LocalFiles,
-    classify,
     files,
     inside,
     local_path,
@@ -47,6 +46,8 @@ def local(tmp_path: Path) -> LocalFiles:
 
 @pytest.fixture
 def memory() -> Iterator[FsspecFiles]:
+    MemoryFileSystem.store.clear()  # one for the whole process, and other test modules use it too
+    MemoryFileSystem.pseudo_dirs[:] = [""]
     yield FsspecFiles(url="memory://bucket/store", sleep=lambda _: None)
     MemoryFileSystem.store.clear()
 

@@ -216,13 +216,14 @@ class Ranks:
         """What comes from the child itself: of torchrun, its own complaints are held back (they name wrong ranks)."""
         stream: BinaryIO = self._process.stdout  # type: ignore[assignment]
         rank = str(self.first_rank) if self.lone else "-"
-        for text in lines_of(stream):
-            if match := _EXITED.search(text):
-                self.codes[int(match[2])] = int(match[1])
-            if not self.lone and (self.unshown or _TORCHRUN_NOISE.search(text)):
-                self.unshown.append(text)
-            else:
-                self._log.write(rank, text)
+        with stream:
+            for text in lines_of(stream):
+                if match := _EXITED.search(text):
+                    self.codes[int(match[2])] = int(match[1])
+                if not self.lone and (self.unshown or _TORCHRUN_NOISE.search(text)):
+                    self.unshown.append(text)
+                else:
+                    self._log.write(rank, text)
 
     def _wait(self) -> None:
         code = self._process.wait()

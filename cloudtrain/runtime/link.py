@@ -39,6 +39,11 @@ def _mac(key: bytes, *parts: str) -> str:
     return hmac.new(key, "\n".join(parts).encode(), hashlib.sha256).hexdigest()
 
 
+def _same(given: str, right: str) -> bool:
+    # As bytes: compare_digest raises for text beyond ASCII, which a stranger may send.
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), right.encode())
+
+
 class _Channel:
     """One authenticated connection: numbered, signed JSON lines in both directions."""
 
@@ -63,9 +68,10 @@ class _Channel:
             while line := self._stream.readline(MESSAGE_BYTES):
                 taken += 1
                 mac, _, text = line.decode().rstrip("\n").partition(" ")
-                if not hmac.compare_digest(mac, _mac(self._session, self._takes, str(taken), text)):
+                if not _same(mac, _mac(self._session, self._takes, str(taken), text)):
                     return
                 each(json.loads(text))
+        self._stream.close()
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -80,7 +86,7 @@ def _greet(sock: socket.socket, key: bytes, nodes: int) -> tuple[int, _Channel] 
     sock.sendall(f"cloudtrain {nonce}\n".encode())
     hello = json.loads(_line(sock))
     node, theirs = int(hello["node"]), str(hello["nonce"])
-    if not 0 < node < nodes or not hmac.compare_digest(str(hello["mac"]), _mac(key, "peer", nonce, theirs, str(node))):
+    if not 0 < node < nodes or not _same(str(hello["mac"]), _mac(key, "peer", nonce, theirs, str(node))):
         return None
     sock.sendall((_mac(key, "head", nonce, theirs) + "\n").encode())
     session = _mac(key, "session", nonce, theirs).encode()
@@ -96,7 +102,7 @@ def _introduce(sock: socket.socket, key: bytes, node: int) -> _Channel:
     ours = secrets.token_hex(16)
     hello = {"node": node, "nonce": ours, "mac": _mac(key, "peer", nonce, ours, str(node))}
     sock.sendall((json.dumps(hello) + "\n").encode())
-    if not hmac.compare_digest(_line(sock), _mac(key, "head", nonce, ours)):
+    if not _same(_line(sock), _mac(key, "head", nonce, ours)):
         raise ConnectionError("node 0 does not know this run's key")
     return _Channel(sock, _mac(key, "session", nonce, ours).encode(), sends="peer", takes="head")
 
@@ -150,6 +156,7 @@ class Link:
         try:
             server.bind((host, self._port))
         except OSError as exc:
+            server.close()
             raise PlatformError(f"node 0 cannot listen on port {self._port}: {exc.strerror}") from None
         server.listen(self.nodes + 8)
         return server
@@ -166,7 +173,7 @@ class Link:
     def _serve(self, sock: socket.socket) -> None:
         try:
             known = _greet(sock, self._key, self.nodes)
-        except (OSError, ValueError, KeyError, TypeError):
+        except Exception:  # noqa: BLE001  a stranger may say anything, and must not cost us this thread's socket
             known = None
         if known is None:
             sock.close()
@@ -176,10 +183,13 @@ class Link:
     def _connect(self) -> None:
         deadline = time.monotonic() + JOIN_TIMEOUT
         while not self._closed.is_set():
+            sock = None
             try:
                 sock = socket.create_connection((self._addr, self._port), timeout=HANDSHAKE_TIMEOUT)
                 channel = _introduce(sock, self._key, self.node)
-            except OSError:
+            except (OSError, ValueError):  # ValueError: whoever answers there does not even speak text
+                if sock is not None:
+                    sock.close()
                 if time.monotonic() > deadline:
                     self._inbox.put((0, {"t": "lost", "why": f"no answer from {self._addr}:{self._port}"}))
                     return

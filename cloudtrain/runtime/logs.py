@@ -107,19 +107,33 @@ def lines_of(stream: BinaryIO) -> Iterator[str]:
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             yield from _pieces(line.rstrip(b"\r").rpartition(b"\r")[2])
-        if len(rest) > LINE_BYTES:
-            yield from _pieces(rest)
-            rest = b""
-        elif b"\r" in rest and time.monotonic() - shown >= REDRAW_SECONDS:
-            done, _, rest = rest.rpartition(b"\r")
-            state = done.rpartition(b"\r")[2] or done.strip(b"\r").rpartition(b"\r")[2]
-            if state.strip():
+        # A return at the very end may be half of a line's "\r\n": it counts once something has followed it.
+        done, redrawn, state = rest[:-1].rpartition(b"\r")
+        if redrawn:
+            last = done.rstrip(b"\r").rpartition(b"\r")[2]
+            rest = state + rest[-1:]
+            if last.strip() and time.monotonic() - shown >= REDRAW_SECONDS:
                 shown = time.monotonic()
-                yield from _pieces(state)
+                yield from _pieces(last)
+        while len(rest) > LINE_BYTES:
+            cut = _cut(rest)
+            yield rest[:cut].decode("utf-8", "replace")
+            rest = rest[cut:]
     if rest:
         yield from _pieces(rest.rstrip(b"\r").rpartition(b"\r")[2])
 
 
 def _pieces(line: bytes) -> Iterator[str]:
-    for start in range(0, max(len(line), 1), LINE_BYTES):
-        yield line[start : start + LINE_BYTES].decode("utf-8", "replace")
+    while len(line) > LINE_BYTES:
+        cut = _cut(line)
+        yield line[:cut].decode("utf-8", "replace")
+        line = line[cut:]
+    yield line.decode("utf-8", "replace")
+
+
+def _cut(line: bytes) -> int:
+    """Where to cut a line that is too long: not inside a character of UTF-8."""
+    for back in range(4):
+        if line[LINE_BYTES - back] & 0xC0 != 0x80:
+            return LINE_BYTES - back
+    return LINE_BYTES

@@ -140,7 +140,7 @@ class Workspace:
             "CLOUDTRAIN_ARTIFACT_DIR": values["artifact_dir"],
             "CLOUDTRAIN_METRICS_FILE": str(self.metrics),
             "CLOUDTRAIN_PREEMPT_FILE": str(self.preempt),
-            "CLOUDTRAIN_HYPERPARAMETERS": json.dumps(self.context["hyperparameters"]),
+            "CLOUDTRAIN_HYPERPARAMETERS": json.dumps(launch.hyperparameters_of(self.context, values)),
         }
 
     def _secrets(self) -> dict[str, str]:

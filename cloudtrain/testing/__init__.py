@@ -17,12 +17,13 @@ A provider's tests are a `World` (the platform, faked at the wire, or the true o
 
 * `cloudtrain.testing.worlds`: what a World must give, and why it is so little.
 * `cloudtrain.testing.tables`: every field of a Job, with a change of it and where that change must show.
-* `cloudtrain.testing.contract`: the suite. The only module here that imports pytest.
+* `cloudtrain.testing.contract`: the suite, made of its quick half in `planning` and the half that runs jobs in
+  `running`. These three import pytest, nothing else here does.
 * `cloudtrain.testing.probe`: the script that the suite submits; it writes down what it sees.
 * ``python -m cloudtrain.testing.matrix``: what every provider does with every field, as a page.
 
-No test can be dropped or replaced by a subclass; one that a platform cannot pass is named in ``xfails`` with the reason,
-and must then really fail. Slow tests, those that run jobs, are marked ``slow``.
+No test can be dropped or replaced by a subclass; one that a platform cannot pass is named in ``xfails`` with the
+reason, and must then really fail. Slow tests, those that run jobs, are marked ``slow``.
 """
 
 from __future__ import annotations
@@ -30,4 +31,5 @@ from __future__ import annotations
 import sys
 
 if "pytest" in sys.modules:  # a failed assert of the suite then shows both sides, as in a test file
-    sys.modules["pytest"].register_assert_rewrite(f"{__name__}.contract")
+    for _name in ("contract", "planning", "running"):
+        sys.modules["pytest"].register_assert_rewrite(f"{__name__}.{_name}")

@@ -11,11 +11,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import EXIT_CODES
-from ..job import FLAT_FIELDS, Input, Job, Resources, Source
+from ..job import Input, Job, Resources, Source
 from ..provider import Provider, find_provider, provider_names
-from .tables import CASES, ELSEWHERE, PLATFORM, SCRIPT, Place, Row, Sample, platform_rows, verdict
+from .tables import CASES, ELSEWHERE, PLATFORM, SCRIPT, SECRETS, Place, Row, Sample, platform_rows, verdict
 
 __all__ = ["main", "page"]
 
@@ -25,20 +26,25 @@ _INTRO = """# Providers
 
 What each provider does with each field of a Job. **request**: a change of the field changes the native request;
 **script**: it changes context.json, from which the node starts the script, and the contract suite has seen the script
-see it; **refused**: `plan` ends with exit code 2 and one line that names the field and says why. There is no fourth way:
-a test fails for a field that is silently ignored, and for one that has no row here.
+see it; **refused**: `plan` ends with exit code 2 and one line that names the field and says why. There is no fourth
+way: a test fails for a field that is silently ignored, and for one that has no row here.
 """
 _ENDS = """
 ## How a run can end
 
 Each row is a job that the contract suite submits to every provider's World, and what it must then find.
 
-| what happens | state | category | exit code of `submit` and `wait` | attempts |
-| --- | --- | --- | --- | --- |
+| what happens | state | category | attempts |
+| --- | --- | --- | --- |
 """
 _CATEGORIES = """
-Categories that the platform alone brings about: {others}. A World that can raises them, and the suite checks the exit
-code. All categories and their exit codes: {codes}.
+## Categories
+
+The exit code is that of `submit` and `wait`. A category that only the platform can bring about is a fault of a World;
+where a World has none, its test is skipped with the reason.
+
+| category | exit code | brought about by |
+| --- | --- | --- |
 """
 
 
@@ -51,41 +57,48 @@ def page(names: Sequence[str]) -> str:
         parts += _fields(providers, Path(folder), notes)
     parts.append("\n" + "".join(f"{number}. {note}\n" for number, note in enumerate(notes, 1)))
     parts += [f"\n`{name}` {why}.\n" for name, why in ELSEWHERE.items()]
-    parts += [_ENDS, *_cases()]
-    reached = {case.category for case in CASES.values()} | set(CASES) | {"stalled"}
-    others = ", ".join(f"`{name}`" for name in EXIT_CODES if name not in reached)
-    codes = ", ".join(f"`{name}` {code}" for name, code in EXIT_CODES.items())
-    parts.append(_CATEGORIES.format(others=others, codes=codes))
-    return "".join(parts)
+    return "".join([*parts, _ENDS, *_cases(), _CATEGORIES, *_categories()])
 
 
 def _borders(providers: Sequence[type[Provider]]) -> Iterator[str]:
-    yield "| | " + " | ".join(f"`{p.name}`" for p in providers) + " |\n"
-    yield "| --- |" + " --- |" * len(providers) + "\n"
-    schemes = [", ".join(f"`{scheme}:`" for scheme in sorted(p.schemes)) for p in providers]
-    settings = [", ".join(f"`{f.name}`" for f in dataclasses.fields(p.Settings)) for p in providers]
-    yield "| settings | " + " | ".join(settings) + " |\n"
-    yield "| inputs its nodes read | " + " | ".join(schemes) + " |\n"
-    yield "| who starts further attempts | " + " | ".join(p.retried_by for p in providers) + " |\n"
+    yield _line("", *(f"`{p.name}`" for p in providers))
+    yield _line("---", *("---" for _ in providers))
+    yield _line("settings", *(", ".join(f"`{f.name}`" for f in dataclasses.fields(p.Settings)) for p in providers))
+    yield _line("inputs its nodes read", *(", ".join(f"`{s}:`" for s in sorted(p.schemes)) for p in providers))
+    yield _line("who starts further attempts", *(p.retried_by for p in providers))
 
 
 def _fields(providers: Sequence[type[Provider]], folder: Path, notes: list[str]) -> Iterator[str]:
     columns = [_column(provider, folder / provider.name, notes) for provider in providers]
-    yield "| field | is | " + " | ".join(f"`{p.name}`" for p in providers) + " |\n"
-    yield "| --- | --- |" + " --- |" * len(providers) + "\n"
-    for name in dict.fromkeys([*PLATFORM, *SCRIPT]):
-        yield f"| `{name}` | {_help(name)} | " + " | ".join(column[name] for column in columns) + " |\n"
+    yield _line("field", "is", *(f"`{p.name}`" for p in providers))
+    yield _line("---", "---", *("---" for _ in providers))
+    for name in columns[0]:
+        means = f"a reference of the form `{SECRETS[name[9:-1]]}`" if name.startswith("secrets (") else _help(name)
+        yield _line(f"`{name}`", means, *(column[name] for column in columns))
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |\n"
 
 
 def _column(provider: type[Provider], folder: Path, notes: list[str]) -> dict[str, str]:
+    """The cells of one provider, by field; ``notes`` grows by the reasons that are not in it yet."""
     sample = Sample.of(provider)
-    made = provider(**sample.settings)
-    place = Place.make(folder, store=sample.store or (folder / "store").as_uri(), provider=provider.name)
+    store = sample.store or (folder / "store").as_uri()
+    place = Place.make(folder, store=store, provider=provider.name, secret=sample.secret)
+    platform, made = platform_rows(provider), provider(**sample.settings)
     cells = {}
     for name in dict.fromkeys([*PLATFORM, *SCRIPT]):
-        rows = [row for table in (platform_rows(provider), SCRIPT) if (row := table.get(name))]
-        cells[name] = _cell(made, place, rows, sample, notes)
+        if name != "secrets":
+            rows = [row for table in (platform, SCRIPT) if (row := table.get(name))]
+            cells[name] = _cell(made, place, rows, sample, notes)
+    for kind, reference in SECRETS.items():
+        cells[f"secrets ({kind})"] = _cell(made, place, [_secret(reference)], sample, notes)
     return cells
+
+
+def _secret(reference: str) -> Row:
+    return Row(change=lambda place: {"secrets": {"TOKEN": reference}})
 
 
 def _cell(provider: Provider, place: Place, rows: Sequence[Row], sample: Sample, notes: list[str]) -> str:
@@ -105,19 +118,25 @@ def _cell(provider: Provider, place: Place, rows: Sequence[Row], sample: Sample,
 def _help(name: str) -> str:
     """The field's own help text."""
     owner, _, field = name.rpartition(".")
-    kinds: dict[str, type] = {"": Job, "source": Source, "resources": Resources, "inputs": Input}
-    assert owner == "inputs" or name.rpartition(".")[2] in {*FLAT_FIELDS, "path"}
+    kinds: dict[str, type[Any]] = {"": Job, "source": Source, "resources": Resources, "inputs": Input}
     found = next(f for f in dataclasses.fields(kinds[owner]) if f.name == field)
     return str(found.metadata.get("help", "")).replace("|", "\\|")
 
 
 def _cases() -> Iterator[str]:
     for case in CASES.values():
-        attempts = ", ".join(case.attempts)
-        yield f"| {case.means} | {case.state} | {case.category or ''} | {case.exit_code} | {attempts} |\n"
+        yield _line(case.means, case.state, case.category or "", ", ".join(case.attempts))
+    yield _line("no line, metric or checkpoint for `stall_timeout`", "failed", "stalled", "0.0")
+
+
+def _categories() -> Iterator[str]:
+    ends = {case.category for case in CASES.values()} | {"stalled"}
+    for name, code in EXIT_CODES.items():
+        yield _line(f"`{name}`", str(code), "a job of the suite" if name in ends else "the platform")
 
 
 def main() -> None:
+    """The page of the package's own providers, to stdout."""
     own = [name for name in provider_names() if find_provider(name).__module__.startswith("cloudtrain.")]
     sys.stdout.write(page(own))
 

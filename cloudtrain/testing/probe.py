@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -18,6 +19,10 @@ from typing import Any
 HOLD_SECONDS = 90.0
 LINES = 20
 SECRET = "CONTRACT_SECRET"
+SHOWN = re.compile(
+    r"CLOUDTRAIN_|CONTRACT_|PET_|TORCHELASTIC_|OMP_|MASTER_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|HOME$|USER$"
+)
+"""Variables that are written down; the others are none of the contract, and may be somebody's secrets."""
 
 
 def tree(path: str) -> dict[str, str]:
@@ -40,7 +45,7 @@ def sight(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         "rank": int(environ["RANK"]),
         "argv": sys.argv,
-        "env": {key: value for key, value in environ.items() if key != SECRET},
+        "env": {key: value for key, value in environ.items() if SHOWN.match(key) and key != SECRET},
         "secret": hashlib.sha256(environ.get(SECRET, "").encode()).hexdigest(),
         "cwd": os.getcwd(),
         "path": sys.path,
@@ -81,6 +86,7 @@ def own_checkpoint() -> None:
 
 
 def metrics(environ: Mapping[str, str], steps: range) -> None:
+    """A row for each step, from rank 0."""
     if environ["RANK"] == "0":
         with open(environ["CLOUDTRAIN_METRICS_FILE"], "a") as stream:
             for step in steps:
@@ -101,11 +107,13 @@ def hold(environ: Mapping[str, str]) -> None:
 
 
 def say(text: str) -> None:
+    """One line of this rank."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def main(environ: Mapping[str, str]) -> None:
+    """Write down what is seen, then do what ``PROBE`` names."""
     words = environ.get("PROBE", "").split(",")
     seen = sight(environ)
     rank, world = seen["rank"], int(environ["WORLD_SIZE"])

@@ -33,6 +33,7 @@ __all__ = [
     "RUN_ID",
     "SCRIPT",
     "SECRET",
+    "SECRETS",
     "Case",
     "Fields",
     "Place",
@@ -43,6 +44,7 @@ __all__ = [
     "merged",
     "plan_of",
     "platform_rows",
+    "settings_of",
     "verdict",
 ]
 
@@ -53,8 +55,8 @@ RUN_ID = "contract"
 SECRET = "s3cret-of-the-contract-suite"
 """The value that every World's secret has."""
 STRANGE = (
-    "plain", "", "two words", "it's", '"quoted"', "a\nb", "tab\there", "ünï-çødé ☃", '{"json": [1, {}]}', "{x}", "$HOME",
-    "`id`", "--", "-n", "*", "a;b", "back\\slash", "%s", "#",
+    "plain", "", "two words", "it's", '"quoted"', "a\nb", "tab\there", "ünï-çødé ☃", '{"json": [1, {}]}', "{x}",
+    "$HOME", "`id`", "--", "-n", "*", "a;b", "back\\slash", "%s", "#",
 )  # fmt: skip
 """Arguments that a shell, a format string or a JSON writer on the way would change."""
 
@@ -69,6 +71,7 @@ class Sample:
     ``settings`` make the provider without any account, ``store`` is a URL it can use, ``job`` are fields without which
     it plans nothing. ``rows`` are changes in the platform's own words, for fields whose values are its own:
     ``{"resources.instance_type": {"instance_type": "ml.m5.large"}}``; ``bases`` what the job must have besides.
+    ``secret`` is a reference of a kind that its nodes read.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -76,6 +79,7 @@ class Sample:
     job: Fields = field(default_factory=dict)
     rows: Mapping[str, Fields] = field(default_factory=dict)
     bases: Mapping[str, Fields] = field(default_factory=dict)
+    secret: str = "env:" + probe.SECRET
 
     @classmethod
     def of(cls, provider: type[Provider]) -> Sample:
@@ -84,12 +88,12 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Folders and URLs that rows name. ``secret`` is a reference that means `SECRET`; ``earlier`` a run of the store."""
+    """Folders and URLs that rows name. ``secret`` refers to `SECRET`; ``earlier`` is a run of the store."""
 
     folder: Path
     store: str
     provider: str
-    secret: str = "env:" + probe.SECRET
+    secret: str
 
     @property
     def code(self) -> Path:
@@ -108,9 +112,9 @@ class Place:
         return f"{self.store}/runs/earlier"
 
     @classmethod
-    def make(cls, folder: Path, *, store: str, provider: str, **given: str) -> Place:
+    def make(cls, folder: Path, *, store: str, provider: str, secret: str) -> Place:
         """The place, with its files written below ``folder``."""
-        place = cls(folder=folder, store=store, provider=provider, **given)
+        place = cls(folder=folder, store=store, provider=provider, secret=secret)
         for code in (place.code, place.moved):
             _write_code(code)
         (place.moved / "moved.txt").write_text("moved")
@@ -197,9 +201,7 @@ PLATFORM: dict[str, Row] = {
     "max_cost": Row(change=_to(max_cost=7.5)),
     "retries": Row(change=_to(retries=2)),
     "tags": Row(change=_to(tags={"team": "vision"})),
-    "inputs.url": Row(
-        base=_input(), change=lambda place: {"inputs": {"data": {"url": str(place.folder / "more")}}}
-    ),
+    "inputs.url": Row(base=_input(), change=lambda place: {"inputs": {"data": {"url": str(place.folder / "more")}}}),
     "inputs.mode": Row(base=_input(mode="copy"), change=_input(mode="mount")),
     "inputs.shard": Row(base=_input(), change=_input(shard=True)),
     "options": Row(change=lambda place: {"options": {place.provider: {"contract": {"verbatim": [1, "two", None]}}}}),
@@ -318,9 +320,16 @@ JOBS: dict[str, Fields] = {
 }
 """The jobs that carry the changes of `SCRIPT`, all that name them at once; what they have besides."""
 
-ELSEWHERE: dict[str, str] = {
-    "on": "replaces other fields for one provider before anything is planned; test_on_applies",
+SECRETS: dict[str, str] = {
+    "env": "env:" + probe.SECRET,
+    "aws": "aws:arn:aws:secretsmanager:eu-west-1:123456789012:secret:contract-AbCdEf",
+    "azure": "azure:contract-vault/contract",
+    "gcp": "gcp:projects/contract/secrets/contract/versions/1",
 }
+"""A reference of each kind; a provider takes or refuses it by name."""
+
+ELSEWHERE: dict[str, str] = {"on": "replaces other fields for one provider before anything is planned"}
+"""Fields that need no row, and why: `on` has a test of its own."""
 
 
 def field_names() -> set[str]:
@@ -333,12 +342,12 @@ def field_names() -> set[str]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------- how a run can go
+# ----------------------------------------------------------------------------------------------------- how a run can go
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A job, what is done to it once its script holds (``cancel``, ``kill`` a node, ``preempt`` a node), and the end."""
+    """A job, what is done to it once its script holds (``cancel``; ``kill`` or ``preempt`` a node), and the end."""
 
     means: str
     state: str
@@ -404,7 +413,7 @@ CASES: dict[str, Case] = {
 """Ways a run goes that its script and its nodes bring about; what only the platform can do is a `World`'s ``fault``."""
 
 
-# ------------------------------------------------------------------------------------------------------------ planning
+# ------------------------------------------------------------------------------------------------------------- planning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,6 +424,11 @@ class _Given(Settings):
 
     def make_provider(self, name: str | None = None, **given: Any) -> Provider:
         return self.made
+
+
+def settings_of(provider: Provider) -> Any:
+    """What the provider was made of, an instance of its ``Settings``."""
+    return provider.settings  # type: ignore[attr-defined]
 
 
 def merged(*parts: Fields) -> dict[str, Any]:

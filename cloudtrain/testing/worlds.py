@@ -1,7 +1,7 @@
 """What a provider's author gives the contract suite: the platform, faked at the wire, so that the vendor's SDK talks.
 
-A World is small on purpose: what is the same on every platform (jobs, plans, waiting, pulling) is written here once, and
-only what a platform alone can do is abstract. A World of a true account is a World too.
+A World is small on purpose: what is the same on every platform (jobs, plans, waiting, pulling) is written here once,
+and only what a platform alone can do is abstract. A World of a true account is a World too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ..follow import parse
 from ..provider import Provider, Request
@@ -40,15 +40,16 @@ class World(abc.ABC):
     """URL of an empty store that its nodes can reach."""
     nowhere: str
     """A native id in the platform's form, of a job that never was."""
-    secret: ClassVar[str] = "env:" + probe.SECRET
-    """A reference to a secret whose value is `tables.SECRET`."""
 
-    def __init__(self, folder: Path, *, provider: Provider, store: str, nowhere: str) -> None:
+    def __init__(self, folder: Path, *, provider: Provider, store: str, nowhere: str, secret: str = "") -> None:
         self.folder, self.provider, self.store, self.nowhere = folder, provider, store, nowhere
         self.sample = Sample.of(type(provider))
-        self.place = Place.make(folder / "place", store=store, provider=provider.name, secret=self.secret)
+        #: ``place.secret`` refers to a secret that has the value `tables.SECRET` in this world.
+        self.place = Place.make(
+            folder / "place", store=store, provider=provider.name, secret=secret or self.sample.secret
+        )
 
-    # ------------------------------------------------------------------------------------- what only the platform can do
+    # ------------------------------------------------------------------------------------ what only the platform can do
 
     @abc.abstractmethod
     def node(self, request: Request, number: int) -> AbstractContextManager[Mapping[str, str]]:
@@ -73,7 +74,7 @@ class World(abc.ABC):
         """Raise unless the platform itself would accept the request: the vendor's own validator."""
         json.dumps(request.body, allow_nan=False)
 
-    # ------------------------------------------------------------------------------------------------ the same everywhere
+    # ---------------------------------------------------------------------------------------------- the same everywhere
 
     def plan(self, *parts: Fields, run_id: str = RUN_ID) -> Plan:
         """The plan of a job that this platform accepts, with the fields of ``parts`` (later ones over earlier ones)."""

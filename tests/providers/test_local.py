@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import cloudtrain
 from cloudtrain.engine import ENGINE_PREFIX
-from cloudtrain.errors import CapacityError, UnsupportedError
-from cloudtrain.provider import Request, Simulation
-from cloudtrain.providers.local import Provider
+from cloudtrain.errors import CapacityError, NotFoundError, UnsupportedError
+from cloudtrain.job import DEFAULT_STALL_TIMEOUT, Job
+from cloudtrain.provider import Layout, Request, Simulation
+from cloudtrain.providers.local import _REFUSED, Provider
 from cloudtrain.run import Run
 from cloudtrain.testing.contract import ProviderContract
-from cloudtrain.testing.tables import Fields
+from cloudtrain.testing.tables import CASES, Fields
 from cloudtrain.testing.worlds import Impossible, World
+
+PACKAGE = Path(cloudtrain.__file__).parents[1]
 
 
 class LocalWorld(World):
     """This machine: its processes are the platform, so nothing is faked. Nodes are found by their parent."""
 
-    def __init__(self, folder: Path) -> None:
-        store = (folder / "store").as_uri()
-        super().__init__(folder, provider=Provider(), store=store, nowhere=f"{socket.gethostname()}:/nowhere")
+    def __init__(self, folder: Path, provider: Provider | None = None) -> None:
+        store, nowhere = (folder / "store").as_uri(), f"{socket.gethostname()}:/nowhere"
+        super().__init__(folder, provider=provider or Provider(), store=store, nowhere=nowhere)
 
     @contextlib.contextmanager
     def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
@@ -36,7 +45,8 @@ class LocalWorld(World):
         os.write(writer, b"{}")
         os.close(writer)
         nodes = len(self.provider.nodes(request).nodes)
-        words = {"NODE": number, "NODES": nodes, "PORT": 29500, "SUPERVISOR": os.getpid(), "SECRETS_FD": reader}
+        words: dict[str, Any] = {"NODE": number, "NODES": nodes, "PORT": 29500, "SUPERVISOR": os.getpid()}
+        words |= {"SECRETS_FD": reader, "GROUPS": self.folder / f"groups-{number}"}
         yield {ENGINE_PREFIX + key: str(value) for key, value in words.items()}
 
     def preempt(self, run: Run, number: int) -> None:
@@ -67,3 +77,199 @@ class TestLocal(ProviderContract):
     @classmethod
     def world(cls, tmp_path_factory: pytest.TempPathFactory) -> World:
         return LocalWorld(tmp_path_factory.mktemp("world"))
+
+
+# ------------------------------------------------------------------------------------------------------ what it refuses
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return LocalWorld(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"image": "python:3.12"}, "image", "--provider docker"),
+        ({"instance_type": "big"}, "resources.instance_type", "on.<provider>"),
+        ({"cpus": 1}, "resources.cpus", "share all cores"),
+        ({"memory_gb": 1}, "resources.memory_gb", "share the memory"),
+        ({"disk_gb": 1}, "resources.disk_gb", "share the disk"),
+        ({"shm_gb": 1}, "resources.shm_gb", "share /dev/shm"),
+        ({"spot": True}, "resources.spot", "never taken away"),
+        ({"max_wait": "1h"}, "max_wait", "start at once"),
+        ({"max_cost": 1}, "max_cost", "no price"),
+        ({"secrets": {"TOKEN": "aws:arn:aws:x"}}, "secrets.TOKEN", "only env:NAME"),
+        ({"inputs": {"data": {"url": "s3://bucket/data", "mode": "mount"}}}, "inputs.data.mode", "use mode copy"),
+        ({"inputs": {"data": {"url": "s3://bucket/data", "shard": True}}}, "inputs.data.shard", "the same files"),
+        ({"inputs": {"data": "azureml:data:1"}}, "inputs.data", "cannot read azureml:"),
+    ],
+)
+def test_refuses(world: World, fields: Fields, field: str, words: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        world.plan(fields)
+    assert (caught.value.field, caught.value.provider, caught.value.exit_code) == (field, "local", 2)
+    assert words in caught.value.why
+
+
+def test_every_refusal_is_tried() -> None:
+    tried = {mark.args[1][i][1] for mark in test_refuses.pytestmark for i in range(len(mark.args[1]))}  # type: ignore[attr-defined]
+    assert set(_REFUSED) <= tried
+
+
+def test_gpus_that_are_not_here_are_one_line_and_exit_4(world: World) -> None:
+    plan = world.plan({"gpu": "H100:64"})
+    with pytest.raises(CapacityError, match="64 H100 GPUs on this machine, which has") as caught:
+        world.send(plan)
+    assert caught.value.exit_code == 4
+    assert "\n" not in str(caught.value)
+
+
+def test_an_input_of_this_machine_is_read_in_place(world: World) -> None:
+    """And one from elsewhere is copied; ``mode`` copy copies both."""
+    plan = world.plan(
+        {
+            "inputs": {
+                "here": str(world.place.data),
+                "copied": {"url": str(world.place.data), "mode": "copy"},
+                "far": "s3://bucket/data",
+            }
+        }
+    )
+    mounts = {mount.path: mount.kind for mount in world.provider.nodes(plan.request).nodes[0].mounts}
+    assert {mounts[f"inputs/{name}"] for name in ("copied", "far")} == {"copy"}
+    assert mounts["inputs/here"] == "mount"
+
+
+@pytest.mark.slow
+def test_a_killed_node_leaves_no_process(world: World) -> None:
+    run = world.send(world.plan(CASES["infra"].job, {"env": {"PROBE": "hold"}}, run_id="killed"))
+    world.await_line(run, "holding")
+    world.kill(run, 1)
+    assert run.wait(timeout=60, poll=0.1)["category"] == "infra"
+    table = subprocess.run(["ps", "-A", "-o", "args="], capture_output=True, text=True, check=True).stdout
+    assert [line for line in table.splitlines() if "/killed-n" in line or run.url in line] == []
+
+
+# ------------------------------------------------------------------------------------------------------ the suite bites
+
+
+class Silent(Provider):
+    """Ignores tags and says nothing."""
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        return super().plan(job.replace(tags={}), layout, attempt, choice)
+
+
+class Forgetful(Provider):
+    """The script never learns of the stall timeout."""
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        return super().plan(job.replace(stall_timeout=DEFAULT_STALL_TIMEOUT), layout, attempt, choice)
+
+
+class Meddling(Provider):
+    """Leaves a mark in the job it is given."""
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        job.tags["seen"] = "yes"
+        return super().plan(job, layout, attempt, choice)
+
+
+class Vague(Provider):
+    """Refuses, but not by the field's name."""
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        if job.resources.spot:
+            raise UnsupportedError(self.name, "spot", "no")
+        return super().plan(job, layout, attempt, choice)
+
+
+class Obliging(Provider):
+    """Lets options lift the time limit."""
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        rules = job.options.get("local", {}).get("rules", {})
+        if not isinstance(rules, dict) or "time_limit" not in rules:
+            return super().plan(job, layout, attempt, choice)
+        request = super().plan(job.replace(options={}), layout, attempt, choice)
+        return dataclasses.replace(request, body={**request.body, "rules": {**request.body["rules"], **rules}})
+
+
+class Deaf(Provider):
+    """Says nothing when it is to cancel what never was."""
+
+    def cancel(self, native_id: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            super().cancel(native_id)
+
+
+class Eager(Provider):
+    """Every submit is a new job."""
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        return super().submit(request, secrets) + "/." * next(COUNTER)
+
+
+COUNTER = itertools.count()
+BITES: dict[type[Provider], set[str]] = {
+    Silent: {"test_platform_field_is_honoured_or_refused[tags]"},
+    Forgetful: {"test_script_field_reaches_the_context[stall_timeout]"},
+    Meddling: {"test_plan_is_pure"},
+    Vague: {"test_platform_field_is_honoured_or_refused[resources.spot]"},
+    Obliging: {"test_options_cannot_change_what_cloudtrain_sets"},
+    Deaf: {"test_an_unknown_id_is_not_found[cancel]"},
+    Eager: {"test_submitted_twice_is_one_job"},
+}
+TAGS = "test_platform_field_is_honoured_or_refused[tags]"
+SUITE_OF_BROKEN = """
+import pytest
+from cloudtrain.providers import local
+from cloudtrain.testing.contract import ProviderContract
+from local_under_test import {name}, LocalWorld
+
+
+class TestBroken(ProviderContract):
+    xfails = {xfails}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def world(cls, tmp_path_factory):
+        {name}.__module__ = local.__name__
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local, "Provider", {name})
+            yield LocalWorld(tmp_path_factory.mktemp("world"), {name}())
+"""
+
+
+def failures(broken: type[Provider], folder: Path, *chosen: str, xfails: Mapping[str, str] | None = None) -> set[str]:
+    """Which of the chosen tests fail when ``broken`` is what is called ``local``."""
+    (folder / "local_under_test.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "test_broken.py").write_text(SUITE_OF_BROKEN.format(name=broken.__name__, xfails=dict(xfails or {})))
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=no", "-rf", *chosen, "test_broken.py"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(PACKAGE)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    failed = set(re.findall(r"^FAILED \S+::(test_\S+)", done.stdout, re.MULTILINE))
+    assert done.returncode == bool(failed), done.stdout + done.stderr
+    return failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", BITES, ids=lambda broken: broken.__name__)
+def test_the_suite_bites(broken: type[Provider], tmp_path: Path) -> None:
+    """Exactly the test that a fault is about fails, of all the quick ones, or of those that submit."""
+    submitting = ("-k", "submitted or unknown or find or conflict or (outcome and succeeded)")
+    assert failures(broken, tmp_path, *(submitting if broken is Eager else ("-m", "not slow"))) == BITES[broken]
+
+
+@pytest.mark.slow
+def test_an_expected_failure_must_be_one(tmp_path: Path) -> None:
+    assert failures(Silent, tmp_path, "-m", "not slow", xfails={TAGS: "it has no tags"}) == set()
+    assert failures(Vague, tmp_path, "-k", "honoured", xfails={TAGS: "it has no tags"}) == {TAGS, *BITES[Vague]}

@@ -1,0 +1,362 @@
+"""What a provider must keep with jobs that run: each is really submitted, to the platform of a World.
+
+Part of the suite; see `cloudtrain.testing.contract`. Jobs are shared: each runs once for all tests that look at it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..errors import CATEGORIES, EXIT_CODES, CloudtrainError, ConflictError, NotFoundError
+from ..provider import STATES, LogLine, LogPage, Provider
+from ..run import Run
+from ..submit import Plan
+from ..transfer import files
+from .probe import LINES
+from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen, settings_of
+from .worlds import Impossible, World, numbered
+
+__all__ = ["Jobs", "RunContract"]
+
+FAULTS = ("capacity", "quota", "auth", "image")
+SUBMIT_PLAN = """
+import os, pathlib, sys
+from cloudtrain.settings import Settings
+from cloudtrain.submit import load_plan, submit
+run = submit(load_plan(pathlib.Path(sys.argv[1]), settings=Settings(), cwd=pathlib.Path.cwd()), environ=os.environ)
+print(run.provider.find(run.store.attempt_request(run.run_id, 0)))
+"""
+
+
+class Jobs:
+    """The runs of one world, each submitted when it is first asked for and shared by all tests of the class."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._runs: dict[str, Run] = {}
+        self._seen: dict[str, Seen] = {}
+        self.states: dict[str, list[str]] = {}
+        self.early: dict[str, LogPage] = {}
+
+    def run(self, name: str, *parts: Fields) -> Run:
+        if name not in self._runs:
+            self._runs[name] = self.world.send(self.world.plan(*parts, run_id=name))
+        return self._runs[name]
+
+    def script(self, name: str) -> Seen:
+        """What the job of `JOBS` with every change of `SCRIPT` that names it has shown."""
+        if name not in self._seen:
+            place = self.world.place
+            rows = [row for row in SCRIPT.values() if row.run == name]
+            parts = [part(place) for row in rows for part in (row.base, row.change)]
+            if name == "python":
+                self.script("torchrun")  # the earlier run that this one resumes from
+            run = self.run("earlier" if name == "torchrun" else name, JOBS[name], *parts)
+            self._seen[name] = self.world.seen(run)
+        return self._seen[name]
+
+    def case(self, name: str) -> Seen:
+        """What the run of one of `CASES` has shown, after what is done to it was done."""
+        if name not in self._seen:
+            case, world = CASES[name], self.world
+            run = self.run(name.replace("_", "-"), {"env": {"PROBE": case.probe}}, case.job)
+            if case.act:
+                world.await_line(run, "holding")
+                self.states[name] = [run.status().state]
+                self.early[name] = world.provider.logs(self.native(run))
+                last = run.job.resources.instance_count - 1
+                {"cancel": lambda *_: run.cancel(), "kill": world.kill, "preempt": world.preempt}[case.act](run, last)
+            states = self.states.setdefault(name, [])
+            run.wait(timeout=120, poll=0.2, on_status=lambda status: states.append(status.state))
+            self._seen[name] = world.seen(run)
+        return self._seen[name]
+
+    def native(self, run: Run) -> str:
+        """The platform's own id of the run's first attempt."""
+        submitted = run.store.submitted(run.run_id, 0)
+        assert submitted is not None
+        return str(submitted["native_id"])
+
+
+class RunContract:
+    """The half of the suite that runs jobs, nearly all of it slow."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def jobs(cls, world: World) -> Jobs:
+        """The runs of this class's world."""
+        return Jobs(world)
+
+    # ------------------------------------------------------------------------------------------- submitting and finding
+
+    @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
+    def test_an_unknown_id_is_not_found(self, world: World, verb: str) -> None:
+        with pytest.raises(NotFoundError):
+            getattr(world.provider, verb)(world.nowhere)
+
+    def test_find_creates_nothing(self, world: World) -> None:
+        before = files(world.store).list()
+        request = world.plan(run_id="never").request
+        assert world.provider.find(request) is None
+        assert world.provider.find(request) is None
+        assert files(world.store).list() == before
+
+    @pytest.mark.slow
+    def test_submitted_twice_is_one_job(self, jobs: Jobs) -> None:
+        world = jobs.world
+        run = jobs.run("twice")
+        request = run.store.attempt_request("twice", 0)
+        assert request is not None
+        native = jobs.native(run)
+        assert world.provider.find(request) == native
+        assert [world.provider.submit(request) for _ in range(2)] == [native, native]
+        assert jobs.native(world.send(world.plan(run_id="twice"))) == native
+        _check_ran_once(world, run, native)
+        assert world.provider.submit(request) == native, "not after the end either"
+        _check_ran_once(world, run, native)
+
+    @pytest.mark.slow
+    def test_submitted_by_two_processes_is_one_job(self, world: World, tmp_path: Path) -> None:
+        plan = world.plan(run_id="at-once")
+        saved = tmp_path / "plan.json"
+        saved.write_text(json.dumps(plan.document()))
+        both = [
+            subprocess.Popen([sys.executable, "-c", SUBMIT_PLAN, str(saved)], stdout=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        natives = {process.communicate(timeout=120)[0].strip() for process in both}
+        assert [process.returncode for process in both] == [0, 0]
+        assert len(natives) == 1
+        _check_ran_once(world, Run(store=plan.store, run_id="at-once", provider=world.provider), natives.pop())
+
+    @pytest.mark.slow
+    def test_a_taken_run_id_is_a_conflict(self, jobs: Jobs) -> None:
+        """Never an adoption, and what has the id is left as it is."""
+        run = jobs.run("twice")
+        with pytest.raises(ConflictError) as caught:
+            jobs.world.send(jobs.world.plan({"args": ("another",)}, run_id="twice"))
+        assert caught.value.field == "run_id"
+        _check_ran_once(jobs.world, run, jobs.native(run))
+
+    # ------------------------------------------------------------------------------------------------------ how runs go
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", CASES)
+    def test_outcome(self, jobs: Jobs, name: str) -> None:
+        case = CASES[name]
+        if name == "retried" and jobs.world.provider.retried_by == "client":
+            pytest.skip("only a waiting client starts further attempts")
+        result = jobs.case(name).result
+        assert (result["state"], result["category"], result["exit_code"]) == (case.state, case.category, case.exit_code)
+        assert tuple(attempt["number"] for attempt in result["attempts"]) == case.attempts
+        assert result["reason"] or result["state"] == "succeeded"
+        assert "\n" not in result["reason"]
+        seen = [STATES.index(state) for state in jobs.states[name]]
+        assert seen[-1] == STATES.index(case.state)
+        if len(case.attempts) == 1:
+            assert seen == sorted(seen)
+        if case.act:
+            assert jobs.states[name][0] == "running"
+
+    @pytest.mark.slow
+    def test_status_says_what_the_platform_says(self, jobs: Jobs) -> None:
+        jobs.case("succeeded")
+        status = jobs.world.provider.status(jobs.native(jobs.run("succeeded")))
+        assert (status.state, status.category, status.reason) == ("succeeded", "", "")
+        assert status.native
+        assert status.started is not None
+        assert status.finished is not None
+        assert status.started < status.finished < time.time() + 1
+        assert [attempt.number for attempt in status.attempts] in (["0.0"], [])
+
+    @pytest.mark.slow
+    def test_the_rank_that_failed_is_named(self, jobs: Jobs) -> None:
+        failure = jobs.case("user_error").result["failure"]
+        assert (failure["node"], failure["rank"], failure["process_exit_code"]) == (1, 3, 1)
+        assert failure["exception"] == "ValueError: the last rank fails"
+        assert failure["file"] == "train.py"
+        lines = (jobs.world.place.code / "train.py").read_text().splitlines()
+        assert "the last rank fails" in lines[failure["line"] - 1]
+        assert "ValueError: the last rank fails" in failure["traceback"]
+
+    @pytest.mark.slow
+    def test_a_preempted_run_goes_on_where_it_was(self, jobs: Jobs) -> None:
+        seen = jobs.case("preempted")
+        assert [attempt["resumed_from"] for attempt in seen.result["attempts"]] == ["", "step-3"]
+        rows = [json.loads(line) for line in (seen.folder / "metrics.jsonl").read_text().splitlines()]
+        assert [(row["step"], row["attempt"]) for row in rows] == [
+            (0, "0.0"), (1, "0.0"), (2, "0.1"), (3, "0.1"), (4, "0.1"),
+        ]  # fmt: skip
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["cancelled", "succeeded", "user_error"])
+    def test_cancel_after_the_end_changes_nothing(self, jobs: Jobs, name: str) -> None:
+        jobs.case(name)
+        provider, run = jobs.world.provider, jobs.run(name.replace("_", "-"))
+        native = jobs.native(run)
+        before = provider.status(native)
+        for _ in range(2):
+            provider.cancel(native)
+            run.cancel()
+        assert provider.status(native) == before
+        assert (before.state, before.category or None) == (CASES[name].state, CASES[name].category)
+
+    @pytest.mark.parametrize("category", FAULTS)
+    def test_fault(self, world: World, category: str) -> None:
+        try:
+            fault = world.fault(category)
+        except Impossible as exc:
+            pytest.skip(str(exc))
+        with fault as fields:
+            end = _end(world, world.plan(fields, run_id=f"fault-{category}"))
+        if isinstance(end, CloudtrainError):
+            assert (end.exit_code, "\n" in str(end)) == (EXIT_CODES[category], False)
+        else:
+            assert (end["state"], end["category"]) == ("failed", category)
+            assert end["reason"]
+
+    # ------------------------------------------------------------------------------------------------------------- logs
+
+    @pytest.mark.slow
+    def test_every_line_comes_once(self, jobs: Jobs) -> None:
+        for name in ("torchrun", "python"):
+            jobs.script(name)
+            run = jobs.run("earlier" if name == "torchrun" else name)
+            exits = run.store.exits(run.run_id)
+            wanted = [(r["attempt"], r["node"], n + 1) for r in exits for n in range(r["lines"])]
+            assert sorted(numbered(jobs.world.provider, jobs.native(run))) == sorted(wanted)
+            lines = list(run.logs())
+            assert sorted((*line.stream, line.seq) for line in lines if line.stream) == sorted(wanted)
+            for rank in range(run.job.resources.instance_count * run.job.resources.processes()):
+                said = [line.text for line in lines if line.rank == rank and line.text.startswith("probe ")]
+                assert said == [f"probe {rank} line {i}" for i in range(LINES)]
+
+    @pytest.mark.slow
+    def test_a_cursor_goes_on_where_it_was(self, jobs: Jobs) -> None:
+        """Made while the run went on, kept as JSON, and used after its end by another handle."""
+        jobs.case("cancelled")
+        provider, native, early = jobs.world.provider, jobs.native(jobs.run("cancelled")), jobs.early["cancelled"]
+        again = type(provider)(**dataclasses.asdict(settings_of(provider)))
+        whole, cursor = _to_end(provider, native, None)
+        rest, _ = _to_end(again, native, json.loads(json.dumps(early.cursor)))
+        assert early.lines
+        assert rest
+        assert [*early.lines, *rest] == whole
+        assert _to_end(again, native, cursor) == ([], cursor)
+
+    # ------------------------------------------------------------------------------------------------------- end to end
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("field", SCRIPT)
+    def test_script_field_is_seen_by_the_script(self, jobs: Jobs, field: str) -> None:
+        row = SCRIPT[field]
+        seen = jobs.script(row.run)
+        assert row.seen(seen, jobs.world.place), (seen.result["reason"], seen.ranks[:1])
+
+    @pytest.mark.slow
+    def test_ranks_train_together(self, jobs: Jobs) -> None:
+        seen = jobs.script("torchrun")
+        assert seen.result["state"] == "succeeded", seen.result["reason"]
+        assert [rank["sum"] for rank in seen.ranks] == [1.0 + 2 + 3 + 4] * 4
+        words = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        assert [tuple(int(rank["env"][word]) for word in words) for rank in seen.ranks] == [
+            (rank, rank % 2, 4, 2) for rank in range(4)
+        ]
+        assert len({(rank["env"]["MASTER_ADDR"], rank["env"]["MASTER_PORT"]) for rank in seen.ranks}) == 1
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["torchrun", "python", "command"])
+    def test_script_sees_the_words_of_the_contract(self, jobs: Jobs, name: str) -> None:
+        """DESIGN §4; and neither the engine's own words nor what another launcher left."""
+        for rank in jobs.script(name).ranks:
+            env = rank["env"]
+            ours = {key for key in env if key.startswith("CLOUDTRAIN_")}
+            always = {"RUN_ID", "ATTEMPT", "PROVIDER", "CHECKPOINT_DIR", "RESUME_FROM", "ARTIFACT_DIR"}
+            always |= {"METRICS_FILE", "PREEMPT_FILE", "HYPERPARAMETERS"}
+            optional = {"CHECKPOINT_URL", *(f"INPUT_{channel}" for channel in rank["inputs"])}
+            assert {f"CLOUDTRAIN_{word}" for word in always} <= ours
+            assert ours <= {f"CLOUDTRAIN_{word}" for word in always | optional}
+            assert env["CLOUDTRAIN_PROVIDER"] == jobs.world.provider.name
+            assert env["CLOUDTRAIN_ATTEMPT"] == "0.0"
+            assert "cloudtrain" not in rank["path"][0].rpartition("/")[2]
+            if name != "command":
+                assert rank["path"][0] == rank["cwd"], "as plain torchrun has it"
+                assert rank["path"][-1].endswith(".pyz"), "a user's own package of any name wins"
+            assert not rank["has_torch"], "the script decides what is imported, and when"
+
+    @pytest.mark.slow
+    def test_checkpoint_is_pulled_whole(self, jobs: Jobs) -> None:
+        seen = jobs.script("torchrun")
+        step = seen.folder / "checkpoints" / "step-3"
+        assert {p.name: p.read_text() for p in step.iterdir()} == {"shard-0.txt": "shard 0", "shard-1.txt": "shard 1"}
+        commit = jobs.run("earlier").store.newest_checkpoint("earlier")
+        assert commit is not None
+        assert seen.result["checkpoint"]["name"] == commit.name
+
+    @pytest.mark.slow
+    def test_metrics_are_merged(self, jobs: Jobs) -> None:
+        rows = (jobs.script("torchrun").folder / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(row)["step"] for row in rows] == [0, 1, 2]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["torchrun", "python"])
+    def test_all_nodes_leave_together(self, jobs: Jobs, name: str) -> None:
+        """The end barrier: a record of each node, one of them the decided one, all after the last rank's end."""
+        jobs.script(name)
+        run = jobs.run("earlier" if name == "torchrun" else name)
+        exits = run.store.exits(run.run_id)
+        assert [(r["node"], r["outcome"]) for r in exits] == [(0, "succeeded"), (1, "succeeded")]
+        assert [r["decided"] for r in exits] == [True, False]
+        assert [r["failure"] for r in exits] == [None, None]
+        assert run.store.result(run.run_id) is not None
+
+    @pytest.mark.slow
+    def test_no_secret_is_left_anywhere(self, jobs: Jobs) -> None:
+        jobs.script("torchrun")
+        run = jobs.run("earlier")
+        store = files(run.url)
+        holding = [key for key in store.list() if SECRET.encode() in store.read(key)]
+        assert holding == []
+        assert not any(SECRET in line.text for line in run.logs())
+
+    def test_categories_have_a_way_to_be_reached(self) -> None:
+        reached = {case.category for case in CASES.values() if case.category} | {"stalled", *CASES} | set(FAULTS)
+        assert set(CATEGORIES) <= reached
+
+
+def _end(world: World, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
+    """The result of the submitted plan, or what submit raised."""
+    try:
+        return world.send(plan).wait(timeout=120, poll=0.2)
+    except CloudtrainError as exc:
+        return exc
+
+
+def _to_end(provider: Provider, native_id: str, cursor: Any) -> tuple[list[LogLine], Any]:
+    """All further lines of a run that has ended, and the cursor after them."""
+    lines: list[LogLine] = []
+    while True:
+        page = provider.logs(native_id, cursor)
+        cursor = json.loads(json.dumps(page.cursor))
+        lines += page.lines
+        if not page.more and not page.lines:
+            return lines, cursor
+
+
+def _check_ran_once(world: World, run: Run, native: str) -> None:
+    """One job ran, one time: one attempt, one exit record, and each line once in the platform's own log."""
+    result = run.wait(timeout=120, poll=0.2)
+    assert (result["state"], result["native_id"]) == ("succeeded", native)
+    assert [attempt["number"] for attempt in result["attempts"]] == ["0.0"]
+    assert run.store.attempts(run.run_id) == [0]
+    lines = numbered(world.provider, native)
+    assert len(lines) == len(set(lines)) == run.store.exits(run.run_id)[0]["lines"]

@@ -1,0 +1,371 @@
+"""What is started on a node: arguments, command, environment; and the ranks as processes, down to the last one."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cloudtrain.provider import Topology
+from cloudtrain.runtime.launch import Ranks, command_of, environment_of, fill, script_arguments
+from cloudtrain.runtime.logs import LogWriter
+
+VALUES = {
+    "checkpoint_dir": "/s/checkpoints",
+    "artifact_dir": "/s/artifacts",
+    "resume_from": "/s/checkpoints/step-1",
+    "run_id": "r-1",
+    "inputs.train": "/data/train {run_id}",
+}
+FRESH = {**VALUES, "resume_from": ""}
+TWO = Topology(nodes=2, node_rank=1, master_addr="10.0.0.1", master_port=5000)
+ONE = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+
+#: Text of every kind but NUL, which no argument can hold; with many of the characters that could mean something.
+strange = st.text(
+    st.one_of(
+        st.sampled_from(list("{}?.'\"\\ \n\t$`-=")), st.characters(exclude_categories=["Cs"], exclude_characters="\0")
+    ),
+    max_size=20,
+)
+
+
+def context(**changes: Any) -> dict[str, Any]:
+    return {
+        "launcher": "torchrun", "entry_point": "t.py", "processes": 2, "args": [], "hyperparameters": {},
+        "hyperparameter_style": "flags", "env": {}, **changes,
+    }  # fmt: skip
+
+
+def known(text: str) -> bool:
+    return any(f"{{{name}}}" in text for name in VALUES)
+
+
+# ------------------------------------------------------------------------------------------------------- placeholders
+
+
+@given(strange)
+@example("{resume_from?}")
+@example("{inputs.other} {Run_id} {run_id } {{}} {inputs.}")
+@example('{"a": {"b": "{c}"}}')
+def test_text_without_a_placeholder_stays_as_it_is(text: str) -> None:
+    if not known(text):
+        assert fill(text, VALUES) == text
+
+
+@given(st.lists(st.one_of(strange.filter(lambda t: "{" not in t and "}" not in t), st.sampled_from(sorted(VALUES))), max_size=8))
+def test_placeholders_are_filled_in_one_pass(parts: list[str]) -> None:
+    text = "".join(f"{{{p}}}" if p in VALUES else p for p in parts)
+    assert fill(text, VALUES) == "".join(VALUES.get(p, p) for p in parts)
+
+
+def test_braces_around_a_placeholder_stay() -> None:
+    assert fill('{{run_id}} {"run": "{run_id}"}', VALUES) == '{r-1} {"run": "r-1"}'
+
+
+@given(st.lists(strange, max_size=6), st.dictionaries(strange.filter(bool), strange, max_size=4))
+def test_strange_arguments_arrive_unchanged(args: list[str], pairs: dict[str, str]) -> None:
+    if any(known(t) or t == "{resume_from?}" for t in [*args, *pairs.values()]):
+        return
+    given = context(args=args, hyperparameters=pairs)
+    flags = [word for key, value in pairs.items() for word in (f"--{key}", value)]
+    assert script_arguments(given, VALUES) == [*flags, *args]
+    assert script_arguments({**given, "hyperparameter_style": "hydra"}, VALUES) == [
+        *(f"{k}={v}" for k, v in pairs.items()), *args,
+    ]  # fmt: skip
+    assert script_arguments({**given, "hyperparameter_style": "none"}, VALUES) == args
+
+
+# ----------------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize(
+    ("args", "resumed", "fresh"),
+    [
+        (["--resume", "{resume_from?}"], ["--resume", "/s/checkpoints/step-1"], []),
+        (["a", "--resume", "{resume_from?}", "b"], ["a", "--resume", "/s/checkpoints/step-1", "b"], ["a", "b"]),
+        (["-r", "{resume_from?}", "--x"], ["-r", "/s/checkpoints/step-1", "--x"], ["--x"]),
+        (["{resume_from?}"], ["/s/checkpoints/step-1"], []),
+        (["load", "{resume_from?}"], ["load", "/s/checkpoints/step-1"], ["load"]),
+        (["--resume={resume_from?}"], ["--resume={resume_from?}"], ["--resume={resume_from?}"]),
+        (["--resume={resume_from}"], ["--resume=/s/checkpoints/step-1"], ["--resume="]),
+        (["--resume", "{resume_from}"], ["--resume", "/s/checkpoints/step-1"], ["--resume", ""]),
+    ],
+)
+def test_resume_from_with_and_without_a_flag(args: list[str], resumed: list[str], fresh: list[str]) -> None:
+    assert script_arguments(context(args=args), VALUES) == resumed
+    assert script_arguments(context(args=args), FRESH) == fresh
+
+
+def test_a_hyperparameter_that_is_resume_from_goes_with_its_name() -> None:
+    given = context(hyperparameters={"lr": -1, "init": "{resume_from?}"}, args=["{resume_from?}", "x"])
+    assert script_arguments(given, FRESH) == ["--lr", "-1", "x"]
+    assert script_arguments(given, VALUES) == ["--lr", "-1", "--init", VALUES["resume_from"], VALUES["resume_from"], "x"]
+    # A value of a hyperparameter before the args is no flag of theirs, whatever it looks like.
+    given = context(hyperparameters={"lr": "-1"}, args=["{resume_from?}", "x"])
+    assert script_arguments(given, FRESH) == ["--lr", "-1", "x"]
+
+
+def test_values_that_are_no_text_are_json() -> None:
+    pairs = {"lr": 0.1, "big": 1e-7, "n": 3, "yes": True, "names": ["a", {"b": None}], "text": "true"}
+    words = script_arguments(context(hyperparameters=pairs), VALUES)
+    assert words[1::2] == ["0.1", "1e-07", "3", "true", '["a", {"b": null}]', "true"]
+    assert [json.loads(w) for w in words[1:-1:2]] == list(pairs.values())[:-1]
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def test_torchrun_is_static_never_restarts_and_ends_its_own_flags() -> None:
+    command = command_of(context(), TWO, ["--log", "x", "--", "y"], worker=Path("/s/worker.py"), python="py")
+    assert command[:3] == ["py", "-m", "torch.distributed.run"]
+    assert command[-7:] == ["--", "/s/worker.py", "t.py", "--log", "x", "--", "y"]
+    assert {
+        "--nnodes=2", "--node-rank=1", "--nproc-per-node=2", "--rdzv-backend=static", "--master-addr=10.0.0.1",
+        "--master-port=5000", "--max-restarts=0",
+    } <= set(command)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "topology", "wanted"),
+    [
+        ({"processes": 1}, ONE, ["py", "-u", "W", "t.py", "a b"]),
+        ({"processes": 1, "entry_point": "-m pkg.mod"}, ONE, ["py", "-u", "W", "-m", "pkg.mod", "a b"]),
+        ({"launcher": "python"}, TWO, ["py", "-u", "W", "t.py", "a b"]),
+        ({"launcher": "python", "entry_point": "my script.py"}, TWO, ["py", "-u", "W", "my script.py", "a b"]),
+        ({"launcher": "command", "entry_point": "x.sh"}, TWO, ["/bin/sh", "x.sh", "a b"]),
+        ({"launcher": "command", "entry_point": ""}, TWO, ["a b"]),
+        ({"launcher": "command", "entry_point": "./tool"}, ONE, ["./tool", "a b"]),
+    ],
+)
+def test_one_process_needs_no_torchrun(changes: dict[str, Any], topology: Topology, wanted: list[str]) -> None:
+    assert command_of(context(**changes), topology, ["a b"], worker=Path("W"), python="py") == wanted
+
+
+def test_one_process_on_each_of_two_nodes_is_torchruns() -> None:
+    command = command_of(context(processes=1, entry_point="-m p.q"), TWO, ["x"], worker=Path("W"), python="py")
+    assert "--nproc-per-node=1" in command
+    assert command[-5:] == ["--", "W", "-m", "p.q", "x"]
+
+
+# --------------------------------------------------------------------------------------------------------- environment
+
+
+def environment(
+    base: dict[str, str], *, topology: Topology = TWO, cpus: int = 8, tmp: str = "/s/home", **changes: Any
+) -> dict[str, str]:
+    rest = {k: changes.pop(k, {}) for k in ("export", "own", "secrets")}
+    return environment_of(
+        context(**changes), topology, base=base, values=VALUES, home=tmp, cpus=cpus, **rest
+    )  # fmt: skip
+
+
+def test_another_launchers_words_are_cleaned_away() -> None:
+    stray = {
+        "PET_NNODES": "9", "PET_RDZV_ENDPOINT": "x", "TORCHELASTIC_RUN_ID": "x", "RANK": "7", "LOCAL_RANK": "7",
+        "WORLD_SIZE": "99", "LOCAL_WORLD_SIZE": "9", "GROUP_RANK": "1", "ROLE_NAME": "x", "MASTER_ADDR": "evil",
+        "MASTER_PORT": "1", "CLOUDTRAIN_ENGINE_SECRETS_FD": "3", "CLOUDTRAIN_RUN_ID": "other",
+    }  # fmt: skip
+    kept = {"MY_RANK": "1", "RANKS": "2", "WORLD_SIZES": "3", "CARPET_X": "4", "PATH": "/bin", "NCCL_DEBUG": "INFO"}
+    env = environment({**stray, **kept})
+    assert not set(stray) & set(env)
+    assert {k: env[k] for k in kept} == kept
+
+
+def test_home_and_user_are_there_and_only_what_is_missing_is_made_up(tmp_path: Path) -> None:
+    made = environment({})
+    assert (made["HOME"], made["USER"], made["LOGNAME"]) == ("/s/home", f"uid{os.getuid()}", f"uid{os.getuid()}")
+    assert environment({"HOME": str(tmp_path), "USER": "ann"})["HOME"] == str(tmp_path)
+    assert environment({"HOME": "/no/such/folder"})["HOME"] == "/s/home"
+    assert environment({"USER": "ann"})["LOGNAME"] == "ann"
+
+
+@pytest.mark.parametrize(("cpus", "processes", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1"), (1, 1, "1")])
+def test_threads_share_the_cores(cpus: int, processes: int, threads: str) -> None:
+    assert environment({}, cpus=cpus, processes=processes)["OMP_NUM_THREADS"] == threads
+    assert environment({"OMP_NUM_THREADS": "3"}, cpus=cpus)["OMP_NUM_THREADS"] == "3"
+    assert environment({}, env={"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
+
+
+def test_who_wins() -> None:
+    env = environment(
+        {"A": "node", "B": "node", "C": "node", "D": "node"}, export={"B": "platform", "C": "platform", "D": "platform"},
+        env={"C": "job {run_id}", "D": "job"}, secrets={"D": "secret {run_id}"}, own={"CLOUDTRAIN_RUN_ID": "r-1"},
+    )  # fmt: skip
+    assert [env[k] for k in "ABCD"] == ["node", "platform", "job r-1", "secret {run_id}"]
+    assert env["CLOUDTRAIN_RUN_ID"] == "r-1"
+
+
+@given(st.dictionaries(st.from_regex(r"X[A-Z]{1,3}", fullmatch=True), strange, max_size=4))
+def test_strange_variables_arrive_unchanged(variables: dict[str, str]) -> None:
+    env = environment({}, env=variables)
+    assert all(env[k] == v for k, v in variables.items() if not known(v))
+
+
+@pytest.mark.parametrize(
+    ("changes", "topology", "rank", "world"),
+    [({"launcher": "python"}, TWO, "1", "2"), ({"launcher": "command", "processes": 4}, TWO, "1", "2"),
+     ({"processes": 1}, ONE, "0", "1")],
+)  # fmt: skip
+def test_a_lone_process_gets_the_words_torchrun_would_give(
+    changes: dict[str, Any], topology: Topology, rank: str, world: str
+) -> None:
+    env = environment({"RANK": "9"}, topology=topology, **changes)
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == (rank, world, "0", "1")
+    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (topology.master_addr, "5000")
+
+
+def test_under_torchrun_its_words_are_its_own() -> None:
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(environment({}))
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+
+class Started:
+    def __init__(self, tmp_path: Path, command: list[str], *, shim: bool, processes: int = 1) -> None:
+        self.read, write = os.pipe()
+        os.set_blocking(self.read, False)
+        self.log = LogWriter(node=0, out=write)
+        self.log.begin("0.0", None)
+        self.inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        self.ranks = Ranks(
+            command=command, env=dict(os.environ), cwd=tmp_path, scratch=scratch, package=tmp_path / "p.pyz",
+            processes=processes, shim=shim, log=self.log, first_rank=4, emit=self.inbox.put,
+        )  # fmt: skip
+        self.events: list[dict[str, Any]] = []
+        self._write = write
+
+    def close(self) -> None:
+        os.close(self.read)
+        os.close(self._write)
+
+    def until(self, kind: str, seconds: float = 30) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                self.events.append(self.inbox.get(timeout=0.2))
+            except queue.Empty:
+                continue
+            if kind in (self.events[-1]["t"], self.events[-1].get("event")):
+                return self.events[-1]
+        raise AssertionError(f"no {kind} in {self.events}")
+
+    @property
+    def out(self) -> str:
+        try:
+            return os.read(self.read, 1 << 20).decode()
+        except BlockingIOError:
+            return ""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Started]]:
+    made: list[Started] = []
+
+    def make(command: list[str], **rest: Any) -> Started:
+        made.append(Started(tmp_path, command, **rest))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.ranks.kill()
+        run.close()
+
+
+WORKER = Path(__file__).parents[2] / "cloudtrain" / "runtime" / "worker.py"
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    with open(f"/proc/{pid}/stat") as stream:
+        return stream.read().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_lone_rank_is_numbered_told_of_and_its_code_known(tmp_path: Path, start: Callable[..., Started]) -> None:
+    (tmp_path / "a.py").write_text("print('one'); print('two'); import sys; sys.exit(42)")
+    run = start([sys.executable, str(WORKER), "a.py"], shim=True)
+    assert run.until("ended") == {"t": "ended", "code": 42}
+    assert [e.get("event", e["t"]) for e in run.events] == ["start", "error", "eof", "ended"]
+    assert run.out == "[a0.0 n0 r4 #1] one\n[a0.0 n0 r4 #2] two\n"
+    assert (run.ranks.codes, run.ranks.pids) == ({0: 42}, {0: run.ranks.pid})
+
+
+def test_a_command_without_shim_is_logged_too(tmp_path: Path, start: Callable[..., Started]) -> None:
+    run = start(["/bin/sh", "-c", "echo out; echo err >&2; exit 3"], shim=False)
+    assert run.until("ended")["code"] == 3
+    assert run.out == "[a0.0 n0 r4 #1] out\n[a0.0 n0 r4 #2] err\n"
+    assert run.ranks.codes == {0: 3}
+
+
+def test_a_command_that_is_not_there_raises(tmp_path: Path, start: Callable[..., Started]) -> None:
+    with pytest.raises(FileNotFoundError):
+        start(["/no/such/program"], shim=False)
+
+
+def test_a_grandchild_that_keeps_the_pipe_open_does_not_hold_the_end(tmp_path: Path, start: Callable[..., Started]) -> None:
+    run = start(["/bin/sh", "-c", "sleep 30 & echo $!"], shim=False)
+    began = time.monotonic()
+    assert run.until("ended")["code"] == 0
+    assert time.monotonic() - began < 8
+    pid = int(run.out.split("] ")[1])
+    run.ranks.kill()
+    time.sleep(0.2)
+    assert gone(pid)
+
+
+def test_kill_takes_everything_that_shares_a_ranks_group(tmp_path: Path, start: Callable[..., Started]) -> None:
+    (tmp_path / "a.py").write_text(
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal,time; signal.signal(15, 1); time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\ntime.sleep(60)"
+    )
+    run = start([sys.executable, str(WORKER), "a.py"], shim=True)
+    run.until("start")
+    deadline = time.monotonic() + 20
+    out = ""
+    while "]" not in out and time.monotonic() < deadline:
+        time.sleep(0.05)
+        out += run.out
+    child = int(out.split("] ")[1])
+    run.ranks.signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert not gone(run.ranks.pid)
+    run.ranks.kill()
+    assert run.until("ended")["code"] == -signal.SIGKILL
+    time.sleep(0.2)
+    assert gone(child)
+
+
+def test_stacks_are_printed_and_the_rank_lives(tmp_path: Path, start: Callable[..., Started]) -> None:
+    (tmp_path / "a.py").write_text("import time\ndef waiting():\n    while True: time.sleep(0.1)\nprint('up', flush=True)\nwaiting()")
+    run = start([sys.executable, str(WORKER), "a.py"], shim=True)
+    run.until("start")
+    out, deadline = "", time.monotonic() + 20
+    while "up" not in out and time.monotonic() < deadline:
+        time.sleep(0.05)
+        out += run.out
+    run.ranks.dump_stacks()
+    while "in waiting" not in out and time.monotonic() < deadline:
+        time.sleep(0.05)
+        out += run.out
+    assert "in waiting" in out
+    assert run.ranks.code is None
+    run.ranks.kill()
+    run.until("ended")

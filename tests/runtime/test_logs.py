@@ -1,0 +1,247 @@
+"""Lines and their numbers: what a rank printed becomes lines, each numbered once, in segments that are whole files."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudtrain.runtime import logs
+from cloudtrain.runtime.logs import LINE_BYTES, LogWriter, lines_of
+
+
+def read(*chunks: bytes, pause: float = 0.0) -> list[str]:
+    """The lines of a pipe into which ``chunks`` are written one by one."""
+    out, into = os.pipe()
+
+    def write() -> None:
+        for number, chunk in enumerate(chunks):
+            if pause and number:
+                time.sleep(pause)
+            while chunk:
+                chunk = chunk[os.write(into, chunk) :]
+        os.close(into)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    with os.fdopen(out, "rb") as stream:
+        found = list(lines_of(stream))
+    thread.join()
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- lines
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"", []),
+        (b"a\nb\n", ["a", "b"]),
+        (b"a\n\nb", ["a", "", "b"]),
+        (b"a\r\nb\r\n", ["a", "b"]),
+        (b" 10%\r 50%\r100%\n", ["100%"]),
+        (b"\r 10%\r 50%\r100%\ndone\n", ["100%", "done"]),
+        (b"10%\r100%\r\n", ["100%"]),
+        (b"10%\r100%", ["10%", "100%"]),
+        (b"\xff\xfe ok\n", ["\ufffd\ufffd ok"]),
+        ("é 漢字 🎉\n".encode(), ["é 漢字 🎉"]),
+        (b"a\x00b\x1b[31mred\n", ["a\x00b\x1b[31mred"]),
+        (b"tab\tand \x0b\x0c\x85\xe2\x80\xa8 no line ends\n", ["tab\tand \x0b\x0c\ufffd\u2028 no line ends"]),
+    ],
+)
+def test_lines(data: bytes, lines: list[str]) -> None:
+    assert read(data) == lines
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"])), max_size=8), st.data())
+def test_however_it_is_cut_the_lines_are_the_same(texts: list[str], data: st.DataObject) -> None:
+    whole = "".join(text + data.draw(st.sampled_from(["\n", "\r\n"])) for text in texts).encode()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=5)))
+    parts = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    assert read(*parts) == texts
+
+
+def test_a_line_end_that_comes_in_two_parts_is_one() -> None:
+    assert read(b"a\r", b"\nb\r", b"\n", pause=0.1) == ["a", "b"]
+
+
+def test_a_progress_bar_shows_its_newest_state_once_a_second() -> None:
+    chunks = [f"\r{i:3d}%".encode() for i in range(0, 101, 4)]
+    shown = read(b"start\n", *chunks, b"\nend\n", pause=0.1)
+    assert (shown[0], shown[-2], shown[-1]) == ("start", "100%", "end")
+    states = [int(text.strip(" %")) for text in shown[1:-1]]
+    assert states == sorted(set(states))
+    assert 2 <= len(states) <= 6  # of 26, in 2.6 s
+
+
+def test_a_bar_that_ends_its_states_with_a_return_too() -> None:
+    chunks = [f"{i:3d}%\r".encode() for i in range(0, 101, 10)]
+    shown = read(*chunks, b"\n", pause=0.12)
+    assert shown[-1] == "100%"
+    assert len(shown) <= 4
+
+
+def test_a_storm_of_redraws_is_one_line() -> None:
+    bar = b"\r" + b"#" * 200
+    shown = read(bar * 5000 + b"\rlast\n")
+    assert shown[-1] == "last"
+    assert all("\r" not in text for text in shown)
+    assert len(shown) < 6
+
+
+def test_a_long_line_comes_in_pieces_with_every_character_whole() -> None:
+    text = "x" + "漢" * LINE_BYTES + "é" * LINE_BYTES
+    pieces = read(text.encode() + b"\nshort\n")
+    assert pieces[-1] == "short"
+    assert "".join(pieces[:-1]) == text
+    assert max(len(p.encode()) for p in pieces) <= LINE_BYTES
+    assert len(pieces) < 10
+
+
+def test_a_long_line_of_bytes_that_are_no_text() -> None:
+    pieces = read(b"\xbf" * (3 * LINE_BYTES))
+    assert sum(len(p) for p in pieces) == 3 * LINE_BYTES
+
+
+def test_a_line_is_there_as_soon_as_it_ended() -> None:
+    out, into = os.pipe()
+    with os.fdopen(out, "rb") as stream:
+        lines = lines_of(stream)
+        os.write(into, b"first\nhal")
+        assert next(lines) == "first"
+        os.write(into, b"f\n")
+        assert next(lines) == "half"
+        os.close(into)
+        assert list(lines) == []
+
+
+# -------------------------------------------------------------------------------------------------------------- writer
+
+
+class Pipe:
+    def __init__(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "out"
+        self.fd = os.open(self.path, os.O_CREAT | os.O_RDWR)
+
+    def lines(self) -> list[str]:
+        return self.path.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Pipe:
+    return Pipe(tmp_path)
+
+
+def test_lines_wait_for_the_attempt_and_then_carry_it(pipe: Pipe) -> None:
+    writer = LogWriter(node=3, out=pipe.fd)
+    writer.say("before")
+    writer.write("7", "early")
+    assert pipe.lines() == []
+    writer.begin("2.1", None)
+    writer.write("7", "late é")
+    writer.begin("9.9", None)  # once is once
+    writer.write("-", "last")
+    assert pipe.lines() == [
+        "[a2.1 n3 r- #1] cloudtrain: before", "[a2.1 n3 r7 #2] early", "[a2.1 n3 r7 #3] late é", "[a2.1 n3 r- #4] last",
+    ]  # fmt: skip
+    assert writer.lines == 4
+
+
+def test_only_ranks_count_as_signs_of_life(pipe: Pipe) -> None:
+    writer = LogWriter(node=0, out=pipe.fd)
+    before = writer.last
+    time.sleep(0.02)
+    writer.say("x")
+    assert writer.last == before
+    writer.write("0", "x")
+    assert writer.last > before
+
+
+def test_numbers_are_whole_and_in_order_from_many_threads(tmp_path: Path, pipe: Pipe) -> None:
+    writer = LogWriter(node=0, out=pipe.fd)
+    folder = tmp_path / "segments"
+
+    def work(rank: int) -> None:
+        for i in range(300):
+            writer.write(str(rank), f"{rank}:{i}")
+            if i % 50 == 0:
+                writer.flush()
+            if rank == 3 and i == 100:
+                writer.begin("0.0", folder)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.flush()
+    parsed = [re.fullmatch(r"\[a0\.0 n0 r(\d) #(\d+)\] (\d):(\d+)", line) for line in pipe.lines()]
+    assert all(parsed)
+    assert [int(m[2]) for m in parsed if m] == list(range(1, 2401))
+    for rank in range(8):
+        assert [int(m[4]) for m in parsed if m and m[1] == str(rank)] == list(range(300))
+    segments = "".join(p.read_text() for p in sorted(folder.iterdir()))
+    assert segments.splitlines() == pipe.lines()
+    for path in folder.iterdir():
+        assert f"#{int(path.stem)}]" in path.read_text().splitlines()[0]
+
+
+def test_segments_are_written_by_size_and_age_and_each_once(tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = LogWriter(node=1, out=pipe.fd)
+    folder = tmp_path / "segments"
+    writer.begin("0.0", folder)
+    writer.write("0", "a")
+    writer.tick()
+    assert not folder.exists()  # not old enough
+    monkeypatch.setattr(logs, "SEGMENT_SECONDS", 0.0)
+    writer.tick()
+    assert [p.name for p in folder.iterdir()] == ["000000001.log"]
+    writer.tick()
+    assert len(list(folder.iterdir())) == 1
+    monkeypatch.setattr(logs, "SEGMENT_BYTES", 100)
+    for _ in range(3):
+        writer.write("0", "y" * 60)
+    writer.flush()
+    assert sorted(p.name for p in folder.iterdir()) == ["000000001.log", "000000002.log", "000000004.log"]
+    assert "".join(p.read_text() for p in sorted(folder.iterdir())).splitlines() == pipe.lines()
+
+
+def test_a_segment_that_cannot_be_written_is_kept_and_tried_again(tmp_path: Path, pipe: Pipe) -> None:
+    writer = LogWriter(node=0, out=pipe.fd)
+    (tmp_path / "blocked").write_text("a file where the folder should be")
+    writer.begin("0.0", tmp_path / "blocked" / "segments")
+    writer.write("0", "one")
+    writer.flush()
+    writer.write("0", "two")
+    (tmp_path / "blocked").unlink()
+    writer.flush()
+    (path,) = (tmp_path / "blocked" / "segments").iterdir()
+    assert (path.name, path.read_text().splitlines()) == ("000000001.log", pipe.lines())
+
+
+def test_a_reader_that_is_gone_costs_only_its_own_copy(tmp_path: Path) -> None:
+    out, into = os.pipe()
+    os.close(out)
+    writer = LogWriter(node=0, out=into)
+    writer.begin("0.0", tmp_path)
+    for i in range(3):
+        writer.write("0", str(i))
+    writer.flush()
+    os.close(into)
+    assert (tmp_path / "000000001.log").read_text().splitlines() == [f"[a0.0 n0 r0 #{i + 1}] {i}" for i in range(3)]
+
+
+def test_text_that_cannot_be_encoded_is_still_a_line(tmp_path: Path, pipe: Pipe) -> None:
+    writer = LogWriter(node=0, out=pipe.fd)
+    writer.begin("0.0", tmp_path / "s")
+    writer.write("0", "bad \udcff surrogate")
+    writer.flush()
+    assert pipe.lines() == ["[a0.0 n0 r0 #1] bad ? surrogate"]
+    assert (tmp_path / "s" / "000000001.log").read_text().splitlines() == pipe.lines()

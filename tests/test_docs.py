@@ -1,0 +1,399 @@
+"""The documents keep their word: every block runs or is checked, links lead somewhere, tables are what the code says.
+
+The info string of a fenced block says what becomes of it, from the top of a page to its end in one folder:
+
+``LANG file=NAME``            written there (and checked as LANG is)
+``sh run``, ``python run``    run there, with the tools of this environment and a store of its own; must exit 0
+``sh run exit=N``             the same, must exit N
+``toml``, ``json``            must parse, and be a Job where it has an entry point
+``python``                    must compile
+``sh``                        each ``make`` target and each ``cloudtrain`` command line must exist; nothing is run
+``text``                      free
+
+``example=NAME`` marks a block that a test of its own compares with the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain import cli, errors
+from cloudtrain.cli.flags import JobFlags
+from cloudtrain.cli.screen import Screen
+from cloudtrain.job import Job, anchored
+from cloudtrain.provider import find_provider
+from cloudtrain.settings import Settings, toml_loads
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+GENERATED = {"docs/providers.md"}
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted({p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").glob("*.md")} - GENERATED),
+]
+CHECKED = {"sh", "python", "toml", "json", "text"}
+RUN = {"sh", "python"}
+SECONDS = 240
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block; ``where`` is page:line, ``words`` what follows the language."""
+
+    where: str
+    language: str
+    words: tuple[str, ...]
+    text: str
+
+    @property
+    def run(self) -> bool:
+        return "run" in self.words
+
+    def value(self, name: str) -> str | None:
+        return next((word.partition("=")[2] for word in self.words if word.startswith(f"{name}=")), None)
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(name: str) -> list[Block]:
+    found: list[Block] = []
+    fence, start, info, lines = "", 0, "", list[str]()
+    for number, line in enumerate(page(name).splitlines(), 1):
+        mark = re.match(r"\s*(`{3,}|~{3,})(.*)", line)
+        if mark and not fence:
+            fence, start, info, lines = mark[1], number, mark[2].strip(), []
+        elif mark and fence and mark[1].startswith(fence) and not mark[2].strip():
+            language, *words = info.split() or [""]
+            text = textwrap.dedent("\n".join(lines)) + "\n"
+            found.append(Block(where=f"{name}:{start}", language=language, words=tuple(words), text=text))
+            fence = ""
+        elif fence:
+            lines.append(line)
+    assert not fence, f"{name}:{start}: the block is never closed"
+    return found
+
+
+def prose(name: str) -> str:
+    """The page without its blocks."""
+    return re.sub(r"(?ms)^\s*(`{3,}|~{3,}).*?^\s*\1\s*$", "", page(name))
+
+
+def section(name: str, heading: str) -> str:
+    """What stands under ``## heading``."""
+    text = page(name)
+    assert f"\n## {heading}\n" in text, f"{name} has no section {heading!r}"
+    return re.split(r"\n## ", text.split(f"\n## {heading}\n", 1)[1], maxsplit=1)[0]
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of the first Markdown table, without its head."""
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows[2:]]
+
+
+# ---------------------------------------------------------------------------------------------------------- every block
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_block_says_what_it_is_and_is_right(name: str, tmp_path: Path) -> None:
+    for block in blocks(name):
+        assert block.language in CHECKED, f"{block.where}: a block needs one of {', '.join(sorted(CHECKED))}"
+        known = all(word == "run" or word.startswith(("file=", "exit=", "example=")) for word in block.words)
+        assert known, f"{block.where}: {' '.join(block.words)}"
+        assert not block.run or block.language in RUN, f"{block.where}: {block.language} cannot be run"
+        try:
+            check(block, tmp_path)
+        except (errors.CloudtrainError, ValueError, SyntaxError) as exc:
+            pytest.fail(f"{block.where}: {exc}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PAGES if any(block.run for block in blocks(name))])
+def test_what_a_page_tells_to_run_runs(name: str, tmp_path: Path) -> None:
+    folder, home = tmp_path / "page", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    for block in blocks(name):
+        if file := block.value("file"):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(block.text, encoding="utf-8")
+        elif block.run:
+            command = ["sh", "-e"] if block.language == "sh" else [sys.executable, "-"]
+            done = subprocess.run(
+                command,
+                cwd=folder,
+                env=environment(home),
+                input=block.text,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+            wanted = int(block.value("exit") or 0)
+            assert done.returncode == wanted, f"{block.where}: exit {done.returncode}, not {wanted}\n{done.stdout}"
+
+
+def environment(home: Path) -> dict[str, str]:
+    """A user's: this environment's tools first, nothing that configures us, and no way out to a network."""
+    drop = re.compile(r"CLOUDTRAIN_|AWS_|AZURE_|GOOGLE_|PET_|TORCHELASTIC_|XDG_|.*RANK$|.*WORLD_SIZE$|MASTER_|PYTEST_")
+    env = {
+        key: value for key, value in os.environ.items() if not drop.match(key) and not key.lower().endswith("_proxy")
+    }
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    path = f"{BIN}{os.pathsep}{env.get('PATH', os.defpath)}"
+    return {**env, **nowhere, "no_proxy": "127.0.0.1,localhost", "PATH": path, "HOME": str(home), "PIP_NO_INDEX": "1"}
+
+
+def check(block: Block, folder: Path) -> None:
+    """Raise for a block that is wrong, as far as that can be told without running it."""
+    if block.language == "python":
+        compile(block.text, block.where, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    elif block.language == "sh":
+        for words in commands(block.text):
+            check_command(words)
+    elif block.language in ("toml", "json"):
+        toml = block.language == "toml"
+        data = toml_loads(block.text, where=block.where) if toml else json.loads(block.text)
+        if block.value("file") == "cloudtrain.toml":
+            (folder / "cloudtrain.toml").write_text(block.text, encoding="utf-8")
+            Settings.load(environ={}, cwd=folder).make_provider()
+        elif "entry_point" in data or "entry_point" in data.get("source", {}):
+            Job.from_dict(anchored(data, folder))
+
+
+# ------------------------------------------------------------------------------------------------------- command lines
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The simple commands of a shell text: words, without assignments, redirections and what joins them."""
+    line = ""
+    for more in text.replace("\\\n", " ").splitlines():
+        line = f"{line}\n{more}" if line else more
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+        lexer.whitespace_split = True
+        try:
+            tokens = list(lexer)
+        except ValueError:
+            continue  # a quotation that goes on in the next line
+        line = ""
+        yield from _simple(tokens)
+    if line:
+        raise ValueError(f"no closing quotation: {line!r}")
+
+
+def _simple(tokens: list[str]) -> Iterator[list[str]]:
+    words: list[str] = []
+    redirected = False
+    for token in [*tokens, ";"]:
+        if token and set(token) <= set("();|&"):
+            if words:
+                yield words
+            words = []
+        elif token and set(token) <= set("<>"):
+            redirected = True
+        elif redirected:
+            redirected = False
+        elif words or not re.match(r"[A-Za-z_]\w*=", token):
+            words.append(token)
+
+
+def check_command(words: list[str]) -> None:
+    """Raise `SpecError` or ValueError for a make target or a command line of ours that does not exist."""
+    if words[0] == "make":
+        targets = set(re.findall(r"(?m)^([a-z-]+):", page("Makefile")))
+        for word in words[1:]:
+            if "=" not in word and not word.startswith("-") and word not in targets:
+                raise ValueError(f"the Makefile has no target {word}")
+    elif words[0] == "cloudtrain":
+        tokens, args = cli.split(words[1:])
+        cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_named_in_the_text_exist(name: str) -> None:
+    """Spans such as `make demo`; of `cloudtrain VERB`, which a sentence may cut short, the verb and its flags."""
+    for span in re.findall(r"`((?:make|cloudtrain) [^`]+)`", prose(name)):
+        words = span.split()
+        if words[0] == "make":
+            check_command(words)
+        elif words[1].isalpha() and words[1].islower():
+            assert words[1] in cli.VERBS, f"{name}: {span}"
+            flags = {word.partition("=")[0] for word in cli.split(words[2:])[0] if word.startswith("-")}
+            assert flags <= {name for flag in arguments(words[1]) for name in flag.names} | {"--help"}, (
+                f"{name}: {span}"
+            )
+
+
+# --------------------------------------------------------------------------------------------------------------- links
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(name: str) -> None:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(name)):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        file = (ROOT / name).parent / path if path else ROOT / name
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken, f"{name}: {broken}"
+
+
+def anchors(file: Path) -> set[str]:
+    headings = re.findall(r"(?m)^#+ (.*)$", file.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# -------------------------------------------------------------------------------------------- tables against the code
+
+
+def codes() -> set[int]:
+    """Every exit code there is."""
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    return {0, cli.EXIT_DETACHED, *errors.EXIT_CODES.values(), *(kind.exit_code for kind in kinds)}
+
+
+@pytest.mark.parametrize(("name", "heading"), [("README.md", "Use"), ("docs/cli.md", "Exit codes")])
+def test_the_exit_codes_are_those_of_the_errors(name: str, heading: str) -> None:
+    assert [int(row[0]) for row in table(section(name, heading))] == sorted(codes())
+
+
+def test_each_category_stands_at_its_exit_code() -> None:
+    told = {
+        category: int(code)
+        for code, categories, *_ in table(section("docs/cli.md", "Exit codes"))
+        for category in re.findall(r"`(\w+)`", categories)
+    }
+    assert told == errors.EXIT_CODES
+
+
+def test_the_command_line_page_has_every_verb_and_no_other() -> None:
+    rows = [f"| `cloudtrain {verb} {usage}` | {what} |" for verb, (_, what, usage) in cli.VERBS.items()]
+    is_the_table("Verbs", "| verb | what it does |", [row.replace("SCRIPT|", "SCRIPT\\|") for row in rows])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A flag of a verb; ``job``: it sets a field of a Job."""
+
+    names: tuple[str, ...]
+    form: str
+    help: str
+    job: bool
+
+    def cell(self) -> str:
+        return ", ".join(f"`{name}`" for name in self.names) + (f" `{self.form}`" if self.form else "")
+
+
+def arguments(verb: str) -> list[Flag]:
+    """A verb's flags, in the order of its help."""
+    return [
+        Flag(
+            names=tuple(name for name in item.names if name.startswith("-")),
+            form=item.parameter.metavar or "",
+            help=str(item.parameter.help),
+            job=bool(item.keys) and item.keys[-1] in JobFlags.__dataclass_fields__,
+        )
+        for item in cli.make_app()[verb].assemble_argument_collection()
+        if item.parse and item.parameter.help and any(name.startswith("-") for name in item.names)
+    ]
+
+
+def test_the_flags_of_a_job_are_told_as_they_are() -> None:
+    rows = [f"| {flag.cell()} | {flag.help} |" for flag in arguments("submit") if flag.job]
+    is_the_table("Flags of a job", "| flag | meaning |", rows)
+
+
+def test_the_other_flags_are_told_as_they_are() -> None:
+    verbs: dict[tuple[str, str], list[str]] = {}
+    for verb in cli.VERBS:
+        for flag in arguments(verb):
+            if not flag.job:
+                verbs.setdefault((flag.cell(), flag.help), []).append(verb)
+    rows = [
+        f"| {cell} | {', '.join(of) if len(of) < len(cli.VERBS) else 'all'} | {text} |"
+        for (cell, text), of in verbs.items()
+    ]
+    is_the_table("Other flags", "| flag | of | meaning |", rows)
+
+
+def test_the_settings_are_told_as_they_are() -> None:
+    general = [
+        f"| `{f.name}` | `{f.default}` | {f.metadata['help']} |"
+        for f in dataclasses.fields(Settings)
+        if "help" in f.metadata
+    ]
+    is_the_table("Settings", "| key | default | meaning |", general)
+    told = {(row[0].strip("`"), row[1].strip("`")) for row in table(section("docs/cli.md", "Settings of a provider"))}
+    own = {path.stem for path in (ROOT / "cloudtrain" / "providers").iterdir() if not path.stem.startswith("_")}
+    assert told == {(name, f.name) for name in own for f in dataclasses.fields(find_provider(name).Settings)}
+
+
+def is_the_table(heading: str, head: str, rows: list[str]) -> None:
+    """Fail unless the section of docs/cli.md holds exactly this table; the message is what to paste there."""
+    wanted = "\n".join([head, re.sub(r"[^|]+", " --- ", head), *rows])
+    if wanted not in section("docs/cli.md", heading):
+        pytest.fail(f"docs/cli.md, {heading!r}, should hold:\n\n{wanted}\n", pytrace=False)
+
+
+def test_the_variables_of_a_script_are_those_that_a_node_sets() -> None:
+    pattern = r"\bCLOUDTRAIN_(?:[A-Z]+_?)+"
+    ours = variables() - {"CLOUDTRAIN_WORKER"}  # gone before the script's first line
+    assert set(re.findall(pattern, page("docs/script.md"))) == ours
+    told = set(re.findall(pattern, section("README.md", "What a script sees")))
+    assert told <= ours, told - ours
+
+
+def variables() -> set[str]:
+    """Every CLOUDTRAIN_* variable that the runtime puts into a table of its own."""
+    keys: list[ast.expr | None] = []
+    for path in (ROOT / "cloudtrain" / "runtime").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            keys += node.keys if isinstance(node, ast.Dict) else [node.key] if isinstance(node, ast.DictComp) else []
+    starts = [key.values[0] if isinstance(key, ast.JoinedStr) else key for key in keys]
+    names = {str(start.value) for start in starts if isinstance(start, ast.Constant)}
+    return {name for name in names if name.startswith("CLOUDTRAIN_")}
+
+
+@pytest.mark.slow
+def test_the_example_of_a_result_has_the_shape_of_one(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise ValueError('x')\n")
+    command = ["cloudtrain", "submit", "train.py", "--max-runtime", "5m", "--json"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    [example] = [block.text for block in blocks("docs/cli.md") if "example=result" in block.words]
+    assert shape(json.loads(example)) == shape(
+        {**json.loads(done.stdout), "checkpoint": {"name": "", "step": 0, "committed": ""}}
+    )
+
+
+def shape(value: Any) -> Any:
+    """Names at every depth; of a list, those of its first element."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    return [shape(value[0])] if isinstance(value, list) and value else None
