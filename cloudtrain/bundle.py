@@ -20,8 +20,9 @@ from typing import IO, Any, NoReturn
 
 from .errors import SpecError, StorageError
 from .ignore import Rules, parse_line
-from .job import Source, nearest
+from .job import Source
 from .tree import IGNORE, Entry, Walk, below, disk_errors
+from .values import nearest
 
 __all__ = ["MANIFEST", "MAX_BYTES", "Bundle", "Excluded", "File", "build", "resolve"]
 

@@ -21,7 +21,7 @@ from typing import IO
 from .errors import CapacityError, StorageError
 from .provider import NodeSpec
 
-__all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair"]
+__all__ = ["NodeProcess", "ProcessEngine", "boot_id", "check_gpus", "free_port_pair"]
 
 ENGINE_PREFIX = "CLOUDTRAIN_ENGINE_"
 
@@ -170,3 +170,13 @@ def check_gpus(wanted: int, name: str) -> None:
     if len(matching) < wanted:
         has = f"{len(found)} ({found[0].split(':', 1)[1].split('(')[0].strip()})" if found else "none"
         raise CapacityError(f"the job asks for {wanted} {name} GPUs on this machine, which has {has}")
+
+
+def boot_id() -> str:
+    """Something that changes whenever this machine starts; empty where it cannot be told."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        done = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+    return ""

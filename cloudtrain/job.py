@@ -9,20 +9,31 @@ not change the identity of the jobs of an earlier one.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
 import re
 import secrets as _secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from .errors import SpecError
+from .values import (
+    choice_of,
+    json_value,
+    nearest,
+    parse_duration,
+    sequence_of,
+    table_of,
+    text_of,
+    texts_of,
+    toml_loads,
+    url_scheme,
+    whole_number,
+)
 
 __all__ = [
     "DEFAULT_MAX_RUNTIME",
@@ -35,10 +46,7 @@ __all__ = [
     "Source",
     "anchored",
     "check_run_id",
-    "nearest",
     "new_run_id",
-    "parse_duration",
-    "url_scheme",
 ]
 
 Scalar = str | int | float | bool
@@ -61,49 +69,11 @@ _RESERVED = re.compile(
     r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|PET_.*|TORCHELASTIC_.*|CLOUDTRAIN_.*)"
 )
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
 _GPU = re.compile(r"([A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-(\d+)GB)?(?::(\d+))?")
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
 # ------------------------------------------------------------------------------------------- words and small parsers
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the valid choice closest to ``word``, or the empty string when none is close."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def url_scheme(url: str) -> str:
-    """The scheme of ``url`` in lower case (``s3``, ``azureml``, ``file``); a plain path (``C:\\x`` too) is ``""``."""
-    match = _SCHEME.match(url)
-    return match[1].lower() if match and len(match[1]) > 1 else ""
-
-
-def parse_duration(value: Any, *, field: str) -> int:
-    """Seconds of ``90``, ``"90s"``, ``"1h30m"``, ``"2d"`` or a timedelta; whole and above zero, else `SpecError`."""
-    if isinstance(value, timedelta):
-        value = value.total_seconds()
-    if isinstance(value, str):
-        match = _DURATION.fullmatch(value.strip().lower())
-        if value.strip().isdigit():
-            value = int(value)
-        elif match and any(match.groups()):
-            value = sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
-        else:
-            raise SpecError(f"{value!r} is not a duration; write '90s', '45m', '12h', '2d' or '1h30m'", field=field)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value != int(value)
-    ):
-        raise SpecError(f"{value!r} is not a whole number of seconds, nor text like '12h'", field=field)
-    if value <= 0:
-        raise SpecError(f"must be above zero, not {value!r}", field=field)
-    return int(value)
 
 
 def check_run_id(run_id: str) -> str:
@@ -130,63 +100,6 @@ def _slug(text: str) -> str:
 
 
 # ----------------------------------------------------------------------------------------------- checks used by types
-
-
-def _text(value: Any, where: str, *, empty: bool = False) -> str:
-    if not isinstance(value, str):
-        raise SpecError(f"must be text, not {type(value).__name__}", field=where)
-    if not value and not empty:
-        raise SpecError("must not be empty", field=where)
-    if "\0" in value:
-        raise SpecError("holds a NUL character, which no process argument or variable can carry", field=where)
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise SpecError("is not valid UTF-8 text", field=where) from None
-    return value
-
-
-def _texts(value: Any, where: str, *, empty: bool = False) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise SpecError(f"must be a list of texts, not {type(value).__name__}", field=where)
-    return tuple(_text(item, f"{where}[{i}]", empty=empty) for i, item in enumerate(value))
-
-
-def _whole(value: Any, where: str, *, least: int, most: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise SpecError(f"must be a whole number, not {value!r}", field=where)
-    if value < least or (most is not None and value > most):
-        raise SpecError(
-            f"must be {least} or more" + (f", at most {most}" if most else "") + f", not {value}", field=where
-        )
-    return value
-
-
-def _choice(value: Any, choices: tuple[str, ...], where: str) -> str:
-    if value not in choices:
-        raise SpecError(f"{value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}", field=where)
-    return str(value)
-
-
-def _table(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be a table of names and values, not {type(value).__name__}", field=where)
-    for key in value:
-        _text(key, f"{where} key")
-    return dict(value)
-
-
-def _json_value(value: Any, where: str) -> Any:
-    """A deep plain copy of ``value``, which must be JSON (no NaN, text keys only)."""
-    if isinstance(value, Mapping):
-        return {_text(k, where, empty=True): _json_value(v, f"{where}.{k}") for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise SpecError(f"{value!r} has no place in JSON", field=where)
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return _text(value, where, empty=True) if isinstance(value, str) else value
-    raise SpecError(f"{type(value).__name__} has no place in JSON", field=where)
 
 
 def _env_names(table: dict[str, Any], where: str) -> None:
@@ -222,7 +135,7 @@ class Gpu:
 
     @classmethod
     def parse(cls, text: str, *, field: str = "resources.gpu") -> Gpu:
-        match = _GPU.fullmatch(_text(text, field).strip().upper())
+        match = _GPU.fullmatch(text_of(text, field).strip().upper())
         if not match or match[3] == "0":
             raise SpecError(f"{text!r} is not NAME[-MEM][:COUNT], such as 'H100:8' or 'A100-80GB:4'", field=field)
         return cls(name=match[1], memory_gb=int(match[2]) if match[2] else None, count=int(match[3] or 1))
@@ -249,15 +162,15 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.path is not None:
-            _set(self, path=_text(str(self.path), "source.path"))
+            _set(self, path=text_of(str(self.path), "source.path"))
         _set(
             self,
-            entry_point=_text(str(self.entry_point), "source.entry_point", empty=True).strip(),
-            dependencies=_texts([str(d) for d in _sequence(self.dependencies)], "source.dependencies"),
-            exclude=_texts(_sequence(self.exclude), "source.exclude"),
+            entry_point=text_of(str(self.entry_point), "source.entry_point", empty=True).strip(),
+            dependencies=texts_of([str(d) for d in sequence_of(self.dependencies)], "source.dependencies"),
+            exclude=texts_of(sequence_of(self.exclude), "source.exclude"),
         )
         if self.requirements is not None:
-            _text(self.requirements, "source.requirements")
+            text_of(self.requirements, "source.requirements")
         words = self.entry_point.split()
         if words[:1] == ["-m"] and (len(words) != 2 or not all(p.isidentifier() for p in words[1].split("."))):
             raise SpecError(f"{self.entry_point!r} is not '-m package.module'", field="source.entry_point")
@@ -277,7 +190,7 @@ class Input:
     shard: bool = field(default=False, metadata=_help("give each node its own part, where the platform can"))
 
     def __post_init__(self) -> None:
-        _set(self, url=_text(str(self.url), "inputs.url"), mode=_choice(self.mode, MODES, "inputs.mode"))
+        _set(self, url=text_of(str(self.url), "inputs.url"), mode=choice_of(self.mode, MODES, "inputs.mode"))
         if not isinstance(self.shard, bool):
             raise SpecError(f"must be true or false, not {self.shard!r}", field="inputs.shard")
 
@@ -297,16 +210,16 @@ class Resources:
     spot: bool = field(default=False, metadata=_help("preemptible machines"))
 
     def __post_init__(self) -> None:
-        _whole(self.instance_count, "resources.instance_count", least=1, most=4096)
+        whole_number(self.instance_count, "resources.instance_count", least=1, most=4096)
         for name in ("nproc_per_node", "cpus", "memory_gb", "disk_gb", "shm_gb"):
             if getattr(self, name) is not None:
-                _whole(getattr(self, name), f"resources.{name}", least=1)
+                whole_number(getattr(self, name), f"resources.{name}", least=1)
         if self.instance_type is not None:
-            _text(self.instance_type, "resources.instance_type")
+            text_of(self.instance_type, "resources.instance_type")
         if not isinstance(self.spot, bool):
             raise SpecError(f"must be true or false, not {self.spot!r}", field="resources.spot")
-        names = [self.gpu] if isinstance(self.gpu, str) else list(_sequence(self.gpu))
-        texts = [part.strip() for name in names for part in _text(name, "resources.gpu").split(",")]
+        names = [self.gpu] if isinstance(self.gpu, str) else list(sequence_of(self.gpu))
+        texts = [part.strip() for name in names for part in text_of(name, "resources.gpu").split(",")]
         _set(self, gpu=tuple(str(Gpu.parse(text)) for text in texts))
 
     @property
@@ -376,12 +289,12 @@ class Job:
     def _check_what(self) -> None:
         entry = self.source.entry_point
         launcher = self.launcher or ("command" if entry.endswith(".sh") else "torchrun")
-        _set(self, launcher=_choice(launcher, LAUNCHERS, "launcher"), args=_texts(self.args, "args", empty=True))
+        _set(self, launcher=choice_of(launcher, LAUNCHERS, "launcher"), args=texts_of(self.args, "args", empty=True))
         if not entry and not (launcher == "command" and self.args):
             raise SpecError("no script: give train.py, '-m pkg.mod' or x.sh", field="source.entry_point")
         if entry.endswith(".sh") and launcher != "command":
             raise SpecError(f"{launcher} starts Python, not {entry}; use launcher 'command'", field="launcher")
-        _choice(self.hyperparameter_style, STYLES, "hyperparameter_style")
+        choice_of(self.hyperparameter_style, STYLES, "hyperparameter_style")
         name = self.name or _slug(
             (self.source.module or "").rpartition(".")[2] or PurePosixPath(entry.replace("\\", "/")).stem
         )
@@ -393,7 +306,7 @@ class Job:
             )
         _set(self, name=name)
         if self.image is not None and (
-            any(c.isspace() for c in _text(self.image, "image")) or self.image.startswith("-")
+            any(c.isspace() for c in text_of(self.image, "image")) or self.image.startswith("-")
         ):
             raise SpecError(f"{self.image!r} is not the name of an image", field="image")
 
@@ -410,18 +323,18 @@ class Job:
             if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not math.isfinite(cost) or cost <= 0:
                 raise SpecError(f"must be an amount of US dollars above zero, not {cost!r}", field="max_cost")
             _set(self, max_cost=float(cost))
-        _whole(self.retries, "retries", least=0, most=100)
+        whole_number(self.retries, "retries", least=0, most=100)
         if self.resume_from is not None:
-            _text(self.resume_from, "resume_from")
-        _set(self, checkpoint_paths=_texts(_sequence(self.checkpoint_paths), "checkpoint_paths"))
+            text_of(self.resume_from, "resume_from")
+        _set(self, checkpoint_paths=texts_of(sequence_of(self.checkpoint_paths), "checkpoint_paths"))
         for i, glob in enumerate(self.checkpoint_paths):
             if PurePosixPath(glob).is_absolute() or ".." in PurePosixPath(glob).parts:
                 raise SpecError(f"{glob!r} leaves the working folder", field=f"checkpoint_paths[{i}]")
 
     def _check_values(self) -> None:
-        env = {k: _text(v, f"env.{k}", empty=True) for k, v in _table(self.env, "env").items()}
+        env = {k: text_of(v, f"env.{k}", empty=True) for k, v in table_of(self.env, "env").items()}
         _env_names(env, "env")
-        secrets = {k: _text(v, f"secrets.{k}") for k, v in _table(self.secrets, "secrets").items()}
+        secrets = {k: text_of(v, f"secrets.{k}") for k, v in table_of(self.secrets, "secrets").items()}
         _env_names(secrets, "secrets")
         for key, reference in secrets.items():
             scheme, _, rest = reference.partition(":")
@@ -433,12 +346,12 @@ class Job:
             if key in env:
                 raise SpecError("is in env too; keep one of the two", field=f"secrets.{key}")
         hyperparameters = {}
-        for key, value in _table(self.hyperparameters, "hyperparameters").items():
+        for key, value in table_of(self.hyperparameters, "hyperparameters").items():
             if value is None:
                 raise SpecError("has no value (None); leave it out", field=f"hyperparameters.{key}")
-            hyperparameters[key] = _json_value(value, f"hyperparameters.{key}")
-        tags = {k: _text(v, f"tags.{k}", empty=True) for k, v in _table(self.tags, "tags").items()}
-        inputs = {k: _input(v, f"inputs.{k}") for k, v in _table(self.inputs, "inputs").items()}
+            hyperparameters[key] = json_value(value, f"hyperparameters.{key}")
+        tags = {k: text_of(v, f"tags.{k}", empty=True) for k, v in table_of(self.tags, "tags").items()}
+        inputs = {k: _input(v, f"inputs.{k}") for k, v in table_of(self.inputs, "inputs").items()}
         seen: dict[str, str] = {}
         for key in inputs:
             if not _CHANNEL.fullmatch(key):
@@ -448,10 +361,10 @@ class Job:
             if (other := seen.setdefault(key.upper().replace("-", "_"), key)) != key:
                 raise SpecError(f"{key!r} and {other!r} would share one variable", field="inputs")
         options = {
-            k: _json_value(_table(v, f"options.{k}"), f"options.{k}")
-            for k, v in _table(self.options, "options").items()
+            k: json_value(table_of(v, f"options.{k}"), f"options.{k}")
+            for k, v in table_of(self.options, "options").items()
         }
-        on = {k: _json_value(_table(v, f"on.{k}"), f"on.{k}") for k, v in _table(self.on, "on").items()}
+        on = {k: json_value(table_of(v, f"on.{k}"), f"on.{k}") for k, v in table_of(self.on, "on").items()}
         _set(
             self,
             env=env,
@@ -492,7 +405,7 @@ class Job:
             if key in parts:
                 if isinstance(value, (Source, Resources)):
                     value = _plain(value)
-                parts[key].update(_table(value, key))
+                parts[key].update(table_of(value, key))
             elif key in FLAT_FIELDS:
                 owner, name = FLAT_FIELDS[key]
                 (parts[owner] if owner else top)[name] = value
@@ -519,7 +432,7 @@ class Job:
             data = json.loads(text)
         except ValueError as exc:
             raise SpecError(f"not JSON: {exc}") from None
-        return cls.from_dict(_table(data, "job"))
+        return cls.from_dict(table_of(data, "job"))
 
     def to_toml(self) -> str:
         import tomli_w
@@ -529,8 +442,6 @@ class Job:
     @classmethod
     def from_toml(cls, text: str, *, folder: Path | None = None) -> Job:
         """A Job of TOML text; relative local paths in it are below ``folder`` (default: stay as written)."""
-        from .settings import toml_loads
-
         data = toml_loads(text, where="job")
         return cls.from_dict(data if folder is None else anchored(data, folder))
 
@@ -560,17 +471,13 @@ FLAT_FIELDS: dict[str, tuple[str, str]] = {
 _NOT_ON = ("name", "options", "on")
 
 
-def _sequence(value: Any) -> Sequence[Any]:
-    return [value] if isinstance(value, str) else value
-
-
 def _input(value: Any, where: str) -> Input:
     if isinstance(value, Input):
         return value
     if isinstance(value, Mapping):
         built: Input = _build(Input, dict(value), where)
         return built
-    return Input(url=_text(str(value), where))
+    return Input(url=text_of(str(value), where))
 
 
 def _build(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
@@ -613,7 +520,7 @@ def _override(job: Job, provider: str, overrides: Mapping[str, Any]) -> Job:
         if key in _NOT_ON or key not in fields:
             allowed = [k for k in fields if k not in _NOT_ON]
             raise SpecError(f"no field that can differ by provider{nearest(key, allowed)}", field=where)
-        fields[key] = {**fields[key], **_table(value, where)} if isinstance(fields[key], dict) else value
+        fields[key] = {**fields[key], **table_of(value, where)} if isinstance(fields[key], dict) else value
     try:
         return Job.from_dict(fields)
     except SpecError as exc:

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from .errors import NotFoundError, SpecError, UnsupportedError
-from .job import Input, Job, nearest, url_scheme
+from .job import Input, Job
+from .values import nearest, url_scheme
 
 __all__ = [
     "FINAL",

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SpecError
-from .job import nearest
 from .store import Checkpoint, Store, numbers_of, run_folder, to_json
 from .transfer import Progress, files, inside, parallel, safe, sha256_file
+from .values import nearest
 
 __all__ = ["PULLED", "PullReport", "merge_metrics", "pull"]
 

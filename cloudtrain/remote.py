@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import AuthError, CloudtrainError, SpecError, StorageError
-from .job import url_scheme
 from .transfer import (
     Entry,
     Names,
@@ -26,6 +25,7 @@ from .transfer import (
     temp_file,
     verify,
 )
+from .values import url_scheme
 
 __all__ = ["FsspecFiles", "classify"]
 

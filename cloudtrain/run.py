@@ -24,12 +24,13 @@ from .errors import (
     StorageError,
 )
 from .follow import Line, attempt_key
-from .job import Job, check_run_id, nearest, url_scheme
+from .job import Job, check_run_id
 from .provider import FINAL, AttemptInfo, Provider, Status, find_provider
 from .pull import PULLED, PullReport, pull
 from .store import Checkpoint, Staged, Store
 from .tail import Contact, Tail
 from .transfer import Progress, local_path, parallel
+from .values import nearest, url_scheme
 from .verdict import (
     attempt_row,
     first_line,
@@ -278,7 +279,7 @@ class Run:
         platform has not answered for ``patience`` seconds, what the store itself holds is given and then
         `LostContactError` raised; without ``follow``, the store's own copy steps in at once.
         """
-        tail = Tail(run=self, clock=self._clock, patience=patience)
+        tail = self._tail(patience)
         if follow:
             for event in self._events(tail=tail, poll=poll, patience=patience, deadline=None):
                 if isinstance(event, Line):
@@ -309,7 +310,7 @@ class Run:
         ``patience`` seconds: the run goes on, as it does after an interrupt.
         """
         deadline = None if timeout is None else self._clock() + timeout
-        tail = Tail(run=self, clock=self._clock, patience=patience) if on_line is not None else None
+        tail = self._tail(patience) if on_line is not None else None
         while True:
             last: Status | None = None
             for event in self._events(tail=tail, poll=poll, patience=patience, deadline=deadline):
@@ -325,6 +326,15 @@ class Run:
             if not retry(result):
                 self._keep(result)
                 return result
+
+    def _tail(self, patience: float) -> Tail:
+        return Tail(
+            store=self.store,
+            run_id=self.run_id,
+            provider=lambda: self.provider,
+            clock=self._clock,
+            patience=patience,
+        )
 
     def _ended(self, status: Status) -> Result:
         stored = self.store.result(self.run_id)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import SpecError
-from .job import nearest
 from .provider import Provider, find_provider, provider_names
+from .values import nearest, toml_loads
 
-__all__ = ["FILE", "Settings", "toml_loads"]
+__all__ = ["FILE", "Settings"]
 
 FILE = "cloudtrain.toml"
 PREFIX = "CLOUDTRAIN_"
@@ -107,19 +106,6 @@ class Settings:
                 _known(key, kinds, f"{where}{key}")
                 values[key] = _typed(value, kinds[key], f"{where}{key}")
         return provider(**values)
-
-
-def toml_loads(text: str, *, where: str) -> dict[str, Any]:
-    """Parsed TOML; `SpecError` naming ``where``, line and column when it is not."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        data: dict[str, Any] = tomllib.loads(text)
-        return data
-    except tomllib.TOMLDecodeError as exc:
-        raise SpecError(f"not TOML: {exc}", field=where) from None
 
 
 def _read_file(folder: Path) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DigestError, NotFoundError, SpecError, StorageError
-from .job import Input, Job, check_run_id, nearest, url_scheme
+from .job import Input, Job, check_run_id
 from .provider import Layout, LayoutInput, Request
 from .transfer import Progress, files, local_path, normalize, parallel, sha256_file, walk
+from .values import nearest, url_scheme
 
 __all__ = [
     "Checkpoint",
@@ -358,6 +359,7 @@ class Store:
 
 
 def run_folder(run_id: str) -> str:
+    """Key of the run's folder; `SpecError` for what is no run id."""
     return f"runs/{check_run_id(run_id)}"
 
 
@@ -369,10 +371,12 @@ def _is_run_id(name: str) -> bool:
 
 
 def to_json(value: Mapping[str, Any]) -> bytes:
+    """The bytes of a record."""
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
 def numbers_of(name: str) -> list[int]:
+    """The numbers in a name, for sorting: ``1.10`` after ``1.9``."""
     return [int(number) for number in re.findall(r"\d+", name)]
 
 

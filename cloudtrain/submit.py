@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from . import _version, pyz
 from .errors import ConflictError, SpecError
-from .job import DEFAULT_MAX_RUNTIME, Job, Source, check_run_id, nearest, new_run_id, url_scheme
+from .job import DEFAULT_MAX_RUNTIME, Job, Source, check_run_id, new_run_id
 from .provider import Layout, Provider, Request
 from .run import Run
 from .settings import Settings
 from .store import LocalTree, Store
 from .transfer import local_path, normalize
+from .values import nearest, url_scheme
 
 if TYPE_CHECKING:
     from .bundle import Bundle

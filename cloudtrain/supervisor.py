@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .engine import NodeProcess, ProcessEngine
+from .engine import NodeProcess, ProcessEngine, boot_id
 from .errors import EXIT_CODES, CloudtrainError
 from .job import Job
 from .provider import Layout, Provider, Request, Rules, Simulation, find_provider
@@ -28,7 +27,7 @@ from .run import Run
 from .store import Store
 from .transfer import Files, files, local_path
 
-__all__ = ["Supervisor", "boot_id", "main"]
+__all__ = ["Supervisor", "main"]
 
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 5.0
@@ -54,6 +53,8 @@ def main(folder: str) -> None:
 
 
 class Supervisor:
+    """Of one run: every attempt of it, from ``request.json`` in ``folder`` to the final ``status.json``."""
+
     def __init__(self, *, folder: Path, secrets: Mapping[str, str], environ: Mapping[str, str]) -> None:
         self.folder, self.secrets = folder, dict(secrets)
         self.request = Request.from_dict(json.loads((folder / "request.json").read_bytes()))
@@ -306,16 +307,6 @@ class _Mounts:
 def _provider_of(store: Store, run_id: str) -> Provider:
     record = store.run(run_id)
     return find_provider(record["provider"])(**record["settings"])
-
-
-def boot_id() -> str:
-    """Something that changes whenever this machine starts; empty where it cannot be told."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with contextlib.suppress(OSError):
-        done = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-    return ""
 
 
 def _short(url: str) -> str:

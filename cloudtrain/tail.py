@@ -11,7 +11,8 @@ from .follow import Follower, Line, Stream, Want
 from .verdict import first_line
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .provider import Provider
+    from .store import Store
 
 __all__ = ["Contact", "Tail"]
 
@@ -47,9 +48,17 @@ class Tail:
     ``more``: a page is waiting; ``flowing``: the last round brought lines.
     """
 
-    def __init__(self, *, run: Run, clock: Callable[[], float], patience: float) -> None:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        run_id: str,
+        provider: Callable[[], Provider],
+        clock: Callable[[], float],
+        patience: float,
+    ) -> None:
         self.more = self.flowing = False
-        self._run, self._clock = run, clock
+        self._store, self._run_id, self._provider, self._clock = store, run_id, provider, clock
         self._contact = Contact(clock=clock, patience=patience)
         self._follower = Follower(clock=clock)
         self._cursors: dict[str, Any] = {}
@@ -78,7 +87,7 @@ class Tail:
     def rest(self) -> Iterator[Line]:
         """Everything else that the segments have; lines that are nowhere become markers."""
         index = self._index()
-        for want in self._follower.drain(self._run.store.exits(self._run.run_id), index):
+        for want in self._follower.drain(self._store.exits(self._run_id), index):
             yield from self._read(want, index)
             yield from self._follower.finish(want.stream)
 
@@ -103,7 +112,7 @@ class Tail:
             return
         before = self._cursors.get(native)
         try:
-            page = self._run.provider.logs(native, before)
+            page = self._provider().logs(native, before)
         except NotFoundError:
             return  # not there yet, or not any more
         except CloudtrainError as exc:
@@ -135,7 +144,7 @@ class Tail:
     def _index(self, below: str = "") -> dict[Stream, list[tuple[int, str]]]:
         """The segments of each node: the number of the first line and the key, in order."""
         index: dict[Stream, list[tuple[int, str]]] = {}
-        for key in self._run.store.files.list(f"runs/{self._run.run_id}/live/logs/{below}".rstrip("/")):
+        for key in self._store.files.list(f"runs/{self._run_id}/live/logs/{below}".rstrip("/")):
             match = _SEGMENT.fullmatch(key)
             if match:
                 index.setdefault((match[1], int(match[2])), []).append((int(match[3]), key))
@@ -149,7 +158,7 @@ class Tail:
             if (after is not None and after <= want.first) or (want.last is not None and first > want.last):
                 continue
             try:
-                text = self._run.store.files.read(key).decode("utf-8", "replace")
+                text = self._store.files.read(key).decode("utf-8", "replace")
             except FileNotFoundError:
                 continue
             yield from self._follower.segment(text.split("\n"))

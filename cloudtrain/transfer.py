@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar
 
 from .errors import DigestError, SpecError, StorageError
-from .job import url_scheme
+from .values import url_scheme
 
 __all__ = [
     "Entry",

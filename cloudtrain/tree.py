@@ -386,6 +386,7 @@ def below(path: str, folder: str) -> str:
 
 @contextlib.contextmanager
 def disk_errors(path: str) -> Iterator[None]:
+    """Turn an `OSError` about a path of the tree into one line."""
     try:
         yield
     except OSError as exc:

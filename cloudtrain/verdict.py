@@ -140,10 +140,12 @@ def _signal(number: int) -> str:
 
 
 def first_line(text: str) -> str:
+    """The first line with anything on it, stripped."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def one_line(exc: Exception) -> str:
+    """An exception in one line; its type too, unless it is one of ours."""
     text = first_line(str(exc))
     return text if isinstance(exc, CloudtrainError) and text else f"{type(exc).__name__}: {text}"
 
@@ -176,6 +178,7 @@ def with_exits(info: AttemptInfo, records: Sequence[Record]) -> AttemptInfo:
 
 
 def attempt_row(info: AttemptInfo) -> dict[str, Any]:
+    """An attempt as result.json has it."""
     return {
         "number": info.number,
         "native_id": info.native_id,
@@ -187,6 +190,7 @@ def attempt_row(info: AttemptInfo) -> dict[str, Any]:
 
 
 def attempt_info(row: Record) -> AttemptInfo:
+    """The inverse of `attempt_row`."""
     return AttemptInfo(
         number=str(row["number"]),
         native_id=row.get("native_id") or "",
@@ -211,6 +215,7 @@ def status_of(result: Record) -> Status:
 
 
 def shown(stored: Record) -> Result:
+    """A stored result without what only `list` needs."""
     return {key: value for key, value in stored.items() if key not in LIST_FIELDS}
 
 
@@ -222,4 +227,5 @@ def iso_time(seconds: float | None) -> str | None:
 
 
 def unix_time(text: str | None) -> float | None:
+    """The inverse of `iso_time`."""
     return None if text is None else datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()

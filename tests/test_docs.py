@@ -37,7 +37,8 @@ from cloudtrain.cli.flags import JobFlags
 from cloudtrain.cli.screen import Screen
 from cloudtrain.job import Job, anchored
 from cloudtrain.provider import find_provider
-from cloudtrain.settings import Settings, toml_loads
+from cloudtrain.settings import Settings
+from cloudtrain.values import toml_loads
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -267,7 +268,18 @@ def anchors(file: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-# -------------------------------------------------------------------------------------------- tables against the code
+# --------------------------------------------------------------------------------------------- tables against the code
+
+
+def test_the_design_names_every_module() -> None:
+    named = {
+        name for row in table(section("docs/design.md", "Modules")) for name in re.findall(r"`([\w/]+\.py)`", row[0])
+    }
+    package = ROOT / "cloudtrain"
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    assert named == {name for name in found if not name.endswith("__init__.py") or name == "cli/__init__.py"} - {
+        "__main__.py"
+    }
 
 
 def codes() -> set[int]:

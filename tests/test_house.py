@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.settings import toml_loads
+from cloudtrain.values import toml_loads
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cloudtrain"
@@ -27,6 +27,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "_version errors",
+        "values",
         "job",
         "ignore provider transfer",
         "tree follow settings engine pyz remote",
@@ -42,8 +43,8 @@ ORDER: tuple[frozenset[str], ...] = tuple(
 )
 #: Narrower than the order: all that these may import of ours, whatever stands above them.
 ONLY: dict[str, frozenset[str]] = {
-    "runtime": frozenset({"errors", "job", "provider"}),
-    "providers": frozenset({"errors", "job", "provider"}),
+    "runtime": frozenset({"errors", "provider", "values"}),
+    "providers": frozenset({"errors", "job", "provider", "values"}),
 }
 #: Providers whose nodes this machine itself starts.
 WITH_ENGINE = frozenset({"local", "docker"})
@@ -151,6 +152,11 @@ def level(name: str) -> int:
 def test_every_module_has_its_place_in_the_order() -> None:
     modules = {home(path) for path in sources()} - {""}
     assert modules <= frozenset().union(*ORDER), "say in ORDER where the new module stands"
+
+
+def test_the_design_page_draws_the_same_order() -> None:
+    rows = (ROOT / "docs" / "design.md").read_text().partition("lowest first")[2].split("```")[1].splitlines()[1:]
+    assert [frozenset(row.split()) for row in rows] == list(ORDER)
 
 
 def test_imports_go_one_way() -> None:

@@ -27,11 +27,9 @@ from cloudtrain.job import (
     Resources,
     Source,
     check_run_id,
-    nearest,
     new_run_id,
-    parse_duration,
-    url_scheme,
 )
+from cloudtrain.values import nearest, parse_duration, url_scheme
 
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS", "0"))
 EXAMPLES = TRIALS or 60

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cloudtrain.errors import NotFoundError, SpecError
-from cloudtrain.settings import FILE, Settings, toml_loads
+from cloudtrain.settings import FILE, Settings
+from cloudtrain.values import toml_loads
 
 
 def load(folder: Path, toml: str | None = None, environ: dict[str, str] | None = None, **rest: Any) -> Settings:

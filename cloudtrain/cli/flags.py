@@ -152,7 +152,7 @@ def _read_job_file(script: str, cwd: Path) -> dict[str, Any]:
     except OSError as exc:
         raise StorageError(f"cannot read {script}: {exc.strerror or exc}") from None
     if script.endswith(".toml"):
-        from ..settings import toml_loads
+        from ..values import toml_loads
 
         data: Any = toml_loads(text, where=script)
     else:

@@ -90,7 +90,7 @@ def wait(
     screen: Ours[Screen],
 ) -> int:
     """Until the run has ended; its outcome is the exit code."""
-    from ..job import parse_duration
+    from ..values import parse_duration
 
     seconds = parse_duration(timeout, field="timeout") if timeout is not None else None
     handle = _open(run, store, screen)
@@ -174,7 +174,7 @@ def list_runs(*, store: Store = None, json: Json = False, screen: Ours[Screen]) 
 
 def parts_of(only: Sequence[str] | None) -> tuple[str, ...] | None:
     """The parts that ``--only`` names, None for all."""
-    from ..job import nearest
+    from ..values import nearest
 
     names = tuple(name.strip() for text in only or () for name in text.split(","))
     for name in names:

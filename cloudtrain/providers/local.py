@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..engine import ENGINE_PREFIX, check_gpus
+from ..engine import ENGINE_PREFIX, boot_id, check_gpus
 from ..errors import LostContactError, NotFoundError, PlatformError, StorageError, UnsupportedError
-from ..job import Gpu, Job, url_scheme
+from ..job import Gpu, Job
 from ..provider import (
     AttemptInfo,
     Layout,
@@ -39,6 +39,7 @@ from ..provider import (
     context_of,
     merge_options,
 )
+from ..values import url_scheme
 
 __all__ = ["Provider", "Settings"]
 
@@ -72,6 +73,8 @@ class Settings:
 
 
 class Provider:
+    """Processes of this machine; see `cloudtrain.provider.Provider` for what each method promises."""
+
     name: ClassVar[str] = "local"
     Settings: ClassVar[type[Any]] = Settings
     schemes: ClassVar[frozenset[str]] = frozenset(
@@ -301,8 +304,6 @@ def _abandoned(folder: Path, status: Status) -> Status:
         return Provider().status(f"{data['host']}:{folder}")  # it ended between our two looks
     if data["host"] != socket.gethostname():
         raise LostContactError(f"this run is on the machine {data['host']}; ask there")
-    from ..supervisor import boot_id
-
     rebooted = data["boot"] and data["boot"] != boot_id()
     reason = "this machine was restarted while the run went on" if rebooted else "the run's supervisor was killed"
     return Status(

@@ -17,6 +17,7 @@ from .node import Node
 
 
 def main(argv: list[str]) -> int:
+    """Run this node to its end; the exit code is what the platform is to see."""
     parser = argparse.ArgumentParser(prog="cloudtrain.pyz", allow_abbrev=False)
     parser.add_argument("verb", choices=["run"])
     parser.add_argument("--context", required=True, type=Path)

@@ -27,6 +27,7 @@ def scratch_folder(wanted: Iterable[str], prefix: str) -> Path:
 
 
 def cpu_count() -> int:
+    """Cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS

@@ -200,7 +200,7 @@ class Node:
             checkpoints.restore(checkpoint, target, node=self.me)
         except (OSError, ValueError, KeyError, CloudtrainError) as exc:
             why = str(exc)
-        self._tell({"t": "restored", "why": why})
+        self._tell({"t": "restored", "why": why, "failures": []})
 
     def _go(self, message: Message) -> None:
         self.link.send_all(message)
@@ -282,11 +282,10 @@ class Node:
         self.peers[sender] = message
         self._take_failures(sender, message)
 
+    _on_done = _on_restored = _on_ready
+
     def _on_restore(self, sender: int, message: Message) -> None:
         self._restore(message)
-
-    def _on_restored(self, sender: int, message: Message) -> None:
-        self.peers[sender] = message
 
     def _on_go(self, sender: int, message: Message) -> None:
         self.go = message
@@ -332,10 +331,6 @@ class Node:
     def _on_stacks(self, sender: int, message: Message) -> None:
         if self.ranks is not None:
             self.ranks.dump_stacks()
-
-    def _on_done(self, sender: int, message: Message) -> None:
-        self.peers[sender] = message
-        self._take_failures(sender, message)
 
     def _on_exit(self, sender: int, message: Message) -> None:
         self.released = True

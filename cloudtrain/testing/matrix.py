@@ -41,7 +41,7 @@ _CATEGORIES = """
 ## Categories
 
 The exit code is that of `submit` and `wait`. A category that only the platform can bring about is a fault of a World;
-where a World has none, its test is skipped with the reason.
+where a platform has no such thing, its World says why.
 
 | category | exit code | brought about by |
 | --- | --- | --- |

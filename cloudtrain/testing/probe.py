@@ -19,9 +19,7 @@ from typing import Any
 HOLD_SECONDS = 90.0
 LINES = 20
 SECRET = "CONTRACT_SECRET"
-SHOWN = re.compile(
-    r"CLOUDTRAIN_|CONTRACT_|PET_|TORCHELASTIC_|OMP_|MASTER_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|HOME$|USER$"
-)
+SHOWN = re.compile(r"(CLOUDTRAIN|CONTRACT|PET|TORCHELASTIC|OMP|MASTER)_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$")
 """Variables that are written down; the others are none of the contract, and may be somebody's secrets."""
 
 

@@ -63,12 +63,12 @@ class World(abc.ABC):
     def kill(self, run: Run, number: int) -> None:
         """Lose node ``number``, without a notice."""
 
+    @abc.abstractmethod
     def fault(self, category: str) -> AbstractContextManager[Fields]:
         """While open, a job with the fields it gives meets ``category``: capacity, quota, auth or image.
 
         Raises `Impossible` where the platform has no such thing.
         """
-        raise Impossible(f"no world of {self.provider.name} brings about {category}")
 
     def check(self, request: Request) -> None:
         """Raise unless the platform itself would accept the request: the vendor's own validator."""

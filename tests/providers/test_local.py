@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,13 @@ PACKAGE = Path(cloudtrain.__file__).parents[1]
 class LocalWorld(World):
     """This machine: its processes are the platform, so nothing is faked. Nodes are found by their parent."""
 
-    def __init__(self, folder: Path, provider: Provider | None = None) -> None:
-        store, nowhere = (folder / "store").as_uri(), f"{socket.gethostname()}:/nowhere"
-        super().__init__(folder, provider=provider or Provider(), store=store, nowhere=nowhere)
+    def __init__(self, folder: Path, provider: Provider | None = None, *, store: str = "") -> None:
+        super().__init__(
+            folder,
+            provider=provider or Provider(state_dir=str(folder / "state")),
+            store=store or (folder / "store").as_uri(),
+            nowhere=f"{socket.gethostname()}:/nowhere",
+        )
 
     @contextlib.contextmanager
     def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
@@ -66,7 +71,9 @@ class LocalWorld(World):
 
     def _pid(self, run: Run, number: int) -> int:
         """The process of node ``number``: nodes are started in order."""
-        supervisor = json.loads(Path(run.url.removeprefix("file://"), "supervisor", "status.json").read_bytes())["pid"]
+        native = self.provider.find(self.provider.plan(run.job, Layout.from_dict(run.record["layout"])))
+        assert native is not None
+        supervisor = json.loads(Path(native.partition(":")[2], "status.json").read_bytes())["pid"]
         table = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
         pairs = [tuple(map(int, line.split())) for line in table.splitlines()]
         return sorted(pid for pid, parent in pairs if parent == supervisor)[number]
@@ -77,6 +84,37 @@ class TestLocal(ProviderContract):
     @classmethod
     def world(cls, tmp_path_factory: pytest.TempPathFactory) -> World:
         return LocalWorld(tmp_path_factory.mktemp("world"))
+
+
+@pytest.mark.slow
+@pytest.mark.remote
+class TestLocalOnS3(ProviderContract):
+    """The same with a store on S3, which the supervisor keeps in step with the nodes."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def world(cls, tmp_path_factory: pytest.TempPathFactory, s3_server: str) -> Iterator[World]:
+        folder = tmp_path_factory.mktemp("world")
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith("AWS_")]:
+                patch.delenv(name)
+            patch.setenv("AWS_ENDPOINT_URL", s3_server)
+            patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+            patch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+            patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+            patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+            patch.setenv("AWS_CONFIG_FILE", str(folder / "none"))
+            patch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "none"))
+            yield LocalWorld(folder, store=new_store(s3_server))
+
+
+def new_store(endpoint: str) -> str:
+    """URL of a store in a bucket that has just been made."""
+    import s3fs
+
+    bucket = f"contract-{uuid.uuid4().hex[:12]}"
+    s3fs.S3FileSystem(endpoint_url=endpoint).mkdir(bucket)
+    return f"s3://{bucket}/some/store"
 
 
 # ------------------------------------------------------------------------------------------------------ what it refuses

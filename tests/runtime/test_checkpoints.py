@@ -1,0 +1,306 @@
+"""Checkpoints as folders: what counts as finished and complete, and copies that are proved when they come back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudtrain.errors import DigestError, StorageError
+from cloudtrain.runtime import checkpoints
+from cloudtrain.runtime.checkpoints import (
+    COMMIT,
+    QUIET_SECONDS,
+    Complete,
+    Watch,
+    complete,
+    copy_entry,
+    copy_file,
+    open_for_writing,
+    quiet,
+    restore,
+    sort_key,
+)
+
+
+def write(path: Path, data: bytes | str = b"x") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.encode() if isinstance(data, str) else data)
+    return path
+
+
+def watch(tmp_path: Path, *patterns: str) -> Watch:
+    (tmp_path / "ck").mkdir(exist_ok=True)
+    (tmp_path / "work").mkdir(exist_ok=True)
+    return Watch(folder=tmp_path / "ck", workdir=tmp_path / "work", patterns=patterns)
+
+
+def committed(
+    live: Path, name: str = "step-1", folder: str = "0.0-1", files: dict[str, bytes] | None = None, **changes: Any
+) -> Complete:
+    """A checkpoint as the mirror leaves it."""
+    files = {f"node-0/{name}/a.pt": b"A" * 10, f"node-1/{name}/b.pt": b"B" * 20} if files is None else files
+    where = live / name / folder
+    for key, data in files.items():
+        write(where / key, data)
+    commit = {
+        "protocol": 1, "name": name, "place": None, "attempt": folder.split("-")[0], "seq": int(folder.split("-")[1]),
+        "nodes": 2, "time": 1000.0,
+        "files": {k: {"size": len(d), "sha256": hashlib.sha256(d).hexdigest()} for k, d in files.items()}, **changes,
+    }  # fmt: skip
+    write(where / COMMIT, json.dumps(commit))
+    return Complete(name=name, folder=where, commit=commit)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# ---------------------------------------------------------------------------------------------- what a script has there
+
+
+def test_top_level_entries_are_checkpoints_and_hidden_ones_are_not(tmp_path: Path) -> None:
+    write(tmp_path / "ck/last.pt", b"12345")
+    write(tmp_path / "ck/step-1/model.pt")
+    write(tmp_path / "ck/step-1/deep/opt.pt")
+    write(tmp_path / "ck/.hidden")
+    write(tmp_path / "ck/half.tmp")
+    write(tmp_path / "ck/dir.tmp/x")
+    (tmp_path / "ck/empty").mkdir()
+    found = watch(tmp_path).entries()
+    assert sorted(found) == ["last.pt", "step-1"]
+    assert found["last.pt"].signature[0][:2] == ("", 5)
+    assert [rel for rel, _, _ in found["step-1"].signature] == ["deep/opt.pt", "model.pt"]
+
+
+def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    assert Watch(folder=tmp_path / "no", workdir=tmp_path, patterns=("*.pt",)).entries() == {}
+
+
+def test_globs_below_the_working_folder_keep_their_place(tmp_path: Path) -> None:
+    found = watch(tmp_path, "out/checkpoint-*", "weights/**/*.pt")
+    write(tmp_path / "work/out/checkpoint-10/model.safetensors")
+    write(tmp_path / "work/out/log.txt")
+    write(tmp_path / "work/weights/a/b/last.pt")
+    entries = found.entries()
+    assert {name: entry.place for name, entry in entries.items()} == {
+        "out--checkpoint-10": "out/checkpoint-10", "weights--a--b--last.pt": "weights/a/b/last.pt",
+    }  # fmt: skip
+    for name, entry in entries.items():
+        assert found.place(name, entry.place) == tmp_path / "work" / (entry.place or "")
+    assert found.place("step-1", None) == tmp_path / "ck" / "step-1"
+
+
+@pytest.mark.parametrize(
+    ("names", "sharded", "metadata"),
+    [(["model.pt"], False, False), (["__0_0.distcp"], True, False), (["__0_0.distcp", ".metadata"], True, True),
+     (["model/__0_0.distcp", "model/.metadata"], True, True), ([".metadata"], False, True)],
+)  # fmt: skip
+def test_dcp_is_known_by_its_files(tmp_path: Path, names: list[str], sharded: bool, metadata: bool) -> None:
+    for name in names:
+        write(tmp_path / "ck/s" / name)
+    entry = watch(tmp_path).entries()["s"]
+    assert (entry.sharded, entry.metadata) == (sharded, metadata)
+
+
+def test_quiet_means_two_seconds_without_a_change(tmp_path: Path) -> None:
+    file = write(tmp_path / "ck/a/x")
+    write(tmp_path / "ck/a/y")
+    now = time.time()
+    os.utime(file, (now - 1, now - 1))
+    os.utime(tmp_path / "ck/a/y", (now - 100, now - 100))
+    entry = watch(tmp_path).entries()["a"]
+    assert not quiet(entry, now)
+    assert quiet(entry, now - 1 + QUIET_SECONDS)
+
+
+def test_a_file_another_process_is_writing_is_seen(tmp_path: Path) -> None:
+    write(tmp_path / "ck/a/x")
+    write(tmp_path / "ck/b/x")
+    entries = list(watch(tmp_path).entries().values())
+    assert open_for_writing(entries) == set()
+    code = "import sys; w = open(sys.argv[1], 'ab'); r = open(sys.argv[2], 'rb'); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "ck/a/x"), str(tmp_path / "ck/b/x")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert open_for_writing(entries) == {"a"}  # b is only read
+        process.communicate(b"\n", timeout=20)
+    assert open_for_writing(entries) == set()
+
+
+def test_a_mapped_or_linked_path_is_the_same_file(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere/x")
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck/a").symlink_to(tmp_path / "elsewhere")
+    entries = list(watch(tmp_path).entries().values())
+    assert [e.name for e in entries] == ["a"]
+    with open(tmp_path / "elsewhere/x", "ab"):
+        assert open_for_writing(entries) == {"a"}
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+
+
+@given(st.binary(max_size=2000))
+def test_a_copy_is_described_by_what_was_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    folder = tmp_path_factory.mktemp("copy")
+    source = write(folder / "s", data)
+    assert copy_file(source, folder / "deep/t") == (len(data), hashlib.sha256(data).hexdigest())
+    assert (folder / "deep/t").read_bytes() == data
+
+
+def test_an_entry_that_changes_while_it_is_copied_is_not_taken(tmp_path: Path) -> None:
+    write(tmp_path / "ck/a/1", b"1" * 10)
+    write(tmp_path / "ck/a/2", b"2" * 10)
+    found = watch(tmp_path)
+    entry = found.entries()["a"]
+    files = copy_entry(entry, tmp_path / "t")
+    assert files is not None
+    assert sorted(files) == ["a/1", "a/2"]
+    assert tree(tmp_path / "t") == {"a/1": b"1" * 10, "a/2": b"2" * 10}
+    write(tmp_path / "ck/a/2", b"2" * 11)
+    assert copy_entry(entry, tmp_path / "t2") is None  # size
+    entry = found.entries()["a"]
+    write(tmp_path / "ck/a/3")
+    assert copy_entry(entry, tmp_path / "t3") is None  # a file more
+    entry = found.entries()["a"]
+    (tmp_path / "ck/a/1").unlink()
+    assert copy_entry(entry, tmp_path / "t4") is None  # a file less
+    entry = found.entries()["a"]
+    os.utime(tmp_path / "ck/a/2", ns=(1, 1))
+    assert copy_entry(entry, tmp_path / "t5") is None  # rewritten with the same size
+
+
+# ------------------------------------------------------------------------------------------------------ complete or not
+
+
+def test_complete_ones_in_order_of_attempt_time_and_number(tmp_path: Path) -> None:
+    committed(tmp_path, "c", "0.10-1", time=5.0)
+    committed(tmp_path, "a", "0.2-7", time=9.0)
+    committed(tmp_path, "b", "1.0-1", time=1.0)
+    committed(tmp_path, "a", "0.2-8", time=9.0)
+    assert [(c.name, c.folder.name) for c in complete(tmp_path)] == [
+        ("a", "0.2-7"), ("a", "0.2-8"), ("c", "0.10-1"), ("b", "1.0-1"),
+    ]  # fmt: skip
+    assert sort_key({"attempt": "2", "time": 1, "seq": 1}) < sort_key({"attempt": "2.1", "time": 0, "seq": 0})
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda c: (c.folder / COMMIT).unlink(),
+        lambda c: (c.folder / COMMIT).write_text("{"),
+        lambda c: (c.folder / COMMIT).write_text("[]"),
+        lambda c: (c.folder / COMMIT).write_text("{}"),
+        lambda c: (c.folder / COMMIT).write_text('{"attempt": "x"}'),
+        lambda c: (c.folder / COMMIT).write_text(json.dumps({**c.commit, "files": None})),
+        lambda c: (c.folder / COMMIT).write_text(json.dumps({k: v for k, v in c.commit.items() if k != "name"})),
+        lambda c: (c.folder / COMMIT).write_bytes(b"\xff"),
+        lambda c: (c.folder / "node-1/step-1/b.pt").unlink(),
+        lambda c: (c.folder / "node-1/step-1/b.pt").write_bytes(b"B" * 19),
+        lambda c: (c.folder / "node-1/step-1/b.pt").write_bytes(b""),
+    ],
+    ids=["no commit", "half", "list", "empty", "attempt", "files", "name", "no text", "missing", "truncated", "zero"],
+)
+def test_what_is_not_whole_is_not_complete_and_said_so(tmp_path: Path, spoil: Any) -> None:
+    good = committed(tmp_path, "step-0")
+    spoil(committed(tmp_path))
+    said: list[str] = []
+    assert [c.folder for c in complete(tmp_path, say=said.append)] == [good.folder]
+    assert len(said) <= 1
+    if (tmp_path / "step-1/0.0-1" / COMMIT).exists():
+        assert said[0].startswith("checkpoint step-1/0.0-1 is not complete (")
+
+
+def test_a_checkpoint_is_found_from_itself_its_name_and_all(tmp_path: Path) -> None:
+    one = committed(tmp_path / "checkpoints")
+    for root in (tmp_path / "checkpoints", tmp_path / "checkpoints/step-1", one.folder):
+        assert [c.folder for c in complete(root)] == [one.folder]
+    assert complete(tmp_path / "none") == []
+
+
+def test_names_with_glob_characters(tmp_path: Path) -> None:
+    one = committed(tmp_path / "a[1]*", "epoch=1-loss[0.5]")
+    assert [c.folder for c in complete(tmp_path / "a[1]*")] == [one.folder]
+
+
+# ------------------------------------------------------------------------------------------------------------ restoring
+
+
+def test_every_node_gets_all_files_and_its_own_where_two_wrote_one(tmp_path: Path) -> None:
+    files = {
+        "node-0/s/rng.pt": b"zero", "node-1/s/rng.pt": b"one", "node-0/s/model.pt": b"M", "node-1/s/sub/shard": b"S",
+    }  # fmt: skip
+    one = committed(tmp_path / "live", "s", files=files)
+    for node, own in ((0, b"zero"), (1, b"one")):
+        target = tmp_path / f"n{node}" / "s"
+        restore(one, target, node=node)
+        assert tree(target) == {"model.pt": b"M", "rng.pt": own, "sub/shard": b"S"}
+        assert sorted(p.name for p in target.parent.iterdir()) == ["s"]
+
+
+def test_a_checkpoint_that_is_one_file(tmp_path: Path) -> None:
+    one = committed(tmp_path / "live", "last.pt", files={"node-0/last.pt": b"weights"})
+    restore(one, tmp_path / "ck" / "last.pt", node=1)
+    assert (tmp_path / "ck/last.pt").read_bytes() == b"weights"
+
+
+def test_what_was_there_before_is_replaced_whole(tmp_path: Path) -> None:
+    one = committed(tmp_path / "live", "s", files={"node-0/s/new": b"n"})
+    write(tmp_path / "ck/s/old")
+    restore(one, tmp_path / "ck/s", node=0)
+    assert tree(tmp_path / "ck") == {"s/new": b"n"}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda p: p.write_bytes(b"C" * 20),  # the same size, other bytes
+        lambda p: p.write_bytes(b"B" * 19 + b"\0"),
+        lambda p: p.write_bytes(b"B" * 5),
+        lambda p: p.unlink(),
+    ],
+    ids=["tampered", "one byte", "truncated", "gone"],
+)
+def test_bytes_that_are_not_the_committed_ones_are_never_restored(tmp_path: Path, spoil: Any) -> None:
+    one = committed(tmp_path / "live")
+    write(tmp_path / "ck/step-1/old", b"keep me")
+    spoil(one.folder / "node-1/step-1/b.pt")
+    with pytest.raises((DigestError, StorageError), match="step-1"):
+        restore(one, tmp_path / "ck/step-1", node=0)
+    assert tree(tmp_path / "ck") == {"step-1/old": b"keep me"}
+
+
+@pytest.mark.parametrize("key", ["node-0/../../evil", "node-0/other/x", "node-0", "node-0/step-1/../../evil", "evil"])
+def test_a_commit_cannot_name_what_is_outside_it(tmp_path: Path, key: str) -> None:
+    one = committed(tmp_path / "live")
+    commit = {**one.commit, "files": {**one.commit["files"], key: {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}}}
+    write(tmp_path / "evil", b"x")
+    forged = Complete(name=one.name, folder=one.folder, commit=commit)
+    with pytest.raises(DigestError, match="outside itself"):
+        restore(forged, tmp_path / "ck" / "step-1", node=0)
+    assert not (tmp_path / "ck").exists() or tree(tmp_path / "ck") == {}
+
+
+def test_a_disk_that_takes_nothing_is_a_storage_error(tmp_path: Path) -> None:
+    one = committed(tmp_path / "live")
+    write(tmp_path / "ck", b"a file where the folder should be")
+    with pytest.raises(StorageError, match="cannot restore checkpoint step-1"):
+        restore(one, tmp_path / "ck" / "step-1", node=0)
+
+
+def test_the_commit_is_one_json_file(tmp_path: Path) -> None:
+    checkpoints.write_commit(tmp_path / "new/folder", {"b": 1, "a": 2})
+    assert json.loads((tmp_path / "new/folder" / COMMIT).read_text()) == {"a": 2, "b": 1}
