@@ -7,8 +7,7 @@ enters no ignored folder).
 Some rare forms come out otherwise than in git: a backslash in brackets (``[\\]]``), before a slash (``a\\/b``), a slash
 in brackets (``[a/]``), an unknown class (``[[:no:]]``), a path with a ``**`` folder and negated brackets, which then
 match a slash (``a/**/b[!c]d``), and a path with ``**`` that is not a whole folder (``a/b**``, ``/***``): regular
-asterisks, as gitignore(5) says, where git at times crosses folders. Before pathspec 1.0, a bracket that is never closed
-stands for itself, where git matches nothing.
+asterisks, as gitignore(5) says, where git at times crosses folders.
 """
 
 from __future__ import annotations
@@ -145,10 +144,7 @@ def parse_line(line: bytes, origin: str) -> Rule:
 
 def _regex(pattern: bytes) -> re.Pattern[bytes]:
     """What a path relative to the pattern's folder matches, once both end in `_END`."""
-    try:
-        from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern as Pattern
-    except ModuleNotFoundError:  # before 1.0
-        from pathspec.patterns.gitwildmatch import GitWildMatchPattern as Pattern
+    from pathspec.patterns.gitignore.spec import GitIgnoreSpecPattern as Pattern
 
     if not re.fullmatch(rb"(?:\\.|[^\\])+", pattern, re.DOTALL):  # empty, or ends in a lone backslash
         return _NEVER

@@ -182,11 +182,12 @@ def complete(root: Path, *, say: Any = None) -> list[Complete]:
         try:
             commit = json.loads(Path(path).read_bytes())
             sort_key(commit)
+            name = str(commit["name"])
             missing = next((k for k, f in commit["files"].items() if _size(folder / k) != f["size"]), None)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            commit, missing = None, COMMIT
+            commit, name, missing = None, "", COMMIT
         if commit is not None and missing is None:
-            found.append(Complete(name=str(commit["name"]), folder=folder, commit=commit))
+            found.append(Complete(name=name, folder=folder, commit=commit))
         elif say is not None:
             say(f"checkpoint {folder.parent.name}/{folder.name} is not complete ({missing}); skipped")
     return sorted(found, key=lambda c: sort_key(c.commit))

@@ -62,7 +62,7 @@ def raw(port: int) -> Iterator[Callable[..., Raw]]:
 
     yield make
     for peer in made:
-        peer.sock.close()
+        peer.channel.close()
         peer.channel._stream.close()
 
 
