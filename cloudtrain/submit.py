@@ -242,10 +242,11 @@ def submit(plan: Plan, *, environ: Mapping[str, str], progress: Callable[[str], 
     _check_free(plan)
     say("uploading what the store lacks")
     staged = plan.store.stage(plan.layout, archive=plan.bundle.archive, pyz=pyz.build, trees=plan.trees)
-    plan.store.write_container(plan.layout, plan.request.context, secrets.token_bytes(32))
     say("recording the run")
     if not plan.store.create_run(plan.layout, _record(plan)):
         _check_free(plan)
+    # Not before the id is known to be ours: another job's context must never be overwritten.
+    plan.store.write_container(plan.layout, plan.request.context, secrets.token_bytes(32))
     plan.store.create_attempt(plan.run_id, 0, plan.request)
     run = Run(store=plan.store, run_id=plan.run_id, provider=plan.provider)
     run.staged = staged

@@ -44,10 +44,15 @@ def main(folder: str) -> None:
     import fcntl
 
     with open(Path(folder) / "lock", "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                # Another supervisor, which will write its status; or somebody who only looks, for a moment.
+                if (Path(folder) / "status.json").exists():
+                    return
+                time.sleep(0.02)
         os.set_inheritable(lock.fileno(), False)
         Supervisor(folder=Path(folder), secrets=secrets, environ=os.environ).run()
 

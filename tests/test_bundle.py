@@ -10,6 +10,8 @@ import re
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -501,13 +503,26 @@ def test_names_that_cannot_ship(tmp_path: Path) -> None:
     assert paths(bundle(tmp_path / "b", exclude=("?",))) == [ENTRY]
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root reads everything")
-    files(tmp_path, {"x": ""})
-    (tmp_path / "x").chmod(0)
-    with pytest.raises(StorageError, match="cannot read 'x'"):
-        bundle(tmp_path)
+def test_a_file_that_cannot_be_read() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = files(Path(name), {"x": ""})
+        folder.chmod(0o755)
+        (folder / "x").chmod(0)
+        with as_nobody(), pytest.raises(StorageError, match="cannot read 'x'"):
+            build(Source(path=name, entry_point=ENTRY), cwd=folder, git=False)
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root reads everything: be somebody else for a while, in a folder made for that."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_a_file_that_changes_while_it_is_read() -> None:

@@ -291,7 +291,7 @@ def _alive(folder: Path) -> bool:
 
     with open(folder / "lock", "ab") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not see each other
         except OSError:
             return True
     return False

@@ -197,7 +197,7 @@ class Mirror:
         try:
             files = checkpoints.copy_entry(entry, target)
         except OSError as exc:
-            self._complain(f"cannot write {target}: {exc.strerror}")
+            self._complain(f"cannot copy checkpoint {entry.name} to {self._live}: {exc.strerror}")
             files = None
         if files is None:
             shutil.rmtree(target, ignore_errors=True)

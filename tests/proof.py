@@ -1,0 +1,248 @@
+"""``make proof``: the seeded trials in full, then every benchmark against its target, written down as one page.
+
+    python tests/proof.py [--slice] [--no-report] [--only tests|benchmarks] [--trials N] [--seed N]
+
+Exit code 0 only when every trial passed, none was skipped, and every target was met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TRIALS, SLICE_TRIALS = 1000, 20
+SECONDS = 3600
+"""For one test, and for one benchmark."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One row of the report: ``passed`` None means reported, without a target."""
+
+    name: str
+    figure: str
+    passed: bool | None
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return {True: "pass", False: "FAIL", None: "reported"}[self.passed]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One command of the proof, what it was run with, and its lines."""
+
+    title: str
+    command: str
+    lines: Sequence[Line]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.lines) and all(line.passed is not False for line in self.lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what was asked for; the exit code."""
+    options = _options(argv)
+    began = datetime.datetime.now(datetime.timezone.utc)
+    parts = []
+    if options.only != "benchmarks":
+        parts.append(trials(options.trials, options.seed))
+    if options.only != "tests":
+        parts += [benchmark(path, quick=options.slice) for path in benchmarks()]
+    for part in parts:
+        print(f"\n{part.title} ({part.seconds:.0f} s): {'pass' if part.passed else 'FAIL'}")
+        for line in part.lines:
+            print(f"  {line.verdict:8}  {line.name}  {line.figure}  {line.note}".rstrip())
+    if options.report:
+        print(f"\nwritten: {write(parts, options, began).relative_to(ROOT)}")
+    return 0 if parts and all(part.passed for part in parts) else 1
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--slice", action="store_true", help="a few trials and quick benchmarks: a rough answer soon")
+    parser.add_argument("--no-report", dest="report", action="store_false", help="write no page to docs/proof")
+    parser.add_argument("--only", choices=["tests", "benchmarks"])
+    parser.add_argument("--trials", type=int, help=f"of each seeded test; {TRIALS}, with --slice {SLICE_TRIALS}")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    options.trials = options.trials or (SLICE_TRIALS if options.slice else TRIALS)
+    return options
+
+
+# -------------------------------------------------------------------------------------------------------------- trials
+
+
+def trials(count: int, seed: int) -> Part:
+    """Every test marked proof, and under the proof profile every property-based one, ``count`` trials each."""
+    words = {
+        "CLOUDTRAIN_PROFILE": "proof",
+        "CLOUDTRAIN_TRIALS": str(count),
+        "CLOUDTRAIN_SEED": str(seed),
+        "CLOUDTRAIN_REQUIRE_ALL": "1",
+    }
+    with tempfile.TemporaryDirectory(prefix="cloudtrain-proof-") as folder:
+        results = Path(folder) / "results.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "proof", f"--hypothesis-seed={seed}", f"--timeout={SECONDS}"]
+        began = time.monotonic()
+        done = subprocess.run([*command, f"--junitxml={results}"], cwd=ROOT, env={**os.environ, **words}, check=False)
+        seconds = time.monotonic() - began
+        lines = tests_of(results) if results.exists() else []
+    if done.returncode and all(line.passed for line in lines):
+        what = "no test is a proof" if done.returncode == 5 else f"exit code {done.returncode}"
+        lines = [*lines, Line(name="pytest", figure="", passed=False, note=what)]
+    said = " ".join(f"{name}={value}" for name, value in words.items())
+    text = f"{said} python {' '.join(command[1:])}"
+    return Part(title="Seeded trials", command=text, lines=lines, seconds=seconds)
+
+
+def tests_of(results: Path) -> list[Line]:
+    """A line for each test of a JUnit file."""
+    lines = []
+    for case in ElementTree.parse(results).iter("testcase"):
+        wrong = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
+        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+        note = "" if wrong is None else (wrong.get("message") or wrong.tag).strip().splitlines()[0][:160]
+        lines.append(Line(name=name, figure=f"{float(case.get('time') or 0):.1f} s", passed=wrong is None, note=note))
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------- benchmarks
+
+
+def benchmarks() -> list[Path]:
+    """The benchmarks: scripts, not what they share."""
+    found = sorted((ROOT / "benchmarks").glob("*.py"))
+    return [path for path in found if '__name__ == "__main__"' in path.read_text(encoding="utf-8")]
+
+
+def benchmark(path: Path, *, quick: bool) -> Part:
+    """One benchmark: its figures, each against its target. Ending badly with all targets met is a failure too."""
+    words = [path.relative_to(ROOT).as_posix(), "--json", *(["--quick"] if quick else [])]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=False
+        )
+        code, lines = done.returncode, figures_of(done.stdout)
+    except subprocess.TimeoutExpired:
+        code, lines = -1, [Line(name=path.stem, figure="", passed=False, note=f"not done in {SECONDS} s")]
+    if code and all(line.passed is not False for line in lines):
+        lines = [*lines, Line(name=path.stem, figure="", passed=False, note=f"exit code {code}")]
+    command = f"python {' '.join(words)}"
+    return Part(title=f"Benchmark {path.stem}", command=command, lines=lines, seconds=time.monotonic() - began)
+
+
+def figures_of(text: str) -> list[Line]:
+    """The lines of what a benchmark printed with ``--json``."""
+    try:
+        return [_figure(item) for item in json.loads(text)["figures"]]
+    except (ValueError, KeyError, TypeError) as exc:
+        note = f"printed no figures ({type(exc).__name__}: {exc})"
+        return [Line(name="output", figure="", passed=False, note=note)]
+
+
+def _figure(item: dict[str, Any]) -> Line:
+    unit = "" if item["unit"] == "ratio" else f" {item['unit']}"
+    target = item["target"]
+    figure = f"{item['value']:.3f}{unit}" + ("" if target is None else f" (<= {target}{unit})")
+    passed = None if target is None else bool(item["passed"])
+    return Line(name=item["name"], figure=figure, passed=passed, note=item.get("note") or "")
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def write(parts: Sequence[Part], options: argparse.Namespace, began: datetime.datetime) -> Path:
+    """``docs/proof/<date>.md``, with a number behind the date from the second report of a day on."""
+    folder = ROOT / "docs" / "proof"
+    folder.mkdir(parents=True, exist_ok=True)
+    day, number = f"{began:%Y-%m-%d}", 1
+    path = folder / f"{day}.md"
+    while path.exists():
+        number += 1
+        path = folder / f"{day}-{number}.md"
+    path.write_text(page(parts, options, began), encoding="utf-8")
+    return path
+
+
+def page(parts: Sequence[Part], options: argparse.Namespace, began: datetime.datetime) -> str:
+    """The report as Markdown."""
+    passed = all(part.passed for part in parts)
+    about = {
+        "result": "pass" if passed else "FAIL",
+        "commit": commit(),
+        "trials": f"{options.trials} of each seeded test that does not count for itself, seed {options.seed}",
+        "extent": ("a slice" if options.slice else "full") + (f", {options.only} only" if options.only else ""),
+        **machine(),
+    }
+    rows = [f"| {name} | {_cell(value)} |" for name, value in about.items()]
+    text = [f"# Proof of {began:%Y-%m-%d %H:%M} UTC", "", "| | |", "| --- | --- |", *rows]
+    for part in parts:
+        rows = [f"| {_cell(x.name)} | {_cell(x.figure)} | {x.verdict} | {_cell(x.note)} |" for x in part.lines]
+        text += ["", f"## {part.title}", "", f"`{part.command}`, {part.seconds:.0f} s", ""]
+        text += ["| what | figure | verdict | note |", "| --- | --- | --- | --- |", *rows]
+    return "\n".join(text) + "\n"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def commit() -> str:
+    """What is checked out, and whether it was changed."""
+    head = _said("git", "rev-parse", "HEAD")
+    changed = _said("git", "status", "--porcelain", "--untracked-files=no")
+    return head + (", with changes" if changed else "") if head else "not in git"
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = "none"
+    return {
+        "machine": f"{os.cpu_count()} cores, {_processor()}, {platform.system()} {platform.release()}",
+        "load at the end": ", ".join(f"{load:.2f}" for load in os.getloadavg()),
+        "python": platform.python_version(),
+        "torch": torch,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return named or platform.machine()
+
+
+def _said(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
