@@ -4,18 +4,24 @@ The script does the same number of steps in both: matrix products and an all-red
 each, 20 a second, and then it waits as a rank waits for its GPU. ``--busy 1`` takes the waiting away: then every
 interference counts, and so does every neighbour of this machine. ``submit`` is the whole command: plan, stage,
 supervise, follow. CPU seconds include the supervisor's and the node's.
+
+The script notes when its loop began and ended. What lies outside is ours or torchrun's own; the loop is also the
+neighbours', so on a busy machine the third figure says more than the first.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 import subprocess
 import sys
-from functools import partial
+import time
 from pathlib import Path
 
 from common import (
     CLOUDTRAIN,
     TORCHRUN,
+    Cost,
     Figure,
     cost_of,
     environ,
@@ -46,6 +52,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 weights = torch.randn(256, 256, generator=torch.Generator().manual_seed(rank)) / 16
 metrics = open(os.environ.get("CLOUDTRAIN_METRICS_FILE", os.devnull), "a") if rank == 0 else None
+began = time.time()
 for step in range(steps):
     x = torch.eye(256)
     for _ in range(repeats):
@@ -57,6 +64,9 @@ for step in range(steps):
         metrics.write(json.dumps({"step": step, "epoch": 0, "time": time.time(), "loss": loss}) + "\\n")
         metrics.flush()
     time.sleep(pause)
+if rank == 0:
+    with open(os.environ["BENCHMARK_STAMPS"], "w") as stamps:
+        json.dump([began, time.time()], stamps)
 dist.destroy_process_group()
 '''
 CALIBRATE = """\
@@ -80,8 +90,8 @@ def main() -> int:
     words = [str(steps), str(repeats), str((1 - chosen.busy) * STEP_SECONDS)]
     with scratch() as folder:
         (folder / "train.py").write_text(SCRIPT)
-        ours = partial(cost_of, submit(folder, words), cwd=folder)
-        other = partial(cost_of, [*TORCHRUN, "train.py", *words], cwd=folder)
+        ours = Phases(folder, submit(folder, words))
+        other = Phases(folder, [*TORCHRUN, "train.py", *words])
         found = pairs(ours, other, count=chosen.pairs, warm=False)
     load = f"{steps} steps, busy {chosen.busy:.0%}"
     figures = [
@@ -95,7 +105,39 @@ def main() -> int:
         )
         for what in ("wall", "cpu")
     ]
+    more = statistics.median(a["before"] + a["after"] for a in ours.seen)
+    less = statistics.median(b["before"] + b["after"] for b in other.seen)
+    figures.append(
+        Figure(
+            name="seconds outside the loop, submit - torchrun",
+            value=more - less,
+            unit="s",
+            note=f"ours {ours}; torchrun {other}",
+            pairs=[{"ours": a, "peer": b} for a, b in zip(ours.seen, other.seen, strict=True)],
+        )
+    )
     return report(figures, as_json=chosen.json)
+
+
+class Phases:
+    """Runs a command each time it is called; ``seen`` has the seconds before, in and after the script's loop."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        self._folder, self._command = folder, command
+        self.seen: list[dict[str, float]] = []
+
+    def __call__(self) -> Cost:
+        stamps = self._folder / "stamps.json"
+        stamps.unlink(missing_ok=True)
+        start = time.time()
+        cost = cost_of(self._command, cwd=self._folder, env=environ({"BENCHMARK_STAMPS": str(stamps)}))
+        began, ended = json.loads(stamps.read_bytes())
+        self.seen.append({"before": began - start, "loop": ended - began, "after": start + cost.wall - ended})
+        return cost
+
+    def __str__(self) -> str:
+        medians = {name: statistics.median(row[name] for row in self.seen) for name in self.seen[0]}
+        return ", ".join(f"{name} {value:.2f}" for name, value in medians.items())
 
 
 def submit(folder: Path, words: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ EXAMPLES, PROOF_EXAMPLES = 50, 1000
 settings.register_profile("default", max_examples=EXAMPLES, deadline=None, derandomize=True)
 settings.register_profile(
     "proof",
-    max_examples=int(os.environ.get("CLOUDTRAIN_TRIALS", PROOF_EXAMPLES)),
+    max_examples=int(os.environ.get("CLOUDTRAIN_TRIALS") or 0) or PROOF_EXAMPLES,
     deadline=None,
     database=None,
     print_blob=True,

@@ -114,14 +114,25 @@ def trials(count: int, seed: int) -> Part:
 
 
 def tests_of(results: Path) -> list[Line]:
-    """A line for each test of a JUnit file."""
-    lines = []
+    """A line for each test of a JUnit file, all its parameters together; the note names those that failed."""
+    tests: dict[str, list[ElementTree.Element]] = {}
     for case in ElementTree.parse(results).iter("testcase"):
-        wrong = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
-        note = "" if wrong is None else (wrong.get("message") or wrong.tag).strip().splitlines()[0][:160]
-        lines.append(Line(name=name, figure=f"{float(case.get('time') or 0):.1f} s", passed=wrong is None, note=note))
-    return lines
+        tests.setdefault(name.partition("[")[0], []).append(case)
+    return [_test(name, cases) for name, cases in tests.items()]
+
+
+def _test(name: str, cases: Sequence[ElementTree.Element]) -> Line:
+    wrong = [
+        f"{case.get('name')}: {(child.get('message') or child.tag).strip().splitlines()[0][:160]}"
+        for case in cases
+        for child in case
+        if child.tag in ("failure", "error", "skipped")
+    ]
+    seconds = sum(float(case.get("time") or 0) for case in cases)
+    figure = f"{seconds:.1f} s" if len(cases) == 1 else f"{len(cases)} cases, {seconds:.1f} s"
+    more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+    return Line(name=name, figure=figure, passed=not wrong, note="; ".join(wrong[:5]) + more)
 
 
 # ---------------------------------------------------------------------------------------------------------- benchmarks

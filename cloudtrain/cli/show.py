@@ -250,9 +250,7 @@ def max_runtime(seconds: int, *, is_default: bool) -> str:
 
 
 def _plan_retries(retries: Mapping[str, Any]) -> str:
-    if not retries["count"]:
-        return "none"
-    return f"{retries['count']}, started by {RETRIED_BY.get(retries['by'], retries['by'])}"
+    return f"{retries['count'] or 'none'}, started by {RETRIED_BY.get(retries['by'], retries['by'])}"
 
 
 def _plan_disk(disk: Mapping[str, Any]) -> str:

@@ -230,6 +230,7 @@ class Node:
             skip={name: entry.signature for name, entry in restored.items()},
         )
         self.mirror.start()
+        self.last_alive = time.monotonic()  # the wait for peers is no stall
         try:
             self.ranks = space.start(
                 attempt=self.attempt, resume=resume, emit=lambda message: self.inbox.put((self.me, message))
