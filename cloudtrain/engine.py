@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ class NodeProcess:
 
     process: subprocess.Popen[bytes]
     groups: Path
+    scratch: Path
 
     def poll(self) -> int | None:
         """The exit code, None while it runs."""
@@ -52,6 +54,7 @@ class NodeProcess:
                 with contextlib.suppress(OSError):
                     os.killpg(int(group), signal.SIGKILL)
             self.groups.unlink()
+        shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 class ProcessEngine:
@@ -115,6 +118,9 @@ class ProcessEngine:
         env = {**self._environ, **gpus, **spec.env, **{ENGINE_PREFIX + k: str(v) for k, v in peers.items()}}
         groups = root.with_name(f"{root.name}.groups")
         env[ENGINE_PREFIX + "GROUPS"] = str(groups)
+        # Made here, so that it goes with the node however the node goes.
+        scratch = Path(tempfile.mkdtemp(prefix="cloudtrain-"))
+        env[ENGINE_PREFIX + "SCRATCH"] = str(scratch)
         reader, writer = os.pipe()
         try:
             env[ENGINE_PREFIX + "SECRETS_FD"] = str(reader)
@@ -132,7 +138,7 @@ class ProcessEngine:
         finally:
             os.close(reader)
             os.close(writer)
-        return NodeProcess(process, groups)
+        return NodeProcess(process, groups, scratch)
 
     def clean(self) -> None:
         """Remove every node's root; what they printed stays."""

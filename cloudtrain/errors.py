@@ -61,13 +61,13 @@ class CloudtrainError(Exception):
 class SpecError(CloudtrainError):
     """Something in what the user asked for is wrong; nothing was sent.
 
-    ``field`` is the dotted name of the culprit (``resources.gpu``), or ``""`` when there is none.
+    ``field`` is the dotted name of the culprit (``resources.gpu``), or ``""`` when there is none; ``message`` the rest.
     """
 
     exit_code = 2
 
     def __init__(self, message: str, *, field: str = "") -> None:
-        self.field = field
+        self.field, self.message = field, message
         super().__init__(f"{field}: {message}" if field else message)
 
 

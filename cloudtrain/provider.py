@@ -294,9 +294,13 @@ class Simulation:
                 NodeSpec(**{**node, "mounts": tuple(Mount(**mount) for mount in node.get("mounts", ()))})
                 for node in data["nodes"]
             ]
-            return cls(nodes=tuple(nodes), rules=Rules(**data["rules"]))
+            rules = Rules(**data["rules"])
+            for name in ("time_limit", "stop_grace", "retries", "max_restarts"):
+                if isinstance(value := getattr(rules, name), bool) or not isinstance(value, (int, float)) or value < 0:
+                    raise SpecError(f"must be a number, not {value!r}", field=f"rules.{name}")
+            return cls(nodes=tuple(nodes), rules=rules)
         except (KeyError, TypeError, AttributeError) as exc:
-            raise SpecError(f"not a simulation: {exc}", field="body") from None
+            raise SpecError(f"not a simulation: {exc}", field="nodes") from None
 
 
 # ------------------------------------------------------------------------------------------------------- the protocol
@@ -312,6 +316,8 @@ class Provider(Protocol):
     schemes: ClassVar[frozenset[str]]
     #: Who starts attempt 1, 2, …: ``platform``, ``supervisor`` (on this host) or ``client`` (only while one waits).
     retried_by: ClassVar[str]
+    #: An instance of ``Settings``, made of the constructor's keywords.
+    settings: Any
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
         """The exact request. Pure: equal arguments give equal requests, with no network, credentials or SDK."""
@@ -387,7 +393,8 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "entry_point": job.source.entry_point,
         "requirements": job.source.requirements,
         "args": list(job.args),
-        "hyperparameters": dict(job.hyperparameters),
+        # Sorted, as in the recorded job: every attempt gets its flags in one order.
+        "hyperparameters": dict(sorted(job.hyperparameters.items())),
         "hyperparameter_style": job.hyperparameter_style,
         "env": dict(job.env),
         "secrets": dict(job.secrets),

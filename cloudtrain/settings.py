@@ -33,9 +33,6 @@ class Settings:
     provider: str = field(default="local", metadata={"help": "provider when none is given"})
     store: str = field(default="./.cloudtrain", metadata={"help": "URL under which code, data and runs live"})
     max_code_mb: int = field(default=50, metadata={"help": "largest source that ships, in MiB before compression"})
-    keep_checkpoints: int = field(
-        default=3, metadata={"help": "complete checkpoints kept in live/, newest first; 0: all"}
-    )
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     overrides: Mapping[str, str] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)

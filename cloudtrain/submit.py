@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ class Plan:
             "run_id": self.run_id,
             "run": self.run_url,
             "provider": self.provider_name,
-            "settings": dataclasses.asdict(self.provider.settings),  # type: ignore[attr-defined]
+            "settings": dataclasses.asdict(self.provider.settings),
             "job": self.job.to_dict(),
             "job_digest": self.job.digest,
             "source": dataclasses.asdict(self.source),
@@ -149,7 +150,7 @@ def make_plan(
     layout = store.layout(
         run_id=run_id or (f"{job.name[:35].rstrip('-')}-plan" if preview else new_run_id(job.name)),
         code_digest=bundle.digest,
-        runtime_digest=pyz.digest(),
+        runtime_digest=pyz.digest(type(chosen)),
         inputs=inputs,
         resume=_resume(job.resume_from, store, cwd),
     )
@@ -214,7 +215,7 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
     bundle = build(source, cwd=cwd, max_bytes=settings.max_code_mb * MIB, never=[home] if home else [])
     if bundle.digest != layout.code_digest:
         raise SpecError(f"the code in {source.path} has changed since it was planned; plan again", field="plan")
-    if pyz.digest() != layout.runtime_digest:
+    if pyz.digest(type(chosen)) != layout.runtime_digest:
         raise SpecError("it was made by another version of cloudtrain; plan again", field="plan")
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
     if inputs != dict(layout.inputs):
@@ -241,7 +242,8 @@ def submit(plan: Plan, *, environ: Mapping[str, str], progress: Callable[[str], 
     say = progress or (lambda _: None)
     _check_free(plan)
     say("uploading what the store lacks")
-    staged = plan.store.stage(plan.layout, archive=plan.bundle.archive, pyz=pyz.build, trees=plan.trees)
+    zipped = partial(pyz.build, type(plan.provider))
+    staged = plan.store.stage(plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees)
     say("recording the run")
     if not plan.store.create_run(plan.layout, _record(plan)):
         _check_free(plan)

@@ -119,5 +119,5 @@ def test_the_zip_imports_where_only_it_is(built: Path) -> None:
         source = archive.read("cloudtrain/runtime/worker.py")
     # The shim is read out of the zip as a file of its own.
     assert source == (PACKAGE / "runtime" / "worker.py").read_bytes()
-    code = "import sys; sys.path.append(sys.argv[1]); from cloudtrain.runtime.node import _source_of; sys.stdout.buffer.write(_source_of('worker.py'))"  # noqa: E501
+    code = "import sys; sys.path.append(sys.argv[1]); from cloudtrain.runtime.workspace import _source_of; sys.stdout.buffer.write(_source_of('worker.py'))"  # noqa: E501
     assert python("-I", "-S", "-c", code, str(built)).stdout.encode() == source

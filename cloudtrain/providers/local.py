@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..engine import ENGINE_PREFIX, boot_id, check_gpus
-from ..errors import LostContactError, NotFoundError, PlatformError, StorageError, UnsupportedError
+from ..errors import LostContactError, NotFoundError, PlatformError, SpecError, StorageError, UnsupportedError
 from ..job import Gpu, Job
 from ..provider import (
     AttemptInfo,
@@ -99,10 +99,15 @@ class Provider:
             ),
         )
         body = {"name": job.name, "tags": job.tags, "gpu": gpus.name if gpus else None, **simulation.to_dict()}
+        body = merge_options(body, job.options.get(self.name, {}), owned=OWNED, provider=self.name)
+        try:
+            Simulation.from_dict({key: body[key] for key in ("nodes", "rules")})
+        except SpecError as exc:
+            raise SpecError(exc.message, field=f"options.{self.name}.{exc.field}") from None
         return Request(
             provider=self.name,
             operation="supervise",
-            body=merge_options(body, job.options.get(self.name, {}), owned=OWNED, provider=self.name),
+            body=body,
             context=context_of(self.name, job, layout, processes=job.resources.processes(choice)),
             run=layout.run,
             attempt=attempt,
@@ -229,7 +234,7 @@ class Provider:
                 master_port=int(environ[ENGINE_PREFIX + "PORT"]),
             ),
             paths=dict(argv),
-            scratch=(),
+            scratch=(environ[ENGINE_PREFIX + "SCRATCH"],),
             # Every peer is this machine: gloo need not be able to resolve its host name.
             export_env={} if "GLOO_SOCKET_IFNAME" in environ else {"GLOO_SOCKET_IFNAME": loopback},
             stop_grace=STOP_GRACE,

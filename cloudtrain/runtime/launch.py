@@ -171,6 +171,7 @@ class Ranks:
         self.pids: dict[int, int] = {}
         self.codes: dict[int, int] = {}
         self.unshown: list[str] = []
+        self.last_line = ""
         self.code: int | None = None
         shutil.rmtree(self._pipes, ignore_errors=True)
         self._pipes.mkdir(parents=True)
@@ -218,6 +219,7 @@ class Ranks:
         rank = str(self.first_rank) if self.lone else "-"
         with stream:
             for text in lines_of(stream):
+                self.last_line = text if text.strip() else self.last_line
                 if match := _EXITED.search(text):
                     self.codes[int(match[2])] = int(match[1])
                 if not self.lone and (self.unshown or _TORCHRUN_NOISE.search(text)):

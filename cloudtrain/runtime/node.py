@@ -413,10 +413,9 @@ class Node:
 
     def _blame_the_launcher(self) -> None:
         assert self.ranks is not None
-        lines = self.ranks.unshown
-        for line in lines:
+        for line in self.ranks.unshown:
             self.log.write("-", line)
-        last = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {self.code}")
+        last = self.ranks.last_line.strip() or f"exit code {self.code}"
         missing = "No module named 'torch'" in last or "No module named torch" in last
         text = f"{sys.executable} has no torch" if missing else f"torchrun failed: {last}"
         kind = "image" if missing else "user_error"
@@ -447,7 +446,7 @@ class Node:
             self._blame_known_codes()
             self._escalate(now)
         if self.site.supervisor and os.getppid() != self.site.supervisor and self.stopping is None:
-            text = "the process that supervised this run is gone"
+            text = "the run's supervisor was killed"
             self._fail(self._setup(text, "infra"))
         if running:
             self._watch_for_stall(now)

@@ -39,7 +39,7 @@ def _report(fd: int | None, pid: int, event: dict[str, Any]) -> None:
     if fd is None or os.getpid() != pid:
         return
     event["time_ns"] = time.time_ns()
-    try:
+    try:  # noqa: SIM105  nothing is imported that Python has not already
         os.write(fd, _ours(_line, event))
     except (OSError, TypeError):
         pass

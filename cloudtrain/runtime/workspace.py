@@ -114,6 +114,10 @@ class Workspace:
             home=str(self._home),
             cpus=self._site.cpus or cpu_count(),
         )
+        if context["launcher"] == "command" or context["requirements"]:
+            # A shell script's python, torchrun or pip is the one that would have run the ranks.
+            path = environment.get("PATH", os.defpath)
+            environment["PATH"] = os.pathsep.join([os.path.dirname(self._python), path])
         arguments = launch.script_arguments(context, values)
         processes = context["processes"] if context["launcher"] == "torchrun" else 1
         return Ranks(

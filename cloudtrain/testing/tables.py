@@ -428,7 +428,7 @@ class _Given(Settings):
 
 def settings_of(provider: Provider) -> Any:
     """What the provider was made of, an instance of its ``Settings``."""
-    return provider.settings  # type: ignore[attr-defined]
+    return provider.settings
 
 
 def merged(*parts: Fields) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class LocalWorld(World):
         os.close(writer)
         nodes = len(self.provider.nodes(request).nodes)
         words: dict[str, Any] = {"NODE": number, "NODES": nodes, "PORT": 29500, "SUPERVISOR": os.getpid()}
-        words |= {"SECRETS_FD": reader, "GROUPS": self.folder / f"groups-{number}"}
+        words |= {"SECRETS_FD": reader, "GROUPS": self.folder / f"groups-{number}", "SCRATCH": self.folder}
         yield {ENGINE_PREFIX + key: str(value) for key, value in words.items()}
 
     def preempt(self, run: Run, number: int) -> None:

@@ -1,0 +1,456 @@
+"""Runs that end badly, through the console script: the result names the true cause, and nothing is left running.
+
+About 3 minutes on 2 cores; every test starts at least one whole run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Done, Jobs
+
+from cloudtrain.errors import EXIT_CODES
+
+pytestmark = pytest.mark.slow
+#: Two nodes of one process each, without torch: the runtime, link and supervisor alone.
+PLAIN = ("--nodes", "2", "--launcher", "python")
+TORCH = ("--nodes", "2", "--nproc-per-node", "2")
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path)
+    yield made
+    made.close()
+
+
+def failed(done: Done, category: str = "user_error") -> dict[str, Any]:
+    """The result object, after the checks that hold for every failure."""
+    result = done.json
+    assert (result["state"], result["category"]) == ("failed", category), result
+    assert done.code == result["exit_code"] == EXIT_CODES[category]
+    assert result["reason"]
+    assert "\n" not in result["reason"]
+    assert result["reason"] in done.err  # what a person reads says the same
+    return result
+
+
+# ----------------------------------------------------------------------------------------- one rank fails: 2 x 2 torchrun
+
+GROUP = "import os, signal, sys, time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nr = dist.get_rank()\ndist.barrier()\nprint('together', flush=True)\n"  # noqa: E501
+ROOT = GROUP + "if r == 3: raise ValueError('THE ROOT CAUSE')\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "rest"),
+    [
+        ("waiting", "dist.barrier()\n"),
+        ("consequence", "time.sleep(0.02); raise RuntimeError('Connection closed by peer (a consequence)')\n"),
+        ("second", "time.sleep(0.02); raise RuntimeError('something else, later')\n"),
+        ("hang", "signal.signal(signal.SIGTERM, lambda *a: None)\nwhile True: time.sleep(1)\n"),
+    ],
+)
+def test_a_rank_that_raises_is_the_cause_whatever_the_others_do(jobs: Jobs, name: str, rest: str) -> None:
+    script = ROOT if name != "hang" else GROUP + "signal.signal(signal.SIGTERM, lambda *a: None)\n" + ROOT[len(GROUP) :]
+    jobs.write("train.py", script + rest)
+    run = jobs.detach("train.py", *TORCH)
+    jobs.printed(run, "together")
+    began = time.monotonic()
+    done = jobs.cli("wait", run.url, "--json")
+    took = time.monotonic() - began
+    result = failed(done)
+    failure = result["failure"]
+    line = script[: script.index("raise ValueError")].count("\n") + 1
+    assert (failure["node"], failure["rank"], failure["exception"]) == (1, 3, "ValueError: THE ROOT CAUSE")
+    assert (failure["file"], failure["line"], failure["process_exit_code"]) == ("train.py", line, 1)
+    assert failure["traceback"].startswith("Traceback (most recent call last):\n  File \"train.py\"")
+    assert "worker.py" not in failure["traceback"]
+    assert result["reason"] == f"rank 3 on node 1 raised ValueError: THE ROOT CAUSE (train.py:{line})"
+    assert took < 12  # peers are down within 10 s of the failure
+    jobs.gone(2)
+    status = jobs.cli("status", run.url)
+    assert "ValueError: THE ROOT CAUSE" in status.out
+    assert f"train.py:{line}" in status.out
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("sys.exit(42)", 42, "exited with code 42"),
+        ("time.sleep(0.5); os._exit(42)", 42, "exited with code 42"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "was killed by SIGKILL"),
+        ("sys.exit('no data here')", 1, "exited with code 1"),
+    ],
+)
+def test_a_rank_that_leaves_without_raising(jobs: Jobs, text: str, code: int, words: str) -> None:
+    jobs.write("train.py", f"import os, signal, sys, time\nif os.environ['RANK'] == '2': {text}\ntime.sleep(60)\n")
+    began = time.monotonic()
+    result = failed(jobs.submit("train.py", *TORCH))
+    assert time.monotonic() - began < 40
+    assert (result["failure"]["node"], result["failure"]["rank"]) == (1, 2)
+    assert result["failure"]["process_exit_code"] == code
+    assert words in result["reason"]
+    jobs.gone(3)
+
+
+def test_ranks_that_end_early_and_well_are_not_to_blame(jobs: Jobs) -> None:
+    jobs.write("train.py", "import os, time\nif os.environ['RANK'] == '3':\n    time.sleep(1.5)\n    raise KeyError('late')\n")
+    result = failed(jobs.submit("train.py", *TORCH))
+    assert (result["failure"]["rank"], result["failure"]["exception"]) == (3, "KeyError: 'late'")
+
+
+def test_processes_of_the_scripts_own_are_gone_too(jobs: Jobs) -> None:
+    jobs.write(
+        "train.py",
+        """
+        import os, subprocess, sys, time
+        subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(90)"])
+        time.sleep(1)
+        if os.environ["RANK"] == "1": raise ValueError("x")
+        time.sleep(90)
+        """,
+    )
+    failed(jobs.submit("train.py", *PLAIN))
+    jobs.gone(3)
+
+
+# ----------------------------------------------------------------------------------------------- before the first line
+
+
+def test_requirements_that_cannot_be_installed_are_the_reason(jobs: Jobs) -> None:
+    jobs.write("train.py", "print('never')")
+    jobs.write("requirements.txt", "this-package-does-not-exist-anywhere==99.99\n")
+    done = jobs.submit("train.py", "--requirements", "requirements.txt", PIP_NO_INDEX="1")
+    result = done.json
+    assert result["state"] == "failed"
+    assert "requirements.txt" in result["reason"]
+    assert "this-package-does-not-exist-anywhere" in result["reason"]
+    assert "never" not in done.err
+    assert done.code == result["exit_code"]
+    assert done.code in (1, 2, 9)
+
+
+def test_code_that_is_not_what_was_planned_never_runs(jobs: Jobs) -> None:
+    jobs.write("train.py", "print('SHOULD NOT RUN')")
+    assert jobs.submit("train.py", "--run-id", "first").code == 0
+    (archive,) = jobs.store.glob("code/*/code.tar.gz")
+    data = bytearray(archive.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    archive.chmod(0o644)
+    archive.write_bytes(data)
+    done = jobs.submit("train.py", "--run-id", "second")
+    result = failed(done, "infra")
+    assert "code" in result["reason"]
+    assert "SHOULD NOT RUN" not in done.err
+
+
+def test_a_python_without_torch_is_named_as_such(jobs: Jobs) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(jobs.tmp / "bare")], check=True, timeout=60)
+    jobs.write("train.py", "print('never')")
+    python = str(jobs.tmp / "bare/bin/python")
+    result = failed(jobs.submit("train.py", "--nproc-per-node", "2", "--set", f"python={python}"), "image")
+    assert result["reason"].endswith("has no torch")
+    assert "bare/bin/python" in result["reason"]
+
+
+def test_a_python_that_is_not_there(jobs: Jobs) -> None:
+    jobs.write("train.py", "print('never')")
+    done = jobs.submit("train.py", "--set", "python=/no/such/python")
+    assert done.code not in (0, 1)
+    assert "/no/such/python" in done.json["reason"]
+
+
+def test_a_command_that_is_not_there(jobs: Jobs) -> None:
+    jobs.write("run.sh", "no-such-program --x\n")
+    result = failed(jobs.submit("run.sh"))
+    assert result["failure"]["process_exit_code"] == 127
+
+
+def test_an_input_that_vanished(jobs: Jobs) -> None:
+    jobs.write("train.py", "print('never')")
+    (jobs.tmp / "data.csv").write_text("1")
+    plan = jobs.cli("plan", "train.py", "--store", str(jobs.store), "--input", f"d={jobs.tmp}/data.csv", "--json", "--run-id", "p")
+    (jobs.tmp / "plan.json").write_text(plan.out)
+    (jobs.tmp / "data.csv").unlink()
+    done = jobs.cli("submit", "--plan", str(jobs.tmp / "plan.json"), "--store", str(jobs.store), "--json")
+    assert done.code == 2
+    assert "data.csv" in done.out + done.err
+
+
+# ------------------------------------------------------------------------------------------------ nodes and supervisor
+
+WAITS = """
+import os, time
+print("up", os.getpid(), flush=True)
+end = time.time() + 90
+while time.time() < end and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+    time.sleep(0.05)
+print("leaving", flush=True)
+"""
+
+
+def test_a_node_that_is_killed_whole_is_named(jobs: Jobs) -> None:
+    jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(90)\n")
+    run = jobs.detach("train.py", *PLAIN)
+    jobs.printed(run, "up")
+    began = time.monotonic()
+    os.killpg(jobs.node(1), signal.SIGKILL)
+    result = failed(jobs.cli("wait", run.url, "--json"), "infra")
+    assert time.monotonic() - began < 20
+    assert "node 1" in result["reason"]
+    jobs.gone(3)
+
+
+def test_node_0_that_is_killed_whole_is_named(jobs: Jobs) -> None:
+    jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(90)\n")
+    run = jobs.detach("train.py", *PLAIN)
+    jobs.printed(run, "up")
+    os.killpg(jobs.node(0), signal.SIGKILL)
+    result = failed(jobs.cli("wait", run.url, "--json"), "infra")
+    assert "node 0" in result["reason"]
+    jobs.gone(3)
+
+
+def test_a_killed_supervisor_takes_its_nodes_along_and_the_run_says_so(jobs: Jobs) -> None:
+    jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(90)\n")
+    run = jobs.detach("train.py", *PLAIN)
+    jobs.printed(run, "up")
+    assert run.status().state == "running"
+    os.kill(jobs.supervisor(), signal.SIGKILL)
+    jobs.gone(12)
+    result = failed(jobs.cli("wait", run.url, "--json"), "infra")
+    assert result["reason"].endswith("the run's supervisor was killed")
+    assert run.status().state == "failed"
+    # Submitting it again does not start it again: its end is on record.
+    assert jobs.submit("train.py", *PLAIN, "--run-id", run.run_id).json["state"] == "failed"
+    jobs.gone(1)
+
+
+def test_a_machine_that_was_restarted_leaves_a_run_that_says_so(jobs: Jobs) -> None:
+    jobs.write("train.py", "import time\nprint('up', flush=True)\ntime.sleep(90)\n")
+    run = jobs.detach("train.py", *PLAIN)
+    jobs.printed(run, "up")
+    # All of it at once and without a word, as power goes: first the one that would notice.
+    everything = sorted(jobs.processes(), key=lambda pid: pid != jobs.supervisor())
+    for pid in everything:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in everything:
+        os.kill(pid, signal.SIGKILL)
+    path = jobs.store / "runs" / run.run_id / "supervisor" / "status.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "another-boot"}))
+    done = jobs.cli("wait", run.url, "--json")
+    result = failed(done, "infra")
+    assert result["reason"] == "this machine was restarted while the run went on"
+    assert [a["number"] for a in result["attempts"]] == ["0.0"]
+
+
+def test_cancel(jobs: Jobs) -> None:
+    jobs.write("train.py", WAITS)
+    run = jobs.detach("train.py", *PLAIN, "--retries", "3")
+    jobs.printed(run, "up")
+    assert jobs.cli("cancel", run.url).code == 0
+    done = jobs.cli("wait", run.url, "--json")
+    assert (done.code, done.json["state"], done.json["category"]) == (5, "cancelled", "cancelled")
+    assert len(done.json["attempts"]) == 1
+    assert jobs.cli("cancel", run.url).code == 0  # again, after the end
+    jobs.gone(2)
+
+
+def test_the_time_limit(jobs: Jobs) -> None:
+    jobs.write("train.py", WAITS)
+    done = jobs.submit("train.py", *PLAIN, "--max-runtime", "3s", "--retries", "2")
+    result = failed(done, "timeout")
+    assert "max_runtime of 3 s" in result["reason"]
+    assert len(result["attempts"]) == 1
+    assert result["exit_code"] == 6
+    jobs.gone(2)
+
+
+def test_a_run_in_which_nothing_stirs_is_stopped_with_its_stacks(jobs: Jobs) -> None:
+    jobs.write(
+        "train.py",
+        """
+        import os, time
+        print("up", flush=True)
+        def stuck_here():
+            while True: time.sleep(1)
+        if os.environ["RANK"] == "1": stuck_here()
+        time.sleep(90)
+        """,
+    )
+    done = jobs.submit("train.py", *PLAIN, "--stall-timeout", "4s")
+    result = failed(done, "stalled")
+    assert "4 s" in result["reason"]
+    assert "in stuck_here" in done.err
+    assert done.err.count("Current thread") >= 2  # every rank's
+    jobs.gone(3)
+
+
+def test_a_line_now_and_then_is_a_sign_of_life(jobs: Jobs) -> None:
+    jobs.write("train.py", "import os, time\nfor i in range(8):\n    time.sleep(1)\n    if os.environ['RANK'] == '1': print(i, flush=True)")
+    assert jobs.submit("train.py", *PLAIN, "--stall-timeout", "4s").code == 0
+
+
+# ----------------------------------------------------------------------------------------------- attempts and preemption
+
+TRAINS = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"])
+resume = os.environ["CLOUDTRAIN_RESUME_FROM"]
+rank, attempt = os.environ["RANK"], os.environ["CLOUDTRAIN_ATTEMPT"]
+first = int(pathlib.Path(resume, "step").read_text()) + 1 if resume else 0
+print(f"attempt {attempt} from {first} of {resume and pathlib.Path(resume).name!r} argv {sys.argv[1:]}", flush=True)
+def save(step):
+    (folder / f"step-{step}").mkdir(exist_ok=True)
+    if rank == "0":
+        (folder / f"step-{step}" / "step").write_text(str(step))
+    (folder / f"step-{step}" / f"rank-{rank}").write_text(f"state of {rank} at {step}")
+"""
+
+
+def test_a_further_attempt_resumes_from_the_committed_checkpoint(jobs: Jobs) -> None:
+    jobs.write(
+        "train.py",
+        TRAINS
+        + """
+if first == 0:
+    save(3)
+    time.sleep(5)  # quiet for 2 s, copied, committed
+    save(4)
+    if rank == "1": raise ValueError("attempt 0 fails, with a half checkpoint")
+    time.sleep(60)
+assert sorted(p.name for p in pathlib.Path(resume).iterdir()) == ["rank-0", "rank-1", "step"]
+assert pathlib.Path(resume, f"rank-{rank}").read_text() == f"state of {rank} at 3"
+print("second attempt done", flush=True)
+""",
+    )
+    done = jobs.submit("train.py", *PLAIN, "--retries", "2", "--", "--init", "{resume_from?}")
+    result = done.json
+    assert (done.code, result["state"]) == (0, "succeeded"), done.err
+    numbers = [(a["number"], a["resumed_from"]) for a in result["attempts"]]
+    assert numbers == [("0.0", ""), ("1.0", "step-3")]
+    assert "ValueError: attempt 0 fails" in result["attempts"][0]["reason"]
+    assert "attempt 0.0 from 0 of '' argv []" in done.err
+    assert "attempt 1.0 from 4 of 'step-3' argv ['--init'" in done.err
+    assert result["checkpoint"]["name"] == "step-3"
+    jobs.gone(2)
+
+
+def test_the_same_failure_twice_without_a_new_checkpoint_ends_the_run(jobs: Jobs) -> None:
+    jobs.write("train.py", "import os\nif os.environ['RANK'] == '1': raise ValueError('always')\n")
+    result = failed(jobs.submit("train.py", *PLAIN, "--retries", "5"))
+    assert [a["number"] for a in result["attempts"]] == ["0.0", "1.0"]
+    assert "ValueError: always" in result["reason"]
+
+
+def test_different_failures_use_up_the_retries(jobs: Jobs) -> None:
+    jobs.write("train.py", "import os\nraise ValueError('in ' + os.environ['CLOUDTRAIN_ATTEMPT'])\n")
+    result = failed(jobs.submit("train.py", "--retries", "2"))
+    assert [a["number"] for a in result["attempts"]] == ["0.0", "1.0", "2.0"]
+    assert result["failure"]["exception"] == "ValueError: in 2.0"
+
+
+def test_a_node_told_to_stop_warns_all_and_the_run_goes_on(jobs: Jobs) -> None:
+    jobs.write(
+        "train.py",
+        TRAINS
+        + """
+if attempt == "0.0":
+    print("up", flush=True)
+    end = time.time() + 60
+    while not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+        assert time.time() < end
+        time.sleep(0.05)
+    save(7)
+    print("saved", flush=True)
+    sys.exit(0)
+assert first == 8
+print("went on", flush=True)
+""",
+    )
+    run = jobs.detach("train.py", *PLAIN)
+    jobs.printed(run, "r1 #")
+    jobs.printed(run, "r0 #")
+    time.sleep(0.5)
+    os.kill(jobs.node(1), signal.SIGTERM)
+    done = jobs.cli("wait", run.url, "--json")
+    result = done.json
+    assert (done.code, result["state"]) == (0, "succeeded"), result
+    assert [(a["number"], a["resumed_from"]) for a in result["attempts"]] == [("0.0", ""), ("0.1", "step-7")]
+    logs = jobs.cli("logs", run.url).out
+    assert logs.count("saved") == 2  # the file appeared on both nodes
+    assert logs.count("went on") == 2
+    jobs.gone(2)
+
+
+def test_a_preempted_script_that_does_not_listen_is_stopped_before_the_grace_ends(jobs: Jobs) -> None:
+    jobs.write("train.py", "import os, time\nprint('up', flush=True)\nif os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0': time.sleep(90)\n")
+    run = jobs.detach("train.py")
+    jobs.printed(run, "up")
+    began = time.monotonic()
+    os.kill(jobs.node(0), signal.SIGTERM)
+    result = jobs.cli("wait", run.url, "--json").json
+    assert result["state"] == "succeeded"
+    assert [a["number"] for a in result["attempts"]] == ["0.0", "0.1"]
+    assert 15 < time.monotonic() - began < 35  # local's grace is 30 s
+
+
+# ---------------------------------------------------------------------------------------------- what is restored is proved
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(jobs: Jobs) -> None:
+    jobs.write(
+        "train.py",
+        TRAINS
+        + """
+if attempt == "0.0":
+    for step in (1, 2):
+        save(step)
+        time.sleep(4.5)
+    raise ValueError("now")
+print("resumed step", first - 1, flush=True)
+""",
+    )
+    jobs.write("spoil.py", "")
+    run = jobs.detach("train.py", "--retries", "0", "--run-id", "whole")
+    assert jobs.cli("wait", run.url, "--json").code == 1
+    folder = jobs.store / "runs/whole/live/checkpoints/step-2"
+    (victim,) = folder.glob("*/node-0/step-2/rank-0")
+    victim.write_text(victim.read_text().swapcase())  # the same size
+    done = jobs.submit("train.py", "--resume-from", "whole", "--retries", "0", "--env", "X=1")
+    assert "falling back to the checkpoint before" in done.err
+    assert "from 2 of 'step-1'" in done.err
+    victim.unlink()  # not even complete now
+    done = jobs.submit("train.py", "--resume-from", "whole", "--retries", "0", "--env", "X=2")
+    assert "is not complete" in done.err
+    assert "from 2 of 'step-1'" in done.err
+
+
+def test_checkpoints_in_the_scripts_own_place_come_back_there(jobs: Jobs) -> None:
+    jobs.write(
+        "train.py",
+        """
+        import os, pathlib, time
+        path = pathlib.Path("out/checkpoint-5")
+        if os.environ["CLOUDTRAIN_ATTEMPT"] == "0.0":
+            path.mkdir(parents=True)
+            (path / "model.bin").write_text("weights")
+            time.sleep(4.5)
+            raise ValueError("now")
+        assert (path / "model.bin").read_text() == "weights"
+        assert pathlib.Path(os.environ["CLOUDTRAIN_RESUME_FROM"]).samefile(path)
+        print("found again")
+        """,
+    )
+    done = jobs.submit("train.py", "--retries", "1", "--checkpoint-paths", "out/checkpoint-*")
+    assert done.code == 0, done.err
+    assert "found again" in done.err

@@ -1,0 +1,152 @@
+"""Whole runs through the real console script on provider local, and the processes they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain.run import Run, open_run
+
+CLI = [sys.executable, "-m", "cloudtrain"]
+MARK = "JOBS_TEST_MARK"
+
+
+class Jobs:
+    """A code folder, a store, and a mark in the environment by which every process of its runs is known."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp, self.code, self.store = tmp_path, tmp_path / "code", tmp_path / "store"
+        self.code.mkdir()
+        self.mark = uuid.uuid4().hex
+        self.environ = {k: v for k, v in os.environ.items() if not k.startswith("CLOUDTRAIN_")} | {MARK: self.mark}
+        self.started: list[subprocess.Popen[str]] = []
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.code / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return path
+
+    def start(self, *argv: str, python: list[str] = CLI, **environ: str) -> subprocess.Popen[str]:
+        """``cloudtrain ARGV`` in the code folder, in a session of its own as a terminal would."""
+        process = subprocess.Popen(
+            [*python, *argv], cwd=self.code, env={**self.environ, **environ}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def cli(self, *argv: str, timeout: float = 120, **environ: str) -> Done:
+        process = self.start(*argv, **environ)
+        out, err = process.communicate(timeout=timeout)
+        return Done(process.returncode, out, err)
+
+    def submit(self, script: str, *flags: str, timeout: float = 120, **environ: str) -> Done:
+        """Submit and wait; script arguments after ``--`` among the flags."""
+        return self.cli("submit", script, "--store", str(self.store), "--json", *flags, timeout=timeout, **environ)
+
+    def detach(self, script: str, *flags: str) -> Run:
+        done = self.submit(script, "--detach", *flags)
+        assert done.code == 0, done.err
+        return self.run(done.json["run_id"])
+
+    def run(self, run_id: str) -> Run:
+        return open_run(run_id, store_url=str(self.store))
+
+    def runs(self) -> list[str]:
+        return sorted(p.name for p in (self.store / "runs").glob("*"))
+
+    # ---------------------------------------------------------------------------------------------------- processes
+
+    def processes(self) -> dict[int, str]:
+        """pid and command line of everything that carries the mark."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                if int(folder.name) != os.getpid() and f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def pid_of(self, pattern: str, node: int | None = None) -> int | None:
+        for pid, line in sorted(self.processes().items()):
+            if re.search(pattern, line) and (node is None or self.variable(pid, "CLOUDTRAIN_ENGINE_NODE") == str(node)):
+                return pid
+        return None
+
+    @staticmethod
+    def variable(pid: int, name: str) -> str | None:
+        with suppress(OSError):
+            for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                key, _, value = pair.partition(b"=")
+                if key.decode() == name:
+                    return value.decode()
+        return None
+
+    def supervisor(self) -> int:
+        return self.wait_for(lambda: self.pid_of(r"cloudtrain\.supervisor"))
+
+    def node(self, number: int) -> int:
+        """The pid of a node's runtime, which leads its group."""
+        return self.wait_for(lambda: self.pid_of(r"cloudtrain\.pyz run ", number))
+
+    def gone(self, seconds: float = 10) -> None:
+        """Nothing of any run is left."""
+        deadline = time.monotonic() + seconds
+        while left := self.processes():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+    @staticmethod
+    def wait_for(what: Callable[[], Any], seconds: float = 60) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < deadline, "it never came"
+            time.sleep(0.05)
+        return found
+
+    def printed(self, run: Run, text: str, seconds: float = 60) -> None:
+        """Wait until the nodes have printed ``text``."""
+        folder = self.store / "runs" / run.run_id / "supervisor" / "out"
+        self.wait_for(lambda: any(text in p.read_text(errors="replace") for p in folder.glob("*/*.log")), seconds)
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        for pid in self.processes():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+class Done:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(self.out)
+        except ValueError:
+            raise AssertionError(f"exit {self.code}, no JSON: {self.out!r} {self.err}") from None
+        return found
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path)
+    yield made
+    made.close()
