@@ -251,18 +251,30 @@ def _check_module(root: str, module: str) -> None:
 
 
 def build(
-    source: Source, *, cwd: Path, max_bytes: int = MAX_BYTES, never: Sequence[Path] = (), git: bool = True
+    source: Source,
+    *,
+    cwd: Path,
+    max_bytes: int = MAX_BYTES,
+    never: Sequence[Path] = (),
+    outputs: Iterable[tuple[int, int]] = (),
+    git: bool = True,
 ) -> Bundle:
     """The bundle of ``source`` as it is on disk now.
 
-    ``never`` are folders that do not ship whatever the rules say (the store, pull targets). With ``git`` False, git is
-    not called and the ignore files alone decide. Raises `SpecError` for a tree that cannot ship (missing or excluded
-    script, above ``max_bytes`` before compression, secrets, links that leave it) and `StorageError` for one that
-    cannot be read.
+    ``never`` are folders that do not ship whatever the rules say (the store, pull targets), ``outputs`` files by
+    ``(st_dev, st_ino)``: a redirected log of the very command that bundles is no part of the code. With ``git`` False,
+    git is not called and the ignore files alone decide. Raises `SpecError` for a tree that cannot ship (missing or
+    excluded script, above ``max_bytes`` before compression, secrets, links that leave it) and `StorageError` for one
+    that cannot be read.
     """
     root, entry_point = resolve(source, cwd=cwd)
     exclude = tuple(parse_line(os.fsencode(line), f"source.exclude[{i}]") for i, line in enumerate(source.exclude))
-    walk = Walk(never=frozenset(map(os.path.realpath, never)), exclude=Rules().plus("", exclude), git=git)
+    walk = Walk(
+        never=frozenset(map(os.path.realpath, never)),
+        exclude=Rules().plus("", exclude),
+        git=git,
+        outputs=frozenset(outputs),
+    )
     walk.add(str(root), "")
     parts = [("", root), *_dependencies(source, Path(cwd), root, walk)]
     entries = sorted(walk.entries)

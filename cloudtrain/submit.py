@@ -7,9 +7,12 @@ steps leaves either nothing, or a record that the same command, or `attach`, goe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -143,7 +146,13 @@ def make_plan(
     job = job.at(chosen.name)
     store = Store(settings.store, cwd=cwd)
     home = local_path(store.url)
-    bundle = build(job.source, cwd=cwd, max_bytes=settings.max_code_mb * MIB, never=[home] if home else [])
+    bundle = build(
+        job.source,
+        cwd=cwd,
+        max_bytes=settings.max_code_mb * MIB,
+        never=[home] if home else [],
+        outputs=_identities(1, 2),
+    )
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
     if run_id is not None:
         check_run_id(run_id)
@@ -212,7 +221,13 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
         raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
     store = Store(layout.store)
     home = local_path(store.url)
-    bundle = build(source, cwd=cwd, max_bytes=settings.max_code_mb * MIB, never=[home] if home else [])
+    bundle = build(
+        source,
+        cwd=cwd,
+        max_bytes=settings.max_code_mb * MIB,
+        never=[home] if home else [],
+        outputs=_identities(1, 2, path),
+    )
     if bundle.digest != layout.code_digest:
         raise SpecError(f"the code in {source.path} has changed since it was planned; plan again", field="plan")
     if pyz.digest(type(chosen)) != layout.runtime_digest:
@@ -231,6 +246,17 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
         trees=tuple(trees),
         max_code_mb=settings.max_code_mb,
     )
+
+
+def _identities(*files: int | Path) -> list[tuple[int, int]]:
+    """``(st_dev, st_ino)`` of the regular files among ``files``: open descriptors or paths."""
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            status = os.stat(file)
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_dev, status.st_ino))
+    return found
 
 
 def submit(plan: Plan, *, environ: Mapping[str, str], progress: Callable[[str], None] | None = None) -> Run:

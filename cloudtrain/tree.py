@@ -65,13 +65,20 @@ class _Folder(NamedTuple):
 class Walk:
     """Goes through folders and sorts every file into ``entries`` (ships) and ``excluded`` (path, rule)."""
 
-    def __init__(self, *, never: frozenset[str], exclude: Rules, git: bool) -> None:
+    def __init__(
+        self,
+        *,
+        never: frozenset[str],
+        exclude: Rules,
+        git: bool,
+        outputs: frozenset[tuple[int, int]] = frozenset(),
+    ) -> None:
         self.entries: list[Entry] = []
         self.excluded: list[tuple[str, str]] = []
         self.named: set[str] = set()
         self.warnings: list[str] = []
         self.commit: dict[str, Any] | None = None
-        self._never, self._exclude, self._git = never, exclude, git
+        self._never, self._exclude, self._git, self._outputs = never, exclude, git, outputs
 
     def add(self, folder: str, prefix: str) -> None:
         stack = [_Folder(folder, prefix, self._scope(folder, prefix), Rules(), None)]
@@ -130,6 +137,9 @@ class Walk:
             status = entry.stat(follow_symlinks=False)
             target = os.readlink(entry.path).replace(os.sep, "/") if link else None
         _check_name(target or "")
+        if (status.st_dev, status.st_ino) in self._outputs:
+            self.excluded.append((path, "built-in: this command writes to it"))
+            return
         self.entries.append(Entry(path, entry.path, 0 if link else status.st_size, status.st_mode, target))
 
     def _own(self, path: str, own: Rules, *, folder: bool) -> str | None:

@@ -76,7 +76,10 @@ class Jobs:
         found = {}
         for folder in Path("/proc").iterdir():
             with suppress(OSError, ValueError):
-                if int(folder.name) != os.getpid() and f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                if (
+                    int(folder.name) != os.getpid()
+                    and f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes()
+                ):
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 

@@ -33,9 +33,9 @@ from typing import Any
 import pytest
 
 from cloudtrain import cli, errors
-from cloudtrain.cli.flags import JobFlags
+from cloudtrain.cli.flags import NOT_FLAGS
 from cloudtrain.cli.screen import Screen
-from cloudtrain.job import Job, anchored
+from cloudtrain.job import FLAT_FIELDS, Job, anchored
 from cloudtrain.provider import find_provider
 from cloudtrain.settings import Settings
 from cloudtrain.values import toml_loads
@@ -284,7 +284,8 @@ def test_the_design_names_every_module() -> None:
 
 def codes() -> set[int]:
     """Every exit code there is."""
-    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    base = errors.CloudtrainError
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, base)]
     return {0, cli.EXIT_DETACHED, *errors.EXIT_CODES.values(), *(kind.exit_code for kind in kinds)}
 
 
@@ -322,12 +323,13 @@ class Flag:
 
 def arguments(verb: str) -> list[Flag]:
     """A verb's flags, in the order of its help."""
+    job = set(FLAT_FIELDS) - set(NOT_FLAGS)
     return [
         Flag(
             names=tuple(name for name in item.names if name.startswith("-")),
             form=item.parameter.metavar or "",
             help=str(item.parameter.help),
-            job=bool(item.keys) and item.keys[-1] in JobFlags.__dataclass_fields__,
+            job=bool(item.keys) and item.keys[-1] in job,
         )
         for item in cli.make_app()[verb].assemble_argument_collection()
         if item.parse and item.parameter.help and any(name.startswith("-") for name in item.names)

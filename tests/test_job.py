@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pickle
 import re
 from datetime import timedelta
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cloudtrain.errors import SpecError
@@ -31,9 +30,6 @@ from cloudtrain.job import (
 )
 from cloudtrain.values import nearest, parse_duration, url_scheme
 
-TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS", "0"))
-EXAMPLES = TRIALS or 60
-
 
 def job(**fields: Any) -> Job:
     return Job.make(**{"entry_point": "train.py", **fields})
@@ -51,7 +47,9 @@ numbers = st.one_of(
     st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), words
 )
 values = st.recursive(
-    numbers, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)), max_leaves=5
+    numbers,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(words, inner, max_size=3)),
+    max_leaves=5,
 )
 inputs = st.dictionaries(
     st.from_regex(r"[a-z][a-z0-9]{0,6}", fullmatch=True),
@@ -117,7 +115,6 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
 @given(jobs())
 def test_every_job_round_trips_through_json_toml_and_pickle(job: Job) -> None:
     assert Job.from_json(job.to_json()) == job
@@ -127,7 +124,6 @@ def test_every_job_round_trips_through_json_toml_and_pickle(job: Job) -> None:
     assert dataclasses.asdict(job)["name"] == job.name
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
 @given(jobs(), st.randoms(use_true_random=False))
 def test_the_digest_does_not_depend_on_the_order_of_keys_or_the_form(job: Job, random: Any) -> None:
     def shuffled(value: Any) -> Any:
@@ -143,7 +139,6 @@ def test_the_digest_does_not_depend_on_the_order_of_keys_or_the_form(job: Job, r
     assert json.loads(job.to_json()) == job.to_dict()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
 @given(jobs(), ids)
 def test_at_a_provider_without_an_on_table_only_the_on_tables_go(job: Job, provider: str) -> None:
     assume(provider not in job.on)
@@ -239,7 +234,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "field", "message"), REFUSED, ids=[f"{f}-{i}" for i, (_, f, _) in enumerate(REFUSED)])
+@pytest.mark.parametrize(
+    ("fields", "field", "message"), REFUSED, ids=[f"{f}-{i}" for i, (_, f, _) in enumerate(REFUSED)]
+)
 def test_a_refusal_names_the_dotted_field_and_what_would_do(fields: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         job(**fields)
@@ -263,7 +260,9 @@ def test_names_that_every_rank_gets_are_refused_in_env_and_secrets(name: str) ->
     assert job(env={f"MY_{name}": "1"}).env
 
 
-@pytest.mark.parametrize("text", ["{", "}", "{}", "{resume_from}x", "{inputs}", '{"a": {"b": 1}}', "{{inputs.a}", "{Inputs.a}"])
+@pytest.mark.parametrize(
+    "text", ["{", "}", "{}", "{resume_from}x", "{inputs}", '{"a": {"b": 1}}', "{{inputs.a}", "{Inputs.a}"]
+)
 def test_braces_that_are_no_placeholder_are_nobodys_business(text: str) -> None:
     if "{inputs.a}" in text:
         with pytest.raises(SpecError):
@@ -375,14 +374,15 @@ def test_durations(value: Any, seconds: int) -> None:
     assert parse_duration(value, field="x") == seconds
 
 
-@pytest.mark.parametrize("value", ["", "h", "1.5h", "m5", "5m1h", "-1", -1, 0, "0", "0s", 1.5, True, None, float("inf"), "1y"])
+@pytest.mark.parametrize(
+    "value", ["", "h", "1.5h", "m5", "5m1h", "-1", -1, 0, "0", "0s", 1.5, True, None, float("inf"), "1y"]
+)
 def test_not_durations(value: Any) -> None:
     with pytest.raises(SpecError) as caught:
         parse_duration(value, field="max_runtime")
     assert caught.value.field == "max_runtime"
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 40), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
 def test_durations_add_up(d: int, h: int, m: int, s: int) -> None:
     assume(d or h or m or s)
@@ -395,14 +395,15 @@ def test_run_ids(run_id: str) -> None:
     assert check_run_id(run_id) == run_id
 
 
-@pytest.mark.parametrize("run_id", ["", "-a", "a-", "a--b", "A", "a_b", "a.b", "a/b", "..", "a" * 41, "é", "a\n", "a b"])
+@pytest.mark.parametrize(
+    "run_id", ["", "-a", "a-", "a--b", "A", "a_b", "a.b", "a/b", "..", "a" * 41, "é", "a\n", "a b"]
+)
 def test_not_run_ids(run_id: str) -> None:
     with pytest.raises(SpecError) as caught:
         check_run_id(run_id)
     assert caught.value.field == "run_id"
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
 @given(st.from_regex(r"[a-z0-9](-?[a-z0-9]){0,39}", fullmatch=True).filter(lambda n: len(n) <= 40))
 def test_every_name_makes_a_run_id_that_sorts_by_time(name: str) -> None:
     early, late = new_run_id(name, now=0, token="00ff"), new_run_id(name, now=10**9, token="0000")

@@ -44,7 +44,9 @@ def test_digest_and_bytes_are_the_same_in_every_process_and_whatever_the_dates(t
         os.utime(path, (10**9 + number, 10**9 + number))
         path.chmod(0o600)
     here = python("-c", CODE, str(PACKAGE.parent), env={**os.environ, "PYTHONHASHSEED": "1"}).stdout.split()
-    there = python("-c", CODE, str(copy), env={**os.environ, "PYTHONHASHSEED": "2", "TZ": "Asia/Tokyo"}).stdout.split(" ", 2)
+    there = python("-c", CODE, str(copy), env={**os.environ, "PYTHONHASHSEED": "2", "TZ": "Asia/Tokyo"}).stdout.split(
+        " ", 2
+    )
     assert there[2].strip() == str(copy / "cloudtrain" / "pyz.py")
     assert here[:2] == there[:2]
     assert here[0] == pyz.digest()

@@ -96,7 +96,7 @@ def test_a_wrong_general_setting_is_named_with_its_source(
     [
         ('[local]\npyhton = "x"', {}, {}, f"{FILE} [local] pyhton", "did you mean 'python'?"),
         ("[local]\npython = 3", {}, {}, f"{FILE} [local] python", "must be str, not 3"),
-        ("", {"CLOUDTRAIN_LOCAL_PYHTON": "x"}, {}, "CLOUDTRAIN_LOCAL_PYHTON", "did you mean 'CLOUDTRAIN_LOCAL_PYTHON'?"),
+        ("", {"CLOUDTRAIN_LOCAL_PYHTON": "x"}, {}, "CLOUDTRAIN_LOCAL_PYHTON", "mean 'CLOUDTRAIN_LOCAL_PYTHON'?"),
         ("", {}, {"role": "x"}, "--set role", "no such setting"),
         ("", {}, {"pyton": "x"}, "--set pyton", "did you mean 'python'?"),
     ],
@@ -142,7 +142,8 @@ def test_the_command_line_reads_all_four(tmp_path: Path) -> None:
     def python(*flags: str, **environ: str) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "cloudtrain", "plan", "t.py", "--json", *flags],
-            cwd=tmp_path / "below", env={**os.environ, **environ}, capture_output=True, text=True, timeout=60, check=True,
+            cwd=tmp_path / "below", env={**os.environ, **environ},
+            capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
         return str(json.loads(done.stdout)["settings"]["python"])
 

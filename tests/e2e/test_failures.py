@@ -44,7 +44,7 @@ def failed(done: Done, category: str = "user_error") -> dict[str, Any]:
     return result
 
 
-# ----------------------------------------------------------------------------------------- one rank fails: 2 x 2 torchrun
+# --------------------------------------------------------------------------------------- one rank fails: 2 x 2 torchrun
 
 GROUP = "import os, signal, sys, time, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nr = dist.get_rank()\ndist.barrier()\nprint('together', flush=True)\n"  # noqa: E501
 ROOT = GROUP + "if r == 3: raise ValueError('THE ROOT CAUSE')\n"
@@ -72,7 +72,7 @@ def test_a_rank_that_raises_is_the_cause_whatever_the_others_do(jobs: Jobs, name
     line = script[: script.index("raise ValueError")].count("\n") + 1
     assert (failure["node"], failure["rank"], failure["exception"]) == (1, 3, "ValueError: THE ROOT CAUSE")
     assert (failure["file"], failure["line"], failure["process_exit_code"]) == ("train.py", line, 1)
-    assert failure["traceback"].startswith("Traceback (most recent call last):\n  File \"train.py\"")
+    assert failure["traceback"].startswith('Traceback (most recent call last):\n  File "train.py"')
     assert "worker.py" not in failure["traceback"]
     assert result["reason"] == f"rank 3 on node 1 raised ValueError: THE ROOT CAUSE (train.py:{line})"
     assert took < 12  # peers are down within 10 s of the failure
@@ -103,7 +103,9 @@ def test_a_rank_that_leaves_without_raising(jobs: Jobs, text: str, code: int, wo
 
 
 def test_ranks_that_end_early_and_well_are_not_to_blame(jobs: Jobs) -> None:
-    jobs.write("train.py", "import os, time\nif os.environ['RANK'] == '3':\n    time.sleep(1.5)\n    raise KeyError('late')\n")
+    jobs.write(
+        "train.py", "import os, time\nif os.environ['RANK'] == '3':\n    time.sleep(1.5)\n    raise KeyError('late')\n"
+    )
     result = failed(jobs.submit("train.py", *TORCH))
     assert (result["failure"]["rank"], result["failure"]["exception"]) == (3, "KeyError: 'late'")
 
@@ -178,7 +180,9 @@ def test_a_command_that_is_not_there(jobs: Jobs) -> None:
 def test_an_input_that_vanished(jobs: Jobs) -> None:
     jobs.write("train.py", "print('never')")
     (jobs.tmp / "data.csv").write_text("1")
-    plan = jobs.cli("plan", "train.py", "--store", str(jobs.store), "--input", f"d={jobs.tmp}/data.csv", "--json", "--run-id", "p")
+    plan = jobs.cli(
+        "plan", "train.py", "--store", str(jobs.store), "--input", f"d={jobs.tmp}/data.csv", "--json", "--run-id", "p"
+    )
     (jobs.tmp / "plan.json").write_text(plan.out)
     (jobs.tmp / "data.csv").unlink()
     done = jobs.cli("submit", "--plan", str(jobs.tmp / "plan.json"), "--store", str(jobs.store), "--json")
@@ -296,11 +300,14 @@ def test_a_run_in_which_nothing_stirs_is_stopped_with_its_stacks(jobs: Jobs) -> 
 
 
 def test_a_line_now_and_then_is_a_sign_of_life(jobs: Jobs) -> None:
-    jobs.write("train.py", "import os, time\nfor i in range(8):\n    time.sleep(1)\n    if os.environ['RANK'] == '1': print(i, flush=True)")
+    jobs.write(
+        "train.py",
+        "import os, time\nfor i in range(8):\n    time.sleep(1); os.environ['RANK'] == '1' and print(i, flush=True)",
+    )
     assert jobs.submit("train.py", *PLAIN, "--stall-timeout", "4s").code == 0
 
 
-# ----------------------------------------------------------------------------------------------- attempts and preemption
+# ---------------------------------------------------------------------------------------------- attempts and preemption
 
 TRAINS = """
 import json, os, pathlib, sys, time
@@ -393,7 +400,10 @@ print("went on", flush=True)
 
 
 def test_a_preempted_script_that_does_not_listen_is_stopped_before_the_grace_ends(jobs: Jobs) -> None:
-    jobs.write("train.py", "import os, time\nprint('up', flush=True)\nif os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0': time.sleep(90)\n")
+    jobs.write(
+        "train.py",
+        "import os, time\nprint('up', flush=True)\nif os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0': time.sleep(90)\n",
+    )
     run = jobs.detach("train.py")
     jobs.printed(run, "up")
     began = time.monotonic()
@@ -404,7 +414,7 @@ def test_a_preempted_script_that_does_not_listen_is_stopped_before_the_grace_end
     assert 15 < time.monotonic() - began < 35  # local's grace is 30 s
 
 
-# ---------------------------------------------------------------------------------------------- what is restored is proved
+# ------------------------------------------------------------------------------------------- what is restored is proved
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(jobs: Jobs) -> None:

@@ -1,5 +1,7 @@
 """The root cause among many failures: consequences last whatever their stamp, then whoever was first."""
 
+# ruff: noqa: E501  what torch, gloo and NCCL print is quoted as it is
+
 from __future__ import annotations
 
 import random
@@ -88,7 +90,9 @@ def test_what_a_script_does_wrong_is_not(text: str) -> None:
 
 @given(
     st.lists(st.tuples(st.sampled_from(CONSEQUENCES), st.integers(-5000, 5000)), max_size=7),
-    st.lists(st.tuples(st.sampled_from(CAUSES), st.integers(0, 5000)), min_size=1, max_size=4, unique_by=lambda t: t[1]),
+    st.lists(
+        st.tuples(st.sampled_from(CAUSES), st.integers(0, 5000)), min_size=1, max_size=4, unique_by=lambda t: t[1]
+    ),
     st.randoms(use_true_random=False),
 )
 def test_the_first_of_the_causes_whatever_comes_in_whatever_order(
@@ -102,7 +106,11 @@ def test_the_first_of_the_causes_whatever_comes_in_whatever_order(
 
 def test_twenty_milliseconds_are_enough() -> None:
     """torchrun's stamps are whole seconds: it would name rank 0 here."""
-    failures = [error(0, "ValueError: second", ms=20), error(1, "ValueError: first", ms=0), error(2, "ValueError: third", 40)]
+    failures = [
+        error(0, "ValueError: second", ms=20),
+        error(1, "ValueError: first", ms=0),
+        error(2, "ValueError: third", 40),
+    ]
     found = root_cause(failures)
     assert found is not None
     assert found.rank == 1

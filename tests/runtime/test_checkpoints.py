@@ -286,7 +286,10 @@ def test_bytes_that_are_not_the_committed_ones_are_never_restored(tmp_path: Path
 @pytest.mark.parametrize("key", ["node-0/../../evil", "node-0/other/x", "node-0", "node-0/step-1/../../evil", "evil"])
 def test_a_commit_cannot_name_what_is_outside_it(tmp_path: Path, key: str) -> None:
     one = committed(tmp_path / "live")
-    commit = {**one.commit, "files": {**one.commit["files"], key: {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}}}
+    commit = {
+        **one.commit,
+        "files": {**one.commit["files"], key: {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}},
+    }
     write(tmp_path / "evil", b"x")
     forged = Complete(name=one.name, folder=one.folder, commit=commit)
     with pytest.raises(DigestError, match="outside itself"):

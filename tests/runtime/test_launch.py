@@ -63,7 +63,11 @@ def test_text_without_a_placeholder_stays_as_it_is(text: str) -> None:
         assert fill(text, VALUES) == text
 
 
-@given(st.lists(st.one_of(strange.filter(lambda t: "{" not in t and "}" not in t), st.sampled_from(sorted(VALUES))), max_size=8))
+@given(
+    st.lists(
+        st.one_of(strange.filter(lambda t: "{" not in t and "}" not in t), st.sampled_from(sorted(VALUES))), max_size=8
+    )
+)
 def test_placeholders_are_filled_in_one_pass(parts: list[str]) -> None:
     text = "".join(f"{{{p}}}" if p in VALUES else p for p in parts)
     assert fill(text, VALUES) == "".join(VALUES.get(p, p) for p in parts)
@@ -110,7 +114,14 @@ def test_resume_from_with_and_without_a_flag(args: list[str], resumed: list[str]
 def test_a_hyperparameter_that_is_resume_from_goes_with_its_name() -> None:
     given = context(hyperparameters={"lr": -1, "init": "{resume_from?}"}, args=["{resume_from?}", "x"])
     assert script_arguments(given, FRESH) == ["--lr", "-1", "x"]
-    assert script_arguments(given, VALUES) == ["--lr", "-1", "--init", VALUES["resume_from"], VALUES["resume_from"], "x"]
+    assert script_arguments(given, VALUES) == [
+        "--lr",
+        "-1",
+        "--init",
+        VALUES["resume_from"],
+        VALUES["resume_from"],
+        "x",
+    ]
     # A value of a hyperparameter before the args is no flag of theirs, whatever it looks like.
     given = context(hyperparameters={"lr": "-1"}, args=["{resume_from?}", "x"])
     assert script_arguments(given, FRESH) == ["--lr", "-1", "x"]
@@ -199,7 +210,7 @@ def test_threads_share_the_cores(cpus: int, processes: int, threads: str) -> Non
 
 def test_who_wins() -> None:
     env = environment(
-        {"A": "node", "B": "node", "C": "node", "D": "node"}, export={"B": "platform", "C": "platform", "D": "platform"},
+        dict.fromkeys("ABCD", "node"), export=dict.fromkeys("BCD", "platform"),
         env={"C": "job {run_id}", "D": "job"}, secrets={"D": "secret {run_id}"}, own={"CLOUDTRAIN_RUN_ID": "r-1"},
     )  # fmt: skip
     assert [env[k] for k in "ABCD"] == ["node", "platform", "job r-1", "secret {run_id}"]
@@ -318,7 +329,9 @@ def test_a_command_that_is_not_there_raises(tmp_path: Path, start: Callable[...,
         start(["/no/such/program"], shim=False)
 
 
-def test_a_grandchild_that_keeps_the_pipe_open_does_not_hold_the_end(tmp_path: Path, start: Callable[..., Started]) -> None:
+def test_a_grandchild_that_keeps_the_pipe_open_does_not_hold_the_end(
+    tmp_path: Path, start: Callable[..., Started]
+) -> None:
     run = start(["/bin/sh", "-c", "sleep 30 & echo $!"], shim=False)
     began = time.monotonic()
     assert run.until("ended")["code"] == 0
@@ -354,7 +367,9 @@ def test_kill_takes_everything_that_shares_a_ranks_group(tmp_path: Path, start: 
 
 
 def test_stacks_are_printed_and_the_rank_lives(tmp_path: Path, start: Callable[..., Started]) -> None:
-    (tmp_path / "a.py").write_text("import time\ndef waiting():\n    while True: time.sleep(0.1)\nprint('up', flush=True)\nwaiting()")
+    (tmp_path / "a.py").write_text(
+        "import time\ndef waiting():\n    while True: time.sleep(0.1)\nprint('up', flush=True)\nwaiting()"
+    )
     run = start([sys.executable, str(WORKER), "a.py"], shim=True)
     run.until("start")
     out, deadline = "", time.monotonic() + 20

@@ -389,7 +389,9 @@ def test_a_replayed_or_left_out_line_ends_the_connection(ends: Callable[..., End
     assert head.get("lost")[0] == 1
 
 
-def test_a_line_of_one_connection_is_worth_nothing_in_the_next_nor_back(ends: Callable[..., End], raw: Callable[..., Raw]) -> None:
+def test_a_line_of_one_connection_is_worth_nothing_in_the_next_nor_back(
+    ends: Callable[..., End], raw: Callable[..., Raw]
+) -> None:
     head = ends(0)
     peer = raw()
     head.get("hello")

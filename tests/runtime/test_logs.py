@@ -193,7 +193,9 @@ def test_numbers_are_whole_and_in_order_from_many_threads(tmp_path: Path, pipe: 
         assert f"#{int(path.stem)}]" in path.read_text().splitlines()[0]
 
 
-def test_segments_are_written_by_size_and_age_and_each_once(tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_are_written_by_size_and_age_and_each_once(
+    tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = LogWriter(node=1, out=pipe.fd)
     folder = tmp_path / "segments"
     writer.begin("0.0", folder)

@@ -1,0 +1,200 @@
+"""The client dies at every step between staging and submitting: never two runs, never one that nobody can find.
+
+A wrapper around the console script ends the process, without unwinding, right before or right after one call. About
+1 minute on 2 cores.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Jobs
+
+from cloudtrain.errors import NotFoundError
+from cloudtrain.run import Run
+
+pytestmark = pytest.mark.slow
+
+#: The calls of a submit, in order; each is a method of the object that makes it.
+STEPS = {
+    "stage": "cloudtrain.store:Store.stage",
+    "create_run": "cloudtrain.store:Store.create_run",
+    "write_container": "cloudtrain.store:Store.write_container",
+    "create_attempt": "cloudtrain.store:Store.create_attempt",
+    "submit": "cloudtrain.providers.local:Provider.submit",
+    "supervise": "cloudtrain.providers.local:Provider._supervise",
+    "write_submitted": "cloudtrain.store:Store.write_submitted",
+}
+DIES = """
+import importlib, os, sys
+target, moment = sys.argv.pop(1).split("@")
+module, _, path = target.partition(":")
+owner, _, name = path.partition(".")
+kind = getattr(importlib.import_module(module), owner)
+call = getattr(kind, name)
+def dying(*args, **kwargs):
+    if moment == "before":
+        os._exit(99)
+    call(*args, **kwargs)
+    os._exit(99)
+setattr(kind, name, dying)
+from cloudtrain.cli import main
+sys.exit(main())
+"""
+#: What exists when the process has died before that call: before the run's record there is no run.
+RECORDED = list(STEPS)[2:]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path)
+    made.write("train.py", f"open({str(tmp_path / 'starts')!r}, 'a').write('started\\n')\nprint('hello')\n")
+    yield made
+    made.close()
+
+
+def starts(jobs: Jobs) -> int:
+    path = jobs.tmp / "starts"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def submit(jobs: Jobs, *flags: str) -> list[str]:
+    return ["submit", "train.py", "--store", str(jobs.store), "--json", "--run-id", "the-one", *flags]
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_client_that_dies_leaves_nothing_or_a_run_that_goes_on(jobs: Jobs, step: str, moment: str) -> None:
+    wrapper = [sys.executable, "-c", DIES, f"{STEPS[step]}@{moment}"]
+    first = jobs.start(*submit(jobs, "--detach"), python=wrapper)
+    first.communicate(timeout=60)
+    assert first.returncode == 99, "the wrapped call was never made"
+    recorded = step in RECORDED or (step, moment) == ("create_run", "after")
+    assert jobs.runs() in ([], ["the-one"])
+    if recorded:
+        run = jobs.run("the-one")
+        state = run.status().state  # attach finds it, and can say how it stands
+        assert state in ("pending", "running", "succeeded")
+        if (step in ("submit", "supervise") and moment == "after") or step == "write_submitted":
+            assert run.wait(timeout=60)["state"] == "succeeded"  # it was submitted: it needs no client any more
+    else:
+        with pytest.raises(NotFoundError):
+            jobs.run("the-one")
+    again = jobs.cli(*submit(jobs))
+    assert again.code == 0, again.err
+    assert (again.json["state"], again.json["run_id"]) == ("succeeded", "the-one")
+    assert [a["number"] for a in again.json["attempts"]] == ["0.0"]
+    assert jobs.runs() == ["the-one"]
+    third = jobs.cli(*submit(jobs))  # and once more, after the end
+    assert third.json["state"] == "succeeded"
+    assert starts(jobs) == 1
+    jobs.gone(3)
+
+
+@pytest.mark.parametrize("step", ["stage", "create_run", "write_submitted"])
+def test_the_id_of_a_crashed_submit_is_not_given_to_another_job(jobs: Jobs, step: str) -> None:
+    wrapper = [sys.executable, "-c", DIES, f"{STEPS[step]}@after"]
+    jobs.start(*submit(jobs, "--detach"), python=wrapper).communicate(timeout=60)
+    other = jobs.cli(*submit(jobs, "--env", "OTHER=1"))
+    if step == "stage":  # nothing was recorded: the id is free
+        assert other.code == 0
+        return
+    assert other.code == 2
+    assert "already the id of another job" in other.json["error"]
+    jobs.write("train.py", "print('other code')")
+    assert jobs.cli(*submit(jobs)).code == 2
+    assert "other code" not in "".join(p.read_text() for p in (jobs.store / "runs").rglob("*.log"))
+
+
+def test_a_refused_job_leaves_the_other_ones_context_alone(jobs: Jobs) -> None:
+    """Two different jobs race for one id; the loser comes after the check and before the record."""
+    wrapper = [sys.executable, "-c", RACES, str(jobs.code / "go")]
+    slow = jobs.start(*submit(jobs, "--env", "WHO=slow", "--detach"), python=wrapper)
+    jobs.wait_for((jobs.code / "go.waiting").exists)
+    assert jobs.cli(*submit(jobs, "--env", "WHO=fast", "--detach", "--", "x")).code == 0
+    before = (jobs.store / "runs/the-one/container/context.json").read_text()
+    (jobs.code / "go").touch()
+    out, _ = slow.communicate(timeout=60)
+    assert slow.returncode == 2
+    assert "already the id of another job" in out
+    assert (jobs.store / "runs/the-one/container/context.json").read_text() == before
+    assert '"WHO": "fast"' in before or '"WHO":"fast"' in before
+
+
+RACES = """
+import os, sys, time
+go = sys.argv.pop(1)
+from cloudtrain.store import Store
+stage = Store.stage
+def waiting(*args, **kwargs):
+    found = stage(*args, **kwargs)
+    open(go + ".waiting", "w").close()
+    while not os.path.exists(go):
+        time.sleep(0.02)
+    return found
+Store.stage = waiting
+from cloudtrain.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("clients", [2, 5])
+def test_equal_submits_at_once_are_one_run(jobs: Jobs, clients: int) -> None:
+    """Held back until all have staged, then let go together."""
+    jobs.write(".cloudtrainignore", "go*\n")
+    wrapper = [sys.executable, "-c", RACES.replace('go + ".waiting"', 'go + f".{os.getpid()}"'), str(jobs.code / "go")]
+    started = [jobs.start(*submit(jobs), python=wrapper) for _ in range(clients)]
+    jobs.wait_for(lambda: len(list(jobs.code.glob("go.*"))) == clients)
+    (jobs.code / "go").touch()
+    for process in started:
+        out, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+        assert '"succeeded"' in out
+    assert jobs.runs() == ["the-one"]
+    assert starts(jobs) == 1
+    jobs.gone(3)
+
+
+COUNTS = """
+import sys, time
+for i in range(60):
+    print("line", i, flush=True)
+    time.sleep(0.1)
+sys.exit({code})
+"""
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_run_outlives_its_client_and_another_shell_sees_every_line_once(jobs: Jobs, code: int) -> None:
+    jobs.write("train.py", COUNTS.format(code=code))
+    client = jobs.start(*submit(jobs, "--nodes", "2", "--launcher", "python"))
+    run: Run = jobs.wait_for(lambda: jobs.run("the-one") if jobs.runs() else None)
+    jobs.printed(run, "line 10")
+    os.killpg(client.pid, signal.SIGKILL)  # the terminal and all that runs in it
+    client.communicate()
+    follower = jobs.cli("logs", "-f", run.url)
+    for rank in ("0", "1"):
+        lines = [
+            text.split()[-1]
+            for text in follower.out.splitlines()
+            if "line" in text and f"r{rank}" in text.split("line")[0]
+        ]
+        if not lines:  # a follower may name ranks in its own way
+            lines = sorted({t.split()[-1] for t in follower.out.splitlines() if "line" in t}, key=int)
+        assert lines == [str(i) for i in range(60)]
+    assert sum("line" in text for text in follower.out.splitlines()) == 120
+    began = time.monotonic()
+    done = jobs.cli("wait", run.url, "--json")
+    assert done.code == (1 if code else 0)
+    assert time.monotonic() - began < 20
+    if code:
+        assert done.json["failure"]["process_exit_code"] == 5
+    again = jobs.cli("logs", run.url)
+    assert sum("line" in text for text in again.out.splitlines()) == 120
+    jobs.gone(3)
