@@ -32,7 +32,7 @@ PEER = "git ls-files -z | tar --null -T - -cf - | sha256sum"
 
 
 def main() -> int:
-    chosen = options(parser(__doc__, count=15, quick=5))
+    chosen = options(parser(__doc__, count=15, quick=9))
     with scratch() as folder:
         code = tree(folder / "code", files=FILES, size=BYTES, script="print('hello')\n")
         words = [CLOUDTRAIN, "plan", "train.py", "--json"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -80,7 +81,9 @@ class ProcessEngine:
                 out = self._folder / "out" / attempt
                 out.mkdir(parents=True, exist_ok=True)
                 with open(out / f"node-{number}.log", "ab") as stream:
-                    started.append(self._node(spec, root, peers, stream, _gpus_of(number, spec), secrets))
+                    started.append(
+                        self._node(spec, root, peers, stream, _gpus_of(number, spec, self._environ), secrets)
+                    )
         except OSError as exc:
             for node in started:
                 node.kill()
@@ -135,6 +138,9 @@ class ProcessEngine:
                 pass_fds=(reader,),
             )
             os.write(writer, json.dumps(dict(secrets)).encode())
+        except OSError:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
         finally:
             os.close(reader)
             os.close(writer)
@@ -145,23 +151,28 @@ class ProcessEngine:
         shutil.rmtree(self._folder / "nodes", ignore_errors=True)
 
 
-def _gpus_of(number: int, spec: NodeSpec) -> dict[str, str]:
-    """This machine's GPUs dealt to the nodes in turn."""
+def _gpus_of(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    """This machine's GPUs, those that the environment leaves us, dealt to the nodes in turn."""
     if not spec.gpus:
         return {}
     first = number * spec.gpus
-    return {"CUDA_VISIBLE_DEVICES": ",".join(str(i) for i in range(first, first + spec.gpus))}
+    given = environ.get("CUDA_VISIBLE_DEVICES")
+    ours = given.split(",") if given else [str(i) for i in range(first + spec.gpus)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ours[first : first + spec.gpus])}
 
 
 def free_port_pair() -> int:
-    """A port of loopback that is free now, as is the one after it: rendezvous and node link."""
-    for _ in range(100):
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
+    """A port of loopback that is free now, as is the one after it: rendezvous and node link.
+
+    From below what systems give to outgoing connections (Linux from 32768, macOS from 49152), or one of those could
+    take it in the seconds until it is listened on.
+    """
+    for _ in range(200):
+        port = random.randrange(20000, 32000)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
     raise CapacityError("no two neighbouring ports of 127.0.0.1 are free")
 
 

@@ -316,6 +316,8 @@ class Provider(Protocol):
     schemes: ClassVar[frozenset[str]]
     #: Who starts attempt 1, 2, …: ``platform``, ``supervisor`` (on this host) or ``client`` (only while one waits).
     retried_by: ClassVar[str]
+    #: Longest seconds between two looks at a run that is waited for.
+    poll: ClassVar[float]
     #: An instance of ``Settings``, made of the constructor's keywords.
     settings: Any
 
@@ -360,6 +362,9 @@ def provider_names() -> tuple[str, ...]:
 
 def find_provider(name: str) -> type[Provider]:
     """The provider class called ``name``; raises `NotFoundError` naming the nearest one."""
+    known = provider_names() if not name.replace("-", "_").isidentifier() else ()
+    if known:
+        raise NotFoundError(f"{name!r} is no name of a provider; there are {', '.join(known)}", field="provider")
     module = f"{__package__}.providers.{name}"
     try:
         return importlib.import_module(module).Provider  # type: ignore[no-any-return]

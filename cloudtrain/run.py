@@ -50,8 +50,6 @@ __all__ = ["Run", "list_runs", "open_run"]
 
 PATIENCE = 600.0
 """Seconds without an answer before contact with a platform counts as lost."""
-POLL = 2.0
-"""Longest seconds between two looks at a platform; the first looks are FIRST_POLL seconds apart."""
 FIRST_POLL = 0.1
 
 #: What no further attempt would cure.
@@ -272,10 +270,11 @@ class Run:
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
-    def logs(self, *, follow: bool = False, poll: float = POLL, patience: float = PATIENCE) -> Iterator[Line]:
+    def logs(self, *, follow: bool = False, poll: float | None = None, patience: float = PATIENCE) -> Iterator[Line]:
         """Every line of every node, each once and in order for each node; ``follow``: until the run has ended.
 
-        Looks at the platform every 0.1 s while lines come, at most ``poll`` seconds apart while none do. When the
+        Looks at the platform every 0.1 s while lines come, at most ``poll`` seconds apart while none do (default: what
+        the provider says). When the
         platform has not answered for ``patience`` seconds, what the store itself holds is given and then
         `LostContactError` raised; without ``follow``, the store's own copy steps in at once.
         """
@@ -300,7 +299,7 @@ class Run:
         on_line: Callable[[Line], None] | None = None,
         on_status: Callable[[Status], None] | None = None,
         retry: Callable[[Result], bool] | None = None,
-        poll: float = POLL,
+        poll: float | None = None,
         patience: float = PATIENCE,
     ) -> Result:
         """The result, once the run has ended. ``on_line`` gets every log line, ``on_status`` every change of status.
@@ -341,9 +340,10 @@ class Run:
         return shown(stored) if stored is not None else self._conclude(status, dict(sorted(self._natives.items())))
 
     def _events(
-        self, *, tail: Tail | None, poll: float, patience: float, deadline: float | None
+        self, *, tail: Tail | None, poll: float | None, patience: float, deadline: float | None
     ) -> Iterator[Status | Line]:
         """Statuses and lines until the run has ended; the final status comes before the last lines."""
+        longest = self.provider.poll if poll is None else poll
         contact = Contact(clock=self._clock, patience=patience)
         due, every, pause = self._clock(), FIRST_POLL, FIRST_POLL
         status, natives = Status(state="pending"), dict[int, str]()
@@ -354,7 +354,7 @@ class Run:
                     yield status
                     if not natives and not status.final:
                         raise LostContactError(status.reason)
-                every = min(poll, every * 1.25)
+                every = min(longest, every * 1.25)
                 due = self._clock() + every
             if status.final:
                 yield from tail.end(natives) if tail is not None else ()
@@ -368,8 +368,8 @@ class Run:
                 raise self._gone(contact, patience)
             if deadline is not None and self._clock() >= deadline:
                 raise LostContactError(f"run {self.run_id} has not ended in the time given; it goes on: {self.url}")
-            pause = FIRST_POLL if tail is not None and tail.flowing else min(poll, pause * 2)
-            wait = 0.0 if tail is not None and tail.more else pause if tail is not None else poll
+            pause = FIRST_POLL if tail is not None and tail.flowing else min(longest, pause * 2)
+            wait = 0.0 if tail is not None and tail.more else pause if tail is not None else longest
             until = min(self._clock() + wait, due, due if deadline is None else deadline)
             if until > self._clock():
                 self._sleep(until - self._clock())

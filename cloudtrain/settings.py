@@ -18,7 +18,7 @@ from typing import Any
 
 from .errors import SpecError
 from .provider import Provider, find_provider, provider_names
-from .values import nearest, toml_loads
+from .values import nearest, toml_loads, url_scheme
 
 __all__ = ["FILE", "Settings"]
 
@@ -114,7 +114,10 @@ def _read_file(folder: Path) -> dict[str, Any]:
             continue
         except (OSError, UnicodeDecodeError) as exc:
             raise SpecError(f"cannot be read: {exc}", field=str(path)) from None
-        return toml_loads(text, where=str(path))
+        data = toml_loads(text, where=str(path))
+        if isinstance(store := data.get("store"), str) and not url_scheme(store):
+            data["store"] = str(place / Path(store).expanduser())  # the same store from any folder below
+        return data
     return {}
 
 

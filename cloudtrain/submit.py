@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from . import _version, pyz
 from .errors import ConflictError, SpecError
 from .job import DEFAULT_MAX_RUNTIME, Job, Source, check_run_id, new_run_id
-from .provider import Layout, Provider, Request
+from .provider import Layout, Provider, Request, provider_names
 from .run import Run
 from .settings import Settings
 from .store import LocalTree, Store
@@ -143,6 +143,7 @@ def make_plan(
     from .bundle import build
 
     chosen = settings.make_provider(provider)
+    _check_names(job)
     job = job.at(chosen.name)
     store = Store(settings.store, cwd=cwd)
     home = local_path(store.url)
@@ -248,6 +249,15 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
     )
 
 
+def _check_names(job: Job) -> None:
+    """Raise `SpecError` for a provider in ``on`` or ``options`` that is none, and close to one that is."""
+    known = provider_names()
+    for field, table in (("on", job.on), ("options", job.options)):
+        for name in table:
+            if name not in known and (hint := nearest(name, known)):
+                raise SpecError(f"no provider {name!r}{hint}", field=field)
+
+
 def _identities(*files: int | Path) -> list[tuple[int, int]]:
     """``(st_dev, st_ino)`` of the regular files among ``files``: open descriptors or paths."""
     found = []
@@ -275,7 +285,13 @@ def submit(plan: Plan, *, environ: Mapping[str, str], progress: Callable[[str], 
         _check_free(plan)
     # Not before the id is known to be ours: another job's context must never be overwritten.
     plan.store.write_container(plan.layout, plan.request.context, secrets.token_bytes(32))
-    plan.store.create_attempt(plan.run_id, 0, plan.request)
+    if not plan.store.create_attempt(plan.run_id, 0, plan.request):
+        recorded = plan.store.attempt_request(plan.run_id, 0)
+        if recorded is not None and recorded.to_dict() != plan.request.to_dict():
+            raise ConflictError(
+                f"{plan.run_id!r} was recorded with another request (inputs, settings or version); choose another id",
+                field="run_id",
+            )
     run = Run(store=plan.store, run_id=plan.run_id, provider=plan.provider)
     run.staged = staged
     if plan.store.cancelled(plan.run_id):

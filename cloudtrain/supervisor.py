@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .engine import NodeProcess, ProcessEngine, boot_id
-from .errors import EXIT_CODES, CloudtrainError
+from .errors import EXIT_CODES, CloudtrainError, StorageError
 from .job import Job
 from .provider import Layout, Provider, Request, Rules, Simulation, find_provider
 from .run import Run
@@ -29,10 +30,14 @@ from .transfer import Files, files, local_path
 
 __all__ = ["Supervisor", "main"]
 
+T = TypeVar("T")
+
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 5.0
 SYNC_SECONDS = 5.0
-FINISH_SECONDS = 25.0
+PATIENCE_SECONDS = 1800.0
+"""How long a store may be away before a run that has ended gives up on it."""
+FINISH_SECONDS = 600.0
 """How long the other nodes may take to come down by themselves once one has failed."""
 RESTART_SECONDS = 1.0
 NEVER_AGAIN = ("auth", "quota", "image", "timeout", "cancelled")
@@ -85,26 +90,52 @@ class Supervisor:
         if (self.folder / "status.json").exists():
             return  # a run is supervised once; its end, or its supervisor's, is on record
         self._write_status()
+        mounts = _Mounts(folder=self.folder, store=self.store, run_id=self.run_id)
+        mounts.start_syncing()
         try:
-            mounts = _Mounts(folder=self.folder, store=self.store, run_id=self.run_id)
-            with mounts.syncing(self.request.run + "/live"):
-                state, category, reason = self._all_attempts(mounts)
+            state, category, reason = self._all_attempts(mounts)
         except CloudtrainError as exc:
             state, category, reason = "failed", "infra", str(exc)
         except Exception as exc:  # noqa: BLE001  the last line of defence of a process nobody watches
             state, category, reason = "failed", "infra", f"the supervisor failed: {type(exc).__name__}: {exc}"
             sys.stderr.write(reason + "\n")
         self.engine.clean()
+        try:
+            mounts.stop_syncing(self._patiently)
+        except CloudtrainError as exc:
+            kept = f"what it left is still in {mounts.live} on {socket.gethostname()}: {exc}"
+            reason = f"{reason}; {kept}" if reason else kept
         self.state.update(state=state, category=category, reason=reason, finished=time.time())
-        self._write_status()
+        self._patiently(self._write_final)
         with contextlib.suppress(CloudtrainError):
             Run(store=self.store, run_id=self.run_id).result()
 
     def _write_status(self) -> None:
+        """What clients read. A disk that does not take it now takes the next: no reason to end a run."""
+        with contextlib.suppress(StorageError):
+            self._write_final()
+
+    def _write_final(self) -> None:
         self.state.update(attempts=self.attempts, seen=time.time())
         temporary = self.folder / ".status.json"
-        temporary.write_text(json.dumps(self.state), encoding="utf-8")
-        os.replace(temporary, self.folder / "status.json")
+        try:
+            temporary.write_text(json.dumps(self.state), encoding="utf-8")
+            os.replace(temporary, self.folder / "status.json")
+        except OSError as exc:
+            raise StorageError(f"cannot write {self.folder}: {exc.strerror}") from None
+
+    def _patiently(self, work: Callable[[], T]) -> T:
+        """``work()``, again and again while the store or the disk fails, for `PATIENCE_SECONDS` or until cancelled."""
+        deadline, pause = time.monotonic() + PATIENCE_SECONDS, 1.0
+        while True:
+            try:
+                return work()
+            except StorageError as exc:
+                if time.monotonic() > deadline or (self.folder / "cancel").exists():
+                    raise
+                sys.stderr.write(f"{exc}; trying again\n")
+                time.sleep(pause)
+                pause = min(pause * 2, 60.0)
 
     # ------------------------------------------------------------------------------------------------------- attempts
 
@@ -112,14 +143,19 @@ class Supervisor:
         """(state, category, reason) of the run."""
         request, failures = self.request, []
         while True:
-            simulation = _provider_of(self.store, self.run_id).nodes(request)
+            simulation = self._patiently(lambda: _provider_of(self.store, self.run_id)).nodes(request)
             state, category, reason = self._attempt(request, simulation, mounts)
             if state != "failed" or category in NEVER_AGAIN or request.attempt >= simulation.rules.retries:
                 return state, category, reason
             failures.append((self._exception(mounts), self._newest_checkpoint(mounts)))
             if len(failures) > 1 and failures[-1] == failures[-2]:
                 return state, category, f"{reason}; the same failure twice with no new checkpoint between"
-            request = self._next(request)
+            if self._cancelled(mounts):
+                return "cancelled", "cancelled", "cancelled by the user"
+            request = self._patiently(partial(self._next, request))
+
+    def _cancelled(self, mounts: _Mounts) -> bool:
+        return (self.folder / "cancel").exists() or mounts.cancelled()
 
     def _next(self, request: Request) -> Request:
         """The request of the next attempt, recorded before anything starts."""
@@ -128,14 +164,17 @@ class Supervisor:
         provider = _provider_of(self.store, self.run_id)
         number = request.attempt + 1
         following = provider.plan(job, Layout.from_dict(record["layout"]), attempt=number, choice=request.choice)
-        if not self.store.create_attempt(self.run_id, number, following):
+        if not self.store.create_attempt(self.run_id, number, following) and following != self.store.attempt_request(
+            self.run_id, number
+        ):
             raise CloudtrainError(f"attempt {number} was started by someone else")
         self.store.write_submitted(self.run_id, number, self.native_id)
         return following
 
     def _attempt(self, request: Request, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str]:
         """One attempt, with the platform's own restarts after a preemption."""
-        local = mounts.fetch([mount.url for node in simulation.nodes for mount in node.mounts])
+        urls = [mount.url for node in simulation.nodes for mount in node.mounts]
+        local = self._patiently(lambda: mounts.fetch(urls))
         for restart in range(simulation.rules.max_restarts + 1):
             name = f"{request.attempt}.{restart}"
             entry = {"number": name, "native_id": self.native_id, "started": time.time(), "ended": None, "reason": ""}
@@ -143,7 +182,7 @@ class Supervisor:
             self._write_status()
             nodes = self.engine.start(simulation.nodes, attempt=name, local=local, secrets=self.secrets)
             try:
-                stopped = self._watch(nodes, simulation.rules)
+                stopped = self._watch(nodes, simulation.rules, mounts)
             finally:
                 for node in nodes:
                     node.kill()
@@ -157,14 +196,14 @@ class Supervisor:
             time.sleep(RESTART_SECONDS)
         return "failed", "preempted", f"{reason}; {simulation.rules.max_restarts} restarts are used up"
 
-    def _watch(self, nodes: Sequence[NodeProcess], rules: Rules) -> str:
+    def _watch(self, nodes: Sequence[NodeProcess], rules: Rules, mounts: _Mounts) -> str:
         """Wait for all nodes to end; why we ended them ourselves (``cancelled``, ``timeout``), else empty."""
         began = time.monotonic()
         stopped, stop_at, failed_at, beat = "", 0.0, 0.0, began
         while any(node.poll() is None for node in nodes):
             now = time.monotonic()
             if not stopped:
-                stopped = self._reason_to_stop(self.spent + now - began, rules)
+                stopped = self._reason_to_stop(self.spent + now - began, rules, mounts)
                 if not stopped and not failed_at and any(node.poll() not in (None, 0) for node in nodes):
                     failed_at = now
                 if stopped or (failed_at and now - failed_at > FINISH_SECONDS):
@@ -182,8 +221,8 @@ class Supervisor:
         self.spent += time.monotonic() - began
         return stopped
 
-    def _reason_to_stop(self, spent: float, rules: Rules) -> str:
-        if (self.folder / "cancel").exists():
+    def _reason_to_stop(self, spent: float, rules: Rules, mounts: _Mounts) -> str:
+        if self._cancelled(mounts):
             return "cancelled"
         return "timeout" if spent > rules.time_limit else ""
 
@@ -216,12 +255,14 @@ class Supervisor:
         last = _last_line(self.folder / "out" / self.attempts[-1]["number"] / f"node-{number}.log")
         return f"node {number} {how}" + (f": {last}" if last else "")
 
-    def _exception(self, mounts: _Mounts) -> str:
+    def _exception(self, mounts: _Mounts) -> tuple[Any, ...]:
+        """What the attempt died of, to be compared with the next one's: the rank that was first may differ."""
         name = self.attempts[-1]["number"]
         for record in mounts.exits():
-            if record["attempt"] == name and record["decided"] and record["failure"]:
-                return f"{record['failure']['exception']} {record['failure']['file']}:{record['failure']['line']}"
-        return str(self.attempts[-1]["reason"])
+            if record["attempt"] == name and record["decided"] and (failure := record["failure"]):
+                place = (failure["exception"], failure["file"], failure["line"], failure["process_exit_code"])
+                return (record["category"], *place)
+        return (self.attempts[-1]["reason"],)
 
     def _newest_checkpoint(self, mounts: _Mounts) -> str:
         from .runtime.checkpoints import complete
@@ -236,7 +277,10 @@ class _Mounts:
     def __init__(self, *, folder: Path, store: Store, run_id: str) -> None:
         self._folder, self._store, self._run_id = folder, store, run_id
         self.live = local_path(f"{store.url}/runs/{run_id}/live") or folder / "live"
+        self._url = f"{store.url}/runs/{run_id}/live"
         self._sent: dict[str, tuple[int, int]] = {}
+        self._stop, self._told_to_stop = threading.Event(), False
+        self._thread: threading.Thread | None = None
 
     def fetch(self, urls: Sequence[str]) -> dict[str, Path]:
         """URL to local path, remote ones downloaded once."""
@@ -252,12 +296,14 @@ class _Mounts:
     def _download(self, url: str) -> Path:
         parent, _, name = url.rpartition("/")
         target = self._folder / "mounts" / _short(url) / name
-        if not target.exists():
+        whole = target.with_name(f".{name}.whole")
+        if not whole.exists():
             source = files(parent)
             if source.size(name) is not None:
                 source.download(name, target)
             else:
                 files(url).download_tree("", target)
+            whole.touch()
         return target
 
     def exits(self) -> list[dict[str, Any]]:
@@ -268,31 +314,38 @@ class _Mounts:
                 out.append(json.loads(path.read_bytes()))
         return out
 
-    @contextlib.contextmanager
-    def syncing(self, url: str) -> Any:
-        """Keep the store's ``live`` in step while the run goes on, and once more at the end."""
-        if local_path(url) is not None:
-            yield
+    def cancelled(self) -> bool:
+        """Whether the store forbids further attempts; of a store elsewhere, as the syncing thread saw it last."""
+        if self._thread is not None:
+            return self._told_to_stop
+        return self._store.cancelled(self._run_id)
+
+    def start_syncing(self) -> None:
+        """Keep the store's ``live`` in step, when the store is not on this machine."""
+        if local_path(self._url) is None:
+            self._thread = threading.Thread(target=self._keep_in_step, name="sync", daemon=True)
+            self._thread.start()
+
+    def _keep_in_step(self) -> None:
+        target = files(self._url)
+        while not self._stop.wait(SYNC_SECONDS):
+            try:
+                self._told_to_stop = self._store.cancelled(self._run_id)
+                self._sync(target)
+            except Exception as exc:  # noqa: BLE001  a store may fail in many ways, and may be back in a minute
+                sys.stderr.write(f"live/ could not be synced: {exc}; trying again\n")
+
+    def stop_syncing(self, patiently: Callable[[Callable[[], None]], None]) -> None:
+        """Bring the store up to date for good. `StorageError` when it stays away; ``live`` is then kept here."""
+        if self._thread is None:
             return
-        target, stop = files(url), threading.Event()
-        thread = threading.Thread(target=self._sync_until, args=(target, stop.wait), name="sync", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
-            self._sync(target)
+        self._stop.set()
+        self._thread.join()
+        target = files(self._url)
+        patiently(lambda: self._sync(target))
         # All of it is in the store now; only what the nodes printed stays here.
         shutil.rmtree(self.live, ignore_errors=True)
         shutil.rmtree(self._folder / "mounts", ignore_errors=True)
-
-    def _sync_until(self, target: Files, wait: Callable[[float], bool]) -> None:
-        while not wait(SYNC_SECONDS):
-            try:
-                self._sync(target)
-            except (CloudtrainError, OSError) as exc:
-                sys.stderr.write(f"live/ could not be synced: {exc}; trying again\n")
 
     def _sync(self, target: Files) -> None:
         """Upload what is new or changed; what makes other files count (commit.json) after all others."""

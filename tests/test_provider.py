@@ -72,7 +72,7 @@ def test_plain_forms_round_trip() -> None:
 
 
 @pytest.mark.parametrize("data", [{}, {"nodes": 3, "rules": {}}, {"nodes": [{}], "rules": {"time_limit": 1}},
-                                  {"nodes": [{"command": [], "mounts": [{}]}], "rules": {"time_limit": 1}}])  # fmt: skip
+                                  {"nodes": [{"command": [], "mounts": [{}]}], "rules": {}}])  # fmt: skip
 def test_what_is_no_simulation_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="not a simulation"):
         Simulation.from_dict(data)

@@ -66,7 +66,9 @@ class Platform:
     Settings: ClassVar[type[Any]] = NoSettings
     schemes: ClassVar[frozenset[str]] = frozenset({"file"})
     retried_by: ClassVar[str] = "platform"
+    poll: ClassVar[float] = 2.0
 
+    settings: Any = None
     jobs: dict[str, Status] = field(default_factory=dict)
     pages: dict[str, list[LogLine]] = field(default_factory=dict)
     accepted: dict[int, str] = field(default_factory=dict)

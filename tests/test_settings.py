@@ -32,7 +32,7 @@ def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
     toml = 'store = "file"\n'
     environ = {"CLOUDTRAIN_STORE": "environment"}
     overrides = {"store": "set"}
-    assert load(tmp_path, toml).store == "file"
+    assert load(tmp_path, toml).store == str(tmp_path / "file")  # a relative one is below the file's folder
     assert load(tmp_path, toml, environ).store == "environment"
     assert load(tmp_path, toml, environ, overrides=overrides).store == "set"
     assert load(tmp_path, toml, environ, overrides=overrides, store="given").store == "given"
@@ -56,7 +56,7 @@ def test_each_source_of_a_providers_settings_wins_over_the_one_before(tmp_path: 
 def test_an_empty_variable_is_no_setting(tmp_path: Path) -> None:
     environ = {"CLOUDTRAIN_STORE": "", "CLOUDTRAIN_LOCAL_PYTHON": ""}
     found = load(tmp_path, 'store = "file"\n', environ)
-    assert found.store == "file"
+    assert found.store == str(tmp_path / "file")
     assert found.make_provider().settings.python == sys.executable  # type: ignore[attr-defined]
 
 
@@ -64,10 +64,10 @@ def test_the_file_is_found_upwards_and_the_nearest_one_alone_counts(tmp_path: Pa
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
     (tmp_path / FILE).write_text('store = "top"\nmax_code_mb = 7\n')
-    assert load(below).store == "top"
+    assert load(below).store == str(tmp_path / "top")
     (tmp_path / "a" / FILE).write_text('store = "nearer"\n')
-    assert (load(below).store, load(below).max_code_mb) == ("nearer", 50)
-    assert load(tmp_path).store == "top"
+    assert (load(below).store, load(below).max_code_mb) == (str(tmp_path / "a" / "nearer"), 50)
+    assert load(tmp_path).store == str(tmp_path / "top")
 
 
 @pytest.mark.parametrize(

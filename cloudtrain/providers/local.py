@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -81,6 +82,7 @@ class Provider:
         {"file", "s3", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"}
     )
     retried_by: ClassVar[str] = "supervisor"
+    poll: ClassVar[float] = 0.2
 
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings(**settings)
@@ -138,6 +140,8 @@ class Provider:
         if os.name != "posix":
             raise UnsupportedError(self.name, "provider", "its supervisor needs Linux or macOS")
         nodes = self.nodes(request).nodes
+        if shutil.which(nodes[0].command[0]) is None:
+            raise SpecError(f"there is no {nodes[0].command[0]} to run", field="local.python")
         if wanted := sum(node.gpus for node in nodes):
             check_gpus(wanted, str(request.body["gpu"]))
         folder = self._folder(request.run)
@@ -242,7 +246,7 @@ class Provider:
             secrets=lambda reference: secrets[reference.partition(":")[2]],
             supervisor=int(environ[ENGINE_PREFIX + "SUPERVISOR"]),
             groups_file=environ[ENGINE_PREFIX + "GROUPS"],
-            cpus=max(1, (os.cpu_count() or 1) // nodes),
+            cpus=max(1, _cpus() // nodes),
         )
 
     def nodes(self, request: Request) -> Simulation:
@@ -278,6 +282,14 @@ def _refuse(job: Job, layout: Layout) -> None:
             raise UnsupportedError(
                 Provider.name, f"inputs.{name}.mode", "a remote input can only be copied; use mode copy"
             )
+
+
+def _cpus() -> int:
+    """Cores this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
 
 
 def _existing(native_id: str) -> Path:

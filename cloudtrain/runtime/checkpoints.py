@@ -15,9 +15,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from ..errors import DigestError, StorageError
@@ -30,6 +31,9 @@ QUIET_SECONDS = 2.0
 BLOCK = 4 << 20
 
 Signature = tuple[tuple[str, int, int], ...]
+
+_VANISHED = "\0"
+"""Stands in the signature of an entry that changed under our eyes: never equal to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +79,22 @@ class Watch:
         return {name: entry for name, entry in found.items() if entry.signature}
 
     def place(self, name: str, place: str | None) -> Path:
-        """Where the script keeps the checkpoint called ``name``."""
+        """Where the script keeps the checkpoint called ``name``. `DigestError` for a place outside."""
+        if place and (os.path.isabs(place) or ".." in place.split("/")):
+            raise DigestError(f"checkpoint {name}: {place!r} is outside the working folder")
         return self._workdir / place if place else self._folder / name
 
 
 def _entry(name: str, path: Path, place: str | None = None) -> Entry:
     signature = []
-    with contextlib.suppress(FileNotFoundError):
-        for file in _files(path):
+    for file in _files(path):
+        try:
             stat = file.stat()
+        except FileNotFoundError:
+            if file.is_symlink():
+                continue  # a dangling link is nobody's data
+            return Entry(name=name, path=path, signature=((_VANISHED, 0, time.time_ns()),), place=place)
+        if S_ISREG(stat.st_mode):
             signature.append((_relative(file, path), stat.st_size, stat.st_mtime_ns))
     return Entry(name=name, path=path, signature=tuple(sorted(signature)), place=place)
 
@@ -121,8 +132,8 @@ def _writes(fdinfo: str) -> bool:
     return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
-def copy_file(source: Path, target: Path) -> tuple[int, str]:
-    """Copy bytes and return ``(size, sha256)`` of what was read. Raises `OSError`."""
+def copy_file(source: Path, target: Path, moved: Callable[[], None] = lambda: None) -> tuple[int, str]:
+    """Copy bytes and return ``(size, sha256)`` of what was read; ``moved`` is told of each block. Raises `OSError`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with open(source, "rb") as reader, open(target, "wb") as writer:
@@ -130,17 +141,34 @@ def copy_file(source: Path, target: Path) -> tuple[int, str]:
             digest.update(block)
             size += len(block)
             writer.write(block)
+            moved()
     return size, digest.hexdigest()
 
 
-def copy_entry(entry: Entry, target: Path) -> dict[str, dict[str, Any]] | None:
+def replace_file(source: Path, target: Path, moved: Callable[[], None] = lambda: None) -> None:
+    """Copy over ``target``, which stays as it was until the copy is whole (where the folder can rename)."""
+    beside = target.with_name(f".{target.name}.part")
+    try:
+        copy_file(source, beside, moved)
+        os.replace(beside, target)
+    except OSError as exc:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        if exc.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP):
+            raise
+        copy_file(source, target, moved)
+
+
+def copy_entry(
+    entry: Entry, target: Path, moved: Callable[[], None] = lambda: None
+) -> dict[str, dict[str, Any]] | None:
     """Copy ``entry`` below ``target`` and describe its files; None when it changed meanwhile."""
     files = {}
     for relative, size, _ in entry.signature:
         source = entry.path / relative if relative else entry.path
         key = f"{entry.name}/{relative}" if relative else entry.name
         try:
-            copied, digest = copy_file(source, target / key)
+            copied, digest = copy_file(source, target / key, moved)
         except FileNotFoundError:
             return None
         if copied != size:
@@ -205,6 +233,8 @@ def restore(checkpoint: Complete, target: Path, *, node: int) -> None:
 
     Where two nodes wrote one path, each node gets its own. Raises `DigestError`, or `StorageError` when the disk fails.
     """
+    if "/" in checkpoint.name or checkpoint.name in ("", ".", "..") or not checkpoint.commit["files"]:
+        raise DigestError(f"checkpoint {checkpoint.name!r} has no name or no files of its own")
     building = target.with_name(f".{target.name}.restoring")
     _remove(building)
     own = f"node-{node}/"
@@ -237,10 +267,6 @@ def write_commit(folder: Path, commit: Mapping[str, Any]) -> None:
     """commit.json, last of all; raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / COMMIT).write_text(json.dumps(commit, sort_keys=True), encoding="utf-8")
-
-
-def free_of_space(exc: OSError) -> bool:
-    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def quiet(entry: Entry, now: float | None = None) -> bool:

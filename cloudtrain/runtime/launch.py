@@ -176,10 +176,14 @@ class Ranks:
         shutil.rmtree(self._pipes, ignore_errors=True)
         self._pipes.mkdir(parents=True)
         self._readers: list[threading.Thread] = []
+        keepers = []
         for local in range(self._processes):
             for kind, target in (("out", self._read_output), ("events", self._read_events)):
                 os.mkfifo(self._pipes / f"{kind}-{local}", 0o600)
+                # A reader from the start: a rank whose pipe nobody reads takes its runtime for dead.
+                keepers.append(os.open(self._pipes / f"{kind}-{local}", os.O_RDONLY | os.O_NONBLOCK))
                 self._thread(target, local)
+        self._keepers = keepers
         self._process = subprocess.Popen(
             list(command),
             env={**env, "CLOUDTRAIN_WORKER": f"{self._pipes}\n{package}"} if shim else dict(env),
@@ -235,6 +239,8 @@ class Ranks:
         deadline = time.monotonic() + 2.0  # a grandchild may keep our pipe open for ever
         for thread in self._readers:
             thread.join(max(0.0, deadline - time.monotonic()))
+        for keeper in self._keepers:
+            os.close(keeper)
         if self.lone:
             self.codes[0] = code
         self.code = code

@@ -56,6 +56,8 @@ class _Channel:
 
     def send(self, message: Mapping[str, Any]) -> None:
         text = json.dumps(message, separators=(",", ":"))
+        if len(text) > MESSAGE_BYTES // 2:
+            raise PlatformError(f"a message of {len(text)} bytes between nodes")
         with self._lock:
             self._sent += 1
             mac = _mac(self._session, self._sends, str(self._sent), text)
@@ -167,7 +169,9 @@ class Link:
             try:
                 sock, _ = self._server.accept()
             except OSError:
-                return
+                if self._closed.wait(0.1):  # a client that went away again must not keep out the next
+                    return
+                continue
             threading.Thread(target=self._serve, args=(sock,), name="link-peer", daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:

@@ -17,6 +17,8 @@ __all__ = ["LogWriter", "lines_of"]
 
 SEGMENT_SECONDS = 5.0
 SEGMENT_BYTES = 1 << 20
+KEPT_BYTES = 16 << 20
+"""Of a segment that cannot be written; what is older is lost to the store, not to the platform's own log."""
 LINE_BYTES = 128 << 10
 """Longer lines are cut in pieces: CloudWatch takes 256 KiB an event."""
 REDRAW_SECONDS = 1.0
@@ -34,6 +36,7 @@ class LogWriter:
         self._attempt = ""
         self._segment: list[str] = []
         self._segment_first, self._segment_bytes, self._segment_since = 1, 0, 0.0
+        self._retry_at = 0.0
         self.lines = 0
         self.last = time.monotonic()
 
@@ -84,18 +87,22 @@ class LogWriter:
                 self._flush()
 
     def flush(self) -> None:
+        """Write what there is, whatever the last try said."""
         with self._lock:
-            self._flush()
+            self._flush(last=True)
 
-    def _flush(self) -> None:
-        if not self._segment or self._folder is None:
+    def _flush(self, *, last: bool = False) -> None:
+        if not self._segment or self._folder is None or (not last and time.monotonic() < self._retry_at):
             return
         data = "".join(self._segment).encode("utf-8", "replace")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / f"{self._segment_first:09d}.log").write_bytes(data)
         except OSError:
-            return  # kept in memory: the next flush tries again under the same first number
+            # Kept in memory for the next try, under the same first number; not without end: training goes on.
+            self._retry_at = time.monotonic() + SEGMENT_SECONDS
+            if self._segment_bytes < KEPT_BYTES:
+                return
         self._segment, self._segment_bytes = [], 0
 
 

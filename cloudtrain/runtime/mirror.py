@@ -26,8 +26,11 @@ KINDS = ("finished", "hold?", "hold", "copy", "copied", "committed", "dropped")
 """Messages of the node link that belong to the mirror."""
 SCAN_SECONDS = 1.0
 GROWING_SECONDS = 30.0
-HOLDER_SECONDS = 60.0
+HOLDER_SECONDS = 300.0
 """How long a node that held a part of the last checkpoint may be behind with its part of the next."""
+FIRST_SECONDS = 10.0
+"""The same for the first checkpoint of a script, when nobody knows yet which nodes write."""
+RETRY_SECONDS = 1.0
 
 Message = dict[str, Any]
 
@@ -43,6 +46,7 @@ class _Round:
     retry: float = 0.0
     seq: int = 0
     place: str | None = None
+    seen: set[int] = field(default_factory=set)
     answers: dict[int, Message] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
 
@@ -57,6 +61,7 @@ class Mirror:
         self,
         *,
         node: int,
+        nodes: int,
         attempt: str,
         live: Path,
         watch: Watch,
@@ -67,7 +72,8 @@ class Mirror:
         say: Callable[[str], None],
         skip: dict[str, Signature] | None = None,
     ) -> None:
-        self._node, self._attempt, self._live, self._watch = node, attempt, live, watch
+        self._node, self._nodes, self._attempt = node, set(range(nodes)), attempt
+        self._live, self._watch = live, watch
         self._artifacts, self._metrics = artifacts, metrics
         self._send, self._peers, self._say = send, peers, say
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -75,14 +81,15 @@ class Mirror:
         self._announced: dict[str, Signature] = {}
         self._copied: dict[str, tuple[Signature, Path]] = {}
         self._ready: dict[str, Entry] = {}
+        self._offered: dict[str, Signature] = {}
         self._growing: dict[Path, tuple[int, int]] = {}
+        self._grown = True
         self._rounds: dict[str, _Round] = {}
         self._numbers, self._seq = 0, 0
-        self._holders: set[int] = set()
+        self._holders: set[int] | None = None
         self._finishing: str | None = None
         self._told: set[str] = set()
         self.idle = threading.Event()
-        self.committed = 0
         self.last = time.monotonic()
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
 
@@ -123,13 +130,16 @@ class Mirror:
                 if now - scan >= SCAN_SECONDS or message.get("t") == "finish":
                     scan = now
                     self._scan()
-                if now - grow >= GROWING_SECONDS or message.get("t") == "finish":
+                every = GROWING_SECONDS if self._grown else RETRY_SECONDS
+                if now - grow >= every or message.get("t") == "finish":
                     grow = now
-                    self._mirror_growing()
+                    self._grown = self._mirror_growing()
                 self._advance()
                 self._settle()
             except OSError as exc:
                 self._complain(f"{exc.filename or self._live}: {exc.strerror}")
+            except Exception as exc:  # noqa: BLE001  the thread must outlive any one checkpoint's trouble
+                self._complain(f"{type(exc).__name__}: {exc}")
 
     def _complain(self, what: str) -> None:
         if what not in self._told:
@@ -141,7 +151,8 @@ class Mirror:
         if kind == "finish":
             self._finishing = "clean" if message["clean"] else "failed"
         elif kind == "finished":
-            self._rounds.setdefault(message["name"], _Round(message["name"], time.monotonic()))
+            work = self._rounds.setdefault(message["name"], _Round(message["name"], time.monotonic()))
+            work.seen.add(message["from"])
         elif kind == "hold?":
             about = {"round": message["round"], "name": message["name"]}
             self._send(message["from"], {"t": "hold", **about, **self._hold(message["name"])})
@@ -179,33 +190,45 @@ class Mirror:
         """What this node holds of ``name``: nothing, something still growing, or something finished."""
         entry = self._watch.entries().get(name)
         if entry is None:
-            return {"state": "none", "sharded": False, "metadata": False, "place": None}
+            over = self._finishing == "clean"
+            return {"state": "over" if over else "none", "sharded": False, "metadata": False, "place": None}
         known = self._ready.get(name)
         same = known is not None and known.signature == entry.signature
         done = self._done.get(name) == entry.signature
+        if same or done:
+            self._offered[name] = entry.signature
         state = "ready" if same or done else "busy"
         return {"state": state, "sharded": entry.sharded, "metadata": entry.metadata, "place": entry.place}
 
     def _copy(self, message: Message) -> dict[str, Any] | None:
-        """Copy this node's part into live/; None when it changed on the way or live/ would not take it."""
+        """Copy this node's part into live/; None when it is not what was offered, or live/ would not take it."""
         entry = self._watch.entries().get(message["name"])
-        if entry is None:
+        if entry is None or self._offered.get(entry.name) != entry.signature or self._written_to(entry):
             return None
         target = self._live / "checkpoints" / entry.name / message["folder"] / f"node-{self._node}"
         if entry.name in self._copied:
             shutil.rmtree(self._copied.pop(entry.name)[1], ignore_errors=True)  # of a round that came to nothing
         try:
-            files = checkpoints.copy_entry(entry, target)
+            files = checkpoints.copy_entry(entry, target, self._moved)
         except OSError as exc:
             self._complain(f"cannot copy checkpoint {entry.name} to {self._live}: {exc.strerror}")
             files = None
-        if files is None:
+        if files is None or self._written_to(entry):
             shutil.rmtree(target, ignore_errors=True)
             return None
         self._copied[entry.name] = entry.signature, target
         return {f"node-{self._node}/{key}": value for key, value in files.items()}
 
-    def _mirror_growing(self) -> None:
+    def _moved(self) -> None:
+        self.last = time.monotonic()
+
+    def _written_to(self, entry: Entry) -> bool:
+        """Whether the script has it open; after its end, nobody has."""
+        return self._finishing is None and bool(checkpoints.open_for_writing([entry]))
+
+    def _mirror_growing(self) -> bool:
+        """Mirror what has changed of artifacts and metrics; whether all of it arrived."""
+        arrived = True
         for root, target in (
             (self._artifacts, self._live / "artifacts" / f"node-{self._node}"),
             (self._metrics, self._live / "metrics" / f"{self._attempt}-node-{self._node}.jsonl"),
@@ -215,11 +238,15 @@ class Mirror:
                     stat = file.stat()
                     state = stat.st_size, stat.st_mtime_ns
                     if self._growing.get(file) != state:
-                        checkpoints.copy_file(file, target / file.relative_to(root) if file != root else target)
+                        place = target / file.relative_to(root) if file != root else target
+                        checkpoints.replace_file(file, place, self._moved)
                         self._growing[file] = state
-                        self._told.discard(str(file))
+                except FileNotFoundError:
+                    pass  # the script has removed it meanwhile
                 except OSError as exc:
+                    arrived = False
                     self._complain(f"cannot mirror {file.name}: {exc.strerror}")
+        return arrived
 
     # -------------------------------------------------------------------------------------- node 0: ask, copy, commit
 
@@ -233,7 +260,7 @@ class Mirror:
                 for node in sorted(alive):
                     self._send(node, {"t": "hold?", "round": work.number, "name": work.name})
             elif work.phase != "idle" and work.waiting - alive:
-                work.phase, work.retry = "idle", now + 1.0  # a node went away in the middle
+                work.phase, work.retry = "idle", now + RETRY_SECONDS  # a node went away in the middle
 
     def _answer(self, message: Message) -> None:
         work = self._rounds.get(message["name"])
@@ -249,22 +276,41 @@ class Mirror:
             self._commit(work)
 
     def _decide(self, work: _Round) -> None:
-        held = {node: a for node, a in work.answers.items() if a["state"] != "none"}
+        held = {node: a for node, a in work.answers.items() if a["state"] in ("ready", "busy")}
+        work.seen.update(held)
         growing = any(a["state"] == "busy" for a in held.values())
-        headless = any(a["sharded"] for a in held.values()) and not any(a["metadata"] for a in held.values())
-        late = time.monotonic() - work.since > HOLDER_SECONDS or self._finishing is not None
-        behind = bool((self._holders & set(work.answers)) - set(held)) and not late
-        never = (growing and self._finishing == "failed") or (headless and self._finishing is not None)
-        if not held or never:
+        sharded = any(a["sharded"] for a in held.values())
+        headless = sharded and not any(a["metadata"] for a in held.values())
+        missing = self._missing(work, set(held), sharded and not headless)
+        if not held:
             self._drop(work)
-        elif growing or headless or behind:
-            work.phase, work.retry = "idle", time.monotonic() + 0.5
+        elif growing or headless or missing:
+            # A script that is over, or a node that is gone, will never finish its part.
+            if self._finishing == "failed" or (self._finishing and headless) or missing - self._peers():
+                self._drop(work)
+            else:
+                work.phase, work.retry = "idle", time.monotonic() + 0.5
         else:
             self._seq += 1
             work.seq, work.phase, work.waiting, work.answers = self._seq, "copy", set(held), {}
             work.place = next((a["place"] for a in held.values() if a["place"]), None)
             for node in sorted(held):
                 self._send(node, {"t": "copy", "round": work.number, "name": work.name, "folder": self._folder(work)})
+
+    def _missing(self, work: _Round, held: set[int], headed: bool) -> set[int]:
+        """Nodes whose part may still be on its way: better late than half.
+
+        Those that held a part of the checkpoint before, or once of this one. Of a script's first, any may hold one:
+        those alive are waited for a little (a DCP checkpoint with its ``.metadata`` is finished), one that is gone for
+        ever. A node whose script has ended well without writing a part owes none.
+        """
+        age = time.monotonic() - work.since
+        owed = self._nodes if self._holders is None else self._holders | work.seen
+        patience = FIRST_SECONDS if self._holders is None else HOLDER_SECONDS
+        done = {node for node, answer in work.answers.items() if answer["state"] == "over"}
+        if (headed and self._holders is None) or age > patience:
+            done |= set(work.answers) - work.seen
+        return owed - held - done
 
     def _drop(self, work: _Round) -> None:
         """The script has deleted it again, or is over and will never finish it."""
@@ -277,7 +323,7 @@ class Mirror:
 
     def _commit(self, work: _Round) -> None:
         if any(a["files"] is None for a in work.answers.values()):
-            work.phase, work.retry = "idle", time.monotonic() + 1.0
+            work.phase, work.retry = "idle", time.monotonic() + RETRY_SECONDS
             return
         files = {key: value for a in work.answers.values() for key, value in a["files"].items()}
         commit = {
@@ -290,17 +336,21 @@ class Mirror:
             "time": time.time(),
             "files": files,
         }
-        checkpoints.write_commit(self._live / "checkpoints" / work.name / self._folder(work), commit)
+        try:
+            checkpoints.write_commit(self._live / "checkpoints" / work.name / self._folder(work), commit)
+        except OSError as exc:
+            self._complain(f"cannot commit checkpoint {work.name}: {exc.strerror}")
+            work.phase, work.retry = "idle", time.monotonic() + RETRY_SECONDS
+            return
         self._holders = set(work.answers)
-        self.committed += 1
         self.last = time.monotonic()
         del self._rounds[work.name]
         for node in sorted(self._peers()):
             self._send(node, {"t": "committed", "name": work.name})
 
     def _settle(self) -> None:
-        """After the end: idle once every finished checkpoint of ours is committed (node 0: no round is open)."""
+        """After the end: idle once all that is finished of ours is in live/ (node 0: and no round is open)."""
         if self._finishing is not None:
             left = [n for n, e in self._ready.items() if self._done.get(n) != e.signature]
-            if not left and not self._rounds and self._inbox.empty():
+            if not left and not self._rounds and self._grown and self._inbox.empty():
                 self.idle.set()

@@ -23,12 +23,12 @@ from ..errors import CloudtrainError, SpecError
 from ..provider import Site
 from . import checkpoints
 from .cause import Failure, category, root_cause, summary
-from .checkpoints import Complete
 from .launch import Ranks
 from .link import JOIN_TIMEOUT, Link
 from .logs import LogWriter
 from .machine import oom_kills
 from .mirror import KINDS, Mirror
+from .resume import Resume
 from .workspace import Workspace
 
 __all__ = ["Node"]
@@ -42,6 +42,10 @@ RESERVE_SECONDS = 15.0
 ALIVE_SECONDS = 5.0
 FAILED_WAIT_SECONDS = 15.0
 CLEAN_WAIT_SECONDS = 900.0
+"""How long nothing may move while what is left is mirrored, after a failure and after a clean end."""
+PEERS_SECONDS = 60.0
+NODE_0_SECONDS = 120.0
+"""After a failure: how long node 0 waits for its peers' last words, and they for its."""
 
 Message = dict[str, Any]
 
@@ -71,6 +75,7 @@ class Node:
             key=key,
             inbox=inbox,
         )
+        self.resume = Resume(live=self.live, given=site.paths.get("resume"), url=context["resume"], say=self.log.say)
         self.attempt = ""
         self.space: Workspace | None = None
         self.started = time.time()
@@ -120,6 +125,9 @@ class Node:
     def _over(self) -> bool:
         return bool(self.failures) or self.stopping is not None or self.preempted is not None
 
+    def _broken(self) -> bool:
+        return bool(self.failures) or self.stopping is not None
+
     def _begin(self, attempt: str) -> None:
         self.attempt = attempt
         self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}")
@@ -160,47 +168,25 @@ class Node:
 
     def _agree_on_resume(self) -> None:
         """Node 0: the newest complete checkpoint that every node can restore, or none; then go."""
-        for candidate, root in self._candidates():
+        tried = 0
+        for name, message in self.resume.candidates():
             self.peers.clear()
-            message = {
-                "t": "restore",
-                "root": root,
-                "folder": candidate.folder.relative_to(self._root(root)).as_posix(),
-            }
             self.link.send_all(message)
-            self._restore(message)
+            self._on_restore(self.me, message)
             self._pump(lambda: len(self.peers) == self.nodes or self._over(), time.monotonic() + JOIN_TIMEOUT)
             if self._over():
                 return
             bad = next((m["why"] for _, m in sorted(self.peers.items()) if m["why"]), None)
             if bad is None:
-                self._go({"t": "go", "resume": candidate.name})
+                self._go({"t": "go", "resume": name})
                 return
+            tried += 1
             self.log.say(f"{bad}; falling back to the checkpoint before")
-        self._go({"t": "go", "resume": ""})
-
-    def _candidates(self) -> list[tuple[Complete, str]]:
-        """What there is to resume from, best first: this run's own, then what ``resume_from`` named."""
-        own = [(c, "live") for c in checkpoints.complete(self.live / "checkpoints", say=self.log.say)]
-        given = []
-        if "resume" in self.site.paths:
-            given = [(c, "resume") for c in checkpoints.complete(Path(self.site.paths["resume"]), say=self.log.say)]
-        return [*reversed(own), *reversed(given)]
-
-    def _root(self, root: str) -> Path:
-        return self.live / "checkpoints" if root == "live" else Path(self.site.paths["resume"])
-
-    def _restore(self, message: Message) -> None:
-        why = ""
-        try:
-            folder = self._root(message["root"]) / message["folder"]
-            commit = json.loads((folder / checkpoints.COMMIT).read_bytes())
-            checkpoint = Complete(name=commit["name"], folder=folder, commit=commit)
-            target = self._space.watch().place(commit["name"], commit["place"])
-            checkpoints.restore(checkpoint, target, node=self.me)
-        except (OSError, ValueError, KeyError, CloudtrainError) as exc:
-            why = str(exc)
-        self._tell({"t": "restored", "why": why, "failures": []})
+        _, why = self.resume.fallback(tried)
+        if why:
+            self._fail(self._setup(why, "user_error"))
+        else:
+            self._go({"t": "go", "resume": ""})
 
     def _go(self, message: Message) -> None:
         self.link.send_all(message)
@@ -213,12 +199,14 @@ class Node:
         space = self._space
         watch = space.watch()
         restored = watch.entries()
+        space.bring_back(self.live / "artifacts" / f"node-{self.me}")
         resume = self._resume_path(self.go["resume"], restored)
         self.resumed = self.go["resume"] or (Path(resume).name if resume else "")
         if self.me == 0:
             self.log.say(f"attempt {self.attempt}: " + (f"resuming from {self.resumed}" if resume else "a fresh start"))
         self.mirror = Mirror(
             node=self.me,
+            nodes=self.nodes,
             attempt=self.attempt,
             live=self.live,
             watch=watch,
@@ -244,8 +232,7 @@ class Node:
     def _resume_path(self, name: str, restored: Mapping[str, checkpoints.Entry]) -> str:
         if name:
             return str(restored[name].path) if name in restored else str(self._space.checkpoints / name)
-        given = self.site.paths.get("resume")
-        return os.path.abspath(given) if given and os.path.exists(given) and self.context["resume"] else ""
+        return self.resume.fallback(0)[0]
 
     # --------------------------------------------------------------------------------------------------- what happens
 
@@ -286,7 +273,7 @@ class Node:
     _on_done = _on_restored = _on_ready
 
     def _on_restore(self, sender: int, message: Message) -> None:
-        self._restore(message)
+        self._tell({"t": "restored", "why": self.resume.restore(message, self._space), "failures": []})
 
     def _on_go(self, sender: int, message: Message) -> None:
         self.go = message
@@ -367,10 +354,10 @@ class Node:
                     node=self.me,
                     rank=self._rank(local),
                     time_ns=message["time_ns"],
-                    exception=message["exception"],
+                    exception=self._space.readable(message["exception"]),
                     file=self._space.relative(message["file"]),
                     line=message["line"],
-                    traceback=message["traceback"].replace(f"{self._space.code}{os.sep}", ""),
+                    traceback=self._space.readable(message["traceback"]),
                     code=message["code"],
                 )
             )
@@ -418,7 +405,8 @@ class Node:
         last = self.ranks.last_line.strip() or f"exit code {self.code}"
         missing = "No module named 'torch'" in last or "No module named torch" in last
         text = f"{sys.executable} has no torch" if missing else f"torchrun failed: {last}"
-        kind = "image" if missing else "user_error"
+        taken = any("EADDRINUSE" in line or "ddress already in use" in line for line in self.ranks.unshown)
+        kind = "image" if missing else "infra" if taken else "user_error"
         self._fail(
             Failure(kind="setup", node=self.me, time_ns=time.time_ns(), exception=text, code=self.code, category=kind)
         )
@@ -448,7 +436,7 @@ class Node:
         if self.site.supervisor and os.getppid() != self.site.supervisor and self.stopping is None:
             text = "the run's supervisor was killed"
             self._fail(self._setup(text, "infra"))
-        if running:
+        if self.go is not None and self.mirror is not None and not self.released:
             self._watch_for_stall(now)
 
     def _blame_known_codes(self) -> None:
@@ -486,7 +474,7 @@ class Node:
         if active > self.sent_alive and now - self.sent_alive >= min(ALIVE_SECONDS, limit / 4 or ALIVE_SECONDS):
             self.sent_alive = now
             self._tell({"t": "alive"})
-        if self.me == 0 and limit and self.stopping is None and now - self.last_alive > limit:
+        if self.me == 0 and limit and not self._over() and now - self.last_alive > limit:
             self._stalled(limit)
 
     def _metrics_changed(self, now: float) -> float:
@@ -508,15 +496,10 @@ class Node:
     def _finish(self) -> str:
         """Mirror, agree, record. The outcome of this node."""
         clean = self.code == 0 and not self.failures
-        wait = CLEAN_WAIT_SECONDS if clean else FAILED_WAIT_SECONDS
         if self.ranks is not None:
             self.ranks.kill()  # whatever the ranks left running
         if self.mirror is not None:
-            mirror = self.mirror
-            mirror.finish(clean=clean)
-            self._pump(lambda: mirror.idle.is_set() or bool(self.gone), time.monotonic() + wait)
-            if not mirror.idle.is_set():
-                self.log.say("not everything could be mirrored")
+            self._finish_mirror(self.mirror, clean)
         if self.me == 0:
             outcome = self._conclude()
         else:
@@ -524,17 +507,34 @@ class Node:
             self._record(outcome, root_cause(self._own_failures(), stopped_ns=self.stopped_ns), decided=False)
             done = {"t": "done", "outcome": outcome, "failures": [f.to_dict() for f in self.failures]}
             self._tell(done)
-            self._pump(lambda: self.released or 0 in self.gone, None if clean else time.monotonic() + 2 * wait)
+            self._pump(lambda: self.released or 0 in self.gone, None if clean else time.monotonic() + NODE_0_SECONDS)
         if self.mirror is not None:
             self.mirror.stop()
         return outcome
+
+    def _finish_mirror(self, mirror: Mirror, clean: bool) -> None:
+        """Until all is mirrored, or nothing has moved for too long."""
+        mirror.finish(clean=clean)
+        quiet = CLEAN_WAIT_SECONDS if clean else FAILED_WAIT_SECONDS
+        end = self._grace_end()
+        mirror.last = time.monotonic()
+        self._pump(lambda: mirror.idle.is_set() or 0 in self.gone or time.monotonic() > min(end, mirror.last + quiet))
+        if not mirror.idle.is_set():
+            self.log.say("not everything could be mirrored")
+            if clean:
+                self._fail(self._setup("its results could not all be mirrored to the store", "infra"))
+
+    def _grace_end(self) -> float:
+        """When the platform will kill this node (monotonic seconds), a little early; never, unless it was told so."""
+        return float("inf") if self.preempted is None else self.preempted + self.site.stop_grace - 2.0
 
     def _conclude(self) -> str:
         """Node 0: wait for every node, name the root cause, let all go."""
         others = set(range(1, self.nodes))
         if self.attempt and self.nodes > 1:
-            self._pump(lambda: others <= self._accounted() or self._over())
-            self._pump(lambda: others <= self._accounted(), time.monotonic() + FAILED_WAIT_SECONDS)
+            self._pump(lambda: others <= self._accounted() or self._broken() or time.monotonic() > self._grace_end())
+            if self._broken():
+                self._pump(lambda: others <= self._accounted(), time.monotonic() + PEERS_SECONDS)
         outcome = self._outcome()
         if outcome == "succeeded" and any(m.get("outcome") == "preempted" for m in self.peers.values()):
             outcome = "preempted"

@@ -25,11 +25,13 @@ _PATH = [_STDLIB, os.path.join(_STDLIB, "lib-dynload"), *sys.path[1:]]
 
 
 def _pipe(name: str) -> int | None:
-    """A write end of the runtime's named pipe, or None when nobody reads it."""
+    """A write end of the runtime's named pipe, None where there is none; the end of us when nobody reads it."""
     try:
         fd = os.open(name, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
+    except FileNotFoundError:
         return None
+    except OSError:
+        sys.exit("cloudtrain: the runtime of this node is gone")
     os.set_blocking(fd, True)
     return fd
 
@@ -140,7 +142,7 @@ def _error(exc: BaseException, code: int) -> dict[str, Any]:
         message = ""
     return {
         "event": "error",
-        "exception": f"{name}: {message}" if message else name,
+        "exception": (f"{name}: {message}" if message else name)[:10000],
         "file": file,
         "line": line,
         "traceback": text[-30000:],
@@ -153,7 +155,7 @@ def _main() -> None:
     import _signal  # type: ignore[import-not-found]
     import faulthandler
 
-    pipes, package = os.environ.pop("CLOUDTRAIN_WORKER").split("\n")
+    pipes, package = os.environ.pop("CLOUDTRAIN_WORKER").split("\n", 1)
     local = os.environ.get("LOCAL_RANK", "0")
     out = _pipe(os.path.join(pipes, f"out-{local}"))
     if out is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -85,6 +86,15 @@ class Workspace:
         """The checkpoints that the script writes."""
         patterns = tuple(self.context["checkpoint_paths"])
         return Watch(folder=self.checkpoints, workdir=self.code, patterns=patterns)
+
+    def readable(self, text: str) -> str:
+        """``text`` without this node's own folders: the same on every attempt, and what the user knows."""
+        return text.replace(f"{self.code}{os.sep}", "").replace(str(self.folder), "<scratch>")
+
+    def bring_back(self, artifacts: Path) -> None:
+        """What an earlier start of this node left for the user, so that the script goes on with it."""
+        if artifacts.is_dir():
+            shutil.copytree(artifacts, self.artifacts, dirs_exist_ok=True)
 
     def relative(self, file: str | None) -> str | None:
         """A path in the code as the user knows it."""

@@ -6,6 +6,7 @@ A wrapper around the console script ends the process, without unwinding, right b
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
@@ -159,6 +160,21 @@ def test_equal_submits_at_once_are_one_run(jobs: Jobs, clients: int) -> None:
     assert jobs.runs() == ["the-one"]
     assert starts(jobs) == 1
     jobs.gone(3)
+
+
+def test_somebody_who_only_looks_does_not_keep_the_supervisor_from_starting(jobs: Jobs) -> None:
+    """`status` tries the lock for a moment; held here for a second, as several that look in turn would."""
+    folder = jobs.store / "runs/the-one/supervisor"
+    folder.mkdir(parents=True)
+    with open(folder / "lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        process = jobs.start(*submit(jobs))
+        jobs.wait_for(lambda: jobs.pid_of(r"cloudtrain\.supervisor"))
+        time.sleep(1)
+        assert process.poll() is None
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err + out
+    assert starts(jobs) == 1
 
 
 COUNTS = """

@@ -299,6 +299,16 @@ def test_a_run_in_which_nothing_stirs_is_stopped_with_its_stacks(jobs: Jobs) -> 
     jobs.gone(3)
 
 
+def test_the_wait_for_a_node_that_comes_late_is_no_stall(jobs: Jobs) -> None:
+    late = jobs.write(
+        "late-python", f'#!/bin/sh\n[ "$CLOUDTRAIN_ENGINE_NODE" = 1 ] && sleep 6\nexec {sys.executable} "$@"\n'
+    )
+    late.chmod(0o755)
+    jobs.write("train.py", "import time\ntime.sleep(1)\nprint('here')")
+    done = jobs.submit("train.py", *PLAIN, "--stall-timeout", "4s", "--set", f"python={late}")
+    assert done.code == 0, done.err
+
+
 def test_a_line_now_and_then_is_a_sign_of_life(jobs: Jobs) -> None:
     jobs.write(
         "train.py",
@@ -422,7 +432,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(jobs: Jobs) -> None:
         "train.py",
         TRAINS
         + """
-if attempt == "0.0":
+if not resume:
     for step in (1, 2):
         save(step)
         time.sleep(4.5)
@@ -430,7 +440,6 @@ if attempt == "0.0":
 print("resumed step", first - 1, flush=True)
 """,
     )
-    jobs.write("spoil.py", "")
     run = jobs.detach("train.py", "--retries", "0", "--run-id", "whole")
     assert jobs.cli("wait", run.url, "--json").code == 1
     folder = jobs.store / "runs/whole/live/checkpoints/step-2"

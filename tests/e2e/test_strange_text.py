@@ -27,11 +27,12 @@ TRIALS = max(2, int(os.environ.get("CLOUDTRAIN_TRIALS") or 0) // 20)
 
 FIXED = [
     "", " ", "a b", "'", '"', "\\", "\\n", "\n", "a\nb\n", "\t", "$HOME", "${HOME}", "`id`", "$(id)", ";", "&& x", "|",
-    ">",     "*", "?", "[a]", "~", "#", "!", "%s", "%(x)s", "-", "--", "---", "-x", "--log", "--log x", "--log=x", "--nnodes=9",
-    "--help", "-h", "--version", "-m", "-c", "--", "{", "}", "{}", "{{}}", '{"a": {"b": [1, "{x}"]}}', "{inputs}",
+    ">", "*", "?", "[a]", "~", "#", "!", "%s", "%(x)s", "-", "--", "---", "-x", "--log", "--log x", "--log=x",
+    "--nnodes=9", "--help", "-h", "--version", "-m", "-c", "--", "{", "}", "{}", "{{}}", '{"a": {"b": [1, "{x}"]}}',
+    "{inputs}",
     "{resume_from?}x", "{run_id", "run_id}", "{ run_id }", "{RUN_ID}", "é", "漢字", "🎉", "\u202e", "\u2028", "\x85",
     "\x01\x7f", "\r", "\r\n", "a=b", "=b", "a=", "None", "null", "true", "1e5", "0x10", "@file", "//", "C:\\x",
-    "\x1b[31m",     "x" * 5000,
+    "\x1b[31m", "x" * 5000,
 ]  # fmt: skip
 strange = st.text(
     st.one_of(

@@ -38,7 +38,8 @@ class Cluster:
             watch = Watch(folder=self.ck(node), workdir=self.work(node), patterns=patterns)
             self.mirrors.append(
                 Mirror(
-                    node=node, attempt=attempt, live=self.live, watch=watch, artifacts=tmp_path / f"n{node}/artifacts",
+                    node=node, nodes=nodes, attempt=attempt, live=self.live, watch=watch,
+                    artifacts=tmp_path / f"n{node}/artifacts",
                     metrics=tmp_path / f"n{node}/metrics.jsonl", send=self._sender(node), peers=lambda: set(self.alive),
                     say=self.said.append, skip={name: e.signature for name, e in watch.entries().items()},
                 )
@@ -98,6 +99,7 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     monkeypatch.setattr(mirror, "SCAN_SECONDS", 0.05)
+    monkeypatch.setattr(mirror, "FIRST_SECONDS", 1.5)
     monkeypatch.setattr(checkpoints, "QUIET_SECONDS", QUIET)
     made: list[Cluster] = []
 
@@ -125,7 +127,7 @@ def test_a_checkpoint_of_two_nodes_is_whole_or_absent(cluster: Callable[..., Clu
     assert abs(one.commit["time"] - time.time()) < 30
     run.settle()
     assert run.names() == ["step-1/0.0-1"]  # once
-    assert run.mirrors[0].committed == 1
+    assert sum(m["t"] == "committed" for _, node, m in run.sent if node == 0) == 1
 
 
 def test_a_writer_on_one_node_alone_is_enough(cluster: Callable[..., Cluster]) -> None:
@@ -294,14 +296,28 @@ def test_every_commit_is_whole_whatever_the_timing(cluster: Callable[..., Cluste
 
 def test_a_node_that_goes_away_in_the_middle_stops_nothing(cluster: Callable[..., Cluster]) -> None:
     run = cluster(3)
-    run.hold = lambda sender, node, m: sender == 2 and m["t"] == "hold"  # it was asked and never answers
     run.write(0, "step-1/a")
-    run.until(lambda: any(m["t"] == "hold?" and node == 2 for _, node, m in run.sent))
-    run.settle()
-    assert run.names() == []
-    run.alive.discard(2)
     run.until(run.complete)
-    assert run.complete()[0].commit["nodes"] == 1
+    run.hold = lambda sender, node, m: sender == 2 and m["t"] == "hold"  # it is asked and never answers
+    run.write(0, "step-2/a")
+    run.until(lambda: any(m["t"] == "hold?" and m["name"] == "step-2" and node == 2 for _, node, m in run.sent))
+    run.settle()
+    assert len(run.names()) == 1
+    run.alive.discard(2)
+    run.until(lambda: len(run.names()) == 2)
+    assert run.complete()[1].commit["nodes"] == 1
+
+
+def test_without_a_node_that_held_a_part_there_is_no_half_checkpoint(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(2)
+    run.write(0, "step-1/a")
+    run.write(1, "step-1/b")
+    run.until(run.complete)
+    run.alive.discard(1)
+    run.write(0, "step-2/a")
+    run.settle()
+    run.finish(clean=False)
+    assert [c.name for c in run.complete()] == ["step-1"]
 
 
 def test_a_live_folder_that_does_not_take_it_is_tried_again(cluster: Callable[..., Cluster]) -> None:

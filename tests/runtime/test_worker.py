@@ -468,16 +468,19 @@ def test_the_start_is_told_first_with_pid_and_rank(stage: Stage) -> None:
     assert (done.events[0]["pid"], done.events[0]["rank"]) == (int(done.out), 3)
 
 
-def test_the_local_rank_chooses_the_pipe(stage: Stage) -> None:
-    """No reader for local rank 1 here: the script runs on as it would without a runtime."""
+def test_the_local_rank_chooses_the_pipe_and_without_its_reader_the_script_does_not_run(stage: Stage) -> None:
+    """A pipe that nobody reads was somebody's: the runtime has died, and no rank may go on unseen."""
     stage.write(a="print('still here')")
     pipes = stage.tmp / "pipes"
     pipes.mkdir()
     os.mkfifo(pipes / "out-1")
-    done = stage.plain(
-        str(stage.worker), "a.py", env={"CLOUDTRAIN_WORKER": f"{pipes}\n{stage.package}", "LOCAL_RANK": "1"}
-    )
-    assert (done.code, done.out) == (0, "still here\n")
+    env = {"CLOUDTRAIN_WORKER": f"{pipes}\n{stage.package}"}
+    other = stage.plain(str(stage.worker), "a.py", env={**env, "LOCAL_RANK": "0"})
+    assert (other.code, other.out) == (0, "still here\n")
+    done = stage.plain(str(stage.worker), "a.py", env={**env, "LOCAL_RANK": "1"})
+    assert done.code == 1
+    assert "runtime of this node is gone" in done.out
+    assert "still here" not in done.out
 
 
 def test_stacks_on_request_without_an_end(stage: Stage) -> None:
