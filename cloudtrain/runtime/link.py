@@ -133,6 +133,7 @@ class Link:
         self._addr, self._port, self._key, self._inbox = addr, port, key, inbox
         self._channels: dict[int, _Channel] = {}
         self._offsets: dict[int, int] = {}
+        self._early: list[Message] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._server: socket.socket | None = None
@@ -206,6 +207,10 @@ class Link:
         with self._lock:
             old = self._channels.get(node)
             self._channels[node] = channel
+            early, self._early = self._early, []
+        with contextlib.suppress(OSError):
+            for message in early:
+                channel.send(message)
         if old is not None:
             old.close()
         self._inbox.put((node, {"t": "hello"}))
@@ -241,6 +246,8 @@ class Link:
             return
         with self._lock:
             channel = self._channels.get(node)
+            if channel is None and self.node != 0:
+                self._early.append(dict(message))  # what happens before node 0 is reached must reach it too
         if channel is not None:
             with contextlib.suppress(OSError):
                 channel.send(message)

@@ -262,6 +262,8 @@ class Node:
             self.link.send(sender, {"t": "attempt", "attempt": self.attempt})
             if self.stopping is not None:
                 self.link.send(sender, {"t": "stop"})
+            if self.preempted is not None:
+                self.link.send(sender, {"t": "preempt", "why": "the run was told to stop"})
 
     def _on_attempt(self, sender: int, message: Message) -> None:
         self._begin(message["attempt"])

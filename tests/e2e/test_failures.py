@@ -167,8 +167,8 @@ def test_a_python_without_torch_is_named_as_such(jobs: Jobs) -> None:
 def test_a_python_that_is_not_there(jobs: Jobs) -> None:
     jobs.write("train.py", "print('never')")
     done = jobs.submit("train.py", "--set", "python=/no/such/python")
-    assert done.code not in (0, 1)
-    assert "/no/such/python" in done.json["reason"]
+    assert (done.code, done.json["field"]) == (2, "local.python")
+    assert "/no/such/python" in done.json["error"]
 
 
 def test_a_command_that_is_not_there(jobs: Jobs) -> None:
