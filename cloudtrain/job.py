@@ -435,9 +435,13 @@ class Job:
         return cls.from_dict(table_of(data, "job"))
 
     def to_toml(self) -> str:
+        """TOML of `to_dict`. Raises `SpecError` for a null somewhere in ``options`` or ``on``: TOML has none."""
         import tomli_w
 
-        return tomli_w.dumps(self.to_dict())
+        try:
+            return tomli_w.dumps(self.to_dict())
+        except TypeError:
+            raise SpecError("holds a null, which TOML cannot say; use JSON", field="options") from None
 
     @classmethod
     def from_toml(cls, text: str, *, folder: Path | None = None) -> Job:

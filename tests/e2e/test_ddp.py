@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples/data/digits.csv.gz"

@@ -155,6 +155,7 @@ def test_messages_go_both_ways_in_order_and_to_oneself(ends: Callable[..., End])
 def test_a_megabyte_in_one_message(ends: Callable[..., End]) -> None:
     head, peer = ends(0), ends(1)
     head.get("hello")
+    peer.get("hello")  # its own end is open only now
     peer.link.send(0, {"t": "big", "text": "x" * (1 << 20)})
     assert len(head.get("big", 30)[1]["text"]) == 1 << 20
 
