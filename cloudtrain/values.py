@@ -69,7 +69,7 @@ def parse_duration(value: Any, *, field: str) -> int:
 def toml_loads(text: str, *, where: str) -> dict[str, Any]:
     """Parsed TOML; `SpecError` naming ``where``, line and column when it is not."""
     if sys.version_info >= (3, 11):
-        import tomllib
+        import tomllib  # novm
     else:
         import tomli as tomllib
     try:
