@@ -23,6 +23,7 @@ __all__ = ["PULLED", "PullReport", "merge_metrics", "pull"]
 PULLED = ("checkpoints", "artifacts", "logs", "metrics")
 """What `Store.pull` can fetch. What the platform wrote itself comes with artifacts; result.json and run.json always."""
 
+_PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "result.json", "run.json")
 _STATE = ".cloudtrain-pull.json"
 _PARTIAL = ".partial-"
 _SEGMENT = re.compile(r"(\d+\.\d+)/(node-\d+)/(\d+)\.log")
@@ -131,15 +132,15 @@ class _Pull:
         self.store, self.files, self.progress = store, store.files, progress
         self.run = run_folder(run_id)
         self.folder = Path(os.path.abspath(folder))
-        self.out = files(str(self.folder), gitignore=True)
-        self.out.create(".gitignore", b"*\n")
+        self.out = files(str(self.folder))
         self.lock = threading.Lock()
         self.moved = 0
         self.placed: set[str] = set()
         self.names: list[str] = []
         self.refused: list[str] = []
         self.origin = f"{store.url}/{self.run}"
-        self.known: dict[str, dict[str, Any]] = self._remembered()
+        self.known: dict[str, dict[str, Any]] = {}
+        self._take_over()
 
     # ---------------------------------------------------------------------------------------------------- what to pull
 
@@ -314,13 +315,39 @@ class _Pull:
             self.known[path] = {"sources": [source.json for source in sources], "sha256": sha256, "size": size}
             self.placed.add(path)
 
-    def _remembered(self) -> dict[str, dict[str, Any]]:
+    def _take_over(self) -> None:
+        """Make the folder ours. `SpecError` when it holds somebody's own files under the names that we would write.
+
+        What an earlier pull of another run left there, and nobody has touched since, goes: runs do not mix.
+        """
+        if self.folder.is_file():
+            raise SpecError(f"{self.folder} is a file; name a folder", field="folder")
         try:
             state = json.loads(self.out.read(_STATE))
-            known = dict(state["files"]) if state["run"] == self.origin else {}
-            return {path: item for path, item in known.items() if {"sources", "sha256", "size"} <= set(item)}
+            known, same = dict(state["files"]), state["run"] == self.origin
+            known = {path: item for path, item in known.items() if {"sources", "sha256", "size"} <= set(item)}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return {}
+            foreign = [name for name in _PLACES if (self.folder / name).exists()]
+            if foreign and not self._ours():
+                raise SpecError(
+                    f"{self.folder} has a {foreign[0]} that no pull has put there; name another folder", field="folder"
+                ) from None
+            known, same = {}, True
+        if known or not self.folder.exists() or not any(self.folder.iterdir()):
+            self.out.create(".gitignore", b"*\n")
+        self.known = known
+        if not same:
+            for path in [path for path in known if safe(path) and self._intact(path)]:
+                self.out.remove(path)
+            self.known = {}
+        self.remember()  # from here on the folder is known as a pull's, whenever this one ends
+
+    def _ours(self) -> bool:
+        """Whether the folder, without a pull's memory, still shows by its run.json that it was pulled from this run."""
+        try:
+            return bool(json.loads((self.folder / "run.json").read_bytes())["run"] == self.origin)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def remember(self) -> None:
         """Write down what is here, also after a failure: what did arrive is not fetched again."""

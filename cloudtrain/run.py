@@ -177,7 +177,7 @@ class Run:
         self._check()
         if self.store.cancelled(self.run_id):
             return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
-        reason = f"recorded but never submitted; submit again with --run-id {self.run_id}"
+        reason = f"recorded but never submitted; submit the same job again with --run-id {self.run_id}, or cancel it"
         return Status(state="pending", reason=reason)
 
     def _ask(self, attempt: int, native: str) -> Status:

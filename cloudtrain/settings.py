@@ -11,7 +11,7 @@ import dataclasses
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ __all__ = ["FILE", "Settings"]
 
 FILE = "cloudtrain.toml"
 PREFIX = "CLOUDTRAIN_"
+_GENERAL = ("provider", "store", "max_code_mb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class Settings:
         sources.insert(1, (prefix, environ))
         for where, table in sources:
             for key, value in table.items():
-                _known(key, kinds, f"{where}{key}")
+                _known(key, kinds, f"{where}{key}", [*kinds, *_GENERAL] if table is self.overrides else kinds)
                 values[key] = _typed(value, kinds[key], f"{where}{key}")
         return provider(**values)
 
@@ -121,9 +122,10 @@ def _read_file(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _known(key: str, names: Mapping[str, Any], where: str) -> None:
+def _known(key: str, names: Mapping[str, Any], where: str, shown: Iterable[str] | None = None) -> None:
     if key not in names:
-        raise SpecError(f"no such setting{nearest(key, names)}; there are {', '.join(names)}", field=where)
+        shown = list(shown or names)
+        raise SpecError(f"no such setting{nearest(key, shown)}; there are {', '.join(shown)}", field=where)
 
 
 def _typed(value: Any, kind: Any, where: str) -> Any:

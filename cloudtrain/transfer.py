@@ -303,7 +303,10 @@ def disk_errors(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def temp_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
     """A new empty file beside ``path`` (its folder is made), gone at the end unless renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as exc:  # a place where nothing can be made, /proc for one
+        raise StorageError(f"{path.parent}: {exc.strerror}") from None
     temp = path.with_name(_TEMP + secrets.token_hex(8))
     os.close(os.open(temp, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
     try:

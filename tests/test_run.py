@@ -312,7 +312,7 @@ def test_a_run_that_was_never_submitted_says_how_to_go_on(world: World, attempts
     status = world.run().status()
     assert (status.state, status.reason) == (
         "pending",
-        "recorded but never submitted; submit again with --run-id r1",
+        "recorded but never submitted; submit the same job again with --run-id r1, or cancel it",
     )
     result = world.run().result()
     assert (result["state"], result["exit_code"], result["native_id"], result["attempts"]) == (

@@ -506,7 +506,10 @@ def test_a_second_pull_transfers_nothing(full: Store, tmp_path: Path) -> None:
     metrics = full.files.list(f"runs/{RUN}/live/metrics")
     assert pull(full, RUN, tmp_path).transferred == len(b"weights") + len(b"new") + sum(metrics.values())
     assert below(tmp_path) == before
-    (tmp_path / ".cloudtrain-pull.json").unlink()  # digests alone are enough for checkpoints
+    origin = json.loads((tmp_path / ".cloudtrain-pull.json").read_bytes())["run"]
+    (tmp_path / ".cloudtrain-pull.json").write_text(
+        json.dumps({"run": origin, "files": {}})
+    )  # digests alone are enough for checkpoints
     assert pull(full, RUN, tmp_path, what=["checkpoints"]).transferred < 1000
     assert pull(full, RUN, tmp_path, what=["checkpoints"]).transferred == 0
 
@@ -566,10 +569,37 @@ def test_hostile_names_stay_in_the_store(store: Store, tmp_path: Path) -> None:
 def test_pull_does_not_write_through_a_link(full: Store, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "out").mkdir()
+    pull(full, RUN, tmp_path / "out", what=["logs"])
     (tmp_path / "out" / "artifacts").symlink_to(tmp_path / "outside")
     with pytest.raises(StorageError, match="symbolic link"):
         pull(full, RUN, tmp_path / "out")
     assert os.listdir(tmp_path / "outside") == []
+
+
+def test_a_folder_with_files_of_its_own_is_left_alone(full: Store, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print()")
+    pull(full, RUN, tmp_path / "new")
+    assert (tmp_path / "new" / ".gitignore").exists()
+    (tmp_path / "result.json").write_text("precious")
+    with pytest.raises(SpecError, match=r"has a result\.json that no pull has put there"):
+        pull(full, RUN, tmp_path)
+    assert (tmp_path / "result.json").read_text() == "precious"
+    assert not (tmp_path / ".gitignore").exists()
+    (tmp_path / "result.json").unlink()
+    pull(full, RUN, tmp_path)
+    assert not (tmp_path / ".gitignore").exists()  # or git would no longer see the user's files
+
+
+def test_runs_pulled_into_one_folder_do_not_mix(full: Store, tmp_path: Path) -> None:
+    pull(full, RUN, tmp_path / "out")
+    (tmp_path / "out" / "artifacts" / "model.bin").write_bytes(b"touched by the user")
+    full.create_run(layout(full, run_id="other"), {"name": "other"})
+    full.files.write("runs/other/live/artifacts/node-0/mine.bin", b"of the other")
+    pull(full, "other", tmp_path / "out")
+    left = below(tmp_path / "out")
+    assert "artifacts/mine.bin" in left
+    assert "artifacts/model.bin" in left
+    assert not [path for path in left if path.startswith("checkpoints/")]
 
 
 def test_another_run_in_the_same_folder_is_no_memory(full: Store, tmp_path: Path) -> None:

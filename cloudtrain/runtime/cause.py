@@ -114,7 +114,9 @@ def summary(failure: Failure) -> str:
     place = f" ({failure.file}:{failure.line})" if failure.file else ""
     headline = next((part for part in failure.exception.splitlines() if part.strip()), "")
     if headline.startswith("SystemExit") and failure.code is not None:
-        return f"{who} exited with code {failure.code}{place}"
+        text = headline.partition(": ")[2]
+        said = f": {text}" if text and not text.lstrip("-").isdigit() else ""
+        return f"{who} exited with code {failure.code}{said}{place}"
     return f"{who} raised {headline}{place}"
 
 
