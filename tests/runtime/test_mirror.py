@@ -465,3 +465,61 @@ def test_an_artifact_that_is_not_readable_does_not_stop_the_others(cluster: Call
     assert (run.live / "artifacts/node-0/c").read_text() == "fine"
     assert run.names() == ["step-1/0.0-1"]
     assert not (run.live / "checkpoints/step-1/0.0-1/node-0" / COMMIT).exists()
+
+
+# ------------------------------------------------------------------------------------------------- what may go wrong
+
+
+def test_a_part_that_was_never_written_leaves_no_half_checkpoint(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(2)
+    for node in (0, 1):
+        run.write(node, f"step-1/rank{node}.pt")
+    run.until(run.complete)
+    run.write(0, "step-2/rank0.pt")
+    run.settle()  # seen as finished on node 0, and owed by node 1
+    run.finish(clean=False)
+    assert run.names() == ["step-1/0.0-1"]
+
+
+def test_what_is_copied_is_what_was_offered(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    path = run.write(0, "last/model.pt", "epoch 1")
+    writers: list[Any] = []
+
+    def rewrite_before_the_copy(sender: int, node: int, message: dict[str, Any]) -> bool:
+        if message["t"] == "copy" and not writers:
+            writers.append(path.open("w"))
+            writers[0].write("half of epoch 2")
+            writers[0].flush()
+        return False
+
+    run.hold = rewrite_before_the_copy
+    run.until(lambda: writers)
+    run.settle()
+    assert run.complete() == []
+    writers[0].write(", and the rest")
+    writers[0].close()
+    run.until(run.complete)
+    (one,) = run.complete()
+    assert (one.folder / "node-0/last/model.pt").read_text() == "half of epoch 2, and the rest"
+
+
+def test_a_commit_that_cannot_be_written_is_tried_again(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    (run.live / "checkpoints/step-1/0.0-1" / COMMIT).mkdir(parents=True)
+    run.write(0, "step-1/a")
+    run.until(run.complete)
+    assert run.names() == ["step-1/0.0-2"]
+    assert any("cannot commit" in line for line in run.said)
+
+
+def test_an_artifact_that_did_not_arrive_is_tried_again_at_the_end(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    run.live.mkdir(parents=True)
+    (run.live / "artifacts").write_text("a file where the folder should be")
+    (run.tmp / "n0/artifacts/model.pt").write_text("weights")
+    run.mirrors[0].finish(clean=True)
+    assert not run.mirrors[0].idle.wait(1.5)
+    (run.live / "artifacts").unlink()
+    assert run.mirrors[0].idle.wait(10)
+    assert (run.live / "artifacts/node-0/model.pt").read_text() == "weights"
