@@ -32,7 +32,7 @@ test: demo lint
 	$(PYTEST) -m 'not proof'
 
 test-fast: install
-	$(PYTEST) -m 'not slow and not remote and not proof'
+	$(PYTEST) -n 2 -m 'not slow and not remote and not proof'
 
 proof: install
 	$(BIN)/python tests/proof.py $(PROOF)

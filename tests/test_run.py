@@ -873,7 +873,6 @@ class Cut:
 
 @pytest.mark.parametrize("healed", [True, False])
 def test_a_cut_network_silences_a_remote_store_too(world: World, healed: bool) -> None:
-    pytest.importorskip("fsspec")
     world.recorded().attempt(0, RUNNING)
     store = Store(f"memory://store-{healed}")
     for path in world.root.rglob("*.json"):

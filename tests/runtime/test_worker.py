@@ -273,7 +273,6 @@ def test_child_processes_import_the_script_and_not_the_shim(stage: Stage, method
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_dataloader_workers(stage: Stage, method: str) -> None:
     """10 s: spawned workers import torch once more."""
-    pytest.importorskip("torch")
     stage.write(
         a=f"""
         import torch, warnings
