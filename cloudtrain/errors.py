@@ -18,6 +18,9 @@ A run that ended badly is no exception: it is a result (see ``EXIT_CODES``).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 __all__ = [
     "CATEGORIES",
     "EXIT_CODES",
@@ -33,6 +36,7 @@ __all__ = [
     "SpecError",
     "StorageError",
     "UnsupportedError",
+    "translated",
 ]
 
 #: Exit code of ``submit`` and ``wait`` by the category of a run that ended other than well.
@@ -106,9 +110,16 @@ class CapacityError(CloudtrainError):
 
 
 class LostContactError(CloudtrainError):
-    """The platform could not be reached for too long; a submitted run goes on."""
+    """The platform could not be reached for too long; a submitted run goes on.
+
+    ``passing`` is False when asking again from here cannot help.
+    """
 
     exit_code = 7
+
+    def __init__(self, message: str, *, passing: bool = True) -> None:
+        self.passing = passing
+        super().__init__(message)
 
 
 class StorageError(CloudtrainError):
@@ -125,3 +136,23 @@ class PlatformError(CloudtrainError):
     """The platform failed or broke its own contract."""
 
     exit_code = 9
+
+
+@contextlib.contextmanager
+def translated(error_of: Callable[[Exception], CloudtrainError | None], *, needs: str, extra: str) -> Iterator[None]:
+    """What a vendor's library raises becomes ours, as ``error_of`` says; what is none of its own goes on as it is.
+
+    `SpecError` where a library is missing: the package that it ``needs`` comes with our ``extra``.
+    """
+    try:
+        yield
+    except CloudtrainError:
+        raise
+    except ImportError as exc:
+        why = " ".join(str(exc).split())[:200]
+        raise SpecError(f"needs {needs}: pip install 'cloudtrain[{extra}]' ({why})", field="provider") from None
+    except Exception as exc:  # a library may raise anything
+        ours = error_of(exc)
+        if ours is None:
+            raise
+        raise ours from None

@@ -3,39 +3,60 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import SpecError
-from .store import Checkpoint, Store, numbers_of, run_folder, to_json
-from .transfer import Progress, files, inside, parallel, safe, sha256_file
-from .values import nearest
+from .digests import Digests, looks
+from .errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
+from .provider import Status
+from .store import Checkpoint, Store, expect, newest_of, numbers_of, run_folder, to_json
+from .swap import aside, below, discard, prune, swap, take, tidy
+from .transfer import Progress, files, inside, local_path, parallel, safe
+from .values import METADATA, json_rows, merge_metrics, nearest, newer_than_metadata
 
-__all__ = ["PULLED", "PullReport", "merge_metrics", "pull"]
+__all__ = ["PULLED", "PullReport", "merge_metrics", "parts", "pull"]
 
 PULLED = ("checkpoints", "artifacts", "logs", "metrics")
-"""What `Store.pull` can fetch. What the platform wrote itself comes with artifacts; result.json and run.json always."""
+"""What `pull` can fetch. What the platform wrote itself comes with artifacts; result.json and run.json always.
+
+Of checkpoints also ``checkpoints:latest``, ``checkpoints:best``, ``checkpoints:step=N``, and ``checkpoints:all``, which
+is the same as ``checkpoints``: the newest of each name.
+"""
+EVERY = 5.0
+"""Seconds between two looks at a run that goes on."""
+PATIENCE = 600.0
+"""Seconds without an answer before contact with a platform, or a remote store, counts as lost."""
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "result.json", "run.json")
 _STATE = ".cloudtrain-pull.json"
-_PARTIAL = ".partial-"
+_SAVED = 2.0
+"""Seconds after which what has come is written down, for a pull that is killed."""
+_OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
+"""What this machine's disk says: of a store that is not here no time mends it."""
+TRIES = 3
+"""For a checkpoint that changes while it is fetched."""
 _SEGMENT = re.compile(r"(\d+\.\d+)/(node-\d+)/(\d+)\.log")
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 _NODE = re.compile(r"node-(\d+)/(.+)")
+_CHOICE = re.compile(r"latest|best|all|step=\d+")
+_BEST = re.compile(r"(?:.*[-_.])?best(?:[-_.=].*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PullReport:
-    """What a pull left in ``folder``. ``files`` are relative paths; ``transferred`` is bytes that came over now.
+    """What a pull left in ``folder``. ``files`` are relative paths; ``transferred`` is bytes that ``mover`` moved now.
 
-    ``refused`` are keys whose names could mean a place outside the folder here; they stay in the store.
+    ``refused`` are keys whose names could mean a place outside the folder here; they stay in the store. ``missing`` are
+    the checkpoints that were asked for and are not there, as they were asked for: ``best``.
     """
 
     folder: Path
@@ -43,6 +64,22 @@ class PullReport:
     transferred: int
     checkpoints: tuple[str, ...]
     refused: tuple[str, ...] = ()
+    mover: str = ""
+    missing: tuple[str, ...] = ()
+
+
+def parts(what: str | Iterable[str]) -> dict[str, list[str]]:
+    """What is to be pulled, by word of `PULLED`: which of the checkpoints, nothing of the others. `SpecError`."""
+    found: dict[str, list[str]] = {}
+    for text in [what] if isinstance(what, str) else what:
+        for part in text.split(","):
+            word, colon, choice = part.strip().partition(":")
+            if word not in PULLED:
+                raise SpecError(f"{word!r} is none of {', '.join(PULLED)}{nearest(word, PULLED)}", field="what")
+            if colon and (word != "checkpoints" or not _CHOICE.fullmatch(choice)):
+                raise SpecError(f"{part.strip()!r}: write checkpoints:latest, :best, :step=N or :all", field="what")
+            found.setdefault(word, []).append(choice or "all")
+    return found
 
 
 def pull(
@@ -50,60 +87,56 @@ def pull(
     run_id: str,
     folder: Path,
     *,
-    what: Iterable[str] = PULLED,
+    what: str | Iterable[str] = PULLED,
+    along: Iterable[Status] | None = None,
+    on_pull: Callable[[PullReport], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
     progress: Progress | None = None,
 ) -> PullReport:
     """Bring the run's results into ``folder``, and nothing that is there already and right.
 
-    Checkpoints are the newest complete one of each name, all nodes' files together, checked against their digests.
+    Checkpoints are the newest complete one of each name, all nodes' files together, checked against their digests, and
+    those that a script wrote to the store by itself. A pointer to one (``best``) is a file with its name.
     A file that two nodes wrote differently is kept under ``node-<n>/`` for the later one. A checkpoint that is not
-    yet here appears whole or not at all. `NotFoundError` for an unknown run; `DigestError` for damaged content,
-    which is not kept.
+    yet here appears whole or not at all. ``along`` are the statuses of a run that goes on: while they come all is
+    brought again that is new, and once more after the last; ``on_pull`` is given the report of each time that brought
+    something. Without it a checkpoint that is asked for by ``latest``, ``best`` or ``step=N`` must be there.
+
+    `NotFoundError` for an unknown run or checkpoint; `DigestError` for damaged content, which is not kept.
     """
-    wanted = tuple(what)
-    for word in wanted:
-        if word not in PULLED:
-            raise SpecError(f"{word!r} is none of {', '.join(PULLED)}{nearest(word, PULLED)}", field="what")
-    store.run(run_id)
+    wanted, _ = parts(what), store.run(run_id)
     work = _Pull(store=store, run_id=run_id, folder=folder, progress=progress)
+    if along is None:
+        return work.once(wanted, strict=True)
+    looked, failing = float("-inf"), None
+    for status in _patient(along, lambda: work.once(wanted)):
+        if status.final or abs(clock() - looked) < EVERY:
+            continue
+        before = work.moved
+        try:
+            report = work.once(wanted)
+            failing = None
+            if on_pull is not None and work.moved > before:
+                on_pull(report)
+        except StorageError as exc:
+            failing = clock() if failing is None else failing
+            gone = isinstance(exc.__cause__, FileNotFoundError)
+            ours = isinstance(exc, DigestError) or getattr(exc.__cause__, "errno", None) in _OURS
+            passing = gone or (not ours and local_path(store.url) is None)
+            if not passing or clock() - failing >= PATIENCE:
+                raise
+        looked = clock()
+    return work.once(wanted)
+
+
+def _patient(along: Iterable[Status], last: Callable[[], object]) -> Iterator[Status]:
+    """``along``; when contact with the platform is lost, the store may still answer: ``last``, then the error."""
     try:
-        for word in PULLED:
-            if word in wanted:
-                getattr(work, word)()
-        work.records()
-    finally:
-        work.remember()
-    return work.report()
-
-
-def merge_metrics(attempts: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of all attempts, given oldest first, as one history.
-
-    An attempt replaces the earlier rows from its own first step on; rows without a step stay where they are.
-    """
-    merged: list[dict[str, Any]] = []
-    for attempt in attempts:
-        rows = [dict(row) for row in attempt]
-        steps = [step for row in rows if (step := _step(row)) is not None]
-        first = min(steps, default=float("inf"))
-        merged = [row for row in merged if (step := _step(row)) is None or step < first] + rows
-    return merged
-
-
-def _step(row: Mapping[str, Any]) -> float | None:
-    step = row.get("step")
-    return step if isinstance(step, (int, float)) and not isinstance(step, bool) else None
-
-
-def _rows(data: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of JSON Lines; a line that is none (the last of a killed process) is left out."""
-    rows: list[dict[str, Any]] = []
-    for line in data.splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows
+        yield from along
+    except LostContactError:
+        with contextlib.suppress(StorageError):
+            last()
+        raise
 
 
 #: What one local file was made of: [key, bytes, version or SHA-256] each. JSON, so a list.
@@ -116,6 +149,7 @@ class _Source:
     size: int
     mark: str
     sha256: str | None = None
+    modified: float = 0.0
 
     @property
     def json(self) -> list[Any]:
@@ -138,17 +172,108 @@ class _Pull:
         self.placed: set[str] = set()
         self.names: list[str] = []
         self.refused: list[str] = []
+        self.missing: list[str] = []
         self.origin = f"{store.url}/{self.run}"
         self.known: dict[str, dict[str, Any]] = {}
+        self.digests = Digests(folder)
+        self.sure: dict[str, list[int]] = {}  # how the files look that this process has put here or read
+        self.saved = time.monotonic()
         self._take_over()
+
+    def once(self, wanted: Mapping[str, Sequence[str]], *, strict: bool = False) -> PullReport:
+        """Bring what is new now. ``strict``: a checkpoint that was asked for must be there, or nothing comes."""
+        self.placed, self.names, self.refused, self.missing = set(), [], [], []
+        try:
+            if "checkpoints" in wanted:
+                self.checkpoints(wanted["checkpoints"], strict=strict)
+            for word, bring in (("artifacts", self.artifacts), ("logs", self.logs), ("metrics", self.metrics)):
+                if word in wanted:
+                    bring()
+            self.records()
+        except FileNotFoundError as exc:
+            raise StorageError(f"{exc.filename or exc} went away while it was pulled; pull again") from exc
+        finally:
+            self.remember()
+        return self.report()
 
     # ---------------------------------------------------------------------------------------------------- what to pull
 
-    def checkpoints(self) -> None:
-        newest = {item.name: item for item in self.store.checkpoints(self.run.removeprefix("runs/"))}
+    def checkpoints(self, choices: Sequence[str], *, strict: bool) -> None:
+        run_id = self.run.removeprefix("runs/")
+        mirrored, written = self.store.checkpoints(run_id), self.store.direct(run_id)
+        pointers = self.store.pointers(run_id)
+        tidy(self.folder / "checkpoints", {item.name for item in [*mirrored, *written]})
+        wanted = self._wanted(choices, mirrored, written, pointers)
+        if strict and self.missing:
+            there = ", ".join(dict.fromkeys(item.name for item in [*mirrored, *written])) or "none complete yet"
+            raise NotFoundError(f"no checkpoint is {' or '.join(self.missing)}; there are: {there}", field="what")
+        newest = {item.name: item for item in mirrored if item.name in wanted}
+        direct = {item.name: item for item in written if item.name in wanted}
+        merged = {name: _merge_nodes(item) for name, item in newest.items()}
+        self._expect(*[(f"checkpoints/{path}", source) for some in merged.values() for path, source in some.items()])
         for name, item in newest.items():
-            self._checkpoint(name, _merge_nodes(item))
+            if name in direct and direct[name].saved > item.saved:
+                continue
+            try:
+                self._checkpoint(name, merged[name])
+            except FileNotFoundError:
+                if item in self.store.checkpoints(run_id):
+                    raise
+                tidy(self.folder / "checkpoints", {item.name for item in self.store.checkpoints(run_id)})
+                continue  # the run has removed it meanwhile: it keeps newer ones
             self.names.append(name)
+        for name in sorted(direct.keys() - set(self.names)):
+            if self._direct(name):
+                self.names.append(name)
+        for name, target in pointers.items():
+            if target in self.names and name not in self.names and safe(name):
+                text = f"{target}\n".encode()
+                mark = hashlib.sha256(text).hexdigest()
+                source = _Source(key=f"{self.run}/live/pointers", size=len(text), mark=mark, sha256=mark)
+                if not self._fresh(f"checkpoints/{name}", [source]):
+                    self._write(f"checkpoints/{name}", text, [source])
+
+    def _wanted(
+        self,
+        choices: Sequence[str],
+        mirrored: Sequence[Checkpoint],
+        direct: Sequence[Checkpoint],
+        pointers: Mapping[str, str],
+    ) -> set[str]:
+        """The names of the checkpoints that ``choices`` mean."""
+        there = {item.name: item for item in sorted([*mirrored, *direct], key=lambda item: item.saved)}
+        wanted: set[str] = set()
+        for choice in dict.fromkeys(choices):
+            if choice == "all":
+                wanted |= set(there)
+                continue
+            if choice == "latest":
+                newest = newest_of(mirrored, direct)
+                found = [newest.name] if newest is not None else []
+            elif choice == "best":
+                pointed = [pointers[name] for name in pointers if _BEST.fullmatch(name) and pointers[name] in there]
+                found = pointed or [name for name in there if _BEST.fullmatch(name)][-1:]
+            else:
+                found = [name for name, item in there.items() if item.step == int(choice.partition("=")[2])]
+            wanted |= set(found)
+            self.missing += [] if found else [choice]
+        return wanted
+
+    def _direct(self, name: str) -> bool:
+        """Fetch what the script wrote to the store by itself, whole and of one version; False when there is none.
+
+        It may be written over at any moment, and nobody has its digests: it counts if it is the same before and after.
+        """
+        for _ in range(TRIES):
+            found = self._below(f"checkpoints/{name}")
+            times = {path: source.modified for path, source in found}
+            if METADATA not in times or newer_than_metadata(times):
+                return False
+            parts = {f"{name}/{path}": source for path, source in found}
+            with contextlib.suppress(FileNotFoundError):
+                self._checkpoint(name, parts, still=lambda: self._below(f"checkpoints/{name}") == found)  # noqa: B023
+                return True
+        return False
 
     def artifacts(self) -> None:
         groups: dict[str, list[tuple[int, _Source]]] = {}
@@ -156,8 +281,11 @@ class _Pull:
             match = _NODE.fullmatch(name)
             node, path = (int(match[1]), match[2]) if match else (-1, name)
             groups.setdefault(path, []).append((node, source))
+        native = self._below("native")
+        self._expect(*[(f"native/{name}", source) for name, source in native])
+        self._expect(*[(f"artifacts/{path}", source) for path, some in groups.items() for _, source in some[:1]])
         parallel(lambda path: self._artifact(path, sorted(groups[path], key=lambda pair: pair[0])), list(groups))
-        parallel(lambda pair: self._fetch(f"native/{pair[0]}", pair[1]), self._below("native"))
+        parallel(lambda pair: self._fetch_growing(f"native/{pair[0]}", pair[1]), native)
 
     def logs(self) -> None:
         groups: dict[str, list[tuple[int, _Source]]] = {}
@@ -179,7 +307,7 @@ class _Pull:
             return
         attempts: dict[tuple[int, ...], list[dict[str, Any]]] = {}
         for (*attempt, _node), source in found:
-            attempts.setdefault(tuple(attempt), []).extend(_rows(self._read(source)))
+            attempts.setdefault(tuple(attempt), []).extend(json_rows(self._read(source)))
         text = "".join(json.dumps(row) + "\n" for row in merge_metrics(attempts.values()))
         self._write("metrics.jsonl", text.encode(), sources)
 
@@ -202,43 +330,81 @@ class _Pull:
         for key, entry in self.files.entries(root).items():
             name = key[len(root) + 1 :]
             if safe(name):
-                found.append((name, _Source(key=key, size=entry.size, mark=entry.version)))
+                found.append((name, _Source(key=key, size=entry.size, mark=entry.version, modified=entry.modified)))
             else:
                 self.refused.append(key)
         return found
 
-    def _checkpoint(self, name: str, parts: Mapping[str, _Source]) -> None:
-        """Fetch one checkpoint: below a name of its own while it is new, then under its right one."""
-        final, folder = f"checkpoints/{name}", f"checkpoints/{_PARTIAL}{name}"
-        new = not os.path.lexists(inside(self.folder, final))
+    def _checkpoint(self, name: str, parts: Mapping[str, _Source], still: Callable[[], bool] = lambda: True) -> None:
+        """Fetch one checkpoint; a folder is put together aside, and takes its place when it is whole (`swap`).
 
-        def place(path: str) -> str:
-            return folder + path[len(name) :] if new and path.startswith(f"{name}/") else f"checkpoints/{path}"
+        What is right already is taken along, and what no pull has put there. `FileNotFoundError` when it is not there
+        any more; ``still`` says at the end whether it is what it was.
+        """
+        final = f"checkpoints/{name}"
+        targets = {path: inside(self.folder, f"checkpoints/{path}") for path in parts}
+        tree = [path for path in parts if path.startswith(f"{name}/")]
+        here = {path for path in tree if self._right(f"checkpoints/{path}", parts[path])}
+        before = {
+            path for path in self.known if path.startswith(f"{final}/") and path[len("checkpoints/") :] not in parts
+        }
+        stale = {path for path in before if self._intact(path)}
+        if tree and (len(here) < len(tree) or stale):
+            place = inside(self.folder, final)
+            beside = {path: aside(place) / path[len(name) + 1 :] for path in tree}
+            ours = {targets[path] for path in tree} | {inside(self.folder, path) for path in stale}
+            theirs = [path for path in below(place) if path not in ours]
+            # What has no digest is nobody knows which version's.
+            prune(aside(place), {beside[path] for path in tree if parts[path].sha256 is not None})
+            for path in here:
+                take(targets[path], beside[path])
+            bring = [path for path in tree if path not in here]
+            got = dict(zip(bring, parallel(lambda path: self._bring(beside[path], parts[path]), bring), strict=True))
+            if not still():
+                discard(aside(place))
+                raise FileNotFoundError(name)
+            for item in theirs:
+                if not os.path.lexists(target := aside(place) / item.relative_to(place)):
+                    take(item, target)
+            swap(place)
+            for path, digest in got.items():
+                self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
+        parallel(
+            lambda path: self._fetch(f"checkpoints/{path}", parts[path]), [path for path in parts if path not in tree]
+        )
+        for path in tree:
+            self._trust(f"checkpoints/{path}")
+        with self.lock:
+            for path in before:
+                self.known.pop(path, None)
+                self.placed.discard(path)
 
-        for path in parts:
-            inside(self.folder, place(path))
-        before = {path for path in self.known if path.startswith(final + "/")}
-        parallel(lambda path: self._fetch(place(path), parts[path], f"checkpoints/{path}"), list(parts))
-        if new and inside(self.folder, folder).is_dir():
-            os.replace(inside(self.folder, folder), inside(self.folder, final))
-        for stale in before - {f"checkpoints/{path}" for path in parts}:
-            self._drop(stale)
+    def _right(self, path: str, source: _Source) -> bool:
+        """Whether the file is here as ``source`` is, and remembered as such from now on."""
+        if self._fresh(path, [source]):
+            return True
+        if source.sha256 is None or not self._already(inside(self.folder, path), source):
+            return False
+        self._remember(path, [source], source.sha256, source.size)
+        return True
 
     def _artifact(self, path: str, versions: Sequence[tuple[int, _Source]]) -> None:
         """Fetch one path of all nodes; the same content is kept once."""
         first = f"artifacts/{path}"
         same = self.known.get(first, {}).get("same", [])  # sources that were found equal, and to which digest
-        self._fetch(first, versions[0][1])
+        if not self._fetch_growing(first, versions[0][1]):
+            return
         kept = self.known[first]
-        kept["same"] = same
+        with self.lock:
+            kept["same"] = same
         for node, source in versions[1:]:
             if [*source.json, kept["sha256"]] in same:
                 continue
             other = f"artifacts/node-{node}/{path}"
-            self._fetch(other, source)
-            if self.known[other]["sha256"] == kept["sha256"]:
+            if self._fetch_growing(other, source) and self.known[other]["sha256"] == kept["sha256"]:
                 self._drop(other)
-                same.append([*source.json, kept["sha256"]])
+                with self.lock:
+                    same.append([*source.json, kept["sha256"]])
 
     def _log(self, path: str, segments: Sequence[_Source]) -> None:
         """Join the segments; those that have not changed since the last pull are taken from the local file."""
@@ -255,20 +421,40 @@ class _Pull:
         read = [_Source(key=s.key, size=len(d), mark=s.mark) for s, d in zip(segments[same:], pieces, strict=True)]
         self._write(path, head + b"".join(pieces), [*segments[:same], *read])
 
-    def _fetch(self, place: str, source: _Source, path: str | None = None) -> None:
-        """Bring one file to ``place``; it is remembered as ``path``, where it will end up."""
-        path = path or place
-        target = inside(self.folder, place)
-        if place == path and self._fresh(path, [source]):
-            return
+    def _fetch(self, path: str, source: _Source) -> None:
+        if not self._fresh(path, [source]):
+            self._remember(path, [source], self._bring(inside(self.folder, path), source), source.size)
+            self._trust(path)
+
+    def _bring(self, target: Path, source: _Source) -> str:
+        """Fetch one file, unless it is there already; its digest."""
         if not self._already(target, source):
             self.files.download(source.key, target, sha256=source.sha256, size=source.size, progress=self._count)
-        self._remember(path, [source], source.sha256 or sha256_file(target), source.size)
+        return source.sha256 or self.digests.of(target)
+
+    def _fetch_growing(self, path: str, source: _Source) -> bool:
+        """`_fetch` of what may be written anew at any moment: then as it is by now, and it is looked at again.
+
+        False when it is gone.
+        """
+        target = inside(self.folder, path)
+        try:
+            try:
+                self._fetch(path, source)
+                return True
+            except DigestError:
+                self.files.download(source.key, target, progress=self._count)
+        except FileNotFoundError:
+            return False
+        again = _Source(key=source.key, size=target.stat().st_size, mark="")
+        self._remember(path, [again], self.digests.of(target), again.size)
+        self._trust(path)
+        return True
 
     def _already(self, target: Path, source: _Source) -> bool:
         if source.sha256 is None or target.is_symlink() or not target.is_file():
             return False
-        return target.stat().st_size == source.size and sha256_file(target) == source.sha256
+        return target.stat().st_size == source.size and self.digests.of(target) == source.sha256
 
     def _read(self, source: _Source) -> bytes:
         data = self.files.read(source.key)
@@ -279,6 +465,7 @@ class _Pull:
         inside(self.folder, path)
         self.out.write(path, data)
         self._remember(path, sources, hashlib.sha256(data).hexdigest(), len(data))
+        self._trust(path)
 
     def _drop(self, path: str) -> None:
         """Remove a file that an earlier pull brought, unless somebody changed it."""
@@ -300,9 +487,26 @@ class _Pull:
         known, target = self.known.get(path), inside(self.folder, path)
         if known is None or target.is_symlink() or not target.is_file():
             return False
-        return bool(target.stat().st_size == known["size"] and sha256_file(target) == known["sha256"])
+        status = target.stat()
+        if self.sure.get(path) == looks(status):
+            return True
+        if status.st_size != known["size"] or self.digests.of(target) != known["sha256"]:
+            return False
+        self.sure[path] = looks(status)
+        return True
+
+    def _trust(self, path: str) -> None:
+        """What has just come is what is remembered of it, as long as it looks so."""
+        target = inside(self.folder, path)
+        if target.is_file() and not target.is_symlink():
+            self.sure[path] = looks(target.stat())
 
     # --------------------------------------------------------------------------------------------------------- memory
+
+    def _expect(self, *found: tuple[str, _Source]) -> None:
+        """Tell the progress what will probably be fetched: what is not remembered as it is."""
+        known = {path: item["sources"] for path, item in self.known.items()}
+        expect(self.progress, [source.size for path, source in found if known.get(path) != [source.json]])
 
     def _count(self, key: str, more: int) -> None:
         with self.lock:
@@ -314,6 +518,8 @@ class _Pull:
         with self.lock:
             self.known[path] = {"sources": [source.json for source in sources], "sha256": sha256, "size": size}
             self.placed.add(path)
+            if time.monotonic() - self.saved >= _SAVED:
+                self._save()
 
     def _take_over(self) -> None:
         """Make the folder ours. `SpecError` when it holds somebody's own files under the names that we would write.
@@ -351,7 +557,13 @@ class _Pull:
 
     def remember(self) -> None:
         """Write down what is here, also after a failure: what did arrive is not fetched again."""
+        with self.lock:
+            self._save()
+        self.digests.keep()
+
+    def _save(self) -> None:
         self.out.write(_STATE, to_json({"run": self.origin, "files": self.known}))
+        self.saved = time.monotonic()
 
     def report(self) -> PullReport:
         """What this pull found or made right."""
@@ -361,6 +573,8 @@ class _Pull:
             transferred=self.moved,
             checkpoints=tuple(self.names),
             refused=tuple(self.refused),
+            mover=self.files.mover,
+            missing=tuple(self.missing),
         )
 
 

@@ -1,23 +1,27 @@
-"""Everything that is not a local folder, by fsspec: retries, and the one table of what back ends raise."""
+"""Files of every URL that is no local folder: which library moves them, retries, creation, whole files on this disk."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
 import os
-import random
+import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from .errors import AuthError, CloudtrainError, SpecError, StorageError
+from .access import Unproven, find_access
+from .errors import CloudtrainError, SpecError, StorageError
+from .faults import Retries, TransientError, classify, translate
+from .filesystem import FsspecMover
 from .transfer import (
     Entry,
+    Moving,
     Names,
     Progress,
+    Storage,
     Trees,
     disk_errors,
     parts_of,
@@ -27,277 +31,245 @@ from .transfer import (
 )
 from .values import url_scheme
 
-__all__ = ["FsspecFiles", "classify"]
+__all__ = ["Mover", "RemoteFiles"]
 
 R = TypeVar("R")
 
-#: The one error table: a kind, the HTTP statuses and the exception names (of any base class) that mean it. By name,
-#: because the back ends' packages may not be installed and must not be imported to find out.
-_TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
-    ("missing", frozenset({404, 410}), frozenset({"FileNotFoundError", "ResourceNotFoundError"})),
-    ("taken", frozenset({409, 412}), frozenset({"FileExistsError", "ResourceExistsError", "ResourceModifiedError"})),
-    (
-        "transient",
-        frozenset({408, 425, 429, 500, 502, 503, 504}),
-        frozenset(
-            {
-                # the standard library, fsspec, requests
-                "ConnectionError", "TimeoutError", "FSTimeoutError", "IncompleteRead", "Timeout",
-                "ChunkedEncodingError",
-                # botocore
-                "HTTPClientError", "IncompleteReadError", "ResponseParserError", "ResponseStreamingError",
-                # aiohttp
-                "ClientConnectionError", "ClientPayloadError",
-                # azure-core
-                "ServiceRequestError", "ServiceResponseError",
-                # google-auth, gcsfs
-                "TransportError", "ChecksumError",
-            }
-        ),
-    ),
-    (
-        "auth",
-        frozenset({401, 403, 407}),
-        frozenset(
-            {
-                "PermissionError",
-                # botocore
-                "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
-                "SSOError", "ProfileNotFound", "NoAuthTokenError",
-                # azure-core, azure-identity
-                "ClientAuthenticationError", "CredentialUnavailableError",
-                # google-auth
-                "GoogleAuthError",
-            }
-        ),
-    ),
-)  # fmt: skip
-_DISK_ERRNOS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-_AUTH_WORDS = ("forbidden", "credential", "expiredtoken", "accessdenied", "unauthorized", "not authorized")
+RENEW_SECONDS = 30.0
+"""Age from which a client that is refused is made anew: credentials that have just been read are not read again."""
 #: Back ends whose copy on the server may still be under way when the call returns.
 _LAZY_COPY = frozenset({"abfs", "abfss", "az"})
-_VERSION_FIELDS = (
-    "ETag", "etag", "md5Hash", "content_md5", "generation", "VersionId", "LastModified", "last_modified", "updated",
-    "mtime", "created",
-)  # fmt: skip
 
 
-def _chain(exc: BaseException) -> Iterator[BaseException]:
-    seen: list[BaseException] = []
-    link: BaseException | None = exc
-    while link is not None and link not in seen:
-        seen.append(link)
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+class Mover(Protocol):
+    """A client library for the files below one URL. Methods raise whatever it raises; nothing is tried again but by
+    ``retries``, the patience that it takes.
+
+    Keys are checked. What is not there is FileNotFoundError.
+    """
+
+    name: str
+    retries: Retries
+
+    def read(self, key: str) -> bytes:
+        """The content."""
+
+    def write(self, key: str, data: bytes) -> None:
+        """Replace the content."""
+
+    def create(self, key: str, data: bytes, writer: str) -> None:
+        """Write what is not there yet, noting ``writer`` where that can be; FileExistsError and the like, else."""
+
+    def wrote(self, key: str, writer: str) -> bool:
+        """Whether ``writer`` is noted to have created it."""
+
+    def size(self, key: str) -> int | None:
+        """Bytes; None of what is no file."""
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        """Every file below ``prefix``, perhaps others too, by key. Only a bucket can be missing."""
+
+    def names(self, prefix: str) -> Names:
+        """Keys of files and folders immediately below ``prefix``, perhaps others too. Only a bucket can be missing."""
+
+    def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
+        """Store the local file of ``size`` bytes; ``report`` takes how many have moved in all."""
+
+    def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
+        """Fill the new file ``temp``; ``size`` is a promise."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy on the server."""
+
+    def remove(self, prefix: str) -> None:
+        """Remove the file or folder."""
 
 
-def _status(exc: BaseException) -> int | None:
-    """The HTTP status that an exception of any of the client libraries carries."""
-    response = getattr(exc, "response", None)
-    if isinstance(response, Mapping):
-        status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return status if isinstance(status, int) else None
-    for name in ("status_code", "status", "code"):
-        value = getattr(exc, name, None)
-        if str(value).isdigit() and 100 <= int(str(value)) < 600:
-            return int(str(value))
-    return None
+class _Opened(NamedTuple):
+    pid: int
+    mover: Mover
+    since: float
 
 
-def classify(exc: BaseException) -> str:
-    """What an exception of any back end means: missing, taken, transient, auth, disk or other."""
-    for link in _chain(exc):
-        if isinstance(link, OSError) and (
-            link.errno in _DISK_ERRNOS or (isinstance(link, PermissionError) and link.filename)
-        ):
-            return "disk"
-        names = {base.__name__ for base in type(link).__mro__}
-        status = _status(link)
-        for kind, statuses, classes in _TABLE:
-            if status in statuses or names & classes:
-                return kind
-    text = str(exc).lower()
-    return "auth" if any(word in text for word in _AUTH_WORDS) else "other"
+class RemoteFiles(Trees):
+    """`Files` of any URL but a local folder's. ``storage`` gives fsspec's options.
 
-
-def _translate(exc: BaseException, where: str) -> Exception:
-    """The exception to raise for ``exc``: one line, of cloudtrain's tree, or builtin for what is an answer."""
-    reason = " ".join(str(exc).split())[:400] or type(exc).__name__
-    kind = classify(exc)
-    if kind == "missing":
-        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where)
-    if kind == "taken":
-        return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where)
-    if kind == "auth":
-        return AuthError(f"{where}: no access: {reason}")
-    if kind == "disk" and isinstance(exc, OSError):
-        return StorageError(f"{exc.filename or where}: {exc.strerror or reason}")
-    return StorageError(f"{where}: {reason}")
-
-
-def _open(url: str) -> tuple[Any, str]:
-    """The fsspec file system of ``url`` and the root path in it. `SpecError` when its package is not installed."""
-    scheme = url_scheme(url)
-    if os.environ.get("STORAGE_EMULATOR_HOST"):
-        # gcsfs's probe of the bucket's type speaks gRPC over TLS, which no emulator answers: 60 s an operation.
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    try:
-        import fsspec.core
-        from fsspec.registry import get_filesystem_class, known_implementations
-    except ImportError as exc:
-        raise SpecError(f"{scheme}: URLs need fsspec; pip install fsspec ({exc})", field="store") from exc
-    package = str(known_implementations.get(scheme, {}).get("class", "")).split(".")[0]
-    logging.getLogger(package or scheme).addHandler(logging.NullHandler())  # they print tracebacks of what they raise
-    try:
-        get_filesystem_class(scheme)
-    except ImportError as exc:
-        raise SpecError(f"{exc}: pip install {package} ({exc.__cause__})", field="store") from exc
-    except ValueError as exc:
-        raise SpecError(f"no file system is known for {scheme}: URLs", field="store") from exc
-    # Another machine writes to the same store: a listing that is remembered is wrong. A remembered instance keeps
-    # credentials that have expired.
-    fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
-    return fs, str(root).rstrip("/")
-
-
-class FsspecFiles(Trees):
-    """`Files` of any URL that fsspec reaches. ``tries`` counts the first; ``sleep`` takes seconds."""
+    It is asked again when access is refused to a client that has some age: what it had to show may have expired, or
+    been replaced. ``given`` is used as it is, whatever happens.
+    """
 
     def __init__(
-        self, *, url: str, fs: Any = None, tries: int = 4, sleep: Callable[[float], None] = time.sleep
+        self,
+        *,
+        url: str,
+        storage: Storage | None = None,
+        moving: Moving = Moving(),  # noqa: B008 - it is frozen
+        given: Mover | None = None,
+        retries: Retries | None = None,
     ) -> None:
         self._url = url
-        self._tries = tries
-        self._sleep = sleep
-        self._given = fs
-        self._opened: tuple[int, Any, str] | None = None
+        self._storage = storage
+        self._moving = moving
+        self._given = given
+        self._retries = retries
+        self._opened: _Opened | None = None
+        #: By process: a child may be forked while another thread holds its parent's.
+        self._locks: dict[int, threading.Lock] = {}
 
     @property
     def url(self) -> str:
         return self._url
 
-    def _fs(self) -> Any:
-        return self._open()[1]
+    @property
+    def mover(self) -> str:
+        return self._open().mover.name
 
-    def _open(self) -> tuple[int, Any, str]:
-        if self._opened is None or self._opened[0] != os.getpid():  # a client does not survive a fork
+    def _lock(self) -> threading.Lock:
+        return self._locks.setdefault(os.getpid(), threading.Lock())
+
+    def _open(self) -> _Opened:
+        opened = self._opened
+        if opened is None or opened.pid != os.getpid():  # a client does not survive a fork
+            with self._lock():
+                opened = self._opened
+                if opened is None or opened.pid != os.getpid():
+                    opened = self._opened = _Opened(os.getpid(), self._made(), time.monotonic())
+        return opened
+
+    def _made(self) -> Mover:
+        try:
+            return self._given or self._choose(self._storage(self._url) if self._storage else {})
+        except CloudtrainError:
+            raise
+        except Exception as exc:  # back ends raise anything; the table sorts it
+            raise translate(exc, self._url) from exc
+
+    def _choose(self, options: Mapping[str, Any]) -> Mover:
+        """obstore where it is there and known to be let in by the same credentials as fsspec, else fsspec."""
+        moving, scheme = self._moving, url_scheme(self._url)
+        if moving.sse and scheme not in ("s3", "s3a"):
+            raise SpecError(f"only a store in S3 is told how to encrypt, not {scheme}:", field="sse")
+        if moving.mover != "fsspec":
+            from .objects import TRIES, ObstoreMover, check_usable
+
             try:
-                if self._given is not None:
-                    fs, root = self._given, str(self._given._strip_protocol(self._url)).rstrip("/")
-                else:
-                    fs, root = _open(self._url)
-            except CloudtrainError:
-                raise
-            except Exception as exc:  # back ends raise anything; the table sorts it
-                raise _translate(exc, self._url) from exc
-            self._opened = (os.getpid(), fs, root)
-        return self._opened
+                access = find_access(self._url, options, os.environ, moving=moving)
+                check_usable()
+                return ObstoreMover(url=self._url, access=access, retries=self._retries or Retries(tries=TRIES))
+            except Unproven as exc:
+                if moving.mover == "obstore" and exc.demanded:
+                    raise SpecError(f"obstore does not move {self._url}: {exc}", field="mover") from exc
+        return FsspecMover.open(self._url, options, moving=moving, retries=self._retries or Retries())
 
-    def _at(self, key: str) -> str:
-        return "/".join([self._open()[2], *parts_of(key)])
+    def _call(self, key: str, work: Callable[[Mover], R], *, again: bool = True) -> R:
+        """``work(mover)`` with its `Retries`; what it raises goes through the table."""
+        opened = [self._open()]
 
-    def _call(self, key: str, work: Callable[..., R], *args: Any, **options: Any) -> R:
-        """``work(...)``, again after a transient failure; what it raises goes through the table."""
-        for left in range(self._tries - 1, -1, -1):
+        def attempt() -> R:
+            opened[:] = [self._open()]
             try:
-                return work(*args, **options)
-            except (CloudtrainError, TypeError, AttributeError):
-                raise
-            except Exception as exc:  # back ends raise anything; the table sorts it
-                if classify(exc) != "transient" or not left:
-                    raise _translate(exc, f"{self._url}/{key}".rstrip("/")) from exc
-                self._pause(self._tries - 1 - left)
-        raise AssertionError("unreachable")
+                return work(opened[0].mover)
+            except Unproven:
+                if not self._leaves(opened[0]):
+                    raise
+                opened[:] = [self._open()]
+                return work(opened[0].mover)
 
-    def _pause(self, number: int) -> None:
-        self._sleep(min(10.0, 0.5 * 2**number) * random.uniform(0.5, 1.5))
+        return opened[0].mover.retries(
+            f"{self._url}/{key}".rstrip("/"), attempt, again=again, renews=lambda exc: self._renews(opened[0], exc)
+        )
+
+    def _leaves(self, opened: _Opened) -> bool:
+        """Whether fsspec goes on with what the mover of ``opened`` cannot do."""
+        if self._given is not None or self._moving.mover == "obstore":
+            return False
+        with self._lock():
+            if self._opened is opened:  # else another thread has been here
+                self._moving = self._moving._replace(mover="fsspec")
+                self._opened = None
+        return True
+
+    def _renews(self, opened: _Opened, exc: Exception) -> bool:
+        """Whether a client made anew may do what raised ``exc``: credentials expire."""
+        if self._given is not None or classify(exc) != "auth":
+            return False
+        with self._lock():
+            if self._opened is opened:  # else another thread has been here
+                if time.monotonic() - opened.since < RENEW_SECONDS:
+                    return False
+                self._opened = None
+        return True
 
     @contextlib.contextmanager
     def _bucket(self) -> Iterator[None]:
-        """While writing, nothing is missing but the bucket."""
+        """Where nothing can be missing but the bucket."""
         try:
             yield
         except FileNotFoundError as exc:
             raise StorageError(f"{self._url}: the bucket or container does not exist") from exc
 
     def read(self, key: str) -> bytes:
-        return bytes(self._call(key, self._fs().cat_file, self._at(key)))
+        parts_of(key)
+        return self._call(key, lambda mover: mover.read(key))
 
     def write(self, key: str, data: bytes) -> None:
+        parts_of(key)
         with self._bucket():
-            self._call(key, self._fs().pipe_file, self._at(key), data)
+            self._call(key, lambda mover: mover.write(key, data))
 
     def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
-        for number in range(self._tries):
+        parts_of(key)
+        writer = secrets.token_hex(16)
+        unanswered: TransientError | None = None
+        retries = self._open().mover.retries
+        for number in range(retries.tries + 1):
             # Also before the first try: some servers ignore the condition, and overwrite.
             if self.exists(key):
-                return False
+                return number > 0 and self._call(key, lambda mover: mover.wrote(key, writer))
+            if number == retries.tries:
+                break
             try:
                 with self._bucket():
-                    self._call(key, self._fs().pipe_file, self._at(key), data, mode="create")
+                    self._call(key, lambda mover: mover.create(key, data, writer), again=False)
                 return True
+            except TransientError as exc:  # it may have been created all the same: look, then try again
+                unanswered = exc
             except FileExistsError:
                 # 412 is an object; 409 is another creator under way, who may yet fail: look, then try again.
                 if self.exists(key):
-                    return False
-                self._pause(number)
-        raise StorageError(f"{self._url}/{key}: other writers stay in the way")
+                    return number > 0 and self._call(key, lambda mover: mover.wrote(key, writer))
+            retries.pause(number)
+        raise unanswered or StorageError(f"{self._url}/{key}: other writers stay in the way")
 
     def size(self, key: str) -> int | None:
+        parts_of(key)
         try:
-            info = self._call(key, self._fs().info, self._at(key))
+            return self._call(key, lambda mover: mover.size(key))
         except FileNotFoundError:
             return None
-        return int(info["size"]) if info.get("type") == "file" else None
 
     def entries(self, prefix: str = "") -> dict[str, Entry]:
-        try:
-            found = self._call(prefix, self._fs().find, self._at(prefix), detail=True)
-        except FileNotFoundError:
-            found = {}
-        if not found:
-            self._check_bucket()
-        if not isinstance(found, Mapping):  # adlfs answers a list when the path is itself a file
-            return {}
+        parts_of(prefix)
+        with self._bucket():
+            found = self._call(prefix, lambda mover: mover.entries(prefix))
         below = f"{prefix}/" if prefix else ""
-        entries = {
-            self._key(name): Entry(int(info["size"] or 0), _version(info))
-            for name, info in found.items()
-            if info.get("type") == "file" and not name.endswith("/")
-        }
-        return {key: entries[key] for key in sorted(entries) if key.startswith(below) and key != below}
-
-    def _key(self, path: str) -> str:
-        root = self._open()[2]
-        return path[len(root) + 1 :] if path.startswith(root + "/") else path.lstrip("/")
+        return {key: found[key] for key in sorted(found) if key.startswith(below) and key != below}
 
     def names(self, prefix: str = "") -> Names:
-        try:
-            found = self._call(prefix, self._fs().ls, self._at(prefix), detail=False)
-        except (FileNotFoundError, NotADirectoryError):
-            self._check_bucket()
-            return []
+        parts_of(prefix)
+        with self._bucket():
+            found = self._call(prefix, lambda mover: mover.names(prefix))
         below = f"{prefix}/" if prefix else ""
-        keys = [self._key(path).rstrip("/") for path in found]
-        return sorted({key[len(below) :] for key in keys if key.startswith(below)} - {""})
-
-    def _check_bucket(self) -> None:
-        """A folder that is not there is empty; a bucket that is not there is a mistake."""
-        root = self._open()[2]
-        if root.startswith("/"):
-            return  # a file system of paths, without buckets
-        bucket = root.split("/")[0]
-        with contextlib.suppress(AuthError):  # may list this folder, not the bucket
-            if not self._call("", self._fs().exists, bucket):
-                raise StorageError(f"{self._url}: the bucket or container does not exist")
+        return sorted({key[len(below) :] for key in found if key.startswith(below)} - {""})
 
     def upload(self, path: Path, key: str, *, progress: Progress | None = None) -> None:
+        parts_of(key)
         with disk_errors(path):
             size = path.stat().st_size
         with self._bucket():
-            meter = _meter(progress, key, size)
-            self._call(key, self._fs().put_file, str(path), self._at(key), callback=meter)
-            meter.finish()
+            meter = _Meter(progress, key, size)
+            self._call(key, lambda mover: mover.upload(path, key, size, meter))
+            meter(size)
 
     def download(
         self,
@@ -308,18 +280,21 @@ class FsspecFiles(Trees):
         size: int | None = None,
         progress: Progress | None = None,
     ) -> None:
-        meter = _meter(progress, key, size)
-        self._call(key, self._fetch, key, path, sha256, size, meter)
+        parts_of(key)
+        meter = _Meter(progress, key, size)
+        self._call(key, lambda mover: self._fetch(mover, key, path, sha256, size, meter))
 
-    def _fetch(self, key: str, path: Path, sha256: str | None, size: int | None, meter: Any) -> None:
+    def _fetch(
+        self, mover: Mover, key: str, path: Path, sha256: str | None, size: int | None, meter: Callable[[int], None]
+    ) -> None:
         # A new temporary file each time: the parallel parts of a try that failed may still be writing to the last one.
         with contextlib.ExitStack() as stack:
             with disk_errors(path):
                 temp = stack.enter_context(temp_file(path))
-            self._fs().get_file(self._at(key), str(temp), callback=meter)
+            mover.fetch(key, temp, size, meter)
             with disk_errors(path):
                 verify(temp, key, sha256, size)
-                meter.finish(temp.stat().st_size)
+                meter(temp.stat().st_size)
                 settle(temp, path)
 
     @property
@@ -327,8 +302,10 @@ class FsspecFiles(Trees):
         return url_scheme(self._url) not in _LAZY_COPY
 
     def copy(self, source: str, target: str) -> None:
+        parts_of(source)
+        parts_of(target)
         if self.copies:
-            self._call(source, self._fs().cp_file, self._at(source), self._at(target))
+            self._call(source, lambda mover: mover.copy(source, target))
             return
         with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
             path = Path(folder, "copy")
@@ -338,31 +315,24 @@ class FsspecFiles(Trees):
     def remove(self, prefix: str) -> None:
         if not prefix:
             raise StorageError(f"{self._url}: the whole store is not removed")
+        parts_of(prefix)
         with contextlib.suppress(FileNotFoundError):
-            self._call(prefix, self._fs().rm, self._at(prefix), recursive=True)
+            self._call(prefix, lambda mover: mover.remove(prefix))
 
 
-def _version(info: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={info[name]}" for name in _VERSION_FIELDS if info.get(name))
+class _Meter:
+    """Reports each byte once, whatever is retried. Called with how many have moved in all, from several threads."""
 
+    def __init__(self, progress: Progress | None, key: str, size: int | None) -> None:
+        self._progress, self._key, self._size = progress, key, size
+        self._told = 0
+        self._lock = threading.Lock()
 
-def _meter(progress: Progress | None, key: str, size: int | None) -> Any:
-    """An fsspec callback that reports each byte once, whatever is retried; ``finish`` reports the rest."""
-    from fsspec.callbacks import Callback
-
-    class Meter(Callback):  # type: ignore[misc]
-        told = 0
-
-        def call(self, hook_name: str | None = None, **_: Any) -> None:
-            self._tell(self.value)
-
-        def finish(self, total: int | None = None) -> None:
-            self._tell(total if total is not None else size or 0)
-
-        def _tell(self, value: int) -> None:
-            more = (value if size is None else min(value, size)) - self.told
-            if progress and more > 0:
-                self.told += more
-                progress(key, more)
-
-    return Meter()
+    def __call__(self, total: int) -> None:
+        if self._progress is None:
+            return
+        with self._lock:
+            more = (total if self._size is None else min(total, self._size)) - self._told
+            if more > 0:
+                self._told += more
+                self._progress(self._key, more)

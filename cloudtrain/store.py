@@ -10,7 +10,6 @@ Every method that touches the store raises `AuthError` and `StorageError`, as `t
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -21,11 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .digests import LocalTree, TreeFile, hash_tree, still
 from .errors import DigestError, NotFoundError, SpecError, StorageError
-from .job import Input, Job, check_run_id
+from .job import Input, Job, check_run_id, is_run_id
+from .lease import announce, withdraw
 from .provider import Layout, LayoutInput, Request
-from .transfer import Progress, files, local_path, normalize, parallel, sha256_file, walk
-from .values import nearest, url_scheme
+from .transfer import Entry, Moving, Progress, Storage, files, local_path, normalize, parallel, safe
+from .values import METADATA, nearest, newer_than_metadata, step_of, training_states, url_scheme
 
 __all__ = [
     "Checkpoint",
@@ -33,6 +34,8 @@ __all__ = [
     "Staged",
     "Store",
     "TreeFile",
+    "expect",
+    "newest_of",
     "numbers_of",
     "run_folder",
     "to_json",
@@ -40,6 +43,8 @@ __all__ = [
 
 
 _PROTOCOL = 1
+_STAGING = 5 * 86400.0
+"""Seconds from an announcement to run.json: well below those for which it counts."""
 _TOKEN = "created_by"
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
 _ATTEMPT = re.compile(r"(\d+)\.(\d+)")
@@ -47,42 +52,21 @@ _COMMIT = re.compile(r"([^/]+)/(\d+\.\d+)-(\d+)/commit\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeFile:
-    """One file of a `LocalTree`: path relative to it, bytes, SHA-256, and the time of its last change when hashed."""
-
-    path: str
-    size: int
-    sha256: str
-    mtime_ns: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalTree:
-    """Local data to upload: files below ``path``. ``digest`` covers their relative paths, sizes and contents."""
-
-    path: Path
-    digest: str
-    files: tuple[TreeFile, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(item.size for item in self.files)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Bytes that `Store.stage` had to upload; copies inside the store count nothing."""
+    """Bytes that `Store.stage` had to upload, and what moved them; copies inside the store count nothing."""
 
     code_bytes: int = 0
     runtime_bytes: int = 0
     data_bytes: int = 0
+    mover: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """One complete checkpoint. ``key`` is its folder in the store, ``files`` maps path to (bytes, SHA-256).
 
-    ``step`` is the last whole number in ``name``, None without one. ``committed`` is Unix seconds.
+    ``step`` is what ``name`` tells of it, None when it does not. ``saved``, when the script had written it, and
+    ``committed``, when it was complete here, are Unix seconds.
     """
 
     name: str
@@ -91,16 +75,25 @@ class Checkpoint:
     seq: int
     step: int | None
     committed: float
+    saved: float
     files: Mapping[str, tuple[int, str]]
     bytes: int
 
 
 class Store:
-    """The store at ``url``, a path or any fsspec URL. Opens nothing until asked."""
+    """The store at ``url``, a path or any fsspec URL. Opens nothing until asked; ``storage`` says as whom."""
 
-    def __init__(self, url: str, *, cwd: Path | None = None) -> None:
-        self.url = normalize(url, cwd=cwd or Path.cwd())
-        self.files = files(self.url, gitignore=True)
+    def __init__(
+        self,
+        url: str,
+        *,
+        cwd: Path | None = None,
+        storage: Storage | None = None,
+        moving: Moving = Moving(),  # noqa: B008 - it is frozen
+    ) -> None:
+        self.url, self.moving = normalize(url, cwd=cwd or Path.cwd()), moving
+        self.files = files(self.url, gitignore=True, storage=storage, moving=moving)
+        self._announced: dict[str, list[tuple[str, float]]] = {}
 
     # ------------------------------------------------------------------------------------------------ plan: no network
 
@@ -143,7 +136,7 @@ class Store:
             if "file" in schemes:
                 placed[name] = _placed(item, normalize(str(path), cwd=cwd), file)
                 continue
-            tree = _hash_tree(path, f"inputs.{name}")
+            tree = hash_tree(path, f"inputs.{name}")
             trees[tree.digest] = tree
             url = f"{self.url}/data/{tree.digest}" + (f"/{file}" if file else "")
             placed[name] = _placed(item, url, file)
@@ -159,15 +152,23 @@ class Store:
         pyz: bytes | Callable[[], bytes],
         trees: Sequence[LocalTree] = (),
         progress: Progress | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> Staged:
         """Upload what the store lacks; ``archive`` and ``pyz`` are called only then. Any number may do so at once.
 
-        `StorageError` when a data file changed since it was hashed.
+        Until `create_run` it is announced, so that nobody deletes it; ``say`` is told when that means to wait.
+        ``progress`` may have a method `expect`, which is told how many files and bytes are to come. `StorageError` when
+        a data file changed since it was hashed.
         """
+        named = [layout.code_digest, layout.runtime_digest, layout.resume or ""]
+        named += [*(tree.digest for tree in trees), *(item.url for item in layout.inputs.values())]
+        now = time.time()
+        self._announced.setdefault(layout.run_id, []).append((announce(self.files, layout.run_id, named, say=say), now))
         return Staged(
             code_bytes=self._stage(self._key(layout.code), archive, progress),
             runtime_bytes=self._stage(self._key(layout.runtime), pyz if callable(pyz) else lambda: pyz, progress),
             data_bytes=sum(self._stage_tree(tree, progress) for tree in trees),
+            mover=self.files.mover,
         )
 
     def _stage(self, key: str, content: Callable[[], bytes | Path], progress: Progress | None) -> int:
@@ -175,14 +176,18 @@ class Store:
             return 0
         data = content()
         if isinstance(data, Path):
+            expect(progress, [data.stat().st_size])
             self.files.upload(data, key, progress=progress)
             return data.stat().st_size
+        expect(progress, [len(data)])
         self.files.write(key, data)
         if progress:
             progress(key, len(data))
         return len(data)
 
     def _stage_tree(self, tree: LocalTree, progress: Progress | None) -> int:
+        if tree.known is not None:
+            tree.known.keep()
         # Manifests lie beside the trees: inside one a script would find it, and an address that starts like the
         # tree's own would be taken along by platforms that match prefixes.
         manifest = f"data/manifests/{tree.digest}.json"
@@ -190,6 +195,8 @@ class Store:
             return 0
         present = self.files.list(f"data/{tree.digest}")
         known = self._known_files() if self.files.copies else {}
+        here = [item for item in tree.files if present.get(f"data/{tree.digest}/{item.path}") != item.size]
+        expect(progress, [item.size for item in here if (item.size, item.sha256) not in known])
         moved = parallel(lambda item: self._stage_file(tree, item, present, known, progress), tree.files)
         record = {item.path: {"size": item.size, "sha256": item.sha256} for item in tree.files}
         self.files.write(manifest, to_json({"protocol": _PROTOCOL, "files": record}))
@@ -212,11 +219,14 @@ class Store:
                 return 0
         path = tree.path / item.path
         try:
-            _check_unchanged(path, item)
+            still(path, item, read=not item.read)
             self.files.upload(path, key, progress=progress)
-            _check_unchanged(path, item)
+            still(path, item)
         except (FileNotFoundError, DigestError) as exc:
             self.files.remove(key)
+            if tree.known is not None:
+                tree.known.forget(path)
+                tree.known.keep()
             raise StorageError(f"{path} changed while it was being staged; start again") from exc
         return item.size
 
@@ -234,8 +244,18 @@ class Store:
     # --------------------------------------------------------------------------------------------------------- records
 
     def create_run(self, layout: Layout, record: Mapping[str, Any]) -> bool:
-        """Write run.json; False when the run exists already, which leaves it as it is."""
-        return self._create(f"{run_folder(layout.run_id)}/run.json", record)
+        """Write run.json; False when the run exists already, which leaves it as it is.
+
+        `StorageError` when it was staged so long ago that what was announced may not be spared any more.
+        """
+        if any(time.time() - since > _STAGING for _, since in self._announced.get(layout.run_id, [])):
+            raise StorageError(
+                "it took days to stage this, so that some of it may have been removed again; start again"
+            )
+        created = self._create(f"{run_folder(layout.run_id)}/run.json", record)
+        for key, _ in self._announced.pop(layout.run_id, []):
+            withdraw(self.files, key)
+        return created
 
     def run(self, run_id: str) -> dict[str, Any]:
         """The record given to `create_run`. `NotFoundError` names the store and the nearest run."""
@@ -247,7 +267,7 @@ class Store:
 
     def runs(self) -> list[str]:
         """Run ids, sorted: those that are dated by default oldest first."""
-        return [name for name in self.files.names("runs") if _is_run_id(name)]
+        return [name for name in self.files.names("runs") if is_run_id(name)]
 
     def create_attempt(self, run: Layout | str, k: int, request: Request) -> bool:
         """Write request.json of attempt ``k``; False when somebody else starts, or started, that attempt."""
@@ -269,13 +289,50 @@ class Store:
         return sorted(int(number) for number, name in parts if name == "request.json" and number.isdigit())
 
     def write_submitted(self, run_id: str, k: int, native_id: str) -> None:
-        """Note what the platform called attempt ``k``."""
-        record = {"native_id": native_id, "time": time.time()}
-        self.files.write(f"{run_folder(run_id)}/attempts/{int(k)}/submitted.json", to_json(record))
+        """Note what the platform called attempt ``k``. Noted again, its time stays: `max_wait` counts from it."""
+        key = f"{run_folder(run_id)}/attempts/{int(k)}/submitted.json"
+        record = to_json({"native_id": native_id, "time": time.time()})
+        if not self.files.create(key, record) and (self._json(key) or {}).get("native_id") != native_id:
+            self.files.write(key, record)
 
     def submitted(self, run_id: str, k: int) -> dict[str, Any] | None:
         """``{"native_id": …, "time": …}`` of attempt ``k``, None while the platform has not accepted it."""
         return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/submitted.json")
+
+    def write_refused(self, run_id: str, k: int, *, category: str, reason: str) -> None:
+        """Note that the platform will not have attempt ``k``."""
+        record = {"category": category, "reason": reason, "time": time.time()}
+        self.files.write(f"{run_folder(run_id)}/attempts/{int(k)}/refused.json", to_json(record))
+
+    def refused(self, run_id: str, k: int) -> dict[str, Any] | None:
+        """``{"category": …, "reason": …, "time": …}`` of an attempt that the platform will not have, else None."""
+        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/refused.json")
+
+    def write_ended(self, run_id: str, k: int, record: Mapping[str, Any]) -> None:
+        """Note how attempt ``k`` failed, for whoever judges the next one."""
+        self.files.write(f"{run_folder(run_id)}/attempts/{int(k)}/ended.json", to_json(record))
+
+    def ended(self, run_id: str, k: int) -> dict[str, Any] | None:
+        """What `write_ended` was given, None when nobody has judged attempt ``k``."""
+        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/ended.json")
+
+    def waits_since(self, run_id: str, k: int, starts: int, now: float) -> float:
+        """When attempt ``k`` was first seen to wait for machines again, having started ``starts`` times: maybe now."""
+        key = f"{run_folder(run_id)}/attempts/{int(k)}/waits-{int(starts)}.json"
+        self.files.create(key, to_json({"time": now}))
+        return float((self._json(key) or {"time": now})["time"])
+
+    def expire(self, run_id: str, k: int, reason: str) -> bool:
+        """Decide that attempt ``k`` has waited for machines for too long; False when somebody else has."""
+        return self._create(f"{run_folder(run_id)}/attempts/{int(k)}/expired.json", {"reason": reason})
+
+    def expired(self, run_id: str, k: int) -> dict[str, Any] | None:
+        """``{"reason": …}`` of an attempt that waited for machines for too long, else None."""
+        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/expired.json")
+
+    def context(self, layout: Layout) -> dict[str, Any] | None:
+        """The context.json that the nodes are told, None when there is none."""
+        return self._whole_json(self._key(layout.context))
 
     def write_container(self, layout: Layout, context: Mapping[str, Any], key: bytes) -> None:
         """Write what the nodes read: context.json, and the key of the node link unless there is one already."""
@@ -300,7 +357,13 @@ class Store:
 
     def exits(self, run_id: str) -> list[dict[str, Any]]:
         """The nodes' exit records in order of attempt and node; one that is not whole is left out."""
-        folder = f"{run_folder(run_id)}/live/exit"
+        return self._records(f"{run_folder(run_id)}/live/exit")
+
+    def starts(self, run_id: str) -> list[dict[str, Any]]:
+        """Node 0's records of how each attempt began, in order: what it resumed from, what was lost before it."""
+        return self._records(f"{run_folder(run_id)}/live/attempts")
+
+    def _records(self, folder: str) -> list[dict[str, Any]]:
         names = sorted((name for name in self.files.names(folder) if name.endswith(".json")), key=numbers_of)
         found = parallel(lambda name: self._whole_json(f"{folder}/{name}"), names)
         return [record for record in found if record is not None]
@@ -349,10 +412,30 @@ class Store:
         found = [_checkpoint(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
         return sorted((item for item in found if item), key=_age)
 
+    def direct(self, run_id: str) -> list[Checkpoint]:
+        """What a script wrote to the store by itself, oldest first.
+
+        Complete: its ``.metadata`` is there, and no file is newer. Nobody wrote down digests of it: they are empty.
+        """
+        root = f"{run_folder(run_id)}/checkpoints"
+        trees: dict[str, dict[str, Entry]] = {}
+        for key, entry in self.files.entries(root).items():
+            name, _, path = key[len(root) + 1 :].partition("/")
+            trees.setdefault(name, {})[path] = entry
+        found = [_direct(root, name, files) for name, files in trees.items() if METADATA in files and safe(name)]
+        return sorted(filter(None, found), key=_age)
+
     def newest_checkpoint(self, run_id: str) -> Checkpoint | None:
-        """The last of `checkpoints`."""
-        found = self.checkpoints(run_id)
-        return found[-1] if found else None
+        """The last of `checkpoints` that a training can go on from, or of `direct` where that is newer."""
+        return newest_of(self.checkpoints(run_id), self.direct(run_id))
+
+    def pointers(self, run_id: str) -> dict[str, str]:
+        """What the script's pointers (its best, its latest) name, by pointer; of several nodes the first one's word."""
+        found: dict[str, str] = {}
+        for record in self._records(f"{run_folder(run_id)}/live/pointers"):
+            for name, pointer in record.items():
+                found.setdefault(name, str(pointer["target"]))
+        return found
 
 
 # ------------------------------------------------------------------------------------------------------ pieces of Store
@@ -363,11 +446,11 @@ def run_folder(run_id: str) -> str:
     return f"runs/{check_run_id(run_id)}"
 
 
-def _is_run_id(name: str) -> bool:
-    try:
-        return bool(check_run_id(name))
-    except SpecError:
-        return False
+def expect(progress: Progress | None, sizes: Sequence[int]) -> None:
+    """Tell ``progress``, if it wants to know, that files of these sizes are to come."""
+    told: Callable[[int, int], None] | None = getattr(progress, "expect", None)
+    if told is not None and sizes:
+        told(len(sizes), sum(sizes))
 
 
 def to_json(value: Mapping[str, Any]) -> bytes:
@@ -399,31 +482,6 @@ def _existing(path: Path, where: str) -> Path:
     raise SpecError(f"there is no {path}{nearest(path.name, siblings)}", field=where)
 
 
-def _hash_tree(path: Path, where: str) -> LocalTree:
-    try:
-        found = walk(path)
-        hashed = tuple(parallel(lambda name: _hash_file(name, found[name]), list(found)))
-    except StorageError as exc:
-        raise SpecError(str(exc), field=where) from exc
-    if not hashed:
-        raise SpecError(f"{path} holds no file", field=where)
-    lines = json.dumps([[item.path, item.size, item.sha256] for item in hashed], separators=(",", ":"))
-    root = path.parent if path.is_file() else path
-    return LocalTree(path=root, digest=hashlib.sha256(lines.encode()).hexdigest(), files=hashed)
-
-
-def _hash_file(name: str, path: Path) -> TreeFile:
-    before = path.stat()
-    digest = sha256_file(path)
-    return TreeFile(path=name, size=before.st_size, sha256=digest, mtime_ns=before.st_mtime_ns)
-
-
-def _check_unchanged(path: Path, item: TreeFile) -> None:
-    status = path.stat()
-    if (status.st_size, status.st_mtime_ns) != (item.size, item.mtime_ns):
-        raise DigestError(f"{path} changed")
-
-
 def _checkpoint(
     root: str, match: re.Match[str], commit: Mapping[str, Any] | None, sizes: Mapping[str, int]
 ) -> Checkpoint | None:
@@ -433,23 +491,53 @@ def _checkpoint(
         if commit is None or commit["protocol"] != _PROTOCOL:
             return None
         listed = {path: (int(item["size"]), str(item["sha256"])) for path, item in commit["files"].items()}
-        committed = float(commit["time"])
+        committed, saved = float(commit["time"]), float(commit.get("saved") or commit["time"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     if any(sizes.get(f"{folder}/{path}") != size for path, (size, _) in listed.items()):
         return None
-    numbers = numbers_of(name)
     return Checkpoint(
         name=name,
         key=f"{root}/{folder}",
         attempt=match[2],
         seq=int(match[3]),
-        step=numbers[-1] if numbers else None,
+        step=step_of(name),
         committed=committed,
+        saved=saved,
         files=listed,
         bytes=sum(size for size, _ in listed.values()),
     )
 
 
+def newest_of(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Of what `Store.checkpoints` and `Store.direct` gave, the newest that a training can go on from."""
+    trees = {item.key: (item.name, [_below_entry(item.name, path) for path in item.files]) for item in mirrored}
+    chosen = training_states(trees)
+    found = [*[item for item in mirrored if item.key in chosen][-1:], *direct[-1:]]
+    return max(found, key=lambda item: item.saved, default=None)
+
+
+def _below_entry(name: str, path: str) -> str:
+    """``node-0/step-8/model.pt`` below the entry ``step-8``: ``model.pt``; empty when the entry is the file."""
+    return path.partition("/")[2][len(name) + 1 :]
+
+
+def _direct(root: str, name: str, files: Mapping[str, Entry]) -> Checkpoint | None:
+    if newer_than_metadata({path: entry.modified for path, entry in files.items()}):
+        return None
+    written = files[METADATA].modified
+    return Checkpoint(
+        name=name,
+        key=f"{root}/{name}",
+        attempt="",
+        seq=0,
+        step=step_of(name),
+        committed=written,
+        saved=written,
+        files={path: (entry.size, "") for path, entry in files.items()},
+        bytes=sum(entry.size for entry in files.values()),
+    )
+
+
 def _age(item: Checkpoint) -> tuple[list[int], float, int, str]:
-    return (numbers_of(item.attempt), item.committed, item.seq, item.name)
+    return (numbers_of(item.attempt), item.saved, item.seq, item.name)

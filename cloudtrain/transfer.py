@@ -1,8 +1,7 @@
 """Bytes in and out of one URL tree: a local folder, or whatever fsspec can reach.
 
 `files` gives a `Files` for a URL. Keys are ``/``-separated paths below that URL, ``""`` the URL itself. A local tree
-never imports fsspec. Retries, time-outs and the one table that turns a back end's exceptions into cloudtrain's are here
-and nowhere else.
+never imports fsspec. Retries and the one table that turns a back end's exceptions into cloudtrain's are in `faults`.
 
 Every method raises `AuthError` (missing, expired or refused credentials) and `StorageError` (anything else). Methods
 that read one key raise the builtin `FileNotFoundError` when it is not there: often that is an answer, not a failure.
@@ -20,7 +19,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from .errors import DigestError, SpecError, StorageError
 from .values import url_scheme
@@ -29,37 +28,54 @@ __all__ = [
     "Entry",
     "Files",
     "LocalFiles",
+    "Moving",
     "Names",
     "Progress",
+    "Storage",
     "files",
     "inside",
     "local_path",
     "normalize",
     "parallel",
     "safe",
+    "scan",
     "sha256_file",
     "walk",
 ]
 
 #: Called with the key and how many more bytes of it have moved; from several threads.
 Progress = Callable[[str, int], None]
+#: Options with which fsspec opens a URL: whose credentials, which region. None of them: fsspec's own.
+Storage = Callable[[str], Mapping[str, Any]]
 #: Keys or paths, sorted. (`Files.list` hides the builtin name.)
 Names = list[str]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_TEMP = ".cloudtrain-tmp-"
+TEMP = ".cloudtrain-tmp-"
 _CHUNK = 1 << 20
 _DRIVE = re.compile(r"[A-Za-z]:")
 _SLASHED_DRIVE = re.compile(r"/[A-Za-z]:(/|$)")
 
 
 class Entry(NamedTuple):
-    """One stored file: ``size`` in bytes, and ``version``, which differs whenever the content was written anew."""
+    """One stored file: ``size`` in bytes, ``version``, which differs whenever the content was written anew, and when.
+
+    ``modified`` is in Unix seconds of the store's clock; 0 of a store whose listings do not tell.
+    """
 
     size: int
     version: str
+    modified: float
+
+
+class Moving(NamedTuple):
+    """How bytes move to and from remote stores: by which library, and how S3 encrypts what is written."""
+
+    mover: str = "auto"
+    sse: str = ""
+    sse_kms_key_id: str = ""
 
 
 class Files(Protocol):
@@ -68,6 +84,10 @@ class Files(Protocol):
     @property
     def url(self) -> str:
         """The root, as `normalize` gives it."""
+
+    @property
+    def mover(self) -> str:
+        """What moves the bytes: ``fsspec``, ``obstore``; nothing of a local folder."""
 
     def read(self, key: str) -> bytes:
         """The content. FileNotFoundError when there is none."""
@@ -80,7 +100,7 @@ class Files(Protocol):
 
         ``private``: readable by this user alone, where the tree is a local one. Over a network the winner's answer can
         be lost, and a retry inside a client library then finds its own object: False, to the one who wrote it. A caller
-        to whom that matters puts a word of its own into ``data`` and reads back.
+        to whom that matters puts a word of its own into ``data`` and reads back. (obstore tells them apart.)
         """
 
     def size(self, key: str) -> int | None:
@@ -145,14 +165,23 @@ class Files(Protocol):
         """Remove the file or folder, if it is there. The root itself is refused (`StorageError`)."""
 
 
-def files(url: str, *, gitignore: bool = False) -> Files:
-    """The tree at ``url``; opens nothing yet. ``gitignore``: a local root hides itself from git once written to."""
+def files(
+    url: str,
+    *,
+    gitignore: bool = False,
+    storage: Storage | None = None,
+    moving: Moving = Moving(),  # noqa: B008 - it is frozen
+) -> Files:
+    """The tree at ``url``; opens nothing yet. ``gitignore``: a local root hides itself from git once written to.
+
+    ``storage`` is asked for fsspec's options when a remote tree is opened, and again when its credentials have expired.
+    """
     path = local_path(url)
     if path is not None:
         return LocalFiles(root=path, gitignore=gitignore)
-    from .remote import FsspecFiles  # it stands on this module, and a local store must not load it
+    from .remote import RemoteFiles  # it stands on this module, and a local store must not load it
 
-    return FsspecFiles(url=url)
+    return RemoteFiles(url=url, storage=storage, moving=moving)
 
 
 # ------------------------------------------------------------------------------------------------------ URLs and paths
@@ -222,35 +251,36 @@ def inside(folder: Path, key: str) -> Path:
 def walk(folder: Path) -> dict[str, Path]:
     """Every file of a local folder by its ``/``-separated relative path, sorted; symbolic links are followed.
 
-    A ``folder`` that is a file is found under its own name.
-
-    Raises `StorageError` for a link that dangles or leads in a circle, a special file, or a name no store can carry.
-    """
-    found: dict[str, Path] = {}
+    A ``folder`` that is a file is found under its own name. Raises `StorageError` for a link that dangles or leads in a
+    circle, a special file, or a name no store can carry."""
     if folder.is_file():
         _check_name(folder.name)
         return {folder.name: folder}
+    return {key: Path(item.path) for key, item in scan(folder).items()}
+
+
+def scan(folder: Path) -> dict[str, os.DirEntry[str]]:
+    """`walk` of a folder, as the system lists it: a `Path` of each costs as much as all the rest."""
+    found: dict[str, os.DirEntry[str]] = {}
     _walk(folder, "", (), found)
     return dict(sorted(found.items()))
 
 
-def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: dict[str, Path]) -> None:
+def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: dict[str, os.DirEntry[str]]) -> None:
     with disk_errors(folder):
         status = folder.stat()
         here = (status.st_dev, status.st_ino)
         if here in above and status.st_ino:
             raise StorageError(f"{folder}: symbolic links lead in a circle")
-        with os.scandir(folder) as listing:
-            items = list(listing)
-        for item in items:
-            key, path = prefix + item.name, Path(item.path)
+        for item in list(os.scandir(folder)):
+            key = prefix + item.name
             if item.is_dir():
-                _walk(path, key + "/", (*above, here), found)
+                _walk(Path(item.path), key + "/", (*above, here), found)
             elif item.is_file():
                 _check_name(key)
-                found[key] = path
+                found[key] = item
             else:
-                raise StorageError(f"{path}: neither a file nor a folder, but a dangling link or a device")
+                raise StorageError(f"{item.path}: neither a file nor a folder, but a dangling link or a device")
 
 
 def _check_name(key: str) -> None:
@@ -296,7 +326,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except OSError as exc:
-        named = exc.filename if exc.filename and _TEMP not in str(exc.filename) else path
+        named = exc.filename if exc.filename and TEMP not in str(exc.filename) else path
         raise StorageError(f"{named}: {exc.strerror or exc}") from exc
 
 
@@ -307,7 +337,7 @@ def temp_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileNotFoundError as exc:  # a place where nothing can be made, /proc for one
         raise StorageError(f"{path.parent}: {exc.strerror}") from None
-    temp = path.with_name(_TEMP + secrets.token_hex(8))
+    temp = path.with_name(TEMP + secrets.token_hex(8))
     os.close(os.open(temp, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
     try:
         yield temp
@@ -365,12 +395,8 @@ def _same(path: Path, size: int, sha256: str | None) -> bool:
     return sha256_file(path) == sha256
 
 
-def ignore_progress(_: int) -> None:
-    """Nobody wants to know."""
-
-
 def report_to(progress: Progress | None, key: str) -> Callable[[int], None]:
-    return (lambda n: progress(key, n)) if progress else ignore_progress
+    return (lambda n: progress(key, n)) if progress else (lambda _: None)
 
 
 # --------------------------------------------------------------------------------------------- what both trees do alike
@@ -426,6 +452,8 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 class LocalFiles(Trees):
     """`Files` of a local folder, which need not exist yet."""
+
+    mover = ""
 
     def __init__(self, *, root: Path, gitignore: bool = False, link: Callable[[Path, Path], None] = os.link) -> None:
         self.root = Path(os.path.abspath(root))
@@ -514,15 +542,16 @@ class LocalFiles(Trees):
             for item in items:
                 if item.is_dir(follow_symlinks=False):
                     self._scan(Path(item.path), f"{prefix}{item.name}/", found)
-                elif item.is_file(follow_symlinks=False) and not item.name.startswith(_TEMP):
+                elif item.is_file(follow_symlinks=False) and not item.name.startswith(TEMP):
                     with contextlib.suppress(FileNotFoundError):  # removed while we look
                         status = item.stat(follow_symlinks=False)
-                        found[prefix + item.name] = Entry(status.st_size, f"{status.st_mtime_ns}-{status.st_ino}")
+                        version = f"{status.st_mtime_ns}-{status.st_ino}"
+                        found[prefix + item.name] = Entry(status.st_size, version, status.st_mtime)
 
     def names(self, prefix: str = "") -> Names:
         path = self._path(prefix)
         with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(name for name in os.listdir(path) if not name.startswith(_TEMP))
+            return sorted(name for name in os.listdir(path) if not name.startswith(TEMP))
         return []
 
     def upload(self, path: Path, key: str, *, progress: Progress | None = None) -> None:
@@ -544,7 +573,7 @@ class LocalFiles(Trees):
         return True
 
     def copy(self, source: str, target: str) -> None:
-        self._copy(self._path(source), self._writable(target), ignore_progress)
+        self._copy(self._path(source), self._writable(target), lambda _: None)
 
     def _copy(
         self,

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
+from pathlib import PurePosixPath
 from typing import Any
 
 from .errors import SpecError
 
 __all__ = [
+    "METADATA",
     "choice_of",
+    "duration",
+    "family",
+    "json_rows",
     "json_value",
+    "merge_metrics",
     "nearest",
+    "newer_than_metadata",
     "parse_duration",
     "sequence_of",
+    "step_of",
     "table_of",
     "text_of",
     "texts_of",
     "toml_loads",
+    "training_states",
+    "unix_seconds",
     "url_scheme",
     "whole_number",
 ]
@@ -37,7 +49,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def url_scheme(url: str) -> str:
-    """The scheme of ``url`` in lower case (``s3``, ``azureml``, ``file``); a plain path (``C:\\x`` too) is ``""``."""
+    """The scheme of ``url`` in lower case (``s3``, ``abfs``, ``file``); a plain path (``C:\\x`` too) is ``""``."""
     match = _SCHEME.match(url)
     return match[1].lower() if match and len(match[1]) > 1 else ""
 
@@ -64,6 +76,18 @@ def parse_duration(value: Any, *, field: str) -> int:
     if value <= 0:
         raise SpecError(f"must be above zero, not {value!r}", field=field)
     return int(value)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a Job reads them: ``45s``, ``1h30m``, ``24h``; the two largest units, days only from the third."""
+    left = max(0, round(seconds))
+    units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))[0 if left >= 3 * 86400 else 1 :]
+    words = []
+    for name, length in units:
+        if left >= length:
+            words.append(f"{left // length}{name}")
+            left %= length
+    return "".join(words[:2]) or "0s"
 
 
 def toml_loads(text: str, *, where: str) -> dict[str, Any]:
@@ -144,3 +168,134 @@ def json_value(value: Any, where: str) -> Any:
 def sequence_of(value: Any) -> Sequence[Any]:
     """A lone text as a list of one."""
     return [value] if isinstance(value, str) else value
+
+
+def unix_seconds(moment: datetime | str | float) -> float:
+    """Unix seconds of a moment: a number of them, or a time or ISO text, in UTC unless it says otherwise."""
+    if isinstance(moment, str):  # before Python 3.11 neither Z nor nanoseconds are part of that
+        text = re.sub(r"\.(\d+)", lambda match: f".{match[1]:0<6.6}", moment.strip().replace("Z", "+00:00"))
+        moment = datetime.fromisoformat(text)
+    if isinstance(moment, datetime):
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+    return float(moment)
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+_BESIDE = frozenset(
+    [
+        ".json",
+        ".jsonl",
+        ".txt",
+        ".md",
+        ".rst",
+        ".yaml",
+        ".yml",
+        ".toml",
+        ".ini",
+        ".cfg",
+        ".csv",
+        ".tsv",
+        ".log",
+        ".py",
+        ".sh",
+        ".html",
+        ".png",
+        ".jpg",
+        ".jpeg",
+        ".gif",
+        ".svg",
+        ".pdf",
+        ".mp4",
+        ".wav",
+    ]
+)
+"""Suffixes of what scripts write beside their checkpoints: settings, logs, pictures, programs."""
+_STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
+_VERSION = re.compile(r"(?<![a-z0-9])v\d+", re.IGNORECASE)
+_NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
+
+
+METADATA = ".metadata"
+"""What ``torch.distributed.checkpoint`` writes last."""
+
+
+def newer_than_metadata(times: Mapping[str, float]) -> str:
+    """The file of a checkpoint, of paths and when each changed, that was written after its `METADATA`; else empty.
+
+    There is one while a checkpoint is written over: the old ``.metadata`` stays until the new one comes.
+    """
+    last = max(times, key=lambda path: times[path])
+    return last if times[last] > times[METADATA] else ""
+
+
+def family(name: str) -> str:
+    """``name`` with its numbers left out: that of every checkpoint, or file, that a script writes in the same place."""
+    return re.sub(r"\d+", "#", name)
+
+
+def step_of(name: str) -> int | None:
+    """The step that a checkpoint's name tells: the number after step, iter or checkpoint, else the last one.
+
+    That of an epoch is none, nor is a version (``last-v1.ckpt``).
+    """
+    found = _STEP.findall(name) or re.findall(r"\d+", _NO_STEP.sub("", name))
+    return int(found[-1]) if found else None
+
+
+def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str]:
+    """Which of ``entries`` (key to name, and paths below it: one empty path for a file) a training can go on from.
+
+    Trainers leave more in the folder of their checkpoints: HF's has the final model and the settings beside
+    ``checkpoint-500/``, DeepSpeed's a script. So, of the first of these kinds that there is: numbered folders, and
+    other folders that share a file with them (``last.ckpt/``); numbered files, and others of the same suffix
+    (``last.ckpt``); whatever is no text, log or picture; everything.
+    """
+    states = {key: item for key, item in entries.items() if not all(map(_beside, _files_of(*item)))} or dict(entries)
+    folders = {key for key, (_, paths) in states.items() if list(paths) != [""]}
+    files = states.keys() - folders
+    if numbered := {key for key in folders if re.search(r"\d", states[key][0])}:
+        known = {family(path) for key in numbered for path in states[key][1] if not _beside(path)}
+        return numbered | {key for key in folders if known & {family(path) for path in states[key][1]}}
+    if numbered := {key for key in files if re.search(r"\d", _VERSION.sub("", states[key][0]))}:
+        suffixes = {PurePosixPath(states[key][0]).suffix for key in numbered}
+        return {key for key in files if PurePosixPath(states[key][0]).suffix in suffixes}
+    return set(states)
+
+
+def _files_of(name: str, paths: Sequence[str]) -> list[str]:
+    return [path or name for path in paths]
+
+
+def _beside(path: str) -> bool:
+    return PurePosixPath(path).suffix.lower() in _BESIDE or "tfevents" in path
+
+
+def merge_metrics(attempts: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of all attempts, given oldest first, as one history.
+
+    An attempt replaces the earlier rows from its own first step on; rows without a step stay where they are.
+    """
+    merged: list[dict[str, Any]] = []
+    for attempt in attempts:
+        rows = [dict(row) for row in attempt]
+        steps = [step for row in rows if (step := _step(row)) is not None]
+        first = min(steps, default=float("inf"))
+        merged = [row for row in merged if (step := _step(row)) is None or step < first] + rows
+    return merged
+
+
+def _step(row: Mapping[str, Any]) -> float | None:
+    step = row.get("step")
+    return step if isinstance(step, (int, float)) and not isinstance(step, bool) else None
+
+
+def json_rows(data: bytes) -> list[dict[str, Any]]:
+    """The JSON objects of JSON Lines; a line that is none (the last of a killed process) is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                rows.append(row)
+    return rows

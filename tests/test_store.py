@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,39 @@ def test_data_is_uploaded_once_and_copied_from_earlier_trees(store: Store, tmp_p
     assert set(store.files.names("data")) == {tree.digest, second.digest, "manifests"}
 
 
+class Watch:
+    """Who is told what is to come, and what has come."""
+
+    def __init__(self) -> None:
+        self.expected, self.moved = [0, 0], dict[str, int]()
+
+    def expect(self, files: int, count: int) -> None:
+        self.expected = [self.expected[0] + files, self.expected[1] + count]
+
+    def __call__(self, key: str, count: int) -> None:
+        self.moved[key] = self.moved.get(key, 0) + count
+
+
+def test_what_is_to_come_is_told_before_it_does(full: Store, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in "abc":
+        (data / name).write_bytes(name.encode() * 1000)
+    watch = Watch()
+    for more in (b"", b"new"):
+        (data / "more").write_bytes(more)
+        _, trees = full.inputs(job(train=str(data)), frozenset({"none"}), cwd=data)
+        full.stage(layout(full), archive=lambda: b"code", pyz=b"pyz", trees=trees, progress=watch)
+    assert watch.expected == [2 + 4 + 1, 4 + 3 + 3000 + 3]
+    assert sum(watch.moved.values()) == watch.expected[1]
+    first, again = Watch(), Watch()
+    pull(full, RUN, tmp_path / "out", what=["checkpoints", "artifacts"], progress=first)
+    brought = {key for key in first.moved if "/checkpoints/" in key or "/artifacts/" in key or "/native/" in key}
+    assert 0 < first.expected[0] <= len(brought)
+    pull(full, RUN, tmp_path / "out", what=["checkpoints", "artifacts"], progress=again)
+    assert again.expected == [0, 0]
+
+
 def test_an_interrupted_upload_goes_on_and_is_no_source(store: Store, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
@@ -303,7 +337,7 @@ def test_attempts(store: Store) -> None:
 
 def test_one_of_many_processes_starts_an_attempt(local: Store) -> None:
     """Identical requests: what tells the creators apart is not what they write."""
-    won = race(ATTEMPT_RACER, local.url, "20", count=5)
+    won = race(ATTEMPT_RACER, local.url, "20", "auto", count=5)
     assert sorted(itertools.chain(*won)) == list(range(20))
 
 
@@ -379,7 +413,7 @@ def test_the_step_is_in_the_name(local: Store, name: str, step: int | None) -> N
 
 
 def test_newest_is_by_attempt_then_time_then_seq(local: Store) -> None:
-    for name, attempt, seq, time in [
+    for name, attempt, seq, when in [
         ("a", "0.10", 0, 50.0),
         ("b", "0.9", 0, 90.0),
         ("c", "1.0", 0, 10.0),
@@ -387,8 +421,69 @@ def test_newest_is_by_attempt_then_time_then_seq(local: Store) -> None:
         ("e", "1.0", 9, 20.0),
         ("f", "0.9", 5, 80.0),
     ]:
-        commit(local, name, {f"node-0/{name}": b"x"}, attempt=attempt, seq=seq, time=time)
+        commit(local, name, {f"node-0/{name}": b"x"}, attempt=attempt, seq=seq, time=when)
     assert [item.name for item in local.checkpoints(RUN)] == ["f", "b", "a", "c", "e", "d"]
+
+
+def direct(store: Store, name: str, *files: str) -> None:
+    """Write a checkpoint as a script does that writes to the store itself, a file at a time."""
+    for file in files:
+        store.files.write(f"runs/{RUN}/checkpoints/{name}/{file}", f"direct {file}".encode())
+        time.sleep(0.02)
+
+
+def test_what_a_script_wrote_to_the_store_is_whole_by_its_metadata(store: Store) -> None:
+    direct(store, "step-1", "__0_0.distcp", ".metadata")
+    direct(store, "step-2", "__0_0.distcp")
+    direct(store, "step-3", ".metadata", "__0_0.distcp")  # being written over
+    (found,) = store.direct(RUN)
+    assert (found.name, found.step, found.bytes) == ("step-1", 1, len("direct __0_0.distcpdirect .metadata"))
+    assert abs(found.saved - time.time()) < 60
+    assert store.newest_checkpoint(RUN) == found
+
+
+def test_pull_takes_the_newer_of_two_with_one_name(store: Store, tmp_path: Path) -> None:
+    commit(store, "step-1", {"node-0/step-1/a": b"mirrored"}, time=1000.0)
+    commit(store, "step-2", {"node-0/step-2/a": b"mirrored"}, time=time.time() + 600)
+    for name in ("step-1", "step-2"):
+        direct(store, name, "a", ".metadata")
+    direct(store, "step-3", ".metadata", "a")
+    report = pull(store, RUN, tmp_path / "out", what=["checkpoints"])
+    assert sorted(report.checkpoints) == ["step-1", "step-2"]
+    found = below(tmp_path / "out")
+    assert found.pop("run.json")
+    assert found == {
+        "checkpoints/step-1/a": b"direct a",
+        "checkpoints/step-1/.metadata": b"direct .metadata",
+        "checkpoints/step-2/a": b"mirrored",
+    }
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "again"])
+def test_pull_mixes_no_versions_of_what_a_script_writes_over(store: Store, tmp_path: Path, before: bool) -> None:
+    """The script saves again while the first file is fetched, twice."""
+    files = ["__0_0.distcp", "__1_0.distcp", ".metadata"]
+    versions = iter([b"two", b"three"])
+
+    def save(data: bytes) -> None:
+        for file in files:
+            store.files.write(f"runs/{RUN}/checkpoints/last/{file}", data)
+            time.sleep(0.02)
+
+    def progress(key: str, more: int) -> None:
+        if key.endswith(files[0]) and (data := next(versions, None)):
+            save(data)
+
+    save(b"one")
+    if before:
+        pull(store, RUN, tmp_path / "out", what=["checkpoints"])
+        save(b"another")
+    report = pull(store, RUN, tmp_path / "out", what=["checkpoints"], progress=progress)
+    assert report.checkpoints == ("last",)
+    found = below(tmp_path / "out")
+    assert found.pop("run.json")
+    assert found == {f"checkpoints/last/{file}": b"three" for file in files}
+    assert pull(store, RUN, tmp_path / "out", what=["checkpoints"]).transferred == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- metrics
@@ -618,3 +713,12 @@ def test_pull_knows_its_words(full: Store, tmp_path: Path) -> None:
         pull(full, "none", tmp_path)
     pull(full, RUN, tmp_path / "logs-only", what=["logs"])
     assert {path.split("/")[0] for path in below(tmp_path / "logs-only")} == {"logs", "run.json", "result.json"}
+
+
+def test_a_submission_that_is_noted_again_keeps_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(str(tmp_path))
+    for now, native in ((1.0, "job-a"), (2.0, "job-a"), (3.0, "job-b")):
+        monkeypatch.setattr("cloudtrain.store.time.time", lambda now=now: now)
+        store.write_submitted("r", 0, native)
+        expected = {"native_id": native, "time": 3.0 if native == "job-b" else 1.0}
+        assert store.submitted("r", 0) == expected

@@ -6,18 +6,21 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from servers import ATTEMPT_RACER, GcsServer, free_port, race
+from servers import ATTEMPT_RACER, free_port, race
 
 from cloudtrain.errors import AuthError, DigestError, StorageError
+from cloudtrain.faults import Retries, classify
 from cloudtrain.job import Job
 from cloudtrain.provider import Layout, Request
 from cloudtrain.pull import pull
-from cloudtrain.remote import FsspecFiles
+from cloudtrain.remote import RemoteFiles
 from cloudtrain.store import Staged, Store
-from cloudtrain.transfer import files, parallel
+from cloudtrain.testing.vertex.gcs import Gcs
+from cloudtrain.transfer import Files, Moving, files, parallel
 
 pytestmark = [
     pytest.mark.remote,
@@ -29,16 +32,44 @@ RUN = "run-1"
 REQUEST = Request(provider="p", operation="create", body={}, context={}, run="s3://b/runs/run-1")
 
 
-@pytest.fixture(params=["s3", "azure", "gcs"])
-def url(request: pytest.FixtureRequest) -> str:
-    """An empty folder of each object store in turn."""
-    return request.getfixturevalue(f"{request.param}_url")  # type: ignore[no-any-return]
+Reach = Callable[[str], Files]
+FAITHFUL = [(store, mover) for store in ("s3", "azure") for mover in ("fsspec", "obstore")]
 
 
-@pytest.fixture(params=["s3", "azure"])
-def faithful_url(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=[*FAITHFUL, ("gcs", "fsspec")], ids="-".join)
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """An empty folder of each object store in turn, and what moves its bytes."""
+    store, mover = request.param
+    return request.getfixturevalue(f"{store}_url"), mover
+
+
+@pytest.fixture(params=FAITHFUL, ids="-".join)
+def faithful_place(request: pytest.FixtureRequest) -> tuple[str, str]:
     """The same, of servers that are not our own fake."""
-    return request.getfixturevalue(f"{request.param}_url")  # type: ignore[no-any-return]
+    store, mover = request.param
+    return request.getfixturevalue(f"{store}_url"), mover
+
+
+@pytest.fixture
+def url(place: tuple[str, str]) -> str:
+    return place[0]
+
+
+@pytest.fixture
+def faithful_url(faithful_place: tuple[str, str]) -> str:
+    return faithful_place[0]
+
+
+@pytest.fixture
+def reach(request: pytest.FixtureRequest) -> Reach:
+    """The files at a URL, moved by what the test's place names."""
+    name = "faithful_place" if "faithful_place" in request.fixturenames else "place"
+    moving = Moving(mover=request.getfixturevalue(name)[1])
+
+    def opened(url: str) -> Files:
+        return files(url, moving=moving)
+
+    return opened
 
 
 def layout(store: Store) -> Layout:
@@ -53,8 +84,8 @@ def elsewhere(url: str) -> str:
 # -------------------------------------------------------------------------------------------------- the tree of one URL
 
 
-def test_keys(url: str) -> None:
-    tree = files(url)
+def test_keys(url: str, reach: Reach) -> None:
+    tree = reach(url)
     assert tree.list() == {}
     assert tree.names() == []
     assert tree.list("no/folder") == {}
@@ -77,25 +108,27 @@ def test_keys(url: str) -> None:
     assert tree.names() == ["ab", "empty", "ü"]
 
 
-def test_a_rewrite_has_another_version(url: str) -> None:
-    tree = files(url)
+def test_a_rewrite_has_another_version(url: str, reach: Reach) -> None:
+    tree = reach(url)
     tree.write("key", b"one")
     before = tree.entries()["key"]
     assert tree.entries()["key"] == before
     tree.write("key", b"two")
-    assert tree.entries()["key"].version != before.version
+    after = tree.entries()["key"]
+    assert after.version != before.version
+    assert time.time() - 60 < before.modified <= after.modified < time.time() + 60
 
 
-def test_what_is_missing(url: str, tmp_path: Path) -> None:
-    tree = files(url)
+def test_what_is_missing(url: str, tmp_path: Path, reach: Reach) -> None:
+    tree = reach(url)
     for attempt in (tree.read, lambda key: tree.download(key, tmp_path / "x"), lambda key: tree.copy(key, "y")):
         with pytest.raises(FileNotFoundError):
             attempt("nothing")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_missing_bucket_is_said_to_be_missing(url: str, tmp_path: Path) -> None:
-    tree = files(elsewhere(url))
+def test_a_missing_bucket_is_said_to_be_missing(url: str, tmp_path: Path, reach: Reach) -> None:
+    tree = reach(elsewhere(url))
     (tmp_path / "file").write_bytes(b"x")
     for attempt in (
         tree.list,
@@ -109,17 +142,17 @@ def test_a_missing_bucket_is_said_to_be_missing(url: str, tmp_path: Path) -> Non
     assert tree.size("key") is None
 
 
-def test_more_than_a_thousand_files(faithful_url: str) -> None:
-    tree = files(faithful_url)
+def test_more_than_a_thousand_files(faithful_url: str, reach: Reach) -> None:
+    tree = reach(faithful_url)
     parallel(lambda i: tree.write(f"many/{i % 3}/{i}", b"x"), list(range(1100)), jobs=16)
     assert len(tree.list("many")) == 1100
     assert len(tree.names("many/0")) == 367
     assert tree.names("many") == ["0", "1", "2"]
 
 
-def test_files_there_and_back(faithful_url: str, tmp_path: Path) -> None:
+def test_files_there_and_back(faithful_url: str, tmp_path: Path, reach: Reach) -> None:
     """Above the sizes where the back ends begin to send and fetch in parts."""
-    tree = files(faithful_url)
+    tree = reach(faithful_url)
     data = os.urandom(12_000_000)
     (tmp_path / "in").write_bytes(data)
     moved: dict[str, int] = {}
@@ -139,8 +172,8 @@ def test_files_there_and_back(faithful_url: str, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
-def test_trees_there_and_back(url: str, tmp_path: Path) -> None:
-    tree = files(url)
+def test_trees_there_and_back(url: str, tmp_path: Path, reach: Reach) -> None:
+    tree = reach(url)
     for number in range(30):
         path = tmp_path / "in" / f"d{number % 4}" / str(number)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,9 +184,9 @@ def test_trees_there_and_back(url: str, tmp_path: Path) -> None:
     assert all((tmp_path / "in" / n).read_bytes() == (tmp_path / "out" / n).read_bytes() for n in names)
 
 
-def test_another_writer_is_seen_at_once(url: str) -> None:
+def test_another_writer_is_seen_at_once(url: str, reach: Reach) -> None:
     """Nothing is remembered between calls: the nodes write to the same store."""
-    ours, theirs = files(url), files(url)
+    ours, theirs = reach(url), reach(url)
     assert ours.names("live") == []
     assert not ours.exists("live/x")
     theirs.write("live/x", b"1")
@@ -169,25 +202,27 @@ def test_another_writer_is_seen_at_once(url: str) -> None:
 # --------------------------------------------------------------------------------------------------- exclusive creation
 
 
-def test_create_is_exclusive(url: str) -> None:
-    tree = files(url)
+def test_create_is_exclusive(url: str, reach: Reach) -> None:
+    tree = reach(url)
     assert tree.create("run.json", b"mine") is True
     assert tree.create("run.json", b"theirs") is False
     assert tree.read("run.json") == b"mine"
 
 
-def test_what_the_back_ends_raise(url: str) -> None:
-    """fsspec's own exclusive mode, without our look before it: the server refuses, and it is FileExistsError."""
-    tree = FsspecFiles(url=url)
-    fs, path = tree._fs(), tree._at("key")
-    fs.pipe_file(path, b"1", mode="create")
-    with pytest.raises(FileExistsError):
-        fs.pipe_file(path, b"2", mode="create")
+def test_what_the_back_ends_raise(url: str, reach: Reach) -> None:
+    """Their own exclusive mode, without our look before it: the server refuses, and the table knows it."""
+    tree = reach(url)
+    assert isinstance(tree, RemoteFiles)
+    mover = tree._open().mover
+    mover.create("key", b"1", "me")
+    with pytest.raises(Exception, match=r".*") as caught:
+        mover.create("key", b"2", "another")
+    assert classify(caught.value) == "taken"
     assert tree.read("key") == b"1"
 
 
-def test_one_of_many_threads_creates(faithful_url: str) -> None:
-    trees = [files(faithful_url) for _ in range(6)]
+def test_one_of_many_threads_creates(faithful_url: str, reach: Reach) -> None:
+    trees = [reach(faithful_url) for _ in range(6)]
     parallel(lambda tree: tree.names(), trees)
     for number in range(5):
         barrier = threading.Barrier(len(trees))
@@ -201,49 +236,58 @@ def test_one_of_many_threads_creates(faithful_url: str) -> None:
         assert trees[0].read(f"key{number}") == str(wins.index(True)).encode()
 
 
-def test_one_of_many_processes_starts_an_attempt(faithful_url: str) -> None:
-    won = race(ATTEMPT_RACER, faithful_url, "10", count=3)
+def test_one_of_many_processes_starts_an_attempt(faithful_place: tuple[str, str]) -> None:
+    url, mover = faithful_place
+    won = race(ATTEMPT_RACER, url, "10", mover, count=3)
     assert sorted(k for ks in won for k in ks) == list(range(10))
 
 
-def test_gcs_sends_the_precondition_and_believes_the_answer(gcs_server: GcsServer, gcs_url: str) -> None:
+def test_gcs_sends_the_precondition_and_believes_the_answer(gcs_server: Gcs, gcs_url: str) -> None:
     """The other creator comes between our look and our write: only the server's 412 can tell."""
     tree = files(gcs_url)
-    gcs_server.before = lambda name: gcs_server.put(name, b"theirs")
+    gcs_server.before = lambda bucket, name: gcs_server.put(bucket, name, b"theirs")
     assert tree.create("run.json", b"mine") is False
-    assert [query["ifGenerationMatch"] for query in gcs_server.queries] == [["0"]]
+    uploads = lambda: [call.query for call in gcs_server.wire.calls if call.operation == "POST object"]  # noqa: E731
+    assert [query["ifGenerationMatch"] for query in uploads()] == ["0"]
     assert tree.read("run.json") == b"theirs"
-    gcs_server.before = lambda name: None
+    gcs_server.before = lambda bucket, name: None
     tree.write("run.json", b"plain")
-    assert "ifGenerationMatch" not in gcs_server.queries[-1]
+    assert "ifGenerationMatch" not in uploads()[-1]
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
 
 
-def test_no_credentials(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["fsspec", "obstore"])
+def moving(request: pytest.FixtureRequest) -> Moving:
+    return Moving(mover=request.param)
+
+
+def test_no_credentials(s3_url: str, moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    for attempt in (files(s3_url).list, lambda: files(s3_url).read("key"), lambda: files(s3_url).create("key", b"")):
+    tree = files(s3_url, moving=moving)
+    for attempt in (tree.list, lambda: tree.read("key"), lambda: tree.create("key", b"")):
         with pytest.raises(AuthError, match="no access: Unable to locate credentials"):
             attempt()
 
 
-def test_refused_credentials(azure_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_credentials(azure_url: str, moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     good = os.environ["AZURE_STORAGE_CONNECTION_STRING"]
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", good.replace("AccountKey=Eby8", "AccountKey=Abcd"))
-    for attempt in (files(azure_url).list, lambda: files(azure_url).write("key", b"")):
+    tree = files(azure_url, moving=moving)
+    for attempt in (tree.list, lambda: tree.write("key", b"")):
         with pytest.raises(AuthError, match="no access") as caught:
             attempt()
         assert "Abcd" not in str(caught.value)
 
 
-def test_a_server_that_is_gone(s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone(s3_environment: str, moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     waits: list[float] = []
-    tree = FsspecFiles(url="s3://bucket/store", tries=2, sleep=waits.append)
-    with pytest.raises(StorageError, match="Could not connect to the endpoint URL"):
+    tree = RemoteFiles(url="s3://bucket/store", moving=moving, retries=Retries(tries=2, sleep=waits.append))
+    with pytest.raises(StorageError, match=r"Could not connect to the endpoint URL|Connection refused"):
         tree.read("key")
     assert len(waits) == 1
 
@@ -251,8 +295,8 @@ def test_a_server_that_is_gone(s3_environment: str, monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------------------------ the whole store
 
 
-def test_a_run_from_stage_to_pull(url: str, tmp_path: Path) -> None:
-    store = Store(url)
+def test_a_run_from_stage_to_pull(place: tuple[str, str], tmp_path: Path) -> None:
+    store = Store(place[0], moving=Moving(mover=place[1]))
     (tmp_path / "data" / "sub").mkdir(parents=True)
     (tmp_path / "data" / "sub" / "x").write_bytes(b"1234")
     job = Job.make(entry_point="train.py", inputs={"train": "data", "val": "s3://b/val.csv"})

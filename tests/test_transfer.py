@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from servers import race
 
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
-from cloudtrain.remote import FsspecFiles, classify
+from cloudtrain.faults import Retries, classify
+from cloudtrain.filesystem import FsspecMover
+from cloudtrain.remote import RemoteFiles
 from cloudtrain.transfer import (
     LocalFiles,
     files,
@@ -45,15 +47,15 @@ def local(tmp_path: Path) -> LocalFiles:
 
 
 @pytest.fixture
-def memory() -> Iterator[FsspecFiles]:
+def memory() -> Iterator[RemoteFiles]:
     MemoryFileSystem.store.clear()  # one for the whole process, and other test modules use it too
     MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield FsspecFiles(url="memory://bucket/store", sleep=lambda _: None)
+    yield RemoteFiles(url="memory://bucket/store", retries=Retries(sleep=lambda _: None))
     MemoryFileSystem.store.clear()
 
 
 @pytest.fixture(params=["local", "memory"])
-def tree(request: pytest.FixtureRequest) -> LocalFiles | FsspecFiles:
+def tree(request: pytest.FixtureRequest) -> LocalFiles | RemoteFiles:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
@@ -118,7 +120,7 @@ def test_a_local_store_never_imports_fsspec(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- what both trees do
 
 
-def test_read_write_list(tree: LocalFiles | FsspecFiles) -> None:
+def test_read_write_list(tree: LocalFiles | RemoteFiles) -> None:
     assert tree.list() == {}
     assert tree.names() == []
     assert tree.list("missing/folder") == {}
@@ -140,7 +142,7 @@ def test_read_write_list(tree: LocalFiles | FsspecFiles) -> None:
     assert tree.read("a/b") == b"other"
 
 
-def test_missing_is_file_not_found(tree: LocalFiles | FsspecFiles, tmp_path: Path) -> None:
+def test_missing_is_file_not_found(tree: LocalFiles | RemoteFiles, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         tree.read("nothing")
     with pytest.raises(FileNotFoundError):
@@ -152,7 +154,7 @@ def test_missing_is_file_not_found(tree: LocalFiles | FsspecFiles, tmp_path: Pat
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_versions_tell_a_rewrite_of_the_same_size(tree: LocalFiles | FsspecFiles) -> None:
+def test_versions_tell_a_rewrite_of_the_same_size(tree: LocalFiles | RemoteFiles) -> None:
     tree.write("key", b"one")
     before = tree.entries()["key"]
     assert tree.entries()["key"] == before
@@ -161,13 +163,13 @@ def test_versions_tell_a_rewrite_of_the_same_size(tree: LocalFiles | FsspecFiles
     assert tree.entries()["key"].version != before.version
 
 
-def test_create_is_exclusive(tree: LocalFiles | FsspecFiles) -> None:
+def test_create_is_exclusive(tree: LocalFiles | RemoteFiles) -> None:
     assert tree.create("runs/a/run.json", b"mine")
     assert not tree.create("runs/a/run.json", b"theirs")
     assert tree.read("runs/a/run.json") == b"mine"
 
 
-def test_copy_and_remove(tree: LocalFiles | FsspecFiles) -> None:
+def test_copy_and_remove(tree: LocalFiles | RemoteFiles) -> None:
     tree.write("a/b", b"1")
     tree.write("ab", b"2")
     tree.copy("a/b", "x/y")
@@ -180,7 +182,7 @@ def test_copy_and_remove(tree: LocalFiles | FsspecFiles) -> None:
         tree.remove("")
 
 
-def test_upload_and_download(tree: LocalFiles | FsspecFiles, tmp_path: Path) -> None:
+def test_upload_and_download(tree: LocalFiles | RemoteFiles, tmp_path: Path) -> None:
     data = os.urandom(3_000_000)
     source, target = tmp_path / "source", tmp_path / "deep" / "target"
     source.write_bytes(data)
@@ -199,7 +201,7 @@ def test_upload_and_download(tree: LocalFiles | FsspecFiles, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("wrong", [{"size": 4}, {"sha256": digest(b"else")}])
 def test_a_corrupt_download_leaves_what_was_there(
-    tree: LocalFiles | FsspecFiles, tmp_path: Path, wrong: dict[str, Any]
+    tree: LocalFiles | RemoteFiles, tmp_path: Path, wrong: dict[str, Any]
 ) -> None:
     tree.write("key", b"bad")
     target = tmp_path / "out" / "file"
@@ -213,7 +215,7 @@ def test_a_corrupt_download_leaves_what_was_there(
     assert target.read_bytes() == b"good"
 
 
-def test_trees_there_and_back(tree: LocalFiles | FsspecFiles, tmp_path: Path) -> None:
+def test_trees_there_and_back(tree: LocalFiles | RemoteFiles, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     contents = {f"d{i % 7}/f{i}": f"content {i}".encode() for i in range(50)}
     for name, data in contents.items():
@@ -242,7 +244,7 @@ def test_trees_there_and_back(tree: LocalFiles | FsspecFiles, tmp_path: Path) ->
     ]
 
 
-def test_a_tree_without_digests_is_fetched_again(tree: LocalFiles | FsspecFiles, tmp_path: Path) -> None:
+def test_a_tree_without_digests_is_fetched_again(tree: LocalFiles | RemoteFiles, tmp_path: Path) -> None:
     tree.write("t/file", b"new")
     (tmp_path / "file").write_bytes(b"old")
     tree.download_tree("t", tmp_path)
@@ -293,7 +295,7 @@ def test_what_is_accepted_lies_inside(tmp_path: Path, parts: list[str]) -> None:
             inside(tmp_path, key)
 
 
-def test_a_hostile_tree_is_refused_before_anything_is_fetched(memory: FsspecFiles, tmp_path: Path) -> None:
+def test_a_hostile_tree_is_refused_before_anything_is_fetched(memory: RemoteFiles, tmp_path: Path) -> None:
     memory.write("t/a", b"1")
     fs = MemoryFileSystem()
     fs.pipe_file("/bucket/store/t/x\\..\\y", b"2")
@@ -302,7 +304,7 @@ def test_a_hostile_tree_is_refused_before_anything_is_fetched(memory: FsspecFile
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_goes_through_a_symbolic_link(memory: FsspecFiles, tmp_path: Path) -> None:
+def test_nothing_goes_through_a_symbolic_link(memory: RemoteFiles, tmp_path: Path) -> None:
     memory.write("t/sub/file", b"1")
     memory.write("t/inner/file", b"2")
     memory.write("t/file", b"3")
@@ -543,6 +545,8 @@ def named(name: str, text: str = "said so", base: type[Exception] = Exception) -
         (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), "disk"),
         (OSError(errno.EROFS, "Read-only file system", "/tmp/x"), "disk"),
         (PermissionError(errno.EACCES, "Permission denied", "/tmp/x"), "disk"),
+        (named("UnauthenticatedError"), "auth"),
+        (named("AlreadyExistsError"), "taken"),
         (ValueError("something else"), "other"),
         (http(400), "other"),
     ],
@@ -581,15 +585,17 @@ class Flaky(MemoryFileSystem):
 
 
 @pytest.fixture
-def flaky(memory: FsspecFiles) -> Callable[..., tuple[FsspecFiles, Flaky, list[float]]]:
-    def make(*errors: Exception, **options: Any) -> tuple[FsspecFiles, Flaky, list[float]]:
+def flaky(memory: RemoteFiles) -> Callable[..., tuple[RemoteFiles, Flaky, list[float]]]:
+    def make(*errors: Exception, **options: Any) -> tuple[RemoteFiles, Flaky, list[float]]:
         fs, waits = Flaky(list(errors), **options), list[float]()
-        return FsspecFiles(url=memory.url, fs=fs, tries=4, sleep=waits.append), fs, waits
+        retries = Retries(tries=4, sleep=waits.append)
+        mover = FsspecMover(url=memory.url, fs=fs, root="/bucket/store", retries=retries)
+        return RemoteFiles(url=memory.url, given=mover, retries=retries), fs, waits
 
     return make
 
 
-def test_transient_errors_are_tried_again_and_backed_off(memory: FsspecFiles, flaky: Any) -> None:
+def test_transient_errors_are_tried_again_and_backed_off(memory: RemoteFiles, flaky: Any) -> None:
     memory.write("key", b"data")
     tree, fs, waits = flaky(http(503), ConnectionResetError(), TimeoutError())
     assert tree.read("key") == b"data"
@@ -629,7 +635,7 @@ def test_a_missing_bucket_is_no_missing_file(flaky: Any, tmp_path: Path) -> None
             attempt("key", b"")
 
 
-def test_a_failed_download_leaves_nothing(memory: FsspecFiles, flaky: Any, tmp_path: Path) -> None:
+def test_a_failed_download_leaves_nothing(memory: RemoteFiles, flaky: Any, tmp_path: Path) -> None:
     memory.write("key", b"the content!")
     tree, _, _ = flaky(ValueError("part 3 failed"))
     (tmp_path / "file").write_bytes(b"good")
@@ -645,14 +651,14 @@ def test_a_failed_download_leaves_nothing(memory: FsspecFiles, flaky: Any, tmp_p
     assert sum(moved) == 12
 
 
-def test_a_conflict_with_the_winner_is_false(memory: FsspecFiles, flaky: Any) -> None:
+def test_a_conflict_with_the_winner_is_false(memory: RemoteFiles, flaky: Any) -> None:
     """409: another creator is under way. Once its object is there, it has won."""
     tree, _, _ = flaky(botocore(409, "ConditionalRequestConflict"), also=lambda: memory.write("key", b"theirs"))
     assert tree.create("key", b"mine") is False
     assert memory.read("key") == b"theirs"
 
 
-def test_a_conflict_with_a_loser_is_tried_again(memory: FsspecFiles, flaky: Any) -> None:
+def test_a_conflict_with_a_loser_is_tried_again(memory: RemoteFiles, flaky: Any) -> None:
     tree, fs, waits = flaky(botocore(409, "ConditionalRequestConflict"), botocore(409, "ConditionalRequestConflict"))
     assert tree.create("key", b"mine") is True
     assert memory.read("key") == b"mine"
@@ -667,9 +673,9 @@ def test_an_unknown_scheme_and_a_missing_package() -> None:
         files("nosuch://bucket/x").read("key")
     code = (
         "import sys; sys.modules['s3fs'] = None\n"
-        "from cloudtrain.transfer import files\n"
+        "from cloudtrain.transfer import Moving, files\n"
         "from cloudtrain.errors import SpecError\n"
-        "try: files('s3://bucket/x').read('key')\n"
+        "try: files('s3://bucket/x', moving=Moving(mover='fsspec')).read('key')\n"
         "except SpecError as exc: assert 'Install s3fs to access S3: pip install s3fs' in str(exc), exc\n"
         "else: raise SystemExit('no error')\n"
     )

@@ -1,0 +1,185 @@
+"""What the client libraries of stores raise, sorted by one table; and trying again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from .errors import AuthError, CloudtrainError, StorageError
+
+__all__ = ["Retries", "TransientError", "classify", "translate"]
+
+R = TypeVar("R")
+
+#: The one error table: a kind, the HTTP statuses and the exception names (of any base class) that mean it. By name,
+#: because the back ends' packages may not be installed and must not be imported to find out.
+_TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
+    ("missing", frozenset({404, 410}), frozenset({"FileNotFoundError", "ResourceNotFoundError"})),
+    (
+        "taken",
+        frozenset({409, 412}),
+        frozenset(
+            {
+                "FileExistsError", "ResourceExistsError", "ResourceModifiedError",
+                # obstore
+                "AlreadyExistsError", "PreconditionError",
+            }
+        ),
+    ),
+    (
+        "transient",
+        frozenset({408, 425, 429, 500, 502, 503, 504}),
+        frozenset(
+            {
+                # the standard library, fsspec, requests
+                "ConnectionError", "TimeoutError", "FSTimeoutError", "IncompleteRead", "Timeout",
+                "ChunkedEncodingError",
+                # botocore
+                "HTTPClientError", "IncompleteReadError", "ResponseParserError", "ResponseStreamingError",
+                # aiohttp
+                "ClientConnectionError", "ClientPayloadError",
+                # azure-core
+                "ServiceRequestError", "ServiceResponseError",
+                # google-auth, gcsfs
+                "TransportError", "ChecksumError",
+            }
+        ),
+    ),
+    (
+        "auth",
+        frozenset({401, 403, 407}),
+        frozenset(
+            {
+                "PermissionError",
+                # botocore
+                "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
+                "SSOError", "ProfileNotFound", "NoAuthTokenError",
+                # azure-core, azure-identity
+                "ClientAuthenticationError", "CredentialUnavailableError",
+                # google-auth
+                "GoogleAuthError",
+                # obstore
+                "PermissionDeniedError", "UnauthenticatedError",
+            }
+        ),
+    ),
+)  # fmt: skip
+_DISK_ERRNOS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_AUTH_WORDS = ("forbidden", "credential", "expiredtoken", "accessdenied", "unauthorized", "not authorized")
+
+
+class TransientError(StorageError):
+    """A call that failed for a reason which may pass; it may have been carried out all the same."""
+
+
+def _chain(exc: BaseException) -> Iterator[BaseException]:
+    seen: list[BaseException] = []
+    link: BaseException | None = exc
+    while link is not None and link not in seen:
+        seen.append(link)
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _status(exc: BaseException) -> int | None:
+    """The HTTP status that an exception of any of the client libraries carries."""
+    response = getattr(exc, "response", None)
+    if isinstance(response, Mapping):
+        status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return status if isinstance(status, int) else None
+    for name in ("status_code", "status", "code"):
+        value = getattr(exc, name, None)
+        if str(value).isdigit() and 100 <= int(str(value)) < 600:
+            return int(str(value))
+    return None
+
+
+def classify(exc: BaseException) -> str:
+    """What an exception of any back end means: missing, taken, transient, auth, disk or other."""
+    for link in _chain(exc):
+        if isinstance(link, OSError) and (
+            link.errno in _DISK_ERRNOS or (isinstance(link, PermissionError) and link.filename)
+        ):
+            return "disk"
+        names = {base.__name__ for base in type(link).__mro__}
+        status = _status(link)
+        for kind, statuses, classes in _TABLE:
+            if status in statuses or names & classes:
+                return kind
+        if _is_bare_refusal(link):
+            return "auth"
+    text = str(exc).lower()
+    return "auth" if any(word in text for word in _AUTH_WORDS) else "other"
+
+
+def _is_bare_refusal(exc: BaseException) -> bool:
+    """S3's answer to a HEAD whose token has expired: 400, and no body to say so; botocore takes that for the code."""
+    response = getattr(exc, "response", None)
+    if isinstance(response, Mapping):
+        return bool(response.get("Error", {}).get("Code") == "400")
+    return _status(exc) == 400 and getattr(exc, "bare", False) is True
+
+
+def translate(exc: BaseException, where: str) -> Exception:
+    """The exception to raise for ``exc``: one line, of cloudtrain's tree, or builtin for what is an answer."""
+    reason = " ".join(str(exc).split())[:400] or type(exc).__name__
+    kind = classify(exc)
+    if kind == "missing":
+        return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where)
+    if kind == "taken":
+        return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where)
+    if kind == "auth":
+        if any(map(_is_bare_refusal, _chain(exc))):
+            reason += "; credentials that have expired?"
+        if "AuthorizationPermissionMismatch" in reason:  # signed in, and owner of the account perhaps: not of its data
+            reason += "; it takes the role Storage Blob Data Contributor on the container"
+        return AuthError(f"{where}: no access: {reason}")
+    if kind == "disk" and isinstance(exc, OSError):
+        return StorageError(f"{exc.filename or where}: {exc.strerror or reason}")
+    return (TransientError if kind == "transient" else StorageError)(f"{where}: {reason}")
+
+
+class Retries:
+    """Patience with a store: ``tries`` counts the first; ``sleep`` takes seconds."""
+
+    def __init__(self, *, tries: int = 4, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.tries = tries
+        self._sleep = sleep
+
+    def __call__(
+        self,
+        where: str,
+        work: Callable[[], R],
+        *,
+        again: bool = True,
+        part: bool = False,
+        renews: Callable[[Exception], bool] = lambda _: False,
+    ) -> R:
+        """``work()``, again after a transient failure or what ``renews`` has an answer to; the rest is translated.
+
+        Not ``again``: nothing is tried twice that may have been carried out. Of a ``part`` of what another call tries,
+        what does not pass comes out as it is.
+        """
+        for left in range(self.tries - 1, -1, -1):
+            try:
+                return work()
+            except (CloudtrainError, TypeError, AttributeError):
+                raise
+            except Exception as exc:  # back ends raise anything; the table sorts it
+                if left and renews(exc):
+                    continue
+                transient = classify(exc) == "transient"
+                if part and not transient:
+                    raise
+                if not (transient and left and again):
+                    raise translate(exc, where) from exc
+                self.pause(self.tries - 1 - left)
+        raise AssertionError("unreachable")
+
+    def pause(self, number: int) -> None:
+        """Wait after failure ``number``, from 0: longer each time, and no two clients alike."""
+        self._sleep(min(10.0, 0.5 * 2**number) * random.uniform(0.5, 1.5))

@@ -1,0 +1,412 @@
+"""pull.py: which checkpoints are meant, a run that is followed, and a pull that was killed. What a pull brings is
+tested in test_store.py."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_run import RUNNING, SUCCEEDED, T0, ClientRetried, World, failed
+
+from cloudtrain import pull as pull_module
+from cloudtrain.errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
+from cloudtrain.pull import PullReport, parts, pull
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(root=tmp_path / "store").recorded().attempt(0, RUNNING)
+
+
+def point(world: World, **pointers: str) -> None:
+    world.write(
+        "live/pointers/node-0.json", {name: {"target": target, "link": False} for name, target in pointers.items()}
+    )
+
+
+def pulled(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "checkpoints").iterdir()} if (folder / "checkpoints").exists() else set()
+
+
+def test_words() -> None:
+    assert parts("checkpoints:latest,checkpoints:step=4,logs") == {"checkpoints": ["latest", "step=4"], "logs": ["all"]}
+    assert parts(["checkpoints", " metrics "])["checkpoints"] == ["all"]
+    for bad, says in (
+        ("checkpoint", "did you mean"),
+        ("checkpoints:", "latest"),
+        ("checkpoints:newest", ":step=N"),
+        ("checkpoints:step=x", ":step=N"),
+        ("logs:latest", "logs:latest"),
+        ("", "none of"),
+    ):
+        with pytest.raises(SpecError, match=says):
+            parts(bad)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ("checkpoints:latest", {"step-30"}),
+        ("checkpoints:best", {"step-10", "best"}),
+        ("checkpoints:step=20", {"step-20"}),
+        ("checkpoints:latest,checkpoints:step=20", {"step-20", "step-30"}),
+        ("checkpoints:all", {"step-10", "step-20", "step-30", "best"}),
+        ("checkpoints", {"step-10", "step-20", "step-30", "best"}),
+    ],
+)
+def test_which_checkpoints(world: World, tmp_path: Path, choice: str, expected: set[str]) -> None:
+    for step in (10, 20, 30):
+        world.checkpoint(f"step-{step}", when=T0 + step)
+    world.checkpoint("step-40", size=4)  # not complete
+    point(world, best="step-10", other="step-40")
+    report = pull(world.store, "r1", tmp_path / "out", what=choice)
+    assert pulled(tmp_path / "out") == expected
+    assert set(report.checkpoints) == expected - {"best"}
+    assert not (tmp_path / "out" / "logs").exists()
+
+
+def test_the_best_without_a_pointer_is_what_is_called_so(world: World, tmp_path: Path) -> None:
+    for name, when in (
+        ("best-epoch=1.ckpt", 1.0),
+        ("best-epoch=2.ckpt", 2.0),
+        ("bestiary", 3.0),
+        ("epoch=3.ckpt", 4.0),
+    ):
+        world.checkpoint(name, when=T0 + when)
+    assert pull(world.store, "r1", tmp_path, what="checkpoints:best").checkpoints == ("best-epoch=2.ckpt",)
+
+
+@pytest.mark.parametrize("choice", ["latest", "best", "step=7"])
+def test_a_checkpoint_that_is_not_there_is_an_error_that_names_those_that_are(
+    world: World, tmp_path: Path, choice: str
+) -> None:
+    with pytest.raises(NotFoundError, match=f"no checkpoint is {choice}; there are: none complete yet"):
+        pull(world.store, "r1", tmp_path / "out", what=[f"checkpoints:{choice}", "logs"])
+    world.checkpoint("step-10")
+    if choice != "latest":
+        with pytest.raises(NotFoundError, match="there are: step-10"):
+            pull(world.store, "r1", tmp_path / "out", what=[f"checkpoints:{choice}"])
+    assert pulled(tmp_path / "out") == set()
+
+
+# ------------------------------------------------------------------------------------------------------------ following
+
+
+def test_following_brings_what_is_complete_while_the_run_goes_on(world: World, tmp_path: Path) -> None:
+    out, seen = tmp_path / "out", list[tuple[float, set[str], str]]()
+
+    def look() -> None:
+        model = out / "artifacts" / "model.txt"
+        seen.append((world.time.now - T0, pulled(out), model.read_text() if model.exists() else ""))
+
+    def write(text: str) -> None:
+        world.write("live/artifacts/node-0/model.txt", text)
+
+    world.time.at = [
+        (10, lambda: world.checkpoint("step-1", when=T0 + 10)),
+        (20, look),
+        (30, lambda: (write("first"), world.checkpoint("step-2", when=T0 + 30, size=4))),
+        (40, look),
+        (50, lambda: (write("second time"), world.checkpoint("step-2", when=T0 + 50))),
+        (60, look),
+        (100, lambda: (world.attempt(0, SUCCEEDED), world.checkpoint("step-3", when=T0 + 100))),
+    ]
+    reports: list[PullReport] = []
+    report = world.run().pull(out, follow=True, on_pull=reports.append)
+    assert [names for _, names, _ in seen] == [{"step-1"}, {"step-1"}, {"step-1", "step-2"}]
+    assert [text for *_, text in seen] == ["", "first", "second time"]
+    assert pulled(out) == {"step-1", "step-2", "step-3"}
+    assert set(report.checkpoints) == {"step-1", "step-2", "step-3"}
+    assert [len(item.checkpoints) for item in reports] == [0, 1, 1, 2], "a report for each time that brought something"
+    assert pull(world.store, "r1", out).transferred == 0
+
+
+@pytest.mark.parametrize("status", [SUCCEEDED, failed()])
+def test_following_a_run_that_is_over_is_one_pull(world: World, tmp_path: Path, status: Any) -> None:
+    world.attempt(0, status).checkpoint("step-1")
+    report = world.run().pull(tmp_path / "out", follow=True, what="checkpoints:best,checkpoints:latest")
+    assert pulled(tmp_path / "out") == {"step-1"}
+    assert report.missing == ("best",)
+    assert world.time.now == T0
+
+
+def test_the_result_of_a_run_that_was_followed_comes_too(world: World, tmp_path: Path) -> None:
+    world.time.at = [(20, lambda: world.attempt(0, SUCCEEDED))]
+    world.run().pull(tmp_path / "out", follow=True)
+    assert json.loads((tmp_path / "out" / "result.json").read_bytes())["state"] == "succeeded"
+
+
+def test_following_is_no_waiting_client(tmp_path: Path) -> None:
+    """It starts no further attempt, and does not end a run that may still have one."""
+    world = World(root=tmp_path / "store", platform=ClientRetried()).recorded(retries=1).attempt(0, failed())
+    world.run().pull(tmp_path / "out", follow=True)
+    assert world.result() is None
+    assert world.store.attempts("r1") == [0]
+
+
+def test_a_platform_that_is_silent_for_good_ends_it(world: World, tmp_path: Path) -> None:
+    world.checkpoint("step-1")
+    world.time.at = [(20, lambda: setattr(world.platform, "status_error", LostContactError("no answer")))]
+    with pytest.raises(LostContactError, match="goes on"):
+        world.run().pull(tmp_path / "out", follow=True)
+    assert pulled(tmp_path / "out") == {"step-1"}
+
+
+def test_a_hiccup_at_the_very_end_loses_nothing(world: World, tmp_path: Path) -> None:
+    world.checkpoint("step-1", when=T0 + 1)
+
+    def end() -> None:
+        world.attempt(0, SUCCEEDED).checkpoint("step-2", when=T0 + 20)
+        answers = [world.platform.status]
+
+        def status(native_id: str) -> Any:
+            if not answers:
+                raise LostContactError("a hiccup")
+            return answers.pop()(native_id)
+
+        world.platform.status = status  # type: ignore[method-assign]
+
+    world.time.at = [(20, end)]
+    assert set(world.run().pull(tmp_path / "out", follow=True).checkpoints) == {"step-1", "step-2"}
+
+
+def test_what_a_store_still_answers_comes_when_the_platform_does_not(world: World, tmp_path: Path) -> None:
+    def silent() -> None:
+        world.checkpoint("step-1")
+        world.platform.status_error = LostContactError("no answer")
+
+    world.time.at = [(20, silent)]
+    with pytest.raises(LostContactError):
+        world.run().pull(tmp_path / "out", follow=True)
+    assert pulled(tmp_path / "out") == {"step-1"}
+
+
+def test_a_full_disk_is_no_network_that_comes_back(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tries = world.store, list[str]()
+    monkeypatch.setattr(pull_module, "local_path", lambda url: None)
+    world.checkpoint("step-1")
+
+    def full(key: str, path: Path, **_: Any) -> None:
+        tries.append(key)
+        raise StorageError(f"{path}: no space left") from OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(store.files, "download", full)
+    with pytest.raises(StorageError, match="no space left"):
+        pull(store, "r1", tmp_path / "out", along=[RUNNING] * 3, clock=iter(range(0, 900, 9)).__next__)
+    assert len(tries) == 1
+
+
+def test_damaged_content_ends_it(world: World, tmp_path: Path) -> None:
+    world.checkpoint("step-1")
+    world.write("live/checkpoints/step-1/0.0-1/node-0/step-1/model.pt", "xyz")
+    with pytest.raises(DigestError):
+        world.run().pull(tmp_path / "out", follow=True)
+    assert pulled(tmp_path / "out") == {".partial-step-1"} or pulled(tmp_path / "out") == set()
+
+
+def test_a_file_that_is_changed_here_meanwhile_is_brought_again(world: World, tmp_path: Path) -> None:
+    world.checkpoint("step-1")
+    model = tmp_path / "out" / "checkpoints" / "step-1" / "model.pt"
+
+    def spoil() -> None:
+        before = model.stat()
+        model.write_text("xyz")
+        os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    world.time.at = [(20, spoil), (60, lambda: world.attempt(0, SUCCEEDED))]
+    world.run().pull(tmp_path / "out", follow=True)
+    assert model.read_text() == "abc"
+
+
+def test_an_artifact_that_grows_while_it_is_fetched_comes_whole(world: World, tmp_path: Path) -> None:
+    path = world.folder / "live" / "artifacts" / "node-0" / "events"
+    world.write("live/artifacts/node-0/events", "0123456789")
+    done: list[str] = []
+
+    def grow(key: str, more: int) -> None:
+        if key.endswith("events") and not done:
+            done.append(key)
+            with path.open("a") as out:
+                out.write("and more")
+
+    pull(world.store, "r1", tmp_path / "out", progress=grow)
+    brought = (tmp_path / "out" / "artifacts" / "events").read_text()
+    assert done
+    assert brought in ("0123456789", "0123456789and more")
+    pull(world.store, "r1", tmp_path / "out")
+    assert (tmp_path / "out" / "artifacts" / "events").read_text() == "0123456789and more"
+    assert pull(world.store, "r1", tmp_path / "out").transferred == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- killed
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from cloudtrain import pull
+from cloudtrain.store import Store
+pull._SAVED = 0.0
+left = [int(sys.argv[3])]
+def progress(key, more):
+    left[0] -= more
+    if left[0] < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+pull.pull(Store(sys.argv[1]), "r1", Path(sys.argv[2]), progress=progress)
+"""
+
+
+def test_a_pull_that_was_killed_goes_on_where_it_was(world: World, tmp_path: Path) -> None:
+    for number in range(12):
+        world.checkpoint(f"step-{number}", when=T0 + number)
+    for number in range(60):
+        world.write(f"live/artifacts/node-0/a{number:02}", "x" * 1000)
+    whole = pull(world.store, "r1", tmp_path / "whole").transferred
+    out = tmp_path / "out"
+    for budget in (20, 20_000, 30_000):
+        words = [sys.executable, "-c", _KILLED, str(world.root), str(out), str(budget)]
+        assert subprocess.run(words, check=False).returncode == -signal.SIGKILL
+        assert all(
+            (out / "checkpoints" / name / "model.pt").read_text() == "abc" for name in pulled(out) if name[0] != "."
+        )
+    last = pull(world.store, "r1", out).transferred
+    assert last < whole - 30_000, "what had come is not fetched again, but for the 8 that were on their way"
+    assert {p.relative_to(out) for p in out.rglob("*") if p.is_file() and p.name[0] != "."} == {
+        p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole").rglob("*") if p.is_file() and p.name[0] != "."
+    }
+    assert json.loads((out / "run.json").read_bytes())["run_id"] == "r1"
+
+
+class Killed(BaseException):
+    """As a kill, which no handler meets."""
+
+
+def killed(after: int) -> Callable[[str, int], None]:
+    """Progress that ends a pull when so many files of checkpoints have come."""
+    left = [after]
+
+    def progress(key: str, more: int) -> None:
+        if "/checkpoints/" in key:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+
+    return progress
+
+
+def direct(world: World, files: dict[str, str], when: float) -> None:
+    """A checkpoint that the script wrote to the store by itself."""
+    shutil.rmtree(world.folder / "checkpoints", ignore_errors=True)
+    for number, (name, text) in enumerate({**files, ".metadata": "m"}.items()):
+        world.write(f"checkpoints/last/{name}", text)
+        os.utime(world.folder / "checkpoints" / "last" / name, (T0 + when + number, T0 + when + number))
+
+
+def mirrored(world: World, files: dict[str, str], when: float) -> None:
+    """One that the run copied there: as `World.checkpoint`, of several files."""
+    key = f"live/checkpoints/last/0.0-{int(when) + 1}"
+    listed = {}
+    for name, text in files.items():
+        world.write(f"{key}/node-0/last/{name}", text)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        listed[f"node-0/last/{name}"] = {"size": len(text), "sha256": digest}
+    world.write(f"{key}/commit.json", {"protocol": 1, "files": listed, "time": T0 + when, "saved": T0 + when})
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.rglob("*") if path.is_file() and path.name != ".metadata"}
+
+
+OLD, NEW = {"a": "v1", "b": "v1", "c": "v1", "same": "=="}, {"a": "v2!", "b": "v2!", "same": "=="}
+
+
+@pytest.mark.parametrize("save", [direct, mirrored])
+@pytest.mark.parametrize("after", range(6))
+@pytest.mark.parametrize("had", [True, False], ids=["the old one was here", "a part of it"])
+def test_a_checkpoint_here_is_of_one_version(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, after: int, had: bool
+) -> None:
+    monkeypatch.setattr(pull_module, "parallel", lambda work, items: [work(item) for item in items])
+    out, last = tmp_path / "out", tmp_path / "out" / "checkpoints" / "last"
+    save(world, OLD, 0)
+    with contextlib.nullcontext() if had else pytest.raises(Killed):
+        pull(world.store, "r1", out, what="checkpoints", progress=None if had else killed(2))
+    save(world, NEW, 10)
+    with contextlib.suppress(Killed):
+        pull(world.store, "r1", out, what="checkpoints", progress=killed(after))
+    assert content(last) in (OLD if had else {}, NEW)
+    pull(world.store, "r1", out, what="checkpoints")
+    assert content(last) == NEW
+    assert pulled(out) == {"last"}
+    assert pull(world.store, "r1", out, what="checkpoints").transferred == 0
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_kill_at_the_swap_is_repaired(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    out, last = tmp_path / "out", tmp_path / "out" / "checkpoints" / "last"
+    mirrored(world, OLD, 0)
+    pull(world.store, "r1", out, what="checkpoints")
+    (last / "theirs").write_text("somebody's own")
+    mirrored(world, NEW, 10)
+    replace, left = os.replace, [at]
+
+    def renamed(source: Any, target: Any) -> None:
+        if Path(source).is_dir():
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", renamed)
+    with pytest.raises(Killed):
+        pull(world.store, "r1", out, what="checkpoints")
+    assert content(last) == ({} if at else {**OLD, "theirs": "somebody's own"})
+    monkeypatch.setattr(os, "replace", replace)
+    before = pull(world.store, "r1", out, what="checkpoints")
+    assert before.transferred < 100, "of the checkpoint nothing came twice"
+    assert content(last) == {**NEW, "theirs": "somebody's own"}
+    assert pulled(out) == {"last"}
+
+
+def test_of_a_checkpoint_that_goes_away_nothing_stays(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_module, "parallel", lambda work, items: [work(item) for item in items])
+    mirrored(world, OLD, 0)
+
+    def gone(key: str, more: int) -> None:
+        shutil.rmtree(world.folder / "live" / "checkpoints" / "last", ignore_errors=True)
+
+    pull(world.store, "r1", tmp_path / "out", what="checkpoints", progress=gone)
+    assert pulled(tmp_path / "out") == set()
+
+
+def test_a_file_that_is_taken_away_meanwhile_is_one_line(world: World, tmp_path: Path) -> None:
+    world.write("live/artifacts/node-0/a", "x")
+    world.write("live/metrics/0.0-node-0.jsonl", '{"step": 1}\n')
+    metrics = world.folder / "live" / "metrics" / "0.0-node-0.jsonl"
+    store = world.store
+    read = store.files.read
+
+    def taken(key: str) -> bytes:
+        if key.endswith(".jsonl"):
+            metrics.unlink()
+        return read(key)
+
+    store.files.read = taken  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match="went away while it was pulled"):
+        pull(store, "r1", tmp_path / "out")
+    assert (tmp_path / "out" / "artifacts" / "a").read_text() == "x"

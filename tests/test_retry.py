@@ -1,0 +1,369 @@
+"""Further attempts that a waiting client starts, and patience with a platform that does not answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from cloudtrain.errors import LostContactError, PlatformError, QuotaError, SpecError
+from cloudtrain.job import Job
+from cloudtrain.provider import AttemptInfo, Layout, LogPage, Request, Status
+from cloudtrain.run import Run
+from cloudtrain.store import Store
+from cloudtrain.submit import UNSENT_SECONDS, Retry
+from cloudtrain.tail import patiently
+
+
+@dataclass
+class Platform:
+    """Jobs in memory. ``ends`` are the ends of attempt 0, 1, …; ``failing`` is how many submits fail first."""
+
+    name: ClassVar[str] = "memory"
+    retried_by: ClassVar[str] = "client"
+    max_wait_by: ClassVar[str] = "platform"
+    pace: ClassVar[float] = 0.0
+    poll: ClassVar[float] = 0.0
+
+    ends: list[Status]
+    failing: int = 0
+    sent: list[Request] = field(default_factory=list)
+    chooses: bool = False
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        body = {"max_runtime": job.max_runtime, "max_cost": job.max_cost}
+        types = tuple(map(str, job.resources.gpus[choice:])) if self.chooses else ()
+        return Request(
+            provider="memory",
+            operation="o",
+            body=body,
+            context={},
+            run=layout.run,
+            attempt=attempt,
+            choice=choice,
+            instance_types=types,
+        )
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        if self.failing:
+            self.failing -= 1
+            raise LostContactError("not now")
+        self.sent.append(request)
+        return str(request.attempt)
+
+    def find(self, request: Request) -> str | None:
+        return None
+
+    def status(self, native_id: str) -> Status:
+        return self.ends[int(native_id)]
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        return LogPage(lines=(), cursor=None)
+
+    def cancel(self, native_id: str) -> None:
+        """Nothing runs here."""
+
+
+def failed(category: str, reason: str = "x", *, seconds: float = 100.0, usd: float | None = None) -> Status:
+    attempts = (AttemptInfo(number="0.0", started=1e9, ended=1e9 + seconds),)
+    return Status(state="failed", category=category, reason=reason, attempts=attempts, cost_usd=usd)
+
+
+def numbered(ends: list[Status]) -> list[Status]:
+    """Each attempt under its own number."""
+    return [
+        Status(**{**vars(e), "attempts": tuple(AttemptInfo(**{**vars(a), "number": f"{k}.0"}) for a in e.attempts)})
+        for k, e in enumerate(ends)
+    ]
+
+
+def begun(tmp_path: Path, *ends: Status, chooses: bool = False, **fields: Any) -> tuple[Run, Platform]:
+    """A run whose first attempt was sent, on a platform where attempts end so; which ``chooses`` a GPU of the list."""
+    store, job = Store(str(tmp_path)), Job.make(entry_point="train.py", **fields)
+    layout = store.layout(run_id="r", code_digest="c", runtime_digest="d")
+    platform = Platform(numbered(list(ends)), chooses=chooses)
+    plain = {"store": store.url, "run_id": "r", "code_digest": "c", "runtime_digest": "d", "inputs": {}, "resume": None}
+    store.create_run(layout, {"job": job.to_dict(), "provider": "memory", "settings": {}, "layout": plain})
+    store.create_attempt("r", 0, platform.plan(job, layout))
+    store.write_submitted("r", 0, "0")
+    return Run(store=store, run_id="r", provider=platform), platform  # type: ignore[arg-type]
+
+
+def waited(run: Run) -> dict[str, Any]:
+    return run.wait(retry=Retry(run))
+
+
+DONE = Status(state="succeeded")
+
+
+def test_another_attempt_is_recorded_then_sent(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
+    result = waited(run)
+    assert (result["state"], result["native_id"]) == ("succeeded", "1")
+    assert [r.attempt for r in platform.sent] == [1]
+    assert run.store.attempt_request("r", 1) == platform.sent[0]
+
+
+def test_no_more_than_were_allowed(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("infra", "a"), failed("infra", "b"), failed("infra", "c"), retries=1)
+    assert waited(run)["reason"] == "b"
+    assert len(platform.sent) == 1
+
+
+def test_the_same_failure_twice_is_the_end(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, *[failed("user_error", "boom")] * 4, retries=3)
+    assert waited(run)["state"] == "failed"
+    assert len(platform.sent) == 1
+
+
+def test_without_capacity_the_next_gpu_is_tried_and_is_no_retry(tmp_path: Path) -> None:
+    run, platform = begun(
+        tmp_path, failed("capacity"), failed("capacity"), DONE, gpu=["H100:8", "A100:8", "L4:8"], retries=0
+    )
+    assert waited(run)["state"] == "succeeded"
+    assert [(r.attempt, r.choice) for r in platform.sent] == [(1, 1), (2, 2)]
+
+
+def test_without_capacity_anywhere_it_ends(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, *[failed("capacity")] * 3, gpu=["H100:8", "A100:8"])
+    assert waited(run)["category"] == "capacity"
+    assert len(platform.sent) == 1
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_list_that_the_platform_went_through_is_not_gone_through_again(retries: int, tmp_path: Path) -> None:
+    """A retry asks for the whole of it once more, not for its tail."""
+    ends = [failed("capacity")] * 4
+    run, platform = begun(tmp_path, *ends, chooses=True, gpu=["H100:8", "A100:8"], retries=retries)
+    assert waited(run)["category"] == "capacity"
+    assert [(r.attempt, r.choice) for r in platform.sent] == [(k + 1, 0) for k in range(retries)]
+
+
+def test_a_list_with_a_gpu_without_quota_is_tried_from_the_next_on(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("quota"), DONE, chooses=True, gpu=["H100:8", "A100:8"])
+    assert waited(run)["state"] == "succeeded"
+    assert [(r.attempt, r.choice) for r in platform.sent] == [(1, 1)]
+
+
+def test_going_through_the_list_takes_no_retry_away(tmp_path: Path) -> None:
+    ends = [failed("capacity"), failed("capacity"), failed("capacity"), failed("capacity"), DONE]
+    run, platform = begun(tmp_path, *ends, gpu=["H100:8", "A100:8"], retries=2)
+    assert waited(run)["category"] == "capacity"
+    assert [r.choice for r in platform.sent] == [1, 0, 1]
+
+
+def test_limits_are_sums_over_attempts(tmp_path: Path) -> None:
+    ends = [failed("infra", "a", seconds=400, usd=3.0), failed("infra", "b", seconds=500, usd=2.0), DONE]
+    run, platform = begun(tmp_path, *ends, retries=5, max_runtime=1000, max_cost=10)
+    waited(run)
+    assert [dict(r.body) for r in platform.sent] == [
+        {"max_runtime": 600, "max_cost": 7.0},
+        {"max_runtime": 100, "max_cost": 5.0},
+    ]
+
+
+@pytest.mark.parametrize("limit", [{"max_runtime": 100}, {"max_cost": 3.0}])
+def test_a_limit_that_is_used_up_is_the_end(limit: dict[str, Any], tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("infra", usd=3.0), retries=5, **limit)
+    assert waited(run)["state"] == "failed"
+    assert platform.sent == []
+
+
+def test_what_a_client_recorded_and_never_sent_is_sent_by_the_next(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
+    request = platform.plan(run.job, Layout.from_dict(run.record["layout"]), attempt=1)
+    run.store.create_attempt("r", 1, request)
+    assert run.status().state == "pending"
+    assert waited(run)["state"] == "succeeded"
+    assert platform.sent == [request]
+
+
+def test_nothing_is_sent_of_a_cancelled_run(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
+    run.store.create_attempt("r", 1, platform.plan(run.job, Layout.from_dict(run.record["layout"]), attempt=1))
+    run.store.cancel("r")
+    waited(run)
+    assert platform.sent == []
+
+
+def rivalled(tmp_path: Path, rival: Callable[[Run, Platform, Request], None]) -> tuple[Run, Platform, Clock, Retry]:
+    """A client that waits while attempt 0 fails and ``rival`` has recorded attempt 1; its clock, and what it asks."""
+    begin, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
+    clock = Clock()
+    run = Run(store=begin.store, run_id="r", provider=platform, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
+    retry, ask = Retry(run), platform.status
+
+    def status(native_id: str) -> Status:
+        request = platform.plan(run.job, Layout.from_dict(run.record["layout"]), attempt=1)
+        run.store.create_attempt("r", 1, request)
+        rival(run, platform, request)
+        return ask(native_id)
+
+    platform.status = status  # type: ignore[method-assign]
+    return run, platform, clock, retry
+
+
+def test_what_a_rival_recorded_who_died_is_sent_by_whoever_waits(tmp_path: Path) -> None:
+    run, platform, clock, retry = rivalled(tmp_path, lambda *_: None)
+    assert run.wait(retry=retry, poll=5.0, timeout=600.0)["state"] == "succeeded"
+    assert [r.attempt for r in platform.sent] == [1]
+    assert UNSENT_SECONDS <= clock.now <= UNSENT_SECONDS + 30
+
+
+def test_a_platform_that_is_silent_just_then_gets_the_next_attempt_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloudtrain.submit.patiently", lambda call: call())
+    begin, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
+    clock, said = Clock(), list[str]()
+    run = Run(store=begin.store, run_id="r", provider=platform, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
+    platform.failing = 2  # the first, and when it is sent again
+    assert run.wait(retry=Retry(run, said.append), poll=5.0, timeout=900.0)["state"] == "succeeded"
+    assert [r.attempt for r in platform.sent] == [1]
+    assert "attempt 1 could not be sent yet: not now" in said
+
+
+def test_a_rival_that_is_slow_is_waited_for(tmp_path: Path) -> None:
+    def slow(run: Run, platform: Platform, request: Request) -> None:
+        if clock.now > UNSENT_SECONDS / 2 and not platform.sent:
+            run.store.write_submitted("r", 1, platform.submit(request))
+
+    run, platform, clock, retry = rivalled(tmp_path, slow)
+    assert run.wait(retry=retry, poll=5.0, timeout=600.0)["state"] == "succeeded"
+    assert [r.attempt for r in platform.sent] == [1]
+    assert clock.now < UNSENT_SECONDS
+
+
+def test_a_cancelled_run_gets_nothing_of_a_rival_sent(tmp_path: Path) -> None:
+    def cancels(run: Run, platform: Platform, request: Request) -> None:
+        if clock.now > UNSENT_SECONDS / 2:
+            run.store.cancel("r")
+
+    run, platform, clock, retry = rivalled(tmp_path, cancels)
+    assert run.wait(retry=retry, poll=5.0, timeout=600.0)["state"] in ("failed", "cancelled")
+    retry.resend(1, clock.now)
+    retry.resend(1, clock.now + UNSENT_SECONDS)
+    assert platform.sent == []
+
+
+# ------------------------------------------------------------------------------------------------------------- patience
+
+
+class Clock:
+    """Sleeping is what makes time pass."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_call_is_made_again_until_it_is_answered() -> None:
+    clock, platform = Clock(), Platform([DONE], failing=5)
+    request = Request(provider="memory", operation="o", body={}, context={}, run="r")
+    assert patiently(lambda: platform.submit(request), clock=clock, sleep=clock.sleep) == "0"
+    assert 0 < clock.now < 60
+
+
+def test_patience_ends() -> None:
+    clock, platform = Clock(), Platform([DONE], failing=1000)
+    request = Request(provider="memory", operation="o", body={}, context={}, run="r")
+    with pytest.raises(LostContactError):
+        patiently(lambda: platform.submit(request), clock=clock, sleep=clock.sleep)
+    assert 30 < clock.now <= 60
+
+
+def test_what_does_not_pass_is_not_waited_for() -> None:
+    clock = Clock()
+
+    def elsewhere() -> str:
+        raise LostContactError("this run is on another machine", passing=False)
+
+    with pytest.raises(LostContactError):
+        patiently(elsewhere, clock=clock, sleep=clock.sleep)
+    assert clock.now == 0
+
+
+# ------------------------------------------------------------------------------------------ others, and what is refused
+
+
+class Refusing(Platform):
+    """Will not have some attempts; the context tells the choice."""
+
+    refusals: ClassVar[dict[int, Exception]] = {}
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        return replace(super().plan(job, layout, attempt, choice), context={"choice": choice})
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        if request.attempt in self.refusals:
+            raise self.refusals[request.attempt]
+        return super().submit(request, secrets)
+
+
+def refusing(run: Run, platform: Platform, **refusals: Exception) -> Platform:
+    platform.__class__ = Refusing
+    Refusing.refusals = {int(name[1:]): exc for name, exc in refusals.items()}
+    return platform
+
+
+def test_the_next_gpu_gets_a_context_of_its_own(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("capacity"), DONE, gpu=["H100:8", "A10G:4"])
+    refusing(run, platform)
+    assert waited(run)["state"] == "succeeded"
+    assert json.loads((tmp_path / "runs/r/container/context.json").read_bytes()) == {"choice": 1}
+
+
+def test_a_quota_of_nothing_for_one_gpu_leads_to_the_next(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("capacity"), DONE, DONE, gpu=["H100:8", "A100:8", "L4:8"])
+    refusing(run, platform, a1=QuotaError("the quota is 0"))
+    assert waited(run)["state"] == "succeeded"
+    assert [(r.attempt, r.choice) for r in platform.sent] == [(2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("exc", "category"), [(QuotaError("no"), "quota"), (SpecError("no"), "user_error"), (PlatformError("no"), "infra")]
+)
+def test_an_attempt_that_is_refused_is_the_end_and_is_told(tmp_path: Path, exc: Exception, category: str) -> None:
+    run, platform = begun(tmp_path, failed("capacity"), DONE, gpu=["H100:8", "A100:8"])
+    refusing(run, platform, a1=exc)
+    result = waited(run)
+    assert (result["state"], result["category"]) == ("failed", category)
+    assert result["reason"] == "attempt 1 was refused: no"
+    assert run.status().state == "failed"
+    assert waited(run) == result
+
+
+def test_whoever_looks_while_another_starts_an_attempt_ends_nothing(tmp_path: Path) -> None:
+    """Its answer was about attempt 0; attempt 1 runs by now."""
+    run, platform = begun(tmp_path, failed("infra", "a"), Status(state="running"), retries=1)
+    ask = platform.status
+
+    def slow(native_id: str) -> Status:
+        status = ask(native_id)
+        if not platform.sent:
+            request = platform.plan(run.job, Layout.from_dict(run.record["layout"]), attempt=1)
+            assert run.store.create_attempt("r", 1, request)
+            run.store.write_submitted("r", 1, platform.submit(request))
+        return status
+
+    platform.status = slow  # type: ignore[method-assign]
+    run.result()
+    assert run.store.result("r") is None
+    assert Retry(run)({"category": "infra", "native_id": "0", "attempts": [], "state": "failed"}) is True
+    assert len(platform.sent) == 1
+
+
+def test_what_is_not_known_of_the_cost_is_said(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("infra"), DONE, retries=1, max_cost=5)
+    said: list[str] = []
+    run.wait(retry=Retry(run, said.append))
+    assert said == ["no further attempt: nobody knows what is left of max_cost"]
+    assert platform.sent == []

@@ -1,0 +1,103 @@
+"""What the names of checkpoints and of their files tell: families, steps, and what a training can go on from."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from cloudtrain.values import family, step_of, training_states, unix_seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-30", 30),
+        ("step_30.pt", 30),
+        ("checkpoint-500", 500),
+        ("ckpt000123.pt", 123),
+        ("iter_0000100", 100),
+        ("global_step200", 200),
+        ("epoch=3-step=1500.ckpt", 1500),
+        ("epoch=3.ckpt", None),
+        ("model_epoch_12.pt", None),
+        ("epoch=3-step=1500-v1.ckpt", 1500),
+        ("step=1500-epoch=3.ckpt", 1500),
+        ("step-30-loss0.25.pt", 30),
+        ("Iteration-7", 7),
+        ("model-12", 12),
+        ("last.ckpt", None),
+        ("last-v1.ckpt", None),
+        ("best", None),
+        ("", None),
+    ],
+)
+def test_the_step_that_a_name_tells(name: str, step: int | None) -> None:
+    assert step_of(name) == step
+
+
+def test_a_family_is_a_name_without_its_numbers() -> None:
+    assert family("checkpoint-500") == family("checkpoint-1000") != family("last.ckpt")
+    assert family("__0_0.distcp") == family("__13_2.distcp")
+
+
+HF = ["model.safetensors", "optimizer.pt", "rng_state_0.pth", "trainer_state.json"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "chosen"),
+    [
+        pytest.param({}, "", id="nothing"),
+        pytest.param({"checkpoint-500": HF, "checkpoint-1000": HF}, "checkpoint-500 checkpoint-1000", id="folders"),
+        pytest.param(
+            {"checkpoint-500": HF, "model.safetensors": [""], "config.json": [""], "runs": ["a/events.out.tfevents.1"]},
+            "checkpoint-500",
+            id="a trainer's final model beside its checkpoints",
+        ),
+        pytest.param(
+            {"epoch=1.ckpt": ["weights.pt"], "last.ckpt": ["weights.pt"], "export": ["model.onnx"]},
+            "epoch=1.ckpt last.ckpt",
+            id="a folder without a number, of the same make",
+        ),
+        pytest.param(
+            {"global_step20": ["mp_rank_00.pt"], "latest": [""], "zero_to_fp32.py": [""]},
+            "global_step20",
+            id="a script beside folders",
+        ),
+        pytest.param(
+            {
+                "epoch=1-step=10.ckpt": [""],
+                "last.ckpt": [""],
+                "last-v1.ckpt": [""],
+                "hparams.yaml": [""],
+                "x.bin": [""],
+            },
+            "epoch=1-step=10.ckpt last.ckpt last-v1.ckpt",
+            id="files of one suffix",
+        ),
+        pytest.param({"last.ckpt": [""], "best.pt": [""], "README.md": [""]}, "last.ckpt best.pt", id="no number"),
+        pytest.param({"state": ["model.pt"], "log": ["out.log"]}, "state", id="a folder of logs"),
+        pytest.param({"state.json": [""], "state-2.json": [""]}, "state-2.json state.json", id="text is all there is"),
+        pytest.param({"events.out.tfevents.17.host": [""], "model.pt": [""]}, "model.pt", id="tensorboard's files"),
+        pytest.param({"step-1": ["notes.txt"], "step-2": ["model.pt"]}, "step-2", id="a numbered folder of text"),
+    ],
+)
+def test_what_a_training_can_go_on_from(entries: dict[str, list[str]], chosen: str) -> None:
+    assert training_states({f"key of {name}": (name, paths) for name, paths in entries.items()}) == {
+        f"key of {name}" for name in chosen.split()
+    }
+
+
+@pytest.mark.parametrize(
+    ("moment", "seconds"),
+    [
+        (1000.5, 1000.5),
+        ("1970-01-01T00:00:10Z", 10.0),
+        ("1970-01-01T00:00:10.123456789Z", 10.123456),
+        ("1970-01-01 01:00:10.5+01:00", 10.5),
+        (datetime(1970, 1, 1, 0, 0, 10), 10.0),
+        (datetime(1970, 1, 1, 1, 0, 10, tzinfo=timezone(timedelta(hours=1))), 10.0),
+    ],
+)
+def test_moments_of_every_back_end(moment: datetime | str | float, seconds: float) -> None:
+    assert unix_seconds(moment) == pytest.approx(seconds, abs=1e-6)
