@@ -21,7 +21,29 @@ import pytest
 from cloudtrain.run import Run, open_run
 
 CLI = [sys.executable, "-m", "cloudtrain"]
+Once = Callable[[str, Callable[[], Any]], Any]
 MARK = "JOBS_TEST_MARK"
+DIES = """
+import importlib, os, sys
+target, moment = sys.argv.pop(1).split("@")
+module, _, path = target.partition(":")
+owner, _, name = path.partition(".")
+kind = getattr(importlib.import_module(module), owner)
+call = getattr(kind, name)
+def dying(*args, **kwargs):
+    if moment == "before":
+        os._exit(99)
+    call(*args, **kwargs)
+    os._exit(99)
+setattr(kind, name, dying)
+from cloudtrain.cli import main
+sys.exit(main())
+"""
+
+
+def dying(call: str, moment: str) -> list[str]:
+    """In place of `CLI`: ends without unwinding ``before`` or ``after`` it makes a call, ``module:Class.method``."""
+    return [sys.executable, "-c", DIES, f"{call}@{moment}"]
 
 
 class Jobs:
@@ -67,7 +89,7 @@ class Jobs:
         return open_run(run_id, store_url=str(self.store))
 
     def runs(self) -> list[str]:
-        return sorted(p.name for p in (self.store / "runs").glob("*"))
+        return sorted(p.parent.name for p in (self.store / "runs").glob("*/run.json"))
 
     # ---------------------------------------------------------------------------------------------------- processes
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
 import signal
 import sys
+import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import CloudtrainError, SpecError
 from ..provider import PROTOCOL, find_provider
 from .node import Node
 
+FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
+"""Set by a provider that leaves a cause where the platform looks for one, should this never run: Python removes it."""
+
 
 def main(argv: list[str]) -> int:
     """Run this node to its end; the exit code is what the platform is to see."""
+    failure_file = os.environ.pop(FAILURE_VARIABLE, None)  # none of the script's business
+    _leave_cause(failure_file, "")  # before anything can fail
     parser = argparse.ArgumentParser(prog="cloudtrain.pyz", allow_abbrev=False)
     parser.add_argument("verb", choices=["run"])
     parser.add_argument("--context", required=True, type=Path)
@@ -26,19 +34,63 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     inbox: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: inbox.put((-1, {"t": "signal", "number": number})))
+        signal.signal(number, lambda number, _: inbox.put((-1, _notice(number))))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # whoever started us may have held it back till here
     try:
-        context = json.loads(options.context.read_bytes())
-        if context["protocol"] != PROTOCOL:
-            raise SpecError(f"context of protocol {context['protocol']}, this is {PROTOCOL}", field="context")
+        context = _read(options.context)
         paths = dict(pair.split("=", 1) for pair in options.path)
         site = find_provider(context["provider"]).site(os.environ, paths)
+        failure_file = site.failure_file
         key = (options.context.parent / "key").read_bytes()
         return Node(context=context, site=site, attempt=options.attempt, key=key, inbox=inbox).run()
     except (CloudtrainError, OSError, ValueError, KeyError) as exc:
         sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
+        _leave_cause(failure_file, f"this node cannot start: {exc}")
         return 1
 
 
+def _notice(number: int) -> dict[str, Any]:
+    """The grace counts from now, whenever the message is read."""
+    return {"t": "signal", "number": number, "at": time.monotonic()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    context = json.loads(path.read_bytes())
+    if not isinstance(context, dict):
+        raise SpecError(f"{path} holds no table", field="context")
+    if context.get("protocol") != PROTOCOL:
+        raise SpecError(f"context of protocol {context.get('protocol')}, this is {PROTOCOL}", field="context")
+    return context
+
+
+def _leave_cause(file: str | None, text: str) -> None:
+    """``text`` where the platform looks for the cause of a failure; none: nothing is there."""
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        if text:
+            Path(file).write_text(text, encoding="utf-8")
+        else:
+            os.remove(file)
+
+
+def leave(argv: list[str]) -> NoReturn:
+    """`main`, then the end of this process, at once.
+
+    Python would wait for the threads that copy; one that is stuck in a mount that hangs would keep the node for ever.
+    """
+    try:
+        code = main(argv)
+    except SystemExit as exc:  # argparse
+        code = exc.code if isinstance(exc.code, int) else 1
+    except BaseException:  # noqa: BLE001  printed as Python would
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(sys.argv[1:])

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["Failure", "root_cause", "summary"]
+__all__ = ["Failure", "category", "real", "root_cause", "silent_deaths", "summary", "with_codes"]
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|connectfullmesh|ncclremoteerror|ncclsystemerror"
@@ -36,7 +37,8 @@ class Failure:
 
     ``kind`` is error (an exception or non-zero exit it told us of), died (ended without a word), lost (a node that no
     longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal, None when
-    unknown. ``time_ns`` is Unix nanoseconds on node 0's clock.
+    unknown. ``time_ns`` is Unix nanoseconds on node 0's clock. ``notified``: its own node had passed a stop notice on
+    to the rank by then (node 0 may have told none of its own yet).
     """
 
     kind: str
@@ -49,6 +51,12 @@ class Failure:
     traceback: str = ""
     code: int | None = None
     category: str = ""
+    notified: bool = False
+
+    @property
+    def about(self) -> tuple[int, int | None, str]:
+        """What it tells of: two with the same are one."""
+        return self.node, self.rank, self.kind
 
     @property
     def consequence(self) -> bool:
@@ -71,19 +79,67 @@ class Failure:
         }
 
 
+def silent_deaths(
+    node: int,
+    seen: Mapping[int, set[str]],
+    eof: Mapping[int, int],
+    codes: Mapping[int, int],
+    *,
+    first_rank: int,
+    since_ns: int,
+) -> list[Failure]:
+    """The ranks of ``node`` that ended badly without a word, by what is known of each local rank.
+
+    ``seen`` are the events it told of, ``eof`` when its pipe ended (Unix nanoseconds), ``codes`` the exit codes known.
+    Of those without a code only the ones that ended after ``since_ns`` count.
+    """
+    found = []
+    for local in sorted({*eof, *codes}):
+        code, events = codes.get(local), seen.get(local, set())
+        silent = "start" in events and not events & {"end", "error"}
+        if code or (code is None and silent and eof.get(local, 0) > since_ns):
+            over = "its script had already ended" if "end" in events else ""
+            stamp = eof.get(local) or time.time_ns()
+            rank = first_rank + local
+            found.append(Failure(kind="died", node=node, rank=rank, time_ns=stamp, code=code, exception=over))
+    return found
+
+
+def with_codes(failures: Sequence[Failure], node: int, codes: Mapping[int, int], *, first_rank: int) -> list[Failure]:
+    """``failures`` with the exit codes of ``node``'s ranks filled in that were not known when they were seen."""
+
+    def learned(failure: Failure) -> Failure:
+        if failure.node != node or failure.kind != "died" or failure.rank is None or failure.code is not None:
+            return failure
+        return replace(failure, code=codes.get(failure.rank - first_rank))
+
+    return [learned(failure) for failure in failures]
+
+
+def real(failure: Failure, stopped_ns: int | None) -> bool:
+    """Whether it was not merely the way a node came down that was told to stop, its ranks at ``stopped_ns``."""
+    late = failure.notified or (stopped_ns is not None and failure.time_ns > stopped_ns)
+    return failure.kind in ("error", "setup", "stalled") and not failure.consequence and not late
+
+
 def root_cause(failures: Sequence[Failure], *, stopped_ns: int | None = None) -> Failure | None:
     """The failure that came first in cause, None of none. ``stopped_ns``: when we ourselves began to kill."""
     if not failures:
         return None
     first = min(f.time_ns for f in failures)
+    known = {f.node for f in failures if f.kind == "died" and f.code and f.code != -signal.SIGTERM}
 
     def weight(failure: Failure) -> tuple[int, int]:
+        if failure.notified:
+            return 3, failure.time_ns
         if failure.kind == "died":
             if failure.code == -signal.SIGTERM or (stopped_ns is not None and failure.time_ns > stopped_ns):
                 return 3, failure.time_ns
-            # With no exit code known it may be a sibling that torchrun stopped: only the very first counts.
-            known = failure.code not in (None, 0)
-            return (0 if known or failure.time_ns <= first + SLACK_NS else 3), failure.time_ns
+            # With no exit code known it may be a sibling that torchrun stopped, or one that left well: only the very
+            # first counts, and only where nobody is known to have ended badly.
+            if failure.code is None and failure.node in known:
+                return 3, failure.time_ns
+            return (0 if failure.code or failure.time_ns <= first + SLACK_NS else 3), failure.time_ns
         if failure.kind == "lost":
             return 1, failure.time_ns
         return (2 if failure.consequence else 0), failure.time_ns
@@ -108,7 +164,7 @@ def summary(failure: Failure) -> str:
     if failure.kind == "setup":
         return f"{who} could not go on: {failure.exception}"
     if failure.kind == "stalled":
-        return f"{failure.exception} (seen by node {failure.node})"
+        return failure.exception + (f" (seen by {who})" if failure.rank is None else "")
     if failure.kind == "died":
         return f"{who} {_ending(failure.code)}" + (f"; {failure.exception}" if failure.exception else "")
     place = f" ({failure.file}:{failure.line})" if failure.file else ""

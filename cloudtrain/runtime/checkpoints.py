@@ -2,7 +2,8 @@
 
 In ``live/checkpoints`` one checkpoint is ``<name>/<attempt>-<seq>/``: ``node-<n>/<entry>`` from each node that held a
 part, and ``commit.json``, written last by node 0. Complete means: commit.json parses and every file it lists is there
-with its size. Digests are checked when it is restored.
+with its size. Digests are checked when it is restored. ``live/pointers/node-<n>.json`` says which of them that node's
+script names (its best, its latest).
 """
 
 from __future__ import annotations
@@ -13,42 +14,84 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from stat import S_ISREG
-from typing import Any
+from stat import S_ISLNK, S_ISREG
+from typing import Any, TypeVar
 
 from ..errors import DigestError, StorageError
+from ..values import family, training_states
 
-__all__ = ["COMMIT", "Complete", "Entry", "Watch", "complete", "copy_file", "open_for_writing", "restore", "sort_key"]
+__all__ = [
+    "COMMIT",
+    "Complete",
+    "Entry",
+    "Pointer",
+    "Watch",
+    "complete",
+    "copy_file",
+    "each",
+    "linked_folders",
+    "open_for_writing",
+    "restore",
+    "resumable",
+    "shape_of",
+    "sort_key",
+]
+
+T = TypeVar("T")
 
 COMMIT = "commit.json"
 QUIET_SECONDS = 2.0
 """A checkpoint is finished when nothing of it changed for so long and nobody has it open for writing."""
+POINTER_BYTES = 512
+"""A longer file names no checkpoint."""
 BLOCK = 4 << 20
+COPIERS = 4
+"""Files that are copied at the same moment: a mounted object store needs several, a disk is not hurt."""
+TRIES = (0.5, 2.0, 5.0)
+"""Seconds before a file is copied again that could not be: a mount's hiccup must not cost the whole checkpoint."""
 
-Signature = tuple[tuple[str, int, int], ...]
+Moved = Callable[[Path, int], None]
+"""Told of a file that is being copied, and how many bytes of it so far."""
+Item = tuple[str, int, int]
+"""A file below an entry: its path, bytes, and the nanosecond of its last change."""
+Signature = tuple[Item, ...]
 
+_FOLDER = re.compile(r"\d+\.\d+-\d+")
 _VANISHED = "\0"
 """Stands in the signature of an entry that changed under our eyes: never equal to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One finished or growing checkpoint of this node. ``place`` is its path below the working folder, else None."""
+    """One finished or growing checkpoint of this node. ``place`` is its path below the working folder, else None.
+
+    ``aside`` are files that lie here too and are no part of it: other nodes' as a resume put them here.
+    """
 
     name: str
     path: Path
     signature: Signature
     place: str | None = None
+    aside: frozenset[Item] = frozenset()
 
     @property
     def newest(self) -> float:
         """Unix seconds of the last change."""
         return max((mtime for _, _, mtime in self.signature), default=0) / 1e9
+
+    @property
+    def single(self) -> bool:
+        """Whether it is a file, not a folder."""
+        return [rel for rel, _, _ in self.signature] == [""]
 
     @property
     def sharded(self) -> bool:
@@ -59,24 +102,97 @@ class Entry:
     def metadata(self) -> bool:
         return any(rel == ".metadata" or rel.endswith("/.metadata") for rel, _, _ in self.signature)
 
+    @property
+    def shape(self) -> Counter[str]:
+        return shape_of(rel for rel, _, _ in self.signature)
+
+
+def shape_of(paths: Iterable[str]) -> Counter[str]:
+    """How many files of each kind there are: paths that differ in their numbers alone are of one kind."""
+    return Counter(family(path) for path in paths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pointer:
+    """An entry that only names another one, ``target``: a link to it (``link``), or a small file with its name."""
+
+    target: str
+    link: bool
+
 
 class Watch:
     """The checkpoints a node's script writes: entries of one folder, and globs below its working folder."""
 
     def __init__(self, *, folder: Path, workdir: Path, patterns: tuple[str, ...] = ()) -> None:
         self._folder, self._workdir, self._patterns = folder, workdir, patterns
+        self._names: set[str] = set()
+        self._aside: dict[str, frozenset[Item]] = {}
+
+    def set_aside(self, name: str, relatives: Set[str]) -> None:
+        """These files of an entry are other nodes', until the script writes them again here."""
+        entry = self.entries().get(name)
+        items = entry.signature if entry is not None else ()
+        self._aside[name] = frozenset(item for item in items if item[0] in relatives)
+
+    def _entry(self, name: str, path: Path, place: str | None = None) -> Entry:
+        return _entry(name, path, place, self._aside.get(name, frozenset()))
+
+    def _paths(self) -> dict[str, Path]:
+        """What lies in the folder; hidden ones and ``*.tmp`` are a script's own business."""
+        found = sorted(self._folder.iterdir()) if self._folder.is_dir() else ()
+        named = {path.name: path for path in found if not path.name.startswith(".") and path.suffix != ".tmp"}
+        self._names |= named.keys()
+        return named
+
+    def pointers(self) -> dict[str, Pointer]:
+        """Every pointer by name. Its target is an entry, or was one in this Watch's time."""
+        paths = self._paths()
+        return {name: pointer for name, path in paths.items() if (pointer := self._pointer(path)) is not None}
+
+    def _pointer(self, path: Path) -> Pointer | None:
+        try:
+            stat = path.lstat()
+            if S_ISLNK(stat.st_mode):
+                target = Path(os.path.normpath(self._folder / os.readlink(path)))
+                named, link = target.name if target.parent == self._folder else "", True
+            elif S_ISREG(stat.st_mode) and 0 < stat.st_size <= POINTER_BYTES:
+                named, link = path.read_text(encoding="utf-8").strip(), False
+            else:
+                return None
+        except (OSError, ValueError):  # gone again, or no text
+            return None
+        return Pointer(target=named, link=link) if named in self._names - {path.name} else None
+
+    def point(self, name: str, pointer: Pointer) -> None:
+        """Make a pointer, as the script had it. Raises `OSError`."""
+        path = self._folder / name
+        remove(path)
+        if pointer.link:
+            path.symlink_to(pointer.target)
+        else:
+            path.write_text(pointer.target, encoding="utf-8")
 
     def entries(self) -> dict[str, Entry]:
-        """Every entry by name; hidden ones and ``*.tmp`` are a script's own business."""
-        found = {}
-        for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
-            if not path.name.startswith(".") and not path.name.endswith(".tmp"):
-                found[path.name] = _entry(path.name, path)
+        """Every entry by name, pointers left out."""
+        found = {name: self._entry(name, *place) for name, place in self._places().items()}
+        return {name: entry for name, entry in found.items() if entry.signature}
+
+    def entry(self, name: str) -> Entry | None:
+        """One of `entries`, without a look at what is in the others."""
+        place = self._places().get(name)
+        entry = self._entry(name, *place) if place else None
+        return entry if entry is not None and entry.signature else None
+
+    def _places(self) -> dict[str, tuple[Path, str | None]]:
+        """Of every entry where it is, and its place below the working folder if that is where."""
+        found: dict[str, tuple[Path, str | None]]
+        found = {name: (path, None) for name, path in self._paths().items() if self._pointer(path) is None}
         for pattern in self._patterns:
             for text in sorted(glob.glob(pattern, root_dir=self._workdir, recursive=True)):
                 place = Path(text).as_posix()
-                found[place.replace("/", "--")] = _entry(place.replace("/", "--"), self._workdir / text, place)
-        return {name: entry for name, entry in found.items() if entry.signature}
+                name = re.sub(r"^\.", "_.", place.replace("/", "--"))  # a hidden name is found by no pattern
+                found[name] = self._workdir / text, place
+        return found
 
     def place(self, name: str, place: str | None) -> Path:
         """Where the script keeps the checkpoint called ``name``. `DigestError` for a place outside."""
@@ -85,18 +201,25 @@ class Watch:
         return self._workdir / place if place else self._folder / name
 
 
-def _entry(name: str, path: Path, place: str | None = None) -> Entry:
-    signature = []
+def again(entry: Entry) -> Entry:
+    """The same entry as it is now."""
+    return _entry(entry.name, entry.path, entry.place, entry.aside)
+
+
+def _entry(name: str, path: Path, place: str | None = None, aside: frozenset[Item] = frozenset()) -> Entry:
+    signature: list[Item] = []
     for file in _files(path):
         try:
             stat = file.stat()
-        except FileNotFoundError:
+        except OSError:
             if file.is_symlink():
-                continue  # a dangling link is nobody's data
-            return Entry(name=name, path=path, signature=((_VANISHED, 0, time.time_ns()),), place=place)
+                continue  # a link to nothing, or to itself, is nobody's data
+            vanished = ((_VANISHED, 0, time.time_ns()),)
+            return Entry(name=name, path=path, signature=vanished, place=place, aside=aside)
         if S_ISREG(stat.st_mode):
             signature.append((_relative(file, path), stat.st_size, stat.st_mtime_ns))
-    return Entry(name=name, path=path, signature=tuple(sorted(signature)), place=place)
+    own = tuple(sorted(item for item in signature if item not in aside))
+    return Entry(name=name, path=path, signature=own, place=place, aside=aside)
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -105,6 +228,12 @@ def _files(path: Path) -> Iterator[Path]:
             yield from (Path(folder, name) for name in names)
     elif path.exists():
         yield path
+
+
+def linked_folders(path: Path) -> list[str]:
+    """Links to folders below an entry, relative to it. They are not followed: behind them may be anything."""
+    links = (Path(folder, name) for folder, names, _ in os.walk(path) for name in names)
+    return [link.relative_to(path).as_posix() for link in links if link.is_symlink()]
 
 
 def _relative(file: Path, entry: Path) -> str:
@@ -132,8 +261,42 @@ def _writes(fdinfo: str) -> bool:
     return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
-def copy_file(source: Path, target: Path, moved: Callable[[], None] = lambda: None) -> tuple[int, str]:
-    """Copy bytes and return ``(size, sha256)`` of what was read; ``moved`` is told of each block. Raises `OSError`."""
+def each(work: Callable[[T], object], items: Iterable[T]) -> None:
+    """``work`` on every item, `COPIERS` at a time, at low priority; the first that fails ends it and is raised."""
+    items = list(items)
+    if len(items) == 1:
+        work(items[0])
+        return
+    with ThreadPoolExecutor(COPIERS, thread_name_prefix="copy", initializer=modest) as pool:
+        try:
+            for done in [pool.submit(work, item) for item in items]:
+                done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def modest() -> None:
+    """This thread yields to whoever trains on the same cores. Linux alone has priorities of threads."""
+    with contextlib.suppress(AttributeError, OSError):
+        if os.uname().sysname == "Linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def copy_patiently(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
+    """`copy_file`, tried again after each of `TRIES`, unless there is no source or no room. Raises `OSError`."""
+    for pause in (*TRIES, None):
+        try:
+            return copy_file(source, target, moved)
+        except OSError as exc:
+            if pause is None or not source.exists() or exc.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise
+        time.sleep(pause)
+    raise AssertionError
+
+
+def copy_file(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
+    """Copy bytes and return ``(size, sha256)`` of what was read; ``moved`` hears how far. Raises `OSError`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with open(source, "rb") as reader, open(target, "wb") as writer:
@@ -141,11 +304,13 @@ def copy_file(source: Path, target: Path, moved: Callable[[], None] = lambda: No
             digest.update(block)
             size += len(block)
             writer.write(block)
-            moved()
+            moved(source, size)
+    if (arrived := target.stat().st_size) != size:  # a mount may take bytes and lose them when it is closed
+        raise OSError(errno.EIO, f"{arrived} of {size} bytes arrived", str(target))
     return size, digest.hexdigest()
 
 
-def replace_file(source: Path, target: Path, moved: Callable[[], None] = lambda: None) -> None:
+def replace_file(source: Path, target: Path, moved: Moved = lambda source, done: None) -> None:
     """Copy over ``target``, which stays as it was until the copy is whole (where the folder can rename)."""
     beside = target.with_name(f".{target.name}.part")
     try:
@@ -159,24 +324,101 @@ def replace_file(source: Path, target: Path, moved: Callable[[], None] = lambda:
         copy_file(source, target, moved)
 
 
+class _ChangedError(Exception):
+    """The script has written to, or removed, what is being copied."""
+
+
 def copy_entry(
-    entry: Entry, target: Path, moved: Callable[[], None] = lambda: None
+    entry: Entry, target: Path, moved: Moved = lambda source, done: None, *, links: Path | None = None
 ) -> dict[str, dict[str, Any]] | None:
-    """Copy ``entry`` below ``target`` and describe its files; None when it changed meanwhile."""
+    """Copy ``entry`` below ``target`` and describe its files; None when it changed meanwhile.
+
+    Where ``links``, a folder that is made and removed again, can hold hard links to them, the script may delete or
+    replace its files meanwhile: what is copied is what was there at the beginning.
+    """
     files = {}
-    for relative, size, _ in entry.signature:
-        source = entry.path / relative if relative else entry.path
-        key = f"{entry.name}/{relative}" if relative else entry.name
-        try:
-            copied, digest = copy_file(source, target / key, moved)
-        except FileNotFoundError:
-            return None
-        if copied != size:
-            return None
-        files[key] = {"size": size, "sha256": digest}
-    if _entry(entry.name, entry.path).signature != entry.signature:
+    paths = _paths(entry)
+    try:
+        sources = (_linked(paths, links) if links else {}) or paths
+
+        def copy(item: Item) -> None:
+            relative, size, _ = item
+            source, key = sources[item], f"{entry.name}/{relative}" if relative else entry.name
+            try:
+                copied, digest = copy_patiently(source, target / key, lambda _, done: moved(paths[item], done))
+            except OSError:
+                if source.exists():
+                    raise
+                raise _ChangedError from None
+            if copied != size:
+                raise _ChangedError
+            files[key] = {"size": size, "sha256": digest}
+
+        each(copy, entry.signature)
+        _check_unchanged(sources)
+    except _ChangedError:
         return None
-    return files
+    finally:
+        if links:
+            shutil.rmtree(links, ignore_errors=True)
+    grown = set(entry.signature) < set(again(entry).signature)
+    return None if grown else files
+
+
+def _paths(entry: Entry) -> dict[Item, Path]:
+    return {item: entry.path / item[0] if item[0] else entry.path for item in entry.signature}
+
+
+def _linked(paths: Mapping[Item, Path], links: Path) -> dict[Item, Path]:
+    """A hard link to every file; none where the file system has none, or is another. Raises `_ChangedError`."""
+    found = {}
+    try:
+        links.mkdir(parents=True, exist_ok=True)
+        for number, (item, path) in enumerate(paths.items()):
+            found[item] = links / str(number)
+            os.link(os.path.realpath(path), found[item])
+    except FileNotFoundError:
+        raise _ChangedError from None
+    except OSError:
+        return {}
+    _check_unchanged(found)
+    return found
+
+
+def _check_unchanged(sources: Mapping[Item, Path]) -> None:
+    for (_, size, changed), path in sources.items():
+        try:
+            stat = path.stat()
+        except OSError:
+            raise _ChangedError from None
+        if (stat.st_size, stat.st_mtime_ns) != (size, changed):
+            raise _ChangedError
+
+
+# ----------------------------------------------------------------------------------------------------------- pointers
+
+
+def pointers_path(live: Path, node: int) -> Path:
+    return live / "pointers" / f"node-{node}.json"
+
+
+def write_pointers(live: Path, node: int, pointers: Mapping[str, Pointer]) -> None:
+    """What this node's script points at, for later starts and for readers of the run. Raises `OSError`."""
+    path = pointers_path(live, node)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = {name: {"target": pointer.target, "link": pointer.link} for name, pointer in sorted(pointers.items())}
+    path.write_text(json.dumps(text), encoding="utf-8")
+
+
+def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
+    """By node, every pointer by name; one that cannot be read names nothing."""
+    found = {}
+    for path in (live / "pointers").glob("node-*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            node = int(path.stem.removeprefix("node-"))
+            items = json.loads(path.read_bytes()).items()
+            found[node] = {str(n): Pointer(target=str(p["target"]), link=bool(p["link"])) for n, p in items}
+    return found
 
 
 # --------------------------------------------------------------------------------------- complete ones, and restoring
@@ -196,12 +438,12 @@ class Complete:
 
 
 def sort_key(commit: Mapping[str, Any]) -> tuple[int, int, float, int]:
-    """Oldest to newest: by attempt, then time, then seq."""
+    """Oldest to newest: by attempt, then the time at which the script had written it, then seq."""
     k, _, r = str(commit["attempt"]).partition(".")
-    return int(k), int(r or 0), float(commit["time"]), int(commit["seq"])
+    return int(k), int(r or 0), float(commit.get("saved") or commit["time"]), int(commit["seq"])
 
 
-def complete(root: Path, *, say: Any = None) -> list[Complete]:
+def complete(root: Path, *, say: Callable[[str], None] | None = None) -> list[Complete]:
     """Complete checkpoints below ``root``, oldest first. ``say`` is told of each that is not."""
     found = []
     commits = [c for depth in ("", "*/", "*/*/") for c in glob.glob(f"{glob.escape(str(root))}/{depth}{COMMIT}")]
@@ -211,14 +453,37 @@ def complete(root: Path, *, say: Any = None) -> list[Complete]:
             commit = json.loads(Path(path).read_bytes())
             sort_key(commit)
             name = str(commit["name"])
-            missing = next((k for k, f in commit["files"].items() if _size(folder / k) != f["size"]), None)
+            files = {key: (item["size"], str(item["sha256"])) for key, item in commit["files"].items()}
+            missing = next((key for key, (size, _) in files.items() if _size(folder / key) != size), None)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             commit, name, missing = None, "", COMMIT
         if commit is not None and missing is None:
             found.append(Complete(name=name, folder=folder, commit=commit))
         elif say is not None:
             say(f"checkpoint {folder.parent.name}/{folder.name} is not complete ({missing}); skipped")
+    if say is not None:
+        for folder in uncommitted(root):
+            say(f"checkpoint {folder.parent.name}/{folder.name} is not complete (no {COMMIT}); skipped")
     return sorted(found, key=lambda c: sort_key(c.commit))
+
+
+def uncommitted(root: Path) -> list[Path]:
+    """In a run's own folder: the checkpoints that were cut off before their commit."""
+    parts = map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))
+    found = sorted({path.parent for path in parts if any(_files(path))})
+    return [folder for folder in found if _FOLDER.fullmatch(folder.name) and not (folder / COMMIT).exists()]
+
+
+def resumable(found: Sequence[Complete]) -> list[Complete]:
+    """Those to resume from, in the same order: what a script leaves beside its checkpoints is none."""
+    trees = {str(item.folder): (item.name, _paths_of(item)) for item in found}
+    chosen = training_states(trees)
+    return [item for item in found if str(item.folder) in chosen]
+
+
+def _paths_of(item: Complete) -> list[str]:
+    """Below the entry; one empty path when it is a file."""
+    return [key.partition("/")[2][len(item.name) + 1 :] for key in item.commit["files"]]
 
 
 def _size(path: Path) -> int:
@@ -231,35 +496,48 @@ def _size(path: Path) -> int:
 def restore(checkpoint: Complete, target: Path, *, node: int) -> None:
     """Put all nodes' files of ``checkpoint`` at ``target``, whole or not at all, digests checked.
 
-    Where two nodes wrote one path, each node gets its own. Raises `DigestError`, or `StorageError` when the disk fails.
+    Where two nodes wrote one path, each node gets its own. Raises `DigestError` for a checkpoint that is not what was
+    committed, `StorageError` when the disk, or the mount it lies on, fails.
     """
     if "/" in checkpoint.name or checkpoint.name in ("", ".", "..") or not checkpoint.commit["files"]:
         raise DigestError(f"checkpoint {checkpoint.name!r} has no name or no files of its own")
     building = target.with_name(f".{target.name}.restoring")
-    _remove(building)
-    own = f"node-{node}/"
+    chosen: dict[Path, str] = {}
+    for key in sorted(checkpoint.commit["files"], key=lambda k: k.startswith(f"node-{node}/")):
+        parts = key.split("/")
+        if ".." in parts or len(parts) < 2 or parts[1] != checkpoint.name:
+            raise DigestError(f"checkpoint {checkpoint.name} names the file {key!r} outside itself")
+        chosen[building.joinpath(*parts[2:])] = key
+
+    def bring(item: tuple[Path, str]) -> None:
+        place, key = item
+        try:
+            _, digest = copy_patiently(checkpoint.folder / key, place)
+        except OSError:
+            if (checkpoint.folder / key).exists():
+                raise
+            raise DigestError(f"checkpoint {checkpoint.name}: {key} is gone") from None
+        if digest != checkpoint.commit["files"][key]["sha256"]:
+            raise DigestError(f"checkpoint {checkpoint.name}: {key} is not what was committed")
+
+    remove(building)
     try:
-        for key in sorted(checkpoint.commit["files"], key=lambda k: k.startswith(own)):
-            parts = key.split("/")
-            if ".." in parts or len(parts) < 2 or parts[1] != checkpoint.name:
-                raise DigestError(f"checkpoint {checkpoint.name} names the file {key!r} outside itself")
-            _, digest = copy_file(checkpoint.folder / key, building.joinpath(*parts[2:]))
-            if digest != checkpoint.commit["files"][key]["sha256"]:
-                raise DigestError(f"checkpoint {checkpoint.name}: {key} is not what was committed")
-        _remove(target)
+        each(bring, chosen.items())
+        remove(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(building, target)
     except OSError as exc:
         raise StorageError(f"cannot restore checkpoint {checkpoint.name} to {target}: {exc.strerror}") from None
     finally:
-        _remove(building)
+        remove(building)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
+def remove(path: Path) -> None:
+    """Whatever is at ``path``, as far as it can be."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
 
 
@@ -269,6 +547,6 @@ def write_commit(folder: Path, commit: Mapping[str, Any]) -> None:
     (folder / COMMIT).write_text(json.dumps(commit, sort_keys=True), encoding="utf-8")
 
 
-def quiet(entry: Entry, now: float | None = None) -> bool:
-    """Whether nothing of ``entry`` changed for `QUIET_SECONDS`."""
-    return (time.time() if now is None else now) - entry.newest >= QUIET_SECONDS
+def quiet(entry: Entry, now: float | None = None, *, opened: float = 0.0) -> bool:
+    """Whether nothing of ``entry`` changed, or was last seen ``opened``, for `QUIET_SECONDS`."""
+    return (time.time() if now is None else now) - max(entry.newest, opened) >= QUIET_SECONDS

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +20,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..provider import Topology
+from . import nccl
 from .logs import LogWriter, lines_of
+from .machine import handles_sigterm
 
-__all__ = ["Ranks", "command_of", "environment_of", "fill"]
+__all__ = ["Ranks", "command_of", "environment_of", "fill", "reap"]
 
 _TOKEN = re.compile(r"\{(inputs\.[A-Za-z][A-Za-z0-9_-]*|checkpoint_dir|artifact_dir|resume_from|run_id)\}")
 _MAYBE = "{resume_from?}"
@@ -30,6 +33,9 @@ _NODE_WORDS = re.compile(
     r"|ROLE_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)$|CLOUDTRAIN_"
 )
 _EXITED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)")
+_CLOSING = re.compile(r"Sending process \d+ closing signal ")
+STACK_LINES = 20_000
+"""Kept of what a rank prints after it was asked for its stacks; faulthandler prints half of it at most."""
 _TORCHRUN_NOISE = re.compile(r"^[EWI]\d{4} .*torch/distributed/|^Traceback \(most recent call last\)|elastic.*ERROR")
 
 
@@ -112,20 +118,27 @@ def environment_of(
     secrets: Mapping[str, str],
     values: Mapping[str, str],
     home: str,
+    dumps: Path,
     cpus: int,
 ) -> dict[str, str]:
-    """The child's environment: the node's without another launcher's words, then the platform's, the job's, ours."""
+    """The child's environment: the node's without another launcher's words, then the platform's, the job's, ours.
+
+    ``home`` is for a user without one, ``dumps`` the folder of NCCL's flight recorders.
+    """
     env = {key: value for key, value in base.items() if not _NODE_WORDS.match(key)}
-    if not os.path.isdir(env.get("HOME", "")):
+    if not os.access(env.get("HOME", ""), os.W_OK):  # an engine makes it / for a uid that the image does not know
         env["HOME"] = home
     env.setdefault("USER", f"uid{os.getuid()}")
     env.setdefault("LOGNAME", env["USER"])
     env.setdefault("OMP_NUM_THREADS", str(max(1, cpus // context["processes"])))
     env.setdefault("PYTHONUNBUFFERED", "1")
-    env.update(export)
+    env.update({key: fill(value, values) for key, value in export.items()})
     env.update({key: fill(value, values) for key, value in context["env"].items()})
     env.update(secrets)
+    if not {"WANDB_RUN_ID", "WANDB_RESUME"} & env.keys():  # all attempts are one run there, unless somebody chose
+        env.update(WANDB_RUN_ID=values["run_id"], WANDB_RESUME="allow")
     env.update(own)
+    env.update(nccl.words(env, dumps, debug=context["debug_nccl"]))
     if context["launcher"] != "torchrun" or (topology.nodes == 1 and context["processes"] == 1):
         # One process a node: it gets the words torchrun would give the only rank of each node.
         env.update(
@@ -169,8 +182,14 @@ class Ranks:
         self._processes = processes if shim else 0
         self.lone = "torch.distributed.run" not in command
         self.pids: dict[int, int] = {}
+        self._bare = self.lone and not shim
+        self._notified: dict[int, int] = {}
         self.codes: dict[int, int] = {}
+        self._over: set[int] = set()
+        self._stacks: dict[int, list[str]] = {}
         self.unshown: list[str] = []
+        self.closing_ns = 0
+        """When torchrun began to stop the ranks because one had ended badly; 0 until then."""
         self.last_line = ""
         self.code: int | None = None
         shutil.rmtree(self._pipes, ignore_errors=True)
@@ -206,6 +225,9 @@ class Ranks:
         with open(self._pipes / f"out-{local}", "rb", buffering=0) as stream:
             for text in lines_of(stream):
                 self._log.write(str(self.first_rank + local), text)
+                stacks = self._stacks.get(local)
+                if stacks is not None and len(stacks) < STACK_LINES:
+                    stacks.append(text)
 
     def _read_events(self, local: int) -> None:
         with open(self._pipes / f"events-{local}", "rb") as stream:
@@ -215,6 +237,7 @@ class Ranks:
                     if event["event"] == "start":
                         self.pids[local] = event["pid"]
                     self._emit({"t": "rank", "local": local, **event})
+        self._over.add(local)
         self._emit({"t": "rank", "local": local, "event": "eof", "time_ns": time.time_ns()})
 
     def _read_launcher(self) -> None:
@@ -226,6 +249,8 @@ class Ranks:
                 self.last_line = text if text.strip() else self.last_line
                 if match := _EXITED.search(text):
                     self.codes[int(match[2])] = int(match[1])
+                if not self.lone and not self.closing_ns and _CLOSING.search(text):
+                    self.closing_ns = time.time_ns()
                 if not self.lone and (self.unshown or _TORCHRUN_NOISE.search(text)):
                     self.unshown.append(text)
                 else:
@@ -246,13 +271,52 @@ class Ranks:
         self.code = code
         self._emit({"t": "ended", "code": code})
 
+    def complaint(self, code: int | None) -> tuple[str, str]:
+        """(what, category) of a launcher that ended with ``code`` before any rank began."""
+        last = self.last_line.strip() or f"exit code {code}"
+        if "No module named 'torch'" in last or "No module named torch" in last:
+            return f"{sys.executable} has no torch", "image"
+        taken = any("EADDRINUSE" in line or "ddress already in use" in line for line in self.unshown)
+        return f"torchrun failed: {last}", "infra" if taken else "user_error"
+
     # ------------------------------------------------------------------------------------------------------ stopping
 
+    def notify(self) -> bool:
+        """SIGTERM, once, to the ranks that handle it, not to their children; whether it went to any just now.
+
+        So a handler has the platform's whole grace. One that has none would be killed by it, and lose the time that it
+        has to see the preempt file; nor may DataLoader workers go before the rank that they serve.
+        """
+        pids = list(self._pids_of_ranks().values())  # a rank may tell of its start meanwhile
+        found = [pid for pid in pids if pid not in self._notified and handles_sigterm(pid)]
+        for pid in found:
+            self._notified[pid] = time.time_ns()  # before the signal: what comes of it is later
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
+        return bool(found)
+
+    def notified(self, rank: int, time_ns: int) -> bool:
+        """Whether `notify` had told this rank (of the whole run) by then."""
+        told = self._notified.get(self._pids_of_ranks().get(rank - self.first_rank, 0))
+        return told is not None and told <= time_ns
+
+    def _pids_of_ranks(self) -> dict[int, int]:
+        """By local rank. The user's own command, which tells us of no rank, is the only one of its node."""
+        return {0: self.pid} if self._bare else self.pids
+
     def signal(self, number: int) -> None:
-        """To every rank and what shares its process group, and to a lone child; torchrun itself is left to notice."""
-        for pid in {*self.pids.values(), *([self.pid] if self.lone else [])}:
+        """To every rank and what shares its process group, and to a lone child; torchrun itself is left to notice.
+
+        SIGTERM not to a rank that `notify` has told: its handler is at work. But to what a told command has started: a
+        shell runs its trap only once the program in its foreground has ended.
+        """
+        told = self._notified.keys() if number == signal.SIGTERM else set()
+        for pid in {*self.pids.values(), *([self.pid] if self.lone else [])} - told:
             with contextlib.suppress(OSError):
                 os.killpg(pid, number)
+        for pid in _others_in_group(self.pid) if self._bare and self.pid in told else ():
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
 
     def kill(self) -> None:
         """Everything of this node, now."""
@@ -260,8 +324,31 @@ class Ranks:
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def dump_stacks(self) -> None:
-        """Each rank prints the stacks of all its threads (faulthandler on SIGUSR1)."""
-        for pid in self.pids.values():
+    def dump_stacks(self) -> dict[int, list[str]]:
+        """Each rank prints the stacks of all its threads (faulthandler on SIGUSR1).
+
+        What it has printed since is here too, by local rank, as it comes; nothing of one that has not started or does
+        not answer, and no item for one that has ended.
+        """
+        self._stacks = {local: [] for local in range(self._processes) if local not in self._over}
+        for local in self._stacks.keys() & self.pids.keys():
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGUSR1)
+                os.kill(self.pids[local], signal.SIGUSR1)
+        return self._stacks
+
+
+def _others_in_group(leader: int) -> list[int]:
+    """The processes that share the leader's group, by /proc."""
+    found = []
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):
+            if int(name) != leader and os.getpgid(int(name)) == leader:
+                found.append(int(name))
+    return found
+
+
+def reap() -> None:
+    """Take leave of every child that has ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

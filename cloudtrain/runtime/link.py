@@ -3,7 +3,8 @@
 torchrun does not make nodes agree on failure, preemption or the end of a run, so node 0's runtime listens on
 ``master_port + 1`` and every other node connects. Both sides prove the run's key before anything else, and every
 message carries a MAC over its own number, so a stranger on the network can neither join as a node nor speak as one.
-All events arrive in one queue as ``(node, message)``; a lost connection is the message ``{"t": "lost"}``.
+All events arrive in one queue as ``(node, message)``; a lost connection is the message ``{"t": "lost"}``, a silence
+that may yet end ``{"t": "quiet"}``, as is its end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ JOIN_TIMEOUT = 1800.0
 HANDSHAKE_TIMEOUT = 10.0
 SILENCE_TIMEOUT = 90.0
 """Seconds without even a ping before a peer counts as lost; a cut network often heals sooner."""
+QUIET_SECONDS = 15.0
+"""Seconds after which a silence is told of: longer than any pause of a healthy node."""
 PING_SECONDS = 5.0
+LEAVE_SECONDS = 2.0
 MESSAGE_BYTES = 64 << 20
 
 Message = dict[str, Any]
@@ -63,17 +67,23 @@ class _Channel:
             mac = _mac(self._session, self._sends, str(self._sent), text)
             self._sock.sendall(f"{mac} {text}\n".encode())
 
-    def receive(self, each: Callable[[Message], None]) -> None:
-        """Call ``each`` with every message until the connection ends or breaks its rules."""
-        taken = 0
-        with contextlib.suppress(OSError, ValueError):
+    def receive(self, each: Callable[[Message], None]) -> str:
+        """Call ``each`` with every message until the connection ends or breaks its rules; how it ended."""
+        taken, why = 0, "the connection ended"
+        try:
             while line := self._stream.readline(MESSAGE_BYTES):
                 taken += 1
                 mac, _, text = line.decode().rstrip("\n").partition(" ")
                 if not _same(mac, _mac(self._session, self._takes, str(taken), text)):
-                    return
+                    break
                 each(json.loads(text))
-        self._stream.close()
+        except TimeoutError:
+            why = f"it was not heard of for {SILENCE_TIMEOUT:.0f} s"
+        except (OSError, ValueError) as exc:
+            why = f"the connection ended ({exc})"
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        return why
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -134,6 +144,8 @@ class Link:
         self._channels: dict[int, _Channel] = {}
         self._offsets: dict[int, int] = {}
         self._early: list[Message] = []
+        self._heard: dict[int, float] = {}
+        self._quiet: set[int] = set()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._server: socket.socket | None = None
@@ -208,36 +220,46 @@ class Link:
             old = self._channels.get(node)
             self._channels[node] = channel
             early, self._early = self._early, []
-        with contextlib.suppress(OSError):
-            for message in early:
-                channel.send(message)
+            with contextlib.suppress(OSError):  # before anything that is sent from now on
+                for message in early:
+                    channel.send(message)
         if old is not None:
             old.close()
         self._inbox.put((node, {"t": "hello"}))
         # Clocks are compared at once: a rank may fail within a second.
         self.send(node, {"t": "ping", "sent": time.time_ns()})
-        channel.receive(lambda message: self._take(node, channel, message))
+        self._heard[node] = time.monotonic()
+        why = channel.receive(lambda message: self._take(node, channel, message))
         channel.close()
         with self._lock:
             current = self._channels.get(node) is channel
             if current:
                 del self._channels[node]
         if current and not self._closed.is_set():
-            self._inbox.put((node, {"t": "lost", "why": "the connection ended"}))
+            self._inbox.put((node, {"t": "lost", "why": why}))
 
     def _take(self, node: int, channel: _Channel, message: Message) -> None:
+        now = time.monotonic()
+        if node in self._quiet:
+            self._quiet.discard(node)
+            self._inbox.put((node, {"t": "quiet", "seconds": round(now - self._heard[node]), "over": True}))
+        self._heard[node] = now
         if message["t"] == "ping":
             with contextlib.suppress(OSError):
                 channel.send({"t": "pong", "sent": message["sent"], "here": time.time_ns()})
         elif message["t"] == "pong":
-            now = time.time_ns()
-            self._offsets[node] = int(message["here"]) - (int(message["sent"]) + now) // 2
+            middle = (int(message["sent"]) + time.time_ns()) // 2
+            self._offsets[node] = int(message["here"]) - middle
         else:
             self._inbox.put((node, message))
 
     def _ping(self) -> None:
         while not self._closed.wait(PING_SECONDS):
             self.send_all({"t": "ping", "sent": time.time_ns()})
+            for node in self.connected() - self._quiet:
+                if time.monotonic() - self._heard.get(node, float("inf")) > QUIET_SECONDS:
+                    self._quiet.add(node)
+                    self._inbox.put((node, {"t": "quiet", "seconds": round(QUIET_SECONDS), "over": False}))
 
     def send(self, node: int, message: Mapping[str, Any]) -> None:
         """To one node; to ourselves it goes straight to the inbox. A broken connection is reported by its reader."""
@@ -257,9 +279,25 @@ class Link:
         for node in list(self._channels):
             self.send(node, message)
 
+    def shut(self) -> None:
+        """Node 0: who has not come yet, finds nobody."""
+        if self._server is not None:
+            with contextlib.suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)  # else whoever waits in `accept` takes one more
+            self._server.close()
+
     def connected(self) -> set[int]:
         with self._lock:
             return set(self._channels)
+
+    def let_go(self, end: float) -> None:
+        """Wait until every peer has left, at most `LEAVE_SECONDS` and until ``end`` (monotonic seconds).
+
+        A connection that we end first may lose our last word.
+        """
+        deadline = min(time.monotonic() + LEAVE_SECONDS, end)
+        while self.connected() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def here(self, node: int, time_ns: int) -> int:
         """``time_ns`` of ``node``'s clock on this node's."""
@@ -267,8 +305,7 @@ class Link:
 
     def close(self) -> None:
         self._closed.set()
-        if self._server is not None:
-            self._server.close()
+        self.shut()
         with self._lock:
             channels = list(self._channels.values())
         for channel in channels:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import StorageError
 
-__all__ = ["cpu_count", "oom_kills", "scratch_folder"]
+__all__ = ["cpu_count", "handles_sigterm", "oom_kills", "scratch_folder"]
 
 
 def scratch_folder(wanted: Iterable[str], prefix: str) -> Path:
@@ -32,6 +33,15 @@ def cpu_count() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
         return os.cpu_count() or 1
+
+
+def handles_sigterm(pid: int) -> bool:
+    """Whether the process has a handler for SIGTERM; False where that cannot be read (no /proc)."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
 
 
 def oom_kills() -> int:

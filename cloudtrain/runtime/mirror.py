@@ -1,60 +1,59 @@
-"""The mirror: one thread of a node that carries finished files from fast scratch into ``live/``, beside training.
+"""The mirror: a thread of a node that carries finished files from fast scratch into ``live/``, beside training.
 
-Every node watches its own checkpoints. A finished one is announced to node 0, which asks all nodes what they hold of
-it, tells the holders to copy, and writes ``commit.json`` once every holder has: a checkpoint in ``live/`` is whole or
-absent, also when its shards lie on many nodes. Artifacts and metrics grow: they are mirrored whole, now and then and at
-the end. Each file has one writer, its node.
+Every node watches its own checkpoints. A finished one is announced to node 0, which has all holders copy it and commits
+it (`commits`). Bytes are copied by threads of low priority, so that messages are answered at once whatever the disk or
+the mount does; what grows is mirrored by one more (`growing`). Each file has one writer, its node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from ..values import family
 from . import checkpoints
-from .checkpoints import Entry, Signature, Watch
+from .checkpoints import Entry, Pointer, Signature, Watch
+from .commits import Commits, remove
+from .finished import Finished
+from .growing import Growing
 
-__all__ = ["KINDS", "Mirror"]
+__all__ = ["FROZEN_SECONDS", "KINDS", "Mirror", "nothing"]
 
-KINDS = ("finished", "hold?", "hold", "copy", "copied", "committed", "dropped")
+KINDS = ("finished", "hold?", "hold", "copy", "copied", "committed", "dropped", "pointers", "remove", "moving")
 """Messages of the node link that belong to the mirror."""
-SCAN_SECONDS = 1.0
-GROWING_SECONDS = 30.0
-HOLDER_SECONDS = 300.0
-"""How long a node that held a part of the last checkpoint may be behind with its part of the next."""
-FIRST_SECONDS = 10.0
-"""The same for the first checkpoint of a script, when nobody knows yet which nodes write."""
-RETRY_SECONDS = 1.0
+SCAN_SECONDS = 0.5
+SCAN_SHARE = 20
+"""A look at all entries that took a second is followed by so many without one."""
+FROZEN_SECONDS = 10.0
+"""How long after a rank has died nothing more counts as finished, when nobody takes that for a failure."""
+PROGRESS_SECONDS = 5.0
+"""How often the other nodes hear that this one's copies move."""
+ENTRIES = 2
+"""Checkpoints that a node copies at the same moment."""
 
+T = TypeVar("T")
 Message = dict[str, Any]
 
 
-@dataclass
-class _Round:
-    """Node 0's work on one checkpoint: asking, then copying."""
-
-    name: str
-    since: float
-    number: int = 0
-    phase: str = "idle"
-    retry: float = 0.0
-    seq: int = 0
-    place: str | None = None
-    seen: set[int] = field(default_factory=set)
-    answers: dict[int, Message] = field(default_factory=dict)
-    waiting: set[int] = field(default_factory=set)
+def nothing(*, over: bool) -> Message:
+    """What a node holds that has no part of a checkpoint; ``over``: nor ever will."""
+    return {"state": "over" if over else "none", "sharded": False, "metadata": False, "place": None, "saved": 0.0}
 
 
 class Mirror:
     """``send(node, message)`` reaches a node's mirror, our own too; `take` is given what arrives for this one.
 
-    ``say`` prints a line; ``peers()`` are the nodes now alive, this one included.
+    ``say`` prints a line; ``peers()`` are the nodes now alive, this one included; ``keep`` is how many checkpoints stay
+    (0: all), ``damaged`` the folders of those that could not be restored; ``skip`` is what was restored, ``shapes``
+    what this node had written of it, by `family`; ``links`` is a folder on the script's disk, for what is being copied.
     """
 
     def __init__(
@@ -70,52 +69,91 @@ class Mirror:
         send: Callable[[int, Message], None],
         peers: Callable[[], set[int]],
         say: Callable[[str], None],
-        skip: dict[str, Signature] | None = None,
+        links: Path,
+        keep: int = 0,
+        damaged: Sequence[Path] = (),
+        skip: Mapping[str, Signature] | None = None,
+        shapes: Mapping[str, Counter[str]] | None = None,
     ) -> None:
-        self._node, self._nodes, self._attempt = node, set(range(nodes)), attempt
-        self._live, self._watch = live, watch
-        self._artifacts, self._metrics = artifacts, metrics
-        self._send, self._peers, self._say = send, peers, say
+        self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
+        self._metrics, self._links, self._peers = metrics, links, peers
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._done: dict[str, Signature] = dict(skip or {})
+        self._finished = Finished(skip=skip or {}, shapes=shapes or {})
         self._announced: dict[str, Signature] = {}
-        self._copied: dict[str, tuple[Signature, Path]] = {}
+        self._copied: dict[str, tuple[Entry, Path]] = {}
         self._ready: dict[str, Entry] = {}
         self._offered: dict[str, Signature] = {}
-        self._growing: dict[Path, tuple[int, int]] = {}
-        self._grown = True
-        self._rounds: dict[str, _Round] = {}
-        self._numbers, self._seq = 0, 0
-        self._holders: set[int] | None = None
+        self._pointers: dict[str, Pointer] = {}
+        self._pointers_seen: dict[str, Pointer] = {}
+        self._marks: dict[Path, int] = {}
+        self._work = ThreadPoolExecutor(ENTRIES, thread_name_prefix="mirror", initializer=checkpoints.modest)
+        self._working = 0
+        places = {artifacts: live / "artifacts" / f"node-{node}"}
+        places[metrics] = live / "metrics" / f"{attempt}-node-{node}.jsonl"
+        self._growing = Growing(places, small=metrics, moved=self._moved, complain=self._complain)
+        self._commits: Commits | None = None
+        if node == 0:
+            self._commits = Commits(
+                nodes=nodes,
+                attempt=attempt,
+                live=live,
+                keep=keep,
+                damaged=damaged,
+                send=send,
+                peers=peers,
+                say=say,
+                complain=self._complain,
+            )
         self._finishing: str | None = None
+        self._frozen = 0.0
         self._told: set[str] = set()
         self.idle = threading.Event()
         self.last = time.monotonic()
+        """When bytes were last copied, here or on another node, or a checkpoint was committed."""
+        self._told_of_progress = 0.0
+        self._newest = self._stirred = 0.0
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
 
     def start(self) -> None:
+        self._growing.start()
         self._thread.start()
 
     def take(self, sender: int, message: Message) -> None:
         """A mirror message from node ``sender``."""
         self._inbox.put({**message, "from": sender})
 
-    def finish(self, *, clean: bool) -> None:
-        """The script has ended: mirror what is left, then set `idle`.
+    def sign(self) -> float:
+        """When the script last wrote to a checkpoint or its metrics (monotonic seconds).
 
-        After an unclean end only what was seen finished before counts: a kill leaves half a checkpoint closed.
+        Now, while its end is being mirrored: that has a limit of its own.
         """
+        if self._finishing is None:
+            return self._stirred
+        return 0.0 if self.idle.is_set() else time.monotonic()
+
+    def freeze(self, seconds: float = float("inf")) -> None:
+        """A rank has died, or is about to be stopped: what was not seen finished before may be half of a checkpoint.
+
+        Nobody has it open any more, and nothing of it will change: for ``seconds`` it would look like a whole one.
+        """
+        self._frozen = max(self._frozen, time.monotonic() + seconds)  # at once: a look may be under way
+
+    def finish(self, *, clean: bool) -> None:
+        """The script has ended: mirror what is left, then set `idle`. After an unclean end that is as with `freeze`."""
+        self._growing.finish()
         self._inbox.put({"t": "finish", "clean": clean})
 
     def stop(self) -> None:
         """No more messages are served after the end barrier."""
+        self._growing.stop()
         self._inbox.put(None)
         self._thread.join(10)
+        self._work.shutdown(wait=False, cancel_futures=True)
 
     # ----------------------------------------------------------------------------------------------------- the thread
 
     def _loop(self) -> None:
-        scan = grow = 0.0
+        due = 0.0
         while True:
             try:
                 message = self._inbox.get(timeout=0.2)
@@ -124,17 +162,15 @@ class Mirror:
             if message is None:
                 return
             try:
-                now = time.monotonic()
                 if message:
                     self._handle(message)
-                if now - scan >= SCAN_SECONDS or message.get("t") == "finish":
-                    scan = now
+                began = time.monotonic()
+                if began >= due or message.get("t") == "finish":
                     self._scan()
-                every = GROWING_SECONDS if self._grown else RETRY_SECONDS
-                if now - grow >= every or message.get("t") == "finish":
-                    grow = now
-                    self._grown = self._mirror_growing()
-                self._advance()
+                    worked = time.monotonic() - began - self._finished.slept
+                    due = began + max(SCAN_SECONDS, SCAN_SHARE * worked)
+                if self._commits is not None:
+                    self._commits.advance()
                 self._settle()
             except OSError as exc:
                 self._complain(f"{exc.filename or self._live}: {exc.strerror}")
@@ -142,215 +178,215 @@ class Mirror:
                 self._complain(f"{type(exc).__name__}: {exc}")
 
     def _complain(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self._say(f"mirror: {what}; trying again")
+        self._once(f"mirror: {what}; trying again")
+
+    def _once(self, text: str, of: str = "") -> None:
+        """Say ``text``, unless the same was said; with ``of``, unless anything was said of that."""
+        if (of or text) not in self._told:
+            self._told.add(of or text)
+            self._say(text)
 
     def _handle(self, message: Message) -> None:
         kind = message["t"]
         if kind == "finish":
             self._finishing = "clean" if message["clean"] else "failed"
-        elif kind == "finished":
-            work = self._rounds.setdefault(message["name"], _Round(message["name"], time.monotonic()))
-            work.seen.add(message["from"])
+            self._marks.clear()
+            if self._commits is not None:
+                self._commits.finishing = self._finishing
+        elif kind == "worked":
+            self._working -= 1
+            message["then"]()
         elif kind == "hold?":
             about = {"round": message["round"], "name": message["name"]}
             self._send(message["from"], {"t": "hold", **about, **self._hold(message["name"])})
-        elif kind == "copy":
-            about = {"round": message["round"], "name": message["name"]}
-            self._send(message["from"], {"t": "copied", **about, "files": self._copy(message)})
-        elif kind in ("hold", "copied"):
-            self._answer(message)
-        elif kind == "committed":
-            name = message["name"]
-            if name in self._copied:
-                self._done[name], _ = self._copied.pop(name)
+        elif kind == "moving":
             self.last = time.monotonic()
-        elif kind == "dropped" and message["name"] in self._ready:
-            self._done[message["name"]] = self._ready[message["name"]].signature
+            for node in self._peers() - {self._node, message["from"]} if self._node == 0 else ():
+                self._send(node, {"t": "moving"})
+        elif kind == "copy":
+            self._copy(message)
+        elif kind == "committed":
+            self._committed(message["name"])
+        elif kind == "dropped":
+            ready, told = self._ready.get(message["name"]), self._announced.pop(message["name"], None)
+            if ready is not None and ready.signature == told:
+                self._finished.drop(ready)
+        elif kind == "remove":
+            root, folders = self._live / "checkpoints", message["folders"]
+            self._aside(lambda: remove(root, folders, node=self._node))
+        elif self._commits is None:
+            raise ValueError(f"{kind} is for node 0")
+        elif kind == "finished":
+            self._commits.finished(message["name"], message["from"])
+        elif kind == "pointers":
+            self._commits.pointers(message["from"], set(message["targets"]))
+        else:
+            self._commits.answer(message)
+
+    def _aside(self, work: Callable[[], T], then: Callable[[T | None], None] = lambda _: None) -> None:
+        """``work()`` in a thread of its own, ``then`` in ours: with what it returned, None if it could not."""
+
+        def both() -> None:
+            found = None
+            try:
+                found = work()
+            except Exception as exc:  # noqa: BLE001  whatever it was, the mirror must hear that it is over
+                self._complain(f"{type(exc).__name__}: {exc}")
+            self._inbox.put({"t": "worked", "then": lambda: then(found)})
+
+        self._working += 1
+        self._work.submit(both)
 
     # ------------------------------------------------------------------------------------------- this node's own part
 
     def _scan(self) -> None:
         entries = self._watch.entries()
-        fresh = [e for e in entries.values() if self._done.get(e.name) != e.signature]
-        if self._finishing == "failed":
-            fresh = [e for e in fresh if e.name in self._ready and self._ready[e.name].signature == e.signature]
-        elif self._finishing is None:
-            fresh = [e for e in fresh if checkpoints.quiet(e)]
-            busy = checkpoints.open_for_writing(fresh) if fresh else set()
-            fresh = [e for e in fresh if e.name not in busy]
+        self._look_for_life(entries.values())
+        self._tell_pointers()
+        fresh = [entry for entry in entries.values() if not self._finished.is_done(entry)]
+        if self._finishing is None and not self._is_frozen():
+            fresh = self._finished.look(fresh)
+        if self._finishing == "failed" or (self._finishing is None and self._is_frozen()):  # perhaps since it looked
+            before = {name: entry.signature for name, entry in self._ready.items()}
+            fresh = [entry for entry in fresh if before.get(entry.name) == entry.signature]
         self._ready = {e.name: e for e in fresh}
         for entry in sorted(fresh, key=lambda e: e.newest):
             if self._announced.get(entry.name) != entry.signature:
                 self._announced[entry.name] = entry.signature
                 self._send(0, {"t": "finished", "name": entry.name})
 
+        self._forget(entries.keys())
+
+    def _look_for_life(self, entries: Iterable[Entry]) -> None:
+        """By any change of the newest time of all: whatever clock it is of."""
+        times = [entry.newest for entry in entries]
+        with contextlib.suppress(OSError):
+            times.append(self._metrics.stat().st_mtime)
+        if (newest := max(times, default=0.0)) != self._newest:
+            self._newest, self._stirred = newest, time.monotonic()
+
+    def _forget(self, names: Set[str]) -> None:
+        """What the script has deleted; what of it is being copied is needed until the commit."""
+        kept = names | self._copied.keys()
+        self._finished.forget(kept)
+        for known in (self._announced, self._offered):
+            for name in known.keys() - kept:
+                del known[name]
+
+    def _tell_pointers(self) -> None:
+        """Of pointers that have changed, once they look the same twice: one that is being written is not there."""
+        found = self._watch.pointers()
+        if found != self._pointers and found == self._pointers_seen:
+            self._pointers = found
+            self._send(0, {"t": "pointers", "targets": sorted({pointer.target for pointer in found.values()})})
+            self._aside(lambda: self._write_pointers(found))
+        self._pointers_seen = found
+
+    def _write_pointers(self, found: Mapping[str, Pointer]) -> None:
+        try:
+            checkpoints.write_pointers(self._live, self._node, found)
+        except OSError as exc:
+            self._complain(f"cannot write {checkpoints.pointers_path(self._live, self._node)}: {exc.strerror}")
+
     def _hold(self, name: str) -> Message:
-        """What this node holds of ``name``: nothing, something still growing, or something finished."""
-        entry = self._watch.entries().get(name)
+        """What this node holds of ``name``: nothing, a growing part, a finished one, or the one it had before."""
+        entry, final = self._watch.entry(name), self._finishing == "clean"
         if entry is None:
-            over = self._finishing == "clean"
-            return {"state": "over" if over else "none", "sharded": False, "metadata": False, "place": None}
+            return nothing(over=final)
         known = self._ready.get(name)
-        same = known is not None and known.signature == entry.signature
-        done = self._done.get(name) == entry.signature
+        done = self._finished.is_done(entry)  # it may be so since the last look
+        same = not done and ((known is not None and known.signature == entry.signature) or self._between_writes(entry))
         if same or done:
             self._offered[name] = entry.signature
-        state = "ready" if same or done else "busy"
-        return {"state": state, "sharded": entry.sharded, "metadata": entry.metadata, "place": entry.place}
+        return {
+            "state": "ready" if same or (done and final) else "old" if done else "busy",
+            "final": final,
+            "sharded": entry.sharded,
+            "metadata": entry.metadata,
+            "place": entry.place,
+            "saved": entry.newest,
+        }
 
-    def _copy(self, message: Message) -> dict[str, Any] | None:
-        """Copy this node's part into live/; None when it is not what was offered, or live/ would not take it."""
-        entry = self._watch.entries().get(message["name"])
-        if entry is None or self._offered.get(entry.name) != entry.signature or self._written_to(entry):
-            return None
-        target = self._live / "checkpoints" / entry.name / message["folder"] / f"node-{self._node}"
-        if entry.name in self._copied:
-            shutil.rmtree(self._copied.pop(entry.name)[1], ignore_errors=True)  # of a round that came to nothing
+    def _between_writes(self, entry: Entry) -> bool:
+        """Whether it is finished as of now: a file that never rests may be another one than at the last look."""
+        if self._finishing is not None or self._is_frozen() or not self._finished.restless(entry):
+            return False
+        if not self._finished.look([entry]) or self._is_frozen():
+            return False
+        self._ready[entry.name] = entry
+        return True
+
+    def _is_frozen(self) -> bool:
+        return time.monotonic() < self._frozen
+
+    def _copy(self, message: Message) -> None:
+        """Copy this node's part into live/ and say so; no files when it is not what was offered, or did not arrive."""
+        name, head = message["name"], message["from"]
+        target = self._live / "checkpoints" / name / message["folder"] / f"node-{self._node}"
+        answer = {"t": "copied", "round": message["round"], "name": name}
+        entry = self._watch.entry(name)
+        if entry is None or self._offered.get(name) != entry.signature or self._written_to(entry):
+            self._send(head, {**answer, "files": None, "rewritten": entry is not None})
+            return
+        offered = entry
+        answer["saved"] = entry.newest
+
+        def then(files: dict[str, Any] | None) -> None:
+            if files is not None:
+                if name in self._copied:
+                    old = self._copied[name][1]  # of a round that came to nothing
+                    self._aside(lambda: shutil.rmtree(old, ignore_errors=True))
+                self._copied[name] = offered, target
+                files = {f"node-{self._node}/{key}": value for key, value in files.items()}
+            now = self._watch.entry(name) if files is None else None
+            rewritten = now is not None and now.signature != offered.signature
+            self._send(head, {**answer, "files": files, "rewritten": rewritten})
+
+        self._aside(lambda: self._copy_entry(offered, target), then)
+
+    def _copy_entry(self, entry: Entry, target: Path) -> dict[str, Any] | None:
+        """In a thread of its own."""
         try:
-            files = checkpoints.copy_entry(entry, target, self._moved)
+            links = self._links / target.parent.name
+            files = checkpoints.copy_entry(entry, target, self._moved, links=links)
         except OSError as exc:
             self._complain(f"cannot copy checkpoint {entry.name} to {self._live}: {exc.strerror}")
             files = None
         if files is None or self._written_to(entry):
             shutil.rmtree(target, ignore_errors=True)
             return None
-        self._copied[entry.name] = entry.signature, target
-        return {f"node-{self._node}/{key}": value for key, value in files.items()}
+        for link in checkpoints.linked_folders(entry.path):
+            self._once(f"checkpoint {entry.name}: {link} is a link to a folder; it is left out", of=family(entry.name))
+        return files
 
-    def _moved(self) -> None:
+    def _committed(self, name: str) -> None:
+        if name in self._copied:
+            self._finished.done(self._copied.pop(name)[0])
+        self._announced.pop(name, None)  # a version that came meanwhile was told of to a round that is over
+        self._marks.clear()
+        self._progress()
+
+    def _moved(self, source: Path, done: int) -> None:
+        """Progress is what no try before has reached: a full disk takes the same bytes again and again."""
+        if done > self._marks.get(source, 0):
+            self._marks[source] = done
+            self._progress()
+
+    def _progress(self) -> None:
+        """Ours, and by way of node 0 a sign for all others, who may wait for our part."""
         self.last = time.monotonic()
+        if self.last - self._told_of_progress >= PROGRESS_SECONDS:
+            self._told_of_progress = self.last
+            self._send(0, {"t": "moving"})
 
     def _written_to(self, entry: Entry) -> bool:
         """Whether the script has it open; after its end, nobody has."""
         return self._finishing is None and bool(checkpoints.open_for_writing([entry]))
 
-    def _mirror_growing(self) -> bool:
-        """Mirror what has changed of artifacts and metrics; whether all of it arrived."""
-        arrived = True
-        for root, target in (
-            (self._artifacts, self._live / "artifacts" / f"node-{self._node}"),
-            (self._metrics, self._live / "metrics" / f"{self._attempt}-node-{self._node}.jsonl"),
-        ):
-            for file in sorted(p for p in ([root] if root.is_file() else root.rglob("*")) if p.is_file()):
-                try:
-                    stat = file.stat()
-                    state = stat.st_size, stat.st_mtime_ns
-                    if self._growing.get(file) != state:
-                        place = target / file.relative_to(root) if file != root else target
-                        checkpoints.replace_file(file, place, self._moved)
-                        self._growing[file] = state
-                except FileNotFoundError:
-                    pass  # the script has removed it meanwhile
-                except OSError as exc:
-                    arrived = False
-                    self._complain(f"cannot mirror {file.name}: {exc.strerror}")
-        return arrived
-
-    # -------------------------------------------------------------------------------------- node 0: ask, copy, commit
-
-    def _advance(self) -> None:
-        now = time.monotonic()
-        alive = self._peers()
-        for work in list(self._rounds.values()):
-            if work.phase == "idle" and now >= work.retry:
-                self._numbers += 1
-                work.number, work.phase, work.answers, work.waiting = self._numbers, "ask", {}, set(alive)
-                for node in sorted(alive):
-                    self._send(node, {"t": "hold?", "round": work.number, "name": work.name})
-            elif work.phase != "idle" and work.waiting - alive:
-                work.phase, work.retry = "idle", now + RETRY_SECONDS  # a node went away in the middle
-
-    def _answer(self, message: Message) -> None:
-        work = self._rounds.get(message["name"])
-        if work is None or message["round"] != work.number:
-            return
-        work.answers[message["from"]] = message
-        work.waiting.discard(message["from"])
-        if work.waiting:
-            return
-        if work.phase == "ask":
-            self._decide(work)
-        elif work.phase == "copy":
-            self._commit(work)
-
-    def _decide(self, work: _Round) -> None:
-        held = {node: a for node, a in work.answers.items() if a["state"] in ("ready", "busy")}
-        work.seen.update(held)
-        growing = any(a["state"] == "busy" for a in held.values())
-        sharded = any(a["sharded"] for a in held.values())
-        headless = sharded and not any(a["metadata"] for a in held.values())
-        missing = self._missing(work, set(held), sharded and not headless)
-        if not held:
-            self._drop(work)
-        elif growing or headless or missing:
-            # A script that is over, or a node that is gone, will never finish its part.
-            if self._finishing == "failed" or (self._finishing and headless) or missing - self._peers():
-                self._drop(work)
-            else:
-                work.phase, work.retry = "idle", time.monotonic() + 0.5
-        else:
-            self._seq += 1
-            work.seq, work.phase, work.waiting, work.answers = self._seq, "copy", set(held), {}
-            work.place = next((a["place"] for a in held.values() if a["place"]), None)
-            for node in sorted(held):
-                self._send(node, {"t": "copy", "round": work.number, "name": work.name, "folder": self._folder(work)})
-
-    def _missing(self, work: _Round, held: set[int], headed: bool) -> set[int]:
-        """Nodes whose part may still be on its way: better late than half.
-
-        Those that held a part of the checkpoint before, or once of this one. Of a script's first, any may hold one:
-        those alive are waited for a little (a DCP checkpoint with its ``.metadata`` is finished), one that is gone for
-        ever. A node whose script has ended well without writing a part owes none.
-        """
-        age = time.monotonic() - work.since
-        owed = self._nodes if self._holders is None else self._holders | work.seen
-        patience = FIRST_SECONDS if self._holders is None else HOLDER_SECONDS
-        done = {node for node, answer in work.answers.items() if answer["state"] == "over"}
-        if (headed and self._holders is None) or age > patience:
-            done |= set(work.answers) - work.seen
-        return owed - held - done
-
-    def _drop(self, work: _Round) -> None:
-        """The script has deleted it again, or is over and will never finish it."""
-        del self._rounds[work.name]
-        for node in sorted(self._peers()):
-            self._send(node, {"t": "dropped", "name": work.name})
-
-    def _folder(self, work: _Round) -> str:
-        return f"{self._attempt}-{work.seq}"
-
-    def _commit(self, work: _Round) -> None:
-        if any(a["files"] is None for a in work.answers.values()):
-            work.phase, work.retry = "idle", time.monotonic() + RETRY_SECONDS
-            return
-        files = {key: value for a in work.answers.values() for key, value in a["files"].items()}
-        commit = {
-            "protocol": 1,
-            "name": work.name,
-            "place": work.place,
-            "attempt": self._attempt,
-            "seq": work.seq,
-            "nodes": len(work.answers),
-            "time": time.time(),
-            "files": files,
-        }
-        try:
-            checkpoints.write_commit(self._live / "checkpoints" / work.name / self._folder(work), commit)
-        except OSError as exc:
-            self._complain(f"cannot commit checkpoint {work.name}: {exc.strerror}")
-            work.phase, work.retry = "idle", time.monotonic() + RETRY_SECONDS
-            return
-        self._holders = set(work.answers)
-        self.last = time.monotonic()
-        del self._rounds[work.name]
-        for node in sorted(self._peers()):
-            self._send(node, {"t": "committed", "name": work.name})
-
     def _settle(self) -> None:
         """After the end: idle once all that is finished of ours is in live/ (node 0: and no round is open)."""
         if self._finishing is not None:
-            left = [n for n, e in self._ready.items() if self._done.get(n) != e.signature]
-            if not left and not self._rounds and self._grown and self._inbox.empty():
+            left = [entry for entry in self._ready.values() if not self._finished.is_done(entry)]
+            at_work = self._working or (self._commits is not None and self._commits.open)
+            if not left and not at_work and self._growing.done.is_set() and self._inbox.empty():
                 self.idle.set()

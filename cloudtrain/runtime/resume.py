@@ -4,51 +4,169 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import CloudtrainError
+from ..errors import CloudtrainError, DigestError, StorageError
+from ..values import family
 from . import checkpoints
-from .checkpoints import Complete
+from .checkpoints import Complete, shape_of
+from .direct import Direct, RefusedError
+from .history import was_direct
 from .workspace import Workspace
 
 __all__ = ["Resume"]
 
+PATIENCE, PAUSE = 300.0, 15.0
+"""Seconds for which a store that is silent is asked, and between two times, where the answer may be all there is."""
 RUN_FOLDER = "/live/checkpoints"
 """How the URL of another run's checkpoints ends; any other folder is the user's own."""
+
+Message = dict[str, Any]
 
 
 class Resume:
     """Of one node. ``live`` is this run's own folder; ``given`` is where ``resume_from``, a ``url``, appears here."""
 
     def __init__(self, *, live: Path, given: str | None, url: str | None, say: Callable[[str], None]) -> None:
-        self._own, self._given = live / "checkpoints", Path(given).absolute() if given and url else None
+        self._live, self._given = live, Path(given).absolute() if given and url else None
         self._of_run = bool(url) and str(url).endswith(RUN_FOLDER)
         self._say = say
+        self._placed: list[Path] = []
+        self.shapes: dict[str, Counter[str]] = {}
+        """What this node itself had written of the restored ones, by `family`."""
+        self._foreign: dict[str, set[str]] = {}
+        """What other nodes had written of them, by name. Of nodes that there are no longer, node 0 is the heir."""
+        self.damaged: list[Path] = []
+        """Folders of this run's own that look complete and are not."""
 
-    def candidates(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and message for every node, best first: this run's own, then what was given."""
+    def candidates(self) -> Iterator[tuple[str, float, Message]]:
+        """Name, time of saving and message for every node, best first: this run's own, then what was given.
+
+        The message also names the checkpoints that the script's pointers hold.
+        """
         for root in ("own", "given"):
             folder = self._root(root)
-            for found in reversed(checkpoints.complete(folder, say=self._say) if folder else []):
-                place = found.folder.relative_to(folder).as_posix() if folder else ""
-                yield found.name, {"t": "restore", "root": root, "folder": place}
+            found = checkpoints.complete(folder, say=self._say) if folder else []
+            by_name = {item.name: item for item in found}  # the newest of each
+            named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
+            for item in reversed(checkpoints.resumable(found)):
+                also = [by_name[name] for name in sorted(named & by_name.keys() - {item.name})] if root == "own" else []
+                place, *more = (c.folder.relative_to(folder).as_posix() if folder else "" for c in (item, *also))
+                saved = checkpoints.sort_key(item.commit)[2]
+                yield item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
+
+    def direct(self, space: Workspace) -> Direct | None:
+        """The newest that the script wrote to the store by itself.
+
+        A store that does not answer matters to a run that has used it so: then `CloudtrainError`. One that would begin
+        afresh asks again for `PATIENCE` seconds: it may have used it too, or its nodes may have no way there.
+        """
+        afresh = not checkpoints.complete(self._live / "checkpoints")
+        deadline = time.monotonic() + (PATIENCE if afresh else 0.0)
+        while True:
+            try:
+                return space.direct()
+            except CloudtrainError as exc:
+                if was_direct(self._live):
+                    raise
+                if isinstance(exc, RefusedError) or time.monotonic() >= deadline:
+                    self._say(f"{exc}; nothing there is resumed from")
+                    return None
+                self._say(f"{exc}; asking again, as nothing else is there to resume from")
+            time.sleep(PAUSE)
 
     def _root(self, root: str) -> Path | None:
-        return self._own if root == "own" else self._given
+        return self._live / "checkpoints" if root == "own" else self._given
 
-    def restore(self, message: Mapping[str, Any], space: Workspace) -> str:
-        """Why the checkpoint of ``message`` could not be put in place here; empty when it was."""
+    def restore(self, message: Mapping[str, Any], space: Workspace) -> tuple[str, bool]:
+        """(why not, whether it is damaged) of the checkpoint of ``message``; ("", False) when it is in place here.
+
+        What an earlier try put in place goes.
+        """
+        self.clear()
         try:
-            folder = (self._root(message["root"]) or self._own) / message["folder"]
-            commit = json.loads((folder / checkpoints.COMMIT).read_bytes())
-            checkpoint = Complete(name=str(commit["name"]), folder=folder, commit=commit)
+            self._place(message["root"], message["folder"], space)
+        except DigestError as exc:
+            return str(exc), True
+        except StorageError as exc:
+            return str(exc), False
+        for folder in message["also"]:
+            try:
+                self._place(message["root"], folder, space)
+            except (DigestError, StorageError) as exc:
+                self._say(f"{exc}; left out")
+        if message["root"] == "own":
+            self._point(space)
+        return "", False
+
+    def begin(self, message: Mapping[str, Any], space: Workspace, tell: Callable[[Message], None]) -> None:
+        """`restore` in a thread, whose answer goes to ``tell``: a notice must be heard while gigabytes come."""
+
+        def work() -> None:
+            try:
+                why, damaged = self.restore(message, space)
+            except Exception as exc:  # noqa: BLE001  whatever it was, node 0 waits for an answer
+                why, damaged = f"{type(exc).__name__}: {exc}", False
+            tell({"t": "restored", "why": why, "damaged": damaged, "failures": []})
+
+        threading.Thread(target=work, name="restore", daemon=True).start()
+
+    def pass_over(self, message: Mapping[str, Any]) -> None:
+        """Some node found the checkpoint of ``message`` damaged."""
+        if message["root"] == "own":
+            self.damaged.append(self._live / "checkpoints" / message["folder"])
+
+    def clear(self) -> None:
+        """Take away what was put in place, when it is not resumed from: a script may look for the newest itself."""
+        for path in self._placed:
+            checkpoints.remove(path)
+        self._placed.clear()
+        self.shapes.clear()
+        self._foreign.clear()
+
+    def set_aside(self, watch: checkpoints.Watch) -> None:
+        for name, others in self._foreign.items():
+            watch.set_aside(name, others)
+
+    def _place(self, root: str, folder: str, space: Workspace) -> None:
+        """Raises `DigestError` for what is damaged, `StorageError` for a disk or mount that fails."""
+        whole = (self._root(root) or self._live) / folder
+        try:
+            commit = json.loads((whole / checkpoints.COMMIT).read_bytes())
+            checkpoint = Complete(name=str(commit["name"]), folder=whole, commit=commit)
             target = space.watch().place(checkpoint.name, commit["place"])
-            checkpoints.restore(checkpoint, target, node=space.node)
-        except (OSError, ValueError, KeyError, TypeError, CloudtrainError) as exc:
-            return str(exc) or type(exc).__name__
-        return ""
+            written: dict[int, set[str]] = {}
+            for key in commit["files"]:
+                node, _, path = key.partition("/")
+                written.setdefault(int(node[5:]), set()).add(path[len(checkpoint.name) + 1 :])
+        except OSError as exc:
+            raise StorageError(f"cannot read {whole / checkpoints.COMMIT}: {exc.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise DigestError(f"checkpoint {folder}: its {checkpoints.COMMIT} is none ({exc})") from None
+        checkpoints.restore(checkpoint, target, node=space.node)
+        self._placed.append(target)
+        if own := written.get(space.node):
+            self.shapes[family(checkpoint.name)] = shape_of(own)
+        here = range(space.nodes) if space.node == 0 else written.keys()
+        others = set[str]().union(*(paths for node, paths in written.items() if node in here))
+        self._foreign[checkpoint.name] = others - (own or set())
+
+    def _point(self, space: Workspace) -> None:
+        """This node's pointers again, to what is here."""
+        watch = space.watch()
+        here = watch.entries()
+        for name, pointer in checkpoints.read_pointers(self._live).get(space.node, {}).items():
+            if pointer.target in here and name not in here and "/" not in name:
+                try:
+                    watch.point(name, pointer)
+                except OSError as exc:
+                    self._say(f"cannot write {name} again: {exc.strerror}")
+                self._placed.append(watch.place(name, None))
 
     def fallback(self, tried: int) -> tuple[str, str]:
         """(folder, why not): what to start from when no checkpoint could be restored, after ``tried`` of them.

@@ -164,13 +164,13 @@ def _main() -> None:
         os.close(out)
     fd = _pipe(os.path.join(pipes, f"events-{local}"))
     pid = os.getpid()
+    faulthandler.enable()
+    faulthandler.register(_signal.SIGUSR1, all_threads=True)  # before anyone knows of us: it would kill us else
     if fd is not None:
         # Only a direct child still has the pipe under this number.
         os.register_at_fork(after_in_child=lambda: os.close(fd) if os.getppid() == pid else None)
         rank = int(os.environ.get("RANK", "0"))
         os.write(fd, b'{"event":"start","pid":%d,"rank":%d,"time_ns":%d}\n' % (pid, rank, time.time_ns()))
-    faulthandler.enable()
-    faulthandler.register(_signal.SIGUSR1, all_threads=True)
 
     target = sys.argv[1:3] if sys.argv[1] == "-m" else sys.argv[1:2]
     sys.argv = [target[-1], *sys.argv[1 + len(target) :]]

@@ -8,17 +8,23 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError, StorageError
+from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider import Site
 from . import launch
+from .cause import Failure
 from .checkpoints import Watch
+from .direct import Direct, newest
 from .launch import Ranks
 from .logs import LogWriter
 from .machine import cpu_count, scratch_folder
+from .mirror import Mirror
+from .nccl import Recorder
+from .stall import Look
 from .unpack import unpack
 
 __all__ = ["Workspace"]
@@ -29,17 +35,21 @@ class Workspace:
 
     def __init__(self, *, context: Mapping[str, Any], site: Site, log: LogWriter) -> None:
         self.context, self._site, self._log = context, site, log
-        self.node = site.topology.node_rank
+        self.node, self.nodes = site.topology.node_rank, site.topology.nodes
         self.folder = scratch_folder(site.scratch, f"{context['run_id']}-n{self.node}-")
         self.checkpoints, self.artifacts = self.folder / "checkpoints", self.folder / "artifacts"
         self.metrics, self.preempt = self.folder / "metrics.jsonl", self.folder / "preempt"
         self.code, self._home = self.folder / "code", self.folder / "home"
+        self.recorder = Recorder(self.folder / "flight-recorder")
+        self._worker = self.folder / "worker.py"
         self._python = sys.executable
 
     def fill(self) -> None:
         """Code, inputs, requirements and the shim."""
-        for folder in (self.checkpoints, self.artifacts, self._home):
+        for folder in (self.checkpoints, self.artifacts, self._home, self.recorder.folder):
             folder.mkdir()
+        for known, ours in self._site.folders.items():
+            self._lead(Path(known), {"checkpoints": self.checkpoints, "artifacts": self.artifacts}[ours])
         unpack(Path(self._site.paths["code"]), self.code, digest=self.context["code_digest"])
         for name, path in self.inputs().items():
             if not os.path.exists(path):
@@ -48,8 +58,25 @@ class Workspace:
             self._install(self.code / self.context["requirements"])
         # What we were started from may be a link; the ranks append exactly this file to sys.path.
         self._package = Path(sys.argv[0]).resolve()
-        self._worker = self.folder / "worker.py"
         self._worker.write_bytes(_source_of("worker.py"))
+
+    def note_group(self, pid: int) -> None:
+        """A process group that was started here, for an engine whose nodes are no containers."""
+        if self._site.groups_file:
+            with open(self._site.groups_file, "a", encoding="ascii") as stream:
+                stream.write(f"{pid}\n")
+
+    def _lead(self, known: Path, ours: Path) -> None:
+        """Make a folder that scripts of this platform know a link to one of ours, so that what lands there is kept."""
+        try:
+            if known.is_symlink():  # of an earlier start in the same container
+                known.unlink()
+            elif known.is_dir():
+                known.rmdir()
+            known.parent.mkdir(parents=True, exist_ok=True)
+            known.symlink_to(ours)
+        except OSError as exc:
+            self._log.say(f"{known} cannot lead to {ours} ({exc.strerror}); what is written there is not kept")
 
     def inputs(self) -> dict[str, str]:
         """Path of each channel's folder, or of its file where it is a single one."""
@@ -87,18 +114,84 @@ class Workspace:
         patterns = tuple(self.context["checkpoint_paths"])
         return Watch(folder=self.checkpoints, workdir=self.code, patterns=patterns)
 
+    @property
+    def checkpoint_url(self) -> str:
+        """Where a script may write checkpoints to the store by itself."""
+        mounted = self._site.paths.get("direct")
+        return f"file://{Path(mounted).resolve()}" if mounted else str(self.context["checkpoint_url"])
+
+    def direct(self) -> Direct | None:
+        """The newest complete checkpoint there. Raises `CloudtrainError`."""
+        environ = {**os.environ, **self._site.export_env, **self.context["env"], **self._secrets()}
+        return newest(self.checkpoint_url, python=self._python, environ=environ, say=self._log.say)
+
     def readable(self, text: str) -> str:
         """``text`` without this node's own folders: the same on every attempt, and what the user knows."""
         return text.replace(f"{self.code}{os.sep}", "").replace(str(self.folder), "<scratch>")
 
     def bring_back(self, artifacts: Path) -> None:
-        """What an earlier start of this node left for the user, so that the script goes on with it."""
-        if artifacts.is_dir():
-            shutil.copytree(artifacts, self.artifacts, dirs_exist_ok=True)
+        """What an earlier start of this node left for the user, so that the script goes on with it.
+
+        Raises `StorageError`. What a mirror that was cut off has left is nobody's file.
+        """
+        try:
+            if artifacts.is_dir():
+                ignore = shutil.ignore_patterns(".*.part")
+                shutil.copytree(artifacts, self.artifacts, ignore=ignore, dirs_exist_ok=True)
+        except shutil.Error as exc:
+            (file, _, why), *more = exc.args[0]
+            and_more = f", and {len(more)} more" if more else ""
+            raise StorageError(f"cannot bring back the artifact {file}: {why}{and_more}") from None
+        except OSError as exc:
+            raise StorageError(f"cannot bring back the artifacts from {artifacts}: {exc.strerror}") from None
+
+    def failure(self, event: Mapping[str, Any], rank: int) -> Failure:
+        """What a rank has said of its end."""
+        return Failure(
+            kind="error",
+            node=self.node,
+            rank=rank,
+            time_ns=event["time_ns"],
+            exception=self.readable(event["exception"]),
+            file=self.relative(event["file"]),
+            line=event["line"],
+            traceback=self.readable(event["traceback"]),
+            code=event["code"],
+        )
 
     def relative(self, file: str | None) -> str | None:
         """A path in the code as the user knows it."""
         return file.removeprefix(f"{self.code}{os.sep}") if file else None
+
+    def mirror(
+        self,
+        watch: Watch,
+        *,
+        attempt: str,
+        live: Path,
+        send: Callable[[int, dict[str, Any]], None],
+        peers: Callable[[], set[int]],
+        damaged: Sequence[Path],
+        shapes: Mapping[str, Counter[str]],
+    ) -> Mirror:
+        """The mirror of what the script writes here; what ``watch`` sees now was restored."""
+        return Mirror(
+            node=self.node,
+            nodes=self.nodes,
+            attempt=attempt,
+            live=live,
+            watch=watch,
+            artifacts=self.artifacts,
+            metrics=self.metrics,
+            send=send,
+            peers=peers,
+            say=self._log.say,
+            links=self.folder / "links",
+            keep=self.context["keep_checkpoints"],
+            damaged=damaged,
+            skip={name: entry.signature for name, entry in watch.entries().items()},
+            shapes=shapes,
+        )
 
     # --------------------------------------------------------------------------------------------- starting the ranks
 
@@ -122,6 +215,7 @@ class Workspace:
             secrets=self._secrets(),
             values=values,
             home=str(self._home),
+            dumps=self.recorder.folder,
             cpus=self._site.cpus or cpu_count(),
         )
         if context["launcher"] == "command" or context["requirements"]:
@@ -129,19 +223,38 @@ class Workspace:
             path = environment.get("PATH", os.defpath)
             environment["PATH"] = os.pathsep.join([os.path.dirname(self._python), path])
         arguments = launch.script_arguments(context, values)
-        processes = context["processes"] if context["launcher"] == "torchrun" else 1
         return Ranks(
             command=launch.command_of(context, topology, arguments, worker=self._worker, python=self._python),
             env=environment,
             cwd=self.code,
             scratch=self.folder,
             package=self._package,
-            processes=processes,
+            processes=self.processes,
             shim=context["launcher"] != "command",
             log=self._log,
-            first_rank=self.node * processes,
+            first_rank=self.node * self.processes,
             emit=emit,
         )
+
+    @property
+    def processes(self) -> int:
+        """Ranks on each node."""
+        return int(self.context["processes"]) if self.context["launcher"] == "torchrun" else 1
+
+    def look(self, ranks: Ranks) -> Look:
+        """Ask this node's ranks where they are."""
+        return Look(ranks, self.recorder, node=self.node, code=self.code, bottom=self._worker)
+
+    def keep_dumps(self, attempt: str) -> None:
+        """What flight recorders have written is an artifact, told of in one line."""
+        target = self.artifacts / "flight-recorder" / attempt
+        try:
+            names = self.recorder.keep(target)
+        except OSError as exc:
+            self._log.say(f"the flight recorder's files cannot be kept: {exc.strerror}")
+        else:
+            if names:
+                self._log.say(f"kept as artifacts in flight-recorder/{attempt}: {', '.join(names)}")
 
     def _own(self, values: Mapping[str, str], inputs: Mapping[str, str], attempt: str) -> dict[str, str]:
         return {
@@ -150,6 +263,7 @@ class Workspace:
             "CLOUDTRAIN_PROVIDER": self.context["provider"],
             **{f"CLOUDTRAIN_INPUT_{name.upper().replace('-', '_')}": path for name, path in inputs.items()},
             "CLOUDTRAIN_CHECKPOINT_DIR": values["checkpoint_dir"],
+            "CLOUDTRAIN_CHECKPOINT_URL": self.checkpoint_url,
             "CLOUDTRAIN_RESUME_FROM": values["resume_from"],
             "CLOUDTRAIN_ARTIFACT_DIR": values["artifact_dir"],
             "CLOUDTRAIN_METRICS_FILE": str(self.metrics),
@@ -162,7 +276,12 @@ class Workspace:
         for name, reference in self.context["secrets"].items():
             if self._site.secrets is None:
                 raise StorageError(f"secret {name}: {reference.partition(':')[0]}: secrets cannot be read here")
-            out[name] = self._site.secrets(reference)
+            try:
+                out[name] = self._site.secrets(reference)
+            except CloudtrainError:
+                raise
+            except Exception as exc:  # noqa: BLE001  a provider's own client may raise anything
+                raise StorageError(f"secret {name} cannot be read: {type(exc).__name__}: {exc}") from None
         return out
 
 

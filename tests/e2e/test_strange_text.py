@@ -103,7 +103,7 @@ def test_hydra_style(jobs: Jobs) -> None:
 
 @settings(max_examples=TRIALS, phases=[Phase.generate], deadline=None)
 @given(texts=st.lists(strange, min_size=40, max_size=40))
-@pytest.mark.parametrize("processes", [1, 2], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.proof)], ids=["alone", "torchrun"])
 def test_any_text(jobs: Jobs, processes: int, texts: list[str]) -> None:
     known = ("{checkpoint_dir}", "{artifact_dir}", "{resume_from}", "{run_id}", "{inputs.", "{resume_from?}")
     check(jobs, [t for t in texts if not any(k in t for k in known)], processes=processes)

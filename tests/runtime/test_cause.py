@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -149,6 +150,14 @@ def test_ranking(failures: list[Failure], stopped_ms: float | None, rank: int | 
         assert found.rank == rank
 
 
+@pytest.mark.parametrize("text", CAUSES)
+def test_how_a_rank_with_a_notice_came_down_is_not_the_cause(text: str) -> None:
+    came_down = [error(1, text, notified=True), replace(died(2, 42, ms=1), notified=True)]
+    found = root_cause([*came_down, error(3, "ValueError: x", ms=3000)])
+    assert found is not None
+    assert found.rank == 3
+
+
 def test_a_silent_death_is_seen_late_by_a_busy_machine_but_not_later_than_the_slack() -> None:
     first = error(0, CONSEQUENCES[0], ms=0)
     found = root_cause([first, Failure(kind="died", node=0, rank=1, time_ns=T + SLACK_NS)])
@@ -206,7 +215,7 @@ def test_a_lost_node_is_named() -> None:
 
 
 def test_records_travel_and_show_only_what_they_should() -> None:
-    failure = error(1, "ValueError: x", file="a.py", line=1, traceback="Traceback")
+    failure = error(1, "ValueError: x", file="a.py", line=1, traceback="Traceback", notified=True)
     assert Failure(**failure.to_dict()) == failure
     assert failure.public() == {
         "node": 0, "rank": 1, "exception": "ValueError: x", "file": "a.py", "line": 1, "traceback": "Traceback",

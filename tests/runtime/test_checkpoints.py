@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,15 +22,21 @@ from cloudtrain.runtime.checkpoints import (
     COMMIT,
     QUIET_SECONDS,
     Complete,
+    Pointer,
     Watch,
     complete,
     copy_entry,
     copy_file,
+    each,
     open_for_writing,
     quiet,
+    read_pointers,
     restore,
+    shape_of,
     sort_key,
+    write_pointers,
 )
+from cloudtrain.values import family
 
 
 def write(path: Path, data: bytes | str = b"x") -> Path:
@@ -318,3 +325,111 @@ def test_a_dangling_link_hides_no_file(tmp_path: Path) -> None:
     os.mkfifo(folder / "d-pipe")
     (entry,) = Watch(folder=tmp_path, workdir=tmp_path).entries().values()
     assert [name for name, _, _ in entry.signature] == list("abcdefgh")
+
+
+# ------------------------------------------------------------------------------------------------------------- pointers
+
+
+@pytest.mark.parametrize("kind", ["text", "newline", "link", "absolute link"])
+def test_a_pointer_is_no_checkpoint(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1/a").write_text("x")
+    if "link" in kind:
+        (tmp_path / "latest").symlink_to(tmp_path / "step-1" if "absolute" in kind else "step-1")
+    else:
+        (tmp_path / "latest").write_text("step-1" + ("\n" if kind == "newline" else ""))
+    watch = Watch(folder=tmp_path, workdir=tmp_path)
+    assert list(watch.entries()) == ["step-1"]
+    assert watch.pointers() == {"latest": Pointer(target="step-1", link="link" in kind)}
+
+
+@pytest.mark.parametrize("text", ["step-2", "", "step-1 and more", "../step-1", "latest", "\udcff", "step-1" * 200])
+def test_any_other_text_is_a_file_of_its_own(tmp_path: Path, text: str) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1/a").write_text("x")
+    (tmp_path / "latest").write_bytes(text.encode("utf-8", "surrogateescape") or b"x")
+    watch = Watch(folder=tmp_path, workdir=tmp_path)
+    assert list(watch.entries()) == ["latest", "step-1"]
+    assert watch.pointers() == {}
+
+
+def test_a_link_to_somewhere_else_is_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "big").mkdir()
+    (tmp_path / "big/a").write_text("x")
+    (tmp_path / "ck").mkdir()
+    (tmp_path / "ck/step-1").symlink_to(tmp_path / "big")
+    watch = Watch(folder=tmp_path / "ck", workdir=tmp_path)
+    assert [e.shape for e in watch.entries().values()] == [{"a": 1}]
+    assert watch.pointers() == {}
+
+
+def test_a_pointer_stays_one_when_its_target_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "step-1").write_text("weights")
+    (tmp_path / "best").write_text("step-1")
+    watch = Watch(folder=tmp_path, workdir=tmp_path)
+    assert list(watch.entries()) == ["step-1"]
+    (tmp_path / "step-1").unlink()
+    assert watch.entries() == {}
+    assert watch.pointers()["best"].target == "step-1"
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_pointer_is_made_again_as_it_was(tmp_path: Path, link: bool) -> None:
+    (tmp_path / "step-1").write_text("weights")
+    watch = Watch(folder=tmp_path, workdir=tmp_path)
+    watch.entries()
+    pointer = Pointer(target="step-1", link=link)
+    for _ in range(2):
+        watch.point("best", pointer)
+        assert watch.pointers() == {"best": pointer}
+
+
+def test_pointers_that_cannot_be_read_name_nothing(tmp_path: Path) -> None:
+    write_pointers(tmp_path, 0, {"best": Pointer(target="step-1", link=False)})
+    for node, text in enumerate(["", "[]", '{"best": 1}', '{"best": {"target": "x"}}', "{"], start=1):
+        (tmp_path / f"pointers/node-{node}.json").write_text(text)
+    (tmp_path / "pointers/node-x.json").write_text("{}")
+    assert read_pointers(tmp_path) == {0: {"best": Pointer(target="step-1", link=False)}}
+
+
+# ---------------------------------------------------------------------------------------------- many files, and trouble
+
+
+def test_the_first_of_many_copies_that_fails_is_told(tmp_path: Path) -> None:
+    def work(number: int) -> None:
+        if number == 7:
+            raise ValueError("seven")
+
+    with pytest.raises(ValueError, match="seven"):
+        each(work, range(20))
+    done: list[int] = []
+    each(done.append, range(20))
+    assert sorted(done) == list(range(20))
+    each(done.append, [])
+
+
+def test_a_hiccup_of_a_mount_costs_a_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "TRIES", (0.01, 0.01))
+    (tmp_path / "source").write_text("weights")
+    fails, whole = [1, 1], checkpoints.copy_file
+
+    def copy(source: Path, target: Path, moved: Any) -> Any:
+        if fails:
+            raise OSError(fails.pop(), "hiccup")
+        return whole(source, target, moved)
+
+    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    assert checkpoints.copy_patiently(tmp_path / "source", tmp_path / "target")[0] == 7
+    fails += [1, 1, 1]
+    with pytest.raises(OSError, match="hiccup"):
+        checkpoints.copy_patiently(tmp_path / "source", tmp_path / "target")
+    fails[:] = [1, errno.ENOSPC]
+    with pytest.raises(OSError, match="hiccup"):  # a full disk is not made empty by trying
+        checkpoints.copy_patiently(tmp_path / "source", tmp_path / "target")
+    assert len(fails) == 1
+
+
+def test_shapes_tell_kinds_and_how_many() -> None:
+    one = shape_of(["model.bin", "rng_state_0.pth", "rng_state_1.pth"])
+    assert one == {"model.bin": 1, "rng_state_#.pth": 2}
+    assert family("checkpoint-500") == family("checkpoint-1000") != family("last.ckpt")

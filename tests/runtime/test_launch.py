@@ -43,7 +43,7 @@ strange = st.text(
 def context(**changes: Any) -> dict[str, Any]:
     return {
         "launcher": "torchrun", "entry_point": "t.py", "processes": 2, "args": [], "hyperparameters": {},
-        "hyperparameter_style": "flags", "env": {}, **changes,
+        "hyperparameter_style": "flags", "env": {}, "debug_nccl": False, **changes,
     }  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def environment(
 ) -> dict[str, str]:
     rest = {k: changes.pop(k, {}) for k in ("export", "own", "secrets")}
     return environment_of(
-        context(**changes), topology, base=base, values=VALUES, home=tmp, cpus=cpus, **rest
+        context(**changes), topology, base=base, values=VALUES, home=tmp, dumps=Path("/s/dumps"), cpus=cpus, **rest
     )  # fmt: skip
 
 
@@ -215,6 +215,30 @@ def test_who_wins() -> None:
     )  # fmt: skip
     assert [env[k] for k in "ABCD"] == ["node", "platform", "job r-1", "secret {run_id}"]
     assert env["CLOUDTRAIN_RUN_ID"] == "r-1"
+
+
+def test_nccl_is_told_what_nobody_has_told_it() -> None:
+    base = {"TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    env = environment(base, debug_nccl=True, env={"NCCL_DEBUG": "WARN"}, secrets={"TORCH_FR_BUFFER_SIZE": "9"})
+    assert (env["NCCL_DEBUG"], env["TORCH_DISTRIBUTED_DEBUG"], env["TORCH_FR_BUFFER_SIZE"]) == ("WARN", "OFF", "9")
+    assert env["NCCL_DEBUG_SUBSYS"] == "INIT,NET,GRAPH,ENV"
+    assert env["TORCH_FR_DUMP_TEMP_FILE"] == "/s/dumps/trace-rank-"
+    assert "NCCL_DEBUG" not in environment({})
+
+
+def test_all_attempts_are_one_run_of_a_tracker_unless_somebody_chose() -> None:
+    ours = {"WANDB_RUN_ID": "r-1", "WANDB_RESUME": "allow"}
+
+    def tracked(**given: Any) -> dict[str, str]:
+        return {k: v for k, v in environment(given.pop("base", {}), **given).items() if k in ours}
+
+    assert tracked() == tracked(env={"WANDB_PROJECT": "p"}) == ours
+    for chosen in ({"WANDB_RUN_ID": "mine"}, {"WANDB_RESUME": "never"}, {"WANDB_RUN_ID": ""}):
+        for who in ("base", "export", "env", "secrets"):
+            assert tracked(**{who: chosen}) == chosen
+    assert not [name for name in environment({}) if name.startswith("MLFLOW_")]
+    mlflow = {"MLFLOW_RUN_ID": "m", "MLFLOW_TRACKING_URI": "http://x"}
+    assert environment(mlflow).items() >= mlflow.items()
 
 
 @given(st.dictionaries(st.from_regex(r"X[A-Z]{1,3}", fullmatch=True), strange, max_size=4))
@@ -384,3 +408,75 @@ def test_stacks_are_printed_and_the_rank_lives(tmp_path: Path, start: Callable[.
     assert run.ranks.code is None
     run.ranks.kill()
     run.until("ended")
+
+
+# ------------------------------------------------------------------------------------------------------- a stop notice
+
+
+def printed(run: Started, text: str, seconds: float = 20) -> str:
+    """The output from here on, until ``text`` is in it."""
+    out, deadline = "", time.monotonic() + seconds
+    while text not in out:
+        assert time.monotonic() < deadline, out
+        time.sleep(0.02)
+        out += run.out
+    return out
+
+
+def test_a_command_with_a_trap_has_the_notice_at_once_and_once(start: Callable[..., Started]) -> None:
+    trap = "trap 'echo told; n=$((n+1))' TERM; echo up; while [ -z \"$n\" ]; do sleep 0.1; done; sleep 1; exit 10$n"
+    run = start(["/bin/sh", "-c", trap], shim=False)
+    printed(run, "up")
+    assert not run.ranks.notified(4, time.time_ns())
+    before = time.time_ns()
+    assert run.ranks.notify()
+    assert not run.ranks.notify()
+    assert run.ranks.notified(4, time.time_ns())
+    assert not run.ranks.notified(4, before)
+    printed(run, "told", seconds=3)
+    run.ranks.signal(signal.SIGTERM)
+    assert run.until("ended", 10)["code"] == 101
+
+
+def test_a_command_without_a_trap_has_no_notice(start: Callable[..., Started]) -> None:
+    run = start(["/bin/sh", "-c", "echo up; sleep 30; exit 1"], shim=False)
+    printed(run, "up")
+    assert not run.ranks.notify()
+    run.ranks.signal(signal.SIGTERM)
+    assert run.until("ended", 10)["code"] == -signal.SIGTERM
+
+
+def test_what_a_told_command_runs_in_its_foreground_is_told_at_the_end(start: Callable[..., Started]) -> None:
+    run = start(["/bin/sh", "-c", "trap 'echo told' TERM; echo up; sleep 30; exit 7"], shim=False)
+    printed(run, "up")
+    time.sleep(0.2)
+    assert run.ranks.notify()
+    time.sleep(0.5)
+    assert run.ranks.code is None  # its trap waits for the sleep
+    run.ranks.signal(signal.SIGTERM)
+    assert run.until("ended", 10)["code"] == 7
+    assert "told" in run.out
+
+
+def test_a_lone_rank_with_a_handler_has_the_notice_once(tmp_path: Path, start: Callable[..., Started]) -> None:
+    (tmp_path / "a.py").write_text(
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *a: print('told', flush=True))\n"
+        "print('up', flush=True)\nend = time.time() + 1.5\nwhile time.time() < end: time.sleep(0.1)"
+    )
+    run = start([sys.executable, str(WORKER), "a.py"], shim=True)
+    out = printed(run, "up")
+    run.until("start")
+    assert run.ranks.notify()
+    assert not run.ranks.notify()
+    run.ranks.signal(signal.SIGTERM)
+    assert run.until("ended", 10)["code"] == 0
+    assert (out + run.out).count("told") == 1
+
+
+def test_torchrun_itself_has_no_notice(tmp_path: Path, start: Callable[..., Started]) -> None:
+    code = "import signal, time; signal.signal(15, lambda *a: print('told', flush=True)); print('up', flush=True)"
+    run = start([sys.executable, "-c", f"{code}; time.sleep(30)", "torch.distributed.run"], shim=False)
+    printed(run, "up")
+    assert not run.ranks.notify()
+    assert run.ranks.code is None

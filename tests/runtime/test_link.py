@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.engine import free_port_pair
+from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import PlatformError
 from cloudtrain.runtime import link as module
 from cloudtrain.runtime.link import Link, _introduce

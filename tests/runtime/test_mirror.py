@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cloudtrain.runtime import checkpoints, mirror
-from cloudtrain.runtime.checkpoints import COMMIT, Complete, Watch, complete
+from cloudtrain.runtime import checkpoints, commits, finished, growing, mirror
+from cloudtrain.runtime.checkpoints import COMMIT, Complete, Entry, Watch, complete
 from cloudtrain.runtime.mirror import KINDS, Mirror
 
 QUIET = 0.3
@@ -25,7 +27,10 @@ QUIET = 0.3
 class Cluster:
     """``nodes`` mirrors; a message goes from one to the other as JSON text, as it does over the link."""
 
-    def __init__(self, tmp_path: Path, nodes: int, *, attempt: str = "0.0", patterns: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tmp_path: Path, nodes: int, *, attempt: str = "0.0", patterns: tuple[str, ...] = (), keep: int = 0,
+        damaged: Sequence[Path] = (), shapes: dict[str, Counter[str]] | None = None,
+    ) -> None:  # fmt: skip
         self.tmp, self.live = tmp_path, tmp_path / "live"
         self.alive = set(range(nodes))
         self.said: list[str] = []
@@ -36,12 +41,16 @@ class Cluster:
             for folder in ("ck", "work", "artifacts"):
                 (tmp_path / f"n{node}" / folder).mkdir(parents=True, exist_ok=True)
             watch = Watch(folder=self.ck(node), workdir=self.work(node), patterns=patterns)
+            if node:  # as after a resume: what rank 0 alone had written
+                watch.set_aside("last.pt", {""})
             self.mirrors.append(
                 Mirror(
                     node=node, nodes=nodes, attempt=attempt, live=self.live, watch=watch,
                     artifacts=tmp_path / f"n{node}/artifacts",
-                    metrics=tmp_path / f"n{node}/metrics.jsonl", send=self._sender(node), peers=lambda: set(self.alive),
-                    say=self.said.append, skip={name: e.signature for name, e in watch.entries().items()},
+                    metrics=tmp_path / f"n{node}/metrics.jsonl", links=tmp_path / f"n{node}/links",
+                    send=self._sender(node), peers=lambda: set(self.alive),
+                    say=self.said.append, keep=keep, damaged=damaged, shapes=shapes,
+                    skip={name: e.signature for name, e in watch.entries().items()},
                 )
             )  # fmt: skip
         for one in self.mirrors:
@@ -99,8 +108,9 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cluster]]:
     monkeypatch.setattr(mirror, "SCAN_SECONDS", 0.05)
-    monkeypatch.setattr(mirror, "FIRST_SECONDS", 1.5)
+    monkeypatch.setattr(commits, "FIRST_SECONDS", 1.5)
     monkeypatch.setattr(checkpoints, "QUIET_SECONDS", QUIET)
+    monkeypatch.setattr(checkpoints, "TRIES", (0.1, 0.1))
     made: list[Cluster] = []
 
     def make(nodes: int = 2, **rest: Any) -> Cluster:
@@ -247,7 +257,11 @@ def test_a_holder_of_the_last_one_may_be_behind_with_the_next(cluster: Callable[
 def test_a_race_with_the_copy_commits_only_what_stayed_the_same(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is rewritten after node 0 asked and before it is copied: the round comes to nothing, the next counts."""
+    """A file is rewritten after node 0 asked and before it is copied: the round comes to nothing, the next counts.
+
+    Node 0's part may be of the version before, so it is waited for, but not for ever.
+    """
+    monkeypatch.setattr(commits, "HOLDER_SECONDS", 2.0)
     run = cluster(2)
     changed = threading.Event()
 
@@ -411,6 +425,44 @@ def test_after_an_unclean_end_what_was_finished_before_still_counts(cluster: Cal
     assert sorted(run.complete()[0].commit["files"]) == ["node-0/step-1/a", "node-1/step-1/b"]
 
 
+def test_half_a_checkpoint_does_not_become_whole_by_lying_still(cluster: Callable[..., Cluster]) -> None:
+    """Its writer was killed; the other ranks take seconds to come down, and nobody has the file open any more."""
+    run = cluster(2)
+    run.write(0, "step-1/rank0.pt")
+    run.write(1, "step-1/rank1.pt")
+    run.until(run.complete)
+    run.write(0, "step-2/rank0.pt")
+    run.write(1, "step-2/rank1.pt", "ha")
+    for one in run.mirrors:
+        one.freeze()
+    run.settle()
+    assert run.names() == ["step-1/0.0-1"]
+    run.finish(clean=False)
+    assert run.names() == ["step-1/0.0-1"]
+
+
+def test_what_was_finished_before_the_kill_is_still_brought_home(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(2)
+    asked: list[str] = []
+
+    def hold_the_copy(sender: int, node: int, message: dict[str, Any]) -> bool:
+        if message["t"] == "copy" and len(asked) < 2:
+            asked.append(message["name"])
+            return True
+        return False
+
+    run.write(0, "step-1/rank0.pt")
+    run.write(1, "step-1/rank1.pt")
+    run.hold = hold_the_copy
+    run.until(lambda: len(asked) == 2)
+    for one in run.mirrors:
+        one.freeze()
+    (work,) = run.mirrors[0]._commits._rounds.values()  # type: ignore[union-attr]
+    work.phase, work.retry = "idle", 0.0  # as after a node that did not answer
+    run.finish(clean=False)
+    assert [c.name for c in run.complete()] == ["step-1"]
+
+
 def test_dcp_that_never_got_its_metadata_holds_nobody_up(cluster: Callable[..., Cluster]) -> None:
     run = cluster(2)
     run.write(0, "step-1/__0_0.distcp")
@@ -429,13 +481,416 @@ def test_nothing_to_mirror_is_done_at_once(cluster: Callable[..., Cluster]) -> N
     assert list((run.live / "checkpoints").glob("*")) == []
 
 
+# ---------------------------------------------------------------------------------------------- forerunners and pauses
+
+
+def test_a_pause_between_the_files_of_one_checkpoint_does_not_make_it_two(cluster: Callable[..., Cluster]) -> None:
+    """A script that saves for longer than it may be silent: from its second checkpoint on we know what belongs."""
+    run = cluster(2)
+    for node in (0, 1):
+        run.write(node, "checkpoint-500/model.bin")
+        run.write(node, f"checkpoint-500/rng_state_{node}.pth")
+    run.until(run.complete)
+    for node in (0, 1):
+        run.write(node, "checkpoint-1000/model.bin")
+    run.settle()
+    assert run.names() == ["checkpoint-500/0.0-1"]
+    for node in (0, 1):
+        run.write(node, f"checkpoint-1000/rng_state_{node}.pth")
+    run.until(lambda: len(run.complete()) == 2)
+    assert len(run.complete()[1].commit["files"]) == 4
+
+
+def test_a_restored_checkpoint_is_a_forerunner_too(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1, attempt="0.1", shapes={"step-#": Counter({"model.bin": 1, "rank#": 2})})
+    run.write(0, "step-8/model.bin")
+    run.write(0, "step-8/rank0")
+    run.settle()
+    assert run.names() == []
+    run.write(0, "step-8/rank1")
+    run.until(run.complete)
+
+
+def test_a_script_that_leaves_a_file_out_is_believed_in_the_end(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finished, "FORERUNNER_SECONDS", 2.0)
+    run = cluster(1)
+    run.write(0, "step-1/model.bin")
+    run.write(0, "step-1/optimizer.bin")
+    run.until(run.complete)
+    for step in (2, 3):
+        run.write(0, f"step-{step}/model.bin")
+        run.until(lambda step=step: len(run.complete()) == step)  # type: ignore[misc]
+
+
+def test_the_end_of_a_script_ends_all_waiting(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    run.write(0, "step-1/model.bin")
+    run.write(0, "step-1/optimizer.bin")
+    run.until(run.complete)
+    run.write(0, "step-2/model.bin")
+    run.finish()
+    assert [c.name for c in run.complete()] == ["step-1", "step-2"]
+
+
+# ----------------------------------------------------------------------------------- written over the one before
+
+
+def contents(run: Cluster) -> list[list[str]]:
+    """Of every complete checkpoint, oldest first, what its files hold."""
+    return [[(c.folder / key).read_text() for key in sorted(c.commit["files"])] for c in run.complete()]
+
+
+def test_a_node_that_is_late_is_waited_for_though_it_has_the_version_before(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(2)
+    for version in ("one", "two"):
+        run.write(0, "last/rank0.pt", version)
+        run.settle()
+        assert ["two", "one"] not in contents(run)
+        run.write(1, "last/rank1.pt", version)
+        run.until(lambda version=version: [version, version] in contents(run))  # type: ignore[misc]
+    assert contents(run) == [["one", "one"], ["two", "two"]]
+
+
+def test_a_rank_that_is_late_is_waited_for_too(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    for version in ("one", "two"):
+        run.write(0, "last/rank0.pt", version)
+        if version == "two":
+            run.settle()
+        run.write(0, "last/rank1.pt", version)
+        run.until(lambda version=version: [version, version] in contents(run))  # type: ignore[misc]
+    assert contents(run) == [["one", "one"], ["two", "two"]]
+
+
+def test_what_is_restored_of_another_node_is_no_part_of_ours(cluster: Callable[..., Cluster]) -> None:
+    """Every node has all nodes' files after a resume; node 1's copy of what rank 0 alone writes must not come back."""
+    first = cluster(2)
+    first.write(0, "last.pt", "old")
+    first.until(first.complete)
+    first.stop()
+    for node in (0, 1):
+        first.write(node, "last.pt", "old")
+    run = cluster(2, attempt="0.1")
+    run.write(0, "last.pt", "new")
+    run.until(lambda: len(run.complete()) == 2)
+    assert list(run.complete()[-1].commit["files"]) == ["node-0/last.pt"]
+
+
+def test_a_file_that_never_changes_is_learned(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finished, "MIXED_SECONDS", 2.0)
+    run = cluster(1)
+    run.write(0, "last/config", "same")
+    for version in ("one", "two", "three"):
+        run.write(0, "last/model", version)
+        run.until(lambda version=version: ["same", version] in contents(run))  # type: ignore[misc]
+        monkeypatch.setattr(finished, "MIXED_SECONDS", 2.0 if version == "one" else 600.0)
+
+
+def test_who_writes_one_kind_says_nothing_of_another(cluster: Callable[..., Cluster]) -> None:
+    """Rank 0's own export comes first; then shards of two nodes, the second node late."""
+    run = cluster(2)
+    run.write(0, "export.bin")
+    run.until(run.complete)
+    run.write(0, "step-1/rank0.pt")
+    run.settle()
+    assert [c.name for c in run.complete()] == ["export.bin"]
+    run.write(1, "step-1/rank1.pt")
+    run.until(lambda: len(run.complete()) == 2)
+    run.write(0, "export-2.bin")
+    run.finish()
+    assert len(run.complete()) == 3
+
+
+@pytest.mark.parametrize("scan", [0.05, 0.7], ids=["often", "seldom"])
+def test_a_file_that_is_never_at_rest_is_taken_between_two_writes(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, scan: float
+) -> None:
+    monkeypatch.setattr(mirror, "SCAN_SECONDS", scan)  # seldom: it is another file at each look
+    monkeypatch.setattr(finished, "RESTLESS_SECONDS", 1.0)
+    monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 2.0)
+    run = cluster(1)
+    deadline, number = time.monotonic() + 60, 0
+    while not run.complete() and time.monotonic() < deadline:
+        number += 1
+        run.write(0, ".last.tmp", f"version {number}").replace(run.ck(0) / "last.pt")
+        time.sleep(0.5)
+    ((text,),) = contents(run)
+    assert text.startswith("version ")
+
+
+def test_what_a_rank_was_writing_when_it_died_does_not_count_though_it_holds_still(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word of its death comes while a look at a file that never rests is under way."""
+    monkeypatch.setattr(finished, "RESTLESS_SECONDS", 0.3)
+    monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 60.0)
+    run, looked = cluster(1), threading.Event()
+
+    def dies(entries: list[Entry], _: float) -> list[Entry]:
+        if entries:
+            run.mirrors[0].freeze()
+            looked.set()
+        return entries
+
+    monkeypatch.setattr(finished, "_holding_still", dies)
+    run.write(0, "half.pt")
+    assert looked.wait(10)
+    run.settle()
+    run.finish(clean=False)
+    assert run.complete() == []
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_copied_arrives(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, whole = cluster(1), checkpoints.copy_file
+    done = threading.Event()
+
+    def copy(source: Path, target: Path, moved: Any) -> Any:
+        if not done.is_set():
+            done.set()
+            shutil.rmtree(run.ck(0) / "step-1")
+        return whole(source, target, moved)
+
+    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    run.write(0, "step-1/a", "one")
+    run.write(0, "step-1/b", "two")
+    run.until(run.complete)
+    assert contents(run) == [["one", "two"]]
+
+
+def test_a_link_to_a_folder_is_left_out_and_told_of_once(cluster: Callable[..., Cluster]) -> None:
+    run = cluster()
+    (run.tmp / "big").mkdir()
+    (run.tmp / "big/data").write_text("d")
+    for name in ("step-1", "step-2"):
+        run.write(0, f"{name}/a")
+        (run.ck(0) / name / "dataset").symlink_to(run.tmp / "big")
+        run.until(lambda name=name: any(name in folder for folder in run.names()))  # type: ignore[misc]
+    assert [list(item.commit["files"]) for item in run.complete()] == [["node-0/step-1/a"], ["node-0/step-2/a"]]
+    assert [text for text in run.said if "link" in text] == [
+        "checkpoint step-1: dataset is a link to a folder; it is left out"
+    ]
+
+
+def test_one_that_is_deleted_too_soon_is_told_of(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    run.hold = lambda sender, node, m: m["t"] == "finished"
+    path = run.write(0, "step-1")
+    run.until(lambda: any(m["t"] == "finished" for _, _, m in run.sent))
+    path.unlink()
+    run.hold = lambda *_: False
+    run.mirrors[0].take(0, {"t": "finished", "name": "step-1"})
+    run.until(lambda: "checkpoint step-1 was removed before it could be copied" in run.said)
+
+
+def test_a_checkpoint_that_went_on_after_all_replaces_its_first_half(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    run.write(0, "checkpoint-1/model", "m")
+    run.until(run.complete)
+    run.write(0, "checkpoint-1/optimizer", "o")
+    run.until(lambda: contents(run) == [["m", "o"]])
+
+
+# ------------------------------------------------------------------------------------------------------------ retention
+
+
+def test_a_damaged_one_is_not_counted_and_goes(cluster: Callable[..., Cluster]) -> None:
+    first = cluster(1)
+    for step in (1, 2):
+        first.write(0, f"step-{step}")
+        first.until(lambda step=step: len(first.complete()) == step)  # type: ignore[misc]
+    first.stop()
+    run = cluster(1, attempt="0.1", keep=2, damaged=[first.live / "checkpoints/step-2/0.0-2"])
+    run.write(0, "step-3")
+    run.until(lambda: run.names() == ["step-1/0.0-1", "step-3/0.1-1"])
+
+
+def test_what_only_lies_beside_checkpoints_takes_no_place(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1, keep=1)
+    for step in (1, 2):
+        run.write(0, f"checkpoint-{step}/model.bin")
+        run.until(lambda step=step: f"checkpoint-{step}" in [c.name for c in run.complete()])  # type: ignore[misc]
+    for name in ("config.json", "model.bin"):
+        run.write(0, name)
+    run.finish()
+    assert {c.name for c in run.complete()} == {"checkpoint-2", "config.json", "model.bin"}
+
+
+def test_a_mount_that_fails_while_something_is_removed_keeps_nobody_from_ending(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(*args: Any, **rest: Any) -> None:
+        raise OSError(107, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(mirror, "remove", remove)
+    run = cluster(1, keep=1)
+    for step in (1, 2):
+        run.write(0, f"step-{step}")
+        run.until(lambda step=step: f"step-{step}" in [c.name for c in run.complete()])  # type: ignore[misc]
+    run.finish()
+    assert any("not connected" in line for line in run.said)
+
+
+def test_a_full_disk_is_no_progress(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the end, which waits for as long as something moves, would never come."""
+    monkeypatch.setattr(commits, "MOST_SECONDS", 0.2)
+
+    def copy(source: Path, target: Path, moved: Callable[[Path, int], None]) -> Any:
+        moved(source, 4096)
+        raise OSError(28, "No space left on device", str(target))
+
+    run = cluster(1)
+    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    run.write(0, "step-1")
+    run.mirrors[0].finish(clean=True)
+    run.until(lambda: len([m for _, _, m in run.sent if m["t"] == "copy"]) > 3)
+    last = run.mirrors[0].last
+    tries = len([m for _, _, m in run.sent if m["t"] == "copy"])
+    run.until(lambda: len([m for _, _, m in run.sent if m["t"] == "copy"]) > tries + 3)
+    assert run.mirrors[0].last == last
+    assert not run.mirrors[0].idle.is_set()
+
+
+def left(run: Cluster) -> list[str]:
+    """Every folder of a checkpoint that still has a file."""
+    root = run.live / "checkpoints"
+    return sorted({"/".join(Path(folder).relative_to(root).parts[:2]) for folder, _, names in os.walk(root) if names})
+
+
+def test_the_newest_are_kept_and_the_others_go_with_all_their_files(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(2, keep=2)
+    for step in range(1, 5):
+        for node in (0, 1):
+            run.write(node, f"step-{step}/rank{node}.pt")
+        run.until(lambda step=step: f"step-{step}/0.0-{step}" in run.names())  # type: ignore[misc]
+    run.until(lambda: left(run) == ["step-3/0.0-3", "step-4/0.0-4"])
+    assert run.names() == ["step-3/0.0-3", "step-4/0.0-4"]
+    # and, soon after their last files, no empty folder
+    run.until(lambda: sorted(p.name for p in (run.live / "checkpoints").iterdir()) == ["step-3", "step-4"])
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_what_a_pointer_names_is_kept(cluster: Callable[..., Cluster], link: bool) -> None:
+    run = cluster(1, keep=1)
+    run.write(0, "step-1/model.pt")
+    run.until(run.complete)
+    if link:
+        (run.ck(0) / "best").symlink_to("step-1")
+    else:
+        run.write(0, "best", "step-1\n")
+    run.until(lambda: any(m["t"] == "pointers" for _, _, m in run.sent))
+    for step in (2, 3):
+        run.write(0, f"step-{step}/model.pt")
+        run.until(lambda step=step: run.names()[-1].startswith(f"step-{step}/"))  # type: ignore[misc]
+    assert run.names() == ["step-1/0.0-1", "step-3/0.0-3"]
+    pointers = checkpoints.read_pointers(run.live)
+    assert pointers == {0: {"best": checkpoints.Pointer(target="step-1", link=link)}}
+
+
+def test_of_what_is_written_again_the_two_newest_stay(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    run.write(0, "step-1/model.pt")
+    for count in range(1, 5):
+        run.write(0, "last.pt", f"version {count}")
+        run.until(lambda count=count: any(f"version {count}" in t for t in texts(run)))  # type: ignore[misc]
+    run.until(lambda: texts(run) == ["version 3", "version 4"])
+    assert "step-1" in [c.name for c in run.complete()]
+
+
+def texts(run: Cluster) -> list[str]:
+    return [(c.folder / "node-0/last.pt").read_text() for c in run.complete() if c.name == "last.pt"]
+
+
+def test_what_an_earlier_attempt_left_half_goes_and_what_it_finished_stays(cluster: Callable[..., Cluster]) -> None:
+    first = cluster(2)
+    for node in (0, 1):
+        first.write(node, f"step-1/rank{node}.pt")
+    first.until(first.complete)
+    first.stop()
+    half = first.live / "checkpoints/step-2/0.0-2"
+    for node in (0, 1):
+        (half / f"node-{node}/step-2").mkdir(parents=True)
+        (half / f"node-{node}/step-2/rank{node}.pt").write_text("half")
+    run = cluster(2, attempt="0.1")
+    for node in (0, 1):
+        run.write(node, f"step-3/rank{node}.pt")
+    run.until(lambda: not half.exists())
+    assert run.names() == ["step-1/0.0-1", "step-3/0.1-1"]
+
+
+def test_a_removed_one_that_comes_back_is_removed_again(cluster: Callable[..., Cluster], tmp_path: Path) -> None:
+    """As a platform's two-way sync may do. It was never preferred to a newer one meanwhile."""
+    run = cluster(2, keep=1)
+    for step in range(1, 4):
+        for node in (0, 1):
+            run.write(node, f"step-{step}/rank{node}.pt")
+        if step == 2:
+            shutil.copytree(run.live / "checkpoints/step-1", tmp_path / "stale")
+        run.until(lambda step=step: run.names()[-1:] == [f"step-{step}/0.0-{step}"])  # type: ignore[misc]
+        if step == 2:
+            run.until(lambda: not (run.live / "checkpoints/step-1").exists())
+            shutil.copytree(tmp_path / "stale", run.live / "checkpoints/step-1")
+            assert run.names() == ["step-1/0.0-1", "step-2/0.0-2"]
+    run.until(lambda: left(run) == ["step-3/0.0-3"])
+
+
+def test_what_cannot_be_removed_is_whole_and_goes_with_the_next(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = cluster(1, keep=1)
+    run.write(0, "step-1/model.pt")
+    run.until(run.complete)
+    stuck = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.name == COMMIT and "step-1" in path.parts:
+            raise PermissionError(1, "not permitted", str(path))
+        stuck(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        run.write(0, "step-2/model.pt")
+        run.until(lambda: run.names()[-1] == "step-2/0.0-2")
+        run.settle()
+        assert run.names() == ["step-1/0.0-1", "step-2/0.0-2"]
+    run.write(0, "step-3/model.pt")
+    run.until(lambda: run.names() == ["step-3/0.0-3"])
+
+
 # ---------------------------------------------------------------------------------------------- what grows: whole files
+
+
+def test_a_slow_artifact_holds_up_no_checkpoint(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, let_go, whole = threading.Event(), threading.Event(), growing.replace_file
+
+    def slow(source: Path, target: Path, moved: Callable[[], None]) -> None:
+        if source.name == "huge":
+            entered.set()
+            assert let_go.wait(30)
+        whole(source, target, moved)
+
+    monkeypatch.setattr(growing, "replace_file", slow)
+    run = cluster(1)
+    (run.tmp / "n0/artifacts/huge").write_text("1")
+    assert entered.wait(10)
+    run.write(0, "step-1/model.pt")
+    run.until(run.complete)
+    let_go.set()
+    run.finish()
+    assert (run.live / "artifacts/node-0/huge").read_text() == "1"
 
 
 def test_artifacts_and_metrics_are_mirrored_whole_now_and_at_the_end(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror, "GROWING_SECONDS", 0.2)
+    monkeypatch.setattr(growing, "GROWING_SECONDS", 0.2)
+    monkeypatch.setattr(growing, "SMALL_SECONDS", 0.2)
+    monkeypatch.setattr(growing, "RETRY_SECONDS", 0.1)
     run = cluster(2)
     (run.tmp / "n1/artifacts/tensorboard").mkdir()
     events = run.tmp / "n1/artifacts/tensorboard/events"
@@ -523,3 +978,187 @@ def test_an_artifact_that_did_not_arrive_is_tried_again_at_the_end(cluster: Call
     (run.live / "artifacts").unlink()
     assert run.mirrors[0].idle.wait(10)
     assert (run.live / "artifacts/node-0/model.pt").read_text() == "weights"
+
+
+# ------------------------------------------------------------------------------------------ versions, one after another
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float, *, of: str = "", times: int = 99) -> None:
+    """Of files below a checkpoint; a slow mount takes what it is given in blocks."""
+    copy_file, left = checkpoints.copy_file, [times]
+
+    def copy(source: Path, target: Path, moved: Callable[[Path, int], None] = lambda *_: None) -> Any:
+        done = copy_file(source, target, lambda *_: None)
+        if "checkpoints" in str(target) and of in str(target) and left[0]:
+            left[0] -= 1
+            for block in range(1, 11):
+                time.sleep(seconds / 10)
+                moved(source, block)
+        return done
+
+    monkeypatch.setattr(checkpoints, "copy_file", copy)
+
+
+def being_copied(run: Cluster) -> bool:
+    return any(path.is_file() for path in (run.live / "checkpoints").glob("*/*/node-0/**/*"))
+
+
+def replace(run: Cluster, node: int, name: str, data: str) -> None:
+    """As careful scripts save: the name is another file from one moment to the next."""
+    (run.ck(node) / ".new").write_text(data)
+    os.replace(run.ck(node) / ".new", run.ck(node) / name)
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["while it trains", "as its last act"])
+def test_a_version_that_comes_while_the_one_before_is_copied_is_committed_too(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    slow_copies(monkeypatch, 1.0)
+    run = cluster(1)
+    run.write(0, "last.pt", "one")
+    run.until(lambda: being_copied(run))
+    replace(run, 0, "last.pt", "two")
+    if not over:
+        run.until(lambda: contents(run)[-1:] == [["two"]])
+    run.finish()
+    assert contents(run) == [["one"], ["two"]]
+
+
+def test_a_node_that_fails_does_not_give_its_old_part_for_the_new_one(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(2)
+    for node in (0, 1):
+        run.write(node, f"last/rank{node}.pt", "one")
+    run.until(run.complete)
+    run.settle()
+    run.write(0, "last/rank0.pt", "two")
+    run.settle()
+    run.mirrors[1].freeze()
+    run.finish(clean=False)
+    assert contents(run) == [["one", "one"]]
+
+
+def test_what_was_committed_since_the_last_look_is_no_new_part(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many files a look takes long, and the next one is as much later."""
+    run = cluster(2)
+    look = run.mirrors[1]._finished.look
+
+    def slow_look(entries: Any) -> Any:
+        time.sleep(0.2)
+        return look(entries)
+
+    monkeypatch.setattr(run.mirrors[1]._finished, "look", slow_look)
+    for node in (0, 1):
+        run.write(node, f"last/rank{node}.pt", "one")
+    run.until(run.complete)
+    run.write(0, "last/rank0.pt", "two")
+    time.sleep(3)
+    assert contents(run) == [["one", "one"]]
+    run.write(1, "last/rank1.pt", "two")
+    run.until(lambda: contents(run)[-1:] == [["two", "two"]], 30)
+
+
+def test_what_is_left_of_one_that_is_being_removed_is_no_new_version(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finished, "FORERUNNER_SECONDS", 1.0)
+    run = cluster(1, keep=1)
+    for file in ("model.pt", "rng.pt"):
+        run.write(0, f"last/{file}", "one")
+    run.until(run.complete)
+    time.sleep(1.5)
+    (run.ck(0) / "last/model.pt").unlink()
+    run.settle()
+    run.finish()
+    assert contents(run) == [["one", "one"]]
+
+
+def test_a_part_that_was_copied_while_another_was_written_over_is_of_an_old_version(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_copies(monkeypatch, 1.0, of="rank0", times=1)
+    run = cluster(2)
+    for node in (0, 1):
+        run.write(node, f"last/rank{node}.pt", "one")
+    run.until(lambda: being_copied(run))
+    run.write(0, "last/rank0.pt", "two")  # in place: what is being copied is neither
+    time.sleep(3)
+    assert contents(run) == []
+    run.write(1, "last/rank1.pt", "two")
+    run.until(run.complete)
+    assert contents(run) == [["two", "two"]]
+
+
+def test_a_clock_that_is_set_back_costs_no_checkpoint(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1, keep=1)
+    run.write(0, "step-1")
+    run.until(run.complete)
+    hour_ago = time.time() - 3600
+    os.utime(run.write(0, ".step-2"), (hour_ago, hour_ago))
+    (run.ck(0) / ".step-2").rename(run.ck(0) / "step-2")
+    run.until(lambda: any(m["t"] == "committed" and m["name"] == "step-2" for *_, m in run.sent))
+    run.settle()
+    assert "step-2/0.0-2" in run.names()
+
+
+def test_a_time_in_the_future_keeps_nothing_from_being_finished(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    tomorrow = time.time() + 86_400
+    os.utime(run.write(0, "step-1"), (tomorrow, tomorrow))
+    run.until(run.complete)
+    sign = run.mirrors[0].sign()
+    run.settle()
+    assert run.mirrors[0].sign() == sign < time.monotonic() - 1.0
+
+
+def test_files_that_come_with_old_times_are_waited_for_like_others(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 1.0)
+    run = cluster(1)
+    source = run.tmp / "source"
+    source.mkdir()
+    for name in "abc":
+        (source / name).write_text(name)
+        os.utime(source / name, (1e9, 1e9))
+
+    def copy(here: str, there: str) -> str:
+        time.sleep(0.5)
+        return str(shutil.copy2(here, there))
+
+    shutil.copytree(source, run.ck(0) / "best", copy_function=copy)
+    run.until(run.complete)
+    assert contents(run) == [["a", "b", "c"]]
+
+
+def test_whoever_waits_for_another_nodes_copy_sees_it_move(
+    cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror, "PROGRESS_SECONDS", 0.2)
+    slow_copies(monkeypatch, 4.0, of="node-1")
+    run = cluster(3)
+    for node in (0, 1, 2):
+        run.write(node, f"step-1/rank{node}.pt")
+    longest = dict.fromkeys(range(3), 0.0)
+    run.until(lambda: being_copied(run))
+    time.sleep(1.0)
+    while not run.complete():
+        for node, one in enumerate(run.mirrors):
+            longest[node] = max(longest[node], time.monotonic() - one.last)
+        time.sleep(0.05)
+    assert max(longest.values()) < 2.0, longest
+
+
+def test_what_the_script_has_deleted_is_forgotten(cluster: Callable[..., Cluster]) -> None:
+    run = cluster(1)
+    for number in range(3):
+        run.write(0, f"step-{number}")
+        run.until(lambda number=number: len(run.complete()) == number + 1)  # type: ignore[misc]
+    for number in range(2):
+        (run.ck(0) / f"step-{number}").unlink()
+    known = run.mirrors[0]
+    run.until(lambda: not {"step-0", "step-1"} & (known._finished._items.keys() | known._offered.keys()))
+    assert not known._announced.keys() & {"step-0", "step-1"}
+    run.finish()
+    assert len(run.complete()) == 3

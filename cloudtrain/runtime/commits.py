@@ -1,0 +1,305 @@
+"""Node 0's work on checkpoints: it asks all nodes what they hold of one, tells the holders to copy, writes commit.json
+once every holder has, and says what may go.
+
+A checkpoint is whole or absent, also when its shards lie on many nodes. Everything here runs in the mirror's thread.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..values import family
+from . import checkpoints
+
+__all__ = ["Commits", "remove"]
+
+HOLDER_SECONDS = 300.0
+"""How long a node that held a part of the last checkpoint may be behind with its part of the next; one that has its
+part of the version before then holds that for its part of this one."""
+FIRST_SECONDS = 10.0
+"""The same for the first checkpoint of a script, when nobody knows yet which nodes write."""
+ANSWER_SECONDS = 30.0
+"""An answer that has not come by then was lost: the node is asked again."""
+RETRY_SECONDS = 1.0
+MOST_SECONDS = 10.0
+"""Between two tries while copies fail: the first pause doubles up to this."""
+VERSIONS = 2
+"""Of a checkpoint that the script writes again under its name, so many are kept: the one before may be needed."""
+REMEMBERED = 50
+"""Removed checkpoints that are removed again with each commit: a platform's sync may bring them back."""
+
+Message = dict[str, Any]
+
+
+@dataclass
+class _Round:
+    """The work on one checkpoint: asking, then copying."""
+
+    name: str
+    since: float
+    number: int = 0
+    phase: str = "idle"
+    retry: float = 0.0
+    failed: int = 0
+    seq: int = 0
+    place: str | None = None
+    saved: float = 0.0
+    seen: set[int] = field(default_factory=set)
+    answers: dict[int, Message] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    passed: dict[int, float] = field(default_factory=dict)
+    """Nodes whose part was copied while another's was written over: when theirs, of an old version now, was saved."""
+
+
+class Commits:
+    """``send(node, message)`` reaches a node's mirror; ``peers()`` are the nodes now alive, node 0 included.
+
+    ``keep``: so many complete checkpoints stay, the newest, beside what a pointer names; 0: all of them. ``damaged``
+    are folders of such as look complete and are not.
+    """
+
+    def __init__(
+        self,
+        *,
+        nodes: int,
+        attempt: str,
+        live: Path,
+        keep: int,
+        damaged: Sequence[Path],
+        send: Callable[[int, Message], None],
+        peers: Callable[[], set[int]],
+        say: Callable[[str], None],
+        complain: Callable[[str], None],
+    ) -> None:
+        self._nodes, self._attempt, self._root, self._keep = set(range(nodes)), attempt, live / "checkpoints", keep
+        self._send, self._peers, self._say, self._complain = send, peers, say, complain
+        self._damaged = set(damaged)
+        self._rounds: dict[str, _Round] = {}
+        self._numbers, self._seq = 0, 0
+        self._holders: dict[str, set[int]] = {}
+        self._complete: list[checkpoints.Complete] | None = None
+        self._removed: list[str] = []
+        self._pointers = {
+            node: {pointer.target for pointer in found.values()}
+            for node, found in checkpoints.read_pointers(live).items()
+        }
+        self.finishing: str | None = None
+        """How node 0's own script ended: ``clean``, ``failed``; None while it runs."""
+
+    @property
+    def open(self) -> bool:
+        """Whether some checkpoint is being worked on."""
+        return bool(self._rounds)
+
+    def finished(self, name: str, node: int) -> None:
+        """A node says that its part is finished."""
+        self._rounds.setdefault(name, _Round(name, time.monotonic())).seen.add(node)
+
+    def pointers(self, node: int, targets: set[str]) -> None:
+        """The names that pointers of a node's script hold."""
+        self._pointers[node] = targets
+
+    def advance(self) -> None:
+        """Begin what is due, and begin again where a node went away in the middle."""
+        now = time.monotonic()
+        alive = self._peers()
+        for work in list(self._rounds.values()):
+            if work.phase == "idle" and now >= work.retry:
+                self._numbers += 1
+                work.number, work.phase, work.answers, work.waiting = self._numbers, "ask", {}, set(alive)
+                work.retry = now + ANSWER_SECONDS
+                for node in sorted(alive):
+                    self._send(node, {"t": "hold?", "round": work.number, "name": work.name})
+            elif (work.phase == "ask" and now >= work.retry) or (work.phase != "idle" and work.waiting - alive):
+                work.phase, work.retry = "idle", now + RETRY_SECONDS
+
+    def answer(self, message: Message) -> None:
+        """What a node holds, or has copied."""
+        work = self._rounds.get(message["name"])
+        if work is None or message["round"] != work.number:
+            return
+        work.answers[message["from"]] = message
+        work.waiting.discard(message["from"])
+        if work.waiting:
+            return
+        if work.phase == "ask":
+            self._decide(work)
+        elif work.phase == "copy":
+            self._commit(work)
+
+    def _decide(self, work: _Round) -> None:
+        held = {node: a for node, a in work.answers.items() if a["state"] in ("ready", "busy", "old")}
+        work.seen.update(held)
+        for node, answer in held.items():
+            if answer["state"] == "ready" and not answer["final"] and answer["saved"] == work.passed.get(node):
+                answer["state"] = "old"
+        # What a node has not written again may be about to be, or belong to this one as it is.
+        fresh = {node: a for node, a in held.items() if a["state"] != "old"}
+        if not fresh or time.monotonic() - work.since < HOLDER_SECONDS:
+            held = fresh
+        growing = any(a["state"] == "busy" for a in held.values())
+        sharded = any(a["sharded"] for a in held.values())
+        headless = sharded and not any(a["metadata"] for a in held.values())
+        missing = self._missing(work, set(held), sharded and not headless)
+        if not held:
+            if self.finishing is None and not any(a["state"] == "old" for a in work.answers.values()):
+                self._say(f"checkpoint {work.name} was removed before it could be copied")
+            self._drop(work)
+        elif growing or headless or missing:
+            # A script that is over, or a node that is gone, will never finish its part.
+            if self.finishing == "failed" or (self.finishing and headless) or missing - self._peers():
+                self._drop(work)
+            else:
+                work.phase, work.retry = "idle", time.monotonic() + 0.5
+        else:
+            self._seq += 1
+            work.seq, work.phase, work.waiting, work.answers = self._seq, "copy", set(held), {}
+            work.place = next((a["place"] for a in held.values() if a["place"]), None)
+            work.saved = max(a["saved"] for a in held.values())
+            for node in sorted(held):
+                self._send(node, {"t": "copy", "round": work.number, "name": work.name, "folder": self._folder(work)})
+
+    def _missing(self, work: _Round, held: set[int], headed: bool) -> set[int]:
+        """Nodes whose part may still be on its way: better late than half.
+
+        Those that held a part of the checkpoint before, or once of this one. Of a script's first, any may hold one:
+        those alive are waited for a little (a DCP checkpoint with its ``.metadata`` is finished), one that is gone for
+        ever. A node whose script has ended well without writing a part owes none.
+        """
+        if self._complete is None:
+            self._take_over()
+        age = time.monotonic() - work.since
+        holders = self._holders.get(family(work.name))
+        owed = self._nodes if holders is None else holders | work.seen
+        patience = FIRST_SECONDS if holders is None else HOLDER_SECONDS
+        done = {node for node, answer in work.answers.items() if answer["state"] == "over"}
+        if (headed and holders is None) or age > patience:
+            done |= set(work.answers) - work.seen
+        return owed - held - done
+
+    def _drop(self, work: _Round) -> None:
+        """The script has deleted it again, or is over and will never finish it."""
+        del self._rounds[work.name]
+        for node in sorted(self._peers()):
+            self._send(node, {"t": "dropped", "name": work.name})
+
+    def _folder(self, work: _Round) -> str:
+        return f"{self._attempt}-{work.seq}"
+
+    def _commit(self, work: _Round) -> None:
+        if any(a["files"] is None for a in work.answers.values()):
+            if any(a["rewritten"] for a in work.answers.values()):
+                held = {node: a for node, a in work.answers.items() if "saved" in a and not a["rewritten"]}
+                work.passed.update({node: answer["saved"] for node, answer in held.items()})
+            self._again(work)
+            return
+        folder = self._root / work.name / self._folder(work)
+        commit = {
+            "protocol": 1,
+            "name": work.name,
+            "place": work.place,
+            "attempt": self._attempt,
+            "seq": work.seq,
+            "nodes": len(work.answers),
+            "saved": work.saved,
+            "time": time.time(),
+            "files": {key: value for a in work.answers.values() for key, value in a["files"].items()},
+        }
+        try:
+            checkpoints.write_commit(folder, commit)
+        except OSError as exc:
+            self._complain(f"cannot commit checkpoint {work.name}: {exc.strerror}")
+            self._again(work)
+            return
+        self._holders[family(work.name)] = set(work.answers)
+        del self._rounds[work.name]
+        for node in sorted(self._peers()):
+            self._send(node, {"t": "committed", "name": work.name})
+        self._retain(checkpoints.Complete(name=work.name, folder=folder, commit=commit))
+
+    def _again(self, work: _Round) -> None:
+        pause = min(RETRY_SECONDS * 2**work.failed, MOST_SECONDS)
+        work.phase, work.retry, work.failed = "idle", time.monotonic() + pause, work.failed + 1
+
+    # ------------------------------------------------------------------------------------------------------ retention
+
+    def _retain(self, newest: checkpoints.Complete) -> None:
+        """Tell all nodes what goes: what is not kept, and what earlier attempts have not finished.
+
+        commit.json goes before the files: what is losing them must not look complete.
+        """
+        self._complete = sorted([*(self._complete or ()), newest], key=lambda c: checkpoints.sort_key(c.commit))
+        kept = [item for item in self._kept(self._complete) if not _continued(item, newest)]
+        later = [c for c in self._complete if c.commit["attempt"] == self._attempt and _seq(c) > _seq(newest)]
+        if newest not in kept and not later:  # the script's clock has been set back
+            kept.append(newest)
+        for item in [item for item in self._complete if item not in kept]:
+            try:
+                (item.folder / checkpoints.COMMIT).unlink(missing_ok=True)
+            except OSError:
+                kept.append(item)  # whole still, and to go with the next
+            else:
+                self._removed.append(self._key(item.folder))
+        self._complete = kept
+        for node in sorted(self._peers()) if self._removed else ():
+            self._send(node, {"t": "remove", "folders": self._removed})
+        self._removed = self._removed[-REMEMBERED:]
+
+    def _take_over(self) -> None:
+        """What earlier attempts have left: whole, to be kept or not; half or damaged, to go; and who wrote it."""
+        found = checkpoints.complete(self._root)
+        self._complete = [item for item in found if item.folder not in self._damaged]
+        for item in found:
+            if item.folder in self._damaged:
+                checkpoints.remove(item.folder / checkpoints.COMMIT)
+            parts = {key.partition("/")[0].removeprefix("node-") for key in item.commit["files"]}
+            self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
+        self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root)]
+
+    def _key(self, folder: Path) -> str:
+        return folder.relative_to(self._root).as_posix()
+
+    def _kept(self, found: list[checkpoints.Complete]) -> list[checkpoints.Complete]:
+        """What stays of the complete ones, given oldest first; what only lies beside checkpoints is not counted."""
+        named = set().union(*self._pointers.values())
+        counted = checkpoints.resumable(found) if self._keep else []
+        kept: list[checkpoints.Complete] = []
+        versions: dict[str, int] = {}
+        for item in reversed(found):
+            versions[item.name] = versions.get(item.name, 0) + 1
+            if self._keep and item in counted:
+                stays = item in counted[-self._keep :] or (item.name in named and versions[item.name] == 1)
+            else:
+                stays = versions[item.name] <= VERSIONS
+            if stays:
+                kept.append(item)
+        return kept
+
+
+def _seq(item: checkpoints.Complete) -> int:
+    return int(item.commit["seq"])
+
+
+def _continued(item: checkpoints.Complete, newest: checkpoints.Complete) -> bool:
+    """Whether ``item`` was ``newest`` when it was but half written: what it has is there unchanged, and more."""
+    before, after = item.commit["files"], newest.commit["files"]
+    same = item.name == newest.name and item.commit["attempt"] == newest.commit["attempt"]
+    return same and len(before) < len(after) and all(after.get(key) == value for key, value in before.items())
+
+
+def remove(root: Path, folders: Iterable[str], *, node: int) -> None:
+    """Remove the part of node ``node`` of each of ``folders``; node 0 also what is everybody's."""
+    for folder in (root / name for name in folders):
+        if node == 0:
+            checkpoints.remove(folder / checkpoints.COMMIT)
+        shutil.rmtree(folder / f"node-{node}", ignore_errors=True)
+        for empty in (folder, folder.parent):
+            try:
+                empty.rmdir()
+            except OSError:
+                break  # another node's part is there still

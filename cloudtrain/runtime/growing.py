@@ -1,0 +1,163 @@
+"""Files that change while the script runs, mirrored whole into ``live/`` by a thread of their own, one after another.
+
+Artifacts are copied every `GROWING_SECONDS`; what is small and tells how far a run is (metrics) every `SMALL_SECONDS`.
+No file takes more than a tenth of the time: one that took long is left alone for as long as it deserves.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from stat import S_ISREG
+
+from .checkpoints import each, modest, replace_file
+
+__all__ = ["Growing"]
+
+GROWING_SECONDS = 30.0
+SMALL_SECONDS = 5.0
+SMALL_BYTES = 1 << 20
+RETRY_SECONDS = 1.0
+WALK_SHARE = 20
+"""A look at all files that took a second is followed by so many without one."""
+SHARE = 10
+"""A file that took a second to copy is not copied again for so many seconds."""
+
+_State = tuple[int, int]
+
+
+class Growing:
+    """``places`` maps a folder, or a file, to where it goes in ``live/``; ``small`` is the one of them that is small.
+
+    ``moved`` is told of every block that is copied: the file, and how many of its bytes have ever arrived. ``complain``
+    is told of what fails; it is tried again, but what can never arrive is not waited for.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[Path, Path],
+        *,
+        small: Path,
+        moved: Callable[[Path, int], None],
+        complain: Callable[[str], None],
+    ) -> None:
+        self._places, self._small = places, small
+        self._moved, self._complain = moved, complain
+        self._copied: dict[Path, _State] = {}
+        self._arrived: dict[Path, int] = {}
+        self._next: dict[Path, float] = {}
+        self._walked = 0.0
+        self._finishing, self._stopped, self._wake = False, False, threading.Event()
+        self.done = threading.Event()
+        """After `finish`: all of it has arrived."""
+        self._thread = threading.Thread(target=self._loop, name="growing", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Nothing changes any more: bring all of it, now."""
+        self._finishing = True
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake.set()
+
+    def _loop(self) -> None:
+        modest()
+        while not self._stopped:
+            self._wake.clear()
+            finishing = self._finishing
+            try:
+                arrived = self._once(finishing)
+            except Exception as exc:  # noqa: BLE001  the thread must outlive any one file's trouble
+                arrived = False
+                self._complain(f"{type(exc).__name__}: {exc}")
+            if finishing and arrived:
+                self.done.set()
+                return
+            self._wake.wait(max(RETRY_SECONDS, WALK_SHARE * self._walked))
+
+    def _once(self, finishing: bool) -> bool:
+        """Copy what has changed and is due; whether all of that arrived."""
+        now, due = time.monotonic(), {}
+        for file, target in self._all():
+            state = _state(file)
+            if state and file not in self._copied and state == _state(target):
+                self._copied[file] = state  # it was brought back from there
+            if state and self._copied.get(file) != state and (finishing or now >= self._next.get(file, now)):
+                due[file] = target
+                self._next.setdefault(file, now)
+        self._walked = time.monotonic() - now
+        failed: list[Path] = []
+
+        def copy(file: Path) -> None:
+            if not self._copy(file, due[file]):
+                failed.append(file)
+
+        each(copy, due)
+        return not failed
+
+    def _all(self) -> Iterator[tuple[Path, Path]]:
+        """Every file, and where it goes."""
+        for root, target in self._places.items():
+            for file in self._files(root):
+                yield file, target / file.relative_to(root) if file != root else target
+
+    def _files(self, root: Path) -> Iterator[Path]:
+        """``root``, or all below it; what a replacement that was cut off has left is nobody's file."""
+        if not root.is_dir():
+            yield root
+            return
+        for folder, folders, names in os.walk(root, onerror=self._not_listed):
+            folders.sort()
+            yield from (Path(folder, name) for name in sorted(names) if not _left_over(name))
+
+    def _not_listed(self, exc: OSError) -> None:
+        if exc.errno in (errno.EACCES, errno.EPERM):
+            self._complain(f"cannot mirror {exc.filename}: {exc.strerror}")
+        elif exc.errno not in (errno.ENOENT, errno.ENOTDIR):  # the script has removed it meanwhile
+            raise exc
+
+    def _copy(self, file: Path, place: Path) -> bool:
+        began, state, before = time.monotonic(), _state(file), self._arrived.get(file, 0)
+        try:
+            replace_file(file, place, lambda source, done: self._moved(source, before + done))
+        except OSError as exc:
+            if _state(file) is None:
+                return True  # the script has removed it meanwhile
+            self._complain(f"cannot mirror {file.name}: {exc.strerror}")
+            if not _hopeless(exc, file):
+                return False
+            self._next[file] = time.monotonic() + GROWING_SECONDS
+            return True
+        if state:
+            self._copied[file], self._arrived[file] = state, before + state[0]
+            every = SMALL_SECONDS if file == self._small and state[0] <= SMALL_BYTES else GROWING_SECONDS
+            now = time.monotonic()
+            self._next[file] = now + max(every, SHARE * (now - began))
+        return True
+
+
+def _left_over(name: str) -> bool:
+    return name.startswith(".") and name.endswith(".part")
+
+
+def _hopeless(exc: OSError, file: Path) -> bool:
+    """Whether it is the file itself that cannot be read, or has a name that does not fit where it goes."""
+    unreadable = exc.errno in (errno.EACCES, errno.EPERM) and str(exc.filename) == str(file)
+    return unreadable or exc.errno == errno.ENAMETOOLONG
+
+
+def _state(file: Path) -> _State | None:
+    """What is different once the file has changed; None of what is no file, or gone."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return (stat.st_size, stat.st_mtime_ns) if S_ISREG(stat.st_mode) else None

@@ -1,0 +1,194 @@
+"""Where an attempt begins, and what of the one before it has to be done again: ``live/attempts/<attempt>.json``.
+
+Node 0 writes it, whole, when the ranks start; where the checkpoint's name tells no step, or one that cannot be, once
+more when their first metrics row does. It is all that says what a preemption or a failure cost: the attempt before
+cannot know what the next one resumes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..values import step_of
+
+__all__ = ["FIRST", "Start", "restart_of", "was_direct"]
+
+FIRST = "0.0"
+
+_ATTEMPT = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl?|\.json)?")
+HEAD_BYTES = 1 << 16
+LOOK_SECONDS = 1.0
+
+Record = dict[str, Any]
+
+
+def restart_of(live: Path, k: int) -> str:
+    """The number of this start of attempt ``k``: after all of the platform's own restarts, by what they left.
+
+    Claimed at once: a restart that dies before its first line is counted too.
+    """
+    restart = max((r for earlier, r in map(_order, _attempts(live)) if earlier == k), default=-1) + 1
+    (live / "logs" / f"{k}.{restart}" / "node-0").mkdir(parents=True, exist_ok=True)
+    return f"{k}.{restart}"
+
+
+def was_direct(live: Path) -> bool:
+    """Whether any attempt so far went on from a checkpoint that the script had written to the store by itself."""
+    return any(record.get("direct") is True for record in _json(live / "attempts", "*.json"))
+
+
+def _order(attempt: str) -> tuple[int, int]:
+    """``k.r`` as numbers."""
+    k, _, r = attempt.partition(".")
+    return int(k), int(r or 0)
+
+
+class Start:
+    """Of one attempt of a run with the folder ``live``; ``after`` is the one before.
+
+    A disk that does not take the record is no reason to end a run: it is history, no more.
+    """
+
+    def __init__(self, live: Path, attempt: str, *, started: float) -> None:
+        self._live, self._path = live, live / "attempts" / f"{attempt}.json"
+        self.after = max((a for a in _attempts(live) if _order(a) < _order(attempt)), key=_order, default=None)
+        self._record: Record = {"protocol": 1, "attempt": attempt, "started": started, "after": self.after}
+        self._told: int | None = None
+        self._reached: _Reached | None = None
+        """How far the attempt before had come, until the first row of this one says from where that is done again."""
+        self._due = 0.0
+
+    def begin(self, *, resumed: str, saved: float | None, direct: bool = False) -> str:
+        """Write the record; what the log is to say of it, empty on the very first start.
+
+        ``resumed`` is the checkpoint's name, empty on a fresh start, ``saved`` when its script had written it (Unix
+        seconds, None when nobody can tell), ``direct`` whether it had done so in the store itself.
+        """
+        lost = None
+        if self.after is not None:
+            reached = _reached(self._live, self.after)
+            lost = {"seconds": self._seconds(reached, saved), "steps": self._steps(reached, resumed)}
+        self._record.update(resumed_from=resumed, direct=direct, lost=lost)
+        self._write()
+        if lost is None or lost["seconds"] is None:
+            return ""
+        return f"; {lost['seconds']:.0f} s of attempt {self.after} {'came after that' if resumed else 'are lost'}"
+
+    def _steps(self, reached: _Reached, resumed: str) -> int | None:
+        """What is to be done again; None as long as only `look` can tell."""
+        if reached.first is None or reached.last is None:
+            return None
+        if not resumed:
+            return reached.last - reached.first + 1
+        self._told, self._reached = step_of(resumed), reached
+        return reached.last - self._told if self._told is not None and self._told <= reached.last else None
+
+    def look(self, metrics: Path) -> None:
+        """Complete the record by the first step of ``metrics``, this attempt's own, as soon as there is one."""
+        now = time.monotonic()
+        if self._reached is None or now < self._due:
+            return
+        self._due = now + LOOK_SECONDS
+        try:
+            with open(metrics, "rb") as stream:
+                rows = _parsed(stream.read(HEAD_BYTES).splitlines())
+        except OSError:
+            return
+        first = next((step for row in rows if (step := _step(row)) is not None), None)
+        if first is None:
+            return
+        reached, self._reached = self._reached, None
+        if self._told is None or not 0 <= first - self._told <= reached.every:  # the name's number is an epoch's, say
+            self._record["lost"]["steps"] = max(0, (reached.last or 0) - first + 1)
+            self._write()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._record), encoding="utf-8")
+
+    def _seconds(self, reached: _Reached, saved: float | None) -> float | None:
+        """From what was saved, or the start of the attempt before where that came later, to its last sign of life."""
+        exits = list(_json(self._live / "exit", f"{self.after}-node-*.json"))
+        failed = [ns / 1e9 for r in exits if isinstance(f := r.get("failure"), dict) and (ns := _number(f, "time_ns"))]
+        ended = failed or _numbers(exits, "ended") or reached.times
+        segments = [] if ended else list((self._live / "logs" / str(self.after)).rglob("*.log"))
+        with contextlib.suppress(OSError):
+            ended += [path.stat().st_mtime for path in segments]
+        began = _numbers(_json(self._live / "attempts", f"{self.after}.json"), "started")
+        since = [*began, *([saved] if saved else [])]
+        return round(max(0.0, max(ended) - max(since)), 1) if ended and since else None
+
+
+def _attempts(live: Path) -> set[str]:
+    """Every attempt that has left something."""
+    names = [path.name for folder in ("attempts", "exit", "logs", "metrics") for path in (live / folder).glob("*")]
+    return {match[1] for name in names if (match := _ATTEMPT.fullmatch(name))}
+
+
+@dataclass
+class _Reached:
+    """How far an attempt's metrics go: its first step and the last one, the most steps from one row to the next, and
+    the last time (Unix seconds), if any."""
+
+    first: int | None = None
+    last: int | None = None
+    every: int = 1
+    times: list[float] = field(default_factory=list)
+
+
+def _reached(live: Path, attempt: str) -> _Reached:
+    """A row at a time: a long run's metrics are large."""
+    found = _Reached()
+    for path in sorted((live / "metrics").glob(f"{attempt}-node-*.jsonl")):
+        with contextlib.suppress(OSError), open(path, "rb") as stream:
+            for row in _parsed(stream):
+                if (step := _step(row)) is not None:
+                    found.first = step if found.first is None else found.first
+                    last = step if found.last is None else max(found.last, step)
+                    found.every = max(found.every, last - (last if found.last is None else found.last))
+                    found.last = last
+                if when := _number(row, "time"):
+                    found.times = [max([when, *found.times])]
+    return found
+
+
+def _parsed(lines: Iterable[bytes]) -> Iterator[Record]:
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                yield row
+
+
+def _json(folder: Path, pattern: str) -> Iterator[Record]:
+    for path in sorted(folder.glob(pattern)):
+        with contextlib.suppress(OSError):
+            yield from _parsed([path.read_bytes()])
+
+
+def _step(row: Record) -> int | None:
+    step = _number(row, "step")
+    return None if step is None else int(step)
+
+
+def _numbers(records: Iterable[Record], key: str) -> list[float]:
+    return [number for record in records if (number := _number(record, key))]
+
+
+def _number(record: Record, key: str) -> float | None:
+    """A number that can be counted with: a script may write what it likes."""
+    value = record.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    with contextlib.suppress(OverflowError):
+        return value if math.isfinite(value) else None
+    return None

@@ -1,0 +1,258 @@
+"""A run that has gone silent: noticing it, and finding out which rank sits where.
+
+Every node tells node 0 of its signs of life. Node 0, which has heard of none for too long, lets every rank of every
+node print its stacks; each node reads from them where its ranks' main threads are and tells node 0, which names the one
+that is elsewhere than the others: in a deadlocked collective that is the rank that never came.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .cause import Failure
+from .launch import Ranks
+from .nccl import Recorder
+
+__all__ = ["KINDS", "Look", "Place", "Stall", "culprit", "place_of", "told"]
+
+KINDS = ("alive", "stacks", "where")
+"""Messages of the node link that belong here."""
+ALIVE_SECONDS = 5.0
+"""A node tells of its signs of life this often at most; of a short limit, in a quarter of it."""
+LATE_SECONDS = 1.0
+"""So late a sign of life may reach node 0."""
+LOOK_SECONDS = 2.5
+ANSWER_SECONDS = 3.0
+"""How long a node waits for its ranks' stacks and dumps, and node 0 for all nodes' answers."""
+NAMED = 3
+"""So many places are told of, the rarest, and one more if it is the last; so many ranks of one of them by number."""
+
+Message = dict[str, Any]
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+_PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
+_FOREIGN = re.compile(r"torch/|.*/lib(?:64)?/python3\.\d+/|.*\.(?:zip|pyz)/|<")
+"""Of torch, Python or ourselves, once what leads to a folder of packages is cut off."""
+
+
+# ------------------------------------------------------------------------------------------------- where one rank is
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank's main thread is: the user's own line, and the innermost function. ``why`` when nobody knows."""
+
+    node: int
+    rank: int
+    file: str | None = None
+    line: int | None = None
+    function: str = ""
+    why: str = ""
+
+    @property
+    def where(self) -> tuple[str | None, int | None, str, str]:
+        """What ranks in the same place have in common."""
+        return self.file, self.line, self.function, self.why
+
+
+Frame = tuple[str, int | None, str]
+
+
+def frames_of(lines: Iterable[str], bottom: str) -> tuple[list[Frame], bool]:
+    """The main thread's frames, innermost first, from what faulthandler has printed so far; and whether that is all.
+
+    The main thread is the one that began in the file ``bottom``, else the last one: the others come before it, and of
+    more than a hundred the last are left out. Its first line may follow a progress bar that has no end of line yet.
+    """
+    frames: list[Frame] = []
+    for line in lines:
+        if _THREAD.search(line) or line == "...":
+            frames = []
+        elif found := _FRAME.match(line):
+            file, number, function = (_ESCAPED.sub(_unescaped, part) for part in found.groups())
+            frames.append((file, int(number) if number.isdigit() else None, function))
+            if file == bottom and function == "<module>":
+                return frames, True
+    return frames, False
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    character = chr(int(found[1][1:], 16))
+    return character if character.isprintable() else found[0]
+
+
+def place_of(node: int, rank: int, frames: Sequence[Frame], *, code: Path, bottom: str) -> Place:
+    """The innermost frame below ``code``; else the innermost neither Python's nor torch's; else the innermost."""
+    if not frames:
+        return Place(node, rank, why="did not answer")
+    theirs = [frame for frame in frames if frame[0] != bottom] or frames
+    own = [frame for frame in theirs if frame[0].startswith(f"{code}/")]
+    other = [frame for frame in theirs if not _FOREIGN.match(_known_as(frame[0], code))]
+    file, line, _ = (own or other or theirs)[0]
+    return Place(node, rank, _known_as(file, code), line, frames[0][2])
+
+
+def _known_as(file: str, code: Path) -> str:
+    """A path as the user knows it: below the code, or below a folder of packages."""
+    return _PACKAGES.sub("", file.removeprefix(f"{code}/"))
+
+
+class Look:
+    """One look at the ranks of this node: they print their stacks and dump their flight recorders, once it is made."""
+
+    def __init__(self, ranks: Ranks, recorder: Recorder, *, node: int, code: Path, bottom: Path) -> None:
+        self._ranks, self._recorder = ranks, recorder
+        self._node, self._code, self._bottom = node, code, str(bottom)
+        self._lines = ranks.dump_stacks()
+        recorder.trigger()
+        self._until = time.monotonic() + LOOK_SECONDS
+
+    def over(self) -> bool:
+        """Whether every rank has said all that is asked of it, or will not."""
+        whole = all(frames_of(list(lines), self._bottom)[1] for lines in self._lines.values())
+        return (whole and self._recorder.answered()) or time.monotonic() > self._until
+
+    def places(self) -> list[Place]:
+        """Of every rank that has not ended."""
+        return [self._place(local, list(lines)) for local, lines in sorted(self._lines.items())]
+
+    def _place(self, local: int, lines: list[str]) -> Place:
+        rank = self._ranks.first_rank + local
+        if local not in self._ranks.pids:
+            return Place(self._node, rank, why="has not started")
+        return place_of(self._node, rank, frames_of(lines, self._bottom)[0], code=self._code, bottom=self._bottom)
+
+
+# ---------------------------------------------------------------------------------------------------- where all are
+
+
+def _groups(places: Iterable[Place]) -> list[list[Place]]:
+    """Those in the same place together, the rarest first."""
+    found: dict[Any, list[Place]] = {}
+    for place in sorted(places, key=lambda place: place.rank):
+        found.setdefault(place.where, []).append(place)
+    return sorted(found.values(), key=len)  # stable: of two of one size the one with the lowest rank
+
+
+def culprit(places: Sequence[Place]) -> Place | None:
+    """The one rank that is alone in its place while all others share one; or that is the only one."""
+    groups = _groups(places)
+    if len(places) == 1 or (len(groups) == 2 and len(groups[0]) == 1 < len(groups[1])):
+        return groups[0][0]
+    return None
+
+
+def told(places: Sequence[Place]) -> str:
+    """``rank 3 on node 1 is at train.py:40 (load_batch), the other 3 are at train.py:52 (all_reduce)``."""
+    groups = _groups(places)
+    named, rest = (groups, []) if len(groups) <= NAMED + 1 else (groups[:NAMED], groups[NAMED:])
+    parts = [_group(group, others=i > 0, last=not rest and i == len(named) - 1) for i, group in enumerate(named)]
+    if rest:
+        parts.append(f"the other {sum(map(len, rest))} are at {len(rest)} other places")
+    return ", ".join(parts)
+
+
+def _group(group: Sequence[Place], *, others: bool, last: bool) -> str:
+    count, first = len(group), group[0]
+    if count == 1:
+        who = f"rank {first.rank} on node {first.node}"
+    elif not last:
+        numbers = ", ".join(str(place.rank) for place in group)
+        who = f"ranks {numbers}" if count <= NAMED else f"{count} ranks"
+    else:
+        who = f"the other {count}" if others else f"all {count} ranks"
+    if first.why:
+        return f"{who} {first.why if count == 1 else first.why.replace('has ', 'have ', 1)}"
+    line = "" if first.line is None else f":{first.line}"
+    return f"{who} {'is' if count == 1 else 'are'} at {first.file}{line} ({first.function})"
+
+
+# ------------------------------------------------------------------------------------------------- one node's part
+
+
+class Stall:
+    """One node's part. ``send(node, message)`` reaches a node, our own too; ``peers()`` are those now alive.
+
+    ``last()`` is when this node last showed a sign of life (monotonic seconds); ``look()`` makes a `Look`, None where
+    no rank was started. `take` is given the messages of `KINDS`; `tick` is called a few times a second.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: int,
+        processes: int,
+        limit: float,
+        send: Callable[[int, Message], None],
+        peers: Callable[[], set[int]],
+        last: Callable[[], float],
+        look: Callable[[], Look | None],
+    ) -> None:
+        self._node, self._processes, self._limit = node, processes, limit
+        self._send, self._peers, self._last, self._new_look = send, peers, last, look
+        self._alive = self._told = time.monotonic()  # the wait for peers before this is no stall
+        self._look: Look | None = None
+        self._asked: tuple[float, set[int]] | None = None
+        self._answers: dict[int, list[Place]] = {}
+
+    def take(self, sender: int, message: Mapping[str, Any]) -> None:
+        """A message of `KINDS` from node ``sender``."""
+        if message["t"] == "alive":
+            self._alive = max(self._alive, time.monotonic() - message["age"])
+        elif message["t"] == "stacks":
+            self._look = self._new_look()
+            if self._look is None:
+                self._send(0, {"t": "where", "ranks": []})
+        else:
+            self._answers[sender] = [Place(**place) for place in message["ranks"]]
+
+    def tick(self, *, over: bool) -> Failure | None:
+        """Do what is due; on node 0 the failure of a run that has stalled, unless it is ``over`` for another cause."""
+        now = time.monotonic()
+        self._tell(now)
+        if self._look is not None and self._look.over():
+            self._send(0, {"t": "where", "ranks": [asdict(place) for place in self._look.places()]})
+            self._look = None
+        if self._node != 0 or over or not self._limit:
+            return None
+        if self._asked is None:
+            if now - self._alive > self._limit + LATE_SECONDS:
+                self._asked = now, self._peers()
+                for node in sorted(self._asked[1]):
+                    self._send(node, {"t": "stacks"})
+            return None
+        since, asked = self._asked
+        if asked <= set(self._answers) or now - since > ANSWER_SECONDS:
+            return self._failure(asked)
+        return None
+
+    def _tell(self, now: float) -> None:
+        last = self._last()
+        if last > self._told and now - self._told >= min(ALIVE_SECONDS, self._limit / 4 or ALIVE_SECONDS):
+            self._told = now
+            self._send(0, {"t": "alive", "age": max(0.0, now - last)})
+
+    def _failure(self, asked: set[int]) -> Failure:
+        places = [place for node in asked & set(self._answers) for place in self._answers[node]]
+        for node in asked - set(self._answers):
+            ranks = range(node * self._processes, (node + 1) * self._processes)
+            places += [Place(node, rank, why="did not answer") for rank in ranks]
+        text = f"no line, metric or checkpoint from any rank for {self._limit:g} s"
+        alone = culprit(places)
+        return Failure(
+            kind="stalled",
+            node=0 if alone is None else alone.node,
+            rank=None if alone is None else alone.rank,
+            file=None if alone is None else alone.file,
+            line=None if alone is None else alone.line,
+            time_ns=time.time_ns(),
+            exception="; ".join(filter(None, (text, told(places)))),
+            category="stalled",
+        )

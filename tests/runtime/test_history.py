@@ -1,0 +1,183 @@
+"""What the record of an attempt says was lost: by the checkpoint's name, else by the first row of metrics."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain.runtime import history
+from cloudtrain.runtime.history import Start, restart_of, was_direct
+
+
+def earlier(live: Path, steps: range, *, attempt: str = "0.0", started: float = 100.0) -> None:
+    """An attempt that made ``steps``, one a second."""
+    (live / "attempts").mkdir(parents=True, exist_ok=True)
+    (live / "attempts" / f"{attempt}.json").write_text(json.dumps({"protocol": 1, "started": started}))
+    (live / "metrics").mkdir(exist_ok=True)
+    rows = ({"step": step, "epoch": 0, "time": started + i} for i, step in enumerate(steps))
+    (live / "metrics" / f"{attempt}-node-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def record(live: Path, attempt: str = "1.0") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((live / "attempts" / f"{attempt}.json").read_text())
+    return found
+
+
+def begun(live: Path, resumed: str, saved: float | None = None, **rest: Any) -> Start:
+    start = Start(live, "1.0", started=time.time())
+    start.begin(resumed=resumed, saved=saved, **rest)
+    return start
+
+
+def test_the_very_first_start_has_lost_nothing(tmp_path: Path) -> None:
+    assert Start(tmp_path, "0.0", started=5.0).begin(resumed="", saved=None) == ""
+    assert record(tmp_path, "0.0") == {
+        "protocol": 1, "attempt": "0.0", "started": 5.0, "after": None,
+        "resumed_from": "", "direct": False, "lost": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("resumed", "steps"),
+    [("step-30", 20), ("epoch=3-step=40.ckpt", 10), ("checkpoint-50", 0), ("step-0", 50)],
+)
+def test_the_name_tells_what_is_done_again(tmp_path: Path, resumed: str, steps: int) -> None:
+    earlier(tmp_path, range(1, 51))
+    begun(tmp_path, resumed, 120.0)
+    assert record(tmp_path)["lost"] == {"seconds": 29.0, "steps": steps}
+
+
+def test_a_fresh_start_does_all_again(tmp_path: Path) -> None:
+    earlier(tmp_path, range(11, 51))
+    start = Start(tmp_path, "1.0", started=time.time())
+    assert start.begin(resumed="", saved=None) == "; 39 s of attempt 0.0 are lost"
+    assert record(tmp_path)["lost"] == {"seconds": 39.0, "steps": 40}
+
+
+@pytest.mark.parametrize("resumed", ["last.ckpt", "last-v1.ckpt", "step-51"])
+def test_where_the_name_does_not_tell_the_first_row_does(tmp_path: Path, resumed: str) -> None:
+    earlier(tmp_path, range(1, 51))
+    start = begun(tmp_path, resumed, 120.0)
+    assert record(tmp_path)["lost"] == {"seconds": 29.0, "steps": None}
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"lr": 0.1}\n{"step": 41, "epoch": 0}\n{"step": 42}\n')
+    start.look(metrics)
+    assert record(tmp_path)["lost"] == {"seconds": 29.0, "steps": 10}
+
+
+def test_no_step_done_again_leaves_the_seconds_as_they_are(tmp_path: Path) -> None:
+    earlier(tmp_path, range(1, 51))
+    start = begun(tmp_path, "last.ckpt", 120.0)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 51}\n')
+    start.look(metrics)
+    assert record(tmp_path)["lost"] == {"seconds": 29.0, "steps": 0}
+
+
+def test_an_attempt_without_a_row_says_nothing_of_steps(tmp_path: Path) -> None:
+    earlier(tmp_path, range(0))
+    start = begun(tmp_path, "step-5", 120.0)
+    start.look(tmp_path / "none")
+    assert record(tmp_path)["lost"] == {"seconds": None, "steps": None}
+
+
+WILD = (
+    '{"step": Infinity}', '{"step": -Infinity}', '{"step": NaN}', '{"step": 1e999}', '{"step": true}',
+    '{"step": "7"}', f'{{"step": {"9" * 400}}}', f'{{"step": {"9" * 5000}}}', "[" * 30000, "7", '{"step": 4',
+)  # fmt: skip
+
+
+def test_what_a_script_may_write_as_its_step_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "HEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(history, "LOOK_SECONDS", 0.0)
+    earlier(tmp_path, range(1, 51))
+    with open(tmp_path / "metrics/0.0-node-0.jsonl", "a") as stream:
+        stream.write("".join(f"{line}\n" for line in WILD) + '{"step": 51, "time": Infinity}\n')
+    start = begun(tmp_path, "last.ckpt", 120.0)
+    assert record(tmp_path)["lost"]["seconds"] == 29.0
+    metrics = tmp_path / "metrics.jsonl"
+    for line in WILD:
+        metrics.write_text(line + "\n")
+        start.look(metrics)
+        assert record(tmp_path)["lost"]["steps"] is None, line
+    metrics.write_text("".join(f"{line}\n" for line in WILD) + '{"step": 40.0}\n')
+    start.look(metrics)
+    assert record(tmp_path)["lost"]["steps"] == 12
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"started": "now", "direct": "no"}', "\x00" * 5])
+def test_a_record_that_is_none_harms_nobody(tmp_path: Path, text: str) -> None:
+    earlier(tmp_path, range(1, 51))
+    (tmp_path / "attempts/0.0.json").write_text(text)
+    (tmp_path / "exit").mkdir()
+    (tmp_path / "exit/0.0-node-0.json").write_text('{"failure": 7, "ended": "late"}')
+    begun(tmp_path, "step-30", 120.0)
+    assert record(tmp_path)["lost"] == {"seconds": 29.0, "steps": 20}
+    assert not was_direct(tmp_path)
+
+
+class Counted(type(Path())):  # type: ignore[misc]
+    """A path that counts how often it is opened."""
+
+    opened = 0
+
+    def __fspath__(self) -> str:
+        type(self).opened += 1
+        return str(self)
+
+
+def test_the_metrics_are_read_once_a_second_and_not_at_all_once_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(history.time, "monotonic", lambda: now[0])
+    earlier(tmp_path, range(1, 51))
+    start, metrics = begun(tmp_path, "last.ckpt"), Counted(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").write_text("")
+    Counted.opened = 0
+    for _ in range(50):  # five seconds, at ten looks a second
+        start.look(metrics)
+        now[0] += 0.1
+    assert 5 <= Counted.opened <= 6
+    (tmp_path / "metrics.jsonl").write_text('{"step": 41}\n')
+    now[0] += 1
+    start.look(metrics)
+    assert record(tmp_path)["lost"]["steps"] == 10
+    Counted.opened = 0
+    now[0] += 60
+    start.look(metrics)
+    assert Counted.opened == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "steps"),
+    [("step-30", 31, 20), ("checkpoint-30", 40, 20), ("checkpoint-3", 31, 20), ("3", 31, 20), ("epoch=3.ckpt", 31, 20)],
+)
+def test_a_number_in_a_name_is_believed_when_it_can_be_the_step(
+    tmp_path: Path, name: str, first: int, steps: int
+) -> None:
+    """Rows come every tenth step; where the name told another one, the first row after the resume is all there is."""
+    earlier(tmp_path, range(10, 51, 10))
+    start = begun(tmp_path, name)
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {first}}}\n')
+    start.look(tmp_path / "metrics.jsonl")
+    assert record(tmp_path)["lost"]["steps"] == steps
+
+
+def test_it_is_known_whether_any_attempt_began_in_the_store(tmp_path: Path) -> None:
+    assert not was_direct(tmp_path)
+    earlier(tmp_path, range(1, 51))
+    assert not was_direct(tmp_path)
+    begun(tmp_path, "step-30", 120.0, direct=True)
+    assert record(tmp_path)["direct"] is True
+    assert was_direct(tmp_path)
+    Start(tmp_path, "2.0", started=time.time()).begin(resumed="step-40", saved=None)
+    assert was_direct(tmp_path)
+
+
+def test_a_platforms_own_restart_is_counted_by_what_the_one_before_left(tmp_path: Path) -> None:
+    assert [restart_of(tmp_path, 0), restart_of(tmp_path, 0), restart_of(tmp_path, 1)] == ["0.0", "0.1", "1.0"]

@@ -1,0 +1,107 @@
+"""What an earlier start of a node left comes back into its workspace, or a clear error does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain.errors import StorageError
+from cloudtrain.provider import Site, Topology
+from cloudtrain.runtime.logs import LogWriter
+from cloudtrain.runtime.workspace import Workspace
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> Workspace:
+    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    site = Site(topology=topology, paths={}, scratch=[str(tmp_path)])
+    made = Workspace(context={"run_id": "r"}, site=site, log=LogWriter(node=0))
+    made.artifacts.mkdir()
+    return made
+
+
+def put(path: Path, text: str = "x") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def here(space: Workspace) -> set[str]:
+    return {p.relative_to(space.artifacts).as_posix() for p in space.artifacts.rglob("*") if p.is_file()}
+
+
+def test_all_comes_back_but_what_a_cut_off_mirror_left(space: Workspace, tmp_path: Path) -> None:
+    for name in ("model.pt", "sub/log.csv", ".model.pt.part", "sub/.log.csv.part", "sub/x.part", ".hidden"):
+        put(tmp_path / "live" / name)
+    space.bring_back(tmp_path / "live")
+    assert here(space) == {"model.pt", "sub/log.csv", "sub/x.part", ".hidden"}
+
+
+def test_nothing_there_is_nothing_to_bring(space: Workspace, tmp_path: Path) -> None:
+    space.bring_back(tmp_path / "none")
+    assert here(space) == set()
+
+
+def test_files_that_cannot_be_read_are_one_clear_error(space: Workspace, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "live").mkdir(exist_ok=True)
+        (tmp_path / "live" / name).symlink_to("/no/such/file")
+    put(tmp_path / "live/c")
+    with pytest.raises(StorageError) as caught:
+        space.bring_back(tmp_path / "live")
+    text = str(caught.value)
+    assert text.startswith("cannot bring back the artifact /no/such/file: ") or f"{tmp_path}/live/" in text
+    assert "No such file or directory" in text
+    assert text.endswith(", and 1 more")
+    assert "\n" not in text
+
+
+def test_a_mount_that_fails_is_one_clear_error(
+    space: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "live/a")
+
+    def stale(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(tmp_path / "live"))
+
+    monkeypatch.setattr(shutil, "copytree", stale)
+    with pytest.raises(StorageError, match=r"cannot bring back the artifacts from .*: Stale file handle"):
+        space.bring_back(tmp_path / "live")
+
+
+# ------------------------------------------------------------------------------- folders that a platform's scripts know
+
+
+def known(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, made: str = "") -> tuple[Path, Workspace, str]:
+    """A platform's folder, the workspace it should lead to, and what was said."""
+    folder = tmp_path / "opt" / "checkpoints"
+    if made:
+        put(folder / made)
+    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    paths = {"code": str(tmp_path / "none")}
+    site = Site(topology=topology, paths=paths, scratch=[str(tmp_path)], folders={str(folder): "checkpoints"})
+    log = LogWriter(node=0)
+    log.begin("0.0", tmp_path / "logs")
+    space = Workspace(context={"run_id": "r", "code_digest": "", "inputs": {}}, site=site, log=log)
+    with pytest.raises(StorageError):  # there is no code: what comes before it is what counts here
+        space.fill()
+    return folder, space, capfd.readouterr().out
+
+
+def test_a_folder_that_scripts_know_leads_to_ours(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # a container's second start too
+        folder, space, said = known(tmp_path, capfd)
+        put(folder / "step-1.pt")
+        assert (space.checkpoints / "step-1.pt").read_text() == "x"
+        assert said == ""
+
+
+def test_a_folder_that_cannot_be_led_is_told_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder, space, said = known(tmp_path, capfd, made="there/already")
+    assert f"{folder} cannot lead to {space.checkpoints}" in said
+    assert (folder / "there" / "already").exists()
