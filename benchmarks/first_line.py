@@ -7,16 +7,9 @@ must upload no byte of code or runtime.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import json
-import os
-import pty
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,17 +18,17 @@ from common import (
     TORCHRUN,
     Cost,
     Figure,
-    adopt_orphans,
     cost_of,
-    environ,
+    first_line,
     median_ratio,
     options,
     pairs,
     parser,
-    reap_orphans,
     report,
     scratch,
     sides,
+    stamps,
+    steps,
     tree,
 )
 
@@ -47,7 +40,7 @@ SCRIPTS = {
 
 
 def main() -> int:
-    chosen = options(parser(__doc__, count=7, quick=3))
+    chosen = options(parser(__doc__, count=7, quick=1))
     figures = []
     for name, script in SCRIPTS.items():
         with scratch() as folder:
@@ -58,7 +51,7 @@ def main() -> int:
                 Figure(
                     name=f"time to the first line, {name}: cloudtrain submit / torchrun",
                     value=median_ratio(found, "wall"),
-                    note=f"{sides(found, 'wall')}; {watch.where()}",
+                    note=f"{sides(found, 'wall')}; ms: {steps(watch.stages)}",
                     pairs=found,
                 )
             )
@@ -72,65 +65,20 @@ class Watch:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._stages: list[dict[str, float]] = []
+        self.stages: list[dict[str, float]] = []
 
     def torchrun(self) -> Cost:
-        return self._first_line([*TORCHRUN, "train.py"])[0]
+        return first_line([*TORCHRUN, "train.py"], cwd=self._folder, mark=MARK)[0]
 
     def submit(self) -> Cost:
         run, began = f"r{time.time_ns()}", time.time()
         flags = ["--nproc-per-node", "2", "--store", "store", "--run-id", run, "--max-runtime", "10m"]
-        cost, words = self._first_line([CLOUDTRAIN, "submit", "train.py", *flags])
+        cost, words = first_line([CLOUDTRAIN, "submit", "train.py", *flags], cwd=self._folder, mark=MARK)
+        script, printed = map(float, words.split())
         stages = {"start": began, **stamps(self._folder / "store" / "runs" / run)}
-        stages |= {"script": float(words[0]), "printed": float(words[1]), "seen": began + cost.wall}
-        self._stages.append(stages)
+        stages |= {"script": script, "printed": printed, "seen": began + cost.wall}
+        self.stages.append(stages)
         return cost
-
-    def where(self) -> str:
-        """Median milliseconds from each stage to the next."""
-        names = list(self._stages[0])
-        steps = []
-        for before, after in itertools.pairwise(names):
-            took = statistics.median(stages[after] - stages[before] for stages in self._stages)
-            steps.append(f"{after} +{1000 * took:.0f}")
-        return "ms: " + ", ".join(steps)
-
-    def _first_line(self, command: Sequence[str]) -> tuple[Cost, list[str]]:
-        adopt_orphans()
-        ours, theirs = pty.openpty()
-        began = time.perf_counter()
-        process = subprocess.Popen(
-            list(command), cwd=self._folder, env=environ({"TERM": "xterm"}), stdin=theirs, stdout=theirs, stderr=theirs
-        )
-        os.close(theirs)
-        seen, wall = b"", 0.0
-        with contextlib.suppress(OSError):  # EIO: nobody has the terminal open any more
-            while chunk := os.read(ours, 65536):
-                seen += chunk
-                if not wall and MARK in seen:
-                    wall = time.perf_counter() - began
-        os.close(ours)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode or not wall:
-            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{seen.decode()[-2000:]}")
-        words = seen.partition(MARK)[2].split()[:2]
-        cpu = usage.ru_utime + usage.ru_stime + sum(reap_orphans())
-        return Cost(wall=wall, cpu=cpu), [word.decode() for word in words]
-
-
-def stamps(run: Path) -> dict[str, float]:
-    """Unix seconds of what a run went through, as its own records tell it."""
-
-    def read(name: str) -> dict[str, float]:
-        found: dict[str, float] = json.loads((run / name).read_bytes())
-        return found
-
-    return {
-        "planned and staged": read("run.json")["created"],
-        "supervisor up": read("supervisor/status.json")["started"],
-        "node up": read("live/exit/0.0-node-0.json")["started"],
-    }
 
 
 def again(folder: Path) -> list[Figure]:

@@ -1,31 +1,33 @@
-"""Engines start a Simulation's nodes on this machine. Here: processes, each node with a root folder of its own.
+"""Nodes as process groups of this machine, each with a root folder of its own.
 
-A node's mounts appear below its root: a symbolic link for ``mount`` and ``sync``, a copy for ``copy``. What a platform
-would tell a node about its peers comes as ``CLOUDTRAIN_ENGINE_*`` variables; secrets come through a pipe.
+A node's mounts appear below its root: a symbolic link for ``mount`` and ``sync``, a copy for ``copy``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from .errors import CapacityError, StorageError
-from .provider import NodeSpec
+from ..errors import CapacityError, StorageError
+from ..provider import NodeSpec, Simulation
+from . import ENGINE_PREFIX, staged
 
-__all__ = ["NodeProcess", "ProcessEngine", "boot_id", "check_gpus", "free_port_pair"]
+__all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "gpus_of"]
 
-ENGINE_PREFIX = "CLOUDTRAIN_ENGINE_"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
@@ -35,13 +37,12 @@ class NodeProcess:
     process: subprocess.Popen[bytes]
     groups: Path
     scratch: Path
+    trouble: tuple[str, str] | None = None
 
     def poll(self) -> int | None:
-        """The exit code, None while it runs."""
         return self.process.poll()
 
     def signal(self, name: str) -> None:
-        """The platform's stop signal, to the node's first process alone, as a container runtime would."""
         with contextlib.suppress(OSError):
             self.process.send_signal(getattr(signal, name))
 
@@ -65,25 +66,27 @@ class ProcessEngine:
         self._folder = folder
         self._environ = {k: v for k, v in environ.items() if not k.startswith(ENGINE_PREFIX)}
 
-    def start(
-        self, nodes: Sequence[NodeSpec], *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
-    ) -> list[NodeProcess]:
-        """Start every node. ``local`` maps each mount's URL to its path on this machine.
+    def prepare(self, simulation: Simulation, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+        """Processes need nothing that is not here."""
 
-        Raises `StorageError` when a root cannot be made; nothing is left running then.
-        """
-        port = free_port_pair()
+    def remarks(self) -> str:
+        return ""
+
+    def start(
+        self, simulation: Simulation, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+    ) -> list[NodeProcess]:
+        nodes, port = simulation.nodes, free_port_pair()
+        gpus = [_visible(number, spec, self._environ) for number, spec in enumerate(nodes)]
         started: list[NodeProcess] = []
         try:
             for number, spec in enumerate(nodes):
                 root = self._root(spec, f"node-{number}", local)
-                peers = {"NODE": number, "NODES": len(nodes), "PORT": port, "SUPERVISOR": os.getpid()}
+                peers: dict[str, int | str] = {"NODE": number, "NODES": len(nodes), "PORT": port}
+                peers |= {"SUPERVISOR": os.getpid(), "ATTEMPT": attempt}
                 out = self._folder / "out" / attempt
                 out.mkdir(parents=True, exist_ok=True)
                 with open(out / f"node-{number}.log", "ab") as stream:
-                    started.append(
-                        self._node(spec, root, peers, stream, _gpus_of(number, spec, self._environ), secrets)
-                    )
+                    started.append(self._node(spec, root, peers, stream, gpus[number], secrets))
         except OSError as exc:
             for node in started:
                 node.kill()
@@ -92,28 +95,20 @@ class ProcessEngine:
 
     def _root(self, spec: NodeSpec, name: str, local: Mapping[str, Path]) -> Path:
         root = self._folder / "nodes" / name
-        shutil.rmtree(root, ignore_errors=True)
-        (root / spec.workdir).mkdir(parents=True)
+        staged(spec, root, local)
+        (root / spec.workdir).mkdir(parents=True, exist_ok=True)
         for mount in spec.mounts:
-            path = root / mount.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            source = local[mount.url]
             if mount.kind != "copy":
-                path.symlink_to(source)
-            elif source.is_dir():
-                shutil.copytree(source, path, symlinks=True)
-            else:
-                shutil.copyfile(source, path)
-        for relative, text in spec.files.items():
-            (root / relative).parent.mkdir(parents=True, exist_ok=True)
-            (root / relative).write_text(text, encoding="utf-8")
+                path = root / mount.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.symlink_to(local[mount.url])
         return root
 
     def _node(
         self,
         spec: NodeSpec,
         root: Path,
-        peers: Mapping[str, int],
+        peers: Mapping[str, int | str],
         out: IO[bytes],
         gpus: Mapping[str, str],
         secrets: Mapping[str, str],
@@ -147,18 +142,33 @@ class ProcessEngine:
         return NodeProcess(process, groups, scratch)
 
     def clean(self) -> None:
-        """Remove every node's root; what they printed stays."""
         shutil.rmtree(self._folder / "nodes", ignore_errors=True)
 
 
-def _gpus_of(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    """This machine's GPUs, those that the environment leaves us, dealt to the nodes in turn."""
-    if not spec.gpus:
-        return {}
+def gpus_of(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> list[str]:
+    """This machine's GPUs, those that the environment leaves us, dealt to the nodes in turn.
+
+    Raises `CapacityError` when it leaves too few.
+    """
     first = number * spec.gpus
-    given = environ.get("CUDA_VISIBLE_DEVICES")
-    ours = given.split(",") if given else [str(i) for i in range(first + spec.gpus)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(ours[first : first + spec.gpus])}
+    left = _left(environ)
+    ours = [str(i) for i in range(first + spec.gpus)] if left is None else left
+    if len(ours) < first + spec.gpus:
+        raise CapacityError(f"node {number} has no {spec.gpus} of the {len(ours)} GPUs that {VISIBLE} names")
+    return ours[first : first + spec.gpus]
+
+
+def _left(environ: Mapping[str, str]) -> list[str] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it: up to a word that is none. Not set: None."""
+    given = environ.get(VISIBLE)
+    if given is None:
+        return None
+    words = (word.strip() for word in given.split(","))
+    return list(dict.fromkeys(itertools.takewhile(re.compile(r"\d+|(GPU|MIG)-\S+").fullmatch, words)))
+
+
+def _visible(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> dict[str, str]:
+    return {VISIBLE: ",".join(gpus_of(number, spec, environ))} if spec.gpus else {}
 
 
 def free_port_pair() -> int:
@@ -177,23 +187,39 @@ def free_port_pair() -> int:
 
 
 def check_gpus(wanted: int, name: str) -> None:
-    """Raise `CapacityError` unless this machine has ``wanted`` GPUs called ``name`` (as in ``nvidia-smi -L``)."""
-    tool = shutil.which("nvidia-smi")
-    listing = ""
-    if tool:
-        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False).stdout
-    found = [line for line in listing.splitlines() if line.startswith("GPU ")]
-    matching = [line for line in found if name.upper() in line.upper().replace(" ", "-").split("(")[0]]
-    if len(matching) < wanted:
-        has = f"{len(found)} ({found[0].split(':', 1)[1].split('(')[0].strip()})" if found else "none"
+    """Raise `CapacityError` unless the GPUs that `gpus_of` deals are ``wanted`` ones called ``name``.
+
+    As in ``nvidia-smi -L``, which must know those that the environment leaves us.
+    """
+    found = _found_gpus()
+    whole = [(word, kind) for word, kind in found if word.isdigit()]
+    left = _left(os.environ)
+    ours = [kind for _, kind in whole]
+    if left is not None:  # a GPU's UUID may be cut short
+        kinds = (next((kind for key, kind in found if key == word or _is_start(word, key)), "") for word in left)
+        ours = list(itertools.takewhile(bool, kinds))
+    matching = [name.upper() in kind.upper().replace(" ", "-") for kind in ours]
+    if sum(matching) < wanted:
+        has = f"{len(whole)} ({whole[0][1]})" if whole else "none"
+        has += f", and {VISIBLE}={os.environ[VISIBLE]} leaves {len(ours)} of them" if left is not None else ""
         raise CapacityError(f"the job asks for {wanted} {name} GPUs on this machine, which has {has}")
+    if not all(matching[:wanted]):
+        raise CapacityError(f"other GPUs come before this machine's {wanted} {name}; name these alone in {VISIBLE}")
 
 
-def boot_id() -> str:
-    """Something that changes whenever this machine starts; empty where it cannot be told."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with contextlib.suppress(OSError):
-        done = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-    return ""
+def _is_start(word: str, key: str) -> bool:
+    return not word.isdigit() and key.startswith(word)
+
+
+def _found_gpus() -> list[tuple[str, str]]:
+    """(index or UUID, model) of each GPU of this machine, both words for each, and the UUIDs of their MIG slices."""
+    tool = shutil.which("nvidia-smi")
+    listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False).stdout if tool else ""
+    found, model = [], ""
+    for line in listing.splitlines():
+        if gpu := re.match(r"GPU (\d+): ([^(]*)", line):
+            model = gpu[2].strip()
+            found.append((gpu[1], model))
+        if uuid := re.search(r"\(UUID: ([^)]*)\)", line):
+            found.append((uuid[1], model))
+    return found

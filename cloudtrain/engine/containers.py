@@ -1,0 +1,523 @@
+"""Nodes as containers on a network of the run's own, through the Docker Engine API (Docker, or Podman's socket).
+
+A mount is a bind mount; what a node prints comes through an attached stream; secrets go in by its standard input, so
+that they are in no file, argument or inspect output. Every object carries labels, by which a guard removes what is left
+should this process be killed. An engine that goes away for a while is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import StorageError
+from ..provider import NodeSpec, Simulation
+from . import ENGINE_PREFIX, NodeError, last_line, staged
+from .api import LABEL, PATIENCE_SECONDS, away, check_image, clear, make_client, remove, run_label, why
+from .processes import gpus_of
+
+__all__ = ["ContainerEngine", "ContainerNode"]
+
+T = TypeVar("T")
+
+GONE = -9
+DEEP, JOINED = ("HostConfig", "Labels"), ("Mounts", "DeviceRequests", "SecurityOpt", "Env")
+"""Fields of ContainerCreate in which what a user adds stands beside what we need."""
+LOG = {"Type": "json-file", "Config": {"max-size": "16m", "max-file": "1"}}
+"""Bounded: the engine's own copy is for a look by hand, the stream is what is kept."""
+
+
+class ContainerEngine:
+    """Nodes as containers. ``folder`` is where staged files and what nodes print go."""
+
+    def __init__(self, *, folder: Path, run: str, environ: Mapping[str, str]) -> None:
+        self._folder, self._run, self._environ = folder, run, environ
+        self._label = run_label(run)
+        self._local = threading.local()
+        self._version = ""
+        self._info: Mapping[str, Any] = {}
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._aside = ThreadPoolExecutor(1)
+        self._network_made: Future[None] = Future()
+        self._given_up: Callable[[], bool] = lambda: False
+        self._lock = threading.Lock()
+        self._away_since: float | None = None
+        self._was_away = 0.0
+
+    def prepare(self, simulation: Simulation, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+        """The images, pulled with the engine's own logins when they are not here; the network meanwhile."""
+        self._given_up = given_up
+        self._start_guard()
+        self._network_made = self._aside.submit(self.patiently, self._make_network, given_up)
+        self._info = self.patiently(lambda api: api.info(), given_up)
+        for image, platform in dict.fromkeys((str(spec.image), spec.platform) for spec in simulation.nodes):
+            here = partial(check_image, image=image, platform=platform)
+            if not self.patiently(here, given_up):
+                tell(f"pulling {image}")
+                self.patiently(partial(self._pull, image=image, platform=platform), given_up)
+                self.patiently(here, given_up)
+
+    def _pull(self, api: Any, image: str, platform: str | None) -> None:
+        """In a thread that may be left behind: a registry that stalls has no time limit, and a cancel must not wait."""
+        ended: list[Exception | None] = []
+
+        def pull() -> None:
+            try:
+                for event in api.pull(image, stream=True, decode=True, platform=platform):
+                    if "error" in event:
+                        raise NodeError(_no_image(image, str(event["error"])), category="image")
+            except Exception as exc:  # noqa: BLE001  it is raised where it can be caught
+                ended.append(exc)
+            else:
+                ended.append(None)
+
+        thread = threading.Thread(target=pull, name="pull", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            if self._given_up():
+                raise NodeError(f"given up while {image} was pulled")
+        if ended[0] is not None:
+            raise _pull_error(ended[0], image)
+
+    # --------------------------------------------------------------------------------------------------- its patience
+
+    def patiently(self, work: Callable[[Any], T], given_up: Callable[[], bool] = lambda: False) -> T:
+        """``work(client)``, again and again while the engine does not answer; `PATIENCE_SECONDS` for any one absence.
+
+        Raises `NodeError` then, or once ``given_up()``, and for a refusal that ``work`` knows nothing about.
+        """
+        import docker
+
+        while True:
+            try:
+                done = work(self._client())
+            except docker.errors.NotFound:
+                raise
+            except (OSError, docker.errors.DockerException) as exc:
+                if not away(exc):
+                    raise NodeError(f"the container engine fails: {why(exc)}") from None
+                if self._note_absence() > PATIENCE_SECONDS or given_up():
+                    raise NodeError(f"the container engine does not answer: {why(exc)}") from None
+                time.sleep(0.5)
+            else:
+                self._note_return()
+                return done
+
+    def _client(self) -> Any:
+        """A client of this thread's own; making one, but for the first, asks the engine nothing."""
+        if not hasattr(self._local, "api"):
+            if not self._version:
+                with self._lock:
+                    self._version = self._version or make_client("auto")._version
+            self._local.api = make_client(self._version)
+        return self._local.api
+
+    def _note_absence(self) -> float:
+        """Seconds since it last answered anybody."""
+        with self._lock:
+            now = time.monotonic()
+            self._away_since = self._away_since or now
+            return now - self._away_since
+
+    def _note_return(self) -> None:
+        with self._lock:
+            if self._away_since is not None:
+                self._was_away += time.monotonic() - self._away_since
+                self._away_since = None
+
+    def remarks(self) -> str:
+        with self._lock:
+            seconds, self._was_away = self._was_away, 0.0
+        return f"the container engine did not answer for {max(1, round(seconds))} s" if seconds else ""
+
+    # ------------------------------------------------------------------------------------------------------- starting
+
+    def start(
+        self, simulation: Simulation, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+    ) -> list[ContainerNode]:
+        out = self._folder / "out" / attempt
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            roots = [self._stage(spec, number, local) for number, spec in enumerate(simulation.nodes)]
+        except OSError as exc:
+            raise StorageError(f"cannot make the nodes' files in {self._folder}: {exc}") from None
+
+        def start(item: tuple[int, tuple[NodeSpec, Mapping[str, Path]]]) -> ContainerNode:
+            number, (spec, paths) = item
+            body = self._body(spec, number, simulation, attempt, paths, bool(secrets))
+            name = f"cloudtrain-{self._run.rpartition('/')[2]}-{self._label[:6]}-{attempt}-{number}"
+            return ContainerNode(self, body, name, spec, out / f"node-{number}.log", secrets)
+
+        specs = list(zip(simulation.nodes, roots, strict=True))
+        return self.patiently(lambda api: self._start_all(api, start, specs), self._given_up)
+
+    def _start_all(
+        self,
+        api: Any,
+        start: Callable[[tuple[int, tuple[NodeSpec, Mapping[str, Path]]]], ContainerNode],
+        specs: Sequence[tuple[NodeSpec, Mapping[str, Path]]],
+    ) -> list[ContainerNode]:
+        for item in api.containers(all=True, filters=self._ours):  # of a start that the engine did not finish
+            remove(api, item["Id"])
+        with ThreadPoolExecutor(len(specs)) as pool:
+            futures = [pool.submit(start, item) for item in enumerate(specs)]
+        failed = next((exc for f in futures if (exc := f.exception()) is not None), None)
+        nodes = [f.result() for f in futures if f.exception() is None]
+        if failed is not None:
+            for node in nodes:
+                node.kill()
+            raise failed
+        for node in nodes:
+            node.follow()
+        return nodes
+
+    def _make_network(self, api: Any) -> None:
+        import docker
+
+        if api.networks(filters=self._ours):
+            return
+        try:
+            api.create_network(self._network, driver="bridge", labels=self._labels())
+        except docker.errors.APIError as exc:
+            if away(exc):
+                raise
+            raise NodeError(f"the container engine has no network to give: {why(exc)}", category="capacity") from None
+
+    def await_network(self) -> None:
+        """Until the network that `prepare` has asked for is there. Raises `NodeError` when there is none to have."""
+        self._network_made.result()
+
+    @property
+    def _ours(self) -> dict[str, str]:
+        return {"label": f"{LABEL}id={self._label}"}
+
+    @property
+    def _network(self) -> str:
+        return f"cloudtrain-{self._label}"
+
+    def _labels(self) -> dict[str, str]:
+        return {
+            f"{LABEL}id": self._label,
+            f"{LABEL}run": self._run,
+            f"{LABEL}supervisor": f"{socket.gethostname()}:{self._folder}",
+        }
+
+    def _stage(self, spec: NodeSpec, number: int, local: Mapping[str, Path]) -> dict[str, Path]:
+        """The path on this machine of every mount and file of the node, by its path there."""
+        root = self._folder / "nodes" / f"node-{number}"
+        staged(spec, root, local)
+        paths = {
+            mount.path: local[mount.url] if mount.kind != "copy" else root / mount.path.lstrip("/")
+            for mount in spec.mounts
+        }
+        paths |= {name: root / name.lstrip("/") for name in spec.files}
+        uid, gid = _ids(spec.user)
+        if uid is not None and uid != os.geteuid():
+            _hand_over(root, uid, gid)
+            for mount in spec.mounts:
+                if mount.kind == "sync":
+                    _hand_over(paths[mount.path], uid, gid)
+                elif mount.kind == "mount" and paths[mount.path].is_file() and not _is_public(paths[mount.path]):
+                    # Mode 0600, as the run's key has: a copy that the other user can read.
+                    copy = root / "own" / mount.path.lstrip("/")
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(paths[mount.path], copy)
+                    _hand_over(copy, uid, gid)
+                    paths[mount.path] = copy
+        return paths
+
+    def _body(
+        self,
+        spec: NodeSpec,
+        number: int,
+        simulation: Simulation,
+        attempt: str,
+        paths: Mapping[str, Path],
+        secrets: bool,
+    ) -> dict[str, Any]:
+        """ContainerCreate of the Engine API."""
+        nodes = len(simulation.nodes)
+        cpus = spec.cpus or max(1, int(self._info["NCPU"]) // nodes)
+        told: dict[str, int | str] = {"NODE": number, "NODES": nodes, "CPUS": cpus, "ATTEMPT": attempt}
+        if secrets:
+            told["SECRETS"] = 1
+        env = {**spec.env, **{ENGINE_PREFIX + key: str(value) for key, value in told.items()}}
+        read_only = {mount.path for mount in spec.mounts if mount.kind == "mount"} | set(spec.files)
+        host: dict[str, Any] = {
+            "NetworkMode": self._network,
+            "ReadonlyRootfs": spec.read_only,
+            "LogConfig": LOG,
+            "Mounts": [
+                {"Type": "bind", "Source": str(source), "Target": _absolute(path), "ReadOnly": path in read_only}
+                for path, source in paths.items()
+            ],
+        }
+        options = self._info.get("SecurityOptions") or []
+        if any("name=selinux" in option for option in options):
+            host["SecurityOpt"] = ["label=disable"]  # or it may read none of the mounts
+        if spec.cpus:
+            host["NanoCpus"] = int(spec.cpus * 1e9)
+        if spec.memory:
+            host |= {"Memory": spec.memory, "MemorySwap": spec.memory}
+        if spec.shm:
+            host["ShmSize"] = spec.shm
+        if spec.gpus:
+            ids = gpus_of(number, spec, self._environ)
+            host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
+        names = [spec.hostname] if spec.hostname else []
+        body: dict[str, Any] = {
+            "Image": spec.image,
+            "Cmd": list(spec.command),
+            "Env": [f"{key}={value}" for key, value in env.items()],
+            "Labels": {},
+            "StopSignal": simulation.rules.stop_signal,
+            "StopTimeout": int(simulation.rules.stop_grace),
+            "Healthcheck": {"Test": ["NONE"]},
+            "OpenStdin": secrets,
+            "StdinOnce": secrets,
+            "HostConfig": host,
+            "NetworkingConfig": {"EndpointsConfig": {self._network: {"Aliases": names}}},
+        }
+        body |= {"Hostname": spec.hostname} if spec.hostname else {}
+        body |= {"Entrypoint": list(spec.entrypoint)} if spec.entrypoint is not None else {}
+        body |= {"WorkingDir": _absolute(spec.workdir)} if spec.workdir != "." else {}
+        body |= {"User": self._user(spec.user, options)} if spec.user else {}
+        body = _merged(body, spec.container)
+        body["Labels"] |= {**self._labels(), f"{LABEL}attempt": attempt, f"{LABEL}node": str(number)}
+        return body
+
+    def _user(self, user: str, options: Sequence[str]) -> str:
+        """A rootless engine shows us to its containers as root, and everybody else as somebody unknown."""
+        rootless = any("name=rootless" in option for option in options)
+        return "0:0" if rootless and _ids(user)[0] == os.geteuid() else user
+
+    # ----------------------------------------------------------------------------------------------------- nothing left
+
+    def _start_guard(self) -> None:
+        if self._guard is None:
+            # -S, and all imports after the wait: it costs next to nothing unless it is needed.
+            code = "import sys\nif not sys.stdin.buffer.read(1):\n import site; site.main()\n"
+            code += " sys.path.append(sys.argv[1]); from cloudtrain.engine.api import guard; guard(sys.argv[2])"
+            package = str(Path(__file__).resolve().parents[2])
+            self._guard = subprocess.Popen(
+                [sys.executable, "-S", "-c", code, package, self._label], stdin=subprocess.PIPE, start_new_session=True
+            )
+
+    def clean(self) -> None:
+        """What cannot be removed now is left to the guard, which goes on trying; the run has ended all the same."""
+        done = b""
+        self._aside.shutdown()  # a network that is still being made would be left
+        try:
+            self.patiently(lambda api: clear(api, self._label))
+            done = b"."
+        except Exception as exc:  # noqa: BLE001  nothing that is left behind may change how the run ended
+            sys.stderr.write(f"not all of the run's containers are removed: {why(exc)}\n")
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(OSError):  # somebody has killed it
+                self._guard.stdin.write(done)
+                self._guard.stdin.close()
+            if done:
+                self._guard.wait()
+        shutil.rmtree(self._folder / "nodes", ignore_errors=True)
+
+
+class ContainerNode:
+    """One container: made, attached to, started. Raises `NodeError` when the engine will not start it."""
+
+    def __init__(
+        self,
+        engine: ContainerEngine,
+        body: Mapping[str, Any],
+        name: str,
+        spec: NodeSpec,
+        out: Path,
+        secrets: Mapping[str, str],
+    ) -> None:
+        import docker
+
+        self._engine, self._out, self.name = engine, out, name
+        self.trouble: tuple[str, str] | None = None
+        self._code: int | None = None
+        self._memory = spec.memory
+        self._ended = threading.Event()
+        self._killed = False
+        api = engine._client()
+        with contextlib.ExitStack() as undo:
+            try:
+                self.id = str(api.create_container_from_config(dict(body), name, platform=spec.platform)["Id"])
+                self._stream = self._attach(api, stdin=bool(secrets))
+                undo.callback(self._stream.close)
+                engine.await_network()
+                api.start(self.id)
+            except docker.errors.APIError as exc:
+                if away(exc):
+                    raise
+                raise _refused(exc, spec) from None
+            undo.pop_all()
+        if secrets:
+            plain: Any = getattr(self._stream, "_sock", self._stream)
+            plain.sendall(json.dumps(dict(secrets)).encode() + b"\n")
+
+    def _attach(self, api: Any, *, stdin: bool) -> Any:
+        return api.attach_socket(self.id, params={"stdin": int(stdin), "stdout": 1, "stderr": 1, "stream": 1})
+
+    def follow(self) -> None:
+        """Begin to keep what it prints, and to watch for its end."""
+        threading.Thread(target=self._follow, name=self.name, daemon=True).start()
+
+    def _follow(self) -> None:
+        try:
+            while True:
+                with open(self._out, "ab", buffering=0) as out:
+                    for data in _frames(self._stream):
+                        out.write(data)
+                state = self._settled()
+                if state is None:
+                    break
+        except Exception as exc:  # noqa: BLE001  whatever it is, a node that nobody watches has no end
+            self.trouble = ("infra", f"{self.name} can no longer be watched: {why(exc)}")
+            self._code = GONE
+        self._ended.set()
+
+    def _settled(self) -> Mapping[str, Any] | None:
+        """After its stream ended: None once the container has, else its state, attached to anew."""
+        import docker
+
+        try:
+            for pause in (0.0, 0.01, 0.05, 0.2, 0.5):
+                time.sleep(pause)
+                state: Mapping[str, Any] = self._engine.patiently(lambda api: api.inspect_container(self.id))["State"]
+                if not state["Running"]:
+                    self._note_end(state)
+                    return None
+            self._stream = self._engine.patiently(lambda api: self._attach(api, stdin=False))
+            # One that ended meanwhile would keep the new stream open for ever.
+            state = self._engine.patiently(lambda api: api.inspect_container(self.id))["State"]
+            if not state["Running"]:
+                self._stream.close()
+                self._note_end(state)
+                return None
+        except docker.errors.NotFound:
+            if not self._killed:
+                self.trouble = ("infra", f"{self.name} was removed while it ran")
+            self._code = GONE
+            return None
+        return state
+
+    def _note_end(self, state: Mapping[str, Any]) -> None:
+        code = int(state["ExitCode"])
+        if state.get("OOMKilled") and code == 137:
+            limit = f" of {self._memory / 2**30:.1f} GiB" if self._memory else ""
+            self.trouble = ("oom", f"the kernel killed it for memory: its limit{limit} is reached")
+        elif code in (126, 127):
+            self.trouble = (
+                "image",
+                last_line(self._out).removeprefix("cloudtrain: ") or f"exit code {code}: its command cannot be run",
+            )
+        self._code = 128 - code if 128 < code <= 128 + 64 else code
+
+    def poll(self) -> int | None:
+        return self._code if self._ended.is_set() else None
+
+    def signal(self, name: str) -> None:
+        with contextlib.suppress(Exception):  # one that has ended, or an engine that is away: the kill comes anyway
+            self._engine._client().kill(self.id, name)
+
+    def kill(self) -> None:
+        import docker
+
+        self._killed = True
+        with contextlib.suppress(docker.errors.APIError, NodeError):
+            self._engine.patiently(lambda api: remove(api, self.id))
+        if not self._ended.is_set():
+            self._code = GONE
+            self._ended.set()
+
+
+# -------------------------------------------------------------------------------------------------------------- pieces
+
+
+def _frames(stream: Any) -> Iterator[bytes]:
+    """What an attached container prints, both its streams; ends when it does, or when the engine does."""
+    from docker.utils.socket import frames_iter
+
+    with contextlib.suppress(OSError), contextlib.closing(stream):
+        for _, data in frames_iter(stream, tty=False):
+            yield data
+
+
+def _refused(exc: Any, spec: NodeSpec) -> Exception:
+    """The engine's refusal to start a node as one of our errors."""
+    said = why(exc)
+    if "bind source path does not exist" in said or "not shared from the host" in said or "is not shared" in said:
+        return NodeError(f"the container engine does not see this machine's files, or not all of them: {said}")
+    if "could not select device driver" in said or "nvidia-container" in said or "Range of CPUs" in said:
+        return NodeError(f"the container engine has not got what is asked for: {said}", category="capacity")
+    if "No such image" in said:
+        return NodeError(f"image {spec.image} is gone: {said}", category="image")
+    if 'exec: "' in said or "executable file not found" in said or "exec format error" in said:
+        command = [*(spec.entrypoint or ()), *spec.command][:1]
+        return NodeError(f"image {spec.image} cannot run {' '.join(command) or 'it'}: {said}", category="image")
+    return NodeError(f"the container engine does not start a node: {said}")
+
+
+def _no_image(image: str, said: str) -> str:
+    return f"image {image} is not here and cannot be pulled ({said}); build it, or log in to its registry"
+
+
+def _pull_error(exc: Exception, image: str) -> Exception:
+    """What ended a pull, as an absence of the engine or as the image's own trouble."""
+    import docker
+
+    if isinstance(exc, docker.errors.DockerException) and not away(exc):
+        return NodeError(_no_image(image, why(exc)), category="image")
+    # The transport's own errors come bare out of a stream that breaks off.
+    return exc if isinstance(exc, (OSError, NodeError)) else ConnectionError(why(exc))
+
+
+def _merged(into: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """``more`` over ``into``: `DEEP` tables and `JOINED` lists keep what we need, all else is replaced."""
+    out = dict(into)
+    for key, value in more.items():
+        old = out.get(key)
+        if key in DEEP and isinstance(old, Mapping) and isinstance(value, Mapping):
+            out[key] = _merged(old, value)
+        elif key in JOINED and isinstance(old, list):
+            out[key] = [*old, *value]
+        else:
+            out[key] = value
+    return out
+
+
+def _absolute(path: str) -> str:
+    return path if path.startswith("/") else f"/{path}"
+
+
+def _ids(user: str | None) -> tuple[int | None, int]:
+    """(uid, gid) of ``uid[:gid]``; uid None for the image's own user or a name."""
+    uid, _, gid = (user or "").partition(":")
+    return (int(uid), int(gid) if gid.isdigit() else int(uid)) if uid.isdigit() else (None, -1)
+
+
+def _is_public(path: Path) -> bool:
+    return bool(path.stat().st_mode & stat.S_IROTH)
+
+
+def _hand_over(path: Path, uid: int, gid: int) -> None:
+    """Give it, and all in it, to another user, which root alone may do."""
+    for item in (path, *path.rglob("*")):
+        os.chown(item, uid, gid, follow_symlinks=False)

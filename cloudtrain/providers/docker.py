@@ -1,0 +1,287 @@
+"""Provider ``docker``: nodes are containers of this machine, on a network of the run's own, on any image.
+
+Its Request is a Simulation as JSON: image, command, mounts, limits and rules, which the supervisor's engine starts. The
+Engine API's own fields come through ``options.docker.nodes.*.container``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..engine import ENGINE_PREFIX
+from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted, check_readable
+from ..errors import SpecError
+from ..provider import Layout, NodeSpec, Request, Site, Topology, python_command
+from ..values import nearest
+
+if TYPE_CHECKING:
+    from ..job import Job
+
+__all__ = ["SAMPLE", "Provider", "Settings"]
+
+GIB = 1 << 30
+ROOT = "/cloudtrain/"
+"""Where a node's mounts are."""
+PORT = 29500
+"""torchrun's own default; every container has all ports to itself."""
+SHM_GB = 8
+"""/dev/shm when the job does not say: a limit, not a reservation. Docker's 64 MB break DataLoader workers."""
+OWNED = (
+    *(f"nodes.*.{name}" for name in ("image", "user", "platform", "entrypoint", "hostname", "env", "cpus", "memory")),
+    *("nodes.*.shm", "nodes.*.workdir", "nodes.*.files", "name", "gpu"),
+    *(
+        f"nodes.*.container.{name}"
+        for name in (
+            *("Image", "Cmd", "Entrypoint", "User", "Hostname", "Tty", "OpenStdin", "StdinOnce", "AttachStdin"),
+            *("AttachStdout", "AttachStderr", "NetworkDisabled", "NetworkingConfig", "StopSignal", "StopTimeout"),
+            *("Healthcheck", "HostConfig.VolumesFrom"),  # nobody asks for one's word; the others' places are unknown
+            *("HostConfig.NetworkMode", "HostConfig.AutoRemove", "HostConfig.RestartPolicy", "HostConfig.Memory"),
+            *("HostConfig.NanoCpus", "HostConfig.ShmSize", "HostConfig.ReadonlyRootfs"),
+        )
+    ),
+)
+"""What `options` cannot change: it has a field, or the run rests on it."""
+# fmt: off
+FIELDS = frozenset(
+    (
+        "Domainname", "ExposedPorts", "Env", "Labels", "MacAddress", "Shell", "Volumes", "WorkingDir", "HostConfig",
+    )
+)
+HOST_FIELDS = frozenset(
+    (
+        "Annotations", "Binds", "BlkioDeviceReadBps", "BlkioDeviceReadIOps", "BlkioDeviceWriteBps",
+        "BlkioDeviceWriteIOps", "BlkioWeight", "BlkioWeightDevice", "CapAdd", "CapDrop", "Cgroup",
+        "CgroupParent", "CgroupnsMode", "CpuPeriod", "CpuQuota", "CpuRealtimePeriod", "CpuRealtimeRuntime",
+        "CpuShares", "CpusetCpus", "CpusetMems", "DeviceCgroupRules", "DeviceRequests", "Devices", "Dns",
+        "DnsOptions", "DnsSearch", "ExtraHosts", "GroupAdd", "Init", "IpcMode", "LogConfig", "MaskedPaths",
+        "MemoryReservation", "MemorySwap", "MemorySwappiness", "Mounts", "OomKillDisable", "OomScoreAdj",
+        "PidMode", "PidsLimit", "PortBindings", "Privileged", "PublishAllPorts", "ReadonlyPaths", "Runtime",
+        "SecurityOpt", "StorageOpt", "Sysctls", "Tmpfs", "UTSMode", "Ulimits", "UsernsMode", "VolumeDriver",
+    )
+)
+# fmt: on
+"""ContainerCreate's fields that `options` may set, from the Engine API's description, version 1.43: the engine ignores
+one that it does not know, so a misspelt one would be lost in silence."""
+PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "Mounts": (
+        "Target",
+        frozenset(
+            ("Target", "Source", "Type", "ReadOnly", "Consistency", "BindOptions", "VolumeOptions", "TmpfsOptions")
+        ),
+    ),
+    "Devices": ("PathInContainer", frozenset(("PathOnHost", "PathInContainer", "CgroupPermissions"))),
+}
+"""Lists of tables: what names the place on the node, and all fields. (The engine would take a ``target`` too.)"""
+_REFUSED = {
+    "resources.instance_type": "its only machine is this one; put instance_type under on.<provider>",
+    "resources.disk_gb": "an engine can limit a container's disk on few file systems only; where yours can, say so in "
+    "options.docker.nodes.*.container.HostConfig.StorageOpt",
+    "resources.spot": "this machine is never taken away",
+    "max_wait": "containers start at once",
+    "max_cost": "this machine has no price",
+}
+
+
+def _caller() -> str:
+    return f"{os.getuid()}:{os.getgid()}" if os.name == "posix" else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """``user`` (``uid[:gid]``, default: the caller's) runs the containers, on ``platform`` (default: the engine's).
+
+    ``state_dir`` holds the supervisor's files of runs whose store is elsewhere.
+    """
+
+    user: str = field(default_factory=_caller)
+    platform: str = ""
+    state_dir: str = ""
+
+
+class Provider(Hosted):
+    """Containers of this machine; see `cloudtrain.provider.Provider` for what each method promises."""
+
+    name: ClassVar[str] = "docker"
+    Settings: ClassVar[type[Any]] = Settings
+    engine: ClassVar[str] = "containers"
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = Settings(**settings)
+        if os.name == "posix" and not re.fullmatch(r"\d+(:\d+)?", self.settings.user):
+            raise SpecError(f"must be uid or uid:gid in numbers, not {self.settings.user!r}", field="docker.user")
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        if not job.image:
+            raise SpecError(
+                "provider docker needs one with Python 3.10 or newer, and torch for torchrun", field="image"
+            )
+        self._refuse(job, layout, _REFUSED)
+        for tag in job.tags:
+            if tag.startswith("cloudtrain."):
+                raise SpecError(
+                    "labels that begin with cloudtrain. are its own; choose another name", field=f"tags.{tag}"
+                )
+        gpus = job.resources.gpus[choice] if job.resources.gpu else None
+        mounts, words = self._mounts(layout, attempt, root=ROOT)
+        wanted = job.resources
+        command = python_command(words)
+        nodes = [
+            NodeSpec(
+                image=job.image,
+                platform=self.settings.platform or None,
+                entrypoint=command[: -len(words)],
+                command=words,
+                mounts=mounts,
+                user=self.settings.user or None,
+                hostname=f"node-{number}",
+                gpus=gpus.count if gpus else 0,
+                cpus=wanted.cpus,
+                memory=wanted.memory_gb * GIB if wanted.memory_gb else None,
+                shm=(wanted.shm_gb or SHM_GB) * GIB,
+                container={"Labels": dict(sorted(job.tags.items())), "HostConfig": {}},
+            )
+            for number in range(wanted.instance_count)
+        ]
+        request = self._request(
+            job,
+            layout,
+            attempt=attempt,
+            choice=choice,
+            nodes=nodes,
+            body={"name": job.name, "gpu": gpus.name if gpus else None},
+            owned=OWNED,
+        )
+        _check_options(request.body)
+        return request
+
+    def check(self, request: Request) -> None:
+        from ..engine.api import check_image, connect
+        from ..engine.processes import check_gpus
+
+        nodes = self.nodes(request).nodes
+        if wanted := sum(node.gpus for node in nodes):
+            check_gpus(wanted, str(request.body["gpu"]))
+        try:
+            api = connect()
+        except SpecError as exc:
+            raise SpecError(f"{exc.message}, or use --provider local", field="provider docker") from None
+        uid = nodes[0].user and nodes[0].user.partition(":")[0]
+        if uid and int(uid) != os.geteuid() and os.geteuid() != 0:
+            why = f"uid {uid} could not write the run's folder, and only root may give it to another"
+            raise SpecError(f"{why}; leave user unset", field="docker.user")
+        if uid and int(uid) != os.geteuid():
+            check_readable(nodes[0].mounts, str(nodes[0].user), ROOT)
+        for node in nodes[:1]:
+            check_image(api, str(node.image), node.platform)
+
+    def _clear(self, folder: Path) -> None:
+        import contextlib
+
+        from ..engine.api import clear, connect, run_label
+
+        with contextlib.suppress(Exception):  # the run's end is to be told all the same
+            clear(connect(), run_label(json.loads((folder / "request.json").read_bytes())["run"]))
+
+    @staticmethod
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+        secrets = json.loads(sys.stdin.readline()) if environ.get(ENGINE_PREFIX + "SECRETS") else {}
+        return Site(
+            topology=Topology(
+                nodes=int(environ[ENGINE_PREFIX + "NODES"]),
+                node_rank=int(environ[ENGINE_PREFIX + "NODE"]),
+                master_addr="node-0",
+                master_port=PORT,
+            ),
+            paths=dict(argv),
+            scratch=(),
+            stop_grace=STOP_GRACE,
+            exit_code={"succeeded": 0, "failed": 1, "preempted": PREEMPTED},
+            secrets=lambda reference: secrets[reference.partition(":")[2]],
+            cpus=int(environ[ENGINE_PREFIX + "CPUS"]),
+            attempt=environ.get(ENGINE_PREFIX + "ATTEMPT", ""),
+        )
+
+
+def _check_options(body: Mapping[str, Any]) -> None:
+    """Raise `SpecError` for what the engine would ignore, and for what would hide the run's own folders from a node."""
+    for node in body["nodes"]:
+        container = node["container"]
+        if not isinstance(container, Mapping) or not isinstance(container.get("HostConfig"), Mapping):
+            raise SpecError("must be a table", field=_CONTAINER.rstrip("."))
+        host = container["HostConfig"]
+        for where, table, known in ((_CONTAINER, container, FIELDS), (f"{_CONTAINER}HostConfig.", host, HOST_FIELDS)):
+            for name in table:
+                if name not in known:
+                    raise SpecError(f"no such field{nearest(name, known)}", field=f"{where}{name}")
+        for name, target in _targets(container, host):
+            place = "/" + posixpath.normpath("/" + target).strip("/")
+            if place == "/" or f"{place}/".startswith(ROOT):
+                raise SpecError(f"{target} would hide what the run itself mounts below {ROOT}", field=name)
+        for item in _texts(container.get("Env", []), f"{_CONTAINER}Env"):
+            if "=" not in item[1:]:
+                raise SpecError(f"must be NAME=VALUE, not {item!r}", field=f"{_CONTAINER}Env")
+            if item.startswith("CLOUDTRAIN_"):
+                raise SpecError(f"{item.partition('=')[0]} is set by cloudtrain itself", field=f"{_CONTAINER}Env")
+        for name in _table(container.get("Labels", {}), f"{_CONTAINER}Labels"):
+            if name.startswith("cloudtrain."):
+                raise SpecError(f"{name} is set by cloudtrain itself", field=f"{_CONTAINER}Labels")
+
+
+_CONTAINER = "options.docker.nodes.*.container."
+
+
+def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(field, path on the node) of every mount that a user adds."""
+    for bind in _texts(host.get("Binds", []), f"{_CONTAINER}HostConfig.Binds"):
+        if bind.count(":") not in (1, 2):
+            raise SpecError(f"must be host:node or host:node:ro, not {bind!r}", field=f"{_CONTAINER}HostConfig.Binds")
+        yield f"{_CONTAINER}HostConfig.Binds", bind.split(":")[1]
+    for name, (key, known) in PARTS.items():
+        field = f"{_CONTAINER}HostConfig.{name}"
+        tables = host.get(name, [])
+        if not isinstance(tables, list) or not all(isinstance(t, Mapping) for t in tables):
+            raise SpecError("must be a list of tables", field=field)
+        for table in tables:
+            for wrong in (part for part in table if part not in known):
+                raise SpecError(f"no such field{nearest(wrong, known)}", field=f"{field}.*.{wrong}")
+            if not isinstance(table.get(key), str):
+                raise SpecError(f"each must have a {key}, which is text", field=field)
+            yield field, table[key]
+    for name in ("MaskedPaths", "ReadonlyPaths"):
+        field = f"{_CONTAINER}HostConfig.{name}"
+        yield from ((field, path) for path in _texts(host.get(name, []), field))
+    field = f"{_CONTAINER}HostConfig.Tmpfs"
+    yield from ((field, path) for path in _table(host.get("Tmpfs", {}), field))
+    if not isinstance(volumes := container.get("Volumes", {}), Mapping):
+        raise SpecError("must be a table of paths", field=f"{_CONTAINER}Volumes")
+    yield from ((f"{_CONTAINER}Volumes", path) for path in volumes)
+
+
+def _table(value: Any, field: str) -> Mapping[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(item, str) for item in value.values()):
+        raise SpecError("must be a table of texts", field=field)
+    return value
+
+
+def _texts(value: Any, field: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise SpecError("must be a list of texts", field=field)
+    return value
+
+
+SAMPLE = {
+    "job": {"image": "registry.example/team/trainer:1"},
+    "rows": {
+        "options": {
+            "options": {"docker": {"nodes": {"*": {"container": {"HostConfig": {"Binds": ["/data:/data:ro"]}}}}}}
+        }
+    },
+}

@@ -1,0 +1,396 @@
+"""Provider ``docker`` against the contract suite, what it plans, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers import left
+
+from cloudtrain.engine import ENGINE_PREFIX
+from cloudtrain.engine.api import API_SECONDS, _address, _is_remote, check_image, clear, make_client, why
+from cloudtrain.engine.hosted import check_readable
+from cloudtrain.errors import SpecError, UnsupportedError
+from cloudtrain.provider import Request
+from cloudtrain.providers.docker import _REFUSED, ROOT, Provider
+from cloudtrain.run import Run
+from cloudtrain.testing.contract import ProviderContract
+from cloudtrain.testing.tables import Fields
+from cloudtrain.testing.worlds import Impossible, World
+
+
+class DockerWorld(World):
+    """This machine's engine: nothing is faked. ``image`` is what all jobs run on."""
+
+    def __init__(self, folder: Path, *, engine: Any, image: str, store: str = "") -> None:
+        super().__init__(
+            folder,
+            provider=Provider(state_dir=str(folder / "state")),
+            store=store or (folder / "store").as_uri(),
+            nowhere=f"{socket.gethostname()}:/nowhere",
+        )
+        self.engine, self.image = engine, image
+
+    def plan(self, *parts: Fields, run_id: str = "contract") -> Any:
+        return super().plan({"image": self.image}, *parts, run_id=run_id)
+
+    @contextlib.contextmanager
+    def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
+        words = {"NODE": number, "NODES": len(self.provider.nodes(request).nodes), "CPUS": 1}
+        yield {ENGINE_PREFIX + key: str(value) for key, value in words.items()}
+
+    def container(self, run: Run, number: int) -> str:
+        """Id of the running container of node ``number``."""
+        wanted = {"label": [f"cloudtrain.run={run.url}", f"cloudtrain.node={number}"]}
+        (found,) = self.engine.containers(filters=wanted)
+        return str(found["Id"])
+
+    def preempt(self, run: Run, number: int) -> None:
+        self.engine.kill(self.container(run, number), "SIGTERM")
+
+    def kill(self, run: Run, number: int) -> None:
+        self.engine.kill(self.container(run, number), "SIGKILL")
+
+    def fault(self, category: str) -> contextlib.AbstractContextManager[Fields]:
+        if category == "capacity":
+            return contextlib.nullcontext({"gpu": "H100:64"})
+        if category == "image":
+            return contextlib.nullcontext({"image": "127.0.0.1:9/team/none:1"})
+        raise Impossible("one's own engine knows no accounts and no quotas")
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+class TestDocker(ProviderContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def world(
+        cls, tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
+    ) -> Iterator[World]:
+        folder = tmp_path_factory.mktemp("world")
+        before = left(engine, folder)
+        yield DockerWorld(folder, engine=engine, image=images("pip"))
+        assert left(engine, folder) == before
+
+
+# --------------------------------------------------------------------------------------------- what needs no engine
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return DockerWorld(tmp_path, engine=None, image="registry.example/trainer:1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"instance_type": "big"}, "resources.instance_type", "on.<provider>"),
+        ({"disk_gb": 1}, "resources.disk_gb", "StorageOpt"),
+        ({"spot": True}, "resources.spot", "never taken away"),
+        ({"max_wait": "1h"}, "max_wait", "start at once"),
+        ({"max_cost": 1}, "max_cost", "no price"),
+        ({"secrets": {"TOKEN": "aws:arn:aws:x"}}, "secrets.TOKEN", "only env:NAME"),
+        ({"inputs": {"data": {"url": "s3://bucket/data", "mode": "mount"}}}, "inputs.data.mode", "use mode copy"),
+        ({"inputs": {"data": "azureml:data:1"}}, "inputs.data", "cannot read azureml:"),
+    ],
+)
+def test_refuses(world: World, fields: Fields, field: str, words: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        world.plan(fields)
+    assert (caught.value.field, caught.value.provider, caught.value.exit_code) == (field, "docker", 2)
+    assert words in caught.value.why
+
+
+def test_every_refusal_is_tried() -> None:
+    tried = {mark.args[1][i][1] for mark in test_refuses.pytestmark for i in range(len(mark.args[1]))}  # type: ignore[attr-defined]
+    assert set(_REFUSED) <= tried
+
+
+def option(**fields: Any) -> Fields:
+    return {"options": {"docker": fields}}
+
+
+def host(**fields: Any) -> Fields:
+    return option(nodes={"*": {"container": {"HostConfig": fields}}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "words"),
+    [
+        ({"image": None}, "image", "Python 3.10 or newer"),
+        (option(nodes={"*": {"container": {"HostConfig": {"ShmSzie": 1}}}}), "HostConfig.ShmSzie", "no such field"),
+        (option(nodes={"*": {"container": {"HostConfig": {"Bind": []}}}}), "HostConfig.Bind", "'Binds'"),
+        (option(nodes={"0": {"container": {"Lables": {}}}}), "container.Lables", "'Labels'"),
+        (option(nodes={"0": {"container": {"HostConfig": 1}}}), "container", "would replace"),
+        (option(nodes={"0": {"container": 1}}), "container", "would replace"),
+        (option(ndoes={}), "options.docker.ndoes", "'nodes'"),
+        (option(nodes={"*": {"container": {"HostConfig": {"AutoRemove": True}}}}), "HostConfig.AutoRemove", "itself"),
+        (option(nodes={"*": {"env": {"A": "1"}}}), "nodes.*.env", "itself"),
+        (option(nodes={"2": {"read_only": True}}), "nodes", "no index"),
+        (option(rules={"stop_grace": 5}), "rules.stop_grace", "itself"),
+        (option(rules={"restart_on": [1]}), "rules.restart_on", "itself"),
+        (option(rules={"max_restarts": "many"}), "rules.max_restarts", "a whole number"),
+        (host(Tmpfs={"/cloudtrain/live": ""}), "HostConfig.Tmpfs", "would hide"),
+        (host(Binds=["/tmp:/cloudtrain"]), "HostConfig.Binds", "would hide"),
+        (host(Binds=["/tmp"]), "HostConfig.Binds", "host:node"),
+        (host(Binds="/tmp:/x"), "HostConfig.Binds", "a list of texts"),
+        (host(Mounts=[{"Type": "bind", "Source": "/tmp", "Target": "/cloudtrain/inputs"}]), "Mounts", "would hide"),
+        (host(Mounts=[{"Type": "bind"}]), "Mounts", "a Target"),
+        (host(Mounts=[{"target": "/cloudtrain/live"}]), "HostConfig.Mounts.*.target", "'Target'"),
+        (host(Mounts=None), "HostConfig.Mounts", "a list of tables"),
+        (host(Tmpfs={"//cloudtrain//live/": ""}), "HostConfig.Tmpfs", "would hide"),
+        (host(Tmpfs={"/x/../cloudtrain/live/deep": ""}), "HostConfig.Tmpfs", "would hide"),
+        (host(Tmpfs=["/x"]), "HostConfig.Tmpfs", "a table of texts"),
+        (host(MaskedPaths=["/cloudtrain/live"]), "HostConfig.MaskedPaths", "would hide"),
+        (host(ReadonlyPaths=["/cloudtrain/live"]), "HostConfig.ReadonlyPaths", "would hide"),
+        (host(Devices=[{"PathOnHost": "/dev/x", "PathInContainer": "/cloudtrain/live"}]), "Devices", "would hide"),
+        (host(VolumesFrom=["other"]), "HostConfig.VolumesFrom", "itself"),
+        (option(nodes={"0": {"container": {"Volumes": {"/": {}}}}}), "container.Volumes", "would hide"),
+        (option(nodes={"0": {"container": {"Volumes": ["/x"]}}}), "container.Volumes", "a table of paths"),
+        (option(nodes={"0": {"container": {"Healthcheck": {"Test": ["CMD", "true"]}}}}), "Healthcheck", "itself"),
+        (option(nodes={"0": {"container": {"Labels": {"cloudtrain.id": "x"}}}}), "container.Labels", "itself"),
+        (option(nodes={"0": {"container": {"Labels": ["x"]}}}), "container.Labels", "a table of texts"),
+        (option(nodes={"0": {"container": {"Env": {"A": "1"}}}}), "container.Env", "a list of texts"),
+        (option(nodes={"0": {"container": {"Env": ["HOME"]}}}), "container.Env", "NAME=VALUE"),
+        (option(nodes={"0": {"read_only": "no"}}), "nodes.*.read_only", "true or false"),
+        (option(nodes={"0": {"workdir": "/tmp"}}), "nodes.*.workdir", "itself"),
+        (option(rules={"stop_signal": "SIGINT"}), "rules.stop_signal", "itself"),
+        (option(nodes={"0": {"container": {"Env": ["CLOUDTRAIN_ENGINE_NODE=1"]}}}), "container.Env", "itself"),
+        ({"tags": {"cloudtrain.run": "x"}}, "tags.cloudtrain.run", "another name"),
+    ],
+)
+def test_an_option_that_would_be_lost_is_refused(world: World, fields: Fields, where: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        world.plan(fields)
+    assert where in caught.value.field
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("user", ["", "root", "1000:", "-1", "1:2:3"])
+def test_a_user_is_a_number(user: str) -> None:
+    with pytest.raises(SpecError, match="uid:gid in numbers"):
+        Provider(user=user)
+
+
+def test_a_node_runs_as_the_caller_and_has_its_own_name(world: World) -> None:
+    nodes = world.provider.nodes(world.plan({"instance_count": 3}).request).nodes
+    assert [node.hostname for node in nodes] == ["node-0", "node-1", "node-2"]
+    assert {node.user for node in nodes} == {f"{os.getuid()}:{os.getgid()}"}
+    assert nodes[0].entrypoint is not None
+    assert nodes[0].entrypoint[:2] == ["/bin/sh", "-c"]
+    assert "exec" in nodes[0].entrypoint[2]
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("unix:///no/such.sock", "no container engine answers at unix:///no/such.sock"),
+        ("tcp://127.0.0.1:1", "no container engine answers at tcp://127.0.0.1:1"),
+        ("tcp://192.0.2.1:2375", "cannot mount this machine's files"),
+        ("ssh://me@example.org", "cannot mount this machine's files"),
+        ("192.0.2.1:2375", "cannot mount this machine's files"),
+        ("nonsense", "no container engine answers at nonsense"),
+    ],
+)
+def test_no_engine_here_is_one_line_that_offers_local(
+    world: World, monkeypatch: pytest.MonkeyPatch, host: str, words: str
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", host)
+    plan = world.plan()
+    with pytest.raises(SpecError) as caught:
+        world.send(plan)
+    assert (caught.value.exit_code, "\n" in str(caught.value)) == (2, False)
+    assert words in str(caught.value)
+    assert str(caught.value).endswith("or use --provider local")
+
+
+@pytest.fixture
+def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """docker's own folder, with the contexts ``far``, ``dead`` and ``broken``, and no config.json."""
+    folder = tmp_path / "docker"
+    for name, address in (("far", "ssh://me@example.org"), ("dead", "unix:///no/such.sock"), ("broken", None)):
+        meta = folder / "contexts" / "meta" / hashlib.sha256(name.encode()).hexdigest() / "meta.json"
+        meta.parent.mkdir(parents=True)
+        endpoints = {"docker": {"Host": address, "SkipTLSVerify": False}}
+        meta.write_text(json.dumps({"Name": name, "Endpoints": endpoints}) if address else "[]")
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.delenv("DOCKER_CONTEXT", raising=False)
+    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("far", "the containers of ssh://me@example.org cannot mount"),
+        ("dead", "no container engine answers at unix:///no/such.sock"),
+        ("none", "names 'none', which is no context"),
+        ("broken", "meta.json cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("by", ["variable", "config"])
+def test_the_context_is_the_one_that_docker_itself_would_take(
+    world: World, contexts: Path, monkeypatch: pytest.MonkeyPatch, by: str, name: str, words: str
+) -> None:
+    if by == "variable":
+        monkeypatch.setenv("DOCKER_CONTEXT", name)
+    else:
+        (contexts / "config.json").write_text(json.dumps({"currentContext": name}))
+    with pytest.raises(SpecError) as caught:
+        Provider().check(world.plan().request)
+    assert words in str(caught.value)
+    assert str(caught.value).endswith("or use --provider local")
+
+
+def test_docker_host_comes_before_a_context_and_that_before_the_current_one(
+    contexts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _address() == "unix:///var/run/docker.sock"
+    (contexts / "config.json").write_text(json.dumps({"currentContext": "dead"}))
+    assert _address() == "unix:///no/such.sock"
+    assert make_client("1.43").timeout == API_SECONDS
+    monkeypatch.setenv("DOCKER_CONTEXT", "far")
+    assert _address() == "ssh://me@example.org"
+    monkeypatch.setenv("DOCKER_CONTEXT", "default")
+    assert _address() == "unix:///var/run/docker.sock"
+    monkeypatch.setenv("DOCKER_CONTEXT", "far")
+    monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:1")
+    assert _address() == "tcp://127.0.0.1:1"
+    assert make_client("1.43").base_url == "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("address", "remote"),
+    [
+        ("unix:///var/run/docker.sock", False),
+        ("tcp://127.1.2.3:2375", False),
+        ("tcp://localhost:2375", False),
+        ("localhost:2375", False),
+        (":2375", False),
+        ("tcp://0.0.0.0:2375", False),
+        ("https://[::1]:2376/x", False),
+        ("nonsense", False),
+        ("10.0.0.5:2375", True),
+        ("engine.example:2375", True),
+        ("tcp://localhost.example:2375", True),
+        ("tcp://[2001:db8::1]:2375", True),
+        ("ssh://localhost", True),
+    ],
+)
+def test_which_addresses_are_elsewhere(address: str, remote: bool) -> None:
+    assert _is_remote(address) == remote
+
+
+# ------------------------------------------------------------------------------------------------- a made-up engine
+
+
+class FakeEngine:
+    """What `check_image` and `clear` ask; networks are there, the containers in them have just gone."""
+
+    def __init__(self, **image: str) -> None:
+        self.image, self.removed = image, list[str]()
+
+    def inspect_image(self, name: str) -> Mapping[str, str]:
+        return self.image
+
+    def version(self) -> Mapping[str, str]:
+        return {"Arch": "arm"}
+
+    def containers(self, **words: Any) -> list[Any]:
+        return []
+
+    def networks(self, **words: Any) -> list[Any]:
+        return [{"Id": "a"}, {"Id": "b"}]
+
+    def inspect_network(self, name: str) -> Any:
+        return {"Containers": {"gone": {}}}
+
+    def disconnect_container_from_network(self, *names: str, force: bool) -> None:
+        import docker
+
+        raise docker.errors.NotFound("no such container")
+
+    def remove_network(self, name: str) -> None:
+        self.removed.append(name)
+
+
+def test_a_container_that_has_just_gone_keeps_no_network() -> None:
+    engine = FakeEngine()
+    assert clear(engine, "x")
+    assert engine.removed == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("image", "variant", "platform", "fits"),
+    [
+        ("arm64", "", "linux/arm64/v8", True),
+        ("arm64", "v8", "linux/arm64", True),
+        ("arm", "v7", None, True),
+        ("arm", "", "linux/arm64", False),
+        ("arm64", "", "linux/arm", False),
+        ("arm", "v6", "linux/arm/v7", False),
+        ("s390x", "", None, False),
+    ],
+)
+def test_an_image_is_for_a_platform_or_not(image: str, variant: str, platform: str | None, fits: bool) -> None:
+    engine = FakeEngine(Os="linux", Architecture=image, Variant=variant)
+    if fits:
+        assert check_image(engine, "x", platform)
+    else:
+        with pytest.raises(SpecError, match=f"x is for linux/{image}"):
+            check_image(engine, "x", platform)
+
+
+def test_why_tells_the_cause_and_never_what_was_left_behind() -> None:
+    def raised(exc: Exception, during: Exception, *, cause: Exception | None = None, hide: bool = False) -> Exception:
+        exc.__context__ = during
+        if cause or hide:
+            exc.__cause__ = cause  # as by `from`, which hides the context
+        return exc
+
+    gone, other = FileNotFoundError(2, "no such file"), PermissionError(13, "not yours")
+    assert why(raised(RuntimeError("wrapped"), gone)) == "no such file"
+    assert why(raised(RuntimeError("wrapped"), gone, hide=True)) == "wrapped"
+    assert why(raised(RuntimeError("wrapped"), gone, cause=other)) == "not yours"
+    assert why(raised(SpecError("ours"), gone)) == "ours"
+    assert why(raised(RuntimeError("wrapped"), other, cause=raised(SpecError("ours"), gone))) == "ours"
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "user", "may"),
+    [
+        ("folder", 0o755, "4242:4343", True),
+        ("folder", 0o744, "4242:4343", False),
+        ("folder", 0o700, "4242:4343", False),
+        ("folder", 0o700, "0:0", True),
+        ("file", 0o644, "4242", True),
+        ("file", 0o640, "4242", False),
+        ("file", 0o640, f"4242:{os.getgid()}", True),
+    ],
+)
+def test_an_input_that_another_user_may_not_read_is_one_line(
+    world: World, tmp_path: Path, kind: str, mode: int, user: str, may: bool
+) -> None:
+    given = tmp_path / "given"
+    given.mkdir() if kind == "folder" else given.write_text("x")
+    request = world.plan({"inputs": {"data": str(given)}}).request
+    given.chmod(mode)
+    (node, *_) = world.provider.nodes(request).nodes
+    with contextlib.nullcontext() if may else pytest.raises(SpecError, match=f"may not read {given}; ") as caught:
+        check_readable(node.mounts, user, ROOT)
+    assert may or (caught and caught.value.field) == "inputs.data"
+    given.chmod(0o755)
+
+
+def test_without_its_client_library_it_says_what_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "docker", None)
+    with pytest.raises(SpecError, match=r"pip install 'cloudtrain\[docker\]', or use --provider local"):
+        Provider().check(world.plan().request)
