@@ -1,147 +1,197 @@
-"""Train a small CNN on 8x8 handwritten digits with DistributedDataParallel: plain PyTorch, one file to copy and change.
+"""Train a task (model, data and loss in one small file) with DistributedDataParallel: one file to copy and change.
 
     torchrun --nproc-per-node 2 entrypoints/ddp.py --train examples/data/digits.csv.gz    # plain `python` will do, too
 
-Nothing but torch is needed. The CLOUDTRAIN_* variables are read where a platform sets them; each has a plain default.
-The global batch is the contract: on any number of processes the loss is the same, up to the order of float sums.
+What a task has, tasks/digits.py tells. The global batch is the contract: however it is split, the loss is the same.
 """
 
 import argparse
-import gzip
+import importlib
 import json
+import math
 import os
 import shutil
+import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp  # before any group: it imports torch._dynamo, whose defaults would hold one
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils.data import DataLoader, Subset, default_collate
 
 
-def read_digits(where: str) -> tuple[Tensor, Tensor]:
-    """Images (n, 1, 8, 8) in 0..1 and labels (n,), from a gzipped CSV or from a folder that holds exactly one."""
-    try:
-        (file,) = Path(where).glob("*.csv.gz") if os.path.isdir(where) else [where]
-        with gzip.open(file, "rt") as rows:
-            pixels, labels = torch.split(torch.tensor([[int(v) for v in row.split(",")] for row in rows]), [64, 1], 1)
-    except (OSError, EOFError, ValueError, RuntimeError) as error:
-        raise SystemExit(f"ddp.py: --train {where!r} is no digits.csv.gz, nor a folder with one: {error}") from None
-    return pixels.reshape(-1, 1, 8, 8) / 16, labels.flatten()
+def need(truth: bool, otherwise: str) -> None:
+    """Whatever can be refused is refused in one line, before processes wait for one another."""
+    if not truth:
+        raise SystemExit(f"ddp.py: {otherwise}")
 
 
-def small_cnn() -> nn.Sequential:
-    """GroupNorm because BatchNorm sees one process's slice only; strides because pooling may lack an exact backward."""
-    layers: list[nn.Module] = []
-    for inputs, outputs, stride in ((1, 32, 1), (32, 64, 2), (64, 64, 2)):
-        layers += [nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1), nn.GroupNorm(8, outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 2 * 2, 10))
-
-
-def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of right answers. Each process judges every world-th digit, unpadded, so that none is counted twice."""
-    mine = slice(dist.get_rank(), None, dist.get_world_size())
-    with torch.inference_mode():
-        right = (model(images[mine]).argmax(1) == labels[mine]).sum()
-    dist.all_reduce(right)
-    return float(right) / len(labels)
+def arguments() -> tuple[Any, argparse.Namespace]:
+    """The task's module, and all flags, the task's own too."""
+    flags = argparse.ArgumentParser(description="Train a task with DistributedDataParallel.", allow_abbrev=False)
+    flags.add_argument("--task", type=Path, default=Path(__file__).parent / "tasks/digits.py", help="model, data, loss")
+    flags.add_argument("--resume", default=os.environ.get("CLOUDTRAIN_RESUME_FROM", ""), help="a step-N folder")
+    flags.add_argument("--global-batch", type=int, default=64, help="samples of a step, over all processes together")
+    flags.add_argument("--micro-batch", type=int, default=0, help="samples of a pass; 0: a process's share of a step")
+    flags.add_argument("--epochs", type=int, default=12)
+    flags.add_argument("--max-steps", type=int, default=sys.maxsize, help="an earlier end")
+    flags.add_argument("--save-every", type=int, default=sys.maxsize, help="steps; and at the end of each epoch")
+    flags.add_argument("--lr", type=float, default=4e-3, help="the peak: 20 steps up to it, then half a cosine to 0")
+    flags.add_argument("--clip", type=float, default=math.inf, help="largest norm of the gradients")
+    flags.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of what is not weights")
+    flags.add_argument("--compress", choices=["bf16", "fp16"], help="gradients, between processes")
+    flags.add_argument("--workers", type=int, default=0, help="that read ahead, for each process")
+    flags.add_argument("--seed", type=int, default=0)
+    path = flags.parse_known_args([word for word in sys.argv[1:] if word not in ("-h", "--help")])[0].task
+    need(path.is_file(), f"--task {str(path)!r} is no file")
+    sys.path.insert(0, str(path.parent.absolute()))  # as for a script: what it imports may lie beside it
+    task = importlib.import_module(path.stem)
+    getattr(task, "add_arguments", lambda _: None)(flags)
+    return task, flags.parse_args()
 
 
 def main() -> None:
-    env, flags = os.environ, argparse.ArgumentParser(description="Train a small CNN on handwritten digits with DDP.")
-    flags.add_argument("--train", default=env.get("CLOUDTRAIN_INPUT_TRAIN", ""), help="digits.csv.gz or its folder")
-    flags.add_argument("--checkpoint-dir", type=Path, default=env.get("CLOUDTRAIN_CHECKPOINT_DIR") or "checkpoints")
-    flags.add_argument("--artifact-dir", type=Path, default=env.get("CLOUDTRAIN_ARTIFACT_DIR") or "artifacts")
-    flags.add_argument("--resume", default=env.get("CLOUDTRAIN_RESUME_FROM", ""), help="a step-N folder, on every node")
-    flags.add_argument("--global-batch", type=int, default=64, help="over all processes together")
-    flags.add_argument("--epochs", type=int, default=12)
-    flags.add_argument("--lr", type=float, default=4e-3, help="the peak of the schedule")
-    flags.add_argument("--seed", type=int, default=0)
-    args = flags.parse_args()
+    env, gpus = os.environ, torch.cuda.device_count()
     if "RANK" not in env:  # no torchrun: one plain process
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     rank, world, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    batch, gpus = args.global_batch, torch.cuda.device_count()
-    if gpus and local >= gpus:  # whatever can be refused is refused here, before processes wait for one another
-        raise SystemExit(f"ddp.py: no GPU for local rank {local}, this node has {gpus}: start one process per GPU")
-    images, labels = read_digits(args.train)
-    # 360, a fifth, are held out: the same ones for every seed.
-    held, kept = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0)).tensor_split([360])
-    if not 0 < batch <= len(kept) or batch % world:
-        raise SystemExit(f"ddp.py: --global-batch {batch} of {len(kept)} digits does not split over {world} processes")
-    contract = {"seed": args.seed, "global_batch": batch, "epochs": args.epochs, "lr": args.lr}
-    saved = torch.load(f"{args.resume}/state.pt", map_location="cpu", weights_only=True) if args.resume else {}
-    if saved and saved["contract"] != contract:
-        raise SystemExit(f"ddp.py: --resume {args.resume!r}: saved with {saved['contract']}, this run has {contract}")
-
-    # The same bits on every run: exact kernels, and one thread, as the number of threads orders the float sums.
-    # This imports torch._dynamo, which must precede the group: its default arguments would hold a group for good.
-    env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
+    folder, artifacts = (Path(env.get(f"CLOUDTRAIN_{k}_DIR") or f"{k.lower()}s") for k in ("CHECKPOINT", "ARTIFACT"))
+    task, args = arguments()
     torch.manual_seed(args.seed)
+    model, (train, validation, test) = task.build_model(args), task.build_datasets(args)
+    batch, share, per_epoch = args.global_batch, args.global_batch // world, len(train) // max(1, args.global_batch)
+    micro, steps = args.micro_batch or share or 1, min(args.epochs * per_epoch, args.max_steps)
+    need(not gpus or local < gpus, f"no GPU for local rank {local}, this node has {gpus}: start one process per GPU")
+    need(args.compress != "bf16" or gpus > 0, "--compress bf16 needs GPUs: gloo does not sum it")
+    even = 0 < batch <= len(train) and micro > 0 and batch % (world * micro) == 0
+    need(even, f"--global-batch {batch} of {len(train)} does not split over {world} processes, passes of {micro} each")
+    contract = {"seed": args.seed, "global_batch": batch, "steps": steps, "lr": args.lr}
+    saved, held = Path(args.resume, "train.json"), min(len(validation), len(test))
+    need(held >= world, f"{held} samples are held out, fewer than there are processes, {world}")
+    need(not args.resume or saved.is_file(), f"--resume {args.resume!r} is no checkpoint of this script")
+    notes = json.loads(saved.read_text()) if args.resume else {"step": 0, "contract": contract}
+    need(notes["contract"] == contract, f"--resume: it was saved with {notes['contract']}, this run has {contract}")
+    for path in folder.glob(".step-*.tmp") if local == 0 else ():  # what a killed run had begun to write
+        shutil.rmtree(path, ignore_errors=True)
+    env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the same bits on every run
+    torch.set_num_threads(1)  # as their number orders float sums
+    torch.cuda.set_device(local if gpus else -1)
     device = torch.device("cuda", local) if gpus else torch.device("cpu")
-    if gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", device_id=device if gpus else None)
-    images, labels, model = images.to(device), labels.to(device), small_cnn().to(device)
-    ddp = nn.parallel.DistributedDataParallel(model, device_ids=[local] if gpus else None, gradient_as_bucket_view=True)
-    # DDP reorders its gradient buckets after the first backward, and with them the sums over more than two processes.
-    # One backward before step 1, and before a restored step alike, makes a resumed run equal bit for bit.
-    ddp(images[:1]).sum().backward()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, fused=True)
-    step, per_epoch = saved.get("step", 0), len(kept) // batch
-    steps = args.epochs * per_epoch
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=args.lr, total_steps=steps)
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    for name in parts if saved else ():
-        parts[name].load_state_dict(saved[name])
+    half = torch.float16 if args.precision == "fp16" else torch.bfloat16
+    say = print if rank == 0 else lambda *_, **__: None
+    dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
+    writers = dist.new_group(backend="gloo")  # of the threads that save: no collective of theirs may meet the loop's
 
-    began, seen, preempted = time.perf_counter(), 0, False
-    while step < steps and not preempted:
-        # The order is a function of seed and step alone: no sampler state to save, whatever the number of processes.
-        epoch, position = divmod(step, per_epoch)
-        order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(args.seed * 1_000_003 + epoch))
-        rows = kept[order[position * batch : (position + 1) * batch]].chunk(world)[rank]
-        loss = nn.functional.cross_entropy(ddp(images[rows]), labels[rows])
+    def loss_of(model: nn.Module, part: list[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.autocast(device.type, half, enabled=args.precision != "fp32"):
+            return task.compute_loss(model, [tensor.to(device, non_blocking=True) for tensor in part])
+
+    @torch.no_grad()
+    def evaluate(data: Any) -> dict[str, float]:
+        """Means over all of it. Each process sees every world-th sample, unpadded, so that none is counted twice."""
+        model.eval()
+        parts = DataLoader(Subset(data, range(rank, len(data), world)), micro)
+        found = [(task.count(part), *loss_of(model, part)) for part in parts]
+        model.train()
+        rows = [[count, loss.item(), *(value.item() for value in more.values())] for count, loss, more in found]
+        dist.all_reduce(sums := torch.tensor(rows, dtype=torch.double, device=device).sum(0))
+        return dict(zip(("loss", *found[0][2]), (sums[1:] / sums[0]).tolist(), strict=True))
+
+    if micro < 32 and any(isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) for m in model.modules()):
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model) if gpus else model
+        say(f"BatchNorm with {micro} samples a pass: " + ("SyncBatchNorm" if gpus else "SyncBatchNorm would need GPUs"))
+    ddp = nn.parallel.DistributedDataParallel(model.to(device), gradient_as_bucket_view=True)
+    if args.compress:
+        ddp.register_comm_hook(None, getattr(default_hooks, f"{args.compress}_compress_hook"))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for _ in range(2):  # after its first backward DDP orders its buckets anew, and so its sums; a resumed run's, too
+        loss_of(ddp, default_collate([train[index] for index in range(micro)]))[0].backward()
+    model.load_state_dict(before, strict=False)
+    ddp.zero_grad()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    if args.resume:
+        state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=args.resume, process_group=writers)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        scaler.load_state_dict(notes.get("scaler") or scaler.state_dict())
+
+    def order(step: int) -> Any:
+        """What this process takes from a step on: a function of the seed, so that there is no state to save."""
+        for epoch in range(step // per_epoch, args.epochs):
+            generator = torch.Generator().manual_seed(args.seed * 1_000_003 + epoch)
+            shuffled = torch.randperm(len(train), generator=generator).tolist()
+            for first in range(max(0, step - epoch * per_epoch) * batch + rank * share, per_epoch * batch, batch):
+                yield from shuffled[first : first + share]
+
+    def publish(written: Future[Any], step: int) -> None:
+        """Every process writes its part to its node's disk. Once all have, each node gives its own the name."""
+        written.result()
+        with suppress(FileNotFoundError):  # another process was first
+            (folder / f".step-{step}.tmp").rename(folder / f"step-{step}")
+
+    stager, publisher = DefaultStager(StagingOptions(gpus > 0, False, False, False)), ThreadPoolExecutor(1)
+    saving, told, step = publisher.submit(lambda: None), False, notes["step"]
+    loader = iter(DataLoader(train, micro, sampler=order(step), num_workers=args.workers, pin_memory=gpus > 0))
+    while step < steps and not told:
+        began = time.perf_counter()
+        torch.manual_seed(((args.seed * 1_000_003 + step) * 65_537 + rank) % 2**63)  # so dropout has no state either
+        parts = [next(loader) for _ in range(share // micro)]
+        dist.all_reduce(items := torch.tensor(float(sum(map(task.count, parts))), device=device))
+        loss_sum = torch.zeros((), device=device)
+        for number, part in enumerate(parts, 1):
+            with nullcontext() if number == len(parts) else ddp.no_sync():  # the last pass exchanges the gradients
+                loss, _ = loss_of(ddp, part)
+                scaler.scale(loss * world / items).backward()  # DDP takes the mean over processes
+            loss_sum += loss.detach()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        lr = args.lr * min((step + 1) / 20, (1 + math.cos(math.pi * step / steps)) / 2)
+        optimizer.param_groups[0]["lr"] = lr
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        step, seen = step + 1, seen + batch
+        step, epoch, epoch_ends = step + 1, step // per_epoch + 1, (step + 1) % per_epoch == 0 or step + 1 == steps
         # One sum carries the loss of the whole batch and whether any node is to stop, so all stop at the same step.
-        total = torch.stack([loss.detach(), loss.new_tensor(os.path.exists(env.get("CLOUDTRAIN_PREEMPT_FILE", "")))])
+        total = torch.stack([loss_sum, loss_sum.new_tensor(os.path.exists(env.get("CLOUDTRAIN_PREEMPT_FILE", "")))])
         dist.all_reduce(total)
-        mean, preempted, epoch_ends = total[0].item() / world, total[1].item() > 0, step % per_epoch == 0
-        line = {"step": step, "epoch": epoch + 1, "time": time.time(), "loss": mean, "lr": scheduler.get_last_lr()[0]}
-        scheduler.step()
-        if epoch_ends:
-            line["samples_per_s"] = seen / (time.perf_counter() - began)
-            line["val_accuracy"] = accuracy_of(model, images[held], labels[held])
-            began, seen = time.perf_counter(), 0
-            if rank == 0:
-                print(f"epoch {epoch + 1} step {step} loss {mean:.4f} accuracy {line['val_accuracy']:.4f}", flush=True)
+        mean, told, seconds = total[0].item() / items.item(), total[1].item() > 0, time.perf_counter() - began
+        line = {"step": step, "epoch": epoch, "time": time.time(), "loss": mean, "lr": lr, "grad_norm": norm.item()}
+        line["samples_per_s"] = batch / seconds
+        saves = epoch_ends or told or step % max(1, args.save_every) == 0
+        for buffer in model.buffers() if saves else ():
+            dist.broadcast(buffer, 0)  # as DDP does before the next pass: what is judged and saved is one model
+        if epoch_ends and not told:
+            line |= {f"val_{name}": value for name, value in evaluate(validation).items()}
+            say(" ".join(f"{name} {value:.4g}" for name, value in line.items() if name != "time"), flush=True)
         if rank == 0 and env.get("CLOUDTRAIN_METRICS_FILE"):
             with open(env["CLOUDTRAIN_METRICS_FILE"], "a") as metrics:
-                metrics.write(json.dumps(line) + "\n")
-        if rank == 0 and (epoch_ends or preempted):
-            state = {name: part.state_dict() for name, part in parts.items()}
-            state |= {"step": step, "epochs_run": step // per_epoch, "contract": contract, "world_size": world}
-            # The rename makes it appear whole; until then the dot in front says that it is no checkpoint yet.
-            partial, final = (args.checkpoint_dir / name for name in (f".step-{step}.tmp", f"step-{step}"))
-            partial.mkdir(parents=True, exist_ok=True)
-            torch.save(state, partial / "state.pt")
-            shutil.rmtree(final, ignore_errors=True)
-            partial.replace(final)
-    accuracy = accuracy_of(model, images[held], labels[held])
-    if rank == 0 and step < steps:
-        print(f"preempted at step {step} of {steps}, saved")
-    elif rank == 0:
-        args.artifact_dir.mkdir(parents=True, exist_ok=True)
-        torch.save(model.cpu().state_dict(), args.artifact_dir / "model.pt")
-        summary = {"accuracy": accuracy, "steps": steps, "world_size": world}
-        (args.artifact_dir / "summary.json").write_text(json.dumps(summary) + "\n")
-        print(f"accuracy {accuracy:.4f} on {len(held)} held-out digits")
+                metrics.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
+        if saves:
+            saving.result()  # one at a time
+            hidden = folder / f".step-{step}.tmp"
+            shutil.rmtree(folder / f"step-{step}", ignore_errors=True)  # of a run that this one has left behind
+            if rank == 0:
+                hidden.mkdir(parents=True, exist_ok=True)
+                (hidden / "train.json").write_text(json.dumps(notes | {"step": step, "scaler": scaler.state_dict()}))
+            state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            written = dcp.async_save(state, checkpoint_id=hidden, process_group=writers, async_stager=stager)
+            saving = publisher.submit(publish, written, step)
+    saving.result()
+    scores = () if told else [f"{name} {value:.4f}" for name, value in evaluate(test).items()]
+    say(f"preempted at step {step} of {steps}, saved" if told else f"{' '.join(scores)} on {len(test)} held out")
+    if rank == 0 and not told:
+        artifacts.mkdir(parents=True, exist_ok=True)
+        torch.save(model.state_dict(), artifacts / "model.pt")
     del ddp  # it holds the group too, and a gloo group that dies with it, not in the next line, can deadlock on the GIL
     dist.destroy_process_group()
 

@@ -1,0 +1,225 @@
+"""`entrypoints/ddp.py` where cloudtrain cannot be imported: under torchrun, as plain python, and quickly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from trainings import DIGITS, ODD, Launched, Quick, Trainings
+
+pytestmark = pytest.mark.slow
+
+PER_EPOCH = (1797 - 360) // 64
+DIGITS_FLAGS = ("--train", str(DIGITS))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """A whole run on two processes, by torchrun."""
+    return Launched(tmp_path_factory.mktemp("two"), "ddp.py", *DIGITS_FLAGS, processes=2).finish()
+
+
+def test_trains_under_bare_torchrun(two: Launched) -> None:
+    assert (two.code, two.err) == (0, "")
+    lines = two.out.splitlines()
+    assert len(lines) == 13
+    assert lines[0].startswith(f"step {PER_EPOCH} epoch 1 loss ")
+    *_, accuracy, on, number, held, out = lines[-1].split()
+    assert (on, number, held, out) == ("on", "180", "held", "out")
+    assert float(accuracy) >= 0.97
+    weights = torch.load(two.folder / "artifacts/model.pt", weights_only=True)
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_metrics_are_one_flat_line_a_step(two: Launched) -> None:
+    lines = two.metrics()
+    assert [line["step"] for line in lines] == list(range(1, 12 * PER_EPOCH + 1))
+    assert all({"step", "epoch", "time", "loss", "lr", "grad_norm", "samples_per_s"} <= line.keys() for line in lines)
+    assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+    epochs = [line for line in lines if "val_accuracy" in line]
+    assert [line["epoch"] for line in epochs] == list(range(1, 13))
+    assert [line["step"] for line in epochs] == [PER_EPOCH * epoch for epoch in range(1, 13)]
+
+
+def test_a_checkpoint_each_epoch_and_nothing_half_written(two: Launched) -> None:
+    names = {path.name for path in (two.folder / "checkpoints").iterdir()}
+    assert names == {f"step-{PER_EPOCH * epoch}" for epoch in range(1, 13)}
+    for name in names:
+        assert {path.name for path in two.checkpoint(name).iterdir()} == {
+            ".metadata", "train.json", "__0_0.distcp", "__1_0.distcp"
+        }  # fmt: skip
+    contract = {"seed": 0, "global_batch": 64, "steps": 12 * PER_EPOCH, "lr": 4e-3}
+    assert two.notes("step-44") == {"step": 44, "contract": contract, "scaler": {}}
+
+
+def test_one_plain_process_sees_the_same_losses(two: Launched, tmp_path: Path) -> None:
+    """The global batch decides: only the order of float sums differs, and one epoch lets that grow little."""
+    one = Launched(tmp_path, "ddp.py", "--train", str(DIGITS.parent)).finish()
+    assert (one.code, one.err) == (0, "")
+    first_epoch = range(1, PER_EPOCH + 1)
+    assert [one.losses()[step] for step in first_epoch] == pytest.approx(
+        [two.losses()[step] for step in first_epoch], rel=1e-4
+    )
+
+
+@pytest.mark.proof
+def test_a_preempted_run_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
+    """On three processes: on two, a sum has one order only, and DDP's reordered buckets would go unseen."""
+    flags = (*DIGITS_FLAGS, "--global-batch", "63", "--epochs", "6")
+    whole = trainings.run(tmp_path / "whole", "ddp.py", *flags, processes=3)
+    stopped = trainings.start(tmp_path / "stopped", "ddp.py", *flags, processes=3)
+    stopped.until(30)
+    stopped.preempt_file.touch()
+    assert stopped.finish().code == 0
+    last = max(stopped.losses())
+    assert 30 <= last < max(whole.losses())
+    assert stopped.out.splitlines()[-1] == f"preempted at step {last} of {max(whole.losses())}, saved"
+    assert not (stopped.folder / "artifacts").exists()
+
+    env = {"CLOUDTRAIN_RESUME_FROM": str(stopped.checkpoint(f"step-{last}"))}
+    resumed = trainings.run(tmp_path / "resumed", "ddp.py", *flags, processes=3, env=env)
+    assert min(resumed.losses()) == last + 1
+    assert stopped.losses() | resumed.losses() == whole.losses()
+    one, other = (torch.load(run.folder / "artifacts/model.pt", weights_only=True) for run in (whole, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_run_goes_on_over_what_a_killed_one_left(trainings: Trainings, tmp_path: Path) -> None:
+    """What was begun is removed, what has a name and is done again is replaced."""
+    flags = (*ODD, "--epochs", "2", "--dropout", "0.3")
+    whole = trainings.run(tmp_path, "ddp.py", *flags, "--save-every", "4", processes=2)
+    (whole.folder / "checkpoints/.step-8.tmp").mkdir()
+    (whole.folder / "checkpoints/step-8/stale").touch()
+    before, names = whole.losses(), {path.name for path in (whole.folder / "checkpoints").iterdir()}
+    again = trainings.run(
+        tmp_path, "ddp.py", *flags, "--save-every", "4", "--resume", str(whole.checkpoint("step-4")), processes=2
+    )
+    assert again.losses() == before
+    assert {path.name for path in (again.folder / "checkpoints").iterdir()} == names - {".step-8.tmp"}
+    assert not (again.folder / "checkpoints/step-8/stale").exists()
+
+
+# ----------------------------------------------------------------------------------------------------- the global batch
+
+
+def gradients(run: Quick, name: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Those of the first step: AdamW then holds a tenth of them."""
+    dcp_to_torch_save(run.checkpoint(name), folder / "state.pt")
+    state: dict[str, Any] = torch.load(folder / "state.pt", weights_only=True)["optimizer"]["state"]
+    return {name: 10 * values["exp_avg"] for name, values in state.items()}
+
+
+@pytest.mark.parametrize("script", [pytest.param("ddp.py", marks=pytest.mark.proof), "fsdp.py"])
+def test_accumulation_is_the_same_batch(script: str, trainings: Trainings, tmp_path: Path) -> None:
+    """4 passes of 8 samples with unequal numbers of tokens, or 2 on each of 2 processes, are one pass of 32."""
+    flags = (*ODD, "--global-batch", "32", "--max-steps", "1", "--clip", "1e9")
+    one = trainings.run(tmp_path / "one", script, *flags)
+    wanted = gradients(one, "step-1", tmp_path)
+    for processes in (1, 2):
+        split = trainings.run(tmp_path / f"{processes}", script, *flags, "--micro-batch", "8", processes=processes)
+        assert split.losses()[1] == pytest.approx(one.losses()[1], rel=1e-6)
+        found = gradients(split, "step-1", tmp_path)
+        assert found.keys() == wanted.keys()
+        for name, gradient in found.items():
+            assert (gradient - wanted[name]).norm() <= 1e-6 * max(wanted[name].norm(), 1e-3), name
+
+
+def test_means_are_over_all_tokens(trainings: Trainings, tmp_path: Path) -> None:
+    """Validation, too, whatever the number of processes: 21 samples split evenly over neither 2 nor 4."""
+    rows = [
+        trainings.run(tmp_path / f"{n}", "ddp.py", *ODD, "--epochs", "1", processes=n).metrics()[-1] for n in (1, 2, 4)
+    ]
+    assert rows[0]["val_accuracy"] == rows[1]["val_accuracy"] == rows[2]["val_accuracy"]
+    assert [row["val_loss"] for row in rows] == pytest.approx([rows[0]["val_loss"]] * 3, rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------- what one may switch on
+
+
+def skipped(run: Quick, processes: int) -> list[list[int]]:
+    """For each rank the passes before which its weights were those of the pass before."""
+    found = []
+    for rank in range(processes):
+        rows = [json.loads(line) for line in (run.folder / f"weights-{rank}.jsonl").read_text().splitlines()]
+        rows = rows[-18:]  # fsdp.py makes one more, which tells whether memory suffices
+        found.append([number for number in range(1, 18) if rows[number] == rows[number - 1]])
+    return found
+
+
+@pytest.mark.parametrize("script", [pytest.param("ddp.py", marks=pytest.mark.proof), "fsdp.py"])
+def test_an_overflow_of_one_rank_skips_the_step_of_all(script: str, trainings: Trainings, tmp_path: Path) -> None:
+    """One sample's gradient is infinite in float16; with fsdp.py it is so in the shard of a single rank."""
+    flags = (*ODD, "--precision", "fp16", "--overflow", "7")
+    run = trainings.run(tmp_path, script, *flags, processes=2)
+    without = [line["step"] for line in run.metrics() if line["grad_norm"] is None]
+    assert len(without) == 3  # the sample comes once an epoch
+    assert skipped(run, 2) == [without, without]
+
+
+def test_half_precision_and_compressed_gradients_learn_the_same(trainings: Trainings, tmp_path: Path) -> None:
+    plain = trainings.run(tmp_path / "plain", "ddp.py", *ODD, processes=2)
+    for flags in (["--precision", "bf16"], ["--compress", "fp16"]):
+        run = trainings.run(tmp_path / flags[1], "ddp.py", *ODD, *flags, processes=2)
+        assert run.losses() != plain.losses()
+        assert run.losses() == pytest.approx(plain.losses(), rel=0.02)
+
+
+def judged(run: Any) -> dict[int, float]:
+    return {line["step"]: line["val_loss"] for line in run.metrics() if "val_loss" in line}
+
+
+@pytest.mark.parametrize("script", ["ddp.py", pytest.param("fsdp.py", marks=pytest.mark.proof)])
+def test_batch_norm_is_judged_and_saved_as_one_model(script: str, trainings: Trainings, tmp_path: Path) -> None:
+    """Each process has seen other samples; training itself does not look at what they made of them."""
+    flags = (*ODD, "--batch-norm")
+    run = trainings.run(tmp_path / "run", script, *flags, processes=2)
+    again = trainings.run(tmp_path / "again", script, *flags, "--resume", str(run.checkpoint("step-6")), processes=2)
+    assert judged(again) == {step: loss for step, loss in judged(run).items() if step > 6} != {}
+
+
+def test_batch_norm_on_a_cpu_is_said_to_be_of_one_pass(trainings: Trainings, tmp_path: Path) -> None:
+    """And its statistics, which the passes before step 1 leave alone, come back with a checkpoint."""
+    run = trainings.run(tmp_path / "run", "ddp.py", *ODD, "--batch-norm", processes=2)
+    assert run.out.splitlines()[0] == "BatchNorm with 8 samples a pass: SyncBatchNorm would need GPUs"
+    resume = ("--resume", str(run.checkpoint("step-6")))
+    again = trainings.run(tmp_path / "again", "ddp.py", *ODD, "--batch-norm", *resume, processes=2)
+    assert run.losses() | again.losses() == run.losses()
+    weights = torch.load(run.folder / "artifacts/model.pt", weights_only=True)
+    assert {int(value) for name, value in weights.items() if "num_batches" in name} == {18}
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+REFUSALS = {
+    "no data named": ([], {}, "digits.py: --train '' is no digits.csv.gz"),
+    "no such data": (["--train", "no/such/file.csv.gz"], {}, "No such file"),
+    "no such task": (["--task", "nothing.py"], {}, "ddp.py: --task 'nothing.py' is no file"),
+    "three processes": ([*DIGITS_FLAGS], {"WORLD_SIZE": "3"}, "does not split over 3 processes"),
+    "passes too large": ([*DIGITS_FLAGS, "--micro-batch", "48"], {}, "passes of 48 each"),
+    "a batch of nothing": ([*DIGITS_FLAGS, "--global-batch", "0"], {}, "--global-batch 0 of 1437"),
+    "a batch of all and more": ([*DIGITS_FLAGS, "--global-batch", "1438"], {}, "--global-batch 1438 of 1437"),
+    "too few held out": ([*ODD, "--held-out", "1"], {"WORLD_SIZE": "2"}, "1 samples are held out"),
+    "no checkpoint": ([*DIGITS_FLAGS, "--resume", "nowhere"], {}, "--resume 'nowhere' is no checkpoint"),
+    "half sums on a CPU": ([*DIGITS_FLAGS, "--compress", "bf16"], {}, "--compress bf16 needs GPUs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refuses_in_one_line(case: str, trainings: Trainings, tmp_path: Path) -> None:
+    flags, env, words = REFUSALS[case]
+    refused = trainings.start(tmp_path, "ddp.py", *flags, env=env).finish()
+    assert refused.code == 1
+    assert refused.err.count("\n") == 1
+    assert words in refused.err
+
+
+def test_refuses_the_checkpoint_of_another_run(two: Launched, trainings: Trainings, tmp_path: Path) -> None:
+    flags = (*DIGITS_FLAGS, "--resume", str(two.checkpoint("step-22")), "--lr", "1")
+    refused = trainings.start(tmp_path, "ddp.py", *flags).finish()
+    assert refused.code == 1
+    assert refused.err.startswith("ddp.py: --resume: it was saved with {'seed': 0,")
+    assert refused.err.count("\n") == 1
