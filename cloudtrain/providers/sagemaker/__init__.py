@@ -1,0 +1,149 @@
+"""Provider ``sagemaker``: training jobs of Amazon SageMaker AI, over boto3 alone.
+
+Its Request is the body of CreateTrainingJob, as boto3 and ``aws sagemaker create-training-job --cli-input-json`` take
+it. `plan` and `preflight` make and check it, `account` sends it, `states` and `pages` read what SageMaker and
+CloudWatch answer, `simulation` says what SageMaker would start, `node` is its other half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ... import catalog
+from ...provider import Layout, LogPage, Request, Simulation, Site, Status
+from ...values import url_scheme
+
+if TYPE_CHECKING:
+    from ...job import Job
+    from .account import Account
+
+__all__ = ["SAMPLE", "Provider", "Settings"]
+
+CALLER = {"caller": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The account's, in SageMaker's own words.
+
+    ``region`` (default: that of ``profile``, ``AWS_REGION``, ``AWS_DEFAULT_REGION``, the default profile) and
+    ``profile`` say where and as whom this machine calls, ``role_to_assume`` is an ARN that it takes on first; both hold
+    for the store, too, and neither is recorded. ``role`` is the ARN that jobs run as. ``framework_version`` chooses
+    AWS's PyTorch image for a job without an image. ``debug_shell`` lets ``aws ssm start-session`` into the containers.
+    ``prices`` are US dollars an hour by instance type, for ``max_cost`` and estimates.
+    """
+
+    region: str = ""
+    profile: str = field(default="", metadata=CALLER)
+    role: str = ""
+    role_to_assume: str = field(default="", metadata=CALLER)
+    subnets: tuple[str, ...] = ()
+    security_group_ids: tuple[str, ...] = ()
+    volume_kms_key: str = ""
+    output_kms_key: str = ""
+    keep_alive_period: int = 0
+    encrypt_inter_container_traffic: bool = False
+    enable_network_isolation: bool = False
+    framework_version: str = ""
+    debug_shell: bool = False
+    prices: dict[str, Any] = field(default_factory=dict)
+
+
+class Provider:
+    """SageMaker training jobs; see `cloudtrain.provider.Provider` for what each method promises."""
+
+    name: ClassVar[str] = "sagemaker"
+    Settings: ClassVar[type[Any]] = Settings
+    schemes: ClassVar[frozenset[str]] = frozenset({"s3", "fsx", "efs"})
+    retried_by: ClassVar[str] = "client"
+    max_wait_by: ClassVar[str] = "platform"
+    pace: ClassVar[float] = 1.0
+    poll: ClassVar[float] = 5.0
+
+    def __init__(self, **settings: Any) -> None:
+        from .plan import checked
+
+        # Recorded with the run: whoever attaches, wherever, asks the same region.
+        self.settings: Settings = checked(Settings(**settings))
+        self._account: Account | None = None
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        from .plan import plan
+
+        return plan(self.settings, job, layout, attempt=attempt, choice=choice)
+
+    @property
+    def account(self) -> Account:
+        """The calls, made when first needed."""
+        if self._account is None:
+            from .account import Account
+
+            self._account = Account(self.settings)
+        return self._account
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        return self.account.create(request)
+
+    def find(self, request: Request) -> str | None:
+        return self.account.find(request)
+
+    def status(self, native_id: str) -> Status:
+        from .states import status_of
+
+        status = status_of(self.account.describe(native_id))
+        price = catalog.price(self.name, status.instance_type, self.settings.prices)
+        if status.billed_s == 0:
+            return dataclasses.replace(status, cost_usd=0.0)
+        if status.billed_s is None or price is None or not price.own:
+            return status
+        return dataclasses.replace(status, cost_usd=round(status.billed_s / 3600 * price.usd_per_hour, 4))
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        from .pages import page
+
+        return page(self.account, native_id, cursor)
+
+    def cancel(self, native_id: str) -> None:
+        self.account.stop(native_id)
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        from .caller import storage
+
+        return storage(self.settings) if url_scheme(url) == "s3" else {}
+
+    @staticmethod
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+        from .node import site
+
+        return site(environ, argv)
+
+    def nodes(self, request: Request) -> Simulation:
+        from .simulation import nodes
+
+        return nodes(request, region=self.settings.region)
+
+
+_ROLE = "arn:aws:iam::123456789012:role/training"
+_ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
+SAMPLE = {
+    "settings": {"region": "eu-west-1", "role": _ROLE, "prices": {"ml.m5.xlarge": 0.25, "ml.g5.xlarge": 1.5}},
+    "store": "s3://contract-bucket/store",
+    "job": {"image": f"{_ECR}/team/trainer:1"},
+    "rows": {
+        "image": {"image": f"{_ECR}/team/trainer:2"},
+        "resources.instance_type": {"instance_type": "ml.c5.xlarge"},
+        "resources.gpu": {"gpu": ("A10G:4",)},
+        "resources.cpus": {"cpus": 8},
+        "max_cost": {"max_cost": 0.5},
+        "options": {
+            "options": {
+                "sagemaker": {"AlgorithmSpecification": {"MetricDefinitions": [{"Name": "loss", "Regex": "loss=(.*)"}]}}
+            }
+        },
+    },
+    "bases": {"max_wait": {"instance_type": "ml.g5.xlarge"}},
+    "secret": "aws:arn:aws:secretsmanager:eu-west-1:123456789012:secret:contract-AbCdEf",
+}

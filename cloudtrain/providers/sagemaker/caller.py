@@ -1,0 +1,78 @@
+"""As whom this machine calls: one session for the calls to AWS, and the same credentials for the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ...credential import Credential
+
+if TYPE_CHECKING:
+    from . import Settings
+
+__all__ = ["sign_in", "storage"]
+
+SESSION_NAME = "cloudtrain"
+
+
+def sign_in(settings: Settings, region: str) -> Any:
+    """A new boto3 session of the profile, as the role to assume where there is one.
+
+    What a profile leads to that expires (SSO, a process, a role) is renewed by botocore itself, and so is the assumed
+    role; keys that somebody rotates in a file are read again by a new session alone.
+    """
+    import boto3
+    import botocore.session
+    from botocore.credentials import DeferredRefreshableCredentials
+
+    session = boto3.Session(profile_name=settings.profile or None, region_name=region or None)
+    role = settings.role_to_assume
+    if not role:
+        return session
+
+    def assumed() -> dict[str, str]:
+        keys = session.client("sts").assume_role(RoleArn=role, RoleSessionName=SESSION_NAME)["Credentials"]
+        return {
+            "access_key": keys["AccessKeyId"],
+            "secret_key": keys["SecretAccessKey"],
+            "token": keys["SessionToken"],
+            "expiry_time": keys["Expiration"].isoformat(),
+        }
+
+    inner = botocore.session.Session(profile=settings.profile or None)
+    inner._credentials = DeferredRefreshableCredentials(refresh_using=assumed, method="sts-assume-role")
+    return boto3.Session(botocore_session=inner, region_name=region or None)
+
+
+def storage(settings: Settings) -> Mapping[str, Any]:
+    """A store's options for the same caller, in the same region; what fsspec's own configuration says besides stays."""
+    options: dict[str, Any] = {}
+    if settings.region:
+        from fsspec.config import conf
+
+        # An option replaces the configured one whole, and a server of one's own is named there.
+        own = conf.get("s3", {}).get("client_kwargs")
+        options["client_kwargs"] = {**(own if isinstance(own, Mapping) else {}), "region_name": settings.region}
+    if settings.profile or settings.role_to_assume:
+        session = sign_in(settings, settings.region)
+        own = session._session  # botocore's; boto3 tells nobody
+        options["session"] = Credential(own=own, fsspec=partial(_asynchronous, session, settings.profile))
+    return options
+
+
+def _asynchronous(session: Any, profile: str) -> Any:
+    """s3fs's kind of session, whose credentials are those of ``session`` at any time."""
+    from aiobotocore.credentials import AioCredentials
+    from aiobotocore.session import AioSession
+
+    source = session.get_credentials()
+
+    class Credentials(AioCredentials):  # type: ignore[misc]
+        async def get_frozen_credentials(self) -> Any:
+            return source.get_frozen_credentials()
+
+    made = AioSession(profile=profile or None)
+    if source is not None:
+        made._credentials = Credentials("", "")
+    return made

@@ -1,0 +1,161 @@
+"""The node half of provider ``sagemaker``: what a container finds. Standard library alone.
+
+The topology comes from resourceconfig.json, never from a host name: SageMaker's own local modes call them otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...provider import Site, Topology
+from .secrets import secret
+from .words import CHANNELS, CONTEXT, FAILURE, GRACE, INPUTS, LIVE, RESUME, ROOT
+
+__all__ = ["site"]
+
+BASE_VARIABLE = "SAGEMAKER_BASE_DIR"
+"""AWS's own training toolkit takes another root from it, too."""
+PORT = 29500
+"""torchrun's own default; AWS's tools have 7777."""
+SHUTDOWN = "110"
+"""Seconds that torchrun leaves its ranks after SIGTERM; its own default, 30, would waste most of the grace."""
+OWN = frozenset({*CHANNELS.values(), RESUME})
+_LEFT_OUT = "{resume_from?}"
+
+
+def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    """What SageMaker gave this node; ``argv`` adds to the paths."""
+    base = environ.get(BASE_VARIABLE, ROOT)
+    resources = _config(base, "resourceconfig")
+    channels = _config(base, "inputdataconfig")
+    hosts = sorted(resources["hosts"], key=_natural)
+    topology = Topology(
+        nodes=len(hosts),
+        node_rank=hosts.index(resources["current_host"]),
+        master_addr=hosts[0],
+        master_port=PORT,
+    )
+    data = _below(base, INPUTS)
+    paths = {
+        "live": _below(base, LIVE),
+        "code": f"{data}/{CHANNELS['code']}/code.tar.gz",
+        **{f"input.{name}": f"{data}/{name}" for name in channels if name not in OWN},
+        **({"resume": f"{data}/{RESUME}"} if RESUME in channels else {}),
+        **argv,
+    }
+    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or ""
+    return Site(
+        topology=topology,
+        paths=paths,
+        scratch=("/tmp",),  # on the disk that the job asked for, as AWS's table of storage paths says
+        export_env={
+            **_network(environ, str(resources.get("network_interface_name", ""))),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN),
+            **_sm(base, resources, channels, topology, hosts),
+        },
+        stop_grace=GRACE,
+        failure_file=_below(base, FAILURE),
+        # Told to stop is no failure: SageMaker itself says what becomes of the job.
+        exit_code={"succeeded": 0, "failed": 1, "preempted": 0},
+        secrets=lambda reference: secret(reference.partition(":")[2], environ, region=region),
+        folders={f"{base}/checkpoints": "checkpoints"},
+    )
+
+
+def _below(base: str, path: str) -> str:
+    return base + path.removeprefix(ROOT)
+
+
+def _config(base: str, name: str) -> dict[str, Any]:
+    try:
+        table: dict[str, Any] = json.loads(Path(f"{base}/input/config/{name}.json").read_bytes())
+    except FileNotFoundError:
+        if name == "resourceconfig":
+            raise
+        return {}
+    return table
+
+
+def _natural(host: str) -> tuple[Any, ...]:
+    """``algo-2`` before ``algo-10``."""
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host))
+
+
+def _network(environ: Mapping[str, str], interface: str) -> dict[str, str]:
+    """What the collectives should use, where the user has not said and the machine really has it."""
+    words = {}
+    if interface and os.path.exists(f"/sys/class/net/{interface}"):
+        words = {name: interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name not in environ}
+    if "FI_PROVIDER" not in environ and _has_efa():
+        words["FI_PROVIDER"] = "efa"
+    return words
+
+
+def _has_efa(devices: str = "/sys/class/infiniband") -> bool:
+    """By the device, never by a list of instance types, which the next one is not on."""
+    try:
+        return any(
+            os.path.basename(os.path.realpath(f"{devices}/{name}/device/driver")) == "efa"
+            for name in os.listdir(devices)
+        )
+    except OSError:
+        return False
+
+
+# ------------------------------------------------------------------------------------------------- for existing scripts
+
+
+def _sm(
+    base: str, resources: Mapping[str, Any], channels: Mapping[str, Any], topology: Topology, hosts: list[str]
+) -> dict[str, str]:
+    """The ``SM_*`` variables of AWS's training toolkit: the platform itself sets none."""
+    data = _below(base, INPUTS)
+    users = {name: f"{data}/{name}" for name in channels if name not in OWN}
+    hyperparameters = _hyperparameters(base)
+    gpus = sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)) if os.path.isdir("/dev") else 0
+    values: dict[str, Any] = {
+        "SM_MODEL_DIR": f"{base}/model",
+        "SM_INPUT_DIR": f"{base}/input",
+        "SM_INPUT_CONFIG_DIR": f"{base}/input/config",
+        "SM_INPUT_DATA_DIR": data,
+        "SM_OUTPUT_DIR": f"{base}/output",
+        "SM_OUTPUT_DATA_DIR": f"{base}/output/data",
+        "SM_OUTPUT_FAILURE": _below(base, FAILURE),
+        "SM_CURRENT_HOST": resources["current_host"],
+        "SM_CURRENT_HOST_RANK": topology.node_rank,
+        "SM_CURRENT_INSTANCE_TYPE": resources.get("current_instance_type", ""),
+        "SM_HOSTS": hosts,
+        "SM_HOST_COUNT": topology.nodes,
+        "SM_MASTER_ADDR": topology.master_addr,
+        "SM_MASTER_PORT": topology.master_port,
+        "SM_NETWORK_INTERFACE_NAME": resources.get("network_interface_name", ""),
+        "SM_NUM_CPUS": os.cpu_count() or 1,
+        "SM_NUM_GPUS": gpus,
+        "SM_LOG_LEVEL": 20,
+        "SM_RESOURCE_CONFIG": resources,
+        "SM_INPUT_DATA_CONFIG": {name: channels[name] for name in users},
+        "SM_CHANNELS": sorted(users),
+        "SM_HPS": hyperparameters,
+        **{f"SM_CHANNEL_{_upper(name)}": path for name, path in users.items()},
+        **{f"SM_HP_{_upper(name)}": value for name, value in hyperparameters.items()},
+    }
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+
+
+def _upper(name: str) -> str:
+    return re.sub(r"\W", "_", name).upper()
+
+
+def _hyperparameters(base: str) -> dict[str, Any]:
+    """The job's, which the request does not hold, and those that ``options`` put there."""
+    try:
+        context = json.loads(Path(_below(base, CONTEXT)).read_bytes())
+    except (OSError, ValueError):
+        context = {}
+    ours = {k: v for k, v in context.get("hyperparameters", {}).items() if v != _LEFT_OUT}
+    return {**_config(base, "hyperparameters"), **ours}

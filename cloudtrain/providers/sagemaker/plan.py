@@ -1,0 +1,523 @@
+"""The CreateTrainingJob request of a Job. Pure: no network, no credentials, no SDK."""
+
+from __future__ import annotations
+
+import configparser
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ... import catalog
+from ...errors import SpecError, UnsupportedError
+from ...job import job_name, run_tag
+from ...provider import Layout, Request, check_inputs, context_of, merge_options
+from ...values import url_scheme
+from .images import check_image, default_image
+from .preflight import Blame, check
+from .words import (
+    CHANNELS,
+    CONTEXT,
+    FAILURE,
+    FAILURE_VARIABLE,
+    INPUTS,
+    LIVE,
+    NAME,
+    RESUME,
+    TAG_ATTEMPT,
+    TAG_NAME,
+    TAG_RUN,
+    TAG_RUN_ID,
+)
+
+if TYPE_CHECKING:
+    from ...catalog import Machine
+    from ...job import Job
+    from . import Settings
+
+__all__ = ["checked", "plan"]
+
+OPERATION = "CreateTrainingJob"
+CHANNEL_COUNT, TAG_COUNT, PREFERENCES = 20, 50, 5
+MAX_RUNTIME = 28 * 86400
+PENDING = (1800, 28 * 86400)
+"""Least and most seconds of MaxPendingTimeInSeconds."""
+SPOT_WAIT = 86400
+"""What a job on spot capacity waits for machines, in sum, when it does not say."""
+VOLUME_GB = 30
+"""Disk when the job does not say, as SageMaker's own SDK asks for; an instance with disks of its own has those."""
+PLATFORM_RETRIES = 3
+"""How often SageMaker itself starts the job again after a failure of its own. Our ``retries`` are attempts."""
+NEVER_STARTED = "never started: no python 3.10"
+FIRST = "ml.m5.xlarge"
+FAMILIES = ("ml.m5.", "ml.c5.", "ml.r5.")
+"""Where a wish for cores and memory is looked for: these are in every region."""
+ACCELERATED = re.compile(r"ml\.(p|g|trn)\d")
+ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")
+OWNED = (
+    *("TrainingJobName", "RoleArn", "Tags", "StoppingCondition", "CheckpointConfig", "EnableManagedSpotTraining"),
+    *("VpcConfig", "EnableNetworkIsolation", "EnableInterContainerTrafficEncryption", "ServerlessJobConfig"),
+    f"Environment.{FAILURE_VARIABLE}",
+    *(
+        f"AlgorithmSpecification.{name}"
+        for name in ("TrainingImage", "AlgorithmName", "TrainingInputMode", "ContainerEntrypoint", "ContainerArguments")
+    ),
+    *(
+        f"InputDataConfig.*.{name}"
+        for name in ("ChannelName", "DataSource", "InputMode", "CompressionType", "RecordWrapperType")
+    ),
+    *(f"OutputDataConfig.{name}" for name in ("S3OutputPath", "KmsKeyId")),
+    *(
+        f"ResourceConfig.{name}"
+        for name in (
+            *("InstanceType", "InstanceCount", "InstanceGroups", "InstancePreferences", "VolumeSizeInGB"),
+            *("VolumeKmsKeyId", "KeepAlivePeriodInSeconds"),
+        )
+    ),
+)
+"""What `options` cannot change: it has a field or a setting, or the run rests on it."""
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def checked(settings: Settings) -> Settings:
+    """``settings`` with their region, and right in themselves. Raises `SpecError`."""
+    prices = settings.prices.values() if isinstance(settings.prices, Mapping) else [None]
+    if not all(isinstance(price, (int, float)) and not isinstance(price, bool) and price > 0 for price in prices):
+        raise SpecError("must be a table of US dollars an hour by instance type", field="sagemaker.prices")
+    if bool(settings.subnets) != bool(settings.security_group_ids):
+        missing = "security_group_ids" if settings.subnets else "subnets"
+        raise SpecError("a VPC takes both subnets and security_group_ids", field=f"sagemaker.{missing}")
+    return dataclasses.replace(
+        settings,
+        region=settings.region or _region(settings.profile, os.environ),
+        subnets=tuple(settings.subnets),
+        security_group_ids=tuple(settings.security_group_ids),
+        prices=dict(sorted(settings.prices.items())),
+    )
+
+
+def _region(profile: str, environ: Mapping[str, str]) -> str:
+    """That of the profile asked for, else of the environment (boto3 does not know AWS_REGION), else of the default."""
+    there = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or ""
+    if profile:
+        return _profile_region(profile, environ) or there
+    return there or _profile_region(environ.get("AWS_PROFILE") or "default", environ)
+
+
+def _profile_region(profile: str, environ: Mapping[str, str]) -> str:
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read(os.path.expanduser(environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        return ""  # the SDK says what is wrong with it, should it be needed
+    section = "default" if profile == "default" else f"profile {profile}"
+    return parser.get(section, "region", fallback="").strip()
+
+
+def _check_account(settings: Settings, store: str) -> None:
+    if url_scheme(store) != "s3":
+        raise UnsupportedError(
+            NAME, "store", f"its nodes read s3:// only, not {store}; set store to s3://bucket/prefix"
+        )
+    if not settings.region:
+        raise SpecError("is not set; give it, or set AWS_REGION", field="sagemaker.region")
+    if not settings.role:
+        raise SpecError(
+            "is not set; give the ARN of the role that jobs run as (docs/sagemaker.md)", field="sagemaker.role"
+        )
+    if not ROLE.fullmatch(settings.role):
+        name = settings.role.rpartition("/")[2]
+        how = f"aws iam get-role --role-name {name} --query Role.Arn --output text"
+        raise SpecError(f"{settings.role!r} is no ARN; this prints that of a role: {how}", field="sagemaker.role")
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
+    """The request; see `cloudtrain.provider.Provider.plan`."""
+    from . import Provider
+
+    _check_account(settings, layout.store)
+    check_inputs(Provider, layout.inputs)
+    _check_secrets(settings, job)
+    if job.resources.shm_gb:
+        raise UnsupportedError(NAME, "resources.shm_gb", "the size of /dev/shm is SageMaker's own; use fewer workers")
+    types = _instance_types(job, choice)
+    known = [found for name in types if (found := catalog.machine(NAME, name)) is not None]
+    arch = known[0].arch if known else "x86_64"
+    _check_unknown(job, [name for name in types if catalog.machine(NAME, name) is None])
+    gpu = any(m.gpu for m in known) or bool(job.resources.gpu) or any(map(ACCELERATED.match, types))
+    image = _image(settings, job, gpu=gpu, arch=arch)
+    channels = _channels(layout)
+    notes: list[str] = []
+    stopping, bounded = _stopping(settings, job, types)
+    notes += bounded
+    tags = _tags(job, layout, attempt)
+    specification: dict[str, Any] = {"TrainingImage": image, "TrainingInputMode": "File", **_command(attempt)}
+    if not check_image(image, region=settings.region, arch=arch, in_vpc=bool(settings.subnets), provider=NAME):
+        specification["TrainingImageConfig"] = {"TrainingRepositoryAccessMode": "Vpc"}
+    body: dict[str, Any] = {
+        "TrainingJobName": job_name(layout.run, attempt, choice),
+        "RoleArn": settings.role,
+        "AlgorithmSpecification": specification,
+        "InputDataConfig": channels,
+        "OutputDataConfig": {"S3OutputPath": f"{layout.native}/", "CompressionType": "NONE"},
+        "ResourceConfig": _resources(settings, job, types),
+        "StoppingCondition": stopping,
+        "CheckpointConfig": {"S3Uri": f"{layout.live}/", "LocalPath": LIVE},
+        "RetryStrategy": {"MaximumRetryAttempts": PLATFORM_RETRIES},
+        "Environment": {FAILURE_VARIABLE: FAILURE},
+        "Tags": [{"Key": key, "Value": value} for key, value in tags.items()],
+        **_switches(settings, job),
+    }
+    if settings.output_kms_key:
+        body["OutputDataConfig"]["KmsKeyId"] = settings.output_kms_key
+    options = job.options.get(NAME, {})
+    body = merge_options(body, options, owned=OWNED, provider=NAME)
+    blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
+    notes += check(body, blame)
+    _check_rules(settings, job, layout, body, known)
+    return Request(
+        provider=NAME,
+        operation=OPERATION,
+        body=body,
+        context=context_of(NAME, job, layout, processes=_processes(job, choice, known)),
+        run=layout.run,
+        attempt=attempt,
+        choice=choice,
+        instance_types=tuple(types),
+        notes=tuple(notes),
+    )
+
+
+def _check_secrets(settings: Settings, job: Job) -> None:
+    for name, reference in job.secrets.items():
+        field, (scheme, _, rest) = f"secrets.{name}", reference.partition(":")
+        if scheme == "env":
+            how = f'aws secretsmanager create-secret --region {settings.region} --name {rest} --secret-string "${rest}"'
+            raise UnsupportedError(NAME, field, f"values of this machine do not travel; create it there: {how}")
+        if scheme != "aws":
+            raise UnsupportedError(NAME, field, "its nodes fetch aws:ARN only, a secret of Secrets Manager or SSM")
+        if not re.fullmatch(r"arn:aws[a-z-]*:(secretsmanager|ssm):[a-z0-9-]+:\d{12}:(secret:|parameter/).+", rest):
+            raise SpecError(f"{rest!r} is no ARN of a secret or parameter", field=field)
+        if settings.enable_network_isolation:
+            raise UnsupportedError(NAME, field, "under network isolation a container reaches no secret")
+
+
+# ------------------------------------------------------------------------------------------------------------- machines
+
+
+def _instance_types(job: Job, choice: int) -> list[str]:
+    """What the job may run on, best first; several only where SageMaker itself can choose between them."""
+    wanted = job.resources
+    if wanted.instance_type:
+        return [_pinned(job, choice)]
+    if not wanted.gpu:
+        if not wanted.cpus and not wanted.memory_gb:
+            return [FIRST]
+        return [catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb).instance_type]
+    first = wanted.gpus[choice]
+    # What runs on any of them is one context: as many ranks, and no spot, which has no preferences.
+    same = wanted.gpus[choice:] if not wanted.spot else (first,)
+    found: dict[str, None] = {}
+    arch = ""
+    for gpu in same:
+        if gpu.count != first.count:
+            break
+        machine = catalog.for_gpu(NAME, gpu, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+        if found and machine.arch != arch:  # one job has one image
+            break
+        arch = machine.arch
+        found[machine.instance_type] = None
+    return list(found)[:PREFERENCES]
+
+
+def _pinned(job: Job, choice: int) -> str:
+    wanted, name = job.resources, str(job.resources.instance_type)
+    known = catalog.machine(NAME, name)
+    if known is None:
+        return name
+    for field, asked in (("cpus", wanted.cpus), ("memory_gb", wanted.memory_gb)):
+        if not known.has(**{"cpus": None, "memory_gb": None, field: asked}):
+            why = f"{name} has {known.vcpus} cores and {known.memory_gib or 0:g} GiB; leave one of the two out"
+            raise UnsupportedError(NAME, f"resources.{field}", why)
+    gpu = wanted.gpus[choice] if wanted.gpu else None
+    if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
+        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}; leave one of the two out"
+        raise UnsupportedError(NAME, "resources.gpu", why)
+    return name
+
+
+def _processes(job: Job, choice: int, known: Sequence[Machine]) -> int:
+    """Ranks a node; also of a pinned instance type, whose GPUs the table knows."""
+    if job.resources.nproc_per_node or job.resources.gpu or not known:
+        return job.resources.processes(choice)
+    return known[0].gpu_count or 1
+
+
+def _check_unknown(job: Job, types: Sequence[str]) -> None:
+    """A machine that the table lacks may be used, but what it is must not be guessed."""
+    name = next(filter(ACCELERATED.match, types), None)
+    if name is None:
+        return
+    if not (job.resources.nproc_per_node or job.resources.gpu):
+        why = f"how many accelerators {name} has is not known here: say how many processes"
+        raise SpecError(why, field="resources.nproc_per_node")
+    if not job.image and name.startswith("ml.trn"):
+        raise SpecError(f"{name} needs an image with AWS Neuron; give one", field="image")
+
+
+def _resources(settings: Settings, job: Job, types: Sequence[str]) -> dict[str, Any]:
+    count = job.resources.instance_count
+    config: dict[str, Any] = {}
+    if len(types) == 1:
+        config.update(InstanceType=types[0], InstanceCount=count)
+    else:
+        config["InstancePreferences"] = [{"InstanceType": name, "InstanceCount": count} for name in types]
+    config["VolumeSizeInGB"] = job.resources.disk_gb or VOLUME_GB
+    if settings.volume_kms_key:
+        config["VolumeKmsKeyId"] = settings.volume_kms_key
+    if settings.keep_alive_period:
+        config["KeepAlivePeriodInSeconds"] = settings.keep_alive_period
+    return config
+
+
+def _image(settings: Settings, job: Job, *, gpu: bool, arch: str) -> str:
+    if job.image:
+        return job.image
+    if arch != "x86_64":
+        raise SpecError("AWS's PyTorch images are for x86-64; give one for linux/arm64", field="image")
+    return default_image(settings.region, gpu=gpu, version=settings.framework_version)
+
+
+# ------------------------------------------------------------------------------------------------------ parts of a body
+
+
+def _command(attempt: int) -> dict[str, list[str]]:
+    """What the container starts: Python itself becomes its first process, which gets SIGTERM.
+
+    The failure file is there before it: the cause, should there be no Python, which removes it before all else; its
+    environment says where it is, for want of room here.
+    Backquotes, not ``$(…)``: SageMaker's own local mode puts this into a compose file, where ``$`` means something.
+    Terse: an argument has at most 256 characters.
+    """
+    python = "`command -v python3||command -v python||echo no-python3`"
+    pyz = f"{INPUTS}/{CHANNELS['runtime']}/cloudtrain.pyz"
+    line = f"echo {NEVER_STARTED} >{FAILURE};exec {python} {pyz} run --context {CONTEXT} --attempt {attempt}"
+    return {"ContainerEntrypoint": ["/bin/sh", "-c"], "ContainerArguments": [line]}
+
+
+def _channels(layout: Layout) -> list[dict[str, Any]]:
+    folders = {
+        "container": layout.context.rpartition("/")[0],
+        "runtime": layout.runtime.rpartition("/")[0],
+        "code": layout.code.rpartition("/")[0],
+    }
+    channels = [_s3(CHANNELS[word], f"{url}/") for word, url in folders.items()]
+    if layout.resume:
+        if url_scheme(layout.resume) != "s3":
+            raise UnsupportedError(NAME, "resume_from", f"its nodes read s3:// only, not {layout.resume}")
+        channels.append(_s3(RESUME, f"{layout.resume}/", mode="FastFile"))  # of all that is there, one is read
+    for name, item in layout.inputs.items():
+        field = f"inputs.{name}"
+        if name in (*CHANNELS.values(), RESUME):
+            raise UnsupportedError(NAME, field, "a channel of that name is cloudtrain's own; choose another")
+        if url_scheme(item.url) in ("fsx", "efs"):
+            channels.append(_file_system(name, item.url, mode=item.mode, shard=item.shard))
+            continue
+        # The prefix of a folder ends with a slash, or it would match its neighbours too.
+        uri = item.url if item.file else f"{item.url.rstrip('/')}/"
+        mode = {"mount": "FastFile"}.get(item.mode, "File")
+        channels.append(_s3(name, uri, mode=mode, shard=item.shard))
+    if len(channels) > CHANNEL_COUNT:
+        most = CHANNEL_COUNT - (len(channels) - len(layout.inputs))
+        raise UnsupportedError(NAME, "inputs", f"a job has at most {most} channels besides cloudtrain's own")
+    return channels
+
+
+def _s3(name: str, uri: str, *, mode: str = "File", shard: bool = False) -> dict[str, Any]:
+    source = {
+        "S3DataType": "S3Prefix",
+        "S3Uri": uri,
+        "S3DataDistributionType": "ShardedByS3Key" if shard else "FullyReplicated",
+    }
+    return {"ChannelName": name, "InputMode": mode, "DataSource": {"S3DataSource": source}}
+
+
+def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, Any]:
+    """``efs://fs-0123abcd/folder``, ``fsx://fs-0123abcd/mount-name/folder``: always mounted, read-only."""
+    if shard:
+        raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole file system")
+    if mode == "copy":
+        raise UnsupportedError(NAME, f"inputs.{name}.mode", "a file system is mounted, never copied")
+    system, _, path = url.partition("://")[2].partition("/")
+    source = {
+        "FileSystemId": system,
+        "FileSystemType": "EFS" if url_scheme(url) == "efs" else "FSxLustre",
+        "FileSystemAccessMode": "ro",
+        "DirectoryPath": f"/{path.rstrip('/')}",
+    }
+    return {"ChannelName": name, "InputMode": "File", "DataSource": {"FileSystemDataSource": source}}
+
+
+def _stopping(settings: Settings, job: Job, types: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """The hard limits, and what there is to say of them."""
+    runtime, notes = job.max_runtime, []
+    if runtime > MAX_RUNTIME:
+        raise UnsupportedError(NAME, "max_runtime", "a training job runs for at most 28 days")
+    if job.max_cost is not None:
+        bought = _bought(settings, job, types)
+        if bought < runtime:
+            notes.append(f"max_cost {job.max_cost:g} USD buys {bought} s of running time: that is the limit now")
+            runtime = bought
+    condition = {"MaxRuntimeInSeconds": runtime}
+    if job.resources.spot:
+        if job.max_wait is None:
+            notes.append(f"spot: waits for machines for at most {SPOT_WAIT // 3600} h in sum (max_wait)")
+        condition["MaxWaitTimeInSeconds"] = runtime + (job.max_wait or SPOT_WAIT)
+    elif job.max_wait is not None:
+        if not all(ACCELERATED.match(name) for name in types):
+            why = "SageMaker limits the wait for spot and accelerated machines only"
+            raise UnsupportedError(NAME, "max_wait", why)
+        if not PENDING[0] <= job.max_wait <= PENDING[1]:
+            raise UnsupportedError(NAME, "max_wait", "it must be between 30 minutes and 28 days")
+        condition["MaxPendingTimeInSeconds"] = job.max_wait
+    return condition, notes
+
+
+def _bought(settings: Settings, job: Job, types: Sequence[str]) -> int:
+    """Seconds that all nodes can run for ``max_cost``, at the price on demand; a warm pool is paid for too."""
+    hourly = max(_own_price(settings, name) for name in types) * job.resources.instance_count
+    seconds = int((job.max_cost or 0) / hourly * 3600) - settings.keep_alive_period
+    if seconds < 1:
+        raise SpecError(f"does not pay for one second of {job.resources.instance_count} x {types[0]}", field="max_cost")
+    return seconds
+
+
+def _own_price(settings: Settings, name: str) -> float:
+    """A limit of money rests on the account's own price alone: another list may be too low."""
+    known = catalog.price(NAME, name, settings.prices)
+    if known is not None and known.own:
+        return known.usd_per_hour
+    near = f" ({known.usd_per_hour:g} is {known.source.partition(' (')[0]}, not your own)" if known else ""
+    how = f'set it: [sagemaker.prices] "{name}" = US dollars an hour'
+    raise UnsupportedError(NAME, "max_cost", f"no price of {name} is known{near}; {how}")
+
+
+def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
+    for key in job.tags:
+        if key.lower().startswith(("aws:", "cloudtrain:")):
+            raise SpecError("tags that begin with aws: or cloudtrain: are not yours to set", field=f"tags.{key}")
+    own = {
+        TAG_RUN: run_tag(layout.run),
+        TAG_RUN_ID: layout.run_id,
+        TAG_ATTEMPT: str(attempt),
+        TAG_NAME: job.name,
+    }
+    if len(job.tags) + len(own) > TAG_COUNT:
+        raise SpecError(f"has {len(job.tags)} entries, at most {TAG_COUNT - len(own)}", field="tags")
+    return {**own, **dict(sorted(job.tags.items()))}
+
+
+def _switches(settings: Settings, job: Job) -> dict[str, Any]:
+    switches: dict[str, Any] = {}
+    if settings.subnets:
+        switches["VpcConfig"] = {
+            "SecurityGroupIds": list(settings.security_group_ids),
+            "Subnets": list(settings.subnets),
+        }
+    if settings.enable_network_isolation:
+        switches["EnableNetworkIsolation"] = True
+    if settings.encrypt_inter_container_traffic:
+        switches["EnableInterContainerTrafficEncryption"] = True
+    if job.resources.spot:
+        switches["EnableManagedSpotTraining"] = True
+    if settings.debug_shell:
+        switches["RemoteDebugConfig"] = {"EnableRemoteDebug": True}
+    return switches
+
+
+# ------------------------------------------------------------------------------------------ whose fault, and what rules
+
+
+FIELDS = {
+    "TrainingJobName": "run_id",
+    "RoleArn": "sagemaker.role",
+    "AlgorithmSpecification.TrainingImage": "image",
+    "InputDataConfig": "store",
+    "OutputDataConfig.S3OutputPath": "store",
+    "OutputDataConfig.KmsKeyId": "sagemaker.output_kms_key",
+    "CheckpointConfig": "store",
+    "ResourceConfig.InstanceType": "resources.instance_type",
+    "ResourceConfig.InstanceCount": "resources.instance_count",
+    "ResourceConfig.InstancePreferences": "resources.gpu",
+    "ResourceConfig.VolumeSizeInGB": "resources.disk_gb",
+    "ResourceConfig.VolumeKmsKeyId": "sagemaker.volume_kms_key",
+    "ResourceConfig.KeepAlivePeriodInSeconds": "sagemaker.keep_alive_period",
+    "StoppingCondition.MaxRuntimeInSeconds": "max_runtime",
+    "StoppingCondition.MaxWaitTimeInSeconds": "max_wait",
+    "StoppingCondition.MaxPendingTimeInSeconds": "max_wait",
+    "VpcConfig.Subnets": "sagemaker.subnets",
+    "VpcConfig.SecurityGroupIds": "sagemaker.security_group_ids",
+}
+"""Whose each part of a request is, by its path."""
+
+
+def _fields(body: Mapping[str, Any], job: Job, tags: Mapping[str, str]) -> dict[str, str]:
+    fields = dict(FIELDS)
+    for number, channel in enumerate(body["InputDataConfig"]):
+        name = channel["ChannelName"]
+        if name in job.inputs:
+            fields[f"InputDataConfig.{number}"] = f"inputs.{name}"
+        elif name == RESUME:
+            fields[f"InputDataConfig.{number}"] = "resume_from"
+    for number, key in enumerate(tags):
+        if key in job.tags:
+            fields[f"Tags.{number}"] = f"tags.{key}"
+    return fields
+
+
+_CONFIG = "AlgorithmSpecification.TrainingImageConfig"
+
+
+def _check_rules(
+    settings: Settings, job: Job, layout: Layout, body: Mapping[str, Any], known: Sequence[Machine]
+) -> None:
+    """The rules that stand in no model."""
+    if settings.keep_alive_period and job.resources.spot:
+        raise SpecError("a warm pool is for machines on demand, not for spot", field="sagemaker.keep_alive_period")
+    if settings.debug_shell and settings.enable_network_isolation:
+        raise SpecError("no shell reaches a container under network isolation", field="sagemaker.debug_shell")
+    for name, item in layout.inputs.items():
+        if url_scheme(item.url) in ("fsx", "efs") and not settings.subnets:
+            raise SpecError("a file system is reached in its VPC: set subnets", field=f"inputs.{name}")
+        if item.shard and item.file:
+            raise UnsupportedError(NAME, f"inputs.{name}.shard", "one file is one shard")
+    for machine in known:
+        if machine.disk_gb is None:
+            continue
+        if settings.volume_kms_key:
+            why = f"{machine.instance_type} encrypts its own disks; leave it out"
+            raise SpecError(why, field="sagemaker.volume_kms_key")
+        if (job.resources.disk_gb or 0) > machine.disk_gb:
+            why = f"{machine.instance_type} has {machine.disk_gb} GB of its own, and no more can be added"
+            raise UnsupportedError(NAME, "resources.disk_gb", why)
+    resources, spot = body["ResourceConfig"], job.resources.spot
+    for name in ("TrainingPlanArn", "InstancePlacementConfig"):
+        if name in resources and (spot or "InstancePreferences" in resources):
+            why = "is neither for spot machines nor for a list of GPUs; pin instance_type"
+            raise SpecError(why, field=f"options.{NAME}.ResourceConfig.{name}")
+    config = body["AlgorithmSpecification"].get("TrainingImageConfig", {})
+    in_vpc = config.get("TrainingRepositoryAccessMode") == "Vpc"
+    if config and not (in_vpc and settings.subnets):
+        raise SpecError("is for an image that is reached in a VPC: set subnets", field=f"options.{NAME}.{_CONFIG}")
+    for key in body["Environment"]:
+        if key.startswith("CLOUDTRAIN_") and key != FAILURE_VARIABLE:
+            raise SpecError("is set by cloudtrain itself", field=f"options.{NAME}.Environment.{key}")

@@ -1,0 +1,123 @@
+"""Secrets of AWS, read in a container with the job's own role. Standard library alone: images need have no SDK."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import hmac
+import json
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...ask import ask
+from ...errors import StorageError
+
+__all__ = ["Credentials", "credentials", "secret", "signed_headers"]
+
+CONTAINER_HOST = "http://169.254.170.2"
+SERVICES = {"secretsmanager": "GetSecretValue", "ssm": "GetParameter"}
+_TARGETS = {"secretsmanager": "secretsmanager.GetSecretValue", "ssm": "AmazonSSM.GetParameter"}
+_ENDPOINTS = {"secretsmanager": "AWS_ENDPOINT_URL_SECRETS_MANAGER", "ssm": "AWS_ENDPOINT_URL_SSM"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """What signs a call."""
+
+    access_key: str
+    secret_key: str
+    token: str = ""
+
+
+def secret(arn: str, environ: Mapping[str, str], *, region: str) -> str:
+    """The value of a secret (Secrets Manager) or parameter (SSM). Raises `StorageError`, never with the value."""
+    parts = arn.split(":", 5)
+    service, there = parts[2], parts[3] or region
+    body = {"Name": arn, "WithDecryption": True} if service == "ssm" else {"SecretId": arn}
+    answer = _call(service, there, body, environ, suffix=".cn" if parts[1] == "aws-cn" else "")
+    if service == "ssm":
+        return str(answer["Parameter"]["Value"])
+    if "SecretString" in answer:
+        return str(answer["SecretString"])
+    return base64.b64decode(answer["SecretBinary"]).decode()
+
+
+def _call(service: str, region: str, body: Mapping[str, Any], environ: Mapping[str, str], *, suffix: str) -> Any:
+    endpoint = environ.get(_ENDPOINTS[service]) or environ.get("AWS_ENDPOINT_URL")
+    url = (endpoint or f"https://{service}.{region}.amazonaws.com{suffix}").rstrip("/") + "/"
+    data = json.dumps(body).encode()
+    headers = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": _TARGETS[service]}
+
+    def request() -> urllib.request.Request:
+        keys = credentials(environ)
+        signed = signed_headers(url, headers, data, keys, region=region, service=service)
+        return urllib.request.Request(url, data=data, headers=signed, method="POST")
+
+    return ask(
+        request,
+        what=SERVICES[service],
+        how="allow the job's role to call it",
+        silent=f"; a container in a VPC needs an endpoint of {service}",
+    )
+
+
+def credentials(environ: Mapping[str, str]) -> Credentials:
+    """The container's: those of its role, from where the platform says, or what its environment holds."""
+    if environ.get("AWS_ACCESS_KEY_ID"):
+        return Credentials(
+            access_key=environ["AWS_ACCESS_KEY_ID"],
+            secret_key=environ["AWS_SECRET_ACCESS_KEY"],
+            token=environ.get("AWS_SESSION_TOKEN", ""),
+        )
+    relative, full = (environ.get(f"AWS_CONTAINER_CREDENTIALS_{kind}_URI") for kind in ("RELATIVE", "FULL"))
+    if not relative and not full:
+        raise StorageError("this container has no credentials: AWS_CONTAINER_CREDENTIALS_RELATIVE_URI is not set")
+    url = f"{CONTAINER_HOST}{relative}" if relative else str(full)
+    headers = {}
+    if token_file := environ.get("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"):
+        with open(token_file, encoding="utf-8") as stream:
+            headers["Authorization"] = stream.read().strip()
+    elif token := environ.get("AWS_CONTAINER_AUTHORIZATION_TOKEN"):
+        headers["Authorization"] = token
+    request = urllib.request.Request(url, headers=headers)
+    what, how = "reading the credentials of the job's role", "the job needs a role"
+    told = ask(lambda: request, what=what, how=how, direct=True)
+    return Credentials(
+        access_key=told["AccessKeyId"], secret_key=told["SecretAccessKey"], token=told.get("Token") or ""
+    )
+
+
+def signed_headers(
+    url: str,
+    headers: Mapping[str, str],
+    body: bytes,
+    keys: Credentials,
+    *,
+    region: str,
+    service: str,
+    now: datetime.datetime | None = None,
+) -> dict[str, str]:
+    """``headers`` of a POST to ``url`` with AWS's Signature Version 4."""
+    moment = now or datetime.datetime.now(datetime.timezone.utc)
+    stamp, day = moment.strftime("%Y%m%dT%H%M%SZ"), moment.strftime("%Y%m%d")
+    parsed = urllib.parse.urlsplit(url)
+    signed = {**headers, "Host": parsed.netloc, "X-Amz-Date": stamp}
+    if keys.token:
+        signed["X-Amz-Security-Token"] = keys.token
+    canonical = sorted((name.lower(), " ".join(value.split())) for name, value in signed.items())
+    names = ";".join(name for name, _ in canonical)
+    lines = ["POST", parsed.path or "/", parsed.query, *(f"{name}:{value}" for name, value in canonical), "", names]
+    request = "\n".join([*lines, hashlib.sha256(body).hexdigest()])
+    scope = f"{day}/{region}/{service}/aws4_request"
+    text = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(request.encode()).hexdigest()])
+    key = f"AWS4{keys.secret_key}".encode()
+    for part in (day, region, service, "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    signature = hmac.digest(key, text.encode(), "sha256").hex()
+    credential = f"{keys.access_key}/{scope}"
+    signed["Authorization"] = f"AWS4-HMAC-SHA256 Credential={credential}, SignedHeaders={names}, Signature={signature}"
+    return signed

@@ -1,0 +1,25 @@
+"""The names on which both halves of provider ``sagemaker`` agree."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CHANNELS", "CONTEXT", "FAILURE", "FAILURE_VARIABLE", "GRACE", "INPUTS", "LIVE", "NAME", "RESUME", "ROOT",
+    "TAG_ATTEMPT", "TAG_NAME", "TAG_RUN", "TAG_RUN_ID",
+]  # fmt: skip
+
+NAME = "sagemaker"
+ROOT = "/opt/ml"
+INPUTS = f"{ROOT}/input/data"
+LIVE = f"{ROOT}/cloudtrain/live"
+"""Not /opt/ml/checkpoints: what scripts write there is theirs, and is watched like CLOUDTRAIN_CHECKPOINT_DIR."""
+CHANNELS = {"container": "cloudtrain-container", "runtime": "cloudtrain-runtime", "code": "cloudtrain-code"}
+"""Our own channels. What a job is told travels in files: a value of Environment has at most 512 characters."""
+RESUME = "cloudtrain-resume"
+CONTEXT = f"{INPUTS}/{CHANNELS['container']}/context.json"
+FAILURE = f"{ROOT}/output/failure"
+"""The first 1024 characters of it become the FailureReason of a job that fails."""
+FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
+"""Where a node that cannot read anything else finds that file: `cloudtrain.runtime.__main__` reads it."""
+GRACE = 120
+"""Seconds between SIGTERM and SIGKILL."""
+TAG_RUN, TAG_RUN_ID, TAG_ATTEMPT, TAG_NAME = (f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))

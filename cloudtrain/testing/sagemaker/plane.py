@@ -1,0 +1,262 @@
+"""The control plane: SageMaker's operations on training jobs, an account's roles, quotas and capacity, and faults."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...engine.api import check_image, connect
+from ...provider import Simulation
+from ..machines import Platform
+from .cloudwatch import CloudWatch
+from .instances import GRACE, Bucket, reading
+from .life import TrainingJob
+from .secrets import Roles
+from .strict import broken_rules, model_errors
+from .wire import ACCOUNT, Caller, Refusal, Wire
+
+__all__ = ["KEY", "REGION", "REGISTRY", "SECRET_KEY", "Plane"]
+
+REGION = "eu-west-1"
+KEY, SECRET_KEY = "AKIATESTING0TESTING0", "testing"
+REGISTRY = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com"
+"""Its repositories are the images of this machine's engine."""
+PRINCIPAL = "sagemaker.amazonaws.com"
+
+
+class Plane(Platform):
+    """An AWS account on loopback: SageMaker, CloudWatch Logs and a role's credentials here, all else at ``moto``.
+
+    ``nodes`` says what a request starts; by default our own reading of AWS's pages. Faults: ``wire.faults`` and
+    ``wire.expired``; instance types in ``no_capacity`` (on-demand jobs fail after ``capacity_seconds``); ``quotas`` of
+    instances; ``unknown`` secondary statuses by job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers;
+    `TrainingJob.interrupt` and `TrainingJob.lose`. ``grace`` is the seconds from SIGTERM to SIGKILL.
+    """
+
+    def __init__(
+        self, folder: Path, *, moto: str, nodes: Callable[[Mapping[str, Any]], Simulation] = reading, runs: bool = True
+    ) -> None:
+        self.folder, self.moto, self.nodes = folder, moto, nodes
+        self.wire = Wire()
+        self.wire.keys[KEY] = SECRET_KEY
+        self.wire.services |= {"SageMaker": self._answer, "Logs_20140328": self._logs_answer}
+        self.roles = Roles(self.wire)
+        self.jobs: dict[tuple[str, str], TrainingJob] = {}
+        self.no_capacity: set[str] = set()
+        self.capacity_seconds = 1.0
+        self.quotas: dict[str, int] = {}
+        self.unknown: dict[str, str] = {}
+        self.sync_lag, self.stale_copies, self.grace = 0.0, False, GRACE
+        self._logs: dict[str, CloudWatch] = {}
+        self._lock = threading.RLock()
+        self._engine: Any = connect() if runs else None
+        self.bucket = Bucket(self._client("s3"))
+        self._iam = self._client("iam")
+        self.url = self.wire.listen()
+
+    def _client(self, service: str) -> Any:
+        """Of moto's."""
+        import boto3
+        from botocore.config import Config
+
+        return boto3.client(
+            service,
+            endpoint_url=self.moto,
+            region_name=REGION,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET_KEY,
+            config=Config(s3={"addressing_style": "path"}, max_pool_connections=32),
+        )
+
+    def environ(self) -> dict[str, str]:
+        """The environment with which any of AWS's SDKs and tools talks to this account."""
+        return {
+            "AWS_ENDPOINT_URL": self.moto,
+            "AWS_ENDPOINT_URL_SAGEMAKER": self.url,
+            "AWS_ENDPOINT_URL_CLOUDWATCH_LOGS": self.url,
+            "AWS_ENDPOINT_URL_SECRETS_MANAGER": self.url,
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": str(self.folder / "no-aws-config"),
+            "AWS_SHARED_CREDENTIALS_FILE": str(self.folder / "no-aws-credentials"),
+        }
+
+    def make_role(self, name: str, principal: str = PRINCIPAL) -> str:
+        """A role that the service may assume; its ARN."""
+        trust = {"Effect": "Allow", "Principal": {"Service": principal}, "Action": "sts:AssumeRole"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [trust]})
+        try:
+            made = self._iam.create_role(RoleName=name, AssumeRolePolicyDocument=policy)
+        except self._iam.exceptions.EntityAlreadyExistsException:
+            made = self._iam.get_role(RoleName=name)
+        return str(made["Role"]["Arn"])
+
+    def make_bucket(self, name: str) -> str:
+        """An empty bucket; its URL."""
+        self.bucket.client.create_bucket(Bucket=name, CreateBucketConfiguration={"LocationConstraint": REGION})
+        return f"s3://{name}"
+
+    def logs(self, region: str = REGION) -> CloudWatch:
+        """CloudWatch Logs of a region."""
+        with self._lock:
+            return self._logs.setdefault(region, CloudWatch())
+
+    def job(self, name: str, region: str = REGION) -> TrainingJob:
+        """The job of that name. `KeyError` for one that never was."""
+        return self.jobs[region, name]
+
+    def image(self, uri: str) -> str:
+        """What this machine's engine calls an image of a registry."""
+        return uri.partition("/")[2] if uri.partition("/")[0].endswith(("amazonaws.com", "amazonaws.com.cn")) else uri
+
+    # ----------------------------------------------------------------------------------------------------- operations
+
+    def _logs_answer(self, operation: str, request: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
+        return self.logs(caller.region).answer(operation, request, caller)
+
+    def _answer(self, operation: str, request: Mapping[str, Any], caller: Caller) -> Mapping[str, Any]:
+        known: dict[str, Callable[[Mapping[str, Any], str], Mapping[str, Any]]] = {
+            "CreateTrainingJob": self._create,
+            "DescribeTrainingJob": self._describe,
+            "ListTrainingJobs": self._list,
+            "StopTrainingJob": self._stop,
+            "ListTags": self._list_tags,
+            "AddTags": self._add_tags,
+        }
+        if operation not in known or caller.service != "sagemaker":
+            raise Refusal("UnknownOperationException", operation)
+        if problems := model_errors(operation, request):
+            raise _invalid(problems)
+        with self._lock:
+            return known[operation](request, caller.region)
+
+    def _create(self, request: Mapping[str, Any], region: str) -> Mapping[str, Any]:
+        if problems := broken_rules(request):
+            raise _invalid(problems)
+        name = request["TrainingJobName"]
+        if (region, name) in self.jobs:
+            text = "Training job names must be unique within an AWS account and region, and a training job with this"
+            raise Refusal("ResourceInUse", f"{text} name already exists ({self.jobs[region, name].arn})")
+        self._check_role(request["RoleArn"])
+        self._check_quota(request)
+        self._check_image(request["AlgorithmSpecification"]["TrainingImage"])
+        self._check_inputs(request, region)
+        self.jobs[region, name] = job = TrainingJob(self, request, region=region)
+        return {"TrainingJobArn": job.arn}
+
+    def _check_role(self, arn: str) -> None:
+        refused = Refusal(
+            "ValidationException",
+            f"Could not assume role {arn}. Please ensure that the role exists and allows principal '{PRINCIPAL}' to "
+            "assume the role.",
+        )
+        try:
+            role = self._iam.get_role(RoleName=arn.rpartition("/")[2])["Role"]
+        except self._iam.exceptions.NoSuchEntityException:
+            raise refused from None
+        trusted = json.dumps(role["AssumeRolePolicyDocument"])
+        if role["Arn"] != arn or f'"{PRINCIPAL}"' not in trusted:
+            raise refused
+
+    def _check_quota(self, request: Mapping[str, Any]) -> None:
+        resources = request["ResourceConfig"]
+        spot = "spot training job" if request.get("EnableManagedSpotTraining", False) else "training job"
+        for item in resources.get("InstancePreferences", [resources]):
+            kind, count = item.get("InstanceType", ""), item.get("InstanceCount", 1)
+            limit = self.quotas.get(kind, 1 << 30)
+            if count > limit:
+                raise Refusal(
+                    "ResourceLimitExceeded",
+                    f"The account-level service limit '{kind} for {spot} usage' is {limit} Instances, with current "
+                    f"utilization of 0 Instances and a request delta of {count} Instances. Please use AWS Service "
+                    "Quotas to request an increase for this quota. If AWS Service Quotas is not available, contact "
+                    "AWS support to request an increase for this quota.",
+                )
+
+    def _check_image(self, uri: str) -> None:
+        if self._engine is not None and not check_image(self._engine, self.image(uri), None):
+            raise Refusal("ValidationException", f"Requested image {uri} not found.")
+
+    def _check_inputs(self, request: Mapping[str, Any], region: str) -> None:
+        for channel in request.get("InputDataConfig", []):
+            source = channel["DataSource"].get("S3DataSource")
+            if source is not None and not (self.bucket.exists(source["S3Uri"]) and self.bucket.keys(source["S3Uri"])):
+                raise Refusal(
+                    "ValidationException",
+                    f'No S3 objects found under S3 URL "{source["S3Uri"]}" given in input data source. Please ensure '
+                    f"that the bucket exists in the selected region ({region}), that objects exist under that S3 "
+                    f'prefix, and that the role "{request["RoleArn"]}" has "s3:ListBucket" permissions on bucket.',
+                )
+
+    def _find(self, request: Mapping[str, Any], region: str) -> TrainingJob:
+        try:
+            return self.job(request["TrainingJobName"], region)
+        except KeyError:
+            raise Refusal("ValidationException", "Requested resource not found.") from None
+
+    def _describe(self, request: Mapping[str, Any], region: str) -> Mapping[str, Any]:
+        job = self._find(request, region)
+        said = job.described()
+        if job.name in self.unknown:
+            said["SecondaryStatus"] = self.unknown[job.name]
+        return said
+
+    def _stop(self, request: Mapping[str, Any], region: str) -> Mapping[str, Any]:
+        job = self._find(request, region)
+        status = job.record["TrainingJobStatus"]
+        if status != "InProgress":
+            text = f"The request was rejected because the training job is in status {status}."
+            raise Refusal("ValidationException", text)
+        job.stop()
+        return {}
+
+    def _list(self, request: Mapping[str, Any], region: str) -> Mapping[str, Any]:
+        found = [job for (where, _), job in self.jobs.items() if where == region]
+        if "NameContains" in request:
+            found = [job for job in found if request["NameContains"].lower() in job.name.lower()]
+        if "StatusEquals" in request:
+            found = [job for job in found if job.record["TrainingJobStatus"] == request["StatusEquals"]]
+        keys = {"Name": "TrainingJobName", "CreationTime": "CreationTime", "Status": "TrainingJobStatus"}
+        key = keys[request.get("SortBy", "CreationTime")]
+        found.sort(key=lambda job: job.record[key], reverse=request.get("SortOrder", "Ascending") == "Descending")
+        start = int(base64.b64decode(request["NextToken"])) if "NextToken" in request else 0
+        end = start + request.get("MaxResults", 10)
+        shown = ("TrainingJobName", "TrainingJobArn", "CreationTime", "TrainingEndTime", "LastModifiedTime")
+        answer: dict[str, Any] = {
+            "TrainingJobSummaries": [
+                {
+                    **{name: job.record[name] for name in (*shown, "TrainingJobStatus") if name in job.record},
+                    "SecondaryStatus": job.record["SecondaryStatus"],
+                }
+                for job in found[start:end]
+            ]
+        }
+        if end < len(found):
+            answer["NextToken"] = base64.b64encode(str(end).encode()).decode()
+        return answer
+
+    def _by_arn(self, arn: str) -> TrainingJob:
+        found = next((job for job in self.jobs.values() if job.arn == arn), None)
+        if found is None:
+            raise Refusal("ValidationException", f"Requested resource not found: {arn}")
+        return found
+
+    def _list_tags(self, request: Mapping[str, Any], region: str) -> Mapping[str, Any]:
+        return {"Tags": self._by_arn(request["ResourceArn"]).tags}
+
+    def _add_tags(self, request: Mapping[str, Any], region: str) -> Mapping[str, Any]:
+        job = self._by_arn(request["ResourceArn"])
+        both = {tag["Key"]: tag for tag in [*job.tags, *request["Tags"]]}
+        job.tags = list(both.values())
+        return {"Tags": job.tags}
+
+
+def _invalid(problems: list[str]) -> Refusal:
+    count = f"{len(problems)} validation error{'s' if len(problems) > 1 else ''} detected: "
+    return Refusal("ValidationException", count + "; ".join(problems))

@@ -1,0 +1,322 @@
+"""As whom this machine calls: one profile, or one role, signs what goes to SageMaker and what goes to the store.
+
+At the wire: boto3, s3fs and obstore talk to loopback servers that know each request's signer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import http.server
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain import remote
+from cloudtrain.errors import AuthError
+from cloudtrain.job import Job
+from cloudtrain.listing import list_runs
+from cloudtrain.listing import recorded as listed_runs
+from cloudtrain.provider import recorded_settings
+from cloudtrain.reconcile import reconcile
+from cloudtrain.run import Run, open_run
+from cloudtrain.settings import Settings
+from cloudtrain.store import Store
+from cloudtrain.submit import load_plan, make_plan, submit
+from cloudtrain.testing.sagemaker.plane import REGISTRY, Plane
+from cloudtrain.transfer import Moving
+
+pytestmark = pytest.mark.remote
+
+SIGNER = re.compile(r"Credential=([^/]+)/\d+/([^/]+)/([^/]+)/")
+ISSUED = re.compile(rb"<AccessKeyId>(\w+)</AccessKeyId>\s*<SecretAccessKey>([^<]+)<")
+OWN, ANN, BEN = "AKIAOWN0000000000000", "AKIAANN0000000000000", "AKIABEN0000000000000"
+ROLE = "arn:aws:iam::123456789012:role/trainer"
+EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+
+
+class Gate(http.server.ThreadingHTTPServer):
+    """Passes on to moto, and notes who signed: ``seen`` holds (service, key, region); ``expired`` keys are refused.
+
+    ``issued`` are the keys that STS has given out, with their secrets.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, moto: str) -> None:
+        self.moto = moto.removeprefix("http://")
+        self.seen: list[tuple[str, str, str]] = []
+        self.expired: set[str] = set()
+        self.issued: dict[str, str] = {}
+        super().__init__(("127.0.0.1", 0), _Pass)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def keys(self, service: str) -> set[str]:
+        return {key for name, key, _ in self.seen if name == service}
+
+
+class _Pass(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16
+    server: Gate
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def handle_expect_100(self) -> bool:
+        super().handle_expect_100()
+        self.wfile.flush()
+        return True
+
+    def _pass(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        signer = SIGNER.search(self.headers.get("Authorization") or "")
+        key, region, service = signer.groups() if signer else ("", "", "")
+        self.server.seen.append((service, key, region))
+        if key in self.server.expired:  # as S3 does: a HEAD has no body that could say why
+            self._answer(400, {}, b"" if self.command == "HEAD" else EXPIRED)
+            return
+        there = http.client.HTTPConnection(self.server.moto)
+        # "Expect: 100-continue" is answered here.
+        headers = {name: value for name, value in self.headers.items() if name != "Expect"}
+        there.request(self.command, self.path, body, headers)
+        answer = there.getresponse()
+        data = answer.read()
+        for pair in ISSUED.findall(data if service == "sts" else b""):
+            self.server.issued[pair[0].decode()] = pair[1].decode()
+        self._answer(answer.status, dict(answer.getheaders()), data)
+        there.close()
+
+    def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _pass
+
+
+@dataclasses.dataclass
+class Account:
+    gate: Gate
+    plane: Plane
+    folder: Path
+    store: str
+    role: str
+    mover: str
+
+    def keys(self, **profiles: str) -> None:
+        """The credentials file: a profile's access key."""
+        text = "".join(f"[{n}]\naws_access_key_id = {k}\naws_secret_access_key = secret\n" for n, k in profiles.items())
+        (self.folder / "credentials").write_text(text)
+        self.plane.wire.keys |= dict.fromkeys(profiles.values(), "secret")
+
+    def settings(self, **caller: str) -> Settings:
+        """Of somebody who has ``caller`` in their cloudtrain.toml."""
+        table = {"region": "eu-west-1", "role": self.role, **caller}
+        return Settings(provider="sagemaker", store=self.store, tables={"sagemaker": table}, mover=self.mover)
+
+    def plan(self, settings: Settings, run_id: str = "r") -> Any:
+        code = self.folder / "code"
+        code.mkdir(exist_ok=True)
+        (code / "train.py").write_text("print('hello')\n")
+        job = Job.make(entry_point="train.py", image=f"{REGISTRY}/team/trainer:1", max_runtime="1h")
+        return make_plan(job, settings=settings, run_id=run_id, cwd=code)
+
+    def signers(self) -> set[str]:
+        """Whose signature SageMaker has seen."""
+        return set(self.plane.wire.callers)
+
+
+@pytest.fixture(params=["fsspec", "obstore"])
+def account(
+    request: pytest.FixtureRequest, tmp_path: Path, s3_environment: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Account]:
+    gate, plane = Gate(s3_environment), Plane(tmp_path / "aws", moto=s3_environment, runs=False)
+    plane.no_capacity.add("ml.m5.xlarge")
+    plane.capacity_seconds = 600.0
+    environ = {**plane.environ(), "AWS_ENDPOINT_URL": gate.url, "AWS_ACCESS_KEY_ID": OWN}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    plane.wire.keys = gate.issued = {**plane.wire.keys, OWN: "testing"}
+    (tmp_path / "config").write_text("[profile ann]\n[profile ben]\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setattr(remote, "RENEW_SECONDS", 0.0)
+    store = plane.make_bucket(f"b-{tmp_path.name.replace('_', '-').lower()[-40:]}") + "/store"
+    made = Account(gate, plane, tmp_path, store, plane.make_role("training"), request.param)
+    made.keys(ann=ANN, ben=BEN)
+    yield made
+    plane.close()
+    gate.shutdown()
+    gate.server_close()
+
+
+def test_one_profile_serves_the_platform_and_the_store(account: Account) -> None:
+    run = submit(account.plan(account.settings(profile="ann")), environ={})
+    assert run.status().state == "pending"
+    assert account.gate.keys("s3") == {ANN}
+    assert account.signers() == {ANN}
+    assert {region for name, _, region in account.gate.seen if name == "s3"} == {"eu-west-1"}
+
+
+def test_without_a_profile_it_is_who_the_environment_says(account: Account) -> None:
+    submit(account.plan(account.settings()), environ={})
+    assert account.gate.keys("s3") == account.signers() == {OWN}
+
+
+def test_whoever_comes_back_calls_as_themselves(account: Account, tmp_path: Path) -> None:
+    """The profile is a word of one machine, so it is recorded nowhere; what the run rests on is."""
+    submit(account.plan(account.settings(profile="ann")), environ={})
+    account.keys(ben=BEN)
+    account.gate.seen.clear()
+    account.plane.wire.callers.clear()
+    theirs = account.settings(profile="ben", role="arn:aws:iam::123456789012:role/of-another-project")
+    run = open_run("r", store_url=account.store, settings=theirs)
+    assert run.status().state == "pending"
+    assert run.record["settings"]["role"] == account.role
+    assert not {"profile", "role_to_assume"} & set(run.record["settings"])
+    (row,) = list_runs(account.store, theirs)
+    assert row["state"] == "pending"
+    assert account.gate.keys("s3") == account.signers() == {BEN}
+
+
+def test_a_saved_plan_is_sent_by_whoever_sends_it(account: Account, tmp_path: Path) -> None:
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps(account.plan(account.settings(profile="ann")).document()))
+    assert "ann" not in json.loads(saved.read_text())["settings"].values()
+    submit(load_plan(saved, settings=account.settings(profile="ben"), cwd=tmp_path), environ={})
+    assert account.gate.keys("s3") == account.signers() == {BEN}
+
+
+def test_a_role_is_assumed_for_both(account: Account) -> None:
+    run = submit(account.plan(account.settings(profile="ann", role_to_assume=ROLE)), environ={})
+    assert run.status().state == "pending"
+    assert account.gate.keys("sts") == {ANN}
+    for signers in (account.gate.keys("s3"), account.signers()):
+        assert signers
+        assert all(key.startswith("ASIA") for key in signers)
+
+
+@pytest.mark.parametrize("old", ["expired", "deleted"])
+def test_keys_that_are_replaced_in_a_long_wait_are_read_again_for_both(account: Account, old: str) -> None:
+    run = submit(account.plan(account.settings(profile="ann")), environ={})
+    for key in ("AKIASECOND0000000000", "AKIATHIRD00000000000"):
+        if old == "expired":
+            account.plane.wire.expired |= account.signers()
+        for gone in account.signers() if old == "deleted" else ():
+            account.plane.wire.keys.pop(gone, None)
+        account.gate.expired |= account.gate.keys("s3")
+        account.keys(ann=key)
+        assert run.status().state == "pending"
+        assert run.store.runs() == ["r"]
+        assert key in account.signers()
+        assert key in account.gate.keys("s3")
+    account.gate.expired.add("AKIATHIRD00000000000")
+    with pytest.raises(AuthError):
+        run.store.runs()
+
+
+def test_an_assumed_role_that_expires_is_assumed_again_for_both(account: Account) -> None:
+    run = submit(account.plan(account.settings(profile="ann", role_to_assume=ROLE)), environ={})
+    first = account.gate.keys("s3"), account.signers()
+    account.gate.expired |= first[0]
+    account.plane.wire.expired |= first[1]
+    assert run.status().state == "pending"
+    assert run.store.runs() == ["r"]
+    assert account.gate.keys("s3") - first[0]
+    assert account.signers() - first[1]
+
+
+def test_a_refusal_that_stays_is_told_after_one_more_look(account: Account) -> None:
+    account.gate.expired.add(ANN)
+    with pytest.raises(AuthError) as caught:
+        submit(account.plan(account.settings(profile="ann")), environ={})
+    assert caught.value.exit_code == 3
+    assert account.plane.jobs == {}
+
+
+# ------------------------------------------------------------------------------------- a run's store is its provider's
+
+
+def recorded(account: Account, provider: str, run_id: str) -> None:
+    """A run of ``provider``, as its client left it that died before it sent it."""
+    made = account.settings(profile="ann").make_provider(provider)
+    store = Store(account.store, storage=made.storage, moving=Moving(mover=account.mover))
+    job = Job.make(entry_point="train.py", image=f"{REGISTRY}/team/trainer:1", max_runtime="1h")
+    layout = store.layout(run_id=run_id, code_digest="c", runtime_digest="d")
+    own = recorded_settings(type(made).Settings, dataclasses.asdict(made.settings))
+    store.create_run(layout, {"run_id": run_id, "provider": provider, "settings": own, "job": job.to_dict()})
+
+
+def test_the_store_of_a_local_run_is_opened_as_nobody_else_whatever_is_set_of_others(account: Account) -> None:
+    recorded(account, "local", "r")
+    mixed = dataclasses.replace(account.settings(profile="ann"), provider="local")
+    account.gate.seen.clear()
+    open_run("r", store_url=account.store, settings=mixed).cancel()
+    list_runs(account.store, mixed)
+    reconcile(account.store, settings=mixed, cwd=account.folder, environ={})
+    assert account.gate.keys("s3") == {OWN}
+
+
+@pytest.mark.parametrize(("chosen", "key"), [("local", ANN), ("sagemaker", OWN)])
+def test_a_run_s_own_provider_opens_its_store_whichever_is_chosen(account: Account, chosen: str, key: str) -> None:
+    own = {"local": "sagemaker", "sagemaker": "local"}[chosen]
+    recorded(account, own, "r")
+    mixed = dataclasses.replace(account.settings(profile="ann"), provider=chosen)
+    url = f"{account.store}/runs/r"
+    run = open_run(url, store_url="./nosuch", settings=mixed)
+    account.gate.seen.clear()
+    assert run.status().state == "pending"
+    assert account.gate.keys("s3") == {key}
+    account.gate.seen.clear()
+    ((_, listed),) = listed_runs(account.store, mixed)
+    account.gate.seen.clear()
+    assert isinstance(listed, Run)
+    assert listed.status().state == "pending"
+    assert account.gate.keys("s3") == {key}
+
+
+def test_where_the_chosen_provider_is_let_in_nobody_else_is_asked_and_else_they_are(account: Account) -> None:
+    """`submit --provider sagemaker`, then `status` with no provider set."""
+    recorded(account, "sagemaker", "r")
+    mixed = dataclasses.replace(account.settings(profile="ann"), provider="local")
+    account.gate.expired.add(OWN)
+    assert open_run("r", store_url=account.store, settings=mixed).status().state == "pending"
+    assert [row["state"] for row in list_runs(account.store, mixed)] == ["pending"]
+    account.gate.expired.add(ANN)
+    with pytest.raises(AuthError):
+        open_run("r", store_url=account.store, settings=mixed)
+
+
+def test_a_role_is_assumed_once_for_a_store_that_need_not_be_opened_anew(account: Account) -> None:
+    recorded(account, "sagemaker", "r")
+    settings = account.settings(profile="ann", role_to_assume=ROLE)
+    account.gate.seen.clear()
+    run = open_run("r", store_url=account.store, settings=settings)
+    assert run.store.runs() == ["r"]
+    assert [service for service, _, _ in account.gate.seen].count("sts") == 1
+
+
+def test_what_fsspec_is_configured_with_stays(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec.config
+
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"client_kwargs": {"endpoint_url": account.gate.url}})
+    found = account.settings(profile="ann").make_provider().storage(account.store)
+    assert found["client_kwargs"] == {"endpoint_url": account.gate.url, "region_name": "eu-west-1"}
+    assert Store(account.store, storage=lambda _: found).runs() == []
+    assert account.gate.keys("s3") == {ANN}

@@ -1,0 +1,565 @@
+"""Provider ``sagemaker``: what AWS answers, and what becomes of it. botocore is real; the answers are the test's."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import boto3
+import botocore.exceptions as raised
+import pytest
+from boto3.session import Session
+from botocore.awsrequest import AWSResponse
+
+from cloudtrain.errors import (
+    AuthError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    NotFoundError,
+    PlatformError,
+    QuotaError,
+    SpecError,
+)
+from cloudtrain.job import Job, run_tag
+from cloudtrain.provider import Layout, LogLine, Request
+from cloudtrain.providers.sagemaker import SAMPLE, Provider
+from cloudtrain.providers.sagemaker.account import CODES, error_of
+from cloudtrain.providers.sagemaker.pages import OVERLAP
+from cloudtrain.providers.sagemaker.states import HINTS, category_of, status_of
+from cloudtrain.testing.sagemaker.strict import service_model
+
+ARN = "arn:aws:sagemaker:eu-west-1:123456789012:training-job/"
+NOT_FOUND = (400, {"__type": "ValidationException", "message": "Requested resource not found."})
+Answer = tuple[int, Mapping[str, Any]] | Exception
+
+
+@dataclass
+class Aws:
+    """What stands behind botocore: each call goes through its real signing, serialising and parsing."""
+
+    answer: Callable[[str, dict[str, Any]], Answer]
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+
+    def send(self, request: Any) -> AWSResponse:
+        operation = request.headers["X-Amz-Target"].decode().rpartition(".")[2]
+        body = json.loads(request.body or b"{}")
+        self.calls.append((operation, body))
+        self.keys.append(request.headers["Authorization"].decode())
+        answer = self.answer(operation, body)
+        if isinstance(answer, Exception):
+            raise answer
+        status, told = answer
+        raw = type("Raw", (), {"stream": lambda self: iter([json.dumps(told, default=str).encode()])})()
+        return AWSResponse(request.url, status, {"Content-Type": "application/x-amz-json-1.1"}, raw)
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[Aws]:
+    """No credentials but the test's, no address but its answers."""
+    made = Aws(lambda operation, body: NOT_FOUND)
+    for name in ("AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr("botocore.httpsession.URLLib3Session.send", lambda self, request: made.send(request))
+    return made
+
+
+def provider(**given: Any) -> Provider:
+    return Provider(**{**SAMPLE["settings"], **given})  # type: ignore[dict-item]
+
+
+def request() -> Request:
+    layout = Layout(store="s3://bucket/store", run_id="r", code_digest="c" * 64, runtime_digest="d" * 64)
+    return provider().plan(Job.make(entry_point="train.py"), layout)
+
+
+def described(name: str, primary: str = "InProgress", secondary: str = "Training", **more: Any) -> dict[str, Any]:
+    return {
+        "TrainingJobName": name,
+        "TrainingJobArn": ARN + name,
+        "TrainingJobStatus": primary,
+        "SecondaryStatus": secondary,
+        "ResourceConfig": {"InstanceType": "ml.m5.xlarge", "InstanceCount": 2},
+        **more,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ submit and find
+
+
+def owner(tag: str) -> Callable[[str, dict[str, Any]], Answer]:
+    """SageMaker that has the job already, tagged as that of a run."""
+
+    def answer(operation: str, body: dict[str, Any]) -> Answer:
+        if operation == "CreateTrainingJob":
+            return 400, {"__type": "ResourceInUse", "message": "Training job names must be unique"}
+        if operation == "DescribeTrainingJob":
+            return 200, described(body["TrainingJobName"])
+        assert operation == "ListTags"
+        return 200, {"Tags": [{"Key": "cloudtrain:run", "Value": tag}]}
+
+    return answer
+
+
+def test_exactly_the_planned_request_is_sent(aws: Aws) -> None:
+    planned = request()
+    aws.answer = lambda operation, body: (200, {"TrainingJobArn": ARN + body["TrainingJobName"]})
+    assert provider().submit(planned) == ARN + planned.body["TrainingJobName"]
+    assert aws.calls == [("CreateTrainingJob", dict(planned.body))]
+
+
+def test_a_name_of_our_own_is_the_same_job(aws: Aws) -> None:
+    planned = request()
+    aws.answer = owner(run_tag(planned.run))
+    native = ARN + planned.body["TrainingJobName"]
+    assert provider().submit(planned) == native
+    assert provider().find(planned) == native
+
+
+def test_a_name_of_anybody_else_is_a_conflict(aws: Aws) -> None:
+    planned = request()
+    aws.answer = owner("another")
+    with pytest.raises(ConflictError) as caught:
+        provider().submit(planned)
+    assert caught.value.field == "run_id"
+    assert provider().find(planned) is None
+
+
+def test_find_of_nothing_creates_nothing(aws: Aws) -> None:
+    assert provider().find(request()) is None
+    assert aws.names() == ["DescribeTrainingJob"]
+
+
+def test_the_region_of_a_job_is_that_of_its_arn(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever attaches, with whatever settings."""
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    aws.answer = lambda operation, body: (200, described("j"))
+    Provider().status(ARN + "j")
+    assert "/eu-west-1/sagemaker/" in aws.keys[-1]
+    Provider().status("j")
+    assert "/us-east-1/sagemaker/" in aws.keys[-1]
+
+
+# --------------------------------------------------------------------------------------------------------------- cancel
+
+
+def test_cancel(aws: Aws) -> None:
+    aws.answer = lambda operation, body: (200, {})
+    provider().cancel(ARN + "j")
+    assert aws.calls == [("StopTrainingJob", {"TrainingJobName": "j"})]
+
+
+@pytest.mark.parametrize("primary", ["Completed", "Failed", "Stopped", "Stopping"])
+def test_cancel_of_what_has_ended_changes_nothing(aws: Aws, primary: str) -> None:
+    refusal = {"__type": "ValidationException", "message": f"the training job is in status {primary}"}
+    aws.answer = lambda op, body: (400, refusal) if op == "StopTrainingJob" else (200, described("j", primary, primary))
+    provider().cancel(ARN + "j")
+
+
+def test_cancel_of_nothing_is_not_found(aws: Aws) -> None:
+    with pytest.raises(NotFoundError):
+        provider().cancel(ARN + "j")
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+def states() -> list[tuple[str, str]]:
+    model = service_model()
+    return [
+        (primary, secondary)
+        for primary in model.shape_for("TrainingJobStatus").enum
+        for secondary in (*model.shape_for("SecondaryStatus").enum, "SomethingNew")
+        if primary != "Deleting"
+    ]
+
+
+@pytest.mark.parametrize(("primary", "secondary"), states())
+def test_every_status_means_something(primary: str, secondary: str) -> None:
+    status = status_of(described("j", primary, secondary))
+    final = primary in ("Completed", "Failed", "Stopped")
+    assert status.final == final
+    assert bool(status.category) == (status.state in ("failed", "cancelled"))
+    assert "\n" not in status.reason
+
+
+STATES = [
+    ("InProgress", "Starting", "pending", ""),
+    ("InProgress", "Pending", "pending", ""),
+    ("InProgress", "Downloading", "pending", ""),
+    ("InProgress", "Training", "running", ""),
+    ("InProgress", "Uploading", "running", ""),
+    ("InProgress", "Interrupted", "pending", ""),
+    ("InProgress", "Restarting", "pending", ""),
+    ("InProgress", "SomethingNew", "running", ""),
+    ("Stopping", "Stopping", "running", ""),
+    ("Completed", "Completed", "succeeded", ""),
+    ("Stopped", "Stopped", "cancelled", "cancelled"),
+    ("Stopped", "MaxRuntimeExceeded", "failed", "timeout"),
+    ("Stopped", "MaxWaitTimeExceeded", "failed", "capacity"),
+    ("Failed", "Failed", "failed", "infra"),
+]
+
+
+@pytest.mark.parametrize(("primary", "secondary", "state", "category"), STATES)
+def test_status(primary: str, secondary: str, state: str, category: str) -> None:
+    status = status_of(described("j", primary, secondary))
+    assert (status.state, status.category) == (state, category)
+
+
+@pytest.mark.parametrize(("primary", "state"), [("Stopped", "failed"), ("Failed", "failed")])
+@pytest.mark.parametrize(("seconds", "waited"), [(3600, True), (3599, False)])
+def test_a_wait_that_was_too_long_is_a_lack_of_capacity(primary: str, state: str, seconds: int, waited: bool) -> None:
+    """Whatever SageMaker calls that state: it never started, and its limit is over."""
+    stopping = {"MaxRuntimeInSeconds": 60, "MaxPendingTimeInSeconds": 3600}
+    told = described("j", primary, primary, StoppingCondition=stopping, CreationTime=0.0, LastModifiedTime=seconds)
+    status = status_of(told)
+    assert (status.category == "capacity") == waited
+    if waited:
+        assert status.state == state
+        assert HINTS["capacity"] in status.reason
+    assert status_of({**told, "TrainingStartTime": 1.0}).category != "capacity"
+    pending = transitions("Starting", "Pending", "LaunchingMLInstances", "Stopping")
+    assert (status_of({**told, "SecondaryStatusTransitions": pending}).category == "capacity") == waited
+
+
+@pytest.mark.parametrize("word", ["Downloading", "DownloadingTrainingImage", "Training"])
+def test_a_job_that_had_machines_has_not_waited_for_them(word: str) -> None:
+    """Stopped by hand, hours later, TrainingStartTime unset: another paid job must not follow; this one was paid."""
+    stopping = {"MaxRuntimeInSeconds": 60, "MaxPendingTimeInSeconds": 3600}
+    times = {"CreationTime": 0.0, "LastModifiedTime": 7200.0, "StoppingCondition": stopping}
+    steps = transitions("Starting", "Pending", word, "Stopping", "Stopped")
+    status = status_of(described("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps, **times))
+    assert (status.state, status.category, status.billed_s) == ("cancelled", "cancelled", None)
+    failed = status_of(described("j", "Failed", "Failed", SecondaryStatusTransitions=steps, **times))
+    assert failed.category == "infra"
+    never = status_of(described("j", "Stopped", "Stopped", SecondaryStatusTransitions=steps[:2], **times))
+    assert (never.category, never.billed_s) == ("capacity", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "category"),
+    [
+        ("AlgorithmError: never started: no python 3.10, exit code: 127", "image"),
+        ("AlgorithmError: ValueError: no, exit code: 1", "user_error"),
+        ("AlgorithmError: torch.cuda.OutOfMemoryError: CUDA out of memory., exit code: 1", "oom"),
+        ("AlgorithmError: , exit code: 137", "oom"),
+        ("AlgorithmError: , exit code: 127", "image"),
+        ("AlgorithmError: , exit code: 1370", "user_error"),
+        ("ClientError: Cannot pull the image: manifest unknown", "image"),
+        ("ClientError: Data download failed: AccessDenied (403): not authorized", "auth"),
+        ("ClientError: Data download failed: NoSuchBucket", "user_error"),
+        ('ClientError: Data download failed:No S3 objects found under S3 URL "s3://b/imagenet/"', "user_error"),
+        ("ClientError: Please use an instance type with more memory, exit code: 137", "oom"),
+        ("AlgorithmError: ValueError: the quota, insufficient capacity, internal server error", "user_error"),
+        ("CapacityError: Unable to provision requested ML compute capacity. Please retry.", "capacity"),
+        ("Insufficient capacity error from EC2 while launching instances", "capacity"),
+        ("InternalServerError: We encountered an internal error. Please try again.", "infra"),
+        ("ResourceLimitExceeded: The account-level service limit 'x' is 0 Instances", "quota"),
+        ("who knows", "infra"),
+    ],
+)
+def test_a_failure_has_a_category_and_a_way_on(reason: str, category: str) -> None:
+    assert category_of(reason) == category
+    status = status_of(described("j", "Failed", "Failed", FailureReason=reason))
+    assert status.category == category
+    assert status.reason.startswith(reason.rstrip("."))
+    assert HINTS.get(category, "") in status.reason
+
+
+def test_a_deleted_job_is_not_found(aws: Aws) -> None:
+    aws.answer = lambda operation, body: (200, described("j", "Deleting", "Stopped"))
+    with pytest.raises(NotFoundError):
+        provider().status(ARN + "j")
+
+
+def transitions(*words: str) -> list[dict[str, Any]]:
+    return [{"Status": word, "StartTime": 100.0 + n, "StatusMessage": word.lower()} for n, word in enumerate(words)]
+
+
+def test_attempts_are_the_platforms_own_starts() -> None:
+    steps = transitions(
+        "Starting", "Downloading", "Training", "Interrupted", "Starting", "Downloading", "Training", "Updating",
+        "Training", "Starting", "Training",
+    )  # fmt: skip
+    status = status_of(described("r-0123456789abcdef-3", SecondaryStatusTransitions=steps))
+    assert [(a.number, a.started, a.ended, a.category) for a in status.attempts] == [
+        ("3.0", 102.0, 103.0, "preempted"),
+        ("3.1", 106.0, 109.0, "infra"),
+        ("3.2", 110.0, None, ""),
+    ]
+    assert status_of(described("j")).attempts == ()
+
+
+def test_what_is_billed() -> None:
+    more = {"BillableTimeInSeconds": 900, "TrainingTimeInSeconds": 3600, "EnableManagedSpotTraining": True}
+    status = status_of(described("j", "Completed", "Completed", **more))
+    assert (status.billed_s, status.saved) == (1800.0, 0.75)
+    assert status_of(described("j")).billed_s is None
+
+
+def test_an_estimate_where_a_price_is_known(aws: Aws) -> None:
+    aws.answer = lambda operation, body: (200, described("j", "Completed", "Completed", BillableTimeInSeconds=3600))
+    assert provider().status(ARN + "j").cost_usd == 0.5
+    assert provider(prices={}).status(ARN + "j").cost_usd is None
+
+
+# ----------------------------------------------------------------------------------------------------------- exceptions
+
+
+def refusal(code: str, message: str = "m", status: int = 400) -> raised.ClientError:
+    told = {"Error": {"Code": code, "Message": message}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return raised.ClientError(told, "CreateTrainingJob")  # type: ignore[arg-type]
+
+
+REFUSALS: list[tuple[Exception, type[CloudtrainError], str]] = [
+    *[(refusal(code), kind, "") for code, kind in CODES.items() if code != "ValidationException"],
+    (refusal("ValidationException", "Requested resource not found."), NotFoundError, ""),
+    (refusal("ValidationException", "Could not assume role arn:aws:iam::1:role/x."), AuthError, "trust policy"),
+    (refusal("ValidationException", "1 validation error detected"), SpecError, "1 validation error"),
+    (refusal("AccessDeniedException", "not authorized to perform: iam:PassRole"), AuthError, "iam:PassRole"),
+    (
+        refusal("AccessDeniedException", "u is not authorized to perform: sagemaker:CreateTrainingJob on resource: r"),
+        AuthError,
+        "docs/sagemaker.md",
+    ),
+    (
+        refusal(
+            "ValidationException",
+            f"Value 'ml.x' at 'resourceConfig.instanceType' failed to satisfy constraint: [{'ml.p5, ' * 30}]",
+        ),
+        SpecError,
+        "resources.instance_type: CreateTrainingJob: Value 'ml.x' at",
+    ),
+    (refusal("ResourceLimitExceeded", "The account-level service limit 'ml.p5' is 0"), QuotaError, "service-quotas"),
+    (refusal("SomethingNew", status=503), LostContactError, ""),
+    (refusal("SomethingNew"), PlatformError, ""),
+    (raised.NoCredentialsError(), AuthError, "aws configure"),
+    (raised.PartialCredentialsError(provider="env", cred_var="x"), AuthError, ""),
+    (raised.NoRegionError(), SpecError, "AWS_REGION"),
+    (raised.ProfileNotFound(profile="x"), SpecError, "list-profiles"),
+    (raised.ParamValidationError(report="Unknown parameter"), SpecError, "update boto3"),
+    (raised.UnauthorizedSSOTokenError(), AuthError, "sso login"),
+    (raised.EndpointConnectionError(endpoint_url="https://x"), LostContactError, ""),
+    (raised.ConnectTimeoutError(endpoint_url="https://x"), LostContactError, ""),
+    (raised.ReadTimeoutError(endpoint_url="https://x"), LostContactError, ""),
+    (raised.ConnectionClosedError(endpoint_url="https://x"), LostContactError, ""),
+    (raised.BotoCoreError(), PlatformError, ""),
+]
+
+
+@pytest.mark.parametrize(("exc", "kind", "says"), REFUSALS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
+def test_every_exception_of_boto3_is_one_of_ours(exc: Exception, kind: type[CloudtrainError], says: str) -> None:
+    ours = error_of(exc)
+    assert type(ours) is kind
+    assert says in str(ours)
+    assert "\n" not in str(ours)
+
+
+def test_no_exception_of_the_sdk_escapes() -> None:
+    for name, kind in vars(raised).items():
+        if isinstance(kind, type) and issubclass(kind, raised.BotoCoreError):
+            assert error_of(kind.__new__(kind)) is not None, name
+    assert error_of(ZeroDivisionError()) is None
+
+
+def test_an_expired_session_is_made_anew(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As credentials change under a long wait."""
+    expired = (
+        400,
+        {"__type": "ExpiredTokenException", "message": "The security token is expired"},
+    )
+    aws.answer = lambda operation, body: (200, described("j")) if "key-2" in aws.keys[-1] else expired
+    asked = provider()
+    with pytest.raises(AuthError, match="sso login"):
+        asked.status(ARN + "j")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key-2")
+    assert asked.status(ARN + "j").state == "running"
+    assert len(aws.calls) == 4
+
+
+def test_nothing_is_tried_again_here(aws: Aws) -> None:
+    aws.answer = lambda operation, body: (400, {"__type": "ThrottlingException", "message": "Rate exceeded"})
+    with pytest.raises(LostContactError):
+        provider().status(ARN + "j")
+    aws.answer = lambda operation, body: raised.EndpointConnectionError(endpoint_url="https://x")
+    with pytest.raises(LostContactError):
+        provider().status(ARN + "j")
+    assert len(aws.calls) == 2
+
+
+def test_no_credentials_are_one_line(aws: Aws, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "get_credentials", lambda self: None)
+    monkeypatch.setattr("botocore.session.Session.get_credentials", lambda self: None)
+    with pytest.raises(AuthError) as caught:
+        provider().submit(request())
+    assert caught.value.exit_code == 3
+    assert aws.calls == []
+
+
+def test_a_role_to_assume_is_assumed(monkeypatch: pytest.MonkeyPatch, aws: Aws) -> None:
+    real, asked = boto3.Session, []
+
+    class Recording(real):  # type: ignore[misc, valid-type]
+        def client(self, name: str, *args: Any, **more: Any) -> Any:
+            if name != "sts":
+                return super().client(name, *args, **more)
+
+            class Sts:
+                def assume_role(self, **arguments: Any) -> Any:
+                    asked.append(arguments["RoleArn"])
+                    keys = {"AccessKeyId": "taken", "SecretAccessKey": "s", "SessionToken": "t"}
+                    return {"Credentials": {**keys, "Expiration": datetime.now(timezone.utc) + timedelta(hours=1)}}
+
+            return Sts()
+
+    monkeypatch.setattr(boto3, "Session", Recording)
+    aws.answer = lambda operation, body: (200, described("j"))
+    provider(role_to_assume="arn:aws:iam::123456789012:role/other").status(ARN + "j")
+    assert asked == ["arn:aws:iam::123456789012:role/other"]
+    assert "Credential=taken/" in aws.keys[-1]
+
+
+# ----------------------------------------------------------------------------------------------------------------- logs
+
+
+@dataclass
+class Streams:
+    """CloudWatch: events become visible when ``now`` (a count of polls) reaches them; pages of ``size``."""
+
+    size: int = 50
+    now: int = 0
+    events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    repeat: bool = False
+    throttle: random.Random | None = None
+
+    def put(self, stream: str, when: int, text: str, *, visible: int = 0) -> None:
+        event = {"logStreamName": stream, "timestamp": when, "message": text, "eventId": f"{len(self.events):056d}"}
+        self.events.append((visible, event))
+
+    def answer(self, operation: str, body: dict[str, Any]) -> Answer:
+        if operation == "DescribeTrainingJob":
+            return 200, described(body["TrainingJobName"])
+        assert operation == "FilterLogEvents"
+        if self.throttle is not None and self.throttle.random() < 0.3:
+            return 400, {"__type": "ThrottlingException", "message": "Rate exceeded"}
+        there = [e for visible, e in self.events if visible <= self.now and e["timestamp"] >= body["startTime"]]
+        there.sort(key=lambda e: (e["timestamp"], e["eventId"]))
+        begin = int(body.get("nextToken", 0))
+        shown = there[max(0, begin - (3 if self.repeat else 0)) : begin + self.size]
+        token = {"nextToken": str(begin + self.size)} if begin + self.size < len(there) else {}
+        return 200, {"events": shown, **token}
+
+
+def drained(asked: Provider, cursor: Any = None) -> tuple[list[LogLine], Any]:
+    """Every page there is now; throttled ones are asked for again, as the one who follows does."""
+    lines: list[LogLine] = []
+    while True:
+        try:
+            page = asked.logs(ARN + "j", cursor)
+        except LostContactError:
+            continue
+        lines += page.lines
+        cursor = json.loads(json.dumps(page.cursor))
+        if not page.more:
+            return lines, cursor
+
+
+@pytest.mark.proof
+def test_ten_thousand_lines_each_once(aws: Aws) -> None:
+    """64 streams, half of them a second start; late and out of order, with pages that overlap and throttling."""
+    rng = random.Random(6)
+    streams = Streams(size=997, repeat=True, throttle=rng)
+    aws.answer = streams.answer
+    clock = 1_700_000_000_000
+    texts = []
+    for number in range(10_000):
+        node, start = rng.randrange(32), 1 if number < 5_000 else 2
+        clock += rng.randrange(0, 60)
+        texts.append(f"line {number}")
+        late = rng.random() < 0.1
+        at = clock - rng.randrange(0, OVERLAP // 2) if late else clock
+        streams.put(f"j/algo-{node + 1}-{start}", at, texts[-1], visible=number // 500 + (2 if late else 0))
+    found: list[LogLine] = []
+    cursor: Any = None
+    for streams.now in range(25):
+        new, cursor = drained(provider(), cursor)
+        found += new
+    assert sorted(line.text for line in found) == sorted(texts)
+    assert len({line.id for line in found}) == 10_000
+    again, same = drained(provider(), cursor)
+    assert (again, same) == ([], cursor)
+    assert len(json.dumps(cursor)) < 300_000
+
+
+def test_lines_are_in_order_of_time_and_named_by_node(aws: Aws) -> None:
+    streams = Streams()
+    aws.answer = streams.answer
+    streams.put("j/algo-12-1700000000", 2000, "later\r")
+    streams.put("j/algo-1-1700000000", 1000, "sooner\n")
+    lines, _ = drained(provider())
+    assert [(line.node, line.text, line.time) for line in lines] == [("0", "sooner", 1.0), ("11", "later", 2.0)]
+
+
+def test_a_dead_node_is_seen_before_its_peers_begin(aws: Aws) -> None:
+    streams = Streams()
+    aws.answer = streams.answer
+    streams.put("j/algo-3-1", 1000, "exec: no python3")
+    page = provider().logs(ARN + "j")
+    assert [(line.node, line.text) for line in page.lines] == [("2", "exec: no python3")]
+
+
+def test_lines_of_jobs_with_a_longer_name_are_not_ours(aws: Aws) -> None:
+    streams = Streams()
+    aws.answer = streams.answer
+    streams.put("j2/algo-1-1", 1000, "no")
+    streams.put("j/algo-1-1", 1000, "yes")
+    assert [line.text for line in drained(provider())[0]] == ["yes"]
+    assert aws.calls[0][1]["logStreamNamePrefix"] == "j/"
+
+
+def test_no_lines_yet_and_no_such_job(aws: Aws) -> None:
+    missing = (400, {"__type": "ResourceNotFoundException", "message": "The specified log group does not exist."})
+    aws.answer = lambda op, body: missing if op == "FilterLogEvents" else (200, described("j"))
+    page = provider().logs(ARN + "j")
+    assert (page.lines, page.more) == ((), False)
+    aws.answer = lambda op, body: missing if op == "FilterLogEvents" else NOT_FOUND
+    with pytest.raises(NotFoundError):
+        provider().logs(ARN + "j")
+
+
+def test_a_stale_token_begins_again(aws: Aws) -> None:
+    streams = Streams(size=2)
+    for number in range(6):
+        streams.put("j/algo-1-1", 1000 + number, str(number))
+
+    def answer(operation: str, body: dict[str, Any]) -> Answer:
+        if "nextToken" in body:
+            return 400, {"__type": "InvalidParameterException", "message": "The specified nextToken is invalid."}
+        return streams.answer(operation, body)
+
+    aws.answer = streams.answer
+    first = provider().logs(ARN + "j")
+    aws.answer, streams.size = answer, 10
+    rest, _ = drained(provider(), first.cursor)
+    assert [line.text for line in (*first.lines, *rest)] == list("012345")
+
+
+def test_an_empty_page_is_not_the_end(aws: Aws) -> None:
+    pages: Sequence[Answer] = (
+        (200, {"events": [], "nextToken": "1"}),
+        (200, {"events": [{"logStreamName": "j/algo-1-1", "timestamp": 5, "message": "x", "eventId": "1"}]}),
+    )
+    waiting: list[Answer] = list(pages)
+    aws.answer = lambda operation, body: waiting.pop(0)
+    assert [line.text for line in drained(provider())[0]] == ["x"]

@@ -1,0 +1,325 @@
+"""Provider ``sagemaker`` on the node: what it reads from the container, and secrets with nothing but the job's role."""
+
+from __future__ import annotations
+
+import datetime
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.auth import SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials as Botocores
+
+from cloudtrain import pyz
+from cloudtrain.errors import StorageError
+from cloudtrain.job import Job
+from cloudtrain.provider import Layout, Site
+from cloudtrain.providers.sagemaker import SAMPLE, Provider
+from cloudtrain.providers.sagemaker.node import _has_efa
+from cloudtrain.providers.sagemaker.secrets import Credentials, credentials, secret, signed_headers
+
+ARN = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:token-AbCdEf"
+PARAMETER = "arn:aws:ssm:eu-west-1:123456789012:parameter/team/token"
+
+
+def site(
+    base: Path,
+    *,
+    host: str = "algo-1",
+    hosts: tuple[str, ...] = ("algo-1",),
+    interface: str = "eth0",
+    channels: tuple[str, ...] = ("cloudtrain-code", "cloudtrain-runtime", "cloudtrain-container"),
+    context: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Site:
+    """What a container with this configuration is given."""
+    config = base / "input" / "config"
+    config.mkdir(parents=True, exist_ok=True)
+    resources = {"current_host": host, "hosts": list(hosts), "network_interface_name": interface}
+    (config / "resourceconfig.json").write_text(json.dumps({**resources, "current_instance_type": "ml.m5.xlarge"}))
+    (config / "inputdataconfig.json").write_text(json.dumps({name: {"TrainingInputMode": "File"} for name in channels}))
+    if context is not None:
+        folder = base / "input" / "data" / "cloudtrain-container"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "context.json").write_text(json.dumps(context))
+    return Provider.site({"SAGEMAKER_BASE_DIR": str(base), **(environ or {})}, {})
+
+
+# ------------------------------------------------------------------------------------------------------------- topology
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        tuple(sorted(f"algo-{i}" for i in range(1, 13))),
+        tuple(sorted(f"algo-{i}-x7k2q" for i in range(1, 13))),
+    ],
+    ids=["aws", "local-mode"],
+)
+def test_nodes_are_numbered_as_the_platform_numbers_them(hosts: tuple[str, ...], tmp_path: Path) -> None:
+    """Its list is sorted as text: algo-1, algo-10, …"""
+    found = {host: site(tmp_path, host=host, hosts=hosts).topology for host in hosts}
+    assert {host: t.node_rank + 1 for host, t in found.items()} == {host: int(host.split("-")[1]) for host in hosts}
+    assert {t.master_addr for t in found.values()} == {next(h for h in hosts if h.split("-")[1] == "1")}
+    assert {t.nodes for t in found.values()} == {12}
+
+
+def test_what_the_platform_gives(tmp_path: Path) -> None:
+    given = site(tmp_path, channels=("cloudtrain-code", "cloudtrain-resume", "train", "val-2"))
+    assert given.paths == {
+        "live": f"{tmp_path}/cloudtrain/live",
+        "code": f"{tmp_path}/input/data/cloudtrain-code/code.tar.gz",
+        "resume": f"{tmp_path}/input/data/cloudtrain-resume",
+        "input.train": f"{tmp_path}/input/data/train",
+        "input.val-2": f"{tmp_path}/input/data/val-2",
+    }
+    assert given.stop_grace == 120
+    assert given.exit_code == {"succeeded": 0, "failed": 1, "preempted": 0}
+    assert given.failure_file == f"{tmp_path}/output/failure"
+    assert given.folders == {f"{tmp_path}/checkpoints": "checkpoints"}
+    assert given.export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "110"
+
+
+def test_existing_scripts_find_their_variables(tmp_path: Path) -> None:
+    context = {"hyperparameters": {"lr": 0.1, "data": "{inputs.train}", "it's": 'a "b"', "from": "{resume_from?}"}}
+    words = site(
+        tmp_path, host="algo-2", hosts=("algo-1", "algo-2"), channels=("cloudtrain-code", "train"), context=context
+    ).export_env
+    assert words["SM_MODEL_DIR"] == f"{tmp_path}/model"
+    assert words["SM_OUTPUT_DATA_DIR"] == f"{tmp_path}/output/data"
+    assert words["SM_CHANNEL_TRAIN"] == f"{tmp_path}/input/data/train"
+    assert json.loads(words["SM_CHANNELS"]) == ["train"]
+    assert json.loads(words["SM_HOSTS"]) == ["algo-1", "algo-2"]
+    assert (words["SM_CURRENT_HOST"], words["SM_CURRENT_HOST_RANK"], words["SM_HOST_COUNT"]) == ("algo-2", "1", "2")
+    assert (words["SM_HP_LR"], words["SM_HP_DATA"], words["SM_HP_IT_S"]) == ("0.1", "{inputs.train}", 'a "b"')
+    assert "SM_HP_FROM" not in words
+    assert json.loads(words["SM_HPS"])["it's"] == 'a "b"'
+    assert "SM_CHANNEL_CLOUDTRAIN_CODE" not in words
+
+
+@pytest.mark.skipif(not os.path.exists("/sys/class/net/lo"), reason="needs Linux")
+def test_the_network_interface_only_where_it_is_there_and_free(tmp_path: Path) -> None:
+    names = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+    assert {k: v for k, v in site(tmp_path, interface="lo").export_env.items() if k in names} == dict.fromkeys(
+        names, "lo"
+    )
+    assert not names & set(site(tmp_path, interface="ethwe").export_env)
+    chosen = site(tmp_path, interface="lo", environ={"NCCL_SOCKET_IFNAME": "eth9"}).export_env
+    assert names & set(chosen) == {"GLOO_SOCKET_IFNAME"}
+
+
+def test_efa_by_its_device(tmp_path: Path) -> None:
+    assert not _has_efa(str(tmp_path / "none"))
+    for name, driver in (("mlx5_0", "mlx5_core"), ("rdmap0s6", "efa")):
+        (tmp_path / driver).mkdir()
+        (tmp_path / "devices" / name / "device").mkdir(parents=True)
+        (tmp_path / "devices" / name / "device" / "driver").symlink_to(tmp_path / driver)
+        assert _has_efa(str(tmp_path / "devices")) == (driver == "efa")
+
+
+# -------------------------------------------------------------------------------------------------------------- secrets
+
+
+class Service(http.server.BaseHTTPRequestHandler):
+    """Credentials at /keys, and both services of secrets at /, which check the signature with botocore's own signer."""
+
+    answers: list[tuple[int, dict[str, Any]]]
+    seen: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Authorization") == "let me"
+        self._send(200 if wanted else 403, {"AccessKeyId": "AK", "SecretAccessKey": "SK", "Token": "TK"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        service = self.headers["Authorization"].split("/")[3]
+        self.seen.append({"target": self.headers["X-Amz-Target"], "service": service, "body": json.loads(body)})
+        if not self._signed(body, service):
+            self._send(400, {"__type": "InvalidSignatureException", "message": "signature"})
+            return
+        self._send(*(self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]))
+
+    def _signed(self, body: bytes, service: str) -> bool:
+        names = ("Content-Type", "X-Amz-Target", "X-Amz-Date", "X-Amz-Security-Token", "Host")
+        request = AWSRequest("POST", f"http://{self.headers['Host']}/", data=body)
+        for name in names:
+            request.headers[name] = self.headers[name]
+        request.context["timestamp"] = self.headers["X-Amz-Date"]
+        signer = SigV4Auth(Botocores("AK", "SK", "TK"), service, "eu-west-1")
+        canonical = signer.canonical_request(request)
+        signature = signer.signature(signer.string_to_sign(request, canonical), request)
+        return self.headers["Authorization"].endswith(f"Signature={signature}")
+
+    def _send(self, status: int, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Service]]:
+    monkeypatch.setattr("cloudtrain.ask.PAUSES", (0.0, 0.0))
+    handler = type("Handler", (Service,), {"answers": [(200, {})], "seen": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    handler.environ = {  # type: ignore[attr-defined]
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"http://127.0.0.1:{server.server_port}/keys",
+        "AWS_CONTAINER_AUTHORIZATION_TOKEN": "let me",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
+    }
+    yield handler
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def read(service: Any, arn: str = ARN) -> str:
+    return secret(arn, service.environ, region="us-east-1")
+
+
+def test_a_secret_is_read_with_the_role_of_the_job(service: Any) -> None:
+    service.answers = [(200, {"SecretString": "s3cret ü"})]
+    assert read(service) == "s3cret ü"
+    assert service.seen == [
+        {"target": "secretsmanager.GetSecretValue", "service": "secretsmanager", "body": {"SecretId": ARN}}
+    ]
+    service.answers = [(200, {"SecretBinary": "w7w="})]
+    assert read(service) == "ü"
+
+
+def test_a_parameter_is_read_decrypted(service: Any) -> None:
+    service.answers = [(200, {"Parameter": {"Value": "v"}})]
+    assert read(service, PARAMETER) == "v"
+    assert service.seen[0]["body"] == {"Name": PARAMETER, "WithDecryption": True}
+
+
+def test_what_passes_is_tried_again(service: Any) -> None:
+    throttled = (400, {"__type": "ThrottlingException", "message": "slow"})
+    service.answers = [throttled, (500, {}), (200, {"SecretString": "v"})]
+    assert read(service) == "v"
+    service.answers, service.seen = [throttled], []
+    with pytest.raises(StorageError, match="ThrottlingException"):
+        read(service)
+    assert len(service.seen) == 3
+
+
+def test_a_refusal_is_told_at_once(service: Any) -> None:
+    service.answers = [(400, {"__type": "com.amazonaws#AccessDeniedException", "message": "not you"})]
+    with pytest.raises(StorageError, match=r"GetSecretValue was refused \(AccessDeniedException\): not you; allow"):
+        read(service)
+    assert len(service.seen) == 1
+    service.environ = {**service.environ, "AWS_CONTAINER_AUTHORIZATION_TOKEN": "no"}
+    with pytest.raises(StorageError, match="reading the credentials of the job's role was refused"):
+        read(service)
+
+
+def test_where_credentials_come_from(service: Any, tmp_path: Path) -> None:
+    assert credentials({"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}) == Credentials(
+        access_key="a", secret_key="b"
+    )
+    (tmp_path / "token").write_text("let me\n")
+    environ = {**service.environ, "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(tmp_path / "token")}
+    environ.pop("AWS_CONTAINER_AUTHORIZATION_TOKEN")
+    assert credentials(environ) == Credentials(access_key="AK", secret_key="SK", token="TK")
+    with pytest.raises(StorageError, match="no credentials"):
+        credentials({})
+
+
+def test_signatures_are_botocores() -> None:
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
+    keys = Credentials(access_key="AK", secret_key="SK/+", token="TK")
+    url, body = "https://secretsmanager.eu-west-1.amazonaws.com/", b'{"a": "\xc3\xbc"}'
+    ours = signed_headers(
+        url, {"Content-Type": "x", "X-Amz-Target": "a  b"}, body, keys, region="eu-west-1", service="ssm", now=now
+    )
+    request = AWSRequest("POST", url, data=body, headers={k: v for k, v in ours.items() if k != "Authorization"})
+    request.context["timestamp"] = ours["X-Amz-Date"]
+    signer = SigV4Auth(Botocores("AK", "SK/+", "TK"), "ssm", "eu-west-1")
+    theirs = signer.signature(signer.string_to_sign(request, signer.canonical_request(request)), request)
+    assert ours["Authorization"].endswith(f"Signature={theirs}")
+
+
+# ---------------------------------------------------------------------------------------------------- before any Python
+
+
+def started(tmp_path: Path, *, lacks: str = "", **python: str) -> tuple[int, str | None, str]:
+    """The planned command by /bin/sh, with what lies below /opt/ml in a folder: exit code, failure file, stderr.
+
+    ``python`` are the programs on PATH, ``lacks`` is a file below ``input`` that is not there.
+    """
+    programs, ml = tmp_path / "bin", tmp_path / "ml"
+    for folder in (
+        programs,
+        ml / "output",
+        ml / "input/data/cloudtrain-runtime",
+        ml / "input/data/cloudtrain-container",
+    ):
+        folder.mkdir(parents=True)
+    for name, text in python.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    (ml / "input/data/cloudtrain-runtime/cloudtrain.pyz").write_bytes(pyz.build())
+    (ml / "input/data/cloudtrain-container/context.json").write_text('{"protocol": 1, "provider": "sagemaker"}')
+    (ml / "input/config").mkdir()
+    (ml / "input/config/resourceconfig.json").write_text(json.dumps({"hosts": ["algo-1"], "current_host": "algo-1"}))
+    if lacks:
+        (ml / "input" / lacks).unlink()
+    layout = Layout(store="s3://b/s", run_id="r", code_digest="c" * 64, runtime_digest="d" * 64)
+    body = Provider(**SAMPLE["settings"]).plan(Job.make(entry_point="train.py"), layout).body  # type: ignore[arg-type]
+    (line,) = body["AlgorithmSpecification"]["ContainerArguments"]
+    environment = {name: value.replace("/opt/ml", str(ml)) for name, value in body["Environment"].items()}
+    done = subprocess.run(
+        ["/bin/sh", "-c", line.replace("/opt/ml", str(ml))],
+        env={"PATH": str(programs), "SAGEMAKER_BASE_DIR": str(ml), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    failure = ml / "output/failure"
+    return done.returncode, failure.read_text().strip() if failure.exists() else None, done.stderr
+
+
+def test_an_image_without_python_leaves_its_cause(tmp_path: Path) -> None:
+    code, failure, said = started(tmp_path)
+    assert (code, failure) == (127, "never started: no python 3.10")
+    assert "no-python3" in said
+
+
+def test_an_image_whose_python_is_too_old_leaves_its_cause(tmp_path: Path) -> None:
+    code, failure, _ = started(tmp_path, python="exit 127")
+    assert (code, failure) == (127, "never started: no python 3.10")
+
+
+def test_a_node_that_cannot_start_leaves_its_own_cause(tmp_path: Path) -> None:
+    """Not the one that was there for want of Python."""
+    code, failure, said = started(tmp_path, python3=f'exec {sys.executable} "$@"')
+    assert code == 1
+    assert failure is not None
+    assert failure.startswith("this node cannot start: ")
+    assert "container/key" in failure
+    assert failure in said
+
+
+@pytest.mark.parametrize("lacks", ["data/cloudtrain-container/context.json", "config/resourceconfig.json"])
+def test_a_node_that_is_told_nothing_leaves_its_own_cause(tmp_path: Path, lacks: str) -> None:
+    """Before it knows its provider, or what the platform gave it."""
+    code, failure, said = started(tmp_path, lacks=lacks, python3=f'exec {sys.executable} "$@"')
+    assert code == 1
+    assert failure is not None
+    assert failure.startswith("this node cannot start: ")
+    assert lacks in failure
+    assert failure in said

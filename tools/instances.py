@@ -1,0 +1,110 @@
+"""``python tools/instances.py GPUS.csv > cloudtrain/data/instances.csv``: what machines the platforms have.
+
+GPUS.csv is gathered by hand, each row with its sources. Rows of SageMaker get their disks and architecture, and are
+joined by its machines without a GPU, from what the installed boto3 (which types there are) and moto (EC2's own
+description of each) say. Those of Azure ML come from Azure's pages on sizes, of series that its clusters support.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import moto
+
+COLUMNS = (
+    "provider", "instance_type", "accelerator_type", "gpu", "gpu_count", "gpu_memory_gib", "vcpus", "memory_gib",
+    "disk_gb", "arch", "network", "source",
+)  # fmt: skip
+SOURCE = f"boto3 {version('boto3')} sagemaker TrainingInstanceType + moto {version('moto')} ec2 instance_types.json.gz"
+
+AZURE = "MicrosoftDocs azure-compute-docs sizes"
+AZURE_SIZES: dict[str, list[tuple[str, int, float]]] = {
+    "general-purpose/dsv2-series.md": [
+        (f"Standard_DS{n}_v2", cores, memory)
+        for n, cores, memory in ((1, 1, 3.5), (2, 2, 7), (3, 4, 14), (4, 8, 28), (5, 16, 56))
+    ],
+    "general-purpose/ddsv4-series.md": [(f"Standard_D{n}ds_v4", n, n * 4) for n in (2, 4, 8, 16, 32, 48, 64)],
+    "memory-optimized/edsv4-series.md": [
+        *((f"Standard_E{n}ds_v4", n, n * 8) for n in (2, 4, 8, 16, 20, 32, 48)),
+        ("Standard_E64ds_v4", 64, 504),
+    ],
+    "compute-optimized/fsv2-series.md": [(f"Standard_F{n}s_v2", n, n * 2) for n in (2, 4, 8, 16, 32, 48, 64, 72)],
+}
+"""Sizes without a GPU, vCPUs and GiB, by page; that Azure ML has each in a region is for its ``vmSizes`` to say."""
+
+
+def instance_types() -> list[str]:
+    """Every instance type that a training job may have."""
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    return list(model.shape_for("TrainingInstanceType").enum)
+
+
+def described() -> dict[str, Any]:
+    """EC2's DescribeInstanceTypes, by type."""
+    with gzip.open(Path(moto.__file__).parent / "ec2" / "resources" / "instance_types.json.gz") as stream:
+        return dict(json.load(stream))
+
+
+def rows(gathered: Path) -> Iterator[dict[str, Any]]:
+    """The whole table."""
+    ec2 = described()
+    with gathered.open(newline="", encoding="utf-8") as stream:
+        known = list(csv.DictReader(stream))
+    for row in known:
+        grace = row["gpu"].startswith("GB")  # a GPU on one board with an Arm processor
+        yield {
+            **row,
+            "arch": "arm64" if grace else "x86_64",
+            **(_disk(ec2.get(row["instance_type"].removeprefix("ml."))) if _ours(row) else {}),
+        }
+    with_gpu = {row["instance_type"] for row in known}
+    for name in instance_types():
+        told = ec2.get(name.removeprefix("ml."))
+        if name in with_gpu or told is None or "NeuronInfo" in told or "GpuInfo" in told:
+            continue
+        yield {
+            "provider": "sagemaker",
+            "instance_type": name,
+            "gpu_count": 0,
+            "vcpus": told["VCpuInfo"]["DefaultVCpus"],
+            "memory_gib": f"{told['MemoryInfo']['SizeInMiB'] / 1024:g}",
+            "network": told["NetworkInfo"]["NetworkPerformance"],
+            "source": SOURCE,
+            **_disk(told),
+        }
+    for page, sizes in AZURE_SIZES.items():
+        for name, cores, memory in sizes:
+            yield {
+                "provider": "azureml",
+                "instance_type": name,
+                "gpu_count": 0,
+                "vcpus": cores,
+                "memory_gib": f"{memory:g}",
+                "arch": "x86_64",
+                "source": f"{AZURE}/{page}",
+            }
+
+
+def _ours(row: dict[str, str]) -> bool:
+    return row["provider"] == "sagemaker"
+
+
+def _disk(told: Any) -> dict[str, Any]:
+    if told is None:
+        return {}
+    (arch,) = {"x86_64", "arm64"} & set(told["ProcessorInfo"]["SupportedArchitectures"])
+    return {"disk_gb": told.get("InstanceStorageInfo", {}).get("TotalSizeInGB", ""), "arch": arch}
+
+
+if __name__ == "__main__":
+    writer = csv.DictWriter(sys.stdout, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows(Path(sys.argv[1])))

@@ -1,0 +1,124 @@
+"""``python tools/sagemaker_tables.py limits|images FOLDER``: what the SageMaker provider must know without an SDK.
+
+``limits``: what botocore's model says of CreateTrainingJob, into FOLDER/limits.json (from the installed botocore).
+``images``: AWS's PyTorch images by version and region, into FOLDER/images.json (from sagemaker-core's tables, wherever
+it is unpacked: PYTHONPATH finds it). FOLDER is ``cloudtrain/providers/sagemaker``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+
+OPERATION = "CreateTrainingJob"
+KEPT = ("min", "max", "pattern")
+NO_REQUEST = frozenset({"ServerlessJobConfig", "SelectedInstanceType", "SelectedInstanceCount"})
+"""Another kind of job, and what only an answer holds."""
+OLDEST = (2, 0)
+"""The first version whose images have the Python that a node needs."""
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
+
+
+def limits() -> dict[str, Any]:
+    """Every shape that a request can reach: type, members, what is required, least, most, pattern, choices."""
+    model = botocore.session.get_session().get_service_model("sagemaker")
+    shapes: dict[str, Any] = {}
+    root = model.operation_model(OPERATION).input_shape
+    _shape(root, shapes)
+    return {"input": root.name, "source": f"botocore {version('botocore')}", "shapes": dict(sorted(shapes.items()))}
+
+
+def _shape(shape: Any, shapes: dict[str, Any]) -> None:
+    if shape.name in shapes:
+        return
+    told: dict[str, Any] = {"type": shape.type_name, **{k: v for k, v in shape.metadata.items() if k in KEPT}}
+    shapes[shape.name] = told
+    if shape.type_name == "structure":
+        members = {name: member for name, member in shape.members.items() if name not in NO_REQUEST}
+        told["members"] = {name: member.name for name, member in members.items()}
+        told["required"] = list(shape.required_members)
+        parts = list(members.values())
+    elif shape.type_name == "list":
+        told["member"], parts = shape.member.name, [shape.member]
+    elif shape.type_name == "map":
+        told["key"], told["value"], parts = shape.key.name, shape.value.name, [shape.key, shape.value]
+    else:
+        if shape.type_name == "string" and shape.enum:
+            told["enum"] = list(shape.enum)
+        parts = []
+    for part in parts:
+        _shape(part, shapes)
+
+
+# -------------------------------------------------------------------------------------------------------------- images
+
+
+def images() -> dict[str, Any]:
+    """By version: the images for CPU and GPU, and the regions that have them; and each region's registry."""
+    spec = importlib.util.find_spec("sagemaker.core")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit("sagemaker-core is not on PYTHONPATH")
+    folder = Path(spec.submodule_search_locations[0])
+    registries: dict[str, str] = {}
+    versions: dict[str, Any] = {}
+    for name in ("pytorch", "pytorch-amzn2023"):
+        table = json.loads((folder / "image_uri_config" / f"{name}.json").read_bytes())["training"]
+        for number, told in table["versions"].items():
+            if tuple(map(int, number.split(".")[:2])) < OLDEST:
+                continue
+            versions[number] = {**_tags(number, told), "regions": sorted(told["registries"])}
+            for region, account in told["registries"].items():
+                registry = f"{account}.dkr.ecr.{region}.{_suffix(region)}"
+                if registries.setdefault(region, registry) != registry:
+                    raise SystemExit(f"two registries in {region}")
+    source = (folder / "VERSION").read_text().strip() if (folder / "VERSION").exists() else _core_version(folder)
+    return {
+        "source": f"sagemaker-core {source}",
+        "registries": dict(sorted(registries.items())),
+        "versions": dict(sorted(versions.items(), key=lambda item: tuple(map(int, item[0].split("."))))),
+    }
+
+
+def _core_version(folder: Path) -> str:
+    info = next(folder.parents[1].glob("sagemaker_core-*.dist-info"))
+    return info.name.removeprefix("sagemaker_core-").removesuffix(".dist-info")
+
+
+def _tags(number: str, told: Mapping[str, Any]) -> dict[str, str]:
+    if "container_version" in told:
+        return {p: f"{told['repository']}:{told['tag_prefix']}-{told['container_version'][p]}" for p in ("cpu", "gpu")}
+    (python,) = told["py_versions"]
+    return {p: f"{told['repository']}:{number}-{p}-{python}" for p in ("cpu", "gpu")}
+
+
+def _suffix(region: str) -> str:
+    session = botocore.session.get_session()
+    partition = session.get_partition_for_region(region)
+    data = session.get_component("data_loader").load_data("endpoints")
+    return str(next(p["dnsSuffix"] for p in data["partitions"] if p["partition"] == partition))
+
+
+def write(path: Path, table: Mapping[str, Any]) -> None:
+    """JSON with one entry of a large table a line, for readable differences."""
+    lines = []
+    for key, value in table.items():
+        if isinstance(value, dict):
+            inner = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+            lines.append(f"{json.dumps(key)}: {{\n{inner}\n}}")
+        else:
+            lines.append(f"{json.dumps(key)}: {json.dumps(value)}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    what, place = sys.argv[1:]
+    write(Path(place) / f"{what}.json", {"limits": limits, "images": images}[what]())
