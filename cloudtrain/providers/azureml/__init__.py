@@ -1,0 +1,151 @@
+"""Provider ``azureml``: command jobs of Azure Machine Learning.
+
+Its Request is the document that ``az ml job create -f`` takes, as JSON. `plan` and `preflight` make and check it,
+`sdk` sends it through azure-ai-ml, `account` asks for all else over azure-core, `states` and `pages` read the answers,
+`simulation` says what Azure ML would start, `node` is its other half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...provider import Layout, LogPage, Request, Simulation, Site, Status
+
+if TYPE_CHECKING:
+    from ...job import Job
+    from .account import Account
+
+__all__ = ["SAMPLE", "Provider", "Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The workspace's, in Azure ML's own words.
+
+    ``subscription_id``, ``resource_group`` and ``workspace_name`` are by default those of Azure ML's ``config.json`` in
+    this folder or above. ``datastore`` is the workspace's name of the store's container. ``compute`` is a cluster; none
+    means serverless. ``environment`` (``azureml:NAME:VERSION``, ``azureml://registries/…``) is for jobs without an
+    image. ``identity`` is what a job is: ``aml_token``, ``user_identity``, ``managed_identity`` or
+    ``managed_identity:CLIENT-ID``. ``job_tier`` (spot, basic, standard, premium) and ``priority`` (low, medium, high)
+    are for the queue. ``cloud`` is the SDK's name of a sovereign cloud; one that it does not know needs
+    ``cloud_metadata``. ``api_version`` is that of the calls to the resource manager. ``prices`` are US dollars an hour
+    by instance type, or cluster, for ``max_cost``.
+    """
+
+    subscription_id: str = ""
+    resource_group: str = ""
+    workspace_name: str = ""
+    datastore: str = "workspaceblobstore"
+    compute: str = ""
+    environment: str = ""
+    experiment_name: str = ""
+    identity: str = ""
+    job_tier: str = ""
+    priority: str = ""
+    cloud: str = "AzureCloud"
+    cloud_metadata: dict[str, Any] = field(default_factory=dict)
+    api_version: str = "2025-01-01-preview"
+    prices: dict[str, Any] = field(default_factory=dict)
+
+
+class Provider:
+    """Azure ML command jobs; see `cloudtrain.provider.Provider` for what each method promises."""
+
+    name: ClassVar[str] = "azureml"
+    Settings: ClassVar[type[Any]] = Settings
+    schemes: ClassVar[frozenset[str]] = frozenset({"abfs", "abfss", "az", "azureml", "https", "wasbs", "adl"})
+    retried_by: ClassVar[str] = "client"
+    max_wait_by: ClassVar[str] = "client"
+    pace: ClassVar[float] = 1.0
+    poll: ClassVar[float] = 5.0
+
+    def __init__(self, **settings: Any) -> None:
+        from .plan import checked
+
+        # Recorded with the run: whoever attaches, wherever, asks the same workspace.
+        self.settings: Settings = checked(Settings(**settings))
+        self._account: Account | None = None
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        from .plan import plan
+
+        return plan(self.settings, job, layout, attempt=attempt, choice=choice)
+
+    @property
+    def account(self) -> Account:
+        """The calls, made when first needed."""
+        if self._account is None:
+            from .account import Account
+
+            self._account = Account(self.settings)
+        return self._account
+
+    def store_url(self, url: str, *, ask: bool) -> str:
+        """``azureml://datastores/NAME/paths/…`` as the URL of the container that it is; see `Settings.resolved`."""
+        from .urls import store_url
+
+        own = self.settings
+        workspace = (own.subscription_id, own.resource_group, own.workspace_name)
+        return store_url(url, own.datastore, self.account.datastore if ask else None, workspace=workspace)
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        from .sdk import create
+
+        return create(self.account, request)
+
+    def find(self, request: Request) -> str | None:
+        return self.account.find(request)
+
+    def status(self, native_id: str) -> Status:
+        from .states import status
+
+        return status(self.account, native_id)
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        from .pages import page
+
+        return page(self.account, native_id, cursor)
+
+    def cancel(self, native_id: str) -> None:
+        self.account.cancel(native_id)
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        import os
+
+        from .clouds import cloud_of
+        from .urls import storage
+
+        return storage(url, cloud_of(self.settings), os.environ)
+
+    @staticmethod
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+        from .node import site
+
+        return site(environ, argv)
+
+    def nodes(self, request: Request) -> Simulation:
+        from .simulation import nodes
+
+        return nodes(request, datastore=self.settings.datastore)
+
+
+SAMPLE = {
+    "settings": {
+        "subscription_id": "11111111-2222-3333-4444-555555555555",
+        "resource_group": "training",
+        "workspace_name": "contract",
+        "prices": {"Standard_DS3_v2": 0.3, "Standard_NC4as_T4_v3": 0.6},
+    },
+    "store": "abfs://contract@contractstore.dfs.core.windows.net/store",
+    "job": {"image": "registry.example/team/trainer:1"},
+    "rows": {
+        "resources.instance_type": {"instance_type": "Standard_F4s_v2"},
+        "resources.gpu": {"gpu": ("T4:4",)},
+        "resources.cpus": {"cpus": 8},
+        "max_cost": {"max_cost": 0.5},
+        "options": {"options": {"azureml": {"properties": {"team": "vision"}}}},
+    },
+    "secret": "azure:contract-vault/contract",
+}

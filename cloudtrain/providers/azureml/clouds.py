@@ -1,0 +1,101 @@
+"""The clouds of Azure, by the names and words of Azure ML's own SDK; a cloud of one's own comes in the settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...errors import SpecError
+from ...values import nearest
+
+if TYPE_CHECKING:
+    from . import Settings
+
+__all__ = ["CLOUDS", "Cloud", "cloud_of"]
+
+CLOUDS: Mapping[str, tuple[str, str, str, str]] = {
+    "AzureCloud": (
+        "https://management.azure.com",
+        "https://login.microsoftonline.com",
+        "https://ml.azure.com",
+        "core.windows.net",
+    ),
+    "AzureUSGovernment": (
+        "https://management.usgovcloudapi.net",
+        "https://login.microsoftonline.us",
+        "https://ml.azure.us",
+        "core.usgovcloudapi.net",
+    ),
+    "AzureChinaCloud": (
+        "https://management.chinacloudapi.cn",
+        "https://login.chinacloudapi.cn",
+        "https://ml.azure.cn",
+        "core.chinacloudapi.cn",
+    ),
+}
+"""Resource manager, authority, studio and accounts: azure-ai-ml 1.35.2, ``_azure_environments.py``."""
+METADATA = (
+    "azure_portal", "resource_manager", "active_directory", "aml_resource_id", "storage_endpoint",
+    "registry_discovery_endpoint",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cloud:
+    """Where to call and sign in; ``storage`` ends the names of accounts' hosts.
+
+    ``name`` is what the SDK is told, ``metadata`` what it must be told besides.
+    """
+
+    name: str
+    resource_manager: str
+    authority: str
+    studio: str
+    storage: str
+    metadata: Mapping[str, str] | None = None
+
+    @property
+    def scope(self) -> str:
+        """Of the token for the resource manager."""
+        return f"{self.resource_manager}/.default"
+
+
+def cloud_of(settings: Settings) -> Cloud:
+    """The cloud of the settings. Raises `SpecError`."""
+    name, told = settings.cloud or "AzureCloud", settings.cloud_metadata
+    if not isinstance(told, Mapping):
+        raise SpecError(f"must be a table of {', '.join(METADATA)}, not {told!r}", field="azureml.cloud_metadata")
+    if not told:
+        if name not in CLOUDS:
+            known = ", ".join(CLOUDS)
+            why = f"{name!r} is none of {known}{nearest(name, CLOUDS)}; of any other give cloud_metadata too"
+            raise SpecError(why, field="azureml.cloud")
+        manager, authority, studio, storage = CLOUDS[name]
+        return Cloud(name=name, resource_manager=manager, authority=authority, studio=studio, storage=storage)
+    if name in CLOUDS:
+        raise SpecError(f"{name} is known; metadata are for a cloud of another name", field="azureml.cloud_metadata")
+    _check(told)
+    # The SDK keeps the first metadata of a name for the life of the process.
+    digest = hashlib.sha256(json.dumps(dict(told), sort_keys=True).encode()).hexdigest()[:8]
+    return Cloud(
+        name=f"{name}-{digest}",
+        resource_manager=told["resource_manager"].rstrip("/"),
+        authority=told["active_directory"].rstrip("/"),
+        studio=told["aml_resource_id"].rstrip("/"),
+        storage=told["storage_endpoint"],
+        metadata=dict(told),
+    )
+
+
+def _check(told: Mapping[str, Any]) -> None:
+    for key in METADATA:
+        value = told.get(key)
+        if not isinstance(value, str) or (key != "storage_endpoint" and not value.startswith("https://")):
+            what = "a host name" if key == "storage_endpoint" else "an https:// URL"
+            raise SpecError(f"must be {what}, not {value!r}", field=f"azureml.cloud_metadata.{key}")
+    for key in told:
+        if key not in METADATA:
+            raise SpecError(f"no such key{nearest(key, METADATA)}", field=f"azureml.cloud_metadata.{key}")

@@ -1,0 +1,140 @@
+"""The one table that turns what Azure answers, or its libraries raise, into our errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from ... import errors
+from ...errors import (
+    AuthError,
+    CapacityError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    NotFoundError,
+    PlatformError,
+    QuotaError,
+    SpecError,
+)
+
+__all__ = ["CAPACITY", "HELP", "QUOTA", "error_of", "quota_hint", "refusal", "translated"]
+
+QUOTA = re.compile(
+    r"quota|ClusterQuotaReached|JobNodeCountExceedsCoreQuota|exceeds? (the )?(core|vCPU) limit", re.IGNORECASE
+)
+"""Texts from public issues: mslearn-dp100 #35, InnerEye #253, azure-docs #121466 and #17809."""
+CAPACITY = re.compile(
+    r"(Allocation|OverconstrainedAllocation|ZonalAllocation)Failed|SkuNotAvailable|OutOfCapacity"
+    r"|(not enough|insufficient|lack of|no) (available )?capacity",
+    re.IGNORECASE,
+)
+_FAMILY = re.compile(
+    r"has an? (?P<family>.{0,80}?) ?(vCPU|core) quota of (?P<has>\d+).*?maps to (?P<needs>\d+) vCPUs?", re.IGNORECASE
+)
+_TAKEN = re.compile(r"already exists", re.IGNORECASE)
+_NO_WORKSPACE = re.compile(
+    r"'?Microsoft\.MachineLearningServices/workspaces/[^/']+'?[^/]* (was |were )?not found", re.I
+)
+_NO_COMPUTE = re.compile(
+    r"unknown compute|compute( target)?\b.{0,120}(not found|does ?n[o']t exist)|ComputeNotFound", re.IGNORECASE
+)
+_PLACES: Mapping[str, str] = {
+    "SubscriptionNotFound": "azureml.subscription_id",
+    "InvalidSubscriptionId": "azureml.subscription_id",
+    "ResourceGroupNotFound": "azureml.resource_group",
+    "WorkspaceNotFound": "azureml.workspace_name",
+}
+HELP: Mapping[str, str] = {
+    "none": "sign in (az login), or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET",
+    "expired": "sign in again (az login); what was submitted goes on",
+    "role": "give the caller the role 'AzureML Data Scientist' on the workspace; docs/azureml.md has the command",
+    "quota": "ask for more in Azure ML's Studio (Quota), or choose another size",
+}
+
+
+def quota_hint(text: str) -> str:
+    """Which quota to ask for, as exactly as ``text`` tells it."""
+    found = _FAMILY.search(text)
+    if found is None:
+        return HELP["quota"]
+    family, spot = found["family"].strip() or "cores", re.search(r"low.?priority|spot", text, re.IGNORECASE)
+    kind = "low-priority" if spot else "dedicated"
+    return (
+        f"ask for at least {found['needs']} {kind} vCPUs of {family} (there are {found['has']}) in Azure ML's Studio"
+        " (Quota), or choose another size"
+    )
+
+
+def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainError:
+    """Our error for an answer that is none. ``what`` was asked for."""
+    said = " ".join(f"{message or code or status}".split())[:600]
+    text = f"{what}: {said}" + (f" ({code})" if code and code not in said else "")
+    if status in (408, 429) or status >= 500:
+        return LostContactError(f"Azure ML does not answer now: {text} (status {status})")
+    if status == 401:
+        return AuthError(f"{text}: {HELP['expired']}")
+    if status == 403 and not QUOTA.search(said):
+        return AuthError(f"{text}: {HELP['role']}")
+    if field := _place(status, code, said):
+        return SpecError(f"{said}; check subscription, group and workspace", field=field)
+    if QUOTA.search(f"{code} {said}"):
+        return QuotaError(f"{text}: {quota_hint(said)}")
+    if CAPACITY.search(f"{code} {said}"):
+        return CapacityError(f"{text}: another size, region or time, or a longer max_wait")
+    if status == 409 or _TAKEN.search(said):
+        return ConflictError(text, field="run_id")
+    if status == 404:
+        return NotFoundError(text)
+    if _NO_COMPUTE.search(f"{code} {said}"):
+        return SpecError(text, field="azureml.compute")
+    return SpecError(text) if 400 <= status < 500 else PlatformError(text)
+
+
+def _place(status: int, code: str, said: str) -> str:
+    """The setting that leads nowhere, if that is what was said."""
+    if code in _PLACES:
+        return _PLACES[code]
+    return "azureml.workspace_name" if status == 404 and _NO_WORKSPACE.search(said) else ""
+
+
+def translated(what: str) -> AbstractContextManager[None]:
+    """Errors of Azure's libraries become ours, in one line; ``what`` was being done."""
+    return errors.translated(partial(error_of, what=what), needs="azure-ai-ml", extra="azureml")
+
+
+def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
+    """Our error for one of Azure's libraries, or None when it is none of them."""
+    import azure.core.exceptions as known
+
+    text = " ".join(str(exc).split())
+    if isinstance(exc, known.ClientAuthenticationError) and exc.status_code in (None, 400):
+        # 400 is how the token service refuses a secret or a refresh token (AADSTS…).
+        return AuthError(f"no Azure credentials: {HELP['none']} ({_shortest(exc)})")
+    if isinstance(exc, (known.ServiceRequestError, known.ServiceResponseError)) or _broken(exc):
+        return LostContactError(f"Azure does not answer: {what}: {text}")
+    if isinstance(exc, known.HttpResponseError):
+        status = exc.status_code or 0
+        error: Any = exc.error
+        code, message = str(getattr(error, "code", "") or ""), str(getattr(error, "message", "") or exc.message)
+        if not status:
+            return PlatformError(f"{what}: {text}")
+        return refusal(status, code, message, what=what)
+    if isinstance(exc, known.AzureError):
+        return PlatformError(f"{what}: {type(exc).__name__}: {text}")
+    if any(base.__name__ in ("MlException", "ValidationError") for base in type(exc).__mro__):
+        return SpecError(f"the installed azure-ai-ml refuses this request: {text}"[:900], field="options")
+    return None
+
+
+def _broken(exc: Exception) -> bool:
+    """Whether a body ended too soon: azure-core raises a HttpResponseError with the connection's own error in it."""
+    return getattr(exc, "response", None) is None and isinstance(getattr(exc, "inner_exception", None), OSError)
+
+
+def _shortest(exc: Exception) -> str:
+    """The first line of a chain's story: it tells of every way that was tried, over many lines."""
+    return next((line.strip() for line in str(exc).splitlines() if line.strip()), type(exc).__name__)[:200]

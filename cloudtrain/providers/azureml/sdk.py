@@ -1,0 +1,113 @@
+"""Sending a job, through azure-ai-ml: ``load_job`` of the planned document, ``jobs.create_or_update``.
+
+The SDK is imported for that alone. It costs seconds, shows of the logs rank 0's, and takes from the process it runs in
+what nobody asked it for (the folder's git properties) and leaves there what nobody wants (a variable, a logger's
+handler); see `_quietly`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ... import catalog
+from ...errors import ConflictError, SpecError, UnsupportedError
+from ...job import Gpu
+from ...provider import Request
+from .errors import translated
+from .urls import Blob
+from .words import NAME, TAG_GPU
+
+if TYPE_CHECKING:
+    from .account import Account
+
+__all__ = ["create"]
+
+_ENVIRONMENT = threading.Lock()
+_SET_BY_SDK = "AZUREML_CURRENT_CLOUD"
+_GIT = tuple(f"AZUREML_GIT_{word}" for word in ("REPOSITORY_URI", "BRANCH", "COMMIT", "DIRTY", "BUILD_ID", "BUILD_URI"))
+
+
+def create(account: Account, request: Request) -> str:
+    """The id of the one job of this request. Raises `ConflictError` when its name is another run's."""
+    if (found := account.claimed(request)) is not None:
+        return found
+    _check_datastore(account, request)
+    _check_cluster(account, request)
+    name = request.body["name"]
+    try:
+        with _quietly():
+            _put(account, request)
+    except ConflictError:
+        if (found := account.claimed(request)) is None:
+            raise
+        return found
+    return account.native_id(name)
+
+
+def _check_datastore(account: Account, request: Request) -> None:
+    """The job would read and write another container than the store's, and find nothing there."""
+    name, store = account.settings.datastore, Blob.parse(request.run)
+    told = account.datastore(name)
+    container, owner = told.get("containerName") or told.get("filesystem"), told.get("accountName")
+    if container != store.container or (store.host and store.host.partition(".")[0] != owner):
+        why = f"{name!r} is container {container!r} of account {owner!r}, and the store is in {store.container!r}"
+        raise SpecError(f"{why}: name the datastore of that, or make one", field="azureml.datastore")
+
+
+def _check_cluster(account: Account, request: Request) -> None:
+    """Azure ML takes a job for a cluster that does not exist, and the SDK does not look."""
+    compute = str(request.body.get("compute", "")).removeprefix("azureml:")
+    if not compute:
+        return
+    size = account.check_compute(compute)
+    known = next((m for m in catalog.machines(NAME) if m.instance_type.lower() == size.lower()), None)
+    asked = request.body["tags"].get(TAG_GPU)
+    if asked and known is not None:
+        gpu = Gpu.parse(asked)
+        if not (known.is_for(gpu) and known.gpu_count == gpu.count):
+            why = f"cluster {compute} is of {size}, which has {known.gpus or 'no GPU'}, not {gpu}"
+            raise UnsupportedError(NAME, "resources.gpu", why)
+
+
+def _put(account: Account, request: Request) -> None:
+    with translated("create job"):
+        from azure.ai.ml import MLClient, load_job
+
+        logging.getLogger("azure.ai.ml").setLevel(logging.ERROR)
+        cloud, settings = account.cloud, account.settings
+        own: dict[str, Any] = {"cloud_metadata": dict(cloud.metadata)} if cloud.metadata is not None else {}
+        client = MLClient(
+            account.credential,
+            settings.subscription_id,
+            settings.resource_group,
+            settings.workspace_name,
+            cloud=cloud.name,
+            enable_telemetry=False,
+            show_progress=False,
+            retry_total=0,
+            **own,
+        )
+        client.jobs.create_or_update(load_job(io.StringIO(json.dumps(request.body))))
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """While the SDK works, and as it was afterwards: nothing on stdout, no properties of a git repository."""
+    with _ENVIRONMENT, contextlib.redirect_stdout(io.StringIO()):
+        before = {name: os.environ.pop(name, None) for name in (*_GIT, _SET_BY_SDK)}
+        before["GIT_DIR"] = os.environ.get("GIT_DIR")
+        os.environ["GIT_DIR"] = os.devnull  # to git, no repository at all
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value

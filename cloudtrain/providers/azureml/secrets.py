@@ -1,0 +1,69 @@
+"""Secrets of Key Vault, read in a job with its own identity. Standard library alone: images need have no SDK."""
+
+from __future__ import annotations
+
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from ...ask import ask
+from ...errors import StorageError
+
+__all__ = ["place", "secret", "token"]
+
+VAULTS = ("vault.azure.net", "vault.azure.cn", "vault.usgovcloudapi.net")
+"""Domains of Key Vault; what a token is asked for is that of the vault, by default the first."""
+VAULT_VERSION = "7.4"
+IMDS = "http://169.254.169.254/metadata/identity/oauth2/token"
+
+
+def secret(reference: str, environ: Mapping[str, str]) -> str:
+    """The value of ``VAULT/NAME`` or ``VAULT/NAME/VERSION``; a vault with a dot is its whole host name.
+
+    Raises `StorageError`, never with the value.
+    """
+    url, resource = place(reference)
+    what = f"Key Vault {reference.partition('/')[0]}"
+    told = _get(url, {"Authorization": f"Bearer {token(resource, environ)}"}, what=what, direct=False)
+    try:
+        return str(told["value"])
+    except (KeyError, TypeError):
+        raise StorageError(f"{what} answered without a value") from None
+
+
+def place(reference: str) -> tuple[str, str]:
+    """The URL of a secret, and what the token for it is asked for."""
+    vault, _, name = reference.partition("/")
+    host = vault if "." in vault else f"{vault}.{VAULTS[0]}"
+    domain = next((d for d in VAULTS if host.partition(":")[0].endswith(f".{d}")), VAULTS[0])
+    return f"https://{host}/secrets/{name}?api-version={VAULT_VERSION}", f"https://{domain}"
+
+
+def token(resource: str, environ: Mapping[str, str]) -> str:
+    """A token for ``resource`` of the job's managed identity, from where this machine says.
+
+    As azure-identity 1.27 asks: App Service's endpoint, the one of Azure ML's clusters, else that of the machine.
+    """
+    client = environ.get("AZURE_CLIENT_ID") or environ.get("DEFAULT_IDENTITY_CLIENT_ID") or ""
+    headers: dict[str, str]
+    if environ.get("IDENTITY_ENDPOINT") and environ.get("IDENTITY_HEADER"):
+        url, headers = environ["IDENTITY_ENDPOINT"], {"X-IDENTITY-HEADER": environ["IDENTITY_HEADER"]}
+        query = {"api-version": "2019-08-01", "resource": resource, **({"client_id": client} if client else {})}
+    elif environ.get("MSI_ENDPOINT") and environ.get("MSI_SECRET"):
+        url, headers = environ["MSI_ENDPOINT"], {"secret": environ["MSI_SECRET"]}
+        query = {"api-version": "2017-09-01", "resource": resource, **({"clientid": client} if client else {})}
+    else:
+        url, headers = IMDS, {"Metadata": "true"}
+        query = {"api-version": "2018-02-01", "resource": resource, **({"client_id": client} if client else {})}
+    what = "the token of the job's identity"
+    told = _get(f"{url}?{urllib.parse.urlencode(query)}", headers, what=what, direct=True)
+    try:
+        return str(told["access_token"])
+    except (KeyError, TypeError):
+        raise StorageError(f"{what}: an answer without a token") from None
+
+
+def _get(url: str, headers: Mapping[str, str], *, what: str, direct: bool) -> Any:
+    how = "give the job an identity (azureml.identity)" if direct else "give it 'Key Vault Secrets User'"
+    return ask(lambda: urllib.request.Request(url, headers=dict(headers)), what=what, how=how, direct=direct)

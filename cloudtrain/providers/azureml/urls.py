@@ -1,0 +1,153 @@
+"""URLs: what fsspec calls a place in Azure Storage, and what a command job does. Pure.
+
+The store is one container; a datastore of the workspace is that container too, so that a path is the same in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...errors import SpecError, UnsupportedError
+from ...values import url_scheme
+from .words import NAME
+
+if TYPE_CHECKING:
+    from .clouds import Cloud
+
+__all__ = ["FSSPEC", "Blob", "check_url", "datastore_uri", "for_fsspec", "for_job", "storage", "store_url"]
+
+PUBLIC = "core.windows.net"
+FSSPEC = frozenset({"abfs", "abfss", "az"})
+"""What adlfs calls a place in Azure Storage; Azure ML knows but the second."""
+_DATASTORE = re.compile(r"azureml://(?:subscriptions/.+/)?datastores/(?P<name>[^/]+)/paths/(?P<path>.*)")
+_WORKSPACE = re.compile(
+    r"azureml://subscriptions/([^/]+)/resourcegroups/([^/]+)/(?:providers/[^/]+/)?workspaces/([^/]+)/", re.I
+)
+_HOST = re.compile(r"(?P<account>[a-z0-9]{3,24})\.(?:dfs|blob)\.(?P<suffix>[a-z0-9.-]+)")
+_AMISS = re.compile(r"[\x00-\x1f\x7f?#{}$\\\"'`<>|]")
+"""What a URI of a job cannot say, or would say to a shell; a ``?`` begins a SAS, which the records would keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blob:
+    """A place in Azure Storage. ``host`` is that of the account, empty where the URL leaves it to the environment."""
+
+    container: str
+    host: str
+    path: str
+
+    @classmethod
+    def parse(cls, url: str) -> Blob:
+        """``abfs://container[@account.dfs.core.windows.net]/path``, and the same with other schemes."""
+        authority, _, path = url.partition("://")[2].partition("/")
+        container, _, host = authority.partition("@")
+        return cls(container=container, host=host.lower(), path=path.strip("/"))
+
+    def within(self, other: Blob) -> bool:
+        """Whether both are in one container."""
+        return (self.container, self.host) == (other.container, other.host)
+
+    def wasbs(self) -> str | None:
+        """The form for a job, None without an account.
+
+        Through the blob endpoint, not ``abfss``: accounts have one with and without a hierarchical namespace.
+        """
+        host = _HOST.fullmatch(self.host)
+        return f"wasbs://{self.container}@{host['account']}.blob.{host['suffix']}/{self.path}" if host else None
+
+
+def datastore_uri(datastore: str, path: str) -> str:
+    """The short form, of the workspace that the job runs in."""
+    return f"azureml://datastores/{datastore}/paths/{path}"
+
+
+def check_url(url: str, field: str) -> None:
+    """Raise `UnsupportedError` for what no URL of a run can hold, a SAS above all; the message does not repeat it."""
+    amiss = _AMISS.search(url) or (url_scheme(url) != "https" and re.search("%", url))
+    if amiss:
+        why = "a SAS or query would be kept in the records; use a datastore or an identity" if amiss[0] == "?" else ""
+        raise UnsupportedError(NAME, field, f"its URL holds {amiss[0]!r}: {why or 'rename it'}")
+
+
+def for_job(url: str, *, store: str, datastore: str, field: str) -> str:
+    """``url`` as an input's path, with no closing slash. Raises `UnsupportedError` for ``field``."""
+    check_url(url, field)
+    scheme = url_scheme(url)
+    if scheme not in FSSPEC:
+        return url.rstrip("/")
+    blob = Blob.parse(url)
+    if blob.within(Blob.parse(store)):
+        return datastore_uri(datastore, blob.path)
+    if (other := blob.wasbs()) is None:
+        example = f"abfs://{blob.container}@ACCOUNT.dfs.core.windows.net/{blob.path}"
+        raise UnsupportedError(NAME, field, f"a job must be told the account: {example}, or azureml://datastores/…")
+    return other
+
+
+def for_fsspec(uri: str, *, run: str, datastore: str) -> str:
+    """The inverse: a path of a job as fsspec knows it, with no closing slash."""
+    uri = uri.rstrip("/")
+    match = _DATASTORE.fullmatch(uri)
+    if match and match["name"] == datastore:
+        scheme, _, rest = run.partition("://")
+        return f"{scheme}://{rest.partition('/')[0]}/{match['path']}".rstrip("/")
+    if url_scheme(uri) == "wasbs":
+        return f"abfs://{uri.partition('://')[2]}".replace(".blob.", ".dfs.", 1)
+    return uri
+
+
+def store_url(
+    url: str, datastore: str, ask: Callable[[str], Mapping[str, Any]] | None, *, workspace: tuple[str, str, str]
+) -> str:
+    """The container of ``azureml://datastores/NAME/paths/…``, whose properties ``ask`` gives; None: nobody is asked.
+
+    The long form may name the settings' ``workspace`` (subscription, resource group, name) alone. Raises `SpecError`
+    (``store``, or ``azureml.datastore`` when the jobs would write into another one).
+    """
+    check_url(url, "store")
+    match = _DATASTORE.fullmatch(url)
+    if match is None:
+        raise SpecError(f"{url!r} is not azureml://datastores/NAME/paths/…", field="store")
+    named = _WORKSPACE.match(url)
+    if named and [word.lower() for word in named.groups()] != [word.lower() for word in workspace]:
+        why = f"is in the workspace {'/'.join(named.groups())}, and the settings name {'/'.join(workspace)}"
+        raise SpecError(why, field="store")
+    if match["name"] != datastore:
+        why = f"is {datastore!r}, and the store lies in {match['name']!r}: set it to that"
+        raise SpecError(why, field="azureml.datastore")
+    if ask is None:
+        form = f"abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/{match['path']}"
+        how = f"az ml datastore show --name {datastore} tells its container"
+        raise SpecError(f"a plan asks nobody where {url} is; write {form} ({how}), or submit", field="store")
+    told = ask(datastore)
+    container = told.get("containerName") or told.get("filesystem")
+    if not container or not told.get("accountName"):
+        kind = told.get("datastoreType") or "of an unknown kind"
+        raise SpecError(f"datastore {datastore!r} is {kind}, no container of Azure Storage", field="store")
+    host = f"{told['accountName']}.dfs.{told.get('endpoint') or 'core.windows.net'}"
+    return f"abfs://{container}@{host}/{match['path']}".rstrip("/")
+
+
+def storage(url: str, cloud: Cloud, environ: Mapping[str, str]) -> dict[str, Any]:
+    """adlfs's options for a store at ``url``: a key of the environment if there is one, else who is signed in.
+
+    adlfs knows the public cloud's accounts alone; of any other it is told the host, and where to sign in. Raises
+    `SpecError` for an account of another cloud than ``cloud``.
+    """
+    if url_scheme(url) not in FSSPEC:
+        return {}
+    options: dict[str, Any] = {} if environ.get("AZURE_STORAGE_ANON") else {"anon": False}
+    host = _HOST.fullmatch(Blob.parse(url).host)
+    if host is None or host["suffix"] == PUBLIC:
+        return options
+    if host["suffix"] != cloud.storage:
+        why = f"is {cloud.name}, whose accounts are in {cloud.storage}, and the store is in {host['suffix']}"
+        raise SpecError(f"{why}: name the store's cloud", field="azureml.cloud")
+    options |= {"account_name": host["account"], "account_host": f"{host['account']}.blob.{host['suffix']}"}
+    options["authority"] = cloud.authority  # adlfs hands on what it does not know to DefaultAzureCredential
+    if cloud.metadata is not None:
+        options["disable_instance_discovery"] = True
+    return options

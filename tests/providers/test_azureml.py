@@ -1,0 +1,96 @@
+"""Provider ``azureml`` over the wire: the contract suite, and whole runs by the command line."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from azureml_client import AzureClient
+from clients import DDP, PATIENCE, TRAIN, at_work, check_cancelled, check_digits
+from jobs import Done, Jobs
+
+from cloudtrain.testing.azureml.world import AzureMLWorld
+from cloudtrain.testing.contract import ProviderContract
+from cloudtrain.testing.worlds import World
+
+pytestmark = [pytest.mark.docker, pytest.mark.remote, pytest.mark.slow]
+
+
+@pytest.fixture(scope="class")
+def made(
+    tmp_path_factory: pytest.TempPathFactory, azure_server: str, engine: Any, images: Callable[[str], str]
+) -> Iterator[AzureMLWorld]:
+    """A world of this class's own, with the environment that leads to it."""
+    folder = tmp_path_factory.mktemp("world")
+    with at_work(folder, engine, lambda: AzureMLWorld(folder, azurite=azure_server, image=images("pip"))) as world:
+        yield world
+
+
+class TestAzureML(ProviderContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def world(cls, made: AzureMLWorld) -> World:
+        return made
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture
+def client(made: AzureMLWorld, tmp_path: Path) -> Iterator[AzureClient]:
+    jobs = Jobs(tmp_path)
+    yield AzureClient(made, jobs)
+    jobs.close()
+
+
+@pytest.mark.timeout(4 * PATIENCE)
+class TestWholeRuns:
+    @pytest.mark.proof
+    def test_digits_train_to_the_same_bits_as_here(self, client: AzureClient, whole: dict[int, float]) -> None:
+        check_digits(client, whole, lambda: sum(name.startswith("digits-") for name in client.world.plane.jobs))
+
+    @pytest.mark.proof
+    def test_a_preempted_job_is_followed_by_another_that_resumes_bit_for_bit(
+        self, client: AzureClient, whole: dict[int, float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The first one fails, as is reported; with mounted folders that lag."""
+        monkeypatch.setattr(client.world.plane, "sync_lag", 1.0)
+        epoch = random.Random(7).randrange(1, 3)
+        words = client.words(DDP, "spot", *TRAIN, "--spot", "--retries", "1", "--keep-checkpoints", "2")
+        process = client.jobs.start(*words)
+        client.until("spot", f"step {22 * epoch} epoch {epoch} ")
+        client.job("spot").preempt(1)
+        out, err = process.communicate(timeout=PATIENCE)
+        done = Done(process.returncode, out, err)
+        assert (done.code, done.json["state"]) == (0, "succeeded"), err
+        first, second = done.json["attempts"]
+        assert (first["number"], first["category"], second["number"]) == ("0.0", "preempted", "1.0")
+        assert int(second["resumed_from"].removeprefix("step-")) >= 22 * epoch
+        assert client.job("spot").status == "Failed"
+        assert client.losses("spot") == whole
+        assert client.world.plane.wire.leaks == []
+
+    @pytest.mark.proof
+    def test_a_cancelled_run_leaves_the_checkpoints_of_all_ranks(self, client: AzureClient) -> None:
+        check_cancelled(client)
+        assert client.job("stopped").history[-2:] == ["CancelRequested", "Canceled"]
+
+    def test_a_crash_on_node_1_is_told_with_its_traceback_while_node_0_is_silent(self, client: AzureClient) -> None:
+        text = """
+            import os, time
+            def load_batch():
+                raise ValueError("no shard 7")
+            if os.environ["RANK"] == "3":
+                load_batch()
+            time.sleep(600)
+        """
+        script = client.jobs.write("crash/crash.py", text)
+        done = client.submit(str(script), "crash")
+        assert (done.code, done.json["category"]) == (1, "user_error"), done.err
+        failure = done.json["failure"]
+        assert (failure["node"], failure["rank"], failure["exception"]) == (1, 3, "ValueError: no shard 7")
+        assert "in load_batch" in failure["traceback"]
+        assert "ValueError: no shard 7" in done.err

@@ -1,0 +1,70 @@
+"""Provider ``azureml`` and what it sends jobs through: azure-ai-ml, kept from doing what nobody asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cloudtrain.errors import SpecError, UnsupportedError
+from cloudtrain.provider import find_provider
+from cloudtrain.testing.azureml.world import AzureMLWorld
+
+pytestmark = [pytest.mark.remote, pytest.mark.slow]
+
+
+@pytest.fixture
+def idle(tmp_path: Path, azure_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AzureMLWorld]:
+    """A world whose jobs never start."""
+    world = AzureMLWorld(tmp_path / "world", azurite=azure_environment, image="team/trainer:1", runs=False)
+    for name, value in world.plane.environ().items():
+        monkeypatch.setenv(name, value)
+    yield world
+    world.close()
+
+
+def test_it_leaves_no_trace_here_and_takes_none_along(
+    idle: AzureMLWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A git repository whose address says more than the workspace need know; a variable that chooses another cloud."""
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for words in (["init", "-q"], ["remote", "add", "origin", "https://git.example/private/thing"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "AzureChinaCloud")
+    monkeypatch.setenv("AZUREML_GIT_COMMIT", "abc")
+    plan = idle.plan({"spot": True})
+    before = dict(os.environ)
+    idle.provider.submit(plan.request)
+    assert dict(os.environ) == before
+    (job,) = idle.plane.jobs.values()
+    assert job.body["properties"]["properties"] == {}
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_datastore_of_another_container_is_refused(idle: AzureMLWorld) -> None:
+    idle.plane.datastore("elsewhere", f"{idle.plane.container}-2")
+    for name, says in (("elsewhere", "name the datastore of that"), ("nowhere", "az ml datastore list")):
+        provider = find_provider("azureml")(**{**idle.settings, "datastore": name})
+        plan = idle.plan()
+        request = provider.plan(plan.job, plan.layout)
+        with pytest.raises(SpecError, match=says) as caught:
+            provider.submit(request)
+        assert caught.value.field == "azureml.datastore"
+    assert idle.plane.jobs == {}
+
+
+def test_a_cluster_with_other_gpus_is_refused(idle: AzureMLWorld) -> None:
+    idle.plane.computes["gpus"] = {"vmSize": "STANDARD_NC64AS_T4_V3"}
+    provider = find_provider("azureml")(**{**idle.settings, "compute": "gpus"})
+    plan = idle.plan()
+    wrong, right = (provider.plan(plan.job.replace(gpu=(gpu,)), plan.layout) for gpu in ("H100:8", "T4:4"))
+    with pytest.raises(UnsupportedError, match="has T4:4, not H100:8") as caught:
+        provider.submit(wrong)
+    assert caught.value.field == "resources.gpu"
+    assert idle.plane.jobs == {}
+    assert provider.submit(right) == provider.find(right)

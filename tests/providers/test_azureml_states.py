@@ -1,0 +1,215 @@
+"""Provider ``azureml``: what Azure's words on a job mean, and what its refusals become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cloudtrain.errors import (
+    AuthError,
+    CapacityError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    NotFoundError,
+    QuotaError,
+    SpecError,
+)
+from cloudtrain.provider import FINAL, Status
+from cloudtrain.providers.azureml.errors import error_of, quota_hint, refusal
+from cloudtrain.providers.azureml.states import category_of, status_of
+from cloudtrain.testing.azureml.strict import STATUSES
+
+DP100 = (
+    "The specified Azure ML Compute Instance has a Standard D Family vCPU quota of 2 and is less than the requested job"
+    " node count of 2 which maps to 4 vCPUs"
+)
+INNER_EYE = (
+    "The specified subscription has a Standard NCADSA100v4 Family Cluster Dedicated vCPU quota of 0 and cannot"
+    " accomodate for at least 1 requested managed compute node which maps to 24 vCPUs"
+)
+CRASH = (
+    "Execution failed. User process 'python' exited with status code 1. Please check log file 'user_logs/std_log.txt'"
+)
+
+
+def said(status: str, *, error: tuple[str, str] = ("", ""), seconds: float | None = None, **properties: Any) -> Status:
+    """The status of a job of two nodes that ran for ``seconds``."""
+    times = {}
+    if seconds is not None:
+        times = {"startTimeUtc": "2026-11-22T00:00:00Z", "endTimeUtc": f"2026-11-22T00:{int(seconds // 60):02}:00Z"}
+    resources = {"instanceType": "Standard_DS3_v2", "instanceCount": 2}
+    told = {"properties": {"status": status, "resources": resources, "limits": {"timeout": "PT10M"}, **properties}}
+    details = {**times, "error": {"error": {"code": error[0], "message": error[1]}}}
+    return status_of(told, details, prices={"Standard_DS3_v2": 0.6})
+
+
+# --------------------------------------------------------------------------------------------------------------- states
+
+
+def test_every_native_state_has_a_meaning() -> None:
+    found = {name: said(name).state for name in STATUSES}
+    assert {name for name, state in found.items() if state in FINAL} == {"Completed", "Failed", "Canceled"}
+    pending = {"NotStarted", "Queued", "Provisioning", "Preparing", "Starting", "Paused"}
+    assert {name for name, state in found.items() if state == "pending"} == pending
+    assert found["NotResponding"] == found["CancelRequested"] == found["Finalizing"] == "running"
+    assert said("OfNextYear").state == "running", "what nobody knows is not over"
+    assert "come back" in said("NotResponding").reason
+
+
+def test_a_failure_has_its_reason_and_category() -> None:
+    found = said("Failed", error=("UserError", CRASH), seconds=120)
+    assert (found.state, found.category) == ("failed", "user_error")
+    assert found.reason.startswith("Execution failed")
+    assert (found.started, found.finished) == (1795305600.0, 1795305720.0)
+    assert found.instance_type == "Standard_DS3_v2"
+    assert found.cost_usd == 0.04, "two nodes, two minutes, 0.6 USD an hour"
+    assert found.billed_s is None, "Azure does not tell"
+    assert said("Failed").reason.startswith("Azure ML gives no reason")
+
+
+def test_what_never_had_a_machine_costs_nothing() -> None:
+    assert said("Canceled").cost_usd == 0.0
+    assert said("Running").cost_usd is None
+
+
+def test_the_time_limit_is_no_users_cancel() -> None:
+    """Azure ML cancels a job that is over its limit: no word may be said."""
+    assert said("Canceled", seconds=600).category == "timeout"
+    assert said("Canceled", seconds=540).category == "cancelled"
+    late = said("Canceled", error=("JobTimeout", "The job exceeded the maximum run duration"), seconds=60)
+    assert (late.state, late.category) == ("failed", "timeout")
+    stopped = ("UserError", "User process '/bin/sh' exited with status code 75")
+    assert said("Failed", error=stopped, seconds=600).category == "timeout", "our node's own word on any stop"
+    assert said("Failed", seconds=600).category == "timeout"
+    assert said("Failed", error=stopped, seconds=540).category == "preempted"
+    assert said("Failed", error=("UserError", CRASH), seconds=600).category == "user_error"
+
+
+def test_a_cancel_is_what_was_asked_for_unless_azure_says_otherwise() -> None:
+    for message in ("Node was preempted", DP100, "AllocationFailed", "not enough capacity"):
+        found = said("Canceled", error=("x", message), seconds=60)
+        assert (found.state, found.category) == ("cancelled", "cancelled"), message
+    for message, category in (
+        (f"canceled because {DP100}", "quota"),
+        ("Cancelled by the system: evicted", "preempted"),
+    ):
+        found = said("Canceled", error=("x", message), seconds=60)
+        assert (found.state, found.category) == ("failed", category), message
+
+
+def test_a_cluster_stands_for_its_machines() -> None:
+    cluster = "/subscriptions/s/resourceGroups/g/providers/x/workspaces/w/computes/gpu"
+    told = {"properties": {"status": "Running", "computeId": cluster, "resources": {"instanceCount": 2}}}
+    assert status_of(told, {}).instance_type == "gpu"
+
+
+CATEGORIES = [
+    (CRASH, "user_error"),
+    ("UserError: " + CRASH.replace("code 1", "code 137"), "oom"),
+    ("User process '/bin/sh' exited with status code 127", "image"),
+    ("User process '/bin/sh' exited with status code 75", "preempted"),
+    ("exited with status code 1: RuntimeError: quota of my own exceeded, preempted, 403 Forbidden", "user_error"),
+    (DP100, "quota"),
+    (INNER_EYE, "quota"),
+    ("DataAccessError: the request failed with status code: 403 AuthorizationPermissionMismatch", "auth"),
+    ("FailedPullingImage: unexpected status code 404 Not Found", "image"),
+    ("The request was refused for lack of quota, status code 409", "quota"),
+    ("Submission encountered an exception with status code 503", "infra"),
+    ("Process exited with code 143", "user_error"),
+    ("exit code -9", "oom"),
+    ("PreemptionError: Nodes of this job got pre-empted", "preempted"),
+    ("nodes got pre-empted", "preempted"),
+    ("OutOfQuota: Not enough cluster CPU quota", "quota"),
+    ("Operation results in exceeding quota limits of Microsoft.Batchlusters", "quota"),
+    ("ClusterQuotaReached: x", "quota"),
+    ("AllocationFailed: We do not have sufficient capacity", "capacity"),
+    ("SkuNotAvailable: Standard_ND96asr_v4", "capacity"),
+    ("The node was preempted", "preempted"),
+    ("Low priority node was reclaimed", "preempted"),
+    ("ImageBuildFailure: x", "image"),
+    ("Failed to pull Docker image team/none:1", "image"),
+    ("manifest unknown", "image"),
+    ("AuthorizationPermissionMismatch: This request is not authorized to perform this operation", "auth"),
+    ("UserError: Access denied to datastore", "auth"),
+    ("UserError: StreamAccess(NotFound)", "user_error"),
+    ("ServiceError: InternalServerError", "infra"),
+    ("", "infra"),
+]
+
+
+@pytest.mark.parametrize(("text", "category"), CATEGORIES, ids=[str(i) for i in range(len(CATEGORIES))])
+def test_categories(text: str, category: str) -> None:
+    assert category_of(text) == category
+
+
+def test_the_exact_quota_to_ask_for() -> None:
+    assert quota_hint(INNER_EYE).startswith(
+        "ask for at least 24 dedicated vCPUs of Standard NCADSA100v4 Family Cluster Dedicated (there are 0)"
+    )
+    assert quota_hint(DP100).startswith("ask for at least 4 dedicated vCPUs of Standard D Family (there are 2)")
+    assert "low-priority vCPUs of" in quota_hint(DP100.replace("Standard D Family", "Low Priority Family"))
+    assert "Quota" in quota_hint("ClusterQuotaReached")
+    assert said("Failed", error=("JobNodeCountExceedsCoreQuota", DP100)).reason.count("ask for at least 4") == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+REFUSALS: list[tuple[int, str, str, type[CloudtrainError], str]] = [
+    (401, "InvalidAuthenticationToken", "The access token has expired", AuthError, "sign in again"),
+    (403, "AuthorizationFailed", "The client 'x' does not have authorization", AuthError, "'AzureML Data Scientist'"),
+    (404, "ResourceGroupNotFound", "Resource group 'g' could not be found.", SpecError, "azureml.resource_group: "),
+    (404, "SubscriptionNotFound", "The subscription 's' could not be found.", SpecError, "azureml.subscription_id: "),
+    (
+        404,
+        "ResourceNotFound",
+        "The Resource 'Microsoft.MachineLearningServices/workspaces/w' under resource group 'g' was not found.",
+        SpecError,
+        "azureml.workspace_name: ",
+    ),
+    (404, "UserError", "Job r-1 was not found", NotFoundError, "r-1"),
+    (404, "NotFound", "Job r-1 is not found in workspace w.", NotFoundError, "r-1"),
+    (409, "Conflict", "exists", ConflictError, "run_id: "),
+    (400, "UserError", "A job with this name already exists.", ConflictError, "run_id: "),
+    (400, "JobNodeCountExceedsCoreQuota", DP100, QuotaError, "at least 4 dedicated vCPUs"),
+    (403, "QuotaExceeded", INNER_EYE, QuotaError, "at least 24"),
+    (400, "SkuNotAvailable", "The size is not available", CapacityError, "another size"),
+    (400, "UserError", "Unknown compute target 'x'.", SpecError, "azureml.compute: "),
+    (400, "UserError", "Compute target x not found", SpecError, "azureml.compute: "),
+    (400, "ValidationError", "no such field", SpecError, "no such field"),
+    (429, "TooManyRequests", "slow down", LostContactError, "does not answer now"),
+    (503, "", "", LostContactError, "503"),
+    (500, "InternalServerError", "x", LostContactError, "500"),
+]
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "kind", "says"), REFUSALS, ids=[f"{r[0]}-{r[1]}-{i}" for i, r in enumerate(REFUSALS)]
+)
+def test_refusals(status: int, code: str, message: str, kind: type[CloudtrainError], says: str) -> None:
+    found = refusal(status, code, message, what="get job")
+    assert type(found) is kind, found
+    assert says in str(found)
+    assert "\n" not in str(found)
+
+
+def test_errors_of_azures_libraries() -> None:
+    from azure.core import exceptions as known
+    from azure.identity import CredentialUnavailableError
+
+    chain = "DefaultAzureCredential failed to retrieve a token from the included credentials.\nAttempted:\n\tx"
+    for exc in (known.ClientAuthenticationError(chain), CredentialUnavailableError(chain)):
+        found = error_of(exc, what="get job")
+        assert isinstance(found, AuthError)
+        assert "az login" in str(found)
+        assert "\n" not in str(found)
+    cut = OSError("Connection broken: IncompleteRead(10 bytes read, 90 more expected)")
+    broken = [known.IncompleteReadError(cut, error=cut), known.HttpResponseError(cut, error=cut)]
+    for lost in (known.ServiceRequestError("no route"), known.ServiceResponseError("cut"), *broken):
+        assert isinstance(error_of(lost, what="get job"), LostContactError)
+    refused = known.ClientAuthenticationError("AADSTS700082: The refresh token has expired")
+    refused.status_code = 400
+    assert isinstance(error_of(refused, what="get job"), AuthError), "400 is how the token service refuses"
+    assert error_of(KeyError("x"), what="get job") is None, "a fault of our own stays one"

@@ -1,0 +1,145 @@
+"""A store by the workspace's own word for it: which container a datastore is, and what cannot be one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from cloudtrain.errors import SpecError
+from cloudtrain.providers.azureml import SAMPLE, Provider
+from cloudtrain.providers.azureml.urls import store_url
+from cloudtrain.remote import RemoteFiles
+from cloudtrain.transfer import Moving
+
+WORKSPACE = ("1111-2222", "training", "vision")
+BLOB = {"datastoreType": "AzureBlob", "accountName": "acct", "containerName": "c", "endpoint": "core.windows.net"}
+LAKE = {"datastoreType": "AzureDataLakeGen2", "accountName": "acct", "filesystem": "fs"}
+CHINA = {**BLOB, "endpoint": "core.chinacloudapi.cn"}
+SHORT = "azureml://datastores/team/paths/a/b"
+LONG = "azureml://subscriptions/1111-2222/resource{}roups/training/{}workspaces/Vision/datastores/team/paths/a/b"
+
+
+def resolved(url: str, told: Mapping[str, Any] = BLOB, datastore: str = "team") -> str:
+    return store_url(url, datastore, {"team": told}.__getitem__, workspace=WORKSPACE)
+
+
+@pytest.mark.parametrize(
+    ("url", "told", "container"),
+    [
+        (SHORT, BLOB, "c@acct.dfs.core.windows.net/a/b"),
+        (SHORT + "/", BLOB, "c@acct.dfs.core.windows.net/a/b"),
+        ("azureml://datastores/team/paths/", BLOB, "c@acct.dfs.core.windows.net"),
+        (SHORT, LAKE, "fs@acct.dfs.core.windows.net/a/b"),
+        (SHORT, CHINA, "c@acct.dfs.core.chinacloudapi.cn/a/b"),
+        (LONG.format("g", ""), BLOB, "c@acct.dfs.core.windows.net/a/b"),
+        (LONG.format("G", "providers/Microsoft.MachineLearningServices/"), BLOB, "c@acct.dfs.core.windows.net/a/b"),
+    ],
+)
+def test_a_datastore_is_its_container(url: str, told: Mapping[str, Any], container: str) -> None:
+    assert resolved(url, told) == f"abfs://{container}"
+
+
+@pytest.mark.parametrize(
+    ("url", "field", "words"),
+    [
+        ("azureml://team/paths/a", "store", "is not azureml://datastores/NAME/paths/"),
+        ("azureml://datastores/team/a", "store", "is not azureml://datastores/NAME/paths/"),
+        ("azureml://datastores/other/paths/a", "azureml.datastore", "the store lies in 'other'"),
+        (LONG.format("g", "").replace("Vision", "speech"), "store", "the settings name 1111-2222/training/vision"),
+        (LONG.format("g", "").replace("1111", "9999"), "store", "is in the workspace 9999-2222/training/Vision"),
+    ],
+)
+def test_what_is_no_place_of_this_workspace_is_refused(url: str, field: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        resolved(url)
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
+def test_a_datastore_that_is_no_container_is_refused() -> None:
+    with pytest.raises(SpecError, match="'team' is AzureFile, no container of Azure Storage"):
+        resolved(SHORT, {"datastoreType": "AzureFile", "accountName": "acct", "fileShareName": "s"})
+
+
+def test_a_plan_asks_nobody_and_says_what_to_write() -> None:
+    with pytest.raises(SpecError) as caught:
+        store_url(SHORT, "team", None, workspace=WORKSPACE)
+    assert "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/a/b" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- who reads and writes it
+
+
+METADATA = {
+    "azure_portal": "https://portal.own.example",
+    "resource_manager": "https://management.own.example",
+    "active_directory": "https://login.own.example",
+    "aml_resource_id": "https://ml.own.example",
+    "storage_endpoint": "core.own.example",
+    "registry_discovery_endpoint": "https://api.own.example/",
+}
+OWN: dict[str, Any] = {"cloud": "Own", "cloud_metadata": METADATA}
+
+
+@pytest.fixture
+def signed_out(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No word of storage in the environment."""
+    for word in ("ANON", "ACCOUNT_NAME", "ACCOUNT_KEY", "CONNECTION_STRING", "SAS_TOKEN", "CLIENT_ID"):
+        monkeypatch.delenv(f"AZURE_STORAGE_{word}", raising=False)
+    return monkeypatch
+
+
+def provider(**given: Any) -> Provider:
+    return Provider(**{**SAMPLE["settings"], **given})  # type: ignore[dict-item]
+
+
+def opened(url: str, **given: Any) -> Any:
+    """adlfs's own file system for ``url``, as a store opens it."""
+    return RemoteFiles(url=url, storage=provider(**given).storage, moving=Moving(mover="fsspec"))._open().mover.fs  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("given", "suffix", "authority"),
+    [
+        ({}, "core.windows.net", None),
+        ({"cloud": "AzureUSGovernment"}, "core.usgovcloudapi.net", "https://login.microsoftonline.us"),
+        ({"cloud": "AzureChinaCloud"}, "core.chinacloudapi.cn", "https://login.chinacloudapi.cn"),
+        (OWN, "core.own.example", "https://login.own.example"),
+    ],
+)
+def test_a_store_is_opened_by_who_is_signed_in(
+    given: dict[str, Any], suffix: str, authority: str | None, signed_out: pytest.MonkeyPatch
+) -> None:
+    url = f"abfs://c@acct.dfs.{suffix}/s"
+    assert provider(**given).storage(url).get("authority") == authority
+    found = opened(url, **given)
+    assert (found.anon, found.account_name, found.account_url) == (False, "acct", f"https://acct.blob.{suffix}")
+    assert found.credential is not None
+
+
+def test_a_key_and_anonymous_access_are_the_environments(signed_out: pytest.MonkeyPatch) -> None:
+    url = "abfs://c@acct.dfs.core.windows.net/s"
+    signed_out.setenv("AZURE_STORAGE_ANON", "true")
+    assert provider().storage(url) == {}
+    assert opened(url).credential is None
+    signed_out.delenv("AZURE_STORAGE_ANON")
+    signed_out.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    assert opened(url).credential is None
+    signed_out.delenv("AZURE_STORAGE_ACCOUNT_KEY")
+    string = "DefaultEndpointsProtocol=http;AccountName=a;AccountKey=a2V5;BlobEndpoint=http://127.0.0.1:1/a;"
+    signed_out.setenv("AZURE_STORAGE_CONNECTION_STRING", string)
+    assert opened(url).service_client.url.startswith("http://127.0.0.1:1/a")
+
+
+def test_other_schemes_are_not_azures_to_open() -> None:
+    assert provider().storage("https://h/x") == {}
+
+
+def test_a_store_of_another_cloud_is_refused() -> None:
+    with pytest.raises(SpecError) as caught:
+        provider().storage("abfs://c@acct.dfs.core.chinacloudapi.cn/s")
+    assert caught.value.field == "azureml.cloud"
+    assert "core.chinacloudapi.cn: name the store's cloud" in str(caught.value)
