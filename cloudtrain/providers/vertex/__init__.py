@@ -1,0 +1,141 @@
+"""Provider ``vertex``: custom jobs of Vertex AI.
+
+Its Request is a CustomJob in JSON, as ``POST …/customJobs`` takes it; its ``jobSpec`` is what ``gcloud ai custom-jobs
+create --config`` takes. `plan` and `preflight` make and check it, `account` sends it through Google's own client, once
+(`claims`), and asks for all else over google-auth, `states` and `pages` read what Vertex and Cloud Logging answer,
+`simulation` says what Vertex would start, `bootstrap`, `prepare` and `node` are its other half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ...provider import Layout, LogPage, Request, Simulation, Site, Status
+from ...values import url_scheme
+
+if TYPE_CHECKING:
+    from ...job import Job
+    from .account import Account
+
+__all__ = ["SAMPLE", "Provider", "Settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The project's, in Vertex AI's own words.
+
+    ``project`` and ``location`` are never guessed; the store's bucket lies in the same location. ``service_account`` is
+    what jobs run as. ``network`` (``projects/NUMBER/global/networks/NAME``) is a peered VPC, ``tensorboard`` and
+    ``persistent_resource_id`` are resources of the location, ``encryption_key`` is a key of Cloud KMS. ``strategy`` is
+    STANDARD or FLEX_START; empty: a ``max_wait`` asks for the latter where the machine has it. ``reservation`` is
+    ``projects/P/zones/Z/reservations/R``. ``debug_shell`` lets a shell into the containers. ``prices`` are US dollars
+    an hour by machine (``n1-standard-8``, ``n1-standard-8+T4:1``), for ``max_cost``. ``log_drain`` is seconds after a
+    job's end in which its log may still grow.
+    """
+
+    project: str = ""
+    location: str = ""
+    service_account: str = ""
+    network: str = ""
+    tensorboard: str = ""
+    encryption_key: str = ""
+    persistent_resource_id: str = ""
+    strategy: str = ""
+    reservation: str = ""
+    debug_shell: bool = False
+    prices: dict[str, Any] = field(default_factory=dict)
+    log_drain: int = 60
+
+
+class Provider:
+    """Vertex AI custom jobs; see `cloudtrain.provider.Provider` for what each method promises."""
+
+    name: ClassVar[str] = "vertex"
+    Settings: ClassVar[type[Any]] = Settings
+    schemes: ClassVar[frozenset[str]] = frozenset({"gs", "nfs"})
+    retried_by: ClassVar[str] = "client"
+    max_wait_by: ClassVar[str] = "client"
+    pace: ClassVar[float] = 2.0
+    poll: ClassVar[float] = 10.0
+
+    def __init__(self, **settings: Any) -> None:
+        from .plan import checked
+
+        # Recorded with the run: whoever attaches, wherever, asks the same project and location.
+        self.settings: Settings = checked(Settings(**settings))
+        self._account: Account | None = None
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        from .plan import plan
+
+        return plan(self.settings, job, layout, attempt=attempt, choice=choice)
+
+    @property
+    def account(self) -> Account:
+        """The calls, made when first needed."""
+        if self._account is None:
+            from .account import Account
+
+            self._account = Account(self.settings)
+        return self._account
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        return self.account.create(request)
+
+    def find(self, request: Request) -> str | None:
+        return self.account.find(request)
+
+    def status(self, native_id: str) -> Status:
+        from .states import status_of
+
+        return status_of(self.account.job(native_id), prices=self.settings.prices)
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        from .pages import page
+
+        return page(self.account, native_id, cursor)
+
+    def cancel(self, native_id: str) -> None:
+        self.account.cancel(native_id)
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        if url_scheme(url) != "gs":
+            return {}
+        from .account import credentials
+
+        # Not gcsfs's own way, which ends with nobody's credentials, and a refusal that says nothing.
+        return {"token": credentials()}
+
+    @staticmethod
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+        from .node import site
+
+        return site(environ, argv)
+
+    def nodes(self, request: Request) -> Simulation:
+        from .simulation import nodes
+
+        return nodes(request)
+
+
+SAMPLE = {
+    "settings": {
+        "project": "contract",
+        "location": "europe-west4",
+        "service_account": "trainer@contract.iam.gserviceaccount.com",
+        "prices": {"n1-standard-4": 0.25, "n1-standard-4+T4:1": 0.75},
+    },
+    "store": "gs://contract-bucket/store",
+    "job": {"image": "registry.example/team/trainer:1"},
+    "rows": {
+        "resources.instance_type": {"instance_type": "n1-highmem-8"},
+        "resources.gpu": {"gpu": ("T4:4",)},
+        "resources.cpus": {"cpus": 8},
+        "max_cost": {"max_cost": 0.5},
+        "options": {"options": {"vertex": {"jobSpec": {"protectedArtifactLocationId": "europe-west4"}}}},
+    },
+    "bases": {"max_wait": {"gpu": ("L4:1",)}},
+    "secret": "gcp:projects/contract/secrets/contract/versions/1",
+}

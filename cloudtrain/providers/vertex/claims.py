@@ -1,0 +1,94 @@
+"""Who creates a job: at any time one client of all, by an object of the store that is created once.
+
+The API of custom jobs takes no id from its caller, so that two that create at once would make two jobs. Cloud Storage
+creates an object for one of them alone. A claim is a lease: a client that dies with it is followed by another.
+"""
+
+from __future__ import annotations
+
+import base64
+import email.utils
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from ...errors import ConflictError, NotFoundError, PlatformError
+from ...values import unix_seconds
+from .errors import CLAIM, decoded
+
+__all__ = ["LEASE", "Claim"]
+
+LEASE = 300.0
+"""Seconds for which a claim holds: longer than the one call that creates may take: `FRESH`, 60 s to connect, 60 s
+between two bytes of the answer, and both again after a token that no longer counts."""
+FRESH = 30.0
+"""Seconds for which a claim of ours need not be renewed before it is used."""
+
+
+class Claim:
+    """The right to create one job. ``url`` is gs://…; ``call`` is a signed call to Cloud Storage at ``endpoint``."""
+
+    def __init__(self, url: str, call: Callable[..., Any], *, endpoint: str) -> None:
+        self._bucket, _, self._name = url.removeprefix("gs://").partition("/")
+        self._call, self._endpoint = call, endpoint
+        self._generation, self._since = "", 0.0
+        self._body = json.dumps({"client": secrets.token_hex(16)}).encode()
+        """By this we know ours after an answer that was lost."""
+
+    def take(self) -> bool:
+        """Claim it, or renew what is ours already; False while somebody else has it."""
+        if self._generation and time.monotonic() - self._since < FRESH:
+            return True
+        if self._create(self._generation or "0"):
+            return True
+        old, age, ours = self._held()
+        return bool(old) and (ours or age >= LEASE) and self._create(old)
+
+    def drop(self) -> None:
+        """Give it back: nothing was created."""
+        generation, self._generation = self._generation, ""
+        if generation:
+            self._ask("DELETE", f"{self._object}?ifGenerationMatch={generation}")
+
+    @property
+    def _object(self) -> str:
+        return f"/storage/v1/b/{self._bucket}/o/{quote(self._name, safe='')}"
+
+    def _create(self, generation: str) -> bool:
+        """Write it over that ``generation`` (0: none); False when there is another one by now."""
+        query = urlencode({"uploadType": "media", "name": self._name, "ifGenerationMatch": generation})
+        began, self._generation = time.monotonic(), ""
+        try:
+            told = self._ask("POST", f"/upload/storage/v1/b/{self._bucket}/o?{query}", data=self._body)
+        except ConflictError:
+            return False
+        self._generation, self._since = _of(told, "generation"), began
+        return True
+
+    def _held(self) -> tuple[str, float, bool]:
+        """Generation of the claim that is there, its age in seconds by the service's own clock, whether it is ours."""
+        try:
+            told = self._ask("GET", self._object)
+        except NotFoundError:
+            return "", 0.0, False
+        try:
+            now = email.utils.parsedate_to_datetime(told.headers["Date"]).timestamp()
+        except (KeyError, ValueError):
+            raise PlatformError(f"{CLAIM}: the answer has no Date") from None
+        digest = base64.b64encode(hashlib.md5(self._body, usedforsecurity=False).digest()).decode()
+        ours = decoded(told, what=CLAIM).get("md5Hash") == digest
+        return _of(told, "generation"), now - unix_seconds(_of(told, "timeCreated")), ours
+
+    def _ask(self, method: str, path: str, **more: Any) -> Any:
+        return self._call(method, f"{self._endpoint}{path}", what=CLAIM, **more)
+
+
+def _of(told: Any, key: str) -> str:
+    try:
+        return str(decoded(told, what=CLAIM)[key])
+    except KeyError:
+        raise PlatformError(f"{CLAIM}: the answer has no {key}") from None

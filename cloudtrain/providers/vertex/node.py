@@ -1,0 +1,112 @@
+"""The node half of provider ``vertex``: what a container finds. Standard library alone.
+
+The topology comes from CLUSTER_SPEC alone: RANK, WORLD_SIZE and MASTER_ADDR were promised for a service that is gone,
+and are other things where they still are. It holds the request with the job's environment, and is never printed.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import SpecError
+from ...provider import Site, Topology
+from .secrets import secret
+from .words import AGAIN, GRACE, NODES, PORT
+
+__all__ = ["site"]
+
+SHUTDOWN = "25"
+"""Seconds that torchrun leaves its ranks after SIGTERM; its own default is the whole grace."""
+POOLS = ("workerpool0", "workerpool1")
+"""The pools with nodes; any others are servers beside them."""
+
+
+def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    """What Vertex AI gave this node."""
+    return Site(
+        topology=_topology(environ),
+        paths=_paths(argv),
+        scratch=("/tmp",),  # on the boot disk, which is the one that a job can ask for
+        export_env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN)},
+        stop_grace=GRACE,
+        # A peer that is lost is no failure of the script's, and the exit code 1 of any node ends the job for good.
+        exit_code={"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN},
+        secrets=lambda reference: secret(reference.partition(":")[2], environ),
+    )
+
+
+def _paths(argv: Mapping[str, str]) -> dict[str, str]:
+    """An input of one file is told as that file's path; the runtime wants its folder."""
+    paths = {}
+    for name, path in argv.items():
+        kind, _, channel = name.partition(".")
+        if kind in ("file", "copyfile"):
+            path = posixpath.dirname(path)
+        paths[f"input.{channel}" if kind in ("file", "copy", "copyfile") else name] = path
+    return paths
+
+
+def _topology(environ: Mapping[str, str]) -> Topology:
+    nodes = int(environ.get(NODES) or 1)
+    if nodes == 1:
+        return Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=PORT)
+    spec = _cluster(environ)
+    if spec is None:
+        raise SpecError(f"this node of {nodes} is not told which it is", field="CLUSTER_SPEC")
+    cluster = _pools(spec)
+    hosts = [host for pool in POOLS for host in cluster.get(pool, ())]
+    pool, index = _task(spec)
+    if len(hosts) != nodes or pool not in POOLS or not 0 <= index < len(cluster.get(pool, ())):
+        raise SpecError(f"tells of {len(hosts)} nodes and of {pool} {index}; the job has {nodes}", field="CLUSTER_SPEC")
+    address, _, port = hosts[0].rpartition(":") if re.search(r":\d+$", hosts[0]) else (hosts[0], "", "")
+    return Topology(
+        nodes=nodes,
+        node_rank=index + (len(cluster[POOLS[0]]) if pool == POOLS[1] else 0),
+        master_addr=address,
+        master_port=int(port) if port and 0 < int(port) < 65535 else PORT,
+    )
+
+
+def _cluster(environ: Mapping[str, str]) -> dict[str, Any] | None:
+    text = environ.get("CLUSTER_SPEC")
+    if not text:
+        return None
+    try:
+        spec = json.loads(text)
+    except ValueError:
+        spec = None
+    if not isinstance(spec, dict):
+        raise SpecError("is not a JSON object", field="CLUSTER_SPEC")  # and is not shown: it holds the environment
+    return spec
+
+
+def _task(spec: Mapping[str, Any]) -> tuple[str, int]:
+    """The node's pool and its index there, in either shape of `_pools`. Raises `SpecError`."""
+    task = spec.get("task")
+    if not isinstance(task, Mapping):
+        raise SpecError("has no task", field="CLUSTER_SPEC")
+    pool = task.get("type") or f"workerpool{task.get('worker_pool_index')}"
+    try:
+        return str(pool), int(task.get("index", task.get("replica_index")) or 0)
+    except (TypeError, ValueError):
+        raise SpecError("has a task without a number", field="CLUSTER_SPEC") from None
+
+
+def _pools(spec: Mapping[str, Any]) -> dict[str, Sequence[str]]:
+    """Addresses by pool. Two shapes are about: ``cluster`` by name (Vertex AI's page on distributed training), and
+    ``worker_pools`` as a list (python-aiplatform, tests/unit/aiplatform/test_training_utils.py).
+    """
+    cluster = spec.get("cluster")
+    pools = cluster.get("worker_pools") if isinstance(cluster, Mapping) else None
+    pools = pools or spec.get("worker_pools")
+    if isinstance(pools, list):
+        return {
+            f"workerpool{pool.get('index', number)}": pool.get("replicas") or pool.get("hosts") or ()
+            for number, pool in enumerate(pools)
+            if isinstance(pool, Mapping)
+        }
+    return dict(cluster) if isinstance(cluster, Mapping) else {}

@@ -1,0 +1,101 @@
+"""A container of Vertex AI made ready: the bucket is mounted, inputs to copy are copied; then it becomes the node.
+
+Standard library alone. It runs from cloudtrain.pyz, before the runtime, which knows of folders only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
+
+from ...errors import CloudtrainError, StorageError
+from .words import AGAIN, GCS
+
+__all__ = ["main"]
+
+PATIENCE = 120.0
+"""Seconds for a bucket to show what the client has written before the job was created."""
+COPIES = 16
+"""Files copied at once: each is a request of its own to Cloud Storage."""
+SHM_MIB = 1024
+"""Less shared memory than this is said: NCCL and DataLoader workers fail for want of it (python-aiplatform #3434)."""
+
+
+def main(pyz: str, arguments: Sequence[str]) -> NoReturn:
+    """``arguments`` are those of ``cloudtrain.pyz run``; a path ``copy.X`` or ``copyfile.X`` becomes an input here."""
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(AGAIN))  # there is nothing to save yet
+    try:
+        words = list(arguments)
+        await_file(words[words.index("--context") + 1])
+        check_shm()
+        words = [
+            copied(word) if before == "--path" else word for before, word in zip(["", *words], words, strict=False)
+        ]
+    except (CloudtrainError, OSError) as exc:
+        sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
+        sys.stderr.flush()
+        os._exit(AGAIN)  # a bucket, a metadata server or a disk: no failure of the script's
+    # Held back until the runtime has a handler: the kernel keeps from PID 1 what it has none for.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.execv(sys.executable, [sys.executable, pyz, *words])
+
+
+def await_file(path: str, patience: float = PATIENCE) -> None:
+    """Until ``path``, which the client has written, is there. Raises `StorageError`."""
+    end = time.monotonic() + patience
+    while not os.path.exists(path):
+        if time.monotonic() > end:
+            bucket = path.removeprefix(f"{GCS}/").partition("/")[0]
+            why = "is its bucket in one region, the job's, and may the job's service account read and write it?"
+            raise StorageError(f"{path} does not appear (gs://{bucket} at {GCS}): {why}")
+        time.sleep(0.5)
+
+
+def check_shm(path: str = "/dev/shm") -> None:
+    """Say so when there is little shared memory: no field of a job sets its size."""
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return
+    size = status.f_frsize * status.f_blocks >> 20
+    if size < SHM_MIB:
+        sys.stderr.write(
+            f"cloudtrain: {path} has {size} MiB; set num_workers=0, or NCCL_SHM_DISABLE=1, if it runs out\n"
+        )
+
+
+def copied(pair: str) -> str:
+    """``NAME=PATH`` of the command line; one that says ``copy`` is copied to local disk and named an input.
+
+    Raises `OSError` for what cannot be read or written.
+    """
+    name, _, path = pair.partition("=")
+    kind, _, channel = name.partition(".")
+    if kind not in ("copy", "copyfile"):
+        return pair
+    target = tempfile.mkdtemp(prefix=f"cloudtrain-{channel}-")
+    pairs = [(path, os.path.join(target, os.path.basename(path)))] if kind == "copyfile" else list(_below(path, target))
+    with ThreadPoolExecutor(COPIES) as pool:
+        for _ in pool.map(lambda both: shutil.copyfile(*both), pairs):
+            continue
+    return f"input.{channel}={target}"
+
+
+def _below(folder: str, target: str) -> Iterator[tuple[str, str]]:
+    """Every file below ``folder`` and where its copy goes, with the folders of the copies made."""
+
+    def fail(exc: OSError) -> None:
+        raise exc
+
+    for here, _, files in os.walk(folder, onerror=fail):
+        there = os.path.join(target, os.path.relpath(here, folder))
+        os.makedirs(there, exist_ok=True)
+        for file in files:
+            yield os.path.join(here, file), os.path.join(there, file)

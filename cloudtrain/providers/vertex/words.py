@@ -1,0 +1,28 @@
+"""The names on which both halves of provider ``vertex`` agree."""
+
+from __future__ import annotations
+
+__all__ = [
+    "AGAIN", "GCS", "GRACE", "LABEL_ATTEMPT", "LABEL_JOB", "LABEL_NAME", "LABEL_REQUEST", "LABEL_RUN", "LABEL_RUN_ID",
+    "NAME", "NFS", "NODES", "PORT",
+]  # fmt: skip
+
+NAME = "vertex"
+GCS = "/gcs"
+"""Where every container sees Cloud Storage, by bucket."""
+NFS = "/mnt/nfs"
+NODES = "CLOUDTRAIN_NODES"
+"""Variable with the number of nodes: without CLUSTER_SPEC, which is promised for several only, a node knows of none."""
+PORT = 2222
+"""The port of CLUSTER_SPEC's addresses; the node link takes the next one. That both are free is unverified."""
+GRACE = 30
+"""Seconds between SIGTERM and SIGKILL, as of a machine of Compute Engine; unverified for a container."""
+AGAIN = 134
+"""Exit code (SIGABRT) that Vertex takes for a failure that may pass: it starts the whole job again, at most 3 times."""
+LABEL_RUN, LABEL_RUN_ID, LABEL_ATTEMPT, LABEL_NAME = (
+    f"cloudtrain-{word}" for word in ("run", "run-id", "attempt", "name")
+)
+LABEL_JOB = "cloudtrain-job"
+"""`job_name` again: a list of jobs can be filtered by a label, and the service's own ids are its to choose."""
+LABEL_REQUEST = "cloudtrain-request"
+"""Digest of the rest of the body: a run's id may come again after its records are gone, for another job."""

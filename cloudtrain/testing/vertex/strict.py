@@ -1,0 +1,220 @@
+"""What ``POST …/customJobs`` refuses: the SDK's own protobufs read strictly, and the rules that stand in no model.
+
+The limits are those of the pages "Configure compute resources", "Distributed training", "Use Spot VMs" and "Schedule
+jobs with Dynamic Workload Scheduler"; which machine carries which accelerator is of "GPU machine types".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+__all__ = ["broken_rules", "model_errors", "parsed"]
+
+PLAIN = re.compile(
+    r"(n1|n2|n2d|n4|e2|c2|c2d|c3|c3d|c4|m1|m2|m3)-(standard|highmem|highcpu|ultramem|megamem)-\d+(-lssd)?"
+)
+"""Machines without accelerators of their own."""
+ATTACHED = {
+    "NVIDIA_TESLA_T4": (1, 2, 4), "NVIDIA_TESLA_P4": (1, 2, 4), "NVIDIA_TESLA_P100": (1, 2, 4),
+    "NVIDIA_TESLA_V100": (1, 2, 4, 8),
+}  # fmt: skip
+"""Accelerators of an n1 machine, and how many it may have."""
+BUILT_IN = {
+    **{f"g2-standard-{n}": ("NVIDIA_L4", 1) for n in (4, 8, 12, 16, 32)},
+    **{f"g2-standard-{n}": ("NVIDIA_L4", n // 12) for n in (24, 48, 96)},
+    **{f"a2-highgpu-{n}g": ("NVIDIA_TESLA_A100", n) for n in (1, 2, 4, 8)},
+    "a2-megagpu-16g": ("NVIDIA_TESLA_A100", 16),
+    **{f"a2-ultragpu-{n}g": ("NVIDIA_A100_80GB", n) for n in (1, 2, 4, 8)},
+    **{f"a3-highgpu-{n}g": ("NVIDIA_H100_80GB", n) for n in (1, 2, 4, 8)},
+    "a3-megagpu-8g": ("NVIDIA_H100_MEGA_80GB", 8),
+    "a3-ultragpu-8g": ("NVIDIA_H200_141GB", 8),
+    "a4-highgpu-8g": ("NVIDIA_B200", 8),
+    "a4x-highgpu-4g": ("NVIDIA_GB200", 4),
+    **{f"g4-standard-{48 * n}": ("NVIDIA_RTX_PRO_6000", n) for n in (1, 2, 4, 8)},
+}
+"""Machines that come with accelerators: which, and how many."""
+SHARED = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
+"""To be had for SPOT and FLEX_START only."""
+FLEXIBLE = ("NVIDIA_L4", "NVIDIA_TESLA_A100", "NVIDIA_A100_80GB", "NVIDIA_H100_80GB", "NVIDIA_H100_MEGA_80GB",
+            "NVIDIA_H200_141GB", "NVIDIA_B200")  # fmt: skip
+"""Accelerators of FLEX_START."""
+DISKS = ("pd-ssd", "pd-standard", "hyperdisk-balanced")
+WEEK = 7 * 86400
+STANDARD, SPOT, FLEX_START = 3, 4, 6
+OUTPUTS = ("name", "state", "createTime", "startTime", "endTime", "updateTime", "error", "webAccessUris")
+_KEY, _VALUE = re.compile(r"[^\W\dA-Z_][\w-]{0,62}"), re.compile(r"[\w-]{0,63}")
+_ACCOUNT = re.compile(r"[a-z0-9.-]+@[a-z0-9.-]+\.gserviceaccount\.com")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAMES: Mapping[str, re.Pattern[str]] = {
+    "network": re.compile(r"projects/\d+/global/networks/[a-z]([-a-z0-9]*[a-z0-9])?"),
+    "tensorboard": re.compile(r"projects/[^/]+/locations/[a-z0-9-]+/tensorboards/[^/]+"),
+    "persistent_resource_id": re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?"),
+}
+_IMAGE = re.compile(r"[a-z0-9][a-zA-Z0-9._:/@-]*")
+_RESERVATION = re.compile(r"projects/[^/]+/zones/[^/]+/reservations/[^/]+")
+_KEY_NAME = re.compile(r"projects/[^/]+/locations/[^/]+/keyRings/[^/]+/cryptoKeys/[^/]+")
+
+
+def parsed(body: bytes | Mapping[str, Any]) -> Any:
+    """The CustomJob message of a body. Raises `ValueError`, as the front end would refuse it."""
+    from google.cloud.aiplatform_v1 import CustomJob
+    from google.protobuf import json_format
+
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        return json_format.Parse(text, CustomJob.pb(CustomJob()))
+    except json_format.ParseError as exc:
+        raise ValueError(f"Invalid JSON payload received. {exc}") from None
+
+
+def model_errors(body: Mapping[str, Any]) -> list[str]:
+    """What the model of a custom job forbids in a body, in the spelling of the API and of gcloud's files."""
+    try:
+        message = parsed(body)
+    except ValueError as exc:
+        return [str(exc)]
+    given = [f"'{name}' is for the service to say" for name in OUTPUTS if name in body]
+    return [*given, *_spelling(message.DESCRIPTOR, body, "")]
+
+
+def _spelling(kind: Any, value: Any, path: str) -> Iterator[str]:
+    """Names that only protobuf's own parser takes: gcloud's files know the camel case alone."""
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _spelling(kind, item, f"{path}[{number}]")
+    if not isinstance(value, Mapping) or kind.full_name.startswith("google.protobuf."):
+        return
+    fields = {field.json_name: field for field in kind.fields}
+    for name, item in value.items():
+        if name not in fields:
+            yield f"'{path}{name}' is not in camel case"
+        elif (inner := fields[name].message_type) is not None and not inner.GetOptions().map_entry:
+            yield from _spelling(inner, item, f"{path}{name}.")
+
+
+# ------------------------------------------------------------------------------------------------------------ semantics
+
+
+def broken_rules(job: Any) -> list[str]:
+    """What the service refuses in a CustomJob message that its model allows."""
+    return [problem for rule in (_names, _pools, _scheduling, _account) for problem in rule(job)]
+
+
+def _names(job: Any) -> Iterator[str]:
+    if not 0 < len(job.display_name) <= 128:
+        yield "The display name must have 1 to 128 characters."
+    if len(job.labels) > 64:
+        yield "A resource has at most 64 labels."
+    for key, value in job.labels.items():
+        if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value) or (key + value) != (key + value).lower():
+            yield f"Invalid label {key}={value}: lowercase letters, digits, '_' and '-', at most 63 of them."
+    if job.encryption_spec.kms_key_name and not _KEY_NAME.fullmatch(job.encryption_spec.kms_key_name):
+        yield f"Invalid kms_key_name {job.encryption_spec.kms_key_name!r}"
+
+
+def _pools(job: Any) -> Iterator[str]:
+    pools = job.job_spec.worker_pool_specs
+    if not 1 <= len(pools) <= 4:
+        yield "worker_pool_specs must have 1 to 4 pools."
+        return
+    if pools[0].replica_count != 1:
+        yield "The replica count of the first worker pool must be 1."
+    for number, pool in enumerate(pools):
+        if pool.replica_count < 0:
+            yield f"Pool {number}: replica_count must not be negative."
+        if pool.replica_count:
+            yield from (f"Pool {number}: {problem}" for problem in _pool(pool, job.job_spec.scheduling.strategy))
+
+
+def _pool(pool: Any, strategy: int) -> Iterator[str]:
+    if not pool.WhichOneof("task"):
+        yield "container_spec or python_package_spec is required."
+    if pool.WhichOneof("task") == "python_package_spec":
+        yield "python_package_spec runs on a prebuilt image, of which none is available any more."
+    container = pool.container_spec
+    if not _IMAGE.fullmatch(container.image_uri):
+        yield f"Invalid image URI {container.image_uri!r}"
+    names = [item.name for item in container.env]
+    if len(names) > 100 or len(names) != len(set(names)) or not all(map(_VARIABLE.fullmatch, names)):
+        yield "env takes at most 100 variables, each once, with names of letters, digits and '_'."
+    if pool.disk_spec.boot_disk_type and pool.disk_spec.boot_disk_type not in DISKS:
+        yield f"Unsupported boot disk type {pool.disk_spec.boot_disk_type!r}"
+    if pool.disk_spec.boot_disk_size_gb and not 100 <= pool.disk_spec.boot_disk_size_gb <= 64000:
+        yield "boot_disk_size_gb must be between 100 and 64000."
+    yield from _machine(pool.machine_spec, strategy)
+
+
+def _machine(spec: Any, strategy: int) -> Iterator[str]:
+    from google.cloud.aiplatform_v1 import AcceleratorType
+
+    kind, count = AcceleratorType(spec.accelerator_type).name, spec.accelerator_count
+    machine, none = spec.machine_type, kind == "ACCELERATOR_TYPE_UNSPECIFIED"
+    if none != (count == 0):
+        yield "accelerator_type and accelerator_count go together."
+    elif machine in BUILT_IN:
+        if (kind, count) != BUILT_IN[machine]:
+            yield f"Machine type {machine} has {BUILT_IN[machine][1]} {BUILT_IN[machine][0]}, not {count} {kind}."
+    elif not PLAIN.fullmatch(machine):
+        yield f"Machine type {machine!r} is not supported."
+    elif not none and not (machine.startswith("n1-") and count in ATTACHED.get(kind, ())):
+        yield f"Machine type {machine} does not take {count} {kind}."
+    if machine in SHARED and strategy not in (SPOT, FLEX_START):
+        yield f"Machine type {machine} is for SPOT and FLEX_START only."
+    affinity = spec.reservation_affinity
+    specific = affinity.reservation_affinity_type == 3
+    if specific != bool(affinity.values) or not all(map(_RESERVATION.fullmatch, affinity.values)):
+        yield "A specific reservation is named by key and values: projects/P/zones/Z/reservations/R."
+    if specific and strategy in (SPOT, FLEX_START):
+        yield "A reservation is for strategy STANDARD only."
+
+
+def _scheduling(job: Any) -> Iterator[str]:
+    scheduling = job.job_spec.scheduling
+    timeout, wait = (_seconds(scheduling, name) for name in ("timeout", "max_wait_duration"))
+    if timeout is not None and timeout <= 0:
+        yield "scheduling.timeout must be positive."
+    if scheduling.strategy not in (0, STANDARD, SPOT, FLEX_START):
+        yield f"scheduling.strategy {scheduling.strategy} is deprecated."
+    if scheduling.disable_retries and scheduling.restart_job_on_worker_restart:
+        yield "restart_job_on_worker_restart is not for a job with disable_retries."
+    if scheduling.strategy != FLEX_START:
+        if wait is not None:
+            yield "max_wait_duration is for FLEX_START only."
+        return
+    if wait is not None and wait < 0:
+        yield "scheduling.max_wait_duration must not be negative."
+    if timeout is not None and timeout > WEEK:
+        yield "A job of FLEX_START runs for 7 days at most."
+    yield from _same([pool.machine_spec for pool in job.job_spec.worker_pool_specs if pool.replica_count])
+
+
+def _same(machines: Sequence[Any]) -> Iterator[str]:
+    from google.cloud.aiplatform_v1 import AcceleratorType
+
+    if any(spec != machines[0] for spec in machines):
+        yield "All worker pools of FLEX_START have the same machines."
+    for kind in {AcceleratorType(spec.accelerator_type).name for spec in machines} - set(FLEXIBLE):
+        yield f"FLEX_START has no machines with {kind}."
+
+
+def _seconds(message: Any, name: str) -> float | None:
+    return getattr(message, name).ToTimedelta().total_seconds() if message.HasField(name) else None
+
+
+def _account(job: Any) -> Iterator[str]:
+    spec = job.job_spec
+    if spec.service_account and not _ACCOUNT.fullmatch(spec.service_account):
+        yield f"Invalid service account {spec.service_account!r}"
+    for name, form in _NAMES.items():
+        if (value := getattr(spec, name)) and not form.fullmatch(value):
+            yield f"Invalid {name} {value!r}"
+    if spec.tensorboard and not spec.service_account:
+        yield "tensorboard needs a service_account."
+    if spec.reserved_ip_ranges and not spec.network:
+        yield "reserved_ip_ranges needs a network."
+    base = spec.base_output_directory.output_uri_prefix
+    if base and not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,61}[a-z0-9](/.*)?", base):
+        yield f"Invalid base_output_directory {base!r}"

@@ -1,0 +1,305 @@
+"""Provider ``vertex`` over the wire: the contract suite, and whole runs by the command line."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import clients
+import pytest
+from clients import CALLS, DDP, PATIENCE, TRAIN, at_work, check_cancelled, check_death, check_digits
+from jobs import Done, Jobs
+
+from cloudtrain.errors import AuthError, CloudtrainError, LostContactError
+from cloudtrain.testing.contract import ProviderContract
+from cloudtrain.testing.vertex.life import CustomJob
+from cloudtrain.testing.vertex.wire import Fault, Refusal
+from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
+from cloudtrain.testing.worlds import World
+from cloudtrain.transfer import files
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.remote,
+    pytest.mark.slow,
+    # aiohttp, of a body of bytes above 1 MiB; what gcsfs hands it is not ours to choose.
+    pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
+]
+
+TRIALS = 100
+"""Of a creation whose answer is lost."""
+EARLY_SECONDS = 10
+"""How much sooner node 0 is done than its peers."""
+
+
+@pytest.fixture(scope="class")
+def made(tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]) -> Iterator[VertexWorld]:
+    """A world of this class's own, with the environment that leads to it."""
+    folder = tmp_path_factory.mktemp("world")
+    with at_work(folder, engine, lambda: VertexWorld(folder, image=images("pip"))) as world:
+        yield world
+
+
+class TestVertex(ProviderContract):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def world(cls, made: VertexWorld) -> World:
+        return made
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+
+class Client(clients.Client):
+    """The command line, with a store on Cloud Storage."""
+
+    world: VertexWorld
+
+    def __init__(self, world: VertexWorld, jobs: Jobs) -> None:
+        settings = [word for name, value in world.settings.items() for word in ("--set", f"{name}={value}")]
+        super().__init__(world, jobs, "--image", world.image, *settings)
+
+    def until(self, run_id: str, text: str, attempt: int = 0) -> CustomJob:
+        """Wait until a node of the job has printed a line with ``text``; the job."""
+        job: CustomJob = self.job(run_id, attempt)
+        Jobs.wait_for(lambda: job.over or text in job.printed(), PATIENCE)
+        assert not job.over, job.record.error
+        return job
+
+
+@pytest.fixture
+def client(made: VertexWorld, tmp_path: Path) -> Iterator[Client]:
+    jobs = Jobs(tmp_path)
+    yield Client(made, jobs)
+    jobs.close()
+
+
+EARLY = f"""
+    import os, sys, time
+    from pathlib import Path
+    rank = os.environ["RANK"]
+    folder = Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"], "last")
+    folder.mkdir(exist_ok=True)
+    (folder / ("shard-" + rank)).write_text("of " + rank)
+    if rank in "23":
+        time.sleep({EARLY_SECONDS})
+    Path(os.environ["CLOUDTRAIN_ARTIFACT_DIR"], "of-" + rank).write_text(rank)
+    print("the last of", rank, flush=True)
+"""
+
+
+@pytest.mark.timeout(4 * PATIENCE)
+class TestWholeRuns:
+    @pytest.mark.proof
+    def test_digits_train_to_the_same_bits_as_here(self, client: Client, whole: dict[int, float]) -> None:
+        check_digits(client, whole, lambda: len(client.world.plane.jobs))
+
+    @pytest.mark.proof
+    def test_spot_machines_that_are_taken_back_resume_bit_for_bit(
+        self, client: Client, whole: dict[int, float]
+    ) -> None:
+        epoch = random.Random(8).randrange(2, 6)
+        process = client.jobs.start(*client.words(DDP, "spot", *TRAIN, "--spot", "--keep-checkpoints", "2"))
+        client.until("spot", f"step {22 * epoch} epoch {epoch} ").preempt(1)
+        out, err = process.communicate(timeout=PATIENCE)
+        done = Done(process.returncode, out, err)
+        assert (done.code, done.json["state"]) == (0, "succeeded"), err
+        first, second = done.json["attempts"]
+        assert (first["number"], second["number"]) == ("0.0", "0.1")
+        assert int(second["resumed_from"].removeprefix("step-")) >= 22 * epoch
+        assert client.losses("spot") == whole
+
+    @pytest.mark.proof
+    def test_a_node_0_that_is_done_long_before_its_peers_loses_nothing(self, client: Client) -> None:
+        """The service takes its end for the job's, and kills the others at once."""
+        script = client.jobs.write("early/early.py", EARLY)
+        done = client.submit(str(script), "early")
+        assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
+        pulled = client.pulled("early")
+        shards = {path.name: path.read_text() for path in (pulled / "checkpoints/last").iterdir()}
+        assert shards == {f"shard-{rank}": f"of {rank}" for rank in range(4)}
+        assert {path.name for path in (pulled / "artifacts").rglob("of-*")} == {f"of-{rank}" for rank in range(4)}
+        followed = client.jobs.cli("logs", "early", "--store", client.store).out
+        assert [followed.count(f"the last of {rank}") for rank in range(4)] == [1, 1, 1, 1]
+        assert [(record["node"], record["outcome"]) for record in client.run("early").store.exits("early")] == [
+            (0, "succeeded"), (1, "succeeded"),
+        ]  # fmt: skip
+        job = client.job("early")
+        assert job.record.end_time.seconds - job.record.start_time.seconds >= EARLY_SECONDS
+
+    @pytest.mark.proof
+    def test_a_cancelled_run_leaves_the_checkpoints_of_all_ranks(self, client: Client) -> None:
+        check_cancelled(client)
+        assert client.job("stopped").history[-2:] == ["JOB_STATE_CANCELLING", "JOB_STATE_CANCELLED"]
+
+    @pytest.mark.proof
+    def test_a_worker_that_is_lost_starts_the_job_again(self, client: Client, whole: dict[int, float]) -> None:
+        process = client.jobs.start(*client.words(DDP, "lost", *TRAIN))
+        client.until("lost", "step 66 epoch 3 ").lose(1)
+        out, err = process.communicate(timeout=PATIENCE)
+        done = Done(process.returncode, out, err)
+        assert (done.code, done.json["state"]) == (0, "succeeded"), err
+        assert [attempt["number"] for attempt in done.json["attempts"]] == ["0.0", "0.1"]
+        assert client.losses("lost") == whole
+
+
+# -------------------------------------------------------------------------------------------------------------- trouble
+
+
+@pytest.fixture
+def idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: Callable[[str], str]) -> Iterator[VertexWorld]:
+    """A world without a machine to give: its jobs wait until they are cancelled."""
+    world = VertexWorld(tmp_path, image=images("pip"))
+    for name, value in world.plane.environ().items():
+        monkeypatch.setenv(name, value)
+    world.plane.no_capacity, world.plane.capacity_seconds = True, 600.0
+    yield world
+    world.close()
+
+
+def held(world: VertexWorld) -> CustomJob:
+    """The one job there is."""
+    (job,) = world.plane.jobs.values()
+    return job
+
+
+class TestTrouble:
+    @pytest.mark.parametrize(
+        "fault",
+        [Fault.throttled("POST customJobs", 1, seconds=1), Fault.broken("POST customJobs", 2)],
+        ids=["throttled", "unavailable"],
+    )
+    def test_what_passes_is_tried_again(self, idle: VertexWorld, fault: Fault) -> None:
+        idle.plane.wire.faults.append(Fault(fault.operation, fault.error, fault.times))
+        run = idle.send(idle.plan(run_id="again"))
+        assert run.status().state == "pending"
+        assert idle.plane.wire.count("POST customJobs") == fault.times + 1
+        held(idle)
+
+    @pytest.mark.parametrize(
+        "trials", [3, pytest.param(TRIALS, marks=[pytest.mark.proof, pytest.mark.timeout(4 * PATIENCE)])]
+    )
+    def test_a_creation_whose_answer_is_lost_is_one_job(self, idle: VertexWorld, trials: int) -> None:
+        """The listing that would tell lags behind; now and then the job was never made."""
+        draw = random.Random(trials)
+        for number in range(trials):
+            before = set(idle.plane.jobs)
+            idle.plane.list_lag = draw.choice((0.0, 0.5, 2.0))
+            idle.plane.wire.faults.append(Fault("POST customJobs", done=draw.random() < 0.8))
+            run = idle.send(idle.plan(run_id=f"lost-{number}"))
+            (name,) = set(idle.plane.jobs) - before
+            assert run.result()["native_id"] == name
+            idle.plane.job(name).stop()
+        assert idle.plane.wire.count("POST customJobs") >= trials
+
+    def test_no_machines_at_once_and_no_machines_in_the_end(self, idle: VertexWorld) -> None:
+        """As the service tells them: a refusal with the status of a rate limit, or a job that has failed."""
+        said = "Resources are insufficient in region: europe-west4. Please try a different region."
+        idle.plane.wire.faults.append(Fault("POST customJobs", Refusal("RESOURCE_EXHAUSTED", said)))
+        with pytest.raises(CloudtrainError) as caught:
+            idle.send(idle.plan(run_id="at-once"))
+        assert (caught.value.exit_code, type(caught.value).__name__) == (4, "CapacityError")
+        assert idle.plane.jobs == {}
+        idle.plane.capacity_seconds = 1.0
+        result = idle.send(idle.plan(run_id="in-the-end")).wait(timeout=PATIENCE, poll=0.2)
+        assert (result["state"], result["category"], result["exit_code"]) == ("failed", "capacity", 4)
+
+    @pytest.mark.parametrize("state", ["CANCELLED", "EXPIRED", "FAILED"])
+    def test_whatever_the_state_a_job_that_ran_for_too_long_is_told_as_such(
+        self, idle: VertexWorld, state: str
+    ) -> None:
+        """Without a container: its record is as the service would leave it."""
+        run = idle.send(idle.plan({"max_runtime": 3600}, run_id="long"))
+        job = held(idle)
+        job.record.start_time.FromSeconds(int(time.time()) - 3700)
+        job.end(state)
+        result = run.wait(timeout=PATIENCE, poll=0.2)
+        assert (result["state"], result["category"], result["exit_code"]) == ("failed", "timeout", 6)
+
+    def test_cancelled_while_it_waits_for_machines(self, idle: VertexWorld) -> None:
+        run = idle.send(idle.plan(run_id="waits"))
+        run.cancel()
+        result = run.wait(timeout=PATIENCE, poll=0.2)
+        assert (result["state"], result["exit_code"]) == ("cancelled", 5)
+
+    def test_a_state_nobody_knows_is_running(self, idle: VertexWorld) -> None:
+        run = idle.send(idle.plan(run_id="odd"))
+        idle.plane.unknown[held(idle).name] = 77
+        assert run.status().state == "running"
+        assert "77" in run.status().native
+
+    def test_a_key_that_is_revoked_on_the_way(self, idle: VertexWorld) -> None:
+        run = idle.send(idle.plan(run_id="revoked"))
+        native = held(idle).name
+        idle.plane.identity.expire()
+        assert run.provider.status(native).state == "pending", "another token"
+        idle.plane.identity.expire()
+        idle.plane.identity.signed_in = False
+        with pytest.raises(AuthError):
+            idle.provider.status(native)
+
+    def test_a_bucket_elsewhere_is_refused_before_anything_is_created(self, idle: VertexWorld) -> None:
+        for place in (("US-EAST1", "region"), ("EU", "multi-region")):
+            idle.plane.gcs.places[BUCKET] = place
+            with pytest.raises(CloudtrainError) as caught:
+                idle.send(idle.plan(run_id="elsewhere"))
+            assert (caught.value.exit_code, caught.value.field, "\n" in str(caught.value)) == (2, "store", False)
+        assert idle.plane.jobs == {}
+
+    @pytest.mark.parametrize(
+        ("count", "late"), [(400, 6.0), pytest.param(4000, 30.0, marks=[pytest.mark.proof, pytest.mark.timeout(600)])]
+    )
+    def test_every_line_is_told_once_however_late(self, idle: VertexWorld, count: int, late: float) -> None:
+        """Up to ``late`` seconds, out of order, twice, page by page, with refusals in between."""
+        idle.provider = type(idle.provider)(**{**idle.settings, "log_drain": int(late) + 2})
+        run = idle.send(idle.plan({"instance_count": 2}, run_id="lines"))
+        job, entries, draw = held(idle), idle.plane.entries, random.Random(count)
+        entries.delay = lambda task, text: draw.choice((0.0, draw.random() * late))
+        entries.twice = lambda entry: entry.timestamp % 3 == 0
+        entries.page_entries, entries.repeats = 300, 7
+        idle.plane.wire.faults += [Fault.throttled("POST entries", 1, seconds=n % 3) for n in range(4)]
+
+        def print_them() -> None:
+            for number in range(count):
+                entries.put(job.id, f"workerpool{number % 2}-0", [f"line {number}"])
+                if number % 100 == 99:
+                    time.sleep(0.2)
+            entries.put("43", "workerpool0-0", ["another's"])
+            job.stop()
+            idle.plane.wire.faults.append(Fault.throttled("POST entries", 2, seconds=1))
+
+        printer = threading.Thread(target=print_them)
+        printer.start()
+        lines = list(run.logs(follow=True, poll=0.2))
+        printer.join()
+        told = [line for line in lines if line.text.startswith("line ")]
+        assert sorted(int(line.text.removeprefix("line ")) for line in told) == list(range(count))
+        assert {(line.node, int(line.text.removeprefix("line ")) % 2) for line in told} == {("0", 0), ("1", 1)}
+        assert not any("another" in line.text for line in lines)
+
+    def test_a_log_that_does_not_answer_is_no_end(self, idle: VertexWorld) -> None:
+        run = idle.send(idle.plan(run_id="silent"))
+        idle.plane.wire.faults.append(Fault.broken("POST entries", 1))
+        with pytest.raises(LostContactError):
+            idle.provider.logs(held(idle).name)
+        idle.plane.entries.put(held(idle).id, "workerpool0-0", ["here again"])
+        assert "here again" in [line.text for line in run.logs()]
+
+
+@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.proof), "after"])
+@pytest.mark.parametrize(
+    "step", [call if call == "submit" else pytest.param(call, marks=pytest.mark.proof) for call in CALLS]
+)
+def test_a_client_that_dies_leaves_no_job_without_a_record(
+    idle: VertexWorld, tmp_path: Path, step: str, moment: str
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    jobs = Jobs(tmp_path / "jobs")
+    script = jobs.write("hold/train.py", "print('hello')\n")
+    check_death(Client(idle, jobs), step, moment, str(script), lambda: list(idle.plane.jobs))
+    assert files(idle.store).list()
+    jobs.close()

@@ -1,0 +1,565 @@
+"""Provider ``vertex`` on the node: topology, what comes before the runtime, secrets. Nothing here needs an SDK."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.server
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import free_port
+
+from cloudtrain import pyz
+from cloudtrain.bundle import build
+from cloudtrain.errors import SpecError, StorageError
+from cloudtrain.job import Job, Source
+from cloudtrain.provider import PROTOCOL, Layout, Topology
+from cloudtrain.providers.vertex import Provider, bootstrap, prepare, words
+from cloudtrain.providers.vertex.secrets import secret, token
+
+HOSTS = [f"cmle-training-workerpool{pool}-ab-{i}:2222" for pool, i in ((0, 0), (1, 0), (1, 1))]
+
+
+def spec(kind: str, index: int, **more: Any) -> str:
+    cluster = {"workerpool0": HOSTS[:1], "workerpool1": HOSTS[1:]}
+    return json.dumps({"cluster": cluster, "environment": "cloud", "task": {"type": kind, "index": index}, **more})
+
+
+def topology(nodes: int, text: str | None, **environ: str) -> Topology:
+    told = {} if text is None else {"CLUSTER_SPEC": text}
+    return Provider.site({"CLOUDTRAIN_NODES": str(nodes), **told, **environ}, {}).topology
+
+
+# ------------------------------------------------------------------------------------------------------------- topology
+
+
+@pytest.mark.parametrize(
+    ("kind", "index", "rank"), [("workerpool0", 0, 0), ("workerpool1", 0, 1), ("workerpool1", 1, 2)]
+)
+def test_ranks_go_through_the_pools(kind: str, index: int, rank: int) -> None:
+    poisoned = {"RANK": "7", "WORLD_SIZE": "2", "MASTER_ADDR": "bogus", "MASTER_PORT": "1"}
+    found = topology(3, spec(kind, index), **poisoned)
+    assert found == Topology(nodes=3, node_rank=rank, master_addr="cmle-training-workerpool0-ab-0", master_port=2222)
+
+
+def test_the_other_shape_of_the_cluster() -> None:
+    pools = [{"replicas": HOSTS[:1]}, {"replicas": HOSTS[1:]}]
+    task = {"type": "workerpool1", "index": 1}
+    for shape in ({"cluster": {"worker_pools": pools}}, {"worker_pools": pools}):
+        assert topology(3, json.dumps({**shape, "task": task})).node_rank == 2
+
+
+@pytest.mark.parametrize(("pool", "index", "rank"), [(0, 0, 0), (1, 0, 1), (1, 1, 2)])
+def test_the_shape_that_numbers_its_pools(pool: int, index: int, rank: int) -> None:
+    """That of python-aiplatform's tests/unit/aiplatform/test_training_utils.py; the numbers count, not the order."""
+    pools = [{"index": 1, "replicas": HOSTS[1:]}, {"index": 0, "replicas": HOSTS[:1]}]
+    task = {"worker_pool_index": pool, "replica_index": index, "trial": "TRIAL_ID"}
+    found = topology(3, json.dumps({"cluster": {"worker_pools": pools}, "environment": "cloud", "task": task}))
+    assert found == Topology(nodes=3, node_rank=rank, master_addr="cmle-training-workerpool0-ab-0", master_port=2222)
+
+
+def test_servers_beside_the_nodes_are_no_nodes() -> None:
+    cluster = {"workerpool0": HOSTS[:1], "workerpool1": HOSTS[1:2], "workerpool2": HOSTS[2:]}
+    text = json.dumps({"cluster": cluster, "task": {"type": "workerpool1", "index": 0}})
+    assert topology(2, text).node_rank == 1
+
+
+def test_one_node_needs_no_telling() -> None:
+    alone = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=2222)
+    assert topology(1, None) == topology(1, spec("workerpool0", 0)) == alone
+    assert topology(1, "{") == topology(1, "[]") == alone, "whatever there is is not even read"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "{",
+        "[]",
+        "{}",
+        spec("workerpool1", 2),
+        spec("workerpool2", 0),
+        spec("workerpool1", 0, task=None),
+        spec("workerpool1", 0, task=["workerpool1", 0]),
+        spec("workerpool1", 0, task={"type": "workerpool1", "index": "first"}),
+        spec("workerpool1", 0, task={"type": "workerpool1", "index": -1}),
+        spec("workerpool1", 0, task={"index": 0}),
+        spec("workerpool0", 0).replace("-ab-1", ""),
+    ],
+)
+def test_a_node_that_is_not_told_which_it_is_says_so(text: str | None) -> None:
+    """Two nodes that both take themselves for the first would wait for each other. The text itself is never shown."""
+    with pytest.raises(SpecError) as caught:
+        topology(4 if text and "-ab-1" not in text else 3, text)
+    assert caught.value.field == "CLUSTER_SPEC"
+
+
+def test_the_environment_in_the_spec_is_never_shown() -> None:
+    with pytest.raises(SpecError) as caught:
+        topology(5, spec("workerpool1", 0, job={"env": "s3cret"}))
+    assert "s3cret" not in str(caught.value)
+
+
+def test_paths_and_exit_codes() -> None:
+    argv = {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "file.b-1": "/b/x y.csv", "copy.c": "/c",
+            "copyfile.d": "/d/z.csv"}  # fmt: skip
+    site = Provider.site({}, argv)
+    assert site.paths == {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "input.b-1": "/b", "input.c": "/c",
+                          "input.d": "/d"}  # fmt: skip
+    assert site.exit_code == {"succeeded": 0, "failed": 1, "preempted": 134, "lost": 134}
+    assert int(site.export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < site.stop_grace
+    assert Provider.site({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, {}).export_env == {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"
+    }
+
+
+# ----------------------------------------------------------------------------------------------- the services on a node
+
+
+NO_HTTP, CUT = -1, -2
+"""In place of a status: an answer that is no HTTP, and one that ends before its end."""
+
+
+class Service(http.server.BaseHTTPRequestHandler):
+    """The metadata server, Secret Manager and Cloud Storage of one node, on loopback."""
+
+    answers: list[tuple[int, Any]]
+    tokens: list[tuple[int, Any]]
+    seen: list[tuple[str, Mapping[str, str]]]
+
+    def do_GET(self) -> None:
+        self.seen.append((self.path, dict(self.headers)))
+        waiting = self.tokens if "computeMetadata" in self.path else self.answers
+        status, answer = waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        if status == NO_HTTP:
+            self.wfile.write(b"what\r\n\r\n")
+            return
+        self.send_response(200 if status == CUT else status)
+        self.send_header("Content-Length", str(len(data) + (status == CUT)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr("cloudtrain.ask.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(bootstrap, "PAUSES", (0.0, 0.0))
+    value = {"payload": {"data": base64.b64encode("s3cret ü".encode()).decode()}}
+    given = {"answers": [(200, value)], "tokens": [(200, {"access_token": "TK", "expires_in": 3599})], "seen": []}
+    handler: Any = type("Handler", (Service,), given)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    here = f"127.0.0.1:{server.server_port}"
+    handler.environ = {
+        "GCE_METADATA_HOST": here,
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER": f"http://{here}/",
+        "STORAGE_EMULATOR_HOST": f"http://{here}",
+    }
+    for name, text in handler.environ.items():
+        monkeypatch.setenv(name, text)
+    yield handler
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_secret_is_read_as_the_jobs_service_account(service: Any) -> None:
+    assert secret("projects/p/secrets/s", service.environ) == "s3cret ü"
+    (asked, metadata), (path, headers) = service.seen
+    assert asked == "/computeMetadata/v1/instance/service-accounts/default/token"
+    assert metadata["Metadata-Flavor"] == "Google"
+    assert path == "/v1/projects/p/secrets/s/versions/latest:access"
+    assert headers["Authorization"] == "Bearer TK"
+    secret("projects/p/secrets/s/versions/3", service.environ)
+    assert service.seen[-1][0] == "/v1/projects/p/secrets/s/versions/3:access"
+    site = Provider.site(service.environ, {})
+    assert site.secrets is not None
+    assert site.secrets("gcp:projects/p/secrets/s") == "s3cret ü"
+
+
+def test_what_passes_is_tried_again(service: Any) -> None:
+    service.answers = [(429, {"error": {"message": "slow"}}), (503, b"<html>"), *service.answers]
+    assert secret("projects/p/secrets/s", service.environ) == "s3cret ü"
+    service.answers = [(429, {"error": {"message": "slow"}})]
+    service.seen.clear()
+    with pytest.raises(StorageError, match=r"was refused \(429\): slow"):
+        secret("projects/p/secrets/s", service.environ)
+    assert len(service.seen) == 4, "one token, three tries"
+
+
+@pytest.mark.parametrize("broken", [(NO_HTTP, b""), (CUT, b"{}")])
+def test_an_answer_that_breaks_off_is_asked_for_again(service: Any, tmp_path: Path, broken: tuple[int, bytes]) -> None:
+    service.answers, service.tokens = [broken, *service.answers], [broken, *service.tokens]
+    assert secret("projects/p/secrets/s", service.environ) == "s3cret ü"
+    service.answers, service.tokens = [broken, (200, b"fetched")], [broken, *service.tokens]
+    assert bootstrap.read("gs://b/o", root=str(tmp_path), patience=0) == b"fetched"
+    service.answers = [broken]
+    with pytest.raises(StorageError, match="does not answer"):
+        secret("projects/p/secrets/s", service.environ)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ((403, {"error": {"message": "not you"}}), "not you; give the job's service account the role Secret Manager"),
+        ((404, b""), r"\(404\): no reason"),
+        ((200, {}), "without text"),
+        ((200, [1]), "without text"),
+        ((200, {"payload": {"data": base64.b64encode(b"\xff\xfe").decode()}}), "without text"),
+    ],
+)
+def test_a_refusal_is_told_at_once(service: Any, answer: tuple[int, Any], says: str) -> None:
+    service.answers = [answer]
+    with pytest.raises(StorageError, match=says):
+        secret("projects/p/secrets/s", service.environ)
+    assert len(service.seen) == 2
+
+
+def test_no_token_no_secret(service: Any) -> None:
+    service.tokens = [(404, b"")]
+    with pytest.raises(StorageError, match=r"set vertex\.service_account"):
+        secret("projects/p/secrets/s", service.environ)
+    service.tokens = [(200, {})]
+    with pytest.raises(StorageError, match="without a token"):
+        token(service.environ)
+    assert all("computeMetadata" in path for path, _ in service.seen)
+
+
+# ----------------------------------------------------------------------------------------------------------- before us
+
+
+def test_the_mounted_bucket_comes_first(service: Any, tmp_path: Path) -> None:
+    (tmp_path / "b" / "x").mkdir(parents=True)
+    (tmp_path / "b" / "x" / "o").write_bytes(b"mounted")
+    assert bootstrap.read("gs://b/x/o", root=str(tmp_path), patience=0) == b"mounted"
+    assert service.seen == []
+
+
+def test_without_a_mount_the_api_is_asked(service: Any, tmp_path: Path) -> None:
+    service.answers = [(503, b""), (200, b"fetched")]
+    assert bootstrap.read("gs://b/x y/o", root=str(tmp_path), patience=0) == b"fetched"
+    path, headers = service.seen[-1]
+    assert urllib.parse.unquote(path) == "/storage/v1/b/b/o/x y/o?alt=media"
+    assert "%2F" in path
+    assert headers["Authorization"] == "Bearer TK"
+    service.answers = [(403, b"")]
+    with pytest.raises(OSError, match="403"):
+        bootstrap.read("gs://b/o", root=str(tmp_path), patience=0)
+
+
+def test_a_mount_that_comes_late_is_waited_for(service: Any, tmp_path: Path) -> None:
+    def appear() -> None:
+        (tmp_path / "b").mkdir()
+        (tmp_path / "b" / "o").write_bytes(b"late")
+
+    threading.Timer(0.3, appear).start()
+    assert bootstrap.read("gs://b/o", root=str(tmp_path), patience=30) == b"late"
+    assert service.seen == []
+
+
+def test_the_digest_is_that_of_the_client(tmp_path: Path) -> None:
+    archive = tmp_path / "cloudtrain.pyz"
+    archive.write_bytes(pyz.build())
+    assert bootstrap.digest(str(archive)) == pyz.digest()
+
+
+def test_a_damaged_byte_of_what_is_compiled_is_seen_too(tmp_path: Path) -> None:
+    archive = tmp_path / "cloudtrain.pyz"
+    archive.write_bytes(pyz.build())
+    with zipfile.ZipFile(archive) as opened:
+        member = opened.getinfo("cloudtrain/errors.pyc")
+    data = bytearray(archive.read_bytes())
+    data[member.header_offset + 30 + len(member.filename) + member.compress_size // 2] ^= 1
+    archive.write_bytes(data)
+    with pytest.raises((zipfile.BadZipFile, zlib.error)):
+        bootstrap.digest(str(archive))
+
+
+def started(
+    tmp_path: Path, archive: bytes, *, folder: str, service: Any, arguments: list[str], patience: float = 0.0
+) -> Any:
+    """The bootstrap as a container starts it: its text, Python, and nothing else; modules of the image lie about."""
+    for name in ("queue", "tempfile", "json", "signal"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('of the image')")
+    service.answers = [(200, archive)]
+    text = Path(bootstrap.__file__).read_text().replace("PATIENCE = 30.0", f"PATIENCE = {patience}")
+    text = text.replace("PAUSES = (0.5, 2.0, 5.0)", "PAUSES = (0.0, 0.0)")
+    words = [sys.executable, "-S", "-c", text, f"gs://no-bucket/runtime/{folder}/cloudtrain.pyz", *arguments]
+    return subprocess.Popen(
+        words, env={**service.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+
+
+def test_it_goes_on_in_what_it_has_proved(service: Any, tmp_path: Path) -> None:
+    context = tmp_path / "container" / "context.json"
+    context.parent.mkdir()
+    context.write_text('{"protocol": 99}')
+    arguments = ["run", "--context", str(context), "--attempt", "0", "--path", "live=/nowhere"]
+    process = started(tmp_path, pyz.build(), folder=pyz.digest(), service=service, arguments=arguments)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "cloudtrain: this node cannot start: context: context of protocol 99, this is 1"
+
+
+def test_a_damaged_runtime_is_not_started(service: Any, tmp_path: Path) -> None:
+    process = started(tmp_path, pyz.build(), folder=hashlib.sha256().hexdigest(), service=service, arguments=["run"])
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 134
+    assert "it is damaged" in err
+    assert err.count("\n") == 1
+
+
+def test_what_keeps_a_node_from_its_start_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
+    """A metadata server that is late; then an input that cannot be read."""
+    assert bootstrap.AGAIN == words.AGAIN
+    service.tokens = [(503, b"")]
+    process = started(tmp_path, b"", folder="x", service=service, arguments=["run"])
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.count("\n")) == (134, 1)
+    assert "this node cannot start: gs://no-bucket/runtime/x/cloudtrain.pyz: HTTP Error 503" in err
+    (tmp_path / "context.json").touch()
+    arguments = ["run", "--context", str(tmp_path / "context.json"), "--path", f"copy.x={tmp_path}/nowhere"]
+    code, _, err = prepared(tmp_path, "", arguments)
+    assert (code, err.count("\n")) == (134, 1)
+    assert "this node cannot start: [Errno 2]" in err
+
+
+def prepared(tmp_path: Path, text: str, arguments: list[str]) -> tuple[int, str, str]:
+    """What follows on the bootstrap, which goes on in a file with ``text``."""
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "next.py").write_text(text)
+    code = f"from cloudtrain.providers.vertex import prepare\nprepare.main('next.py', {arguments!r})"
+    environ = {**os.environ, "PYTHONPATH": str(Path(pyz.__file__).parent.parent)}
+    words = [sys.executable, "-c", code]
+    process = subprocess.run(words, cwd=tmp_path / "alone", env=environ, capture_output=True, text=True, timeout=60)
+    return process.returncode, process.stdout, process.stderr
+
+
+UNHEARD = """
+import os, signal, sys
+os.kill(os.getpid(), signal.SIGTERM)
+print("alive", flush=True)
+from cloudtrain.runtime import __main__ as runtime
+class Node:
+    def __init__(self, *, inbox, **given):
+        self.inbox = inbox
+    def run(self):
+        return self.inbox.get(timeout=20)[1]["number"]
+runtime.Node = Node
+runtime.leave(sys.argv[1:])
+"""
+
+
+def test_a_stop_while_the_runtime_is_loaded_is_heard(tmp_path: Path) -> None:
+    """By its own handler, once there is one: to PID 1 it would be lost, and any other would die of it."""
+    (tmp_path / "context.json").write_text(json.dumps({"protocol": PROTOCOL, "provider": "vertex"}))
+    (tmp_path / "key").touch()
+    arguments = ["run", "--context", str(tmp_path / "context.json"), "--path", "live=/nowhere"]
+    assert prepared(tmp_path, UNHEARD, arguments)[:2] == (signal.SIGTERM, "alive\n")
+
+
+def test_a_stop_before_anything_is_fetched_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
+    """Waiting for the mount."""
+    process = started(tmp_path, b"", folder="x", service=service, arguments=["run"], patience=60.0)
+    deadline = time.monotonic() + 30
+    while not _caught(process.pid) & 1 << signal.SIGTERM - 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(timeout=30) == 134
+    assert service.seen == []
+    process.stderr.close()
+
+
+def test_a_stop_before_the_runtime_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
+    """Waiting for the bucket, which never shows what the client has written."""
+    arguments = ["run", "--context", str(tmp_path / "never"), "--attempt", "0"]
+    process = started(tmp_path, pyz.build(), folder=pyz.digest(), service=service, arguments=arguments)
+    deadline = time.monotonic() + 60
+    while not (handlers := _caught(process.pid)) & 1 << signal.SIGTERM - 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert handlers & 1 << signal.SIGTERM - 1
+    process.terminate()
+    assert process.wait(timeout=30) == 134
+    process.stderr.close()
+
+
+def _caught(pid: int) -> int:
+    """The signals that a process handles, as a mask."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+
+
+def test_a_bucket_that_does_not_appear_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"gs://gcs at .*one region"):
+        prepare.await_file("gcs/runs/r/context.json", patience=0)
+
+
+def test_inputs_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    source = tmp_path / "gcs" / "data"
+    (source / "sub" / "empty").mkdir(parents=True)
+    (source / "a b.csv").write_text("a")
+    (source / "sub" / "c").write_text("c")
+    assert prepare.copied("live=/x") == "live=/x"
+    name, _, folder = prepare.copied(f"copy.train={source}").partition("=")
+    assert name == "input.train"
+    assert {str(p.relative_to(folder)) for p in Path(folder).rglob("*")} == {"a b.csv", "sub", "sub/c", "sub/empty"}
+    name, _, folder = prepare.copied(f"copyfile.one={source}/a b.csv").partition("=")
+    assert (name, os.listdir(folder)) == ("input.one", ["a b.csv"])
+    for missing in ("copy.x", "copyfile.x"):
+        with pytest.raises(OSError, match="No such file"):
+            prepare.copied(f"{missing}={tmp_path}/nowhere")
+
+
+def test_little_shared_memory_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(prepare, "SHM_MIB", 1 << 40)
+    prepare.check_shm(str(tmp_path))
+    assert "num_workers=0" in capsys.readouterr().err
+    monkeypatch.setattr(prepare, "SHM_MIB", 0)
+    prepare.check_shm(str(tmp_path))
+    prepare.check_shm(str(tmp_path / "nowhere"))
+    assert capsys.readouterr().err == ""
+
+
+# ------------------------------------------------------------------------------------------- how the nodes of a job end
+
+HOLD = """
+import os, sys, time
+parent, go = os.getppid(), sys.argv[1]
+print("holding", flush=True)
+rank = os.environ["RANK"]
+while os.getppid() == parent and (not os.path.exists(go) or open(go).read() not in ("", rank)):
+    time.sleep(0.05)
+if os.path.exists(go) and open(go).read() == rank:
+    raise ConnectionError("Connection closed by peer")
+if rank == "1":
+    raise ValueError("one rank fails")
+"""
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Callable[[], list[subprocess.Popen[str]]]]:
+    """Three nodes of one job as processes of this machine, once each of their scripts holds."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "train.py").write_text(HOLD)
+    source = Source(path=str(tmp_path / "src"), entry_point="train.py")
+    bundle = build(source, cwd=tmp_path, max_bytes=1 << 20)
+    (tmp_path / "code.tar.gz").write_bytes(bundle.archive())
+    (tmp_path / "cloudtrain.pyz").write_bytes(pyz.build())
+    job = Job.make(
+        entry_point="train.py", launcher="python", instance_count=3, image="team/trainer:1", args=[str(tmp_path / "go")]
+    )
+    layout = Layout(store="gs://bucket/store", run_id="r", code_digest=bundle.digest, runtime_digest=pyz.digest())
+    context = Provider(project="p", location="europe-west4").plan(job, layout).context
+    (tmp_path / "context.json").write_text(json.dumps(context))
+    (tmp_path / "key").write_bytes(b"k" * 32)
+    addresses = [f"127.0.0.1:{free_port()}", "127.0.0.1:1", "127.0.0.1:1"]
+    cluster = {"workerpool0": addresses[:1], "workerpool1": addresses[1:]}
+    started: list[subprocess.Popen[str]] = []
+
+    def start() -> list[subprocess.Popen[str]]:
+        for pool, index in (("workerpool0", 0), ("workerpool1", 0), ("workerpool1", 1)):
+            spec = json.dumps({"cluster": cluster, "task": {"type": pool, "index": index}})
+            words = [
+                sys.executable,
+                str(tmp_path / "cloudtrain.pyz"),
+                "run",
+                "--context",
+                str(tmp_path / "context.json"),
+            ]
+            words += ["--path", f"live={tmp_path / 'live'}", "--path", f"code={tmp_path / 'code.tar.gz'}"]
+            environ = {**os.environ, "CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": spec}
+            started.append(
+                subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+        for process in started:
+            assert process.stdout is not None
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if "holding" in line:
+                    break
+            assert "holding" in said[-1], said
+        return started
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def codes(nodes: list[subprocess.Popen[str]]) -> list[int]:
+    for node in nodes:
+        node.communicate(timeout=60)
+    return [node.returncode for node in nodes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gone", [0, 2])
+def test_nodes_that_have_only_lost_another_let_vertex_start_the_job_again(three: Any, gone: int) -> None:
+    """All of them, also one that node 0 has merely told to stop: the exit code 1 of any would end the job for good."""
+    nodes = three()
+    nodes[gone].kill()
+    expected = [134, 134, 134]
+    expected[gone] = -signal.SIGKILL
+    assert codes(nodes) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_node_that_falls_silent_is_lost_before_the_link_says_so(three: Any, tmp_path: Path, silent: int) -> None:
+    """A rank complains at once of the connection; whose end was cut is known only a minute and a half later."""
+    silence = 6.0 if silent == 0 else 90.0
+    shorten(tmp_path / "cloudtrain.pyz", SILENCE_TIMEOUT=silence, PING_SECONDS=1.0, PEERS_SECONDS=2.0)
+    nodes = three()
+    nodes[silent].send_signal(signal.SIGSTOP)
+    (tmp_path / "said").write_text("1" if silent == 0 else "0")
+    (tmp_path / "said").rename(tmp_path / "go")
+    assert codes([node for node in nodes if node is not nodes[silent]]) == [134, 134]
+
+
+def shorten(archive: Path, **seconds: float) -> None:
+    """Other time-outs in a cloudtrain.pyz."""
+    with zipfile.ZipFile(archive) as opened:
+        members = {name: opened.read(name).decode() for name in opened.namelist() if name.endswith(".py")}
+    with zipfile.ZipFile(archive, "w") as opened:
+        for name, text in members.items():
+            for word, value in seconds.items():
+                if name in ("cloudtrain/runtime/node.py", "cloudtrain/runtime/link.py"):
+                    text = re.sub(rf"^{word} = .*$", f"{word} = {value}", text, flags=re.MULTILINE)
+            opened.writestr(name, text)
+
+
+@pytest.mark.slow
+def test_a_failure_of_the_script_is_not_tried_again(three: Any, tmp_path: Path) -> None:
+    """Nor by a node that only stops because of it, whichever Vertex looks at first."""
+    nodes = three()
+    (tmp_path / "go").touch()
+    assert codes(nodes) == [1, 1, 1]
+
+
+@pytest.mark.slow
+def test_nodes_that_are_told_to_stop_let_vertex_start_the_job_again(three: Any) -> None:
+    nodes = three()
+    nodes[1].terminate()
+    assert codes(nodes) == [134, 134, 134]

@@ -1,0 +1,272 @@
+"""Provider ``vertex``: what Vertex AI's words on a job mean, and what Google Cloud's refusals become."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import requests
+
+from cloudtrain.errors import (
+    AuthError,
+    CapacityError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    NotFoundError,
+    PlatformError,
+    QuotaError,
+    SpecError,
+)
+from cloudtrain.provider import FINAL, Status
+from cloudtrain.providers.vertex import pages
+from cloudtrain.providers.vertex.errors import error_of, quota_hint, refusal
+from cloudtrain.providers.vertex.states import category_of, over_for, status_of
+
+NAME = "projects/contract/locations/europe-west4/customJobs/42"
+GPUS = (
+    "The requested number of GPUs exceeds the quota limit:"
+    " aiplatform.googleapis.com/custom_model_training_nvidia_l4_gpus, requests: 8 per user."
+)
+INCREASE = "The requests exceed what is left. Please submit a quota increase request. quota limit 0."
+STOCKOUT = (
+    "Resources are insufficient in region: europe-west4. Please try a different region or use a different accelerator."
+)
+QUOTA = (
+    "The following quota metrics exceed quota limits:"
+    " aiplatform.googleapis.com/custom_model_training_nvidia_l4_gpus,"
+    "aiplatform.googleapis.com/custom_model_training_cpus"
+)
+READS = (
+    "Quota exceeded for quota metric 'Read requests' and limit 'Read requests per minute' of service"
+    " 'logging.googleapis.com' for consumer 'project_number:1'."
+)
+EXIT = (
+    "The replica workerpool0-0 exited with a non-zero status of {}. Termination reason: Error. \n{}\nTo find out more"
+)
+NO_MEMORY = "The replica workerpool0-0 ran out of memory and exited with a non-zero status of 137."
+PULL = (
+    "The replica workerpool0-0 exited with a non-zero status of 128. Termination reason: ErrImagePull."
+    ' Termination log message: Failed to pull image "a/b:1"'
+)
+DENIED = (
+    "Permission 'aiplatform.customJobs.create' denied on resource"
+    " '//aiplatform.googleapis.com/projects/contract/locations/europe-west4' (or it may not exist)."
+)
+DISABLED = (
+    "Vertex AI API has not been used in project contract before or it is disabled. Enable it by visiting"
+    " https://console.developers.google.com/apis/api/aiplatform.googleapis.com/overview?project=contract then retry."
+)
+ACT_AS = (
+    "You do not have permission to act as service_account: trainer@contract.iam.gserviceaccount.com."
+    " (or it may not exist)."
+)
+
+
+def said(state: str, *, error: tuple[int, str] = (0, ""), seconds: float | None = None, **more: Any) -> Status:
+    """The status of a job of three nodes with a limit of 600 s that ran for ``seconds``."""
+    times = {}
+    if seconds is not None:
+        minutes, rest = divmod(int(seconds), 60)
+        times = {"startTime": "2026-11-22T00:00:00Z", "endTime": f"2026-11-22T00:{minutes:02}:{rest:02}.5Z"}
+    machine = {"machineType": "n1-standard-4", "acceleratorType": "NVIDIA_TESLA_T4", "acceleratorCount": 1}
+    pools = [{"machineSpec": machine, "replicaCount": count} for count in ("1", "2")]
+    spec = {"workerPoolSpecs": pools, "scheduling": {"timeout": "600s"}}
+    told: dict[str, Any] = {"name": NAME, "state": f"JOB_STATE_{state}", "jobSpec": spec, **times, **more}
+    if error[0]:
+        told["error"] = {"code": error[0], "message": error[1]}
+    return status_of(told, prices={"n1-standard-4+T4:1": 1.2})
+
+
+# --------------------------------------------------------------------------------------------------------------- states
+
+
+def test_every_native_state_has_a_meaning() -> None:
+    from google.cloud.aiplatform_v1.types import JobState
+
+    found = {state.name.removeprefix("JOB_STATE_"): said(state.name.removeprefix("JOB_STATE_")) for state in JobState}
+    final = {"SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCEEDED"}
+    assert {name for name, status in found.items() if status.state in FINAL} == final
+    assert {name for name, status in found.items() if status.state == "pending"} == {"QUEUED", "PENDING", "PAUSED"}
+    assert found["CANCELLING"].reason == "stopping"
+    assert "quota" in found["QUEUED"].reason
+    assert said("OF_NEXT_YEAR").state == "running", "what nobody knows is not over"
+    assert said("OF_NEXT_YEAR").native == "OF_NEXT_YEAR"
+
+
+def test_a_job_without_a_state_is_not_over() -> None:
+    assert status_of({"name": NAME}).state == "running"
+
+
+def test_what_it_cost_and_where_it_is() -> None:
+    status = said("SUCCEEDED", seconds=300)
+    assert status.cost_usd == pytest.approx(3 * 1.2 * 300.5 / 3600, abs=1e-4)
+    assert status.instance_type == "n1-standard-4+T4:1"
+    assert status.url.endswith("/agent-platform/locations/europe-west4/training/42?project=contract")
+    assert (status.started, status.finished) == (1795305600.0, 1795305900.5)
+    assert said("FAILED", error=(8, STOCKOUT)).cost_usd == 0, "it never had machines"
+    assert said("RUNNING").cost_usd is None
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "seconds", "category"),
+    [
+        ("FAILED", (3, EXIT.format(1, "ValueError: no quota of resources")), 60, "user_error"),
+        ("FAILED", (3, EXIT.format(137, "Killed")), 60, "user_error"),
+        ("FAILED", (3, EXIT.format(134, "")), 60, "infra"),
+        ("FAILED", (3, EXIT.format(134, "")), 600, "timeout"),
+        ("FAILED", (3, EXIT.format(1, "")), 600, "user_error"),
+        ("FAILED", (3, EXIT.format(127, "no python")), 60, "image"),
+        ("FAILED", (3, NO_MEMORY), 60, "oom"),
+        ("FAILED", (3, PULL), None, "image"),
+        ("FAILED", (8, STOCKOUT), None, "capacity"),
+        ("FAILED", (8, QUOTA), None, "quota"),
+        ("FAILED", (8, "something"), None, "capacity"),
+        ("FAILED", (7, "Service account a@b does not have storage.objects.get access"), None, "auth"),
+        ("FAILED", (13, "Internal error occurred for the current attempt."), 60, "infra"),
+        ("FAILED", (0, ""), 60, "infra"),
+        ("FAILED", (99, "what nobody knows"), 60, "infra"),
+        ("PARTIALLY_SUCCEEDED", (0, ""), 60, "infra"),
+        ("EXPIRED", (0, ""), None, "capacity"),
+        ("EXPIRED", (0, ""), 600, "timeout"),
+        ("CANCELLED", (1, "CANCELED"), 600, "timeout"),
+        ("CANCELLED", (8, STOCKOUT), None, "capacity"),
+    ],
+)
+def test_why_a_job_failed(state: str, error: tuple[int, str], seconds: float | None, category: str) -> None:
+    status = said(state, error=error, seconds=seconds)
+    assert (status.state, status.category) == ("failed", category)
+    assert status.reason
+    assert "\n" not in status.reason
+
+
+def test_cancelled_by_a_user() -> None:
+    status = said("CANCELLED", error=(1, "CANCELED"), seconds=60)
+    assert (status.state, status.category, status.reason) == ("cancelled", "cancelled", "it was cancelled")
+
+
+def test_what_the_script_said_is_not_the_services_word() -> None:
+    for text in ("ran out of memory", STOCKOUT, QUOTA, "permission denied", "Failed to pull image"):
+        assert category_of(3, EXIT.format(1, text)) == "user_error", text
+
+
+def test_a_hint_names_the_quota() -> None:
+    assert "custom_model_training_nvidia_l4_gpus" in said("FAILED", error=(8, QUOTA)).reason
+    assert "console's page of quotas" in quota_hint("some quota")
+
+
+def test_how_long_a_job_has_been_over() -> None:
+    assert over_for({"endTime": "2026-01-01T00:00:00Z"}) > 86400
+    assert over_for({"endTime": "2999-01-01T00:00:00Z"}) == 0, "another clock"
+    assert over_for({}) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "reason", "kind", "code", "says"),
+    [
+        (429, QUOTA, "RESOURCE_EXHAUSTED", QuotaError, 4, "ask for more of custom_model_training_nvidia_l4_gpus"),
+        (429, STOCKOUT, "RESOURCE_EXHAUSTED", CapacityError, 4, "another machine, location or time"),
+        (429, READS, "RATE_LIMIT_EXCEEDED", LostContactError, 7, "status 429"),
+        (429, GPUS, "RATE_LIMIT_EXCEEDED", QuotaError, 4, "quota"),
+        (429, INCREASE, "RESOURCE_EXHAUSTED", QuotaError, 4, "quota"),
+        (429, "slow down", "", LostContactError, 7, "status 429"),
+        (503, "The service is currently unavailable.", "UNAVAILABLE", LostContactError, 7, "status 503"),
+        (401, "Request had invalid authentication credentials.", "", AuthError, 3, "application-default login"),
+        (403, DENIED, "IAM_PERMISSION_DENIED", AuthError, 3, "Vertex AI User"),
+        (403, DISABLED, "SERVICE_DISABLED", AuthError, 3, "gcloud services enable aiplatform.googleapis.com"),
+        (403, ACT_AS, "", AuthError, 3, "add-iam-policy-binding trainer@contract.iam.gserviceaccount.com"),
+        (400, ACT_AS, "", AuthError, 3, "Service Account User"),
+        (403, "Project 'nowhere' not found or deleted.", "CONSUMER_INVALID", SpecError, 2, "vertex.project: "),
+        (404, "Project was not found.", "", SpecError, 2, "vertex.project: "),
+        (404, 'The CustomJob "x" does not exist.', "NOT_FOUND", NotFoundError, 2, "does not exist"),
+        (403, 'Service account "a@my-project.iam.gserviceaccount.com" does not exist.', "", AuthError, 3, "User"),
+        (400, f"Project p is invalid. {ACT_AS}", "", AuthError, 3, "Service Account User"),
+        (409, "Please retry.", "ABORTED", LostContactError, 7, "Please retry."),
+        (409, "already there", "", ConflictError, 2, "already there"),
+        (412, "At least one of the pre-conditions", "conditionNotMet", ConflictError, 2, "pre-conditions"),
+        (400, "Region mars-west1 is not supported.", "", SpecError, 2, "vertex.location: "),
+        (400, "List of found errors: 1.Field: job_spec", "INVALID_ARGUMENT", SpecError, 2, "job_spec"),
+        (302, "", "", PlatformError, 9, "302"),
+    ],
+)
+def test_refusals(status: int, message: str, reason: str, kind: type[CloudtrainError], code: int, says: str) -> None:
+    error = refusal(status, message, what="create job", reason=reason)
+    assert type(error) is kind, error
+    assert error.exit_code == code
+    assert says in str(error)
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "role"),
+    [
+        ("read the log", "roles/logging.viewer"),
+        ("claim the creation of the job", "roles/storage.objectAdmin"),
+        ("look at gs://my-training", "roles/storage.objectAdmin"),
+        ("list jobs", "Vertex AI User"),
+    ],
+)
+def test_what_lets_a_caller_in_is_of_the_call(what: str, role: str) -> None:
+    error = refusal(403, "The caller does not have permission.", what=what, reason="PERMISSION_DENIED")
+    assert isinstance(error, AuthError)
+    assert role in str(error)
+
+
+def test_what_googles_libraries_raise() -> None:
+    import google.api_core.exceptions as api
+    import google.auth.exceptions as auth
+    from google.protobuf import json_format
+
+    answer = requests.Response()
+    answer.status_code, answer._content = 429, json.dumps({"error": {"message": QUOTA}}).encode()
+    cases: list[tuple[Exception, type[CloudtrainError]]] = [
+        (auth.DefaultCredentialsError("no"), AuthError),  # type: ignore[no-untyped-call]
+        (auth.RefreshError("invalid_grant"), AuthError),  # type: ignore[no-untyped-call]
+        (auth.RefreshError("later", retryable=True), LostContactError),  # type: ignore[no-untyped-call]
+        (auth.TransportError("no network"), LostContactError),  # type: ignore[no-untyped-call]
+        (requests.ConnectionError("aborted"), LostContactError),
+        (ConnectionResetError("reset"), LostContactError),
+        (requests.ReadTimeout("late"), LostContactError),
+        (api.ServiceUnavailable("busy"), LostContactError),
+        (api.Forbidden(DENIED), AuthError),
+        (api.TooManyRequests("POST https://…", response=answer), QuotaError),
+        (api.RetryError("long", cause=None), LostContactError),
+        (json_format.ParseError("no field named x"), SpecError),
+    ]
+    for exc, kind in cases:
+        ours = error_of(exc, what="create job")
+        assert type(ours) is kind, (exc, ours)
+        assert "\n" not in str(ours)
+    assert error_of(ZeroDivisionError(), what="x") is None
+
+
+# ------------------------------------------------------------------------------------------------------------ log lines
+
+
+@pytest.mark.parametrize(
+    ("entry", "node", "text"),
+    [
+        ({"textPayload": "a\n", "resource": {"labels": {"task_name": "workerpool0-0"}}}, "0", "a"),
+        ({"jsonPayload": {"message": "b"}, "resource": {"labels": {"task_name": "workerpool1-0"}}}, "1", "b"),
+        ({"jsonPayload": {"x": 1}, "labels": {"ml.googleapis.com/task_name": "workerpool1-6"}}, "7", '{"x": 1}'),
+        (
+            {"textPayload": "Job is queued.", "resource": {"labels": {"task_name": "service"}}},
+            "service",
+            "Job is queued.",
+        ),
+        ({"protoPayload": {"status": {"message": "c"}}}, "", "c"),
+    ],
+)
+def test_entries_become_lines(entry: dict[str, Any], node: str, text: str) -> None:
+    line = pages._line(entry, "k", 1_500_000_000)
+    assert (line.node, line.text, line.time, line.id) == (node, text, 1.5, "k")
+
+
+def test_times_keep_their_nanoseconds() -> None:
+    for text in ("2026-11-22T00:00:05.000000001Z", "2026-11-22T00:00:05.120000000Z", "2026-11-22T00:00:05.000000000Z"):
+        assert pages._stamp(pages._nanos(text)) == text
+    assert pages._nanos("2026-11-22T00:00:05Z") == pages._nanos("2026-11-22T00:00:05.0Z") == 1795305605 * 10**9
