@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 from .errors import SpecError, StorageError
 from .ignore import Rules, parse_line
@@ -32,6 +32,7 @@ MAX_BYTES = 50 * 2**20
 """Default limit of a bundle, in bytes before compression."""
 
 _CHUNK = 2**20
+_SAMPLE = 16 * 2**10
 _READ = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _SECRET_NAME = re.compile(
     r"(?:.*/)?(?:\.env(?:\.(?!(?:example|sample|template)$)[^/]*)?|id_(?:rsa|dsa|ecdsa|ed25519)|[._]netrc|\.boto"
@@ -126,14 +127,13 @@ class Bundle:
 
         Raises `StorageError` when a file is not what it was when the bundle was built.
         """
-        import gzip
         import io
         import tarfile
 
         manifest = self.manifest()
         with (
-            gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=fileobj, mtime=0) as packed,
-            tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
+            _Packed(fileobj) as packed,
+            tarfile.open(fileobj=cast("IO[bytes]", packed), mode="w|", format=tarfile.PAX_FORMAT) as tar,
         ):
             member = tarfile.TarInfo(MANIFEST)
             member.size = len(manifest)
@@ -152,6 +152,38 @@ class Bundle:
     def _disk(self, path: str) -> str:
         prefix, folder = max((p for p in self.parts if path.startswith(p[0])), key=lambda p: len(p[0]))
         return os.path.join(folder, path[len(prefix) :])
+
+
+class _Packed:
+    """A gzip file of several members, as RFC 1952 allows, each a block of what is written.
+
+    A block whose samples hardly shrink (weights, images, archives) is stored as it is: trying costs more than sending.
+    """
+
+    def __init__(self, fileobj: IO[bytes]) -> None:
+        self._file, self._block = fileobj, bytearray()
+
+    def __enter__(self) -> _Packed:
+        return self
+
+    def write(self, data: bytes) -> int:
+        self._block += data
+        while len(self._block) >= _CHUNK:
+            self._pack(bytes(self._block[:_CHUNK]))
+            del self._block[:_CHUNK]
+        return len(data)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._pack(bytes(self._block))
+
+    def _pack(self, block: bytes) -> None:
+        import gzip
+        import zlib
+
+        samples = [block[at : at + _SAMPLE] for at in range(0, len(block), max(1, len(block) // 4))]
+        shrinks = any(len(zlib.compress(sample, 1)) < 0.9 * len(sample) for sample in samples)
+        self._file.write(gzip.compress(block, 6 if shrinks else 0, mtime=0))
 
 
 class _Verified:

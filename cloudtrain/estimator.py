@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import CloudtrainError
 from .job import FLAT_FIELDS, Input, Job, Scalar
+from .values import url_scheme
 
 if TYPE_CHECKING:
     from .follow import Line
@@ -95,8 +96,10 @@ class Estimator:
         max_cost: float | None = None,
         retries: int | None = None,
         stall_timeout: Duration | None = None,
+        debug_nccl: bool | None = None,
         resume_from: str | None = None,
         checkpoint_paths: Texts | None = None,
+        keep_checkpoints: int | None = None,
         tags: Mapping[str, str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         on: Mapping[str, Mapping[str, Any]] | None = None,
@@ -124,12 +127,12 @@ class Estimator:
         the log lines of all ranks are written as they come. Raises `RunFailedError` when the run it waited for did not
         succeed, and whatever planning and sending raise. Ctrl-C stops the waiting, not the run (``latest_run``).
         """
-        from .submit import submit
+        from .submit import Retry, submit
 
         run = submit(self._plan(inputs, run_id, preview=False), environ=os.environ)
         self.latest_run = run
         if wait:
-            result = run.wait(on_line=self._line if logs else None)
+            result = run.wait(on_line=self._line if logs else None, retry=Retry(run))
             if result["state"] != "succeeded":
                 raise RunFailedError(result)
         return run
@@ -140,7 +143,23 @@ class Estimator:
         from .run import open_run
         from .settings import Settings
 
-        return open_run(run, store_url=Settings.load(store=store).store, cwd=Path.cwd())
+        settings = Settings.load(store=store)
+        place = settings.store if url_scheme(run) else settings.resolved()
+        return open_run(settings.resolved(run), store_url=place, cwd=Path.cwd(), settings=settings)
+
+    @staticmethod
+    def reconcile(target: str | None = None, *, store: str | None = None) -> list[dict[str, Any]]:
+        """Do once what a waiting client would do: for a run (its URL, or its id in ``store``), or for every run of a
+        store (its URL or path; None: ``store``, by default the setting) that is not over.
+
+        One object a run, as ``cloudtrain reconcile --json`` has them; what went wrong with one is its ``error``, and
+        keeps nothing from the others. Raises `NotFoundError` for a run or a folder that is not there.
+        """
+        from .reconcile import reconcile
+        from .settings import Settings
+
+        settings = Settings.load(store=store)
+        return reconcile(target, settings=settings, cwd=Path.cwd(), environ=os.environ)
 
     def _plan(self, inputs: Inputs | None, run_id: str | None, *, preview: bool) -> Plan:
         from .submit import make_plan

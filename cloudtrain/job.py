@@ -46,13 +46,16 @@ __all__ = [
     "Source",
     "anchored",
     "check_run_id",
+    "is_run_id",
+    "job_name",
     "new_run_id",
+    "run_tag",
 ]
 
 Scalar = str | int | float | bool
 
 DEFAULT_MAX_RUNTIME = 24 * 3600
-"""Seconds; printed by every plan and submit. SageMaker's own default is the same day."""
+"""Seconds; printed by every plan and submit."""
 DEFAULT_STALL_TIMEOUT = 30 * 60
 """Seconds without a line, metric or checkpoint from any rank before a run is called stalled."""
 
@@ -63,6 +66,7 @@ SECRET_SCHEMES = ("aws", "azure", "env", "gcp")
 
 _ID = re.compile(r"[a-z0-9](-?[a-z0-9])*")
 _ID_MAX = 40
+_NAME_MAX = 63
 _CHANNEL = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _RESERVED = re.compile(
@@ -78,12 +82,17 @@ _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 def check_run_id(run_id: str) -> str:
     """``run_id`` itself when it is lower-case letters, digits and single inner dashes, at most 40; else `SpecError`."""
-    if len(run_id) > _ID_MAX or not _ID.fullmatch(run_id):
+    if not is_run_id(run_id):
         raise SpecError(
             f"{run_id!r} is not a run id: lower-case letters, digits and single inner dashes, at most {_ID_MAX}",
             field="run_id",
         )
     return run_id
+
+
+def is_run_id(name: str) -> bool:
+    """Whether `check_run_id` takes it."""
+    return len(name) <= _ID_MAX and bool(_ID.fullmatch(name))
 
 
 def new_run_id(name: str, *, now: float | None = None, token: str | None = None) -> str:
@@ -92,6 +101,20 @@ def new_run_id(name: str, *, now: float | None = None, token: str | None = None)
     tail = token or _secrets.token_hex(2)
     room = _ID_MAX - len(stamp) - len(tail) - 2
     return check_run_id(f"{stamp}-{name[:room].rstrip('-')}-{tail}")
+
+
+def run_tag(run: str) -> str:
+    """What marks a platform's job as that of the run with this URL: 16 hex digits."""
+    return hashlib.sha256(run.encode()).hexdigest()[:16]
+
+
+def job_name(run: str, attempt: int, choice: int) -> str:
+    """A platform's name for a job: at most 63 of ``[a-z0-9-]``, different for every (run, attempt, choice).
+
+    63 are what the strictest platform allows, and a label everywhere else.
+    """
+    tail = f"-{run_tag(run)}" + (f"-{attempt}" if attempt or choice else "") + (f"-{choice}" if choice else "")
+    return run.rpartition("/")[2][: _NAME_MAX - len(tail)].rstrip("-") + tail
 
 
 def _slug(text: str) -> str:
@@ -262,9 +285,15 @@ class Job:
     stall_timeout: int = field(
         default=DEFAULT_STALL_TIMEOUT, metadata=_help("no sign of life for so long is a failure; 0: never")
     )
+    debug_nccl: bool = field(
+        default=False, metadata=_help("NCCL and torch.distributed tell what they do, in many lines")
+    )
     resume_from: str | None = field(default=None, metadata=_help("run, or checkpoint folder, to start from"))
     checkpoint_paths: tuple[str, ...] = field(
         default=(), metadata=_help("further checkpoints a script writes: globs below its working folder")
+    )
+    keep_checkpoints: int = field(
+        default=0, metadata=_help("newest complete checkpoints kept, and what a pointer names; 0: all of them")
     )
     tags: dict[str, str] = field(default_factory=dict, metadata=_help("labels of the job on the platform"))
     options: dict[str, dict[str, Any]] = field(
@@ -324,6 +353,9 @@ class Job:
                 raise SpecError(f"must be an amount of US dollars above zero, not {cost!r}", field="max_cost")
             _set(self, max_cost=float(cost))
         whole_number(self.retries, "retries", least=0, most=100)
+        whole_number(self.keep_checkpoints, "keep_checkpoints", least=0)
+        if not isinstance(self.debug_nccl, bool):
+            raise SpecError(f"must be true or false, not {self.debug_nccl!r}", field="debug_nccl")
         if self.resume_from is not None:
             text_of(self.resume_from, "resume_from")
         _set(self, checkpoint_paths=texts_of(sequence_of(self.checkpoint_paths), "checkpoint_paths"))

@@ -13,13 +13,16 @@ import dataclasses
 import importlib
 import json
 import pkgutil
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from .errors import NotFoundError, SpecError, UnsupportedError
-from .job import Input, Job
 from .values import nearest, url_scheme
+
+if TYPE_CHECKING:  # a node compiles all that it imports at each start, and has no use for it
+    from .job import Input, Job
 
 __all__ = [
     "FINAL",
@@ -43,6 +46,8 @@ __all__ = [
     "find_provider",
     "merge_options",
     "provider_names",
+    "python_command",
+    "recorded_settings",
 ]
 
 PROTOCOL = 1
@@ -98,6 +103,11 @@ class Layout:
         return f"{self.run}/container/key"
 
     @property
+    def direct(self) -> str:
+        """Checkpoints that a script writes to the store by itself."""
+        return f"{self.run}/checkpoints"
+
+    @property
     def code(self) -> str:
         return f"{self.store}/code/{self.code_digest}/code.tar.gz"
 
@@ -116,7 +126,11 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a provider is sent. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json."""
+    """What a provider is sent. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json.
+
+    ``instance_types`` are the machines that the platform may choose, best first, in its own names; none where this
+    machine starts the nodes. ``notes`` are what the user should know of it before it is sent.
+    """
 
     provider: str
     operation: str
@@ -125,14 +139,20 @@ class Request:
     run: str
     attempt: int = 0
     choice: int = 0
+    instance_types: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
 
+    def next_choice(self, category: str) -> int:
+        """Index of the GPU to ask for after ``category``: of those the platform could choose from none had capacity."""
+        return self.choice + (max(1, len(self.instance_types)) if category == "capacity" else 1)
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Request:
         try:
-            return cls(**data)
+            return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("instance_types", "notes")}})
         except TypeError as exc:
             raise SpecError(f"not a request: {exc}", field="request") from None
 
@@ -142,7 +162,12 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptInfo:
-    """One start of all nodes. ``number`` is ``k.r``; times are Unix seconds."""
+    """One start of all nodes. ``number`` is ``k.r``; times are Unix seconds.
+
+    ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began, ``resumed_from`` which
+    checkpoint it started from; ``lost`` is what the next one had to do again: ``{"seconds": s, "steps": n}``, each None
+    when nobody can tell. The last attempt has lost nothing yet: None.
+    """
 
     number: str
     native_id: str = ""
@@ -150,11 +175,19 @@ class AttemptInfo:
     ended: float | None = None
     reason: str = ""
     resumed_from: str = ""
+    category: str = ""
+    node: int | None = None
+    rank: int | None = None
+    lost: Mapping[str, float | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What the platform says of a run. ``native`` is its own word; times are Unix seconds."""
+    """What the platform says of a run. ``native`` is its own word; times are Unix seconds.
+
+    ``billed_s`` is machine time that the platform bills, summed over nodes, ``saved`` the part of the running time (0
+    to 1) that preemptible machines did not cost, ``cost_usd`` an estimate; None is what the platform does not tell.
+    """
 
     state: str
     native: str = ""
@@ -164,6 +197,10 @@ class Status:
     started: float | None = None
     finished: float | None = None
     url: str = ""
+    instance_type: str = ""
+    billed_s: float | None = None
+    saved: float | None = None
+    cost_usd: float | None = None
 
     @property
     def final(self) -> bool:
@@ -207,11 +244,14 @@ class Site:
     """What the platform gives a node. ``paths`` maps ``live`` and ``input.<channel>`` to folders.
 
     ``scratch`` lists folders to try, best first. ``stop_grace`` is seconds between the platform's stop signal and its
-    kill. ``exit_code`` maps an outcome (succeeded, failed, preempted) to the process exit code that makes the platform
-    do the right thing. ``secrets`` fetches the value of one reference. ``supervisor`` is the pid of a parent without
-    which this node must not go on. ``groups_file`` is where the node notes the process groups it starts, for an engine
-    whose nodes are no containers: they must not outlive a killed node. ``cpus`` are this node's cores, where several
-    nodes share a machine.
+    kill. ``exit_code`` maps an outcome (succeeded, failed, preempted; and lost, where it should be another one when the
+    only failure is that of a node which is gone) to the process exit code that makes the platform do the right thing.
+    ``secrets`` fetches the value of one reference. ``supervisor`` is the pid of a parent without which this node must
+    not go on. ``groups_file`` is where the node notes the process groups it starts, for an engine whose nodes are no
+    containers: they must not outlive a killed node. ``cpus`` are this node's cores, where several nodes share a
+    machine. ``attempt`` is ``k.r``, where the platform itself counts its starts. ``folders`` are what scripts written
+    for this platform know, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
+    ``export_env`` may hold placeholders.
     """
 
     topology: Topology
@@ -225,6 +265,8 @@ class Site:
     supervisor: int | None = None
     groups_file: str | None = None
     cpus: int | None = None
+    attempt: str = ""
+    folders: Mapping[str, str] = field(default_factory=dict)
 
 
 # ------------------------------------------------------------------------------------------ what an engine starts: data
@@ -241,13 +283,19 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSpec:
-    """One node as the platform would start it. Paths are the node's; relative ones are below its own root folder."""
+    """One node as the platform would start it. Paths are the node's; relative ones are below its own root folder.
+
+    ``entrypoint`` None is the image's own, ``user`` None too, else ``uid[:gid]``. ``platform`` is like ``linux/amd64``,
+    ``hostname`` is how its peers find it, ``memory`` and ``shm`` are bytes. ``container`` holds fields of the Docker
+    Engine API's ``ContainerCreate`` that an engine of containers merges into what it sends.
+    """
 
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     mounts: Sequence[Mount] = ()
     workdir: str = "."
     image: str | None = None
+    platform: str | None = None
     entrypoint: Sequence[str] | None = None
     user: str | None = None
     read_only: bool = False
@@ -257,6 +305,7 @@ class NodeSpec:
     cpus: int | None = None
     memory: int | None = None
     shm: int | None = None
+    container: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,17 +339,69 @@ class Simulation:
     def from_dict(cls, data: Mapping[str, Any]) -> Simulation:
         """Inverse of `to_dict`; raises `SpecError` for anything that is not one."""
         try:
+            for node in data["nodes"]:
+                _check_values(node, NodeSpec, _NODE_VALUES, "nodes.*")
+            _check_values(data["rules"], Rules, _RULE_VALUES, "rules")
             nodes = [
                 NodeSpec(**{**node, "mounts": tuple(Mount(**mount) for mount in node.get("mounts", ()))})
                 for node in data["nodes"]
             ]
-            rules = Rules(**data["rules"])
-            for name in ("time_limit", "stop_grace", "retries", "max_restarts"):
-                if isinstance(value := getattr(rules, name), bool) or not isinstance(value, (int, float)) or value < 0:
-                    raise SpecError(f"must be a number, not {value!r}", field=f"rules.{name}")
-            return cls(nodes=tuple(nodes), rules=rules)
+            return cls(nodes=tuple(nodes), rules=Rules(**data["rules"]))
         except (KeyError, TypeError, AttributeError) as exc:
             raise SpecError(f"not a simulation: {exc}", field="nodes") from None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+def _is_whole(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int)
+
+
+def _all(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and all(map(test, value))
+
+
+def _is_table_of_texts(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_is_text(item) for pair in value.items() for item in pair)
+
+
+_Values = Mapping[str, tuple[Callable[[Any], bool], str]]
+_TEXT: tuple[Callable[[Any], bool], str] = (_is_text, "text")
+_TEXTS: tuple[Callable[[Any], bool], str] = (_all(_is_text), "a list of texts")
+_TABLE: tuple[Callable[[Any], bool], str] = (_is_table_of_texts, "a table of texts")
+_NUMBER: tuple[Callable[[Any], bool], str] = (_is_number, "a number that is not negative")
+_WHOLE: tuple[Callable[[Any], bool], str] = (_is_whole, "a whole number that is not negative")
+_NODE_VALUES: _Values = {
+    **dict.fromkeys(("workdir", "image", "platform", "user", "hostname"), _TEXT),
+    **dict.fromkeys(("command", "entrypoint"), _TEXTS),
+    **dict.fromkeys(("env", "files"), _TABLE),
+    **dict.fromkeys(("gpus", "cpus", "memory", "shm"), _WHOLE),
+    "read_only": (lambda value: isinstance(value, bool), "true or false"),
+    "container": (lambda value: isinstance(value, Mapping), "a table"),
+}
+_RULE_VALUES: _Values = {
+    **dict.fromkeys(("time_limit", "stop_grace"), _NUMBER),
+    **dict.fromkeys(("retries", "max_restarts"), _WHOLE),
+    "restart_on": (_all(lambda value: isinstance(value, int) and not isinstance(value, bool)), "a list of exit codes"),
+    "stop_signal": (lambda value: _is_text(value) and value in signal.Signals.__members__, "a signal's name (SIGTERM)"),
+}
+
+
+def _check_values(data: Mapping[str, Any], kind: type[Any], values: _Values, where: str) -> None:
+    """Raise `SpecError` for a name that ``kind`` has not, or a value that is not of its sort (None: its default)."""
+    known = {item.name: item.default for item in dataclasses.fields(kind)}
+    for name, value in dict(data).items():
+        if name not in known:
+            raise SpecError(f"no such field{nearest(name, known)}", field=f"{where}.{name}")
+        test, what = values.get(name, (lambda value: True, ""))
+        if not test(value) and not (value is None and known[name] is None):
+            raise SpecError(f"must be {what}, not {value!r}", field=f"{where}.{name}")
 
 
 # ------------------------------------------------------------------------------------------------------- the protocol
@@ -316,9 +417,13 @@ class Provider(Protocol):
     schemes: ClassVar[frozenset[str]]
     #: Who starts attempt 1, 2, …: ``platform``, ``supervisor`` (on this host) or ``client`` (only while one waits).
     retried_by: ClassVar[str]
-    #: Longest seconds between two looks at a run that is waited for.
+    #: Who ends a wait for machines that takes longer than ``max_wait``: ``platform``, or ``client`` (as above).
+    max_wait_by: ClassVar[str]
+    #: Shortest and longest seconds between two looks at a run that is waited for.
+    pace: ClassVar[float]
     poll: ClassVar[float]
-    #: An instance of ``Settings``, made of the constructor's keywords.
+    #: An instance of ``Settings``, made of the constructor's keywords. A field whose metadata have ``caller`` says who
+    #: this machine calls as; it is not recorded: whoever comes back to a run calls as themselves.
     settings: Any
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
@@ -342,12 +447,24 @@ class Provider(Protocol):
     def cancel(self, native_id: str) -> None:
         """Ask the platform to stop it; idempotent, also after the end."""
 
+    def storage(self, url: str) -> Mapping[str, Any]:
+        """fsspec's options for a store at ``url``, so that this machine reaches it as the account that it calls as.
+
+        Empty where fsspec's own way to credentials is right. Asked once more when those it led to have expired.
+        """
+
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         """On the node: what the platform gave it. ``argv`` holds the ``--path`` pairs of the command line."""
 
     def nodes(self, request: Request) -> Simulation:
         """What the platform starts for the request. Pure."""
+
+
+def recorded_settings(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` of the settings ``kind`` less those that say who calls."""
+    callers = {item.name for item in dataclasses.fields(kind) if item.metadata.get("caller")}
+    return {name: value for name, value in values.items() if name not in callers}
 
 
 def provider_names() -> tuple[str, ...]:
@@ -405,9 +522,23 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "secrets": dict(job.secrets),
         "inputs": {name: {"file": item.file} for name, item in layout.inputs.items()},
         "stall_timeout": job.stall_timeout,
+        "debug_nccl": job.debug_nccl,
         "checkpoint_paths": list(job.checkpoint_paths),
+        "keep_checkpoints": job.keep_checkpoints,
+        "checkpoint_url": layout.direct,
         "resume": layout.resume,
     }
+
+
+def python_command(arguments: Sequence[str]) -> list[str]:
+    """``arguments`` for the Python of an image of which nothing is known but that it has a shell and some Python.
+
+    ``exec``: the node's first process is Python itself, which gets the platform's stop signal. Exit code 127 says that
+    there is none.
+    """
+    find = "python=$(command -v python3 || command -v python)"
+    none = "{ echo 'cloudtrain: this image has no python3 and no python' >&2; exit 127; }"
+    return ["/bin/sh", "-c", f'{find} || {none}; exec "$python" "$@"', "cloudtrain", *arguments]
 
 
 def check_inputs(provider: type[Provider], inputs: Mapping[str, Input | LayoutInput]) -> None:

@@ -1,13 +1,17 @@
 """``cloudtrain.pyz``: this very package as one zip that any Python 3.10 runs, staged beside the code of every run.
 
 Its digest is over names and contents, not over what zlib made of them; its dates are fixed. So a version has one digest
-and is uploaded once, and both ends of a run are always the same version.
+and is uploaded once, and both ends of a run are always the same version. Beside each source that a node imports lies
+what this Python makes of it: a node whose Python is of the same minor version need not compile all that; any other
+takes the source.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import io
+import marshal
 import sys
 import zipfile
 from pathlib import Path
@@ -18,8 +22,21 @@ if TYPE_CHECKING:
 
 __all__ = ["build", "digest"]
 
-_MAIN = b"import sys\n\nfrom cloudtrain.runtime.__main__ import main\n\nsys.exit(main(sys.argv[1:]))\n"
+_MAIN = b"""import sys
+
+if sys.version_info < (3, 10):
+    sys.stderr.write("cloudtrain: this image has Python %d.%d; 3.10 or newer is needed\\n" % sys.version_info[:2])
+    sys.exit(127)
+
+from cloudtrain.runtime.__main__ import leave
+
+leave(sys.argv[1:])
+"""
 _CLIENT_ONLY = ("testing", "cli")
+_ON_NODES = frozenset(
+    ("__init__", "_version", "ask", "catalog", "engine", "errors", "job", "provider", "providers", "runtime", "values")
+)
+"""What nodes of some provider import: the rest is there as source alone, as nobody reads what would be half the zip."""
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -60,4 +77,13 @@ def build(provider: type[Provider] | None = None) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in _members(provider):
             archive.writestr(zipfile.ZipInfo(name, _DATE), data, zipfile.ZIP_DEFLATED)
+            if name == "__main__.py" or name.split("/")[1].removesuffix(".py") in _ON_NODES:
+                archive.writestr(zipfile.ZipInfo(f"{name}c", _DATE), _compiled(name, data), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
+
+
+def _compiled(name: str, source: bytes) -> bytes:
+    """A .pyc (PEP 552, unchecked: the source in the same zip cannot change behind it)."""
+    code = compile(source, f"cloudtrain.pyz/{name}", "exec", dont_inherit=True)
+    flags, digest = (1).to_bytes(4, "little"), importlib.util.source_hash(source)
+    return importlib.util.MAGIC_NUMBER + flags + digest + marshal.dumps(code)

@@ -7,57 +7,61 @@ leave in ``live/exit`` (which rank failed first, of what) and, once the run is f
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .errors import (
-    CloudtrainError,
-    DigestError,
-    LostContactError,
-    NotFoundError,
-    SpecError,
-    StorageError,
-)
+from .errors import CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from .follow import Line, attempt_key
 from .job import Job, check_run_id
-from .provider import FINAL, AttemptInfo, Provider, Status, find_provider
-from .pull import PULLED, PullReport, pull
+from .max_wait import MaxWait
+from .provider import FINAL, AttemptInfo, Provider, Status
+from .pull import PATIENCE, PULLED, PullReport, pull
+from .settings import Caller, Settings
 from .store import Checkpoint, Staged, Store
-from .tail import Contact, Tail
-from .transfer import Progress, local_path, parallel
+from .tail import Contact, Tail, patiently
+from .transfer import Progress, local_path
 from .values import nearest, url_scheme
 from .verdict import (
     attempt_row,
-    first_line,
+    attempts_within,
     iso_time,
     newest_of,
-    one_line,
-    only_attempt,
     records_of,
     root_record,
     shown,
     status_of,
     verdict_of,
     with_exits,
+    without_machines,
 )
 
-__all__ = ["Run", "list_runs", "open_run"]
+__all__ = ["NOT_RETRIED", "NO_MACHINES", "NO_SETTINGS", "Run", "open_run", "overtaken"]
 
-PATIENCE = 600.0
-"""Seconds without an answer before contact with a platform counts as lost."""
 FIRST_POLL = 0.1
+NO_SETTINGS = Settings()
+
+T = TypeVar("T")
 
 #: What no further attempt would cure.
 NOT_RETRIED = frozenset({"cancelled", "timeout", "quota", "auth", "image"})
-
+#: What another GPU of the list may cure.
+NO_MACHINES = frozenset({"capacity", "quota"})
 
 Record = Mapping[str, Any]
 Result = dict[str, Any]
+
+
+def overtaken(store: Store, run_id: str, newest: int, result: Record) -> bool:
+    """Whether ``result`` is of an earlier attempt than ``newest``, which another client has recorded meanwhile."""
+    if not newest or store.refused(run_id, newest):
+        return False
+    noted = store.submitted(run_id, newest)
+    return noted is None or str(noted["native_id"]) != result["native_id"]
 
 
 class Run:
@@ -76,11 +80,14 @@ class Run:
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
         staged: Staged | None = None,
+        settings: Settings = NO_SETTINGS,
     ) -> None:
-        self.store, self.run_id, self.staged = store, run_id, staged
+        self.store, self.run_id, self.staged, self._settings = store, run_id, staged, settings
         self._provider, self._clock, self._sleep = provider, clock, sleep
         self._record: dict[str, Any] | None = None
         self._natives: dict[int, str] = {}
+        self._unsent: int | None = None  # the newest attempt, when it was last seen recorded and not submitted
+        self._max_wait: MaxWait | None = None
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"
@@ -107,9 +114,9 @@ class Run:
 
     @property
     def provider(self) -> Provider:
-        """The provider with the settings the run was submitted with."""
+        """The provider with the settings the run was submitted with, calling as ``settings`` say."""
         if self._provider is None:
-            self._provider = find_provider(self.provider_name)(**self.record["settings"])
+            self._provider = self._settings.provider_of(self.record)
         return self._provider
 
     def _check(self) -> None:
@@ -143,16 +150,18 @@ class Run:
 
     def _live(self) -> tuple[Status, dict[int, str]]:
         """The platform's word on the newest attempt that was submitted, and all native ids."""
-        recorded = self.store.attempts(self.run_id)
+        recorded, self._unsent = self.store.attempts(self.run_id), None
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         if not natives:
             return self._unsubmitted(), natives
         newest = max(natives)
-        status = self._ask(newest, natives[newest])
-        if status.final and newest < max(recorded) and not self.store.cancelled(self.run_id):
-            reason = (
-                f"attempt {max(recorded)} is recorded but not submitted yet; the last one: {status.reason or 'ended'}"
-            )
+        status = self._told(newest, self._ask(newest, natives[newest]))
+        if status.final and newest < (last := max(recorded)) and not self.store.cancelled(self.run_id):
+            if refused := self.store.refused(self.run_id, last):
+                reason = f"attempt {last} was refused: {refused['reason']}"
+                return replace(status, state="failed", reason=reason, category=refused["category"]), natives
+            self._unsent = last
+            reason = f"attempt {last} is recorded but not submitted yet; the last one: {status.reason or 'ended'}"
             status = replace(status, state="pending", reason=reason, category="", finished=None)
         return status, natives
 
@@ -168,16 +177,21 @@ class Run:
 
     def _found(self, attempt: int) -> str | None:
         request = self.store.attempt_request(self.run_id, attempt)
-        native = self.provider.find(request) if request is not None else None
+        native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
         if native is not None:
             self.store.write_submitted(self.run_id, attempt, native)
         return native
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        return patiently(call, clock=self._clock, sleep=self._sleep)
 
     def _unsubmitted(self) -> Status:
         self._check()
         if self.store.cancelled(self.run_id):
             return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
-        reason = f"recorded but never submitted; submit the same job again with --run-id {self.run_id}, or cancel it"
+        refused = self.store.refused(self.run_id, 0)
+        why = f"refused: {refused['reason']}" if refused else "recorded but never submitted"
+        reason = f"{why}; submit the same job again with --run-id {self.run_id}, or cancel it"
         return Status(state="pending", reason=reason)
 
     def _ask(self, attempt: int, native: str) -> Status:
@@ -192,6 +206,24 @@ class Run:
             state = "succeeded" if root["outcome"] == "succeeded" else "failed"
             return Status(state=state, native="gone", reason="the platform no longer knows the job")
 
+    def _told(self, attempt: int, status: Status) -> Status:
+        """The platform's word on an attempt; of one that a client, and no user, stopped for want of machines, that."""
+        by_us = status.state == "cancelled" and not self.store.cancelled(self.run_id)
+        expired = self.store.expired(self.run_id, attempt) if by_us else None
+        return without_machines(status, str(expired["reason"])) if expired else status
+
+    def _expire(self, status: Status, natives: Mapping[int, str]) -> str:
+        """Cancel an attempt that waits for machines longer than ``max_wait``, where no platform does: why, or empty."""
+        if self.provider.max_wait_by != "client" or not natives:
+            return ""
+        if self._max_wait is None:
+            limit = self.job.at(self.provider_name).max_wait
+            self._max_wait = MaxWait(store=self.store, run_id=self.run_id, limit=limit, clock=self._clock)
+        if reason := self._max_wait.ends(max(natives), status):
+            with contextlib.suppress(NotFoundError):
+                self._patiently(partial(self.provider.cancel, natives[max(natives)]))
+        return reason
+
     # ------------------------------------------------------------------------------------------------------ the result
 
     def _conclude(self, status: Status, natives: Mapping[int, str]) -> Result:
@@ -203,7 +235,12 @@ class Run:
 
     def _compute(self, status: Status, natives: Mapping[int, str]) -> Result:
         exits = self.store.exits(self.run_id)
-        attempts = self._attempts(status, natives, exits)
+        newest = natives[max(natives)] if natives else ""
+        said = {
+            native: status if native == newest else self._old_status(k, native)
+            for native, k in {native: k for k, native in natives.items()}.items()
+        }
+        attempts = self._attempts(said, natives, exits)
         verdict = verdict_of(status, records_of(attempts[-1], exits) if attempts else ())
         return {
             "run": self.url,
@@ -217,34 +254,51 @@ class Run:
             "failure": verdict.failure,
             "attempts": [attempt_row(info) for info in attempts],
             "checkpoint": self._checkpoint_row(final=status.final),
-            "cost": {
-                "limit_usd": self.job.at(self.provider_name).max_cost,
-                "estimate_usd": None,
-                "priced_on": None,
-            },
+            "cost": self._cost(said.values()),
         }
 
-    def _attempts(self, status: Status, natives: Mapping[int, str], exits: Sequence[Record]) -> list[AttemptInfo]:
+    def _cost(self, said: Collection[Status]) -> dict[str, Any]:
+        """Of all attempts; None where the platform does not tell it of each. ``saved`` is the newest attempt's."""
+
+        def total(values: Sequence[float | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return round(sum(known), 4) if known and len(known) == len(values) else None
+
+        return {
+            "limit_usd": self.job.at(self.provider_name).max_cost,
+            "estimate_usd": total([status.cost_usd for status in said]),
+            "priced_on": None,
+            "billed_s": total([status.billed_s for status in said]),
+            "saved": [*said][-1].saved if said else None,
+        }
+
+    def _attempts(
+        self, statuses: Mapping[str, Status], natives: Mapping[int, str], exits: Sequence[Record]
+    ) -> list[AttemptInfo]:
         """Every attempt the platform or a node tells of, oldest first."""
+        before = {str(record["attempt"]): record for record in self.store.starts(self.run_id)}
+        known = {*before, *(str(record["attempt"]) for record in exits)}
         infos: dict[str, AttemptInfo] = {}
         told: set[str] = set()
         for k, native in sorted(natives.items(), reverse=True):
             if native in told:  # one native job may hold several attempts
                 continue
             told.add(native)
-            said = status if k == max(natives) else self._old_status(native)
-            for info in said.attempts or (only_attempt(k, said),):
+            said = statuses[native]
+            for info in said.attempts or attempts_within(k, said, known):
                 infos.setdefault(info.number, replace(info, native_id=info.native_id or native))
-        for number in {str(record["attempt"]) for record in exits}:
+        after = {str(record["after"]): record for record in before.values() if record.get("after")}
+        for number in {*infos, *known}:
             native = natives.get(attempt_key(number)[0] if attempt_key(number) else -1, "")
             info = infos.get(number, AttemptInfo(number=number, native_id=native))
-            infos[number] = with_exits(info, [r for r in exits if r["attempt"] == number])
+            records = [r for r in exits if r["attempt"] == number]
+            infos[number] = with_exits(info, records, before=before.get(number, {}), after=after.get(number, {}))
         return sorted(infos.values(), key=lambda info: attempt_key(info.number))
 
-    def _old_status(self, native: str) -> Status:
+    def _old_status(self, attempt: int, native: str) -> Status:
         """Of an earlier attempt: history, so a platform that has forgotten it or does not answer is no error."""
         try:
-            return self.provider.status(native)
+            return self._told(attempt, self._patiently(lambda: self.provider.status(native)))
         except CloudtrainError:
             return Status(state="failed")
 
@@ -259,10 +313,17 @@ class Run:
 
     def _may_go_on(self, result: Result) -> bool:
         """Whether a waiting client may still start another attempt of a run that failed."""
-        if result["state"] != "failed" or result["category"] in NOT_RETRIED or self.provider.retried_by != "client":
+        if result["state"] != "failed" or self.provider.retried_by != "client" or self.store.cancelled(self.run_id):
             return False
         newest = max(self.store.attempts(self.run_id), default=0)
-        return newest < self.job.at(self.provider_name).retries and not self.store.cancelled(self.run_id)
+        requests = [self.store.attempt_request(self.run_id, k) for k in range(newest + 1)]
+        job, category = self.job.at(self.provider_name), result["category"]
+        # Another GPU of the list is no retry: the job has not had its machines yet.
+        choices = {request.choice for request in requests if request is not None}
+        after = requests[-1].next_choice(category) if requests[-1] is not None else 1
+        another = category in NO_MACHINES and after < len(job.resources.gpu)
+        more = newest - max(0, len(choices) - 1) < job.retries and category not in NOT_RETRIED
+        return another or more or overtaken(self.store, self.run_id, newest, result)
 
     def _keep(self, result: Result) -> None:
         extra = {"name": self.job.name, "created": self.record.get("created")}
@@ -274,9 +335,8 @@ class Run:
         """Every line of every node, each once and in order for each node; ``follow``: until the run has ended.
 
         Looks at the platform every 0.1 s while lines come, at most ``poll`` seconds apart while none do (default: what
-        the provider says). When the
-        platform has not answered for ``patience`` seconds, what the store itself holds is given and then
-        `LostContactError` raised; without ``follow``, the store's own copy steps in at once.
+        the provider says). When the platform has not answered for ``patience`` seconds, what the store itself holds is
+        given and then `LostContactError` raised; without ``follow``, the store's own copy steps in at once.
         """
         tail = self._tail(patience)
         if follow:
@@ -292,6 +352,41 @@ class Run:
             yield from tail.give_up(exc)
         yield from tail.end(natives)
 
+    def reconcile(
+        self, *, retry: Callable[[Result], bool] | None = None, say: Callable[[str], None] = lambda _: None
+    ) -> Result:
+        """What `wait` would do now, done once; the result, so far when the run goes on.
+
+        Stops what has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another attempt, keeps
+        the result of a run that is over. Any number may do so at once and again. Raises what `status` raises.
+        """
+        stored = self.store.result(self.run_id)
+        if stored is not None:
+            return shown(stored)
+        status, natives = self._live()
+        if not status.final and self.store.cancelled(self.run_id):
+            self.cancel()  # whoever wrote that down may have died before it asked
+            say("asked the platform again to stop it")
+            status, natives = self._live()
+        elif reason := self._expire(status, natives):
+            say(f"stopping attempt {max(natives)}: {reason}")
+            status, natives = self._live()
+        result = self._settled(self._conclude(status, natives), retry)
+        while result is None:
+            result = self._settled(self.result(), retry)
+        if self.store.result(self.run_id) is not None:
+            say(f"closed: {result['state']}")
+        return result
+
+    def _settled(self, result: Result, retry: Callable[[Result], bool] | None) -> Result | None:
+        """The result, None when another attempt has begun; one that none will follow is kept."""
+        if retry is None or not self._may_go_on(result):
+            return result
+        if retry(result):
+            return None
+        self._keep(result)
+        return result
+
     def wait(
         self,
         *,
@@ -305,34 +400,31 @@ class Run:
         """The result, once the run has ended. ``on_line`` gets every log line, ``on_status`` every change of status.
 
         ``retry`` is asked after a failure that a waiting client may follow up: True means that it has started another
-        attempt. Raises `LostContactError` after ``timeout`` seconds, or when the platform has not answered for
-        ``patience`` seconds: the run goes on, as it does after an interrupt.
+        attempt; its ``resend``, if it has one, sends what a client recorded that died. Where the platform itself has
+        no such limit, an attempt is stopped that waits for machines longer than ``max_wait``. Raises
+        `LostContactError` after ``timeout`` seconds, or when the platform has not answered for ``patience`` seconds:
+        the run goes on, as it does after an interrupt.
         """
         deadline = None if timeout is None else self._clock() + timeout
         tail = self._tail(patience) if on_line is not None else None
         while True:
             last: Status | None = None
-            for event in self._events(tail=tail, poll=poll, patience=patience, deadline=deadline):
+            for event in self._events(
+                tail=tail, poll=poll, patience=patience, deadline=deadline, acts=True, retry=retry
+            ):
                 if isinstance(event, Status):
                     if on_status is not None and event != last:
                         on_status(event)
                     last = event
                 elif on_line is not None:
                     on_line(event)
-            result = self.result() if last is None else self._ended(last)
-            if retry is None or not self._may_go_on(result):
-                return result
-            if not retry(result):
-                self._keep(result)
+            result = self._settled(self.result() if last is None else self._ended(last), retry)
+            if result is not None:
                 return result
 
     def _tail(self, patience: float) -> Tail:
         return Tail(
-            store=self.store,
-            run_id=self.run_id,
-            provider=lambda: self.provider,
-            clock=self._clock,
-            patience=patience,
+            store=self.store, run_id=self.run_id, provider=lambda: self.provider, clock=self._clock, patience=patience
         )
 
     def _ended(self, status: Status) -> Result:
@@ -340,17 +432,33 @@ class Run:
         return shown(stored) if stored is not None else self._conclude(status, dict(sorted(self._natives.items())))
 
     def _events(
-        self, *, tail: Tail | None, poll: float | None, patience: float, deadline: float | None
+        self,
+        *,
+        tail: Tail | None,
+        poll: float | None,
+        patience: float,
+        deadline: float | None,
+        acts: bool = False,
+        retry: Callable[[Result], bool] | None = None,
     ) -> Iterator[Status | Line]:
-        """Statuses and lines until the run has ended; the final status comes before the last lines."""
+        """Statuses and lines until the run has ended; the final status comes before the last lines.
+
+        ``acts``: whoever waits also stops what has waited for machines for too long, and by ``retry`` sends what a
+        client that died has recorded.
+        """
         longest = self.provider.poll if poll is None else poll
         contact = Contact(clock=self._clock, patience=patience)
-        due, every, pause = self._clock(), FIRST_POLL, FIRST_POLL
+        first = min(max(FIRST_POLL, self.provider.pace), longest)
+        due, every, pause = self._clock(), first, first
         status, natives = Status(state="pending"), dict[int, str]()
         while True:
             if self._clock() >= due:
                 with self._listening(contact):
                     status, natives = self._current()
+                    if acts:
+                        self._expire(status, natives)
+                        if self._unsent is not None and not status.final and (resend := getattr(retry, "resend", None)):
+                            resend(self._unsent, self._clock())
                     yield status
                     if not natives and not status.final:
                         raise LostContactError(status.reason)
@@ -368,7 +476,7 @@ class Run:
                 raise self._gone(contact, patience)
             if deadline is not None and self._clock() >= deadline:
                 raise LostContactError(f"run {self.run_id} has not ended in the time given; it goes on: {self.url}")
-            pause = FIRST_POLL if tail is not None and tail.flowing else min(longest, pause * 2)
+            pause = first if tail is not None and tail.flowing else min(longest, pause * 2)
             wait = 0.0 if tail is not None and tail.more else pause if tail is not None else longest
             until = min(self._clock() + wait, due, due if deadline is None else deadline)
             if until > self._clock():
@@ -400,14 +508,27 @@ class Run:
         self,
         folder: str | Path,
         *,
-        what: Iterable[str] = PULLED,
+        what: str | Iterable[str] = PULLED,
+        follow: bool = False,
+        on_pull: Callable[[PullReport], None] | None = None,
         progress: Progress | None = None,
     ) -> PullReport:
         """Copy ``what`` of the run into ``folder``, verified; files that are there already are not copied again.
 
-        Raises `StorageError`, `DigestError` for damaged content, and `SpecError` for an unknown word in ``what``.
+        ``what`` as in `PULLED`. ``follow``: again and again until the run has ended, ``on_pull`` each time that brought
+        something. Raises `StorageError`, `DigestError` for damaged content, `NotFoundError` for a checkpoint that is
+        not there, `SpecError` for an unknown word in ``what``, and with ``follow`` what `logs` raises.
         """
-        return pull(self.store, self.run_id, Path(folder), what=what, progress=progress)
+        bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
+        return bring(along=self._along() if follow else None, clock=self._clock)
+
+    def _along(self) -> Iterator[Status]:
+        """Statuses until the run has ended; its result is kept then, or by whoever asks next."""
+        events = self._events(tail=None, poll=None, patience=PATIENCE, deadline=None)
+        for last in (event for event in events if isinstance(event, Status)):
+            yield last
+        with contextlib.suppress(LostContactError, StorageError):
+            self._ended(last)
 
     def cancel(self) -> None:
         """Forbid further attempts and ask the platform to stop what runs. Idempotent; a final run stays as it is.
@@ -423,7 +544,7 @@ class Run:
             try:
                 native = self._native(k)
                 if native is not None:
-                    self.provider.cancel(native)
+                    self._patiently(partial(self.provider.cancel, native))
             except NotFoundError:
                 continue  # what the platform does not know does not run
             except CloudtrainError as exc:
@@ -445,10 +566,10 @@ class Run:
 # ------------------------------------------------------------------------------------------------------- finding runs
 
 
-def open_run(ref: str, *, store_url: str, cwd: Path | None = None) -> Run:
+def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Settings = NO_SETTINGS) -> Run:
     """The run ``ref``: the URL or local path of a run folder, or the id of a run in the store at ``store_url``.
 
-    Raises `NotFoundError`, naming the nearest id, when there is none.
+    ``settings`` say as whom this machine calls. Raises `NotFoundError`, naming the nearest id, when there is none.
     """
     ref = (ref if url_scheme(ref) else ref.replace(os.sep, "/")).rstrip("/") or ref
     if url_scheme(ref) or "/" in ref:
@@ -456,69 +577,24 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None) -> Run:
         place, _, runs = parent.rpartition("/")
         if runs != "runs":
             raise NotFoundError(f"{ref!r} is not the URL of a run folder, <store>/runs/<run id>", field="run")
-        store = Store(place or ("." if parent == "runs" else "/"), cwd=cwd)
+        where = place or ("." if parent == "runs" else "/")
     else:
-        store, run_id = Store(store_url, cwd=cwd), ref
-    run = Run(store=store, run_id=run_id)
-    try:
-        check_run_id(run_id)
-        run._check()
-    except SpecError as exc:
-        if not isinstance(exc, NotFoundError) and exc.field != "run_id":
-            raise
-        raise NotFoundError(f"no run {run_id!r} in {store.url}{nearest(run_id, store.runs())}", field="run") from None
+        where, run_id = store_url, ref
+
+    def read(caller: Caller) -> tuple[Run, Caller]:
+        run = Run(store=Store(where, cwd=cwd, storage=caller, moving=settings.moving), run_id=run_id, settings=settings)
+        try:
+            check_run_id(run_id)
+            run._check()
+        except SpecError as exc:
+            if not isinstance(exc, NotFoundError) and exc.field != "run_id":
+                raise
+            near = nearest(run_id, run.store.runs())
+            raise NotFoundError(f"no run {run_id!r} in {run.store.url}{near}", field="run") from None
+        return run, caller
+
+    run, asked = settings.let_in(where, read)
+    with contextlib.suppress(CloudtrainError):  # without its provider, too, there are files to pull
+        if local_path(run.store.url) is None and (own := asked.own(run.store.url, run.provider)) is not None:
+            run.store = Store(run.store.url, storage=own, moving=settings.moving)
     return run
-
-
-def list_runs(store: Store | str) -> list[dict[str, Any]]:
-    """Every run of the store, newest first: run_id, provider, state, category, reason, name, created (ISO 8601, UTC).
-
-    A run that has a result.json costs one read; of the others the platform is asked. What cannot be read or does not
-    answer has the state ``unknown``, with the reason.
-    """
-    store = Store(store) if isinstance(store, str) else store
-    providers: dict[str, Provider] = {}
-    rows = []
-    for run_id, (row, record) in zip(ids := store.runs(), parallel(lambda i: _recorded(store, i), ids), strict=True):
-        rows.append({**row, **_asked(store, run_id, record, providers)} if record is not None else row)
-    rows.sort(key=lambda row: (row["created"] or "", row["run_id"]), reverse=True)
-    return rows
-
-
-def _row(run_id: str, data: Record, **said: Any) -> dict[str, Any]:
-    created = data.get("created")
-    row = {
-        "run_id": run_id,
-        "provider": data.get("provider"),
-        "state": data.get("state"),
-        "category": data.get("category"),
-        "reason": data.get("reason", ""),
-        "name": data.get("name"),
-        "created": iso_time(created) if isinstance(created, (int, float)) else None,
-    }
-    return {**row, **said}
-
-
-def _recorded(store: Store, run_id: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """A run's row; and, when it is not final, its run.json."""
-    try:
-        result = store.result(run_id)
-        if result is not None and "created" in result:
-            return _row(run_id, result), None
-        record = store.run(run_id)
-        row = _row(run_id, {**record, **(result or {})}, name=Job.from_dict(record["job"]).name)
-        return row, record if result is None else None
-    except Exception as exc:  # noqa: BLE001 - one broken record must not hide the other runs
-        return _row(run_id, {}, state="unknown", reason=one_line(exc)), None
-
-
-def _asked(store: Store, run_id: str, record: Record, providers: dict[str, Provider]) -> dict[str, Any]:
-    """What the platform says of the run; runs with the same settings share one provider and so its connections."""
-    try:
-        key = json.dumps([record["provider"], record["settings"]], sort_keys=True)
-        if key not in providers:
-            providers[key] = find_provider(record["provider"])(**record["settings"])
-        status = Run(store=store, run_id=run_id, provider=providers[key]).status()
-    except Exception as exc:  # noqa: BLE001 - nor must one platform that fails, or whose SDK is missing
-        return {"state": "unknown", "reason": one_line(exc)}
-    return {"state": status.state, "category": status.category or None, "reason": first_line(status.reason)}

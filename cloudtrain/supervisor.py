@@ -11,22 +11,26 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .engine import NodeProcess, ProcessEngine, boot_id
-from .errors import EXIT_CODES, CloudtrainError, StorageError
+from .engine import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
+from .engine.hosted import Hosted, refuse
+from .errors import EXIT_CODES, CapacityError, CloudtrainError, SpecError, StorageError
 from .job import Job
-from .provider import Layout, Provider, Request, Rules, Simulation, find_provider
-from .run import Run
+from .provider import Layout, Mount, Provider, Request, Rules, Simulation, find_provider
+from .run import NOT_RETRIED, Run
+from .runtime.checkpoints import COMMIT, complete, resumable
 from .store import Store
-from .transfer import Files, files, local_path
+from .transfer import Files, Moving, files, local_path
+from .verdict import was_lost
 
 __all__ = ["Supervisor", "main"]
 
@@ -39,11 +43,16 @@ PATIENCE_SECONDS = 1800.0
 """How long a store may be away before a run that has ended gives up on it."""
 FINISH_SECONDS = 600.0
 """How long the other nodes may take to come down by themselves once one has failed."""
+UNMET_SECONDS = 3.0
+"""The same while they have not met: they would wait for it in vain."""
 RESTART_SECONDS = 1.0
-NEVER_AGAIN = ("auth", "quota", "image", "timeout", "cancelled")
+SIGNAL_SECONDS = 1.0
+"""How often a node is told to stop again: one whose Python has only just begun has no handler for it yet."""
+CHECKPOINTS = "checkpoints/"
+CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
 
 
-def main(folder: str) -> None:
+def main(folder: str, engine: str) -> None:
     """Run the supervisor of ``folder``, unless another one does already. Secrets come as JSON on stdin."""
     secrets = json.load(sys.stdin)
     import fcntl
@@ -59,16 +68,22 @@ def main(folder: str) -> None:
                     return
                 time.sleep(0.02)
         os.set_inheritable(lock.fileno(), False)
-        Supervisor(folder=Path(folder), secrets=secrets, environ=os.environ).run()
+        supervisor = Supervisor(folder=Path(folder), engine=engine, secrets=secrets, environ=os.environ)
+        try:
+            supervisor.check()
+        except CloudtrainError as exc:
+            refuse(Path(folder) / "refused.json", exc)
+        else:
+            supervisor.run()
 
 
 class Supervisor:
     """Of one run: every attempt of it, from ``request.json`` in ``folder`` to the final ``status.json``."""
 
-    def __init__(self, *, folder: Path, secrets: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    def __init__(self, *, folder: Path, engine: str, secrets: Mapping[str, str], environ: Mapping[str, str]) -> None:
         self.folder, self.secrets = folder, dict(secrets)
         self.request = Request.from_dict(json.loads((folder / "request.json").read_bytes()))
-        self.engine = ProcessEngine(folder=folder, environ=environ)
+        self.engine: Engine = make_engine(engine, folder=folder, run=self.request.run, environ=environ)
         store, _, self.run_id = self.request.run.rpartition("/runs/")
         self.store = Store(store)
         self.native_id = f"{socket.gethostname()}:{folder}"
@@ -84,6 +99,24 @@ class Supervisor:
             "boot": boot_id(),
             "pid": os.getpid(),
         }
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """run.json, which never changes. Raises what the store raises."""
+        return self.store.run(self.run_id)
+
+    @cached_property
+    def provider(self) -> Provider:
+        """As run.json has it."""
+        return find_provider(self.record["provider"])(**self.record["settings"])
+
+    def check(self) -> None:
+        """Raise what keeps the run from being started at all: then it never was, and leaves no status."""
+        moving = {key: value for key, value in self.record.get("moving", {}).items() if key in Moving._fields}
+        self.store = Store(self.store.url, moving=Moving(**moving))
+        provider = self.provider
+        if isinstance(provider, Hosted) and not (self.folder / "status.json").exists():
+            provider.check(self.request)
 
     def run(self) -> None:
         """Until the run is over. Never raises: what goes wrong becomes the run's reason."""
@@ -143,15 +176,15 @@ class Supervisor:
         """(state, category, reason) of the run."""
         request, failures = self.request, []
         while True:
-            simulation = self._patiently(lambda: _provider_of(self.store, self.run_id)).nodes(request)
+            simulation = self._patiently(lambda: self.provider).nodes(request)
             state, category, reason = self._attempt(request, simulation, mounts)
-            if state != "failed" or category in NEVER_AGAIN or request.attempt >= simulation.rules.retries:
+            if state != "failed" or category in NOT_RETRIED or request.attempt >= simulation.rules.retries:
                 return state, category, reason
-            failures.append((self._exception(mounts), self._newest_checkpoint(mounts)))
+            failures.append((self._exception(mounts), self._patiently(partial(self._newest_checkpoint, mounts))))
             if len(failures) > 1 and failures[-1] == failures[-2]:
                 return state, category, f"{reason}; the same failure twice with no new checkpoint between"
             if self._cancelled(mounts):
-                return "cancelled", "cancelled", "cancelled by the user"
+                return CANCELLED
             request = self._patiently(partial(self._next, request))
 
     def _cancelled(self, mounts: _Mounts) -> bool:
@@ -161,7 +194,7 @@ class Supervisor:
         """The request of the next attempt, recorded before anything starts."""
         record = self.store.run(self.run_id)
         job = Job.from_dict(record["job"]).at(record["provider"])
-        provider = _provider_of(self.store, self.run_id)
+        provider = self.provider
         number = request.attempt + 1
         following = provider.plan(job, Layout.from_dict(record["layout"]), attempt=number, choice=request.choice)
         if not self.store.create_attempt(self.run_id, number, following) and following != self.store.attempt_request(
@@ -173,47 +206,75 @@ class Supervisor:
 
     def _attempt(self, request: Request, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str]:
         """One attempt, with the platform's own restarts after a preemption."""
-        urls = [mount.url for node in simulation.nodes for mount in node.mounts]
-        local = self._patiently(lambda: mounts.fetch(urls))
         for restart in range(simulation.rules.max_restarts + 1):
+            if self._cancelled(mounts):
+                return CANCELLED
             name = f"{request.attempt}.{restart}"
             entry = {"number": name, "native_id": self.native_id, "started": time.time(), "ended": None, "reason": ""}
             self.attempts.append(entry)
-            self._write_status()
-            nodes = self.engine.start(simulation.nodes, attempt=name, local=local, secrets=self.secrets)
+            resumed = ""
             try:
-                stopped = self._watch(nodes, simulation.rules, mounts)
-            finally:
-                for node in nodes:
-                    node.kill()
-            exits = [record for record in mounts.exits() if record["attempt"] == name]
-            state, category, reason = self._judge(nodes, simulation.rules, stopped, exits)
-            resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
-            entry.update(ended=time.time(), reason=reason or state, resumed_from=resumed)
+                state, category, reason, resumed = self._start(name, simulation, mounts)
+            except (NodeError, SpecError, CapacityError, StorageError) as exc:
+                # The nodes cannot be had: the attempt's end, like any other.
+                state, category, reason = "failed", _category_of(exc), str(exc)
+                if self._cancelled(mounts):
+                    state, category, reason = CANCELLED
+            if (remarks := self.engine.remarks()) and reason:
+                reason = f"{reason}; {remarks}"
+            entry.update(ended=time.time(), reason=reason or state, category=category, resumed_from=resumed)
             self._write_status()
             if category != "preempted":
                 return state, category, reason
             time.sleep(RESTART_SECONDS)
         return "failed", "preempted", f"{reason}; {simulation.rules.max_restarts} restarts are used up"
 
-    def _watch(self, nodes: Sequence[NodeProcess], rules: Rules, mounts: _Mounts) -> str:
+    def _start(self, name: str, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str, str]:
+        """One start of all nodes, to its end: (state, category, reason, what it resumed from)."""
+        self.engine.prepare(simulation, self._pending, lambda: self._cancelled(mounts))
+        wanted = [mount for node in simulation.nodes for mount in node.mounts]
+        local = self._patiently(lambda: mounts.fetch(wanted))
+        self.state.update(state="running", reason="")
+        self._write_status()
+        nodes = self.engine.start(simulation, attempt=name, local=local, secrets=self.secrets)
+        try:
+            stopped = self._watch(name, nodes, simulation.rules, mounts)
+        finally:
+            for node in nodes:
+                node.kill()
+        exits = [record for record in mounts.exits() if record["attempt"] == name]
+        resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
+        return *self._judge(nodes, simulation.rules, stopped, exits), resumed
+
+    def _pending(self, reason: str) -> None:
+        """What the nodes are waiting for."""
+        self.state.update(state="pending", reason=reason)
+        self._write_status()
+
+    def _watch(self, name: str, nodes: Sequence[NodeHandle], rules: Rules, mounts: _Mounts) -> str:
         """Wait for all nodes to end; why we ended them ourselves (``cancelled``, ``timeout``), else empty."""
         began = time.monotonic()
-        stopped, stop_at, failed_at, beat = "", 0.0, 0.0, began
+        stopped, stop_at, failed_at, told, beat = "", 0.0, 0.0, 0.0, began
+        patience = UNMET_SECONDS
         while any(node.poll() is None for node in nodes):
             now = time.monotonic()
             if not stopped:
                 stopped = self._reason_to_stop(self.spent + now - began, rules, mounts)
                 if not stopped and not failed_at and any(node.poll() not in (None, 0) for node in nodes):
                     failed_at = now
-                if stopped or (failed_at and now - failed_at > FINISH_SECONDS):
-                    stopped = stopped or "peers"
-                    stop_at = now + rules.stop_grace
-                    for node in nodes:
-                        node.signal(rules.stop_signal)
-            elif now > stop_at:
+                if not stopped and failed_at and now - failed_at > patience:
+                    if patience == UNMET_SECONDS and self._met(name):
+                        patience = FINISH_SECONDS
+                    else:
+                        stopped = "peers"
+                stop_at = now + rules.stop_grace
+            if stopped and now > stop_at:
                 for node in nodes:
                     node.kill()
+            elif stopped and now - told > SIGNAL_SECONDS:
+                told = now
+                for node in nodes:
+                    node.signal(rules.stop_signal)
             if now - beat > HEARTBEAT_SECONDS:
                 beat = now
                 self._write_status()
@@ -221,54 +282,72 @@ class Supervisor:
         self.spent += time.monotonic() - began
         return stopped
 
+    def _met(self, name: str) -> bool:
+        """Whether node 0 has told all nodes to go, which it says before any rank says anything."""
+        with contextlib.suppress(OSError), open(self.folder / "out" / name / "node-0.log", "rb") as stream:
+            return f"cloudtrain: attempt {name}:".encode() in stream.read(1 << 16)
+        return False
+
     def _reason_to_stop(self, spent: float, rules: Rules, mounts: _Mounts) -> str:
         if self._cancelled(mounts):
             return "cancelled"
         return "timeout" if spent > rules.time_limit else ""
 
     def _judge(
-        self, nodes: Sequence[NodeProcess], rules: Rules, stopped: str, exits: Sequence[Mapping[str, Any]]
+        self, nodes: Sequence[NodeHandle], rules: Rules, stopped: str, exits: Sequence[Mapping[str, Any]]
     ) -> tuple[str, str, str]:
         """(state, category, reason) of one start of all nodes."""
         codes = [node.poll() for node in nodes]
         if all(code == 0 for code in codes):
             return "succeeded", "", ""
         if stopped == "cancelled":
-            return "cancelled", "cancelled", "cancelled by the user"
+            return CANCELLED
         if stopped == "timeout":
             return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
-        if all(code == 0 or code in rules.restart_on for code in codes):
-            return "failed", "preempted", "a node was told to stop"
+        if all(code == 0 or (128 - code if code and code < 0 else code) in rules.restart_on for code in codes):
+            told = next((r["reason"] for r in exits if r["decided"] and r["outcome"] == "preempted"), "")
+            return "failed", "preempted", told or "a node was told to stop"
+        silent = self._silent(nodes, exits)
         record = next((r for r in exits if r["decided"] and r["outcome"] == "failed"), None)
         record = record or next((r for r in exits if r["outcome"] == "failed"), None)
-        if record is not None:
+        if record is not None and not (silent and was_lost(record["failure"])):
             category = record["category"] if record["category"] in EXIT_CODES else "infra"
             return "failed", category, record["reason"]
-        return "failed", "infra", self._silent(codes, exits)
+        # Its peers say that it was lost; how it ended, we know.
+        category, reason = silent or ("infra", "the nodes ended without a word")
+        return "failed", category, reason
 
-    def _silent(self, codes: Sequence[int | None], exits: Sequence[Mapping[str, Any]]) -> str:
-        """A node that left no record was killed whole; name the first."""
+    def _silent(self, nodes: Sequence[NodeHandle], exits: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+        """(category, reason) of the first node that was killed whole: it left no record."""
         told = {record["node"] for record in exits}
-        number = next((n for n, code in enumerate(codes) if code and n not in told), 0)
-        code = codes[number]
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        last = _last_line(self.folder / "out" / self.attempts[-1]["number"] / f"node-{number}.log")
-        return f"node {number} {how}" + (f": {last}" if last else "")
+        number = next((n for n, node in enumerate(nodes) if node.poll() and n not in told), None)
+        if number is None:
+            return None
+        node, code = nodes[number], nodes[number].poll() or 0
+        if node.trouble is not None:
+            return node.trouble[0], f"node {number}: {node.trouble[1]}"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        last = last_line(self.folder / "out" / self.attempts[-1]["number"] / f"node-{number}.log")
+        return "infra", f"node {number} {how}" + (f": {last}" if last else "")
 
     def _exception(self, mounts: _Mounts) -> tuple[Any, ...]:
-        """What the attempt died of, to be compared with the next one's: the rank that was first may differ."""
+        """What the attempt died of, to be compared with the next one's: the rank that was first may differ.
+
+        A kill from outside, or a node that is lost, says nothing of the script: it is like no other.
+        """
         name = self.attempts[-1]["number"]
         for record in mounts.exits():
             if record["attempt"] == name and record["decided"] and (failure := record["failure"]):
                 place = (failure["exception"], failure["file"], failure["line"], failure["process_exit_code"])
-                return (record["category"], *place)
-        return (self.attempts[-1]["reason"],)
+                killed = not failure["exception"] and failure["process_exit_code"] in (None, -signal.SIGKILL)
+                if not was_lost(failure) and (not killed or record["category"] == "oom"):
+                    return (record["category"], *place)
+        return (name,)
 
-    def _newest_checkpoint(self, mounts: _Mounts) -> str:
-        from .runtime.checkpoints import complete
-
-        found = complete(mounts.live / "checkpoints")
-        return str(found[-1].folder) if found else ""
+    def _newest_checkpoint(self, mounts: _Mounts) -> tuple[str, ...]:
+        """The newest of each kind: mirrored, and written to the store by the script itself."""
+        mirrored = resumable(complete(mounts.live / "checkpoints"))[-1:]
+        return (*(str(item.folder) for item in mirrored), *(item.key for item in self.store.direct(self.run_id)[-1:]))
 
 
 class _Mounts:
@@ -282,15 +361,16 @@ class _Mounts:
         self._stop, self._told_to_stop = threading.Event(), False
         self._thread: threading.Thread | None = None
 
-    def fetch(self, urls: Sequence[str]) -> dict[str, Path]:
-        """URL to local path, remote ones downloaded once."""
+    def fetch(self, mounts: Iterable[Mount]) -> dict[str, Path]:
+        """URL to local path, remote ones downloaded once; what nodes write to is made."""
         out: dict[str, Path] = {}
-        for url in dict.fromkeys(urls):
+        for url, kind in {mount.url: mount.kind for mount in mounts}.items():
             if url.endswith(f"/runs/{self._run_id}/live"):
-                self.live.mkdir(parents=True, exist_ok=True)
                 out[url] = self.live
             else:
                 out[url] = local_path(url) or self._download(url)
+            if kind == "sync":
+                out[url].mkdir(parents=True, exist_ok=True)
         return out
 
     def _download(self, url: str) -> Path:
@@ -298,11 +378,12 @@ class _Mounts:
         target = self._folder / "mounts" / _short(url) / name
         whole = target.with_name(f".{name}.whole")
         if not whole.exists():
-            source = files(parent)
+            moving = Moving(mover=self._store.moving.mover)  # inputs are not written, wherever they are
+            source = files(parent, moving=moving)
             if source.size(name) is not None:
                 source.download(name, target)
             else:
-                files(url).download_tree("", target)
+                files(url, moving=moving).download_tree("", target)
             whole.touch()
         return target
 
@@ -327,7 +408,7 @@ class _Mounts:
             self._thread.start()
 
     def _keep_in_step(self) -> None:
-        target = files(self._url)
+        target = files(self._url, moving=self._store.moving)
         while not self._stop.wait(SYNC_SECONDS):
             try:
                 self._told_to_stop = self._store.cancelled(self._run_id)
@@ -341,38 +422,45 @@ class _Mounts:
             return
         self._stop.set()
         self._thread.join()
-        target = files(self._url)
+        target = files(self._url, moving=self._store.moving)
         patiently(lambda: self._sync(target))
         # All of it is in the store now; only what the nodes printed stays here.
         shutil.rmtree(self.live, ignore_errors=True)
         shutil.rmtree(self._folder / "mounts", ignore_errors=True)
 
     def _sync(self, target: Files) -> None:
-        """Upload what is new or changed; what makes other files count (commit.json) after all others."""
-        changed = []
-        for path in (p for p in self.live.rglob("*") if p.is_file()):
+        """Upload what is new or changed; what makes other files count (commit.json) after all others.
+
+        A checkpoint that is gone here goes there, commit.json first; but never the last one, whatever became of a disk.
+        """
+        changed, found = [], set()
+        below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
+        for path in (path for path in below if path.is_file() and not path.match(".*.part")):
             with contextlib.suppress(FileNotFoundError):
                 stat = path.stat()
                 key = path.relative_to(self.live).as_posix()
+                found.add(key)
                 if self._sent.get(key) != (stat.st_size, stat.st_mtime_ns):
-                    changed.append((path.name == "commit.json", key, path, (stat.st_size, stat.st_mtime_ns)))
+                    changed.append((path.name == COMMIT, key, path, (stat.st_size, stat.st_mtime_ns)))
         for _, key, path, state in sorted(changed):
             with contextlib.suppress(FileNotFoundError):
                 target.upload(path, key)
                 self._sent[key] = state
+        gone = [key for key in self._sent.keys() - found if key.startswith(CHECKPOINTS)]
+        if any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found):
+            for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
+                target.remove(key)
+                del self._sent[key]
 
 
-def _provider_of(store: Store, run_id: str) -> Provider:
-    record = store.run(run_id)
-    return find_provider(record["provider"])(**record["settings"])
+def _category_of(exc: CloudtrainError) -> str:
+    """What a run ended for whose nodes could not be started."""
+    if isinstance(exc, NodeError):
+        return exc.category
+    return "image" if isinstance(exc, SpecError) else "capacity" if isinstance(exc, CapacityError) else "infra"
 
 
 def _short(url: str) -> str:
     import hashlib
 
     return hashlib.sha256(url.encode()).hexdigest()[:16]
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-    return lines[-1] if lines else ""

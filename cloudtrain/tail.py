@@ -1,10 +1,12 @@
-"""Where log lines come from: the platform's pages, and the segments that the nodes keep in the store."""
+"""Patience with a platform that does not answer; and where log lines come from: its pages, and the store's segments."""
 
 from __future__ import annotations
 
+import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import CloudtrainError, LostContactError, NotFoundError
 from .follow import Follower, Line, Stream, Want
@@ -14,11 +16,41 @@ if TYPE_CHECKING:
     from .provider import Provider
     from .store import Store
 
-__all__ = ["Contact", "Tail"]
+__all__ = ["ASK_SECONDS", "Contact", "Tail", "patiently"]
 
+ASK_SECONDS = 60.0
+"""For how long one call that a platform throttles, or does not answer, is made again."""
+LONGEST_PAUSE = 10.0
 SEGMENT_POLL = 5.0
 """Seconds between two looks at the segments while they stand in for the platform's log; nodes write one every 5 s."""
+STALLS = 5
+"""Answers in a row with nothing but the same place, before a platform that says "more" is taken to have no more."""
 _SEGMENT = re.compile(r"(?:.*/)?logs/([0-9]+\.[0-9]+)/node-([0-9]+)/([0-9]+)\.log")
+
+
+T = TypeVar("T")
+
+
+def patiently(
+    call: Callable[[], T],
+    *,
+    seconds: float = ASK_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> T:
+    """``call()``, made again while the platform does not answer, for ``seconds`` at most; then its last error.
+
+    Only for calls that may be made twice. Pauses grow, and are random: many clients must not come back at once.
+    """
+    deadline, pause = clock() + seconds, 0.5
+    while True:
+        try:
+            return call()
+        except LostContactError as exc:
+            if not exc.passing or clock() + pause > deadline:
+                raise
+        sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(pause * 2, LONGEST_PAUSE)
 
 
 class Contact:
@@ -62,6 +94,8 @@ class Tail:
         self._contact = Contact(clock=clock, patience=patience)
         self._follower = Follower(clock=clock)
         self._cursors: dict[str, Any] = {}
+        self._midway: set[str] = set()
+        self._stalls = 0
         self._given_up = False
         self._segments_due = 0.0
 
@@ -99,11 +133,12 @@ class Tail:
         self._given_up = True
 
     def _to_end(self, native: str) -> Iterator[Line]:
-        while True:
+        """Up to the end of a pass that begins now: one that is midway is past what came late behind it."""
+        passes = 2 if native in self._midway else 1
+        while passes:
             yield from self._page(native, final=True)
-            if not self.more:
-                return
-            yield from self._gaps()
+            passes -= not self.more
+            yield from self._gaps() if passes else ()
 
     def _page(self, native: str, *, final: bool) -> Iterator[Line]:
         """One page. ``final``: there is no later time to ask again, so any error ends the asking."""
@@ -125,7 +160,9 @@ class Tail:
         self._contact.heard(None)
         self._cursors[native] = page.cursor
         self.flowing = self.flowing or bool(page.lines)
-        self.more = page.more and bool(page.lines or page.cursor != before)
+        self._stalls = 0 if page.lines or page.cursor != before else self._stalls + 1
+        self.more = page.more and self._stalls < STALLS
+        (self._midway.add if self.more else self._midway.discard)(native)
         yield from self._follower.page(page.lines)
 
     def _gaps(self) -> Iterator[Line]:

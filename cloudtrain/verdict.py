@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -11,24 +11,27 @@ from typing import Any
 from .errors import EXIT_CODES, CloudtrainError
 from .follow import attempt_key
 from .provider import FINAL, AttemptInfo, Status
+from .values import step_of
 
 __all__ = [
     "LIST_FIELDS",
     "Verdict",
     "attempt_info",
     "attempt_row",
+    "attempts_within",
     "first_line",
     "iso_time",
     "newest_of",
     "one_line",
-    "only_attempt",
     "records_of",
     "root_record",
     "shown",
     "status_of",
     "unix_time",
     "verdict_of",
+    "was_lost",
     "with_exits",
+    "without_machines",
 ]
 
 #: What the platform knows better than its nodes; of anything else the nodes know better.
@@ -66,12 +69,27 @@ def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
     told = _told(root) if root is not None else None
     if status.state == "succeeded":
         return told if told is not None and root is not None and root.get("decided") else replace(said, category="")
-    if not status.final or status.category in PLATFORM_DECIDES or told is None:
+    only_told = told is not None and told.category == "preempted" and status.category not in ("", "preempted")
+    if not status.final or status.category in PLATFORM_DECIDES or told is None or only_told:
         blank = status.final and not said.reason
         return replace(said, reason=f"the platform says {status.native or 'it failed'}") if blank else said
-    vague = told.category in ("", "infra") and status.category
+    # That a process ended with a code is all that a platform knows of its user's errors.
+    vague = told.category == "" or (told.category == "infra" and status.category not in ("", "user_error"))
     reason = said.reason if told.reason in said.reason else told.reason
-    return replace(told, category=status.category if vague else told.category, reason=reason)
+    if said.reason and reason == told.reason and was_lost(told.failure):
+        # Its peers only know that it is gone; how it went, the platform may know.
+        same = said.reason.split()[:2] == told.reason.split()[:2]
+        reason = said.reason if same else f"{told.reason}; the platform: {said.reason}"
+    return replace(told, category=status.category or told.category if vague else told.category, reason=reason)
+
+
+def without_machines(status: Status, reason: str) -> Status:
+    """``status`` of an attempt that a client cancelled since no machines had come: a lack of capacity, as ``reason``
+    says. The word is that of platforms that have such a limit themselves."""
+    attempts = status.attempts
+    if attempts:
+        attempts = (*attempts[:-1], replace(attempts[-1], reason=reason, category="capacity"))
+    return replace(status, state="failed", category="capacity", reason=reason, attempts=attempts)
 
 
 def _told(root: Record) -> Verdict | None:
@@ -97,6 +115,11 @@ def root_record(records: Sequence[Record]) -> Record | None:
 def _failed_at(record: Record) -> float:
     stamp = (record.get("failure") or {}).get("time_ns")
     return stamp / 1e9 if stamp is not None else record.get("ended") or float("inf")
+
+
+def was_lost(failure: Record | None) -> bool:
+    """Whether all that a failure says is that a node is gone, as its peers saw it."""
+    return failure is not None and failure["rank"] is None and str(failure["exception"] or "").startswith("was lost")
 
 
 def records_of(info: AttemptInfo, exits: Sequence[Record]) -> list[Record]:
@@ -153,28 +176,49 @@ def one_line(exc: Exception) -> str:
 # ------------------------------------------------------------------------------------------------------------ records
 
 
-def only_attempt(attempt: int, status: Status) -> AttemptInfo:
-    """The attempt of a native job whose platform tells of none."""
-    return AttemptInfo(
-        number=f"{attempt}.0",
-        started=status.started,
-        ended=status.finished,
-        reason=first_line(status.reason) if status.final else "",
-    )
+def attempts_within(attempt: int, status: Status, known: Iterable[str]) -> tuple[AttemptInfo, ...]:
+    """The attempts of a native job whose platform tells of none; ``known`` are numbers that its nodes tell of.
+
+    The job's start is that of the first one, its end and reason those of the last.
+    """
+    numbers = sorted({n for n in known if attempt_key(n)[:1] == (attempt,)} | {f"{attempt}.0"}, key=attempt_key)
+    rows = [AttemptInfo(number=number) for number in numbers]
+    rows[0] = replace(rows[0], started=status.started)
+    if status.final:
+        category = status.category if status.category in PLATFORM_DECIDES else ""
+        rows[-1] = replace(rows[-1], reason=first_line(status.reason), category=category)
+    rows[-1] = replace(rows[-1], ended=status.finished)
+    return tuple(rows)
 
 
-def with_exits(info: AttemptInfo, records: Sequence[Record]) -> AttemptInfo:
-    """``info`` completed by the exit records of its nodes."""
+def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, after: Record) -> AttemptInfo:
+    """``info`` completed by the exit records of its nodes, and by what node 0 remarked on the way.
+
+    ``before`` is its own start record, ``after`` that of the attempt that followed it; each empty when there is none.
+    """
     root = root_record(records)
     told = _told(root) if root is not None else None
+    remarks = root.get("remarks", []) if root is not None else []
+    reason = told.reason if told is not None else ""
+    where = (told.failure if told is not None else None) or _notice(root) or {}
     resumed = next((r["resumed_from"] for r in records if r.get("resumed_from")), "")
+    begins = [r["started"] for r in [*records, before] if r.get("started")]
     return replace(
         info,
-        started=info.started or min((r["started"] for r in records if r.get("started")), default=None),
-        ended=info.ended or max((r["ended"] for r in records if r.get("ended")), default=None),
-        reason=(told.reason if told else "") or info.reason,
-        resumed_from=info.resumed_from or resumed,
+        started=info.started or min(begins, default=None),
+        ended=info.ended or max((r["ended"] for r in records if r.get("ended")), default=after.get("started")),
+        reason="; ".join(filter(None, [info.reason if reason in info.reason else reason, *remarks])),
+        resumed_from=info.resumed_from or resumed or before.get("resumed_from") or "",
+        category=info.category or (told.category if told is not None else ""),
+        node=info.node if info.node is not None else where.get("node"),
+        rank=info.rank if info.rank is not None else where.get("rank"),
+        lost=after.get("lost"),
     )
+
+
+def _notice(root: Record | None) -> Record | None:
+    """Which node was told to stop, of an attempt that ended for that."""
+    return {"node": root["told"]} if root is not None and root.get("told") is not None else None
 
 
 def attempt_row(info: AttemptInfo) -> dict[str, Any]:
@@ -185,7 +229,12 @@ def attempt_row(info: AttemptInfo) -> dict[str, Any]:
         "started": iso_time(info.started),
         "ended": iso_time(info.ended),
         "reason": first_line(info.reason),
+        "category": info.category or None,
+        "node": info.node,
+        "rank": info.rank,
         "resumed_from": info.resumed_from,
+        "resumed_step": step_of(info.resumed_from),
+        "lost": dict(info.lost) if info.lost else None,
     }
 
 
@@ -198,6 +247,10 @@ def attempt_info(row: Record) -> AttemptInfo:
         ended=unix_time(row.get("ended")),
         reason=row.get("reason") or "",
         resumed_from=row.get("resumed_from") or "",
+        category=row.get("category") or "",
+        node=row.get("node"),
+        rank=row.get("rank"),
+        lost=row.get("lost"),
     )
 
 

@@ -36,7 +36,13 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "wait": ("verbs:wait", "Wait for a run and exit by its outcome.", "RUN [OPTIONS]"),
     "pull": ("verbs:pull", "Copy a run's results to this machine.", "RUN [DIR] [OPTIONS]"),
     "cancel": ("verbs:cancel", "Stop a run.", "RUN [OPTIONS]"),
+    "reconcile": (
+        "verbs:reconcile",
+        "Do once what a waiting client does: retry, act on max_wait, close.",
+        "[RUN|STORE] [OPTIONS]",
+    ),
     "list": ("verbs:list_runs", "List the runs of a store.", "[OPTIONS]"),
+    "gc": ("verbs:gc", "Find, and remove, what no run of a store needs.", "[STORE] [OPTIONS]"),
 }
 EXIT_USAGE, EXIT_DETACHED, EXIT_BUG = 2, 7, 9
 

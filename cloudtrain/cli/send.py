@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,13 +12,14 @@ from cyclopts import Parameter
 
 from ..errors import CloudtrainError, LostContactError, SpecError
 from ..estimator import log_line, ranks
-from ..job import DEFAULT_MAX_RUNTIME, Job
+from ..job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
 from ..settings import Settings
 from . import show
 from .flags import JobFlags, given_flags, job_of
 from .screen import Screen
 from .tables import pairs
 from .verbs import Json, Ours, Store, pull_into
+from .verbs import Verbose as SayMover
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -52,6 +54,7 @@ def submit(
     plan_file: PlanFile = None,
     detach: Detach = False,
     pull_to: PullTo = None,
+    verbose: SayMover = False,
     json: Json = False,
     args: Ours[list[str] | None] = None,
     screen: Ours[Screen],
@@ -72,11 +75,14 @@ def submit(
     from ..submit import submit as send
 
     screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
-    _say_limit(planned.job, screen)
+    _say_limits(planned.job, screen)
+    for note in planned.request.notes:
+        screen.talk(f"note: {note}")
     with screen.progress() as say:
-        run = send(planned, environ=os.environ, progress=say)
-    screen.talk(show.sent(planned.run_id, planned.provider_name, run.url, run.staged))
-    store = _store_flag(run, store, cwd)
+        moved = show.Moved("uploaded", say if screen.interactive else None)
+        run = send(planned, environ=os.environ, progress=say, moved=moved)
+    screen.talk(show.sent(planned.run_id, planned.provider_name, run.url, run.staged, pace=moved.pace, verbose=verbose))
+    store = _store_flag(run, store, chosen.store if plan_file is None else run.store.url, cwd)
     if detach:
         return _detached(run, store, json, screen)
     return _follow(run, store, pull_to, json, screen)
@@ -111,7 +117,7 @@ def plan(
         screen.data(show.plan_text(document, verbose=verbose))
     if run_id is None:
         screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
-    _say_limit(planned.job, screen)
+    _say_limits(planned.job, screen)
     screen.talk("to send exactly this: add --json > plan.json, then cloudtrain submit --plan plan.json")
     return 0
 
@@ -135,16 +141,20 @@ def _nothing_but_a_plan(
         raise SpecError(f"a saved plan is sent as it is; leave out {', '.join(given)}", field="plan")
 
 
-def _say_limit(job: Job, screen: Screen) -> None:
+def _say_limits(job: Job, screen: Screen) -> None:
+    """The limits that nobody chose."""
     if job.max_runtime == DEFAULT_MAX_RUNTIME:
         screen.talk(show.max_runtime(job.max_runtime, is_default=True))
+    if job.stall_timeout == DEFAULT_STALL_TIMEOUT:
+        screen.talk(show.stall_timeout(job.stall_timeout, is_default=True))
 
 
-def _store_flag(run: Run, given: str | None, cwd: Path) -> str | None:
+def _store_flag(run: Run, given: str | None, meant: str, cwd: Path) -> str | None:
     """What ``--store`` the next commands need: none when they would find the run's store by themselves."""
     from ..transfer import normalize
 
-    if normalize(Settings.load(cwd=cwd).store, cwd=cwd) == run.store.url:
+    found = Settings.load(cwd=cwd).store
+    if meant == found or normalize(found, cwd=cwd) == run.store.url:
         return None
     return given or run.store.url
 
@@ -152,7 +162,7 @@ def _store_flag(run: Run, given: str | None, cwd: Path) -> str | None:
 def _detached(run: Run, store: str | None, json: bool, screen: Screen) -> int:
     screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], store=store)
     if json:
-        screen.emit({**screen.about, "state": "pending", "exit_code": 0})
+        screen.emit({**screen.about, **_uploaded(run), "state": "pending", "exit_code": 0})
     else:
         screen.data(run.url)
     return 0
@@ -160,10 +170,16 @@ def _detached(run: Run, store: str | None, json: bool, screen: Screen) -> int:
 
 def _follow(run: Run, store: str | None, pull_to: str | None, json: bool, screen: Screen) -> int:
     """Log lines until the end, then the outcome; Ctrl-C leaves the run alone."""
+    from ..submit import Retry
+
     write = screen.talk if json else screen.data
     many = ranks(run.job) > 1
     try:
-        result = run.wait(on_line=lambda line: write(log_line(line, many=many)), on_status=show.Changes(screen.talk))
+        result = run.wait(
+            on_line=lambda line: write(log_line(line, many=many)),
+            on_status=show.Changes(screen.talk),
+            retry=Retry(run, screen.talk),
+        )
     except KeyboardInterrupt:
         screen.talk("\ndetached; the run goes on")
         screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], store=store)
@@ -184,7 +200,7 @@ def _finish(
     screen.talk(show.outcome(result))
     if pull_to is not None:
         try:
-            extra["pulled"] = pull_into(run, Path(pull_to), None, screen)
+            extra["pulled"] = pull_into(run, Path(pull_to), screen)
         except CloudtrainError as exc:  # the outcome of the run must still be told
             screen.talk(f"error: pull: {exc}")
             code = code or exc.exit_code
@@ -192,5 +208,10 @@ def _finish(
     first = [] if pull_to is not None else [["pull", run.run_id]]
     screen.next(*first, ["status", run.run_id], ["logs", run.run_id], store=store)
     if json:
-        screen.emit({**result, **extra})
+        screen.emit({**result, **_uploaded(run), **extra})
     return code
+
+
+def _uploaded(run: Run) -> dict[str, Any]:
+    """What had to be uploaded to a remote store, in bytes, and by what."""
+    return {"uploaded": dataclasses.asdict(run.staged)} if run.staged is not None and run.staged.mover else {}

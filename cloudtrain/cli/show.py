@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..provider import FINAL
+from ..values import duration
+
 if TYPE_CHECKING:
     from ..provider import Status
+    from ..pull import PullReport
+    from ..retention import Collected, Leftover
 
 __all__ = [
     "Changes",
-    "Moved", "duration", "max_runtime", "outcome", "plan_text", "pulled", "sent", "size", "status_text", "table",
+    "Moved", "came", "collected", "collected_line", "duration", "leftovers", "max_runtime", "outcome", "plan_text",
+    "pulled", "sent", "size", "stall_timeout", "status_text", "table",
 ]  # fmt: skip
 
 
@@ -31,19 +38,10 @@ def size(count: float) -> str:
     return f"{count / 1024:.1f} TiB"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as a Job reads them: ``45s``, ``1h30m``, ``24h``; the two largest units, days only from the third."""
-    left = max(0, round(seconds))
-    units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))[0 if left >= 3 * 86400 else 1 :]
-    words = []
-    for name, length in units:
-        if left >= length:
-            words.append(f"{left // length}{name}")
-            left %= length
-    return "".join(words[:2]) or "0s"
-
-
 # ---------------------------------------------------------------------------------------------------------------- a run
+
+WINDOW = 5.0
+"""Seconds over which a rate is taken."""
 
 
 class Changes:
@@ -61,35 +59,74 @@ class Changes:
 
 
 class Moved:
-    """Says how many bytes have moved, at most ten times a second; called from several threads."""
+    """Says files, bytes, rate and time left while bytes move, at most ten times a second; called from several threads.
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
+    ``verb`` is what happens to the files, ``say`` None where nobody watches. Whoever moves them tells `expect` first.
+    """
+
+    def __init__(
+        self, verb: str, say: Callable[[str], None] | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._verb, self._say, self._clock = verb, say, clock
         self._lock = threading.Lock()
-        self._bytes, self._due = 0, 0.0
+        self._keys: set[str] = set()
+        self._bytes = self._files_expected = self._bytes_expected = 0
+        self._due = self._begun = self._last = 0.0
+        self._marks: collections.deque[tuple[float, int]] = collections.deque()
+
+    def expect(self, files: int, count: int) -> None:
+        """So many more files, and bytes, are to come."""
+        with self._lock:
+            self._files_expected += files
+            self._bytes_expected += count
 
     def __call__(self, key: str, count: int) -> None:
         with self._lock:
+            now = self._clock()
+            self._begun = self._begun or now
+            self._last = now
+            self._keys.add(key)
             self._bytes += count
-            if self._clock() >= self._due:
-                self._due = self._clock() + 0.1
-                self._say(f"{size(self._bytes)} pulled")
+            if self._say is not None and now >= self._due:
+                self._due = now + 0.1
+                self._marks.append((now, self._bytes))
+                while now - self._marks[0][0] > WINDOW and len(self._marks) > 2:
+                    self._marks.popleft()
+                self._say(self._line())
+
+    def _line(self) -> str:
+        """``14 of 40 files, 1.2 GiB of 3.4 GiB uploaded, 85.0 MiB/s, 26s left``."""
+        files, total = max(len(self._keys), self._files_expected), max(self._bytes, self._bytes_expected)
+        words = [f"{len(self._keys)} of {plural(files, 'file')}", f"{size(self._bytes)} of {size(total)} {self._verb}"]
+        (start, before), (end, now) = self._marks[0], self._marks[-1]
+        if end > start and now > before:
+            rate = (now - before) / (end - start)
+            words += [f"{size(rate)}/s", f"{duration((total - now) / rate)} left"]
+        return ", ".join(words)
+
+    @property
+    def pace(self) -> str:
+        """``, in 14s, 85.0 MiB/s``; empty when too little has moved to tell."""
+        took = self._last - self._begun
+        return f", in {duration(took)}, {size(self._bytes / took)}/s" if took >= 1 else ""
 
 
-def sent(run_id: str, provider: str, url: str, staged: Any) -> str:
-    """What was submitted, and what had to be uploaded for it."""
+def sent(run_id: str, provider: str, url: str, staged: Any, *, pace: str = "", verbose: bool = False) -> str:
+    """What was submitted, and what had to be uploaded for it, with `Moved.pace`; ``verbose``: by what."""
     text = f"submitted {run_id} to {provider}: {url}"
     if staged is not None:
         text += (
             f"\nuploaded {size(staged.code_bytes)} of code, {size(staged.runtime_bytes)} of runtime,"
-            f" {size(staged.data_bytes)} of data"
+            f" {size(staged.data_bytes)} of data{pace}{_by(staged.mover, verbose)}"
         )
     return text
 
 
 def outcome(result: Mapping[str, Any]) -> str:
-    """How the run ended: the reason in one line, then where it failed and the traceback of that rank."""
+    """How the run ended: the reason in one line, its attempts, where it failed and the traceback of that rank."""
     lines = [state_line(result)]
+    attempts = result.get("attempts") or []
+    lines += [f"  attempt {a['number']}: {_history(a)}" for a in attempts if len(attempts) > 1]
     failure = result.get("failure") or {}
     if place := failure_place(failure):
         lines.append(f"  {place}")
@@ -125,17 +162,42 @@ def status_text(result: Mapping[str, Any]) -> str:
     for attempt in attempts:
         rows.append((f"attempt {attempt['number']}", _attempt(attempt)))
     checkpoint = result.get("checkpoint")
-    rows.append(("checkpoint", _checkpoint(checkpoint) if checkpoint else "none complete yet"))
+    none = "none" if result["state"] in FINAL else "none complete yet"
+    rows.append(("checkpoint", _checkpoint(checkpoint) if checkpoint else none))
+    if cost := _cost(result.get("cost") or {}):
+        rows.append(("cost", cost))
     rows.append(("url", result["run"]))
     return _columns(rows)
+
+
+def _cost(cost: Mapping[str, Any]) -> str:
+    """``1h2m of machine time billed, 0.40 USD, spot saved 63 %``; what nobody tells is left out."""
+    words = [f"{duration(cost['billed_s'])} of machine time billed"] if cost.get("billed_s") is not None else []
+    words += [f"about {cost['estimate_usd']:.2f} USD"] if cost.get("estimate_usd") is not None else []
+    words += [f"spot saved {cost['saved']:.0%}"] if cost.get("saved") is not None else []
+    return ", ".join(words)
 
 
 def _attempt(attempt: Mapping[str, Any]) -> str:
     """Times are as the result has them: ISO 8601, UTC."""
     words = [f"{name} {attempt[key]}" for name, key in (("started", "started"), ("ended", "ended")) if attempt.get(key)]
-    words += [f"resumed from {attempt['resumed_from']}"] if attempt.get("resumed_from") else []
-    words += [str(attempt["reason"])] if attempt.get("reason") else []
+    words += [told] if (told := _history(attempt)) else []
     return ", ".join(words) or "not started"
+
+
+def _history(attempt: Mapping[str, Any]) -> str:
+    """What it resumed from, why it ended, what was lost by that."""
+    words = [f"resumed from {attempt['resumed_from']}"] if attempt.get("resumed_from") else []
+    words += [str(attempt["reason"])] if attempt.get("reason") else []
+    words += [f"lost {lost}"] if (lost := _lost(attempt.get("lost") or {})) else []
+    return ", ".join(words)
+
+
+def _lost(lost: Mapping[str, Any]) -> str:
+    """``12 steps, 37 s``; what nobody knows is left out."""
+    words = [plural(lost["steps"], "step")] if lost.get("steps") is not None else []
+    words += [f"{lost['seconds']:.0f} s"] if lost.get("seconds") is not None else []
+    return ", ".join(words)
 
 
 def _checkpoint(checkpoint: Mapping[str, Any]) -> str:
@@ -148,16 +210,63 @@ def _checkpoint(checkpoint: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def table(runs: Sequence[Mapping[str, Any]]) -> str:
+LISTED = ("run_id", "state", "category", "provider", "created", "name")
+
+
+def table(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = LISTED) -> str:
     """Runs in plain columns, their names on top."""
-    names = ("run_id", "state", "category", "provider", "created", "name")
     return _columns([names, *[tuple(str(run.get(name) or "-") for name in names) for run in runs]])
 
 
-def pulled(report: Mapping[str, Any]) -> str:
-    """What a pull brought."""
+def leftovers(found: Collected) -> str:
+    """What no run needs, in columns."""
+    rows = collected(found)["found"]
+    words = [{**row, "size": size(row["bytes"]), "age": duration(row["age_s"])} for row in rows]
+    return table(words, ("kind", "size", "files", "age", "key"))
+
+
+def collected_line(found: Collected) -> str:
+    """``12 things, 1.4 GiB, that no run needs; 2 more, younger than 7d, stay``."""
+    things = f"{plural(len(found.found), 'thing')}, {size(found.bytes)}," if found.found else "nothing"
+    text = f"{'removed ' if found.deleted else ''}{things} that no run needs"
+    more = len(found.younger)
+    return text + (f"; {more} more, younger than {duration(found.older_than)}, stay" if more else "")
+
+
+def collected(found: Collected) -> dict[str, Any]:
+    """The object of ``gc --json``; ages are seconds, null where the store tells no time."""
+
+    def row(item: Leftover) -> dict[str, Any]:
+        age = max(0, round(found.now - item.modified)) if found.now and item.modified else None
+        return {"kind": item.kind, "key": item.key, "files": item.files, "bytes": item.bytes, "age_s": age}
+
+    return {
+        "store": found.store,
+        "deleted": found.deleted,
+        "older_than_s": found.older_than,
+        "found": [row(item) for item in found.found],
+        "younger": [row(item) for item in found.younger],
+        "bytes": found.bytes,
+        "unreadable": list(found.unreadable),
+        "exit_code": 0,
+    }
+
+
+def pulled(report: Mapping[str, Any], *, pace: str = "", verbose: bool = False) -> str:
+    """What a pull brought, with `Moved.pace`; ``verbose``: by what."""
     files = plural(len(report["files"]), "file")
-    return f"pulled {files} to {report['folder']}, {size(report['transferred'])} of it new"
+    new = f"{size(report['transferred'])} of it new{pace}{_by(report['mover'], verbose)}"
+    return f"pulled {files} to {report['folder']}, {new}"
+
+
+def came(report: PullReport) -> str:
+    """What a pull that follows a run has here by now."""
+    newest = f", {plural(len(report.checkpoints), 'checkpoint')}" if report.checkpoints else ""
+    return f"pulled: {plural(len(report.files), 'file')}{newest}, {size(report.transferred)} so far"
+
+
+def _by(mover: str, verbose: bool) -> str:
+    return f", by {mover}" if verbose and mover else ""
 
 
 def plural(count: int, word: str) -> str:
@@ -181,7 +290,7 @@ LARGEST = 20
 RETRIED_BY = {
     "platform": "the platform itself",
     "supervisor": "a supervisor on this machine, also when no client waits",
-    "client": "a waiting client only: keep `submit` or `wait` running",
+    "client": "a waiting client only: keep `submit` or `wait` running, or `reconcile` now and then",
 }
 
 
@@ -213,33 +322,43 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"input {name}", f"{item['url']} ({item['mode']}{', sharded' if item['shard'] else ''})"))
     rows += [
         ("instance", _plan_instance(document["resources"])),
+        *([("price", _plan_price(document["resources"]["price"]))] if document["resources"]["instance_types"] else []),
         ("limits", _plan_limits(document["limits"])),
         ("retries", _plan_retries(document["retries"])),
         ("disk", _plan_disk(document["disk"])),
         ("sends", f"{request['operation']} (attempt {request['attempt']})"),
     ]
-    return rows + [("warning", text) for text in code["warnings"]]
+    return rows + [("warning", text) for text in [*code["warnings"], *request.get("notes", ())]]
 
 
 def _plan_instance(resources: Mapping[str, Any]) -> str:
     count = resources["instance_count"]
     words = [plural(count, "node")]
-    words += [str(resources["instance_type"])] if resources.get("instance_type") else []
+    types = resources.get("instance_types") or [resources.get("instance_type")]
+    words += [" or ".join(types)] if types[0] else []
     words += ["GPU " + " or ".join(resources["gpu"])] if resources.get("gpu") else []
     words.append(f"{plural(resources['ranks'], 'rank')}, {resources['nproc_per_node']} a node")
-    if resources.get("price") is not None:
-        words.append(f"price {resources['price']}")
     return ", ".join(words)
+
+
+def _plan_price(price: Mapping[str, Any] | None) -> str:
+    """An estimate, and whose: nobody may take it for a bill."""
+    if price is None:
+        return "not known here"
+    hourly = f"about {price['usd_per_hour']:.2f} USD an hour with {price['instance_type']}"
+    words = f"{hourly}, {price['usd_for_max_runtime']:.2f} USD for max_runtime"
+    whose = price["source"] + (f", {price['date']}" if price["date"] else "")
+    return f"{words}: an estimate by {whose}" + ("" if price["of_service"] else "; not the service's own price")
 
 
 def _plan_limits(limits: Mapping[str, Any]) -> str:
     words = [max_runtime(limits["max_runtime_s"], is_default=limits["max_runtime_is_default"])]
     if limits.get("max_wait_s") is not None:
-        words.append(f"max_wait {duration(limits['max_wait_s'])}")
+        waits = " (ended by a waiting client, or `reconcile`)" if limits["max_wait_by"] == "client" else ""
+        words.append(f"max_wait {duration(limits['max_wait_s'])}{waits}")
     if limits.get("max_cost_usd") is not None:
         words.append(f"max_cost {limits['max_cost_usd']:.2f} USD")
-    stall = limits.get("stall_timeout_s")
-    words.append(f"stall_timeout {duration(stall)}" if stall else "stall_timeout never")
+    words.append(stall_timeout(limits["stall_timeout_s"], is_default=limits["stall_timeout_is_default"]))
     words.append(f"code {size(limits['max_code_bytes'])}")
     return ", ".join(words)
 
@@ -249,16 +368,21 @@ def max_runtime(seconds: int, *, is_default: bool) -> str:
     return f"max_runtime {duration(seconds)}" + (" (default; --max-runtime)" if is_default else "")
 
 
+def stall_timeout(seconds: int | None, *, is_default: bool) -> str:
+    """How long nothing may stir, loudly when nobody chose it."""
+    words = f"stall_timeout {duration(seconds)}" if seconds else "stall_timeout never"
+    return words + (" (default; --stall-timeout)" if is_default else "")
+
+
 def _plan_retries(retries: Mapping[str, Any]) -> str:
     return f"{retries['count'] or 'none'}, started by {RETRIED_BY.get(retries['by'], retries['by'])}"
 
 
 def _plan_disk(disk: Mapping[str, Any]) -> str:
-    checkpoint = disk.get("checkpoint_bytes")
     known = f"{size(disk['code_bytes'])} of code, {size(disk['input_bytes'])} of inputs staged from here"
-    return (
-        f"{known}, {size(checkpoint)} of checkpoints" if checkpoint is not None else f"{known}; checkpoints unknown yet"
-    )
+    count = disk["checkpoints"]
+    room = f"{count} checkpoints at a time" if count else "every checkpoint (--keep-checkpoints)"
+    return f"{known}, and {room}"
 
 
 def _plan_files(code: Mapping[str, Any], limit: int | None) -> str:

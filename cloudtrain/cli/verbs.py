@@ -1,26 +1,26 @@
-"""The verbs about a run that exists: status, logs, wait, pull, cancel, list."""
+"""The verbs about runs that exist: status, logs, wait, pull, cancel, list, reconcile, gc."""
 
 from __future__ import annotations
 
 import dataclasses
 import json as json_
-from collections.abc import Sequence
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from ..errors import SpecError
 from ..estimator import log_line, ranks
 from ..provider import FINAL
 from ..settings import Settings
+from ..values import url_scheme
 from . import show
 from .screen import Screen
 
 if TYPE_CHECKING:
     from ..run import Run
 
-__all__ = ["cancel", "list_runs", "logs", "pull", "pull_into", "status", "wait"]
+__all__ = ["cancel", "gc", "list_runs", "logs", "pull", "pull_into", "reconcile", "status", "wait"]
 
 T = TypeVar("T")
 #: A parameter that `cloudtrain.cli.parse` fills, no flag.
@@ -32,12 +32,19 @@ JsonLines = Annotated[bool, Parameter(negative="", show_default=False, help="a J
 Follow = Annotated[
     bool, Parameter(name=("--follow", "-f"), negative="", show_default=False, help="go on until the run ends")
 ]
-Only = Annotated[
+What = Annotated[
     list[str] | None,
-    Parameter(negative="", show_default=False, help="checkpoints,artifacts,logs,metrics: some of them"),
+    Parameter(
+        name=("--what", "--only"),
+        negative="",
+        show_default=False,
+        help="some of checkpoints,artifacts,logs,metrics; checkpoints:latest, :best, :step=N or :all",
+    ),
+]
+Verbose = Annotated[
+    bool, Parameter(name=("--verbose", "-v"), negative="", show_default=False, help="say what moved the bytes")
 ]
 
-PARTS = ("checkpoints", "artifacts", "logs", "metrics")
 EXIT_DETACHED = 7
 
 
@@ -90,12 +97,13 @@ def wait(
     screen: Ours[Screen],
 ) -> int:
     """Until the run has ended; its outcome is the exit code."""
+    from ..submit import Retry
     from ..values import parse_duration
 
     seconds = parse_duration(timeout, field="timeout") if timeout is not None else None
     handle = _open(run, store, screen)
     try:
-        result = handle.wait(timeout=seconds, on_status=show.Changes(screen.talk))
+        result = handle.wait(timeout=seconds, on_status=show.Changes(screen.talk), retry=Retry(handle, screen.talk))
     except KeyboardInterrupt:
         screen.talk("\nno longer waiting; the run goes on")
         screen.next(["wait", run], ["logs", "-f", run], ["cancel", run], store=store)
@@ -116,15 +124,19 @@ def pull(
     folder: Annotated[str | None, Parameter(help="where to; default: ./<run id>")] = None,
     /,
     *,
-    only: Only = None,
+    what: What = None,
+    follow: Follow = False,
     store: Store = None,
+    verbose: Verbose = False,
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
     """Complete checkpoints, artifacts, logs and metrics, verified; what is there already is not copied again."""
-    what = parts_of(only)
+    from ..pull import PULLED, parts
+
+    parts(what or PULLED)
     handle = _open(run, store, screen)
-    pulled = pull_into(handle, Path(folder or handle.run_id), what, screen)
+    pulled = pull_into(handle, Path(folder or handle.run_id), screen, what=what, follow=follow, verbose=verbose)
     screen.next(["status", run], ["logs", run], store=store)
     if json:
         screen.emit({**screen.about, **pulled, "exit_code": 0})
@@ -158,9 +170,10 @@ def cancel(
 
 def list_runs(*, store: Store = None, json: Json = False, screen: Ours[Screen]) -> int:
     """One line a run, the newest first."""
-    from ..run import list_runs as runs_of
+    from ..listing import list_runs as runs_of
 
-    runs = runs_of(Settings.load(store=store).store)
+    settings = Settings.load(store=store)
+    runs = runs_of(settings.resolved(), settings)
     if json:
         screen.emit({"runs": runs})
     else:
@@ -172,29 +185,98 @@ def list_runs(*, store: Store = None, json: Json = False, screen: Ours[Screen]) 
     return 0
 
 
-def parts_of(only: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The parts that ``--only`` names, None for all."""
-    from ..values import nearest
+def reconcile(
+    target: Annotated[str | None, Parameter(help="a run, or the URL or path of a store; default: the store")] = None,
+    /,
+    *,
+    store: Store = None,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Once what a waiting client does all the time, for a run or for every run of a store that is not over."""
+    from ..reconcile import reconcile as do
 
-    names = tuple(name.strip() for text in only or () for name in text.split(","))
-    for name in names:
-        if name not in PARTS:
-            raise SpecError(f"{name!r} is none of {', '.join(PARTS)}{nearest(name, PARTS)}", field="only")
-    return names or None
+    settings = Settings.load(store=store)
+    rows = do(target, settings=settings, cwd=Path.cwd(), environ=os.environ, say=screen.talk)
+    code = max((int(row["exit_code"]) for row in rows), default=0)
+    for row in rows:
+        if row["error"]:
+            screen.talk(f"{'error' if row['exit_code'] else 'note'}: {row['run_id']}: {row['error']}")
+    if json:
+        screen.emit({"runs": rows, "exit_code": code})
+    elif rows:
+        screen.data(show.table(rows, ("run_id", "state", "category", "provider", "reason")))
+    else:
+        screen.talk("no run here that is not over")
+    return code
 
 
-def pull_into(run: Run, folder: Path, what: tuple[str, ...] | None, screen: Screen) -> dict[str, Any]:
+def gc(
+    target: Annotated[str | None, Parameter(help="URL or path of a store; default: the store")] = None,
+    /,
+    *,
+    older_than: Annotated[str, Parameter(show_default=False, help="last written so long ago; default: 7d")] = "7d",
+    delete: Annotated[
+        bool, Parameter(negative="", show_default=False, help="remove it; else nothing is written")
+    ] = False,
+    store: Store = None,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """What no run.json of a store names (code, runtime, data) and what crashes left there, with sizes and ages."""
+    from ..retention import collect_at
+    from ..values import parse_duration
+
+    seconds = parse_duration(older_than, field="older_than")
+    settings = Settings.load(store=store)
+    found = collect_at(
+        target or settings.store, older_than=seconds, delete=delete, settings=settings, cwd=Path.cwd(), say=screen.talk
+    )
+    if json:
+        screen.emit(show.collected(found))
+    elif found.found:
+        screen.data(show.leftovers(found))
+    screen.talk(show.collected_line(found))
+    if found.unreadable:
+        screen.talk(f"note: nothing would be removed: run.json of {', '.join(found.unreadable)} cannot be read")
+    elif found.found and not delete:
+        screen.next(["gc", *([target] if target else []), "--older-than", older_than, "--delete"], store=store)
+    return 0
+
+
+def pull_into(
+    run: Run,
+    folder: Path,
+    screen: Screen,
+    *,
+    what: list[str] | None = None,
+    follow: bool = False,
+    verbose: bool = False,
+) -> dict[str, Any]:
     """Copy ``what`` (None: all) to ``folder`` and say so; the report as JSON."""
+    from ..pull import PULLED
+
     with screen.progress() as say:
-        report = run.pull(folder, what=what or PARTS, progress=show.Moved(say) if screen.interactive else None)
+        moved = show.Moved("pulled", say if screen.interactive else None)
+        report = run.pull(
+            folder,
+            what=what or PULLED,
+            follow=follow,
+            on_pull=lambda report: screen.talk(show.came(report)),
+            progress=moved,
+        )
     pulled = {**dataclasses.asdict(report), "folder": str(folder)}
-    screen.talk(show.pulled(pulled))
+    screen.talk(show.pulled(pulled, pace="" if follow else moved.pace, verbose=verbose))
+    if report.missing:
+        screen.talk(f"note: no checkpoint was {' or '.join(report.missing)}")
     return pulled
 
 
 def _open(run: str, store: str | None, screen: Screen) -> Run:
     from ..run import open_run
 
-    handle = open_run(run, store_url=Settings.load(store=store).store, cwd=Path.cwd())
+    settings = Settings.load(store=store)
+    place = settings.store if url_scheme(run) else settings.resolved()
+    handle = open_run(settings.resolved(run), store_url=place, cwd=Path.cwd(), settings=settings)
     screen.about = {"run": handle.url, "run_id": handle.run_id}
     return handle

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import EXIT_CODES
 from ..job import Input, Job, Resources, Source
 from ..provider import Provider, find_provider, provider_names
-from .tables import CASES, ELSEWHERE, PLATFORM, SCRIPT, SECRETS, Place, Row, Sample, platform_rows, verdict
+from .tables import CASES, ELSEWHERE, PLATFORM, SCRIPT, SECRETS, Place, Row, Sample, by_client, platform_rows, verdict
 
 __all__ = ["main", "page"]
 
@@ -91,9 +91,9 @@ def _column(provider: type[Provider], folder: Path, notes: list[str]) -> dict[st
     for name in dict.fromkeys([*PLATFORM, *SCRIPT]):
         if name != "secrets":
             rows = [row for table in (platform, SCRIPT) if (row := table.get(name))]
-            cells[name] = _cell(made, place, rows, sample, notes)
+            cells[name] = _cell(made, name, place, rows, sample, notes)
     for kind, reference in SECRETS.items():
-        cells[f"secrets ({kind})"] = _cell(made, place, [_secret(reference)], sample, notes)
+        cells[f"secrets ({kind})"] = _cell(made, "secrets", place, [_secret(reference)], sample, notes)
     return cells
 
 
@@ -101,7 +101,7 @@ def _secret(reference: str) -> Row:
     return Row(change=lambda place: {"secrets": {"TOKEN": reference}})
 
 
-def _cell(provider: Provider, place: Place, rows: Sequence[Row], sample: Sample, notes: list[str]) -> str:
+def _cell(provider: Provider, name: str, place: Place, rows: Sequence[Row], sample: Sample, notes: list[str]) -> str:
     reached: set[str] = set()
     for row in rows:
         parts, refused = verdict(provider, place, row, sample.job)
@@ -111,7 +111,7 @@ def _cell(provider: Provider, place: Place, rows: Sequence[Row], sample: Sample,
             return f"refused ({notes.index(refused.why) + 1})"
         reached |= parts
     if not reached:
-        return "the waiting client" if provider.retried_by == "client" else "ignored"
+        return "the waiting client" if by_client(provider, name) else "ignored"
     return " and ".join(word for part, word in (("body", "request"), ("context", "script")) if part in reached)
 
 

@@ -40,6 +40,7 @@ __all__ = [
     "Row",
     "Sample",
     "Seen",
+    "by_client",
     "field_names",
     "merged",
     "plan_of",
@@ -207,7 +208,12 @@ PLATFORM: dict[str, Row] = {
     "options": Row(change=lambda place: {"options": {place.provider: {"contract": {"verbatim": [1, "two", None]}}}}),
     "resume_from": Row(change=lambda place: {"resume_from": place.earlier}),
 }
-"""Fields that the platform honours in its request, or refuses. (``retries`` may also be the waiting client's.)"""
+"""Fields that the platform honours in its request, or refuses; some may be the waiting client's (`by_client`)."""
+
+
+def by_client(provider: Provider | type[Provider], field: str) -> bool:
+    """Whether the provider says that a waiting client acts on the field, so that no request need hold it."""
+    return {"retries": provider.retried_by, "max_wait": provider.max_wait_by}.get(field) == "client"
 
 
 # -------------------------------------------------------------------------------------------------------- script fields
@@ -274,8 +280,22 @@ SCRIPT: dict[str, Row] = {
         run="command",
         seen=lambda seen, place: any((seen.folder / "checkpoints").rglob("weights.txt")),
     ),
+    "keep_checkpoints": Row(
+        change=_to(keep_checkpoints=1),
+        run="command",
+        seen=lambda seen, place: (
+            [p.read_text() for p in (seen.folder / "checkpoints").rglob("weights.txt")] == ["weights 7"]
+        ),
+    ),
     "stall_timeout": Row(
         change=_to(stall_timeout=2), run="stalled", seen=lambda seen, place: seen.result["category"] == "stalled"
+    ),
+    "debug_nccl": Row(
+        change=_to(debug_nccl=True),
+        run="python",
+        seen=lambda seen, place: seen.all(
+            lambda rank: (rank["env"]["NCCL_DEBUG"], rank["env"]["TORCH_DISTRIBUTED_DEBUG"]) == ("INFO", "DETAIL")
+        ),
     ),
     "resume_from": Row(
         change=lambda place: {"resume_from": place.earlier},

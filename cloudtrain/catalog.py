@@ -1,0 +1,164 @@
+"""Which machines the platforms have, and what they cost: ``data/instances.csv`` and ``data/prices.csv``.
+
+Each row has its source, and a price its date. Dated tables, so they warn and propose, and never decide that a machine
+does not exist: a platform has new ones first. A Job's wish finds a machine here.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from .errors import UnsupportedError
+from .job import Gpu
+
+__all__ = ["Machine", "Price", "for_cpus", "for_gpu", "machine", "machines", "price"]
+
+GIB_IN_GB = 1.073741824
+_MEMORY = re.compile(r"-(\d+)GB$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One kind of machine. ``gpu`` is empty for one without; None is what no source says. ``disk_gb`` is its own.
+
+    ``accelerator`` is the platform's own word for the GPU, where it must be told.
+    """
+
+    instance_type: str
+    gpu: str = ""
+    gpu_count: int = 0
+    gpu_memory_gib: float | None = None
+    vcpus: int | None = None
+    memory_gib: float | None = None
+    disk_gb: int | None = None
+    arch: str = "x86_64"
+    accelerator: str = ""
+
+    @property
+    def gpus(self) -> str:
+        """As a Job names them: ``A100-80GB:8``; empty without a GPU."""
+        return f"{self.gpu}:{self.gpu_count}" if self.gpu else ""
+
+    def has(self, *, cpus: int | None, memory_gb: int | None) -> bool:
+        """Whether it is known to have at least so many cores and so much memory."""
+        enough_cpus = cpus is None or (self.vcpus or 0) >= cpus
+        return enough_cpus and (memory_gb is None or (self.memory_gib or 0) * GIB_IN_GB >= memory_gb)
+
+    def is_for(self, gpu: Gpu) -> bool:
+        """Whether its GPUs, whatever their number, are the ones that ``gpu`` names."""
+        memory = gpu.memory_gb in (None, self.gpu_memory_gib) or self.gpu.endswith(f"-{gpu.memory_gb}GB")
+        return bool(self.gpu) and _MEMORY.sub("", self.gpu) == gpu.name and memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Price:
+    """US dollars for an hour of one machine on demand, as ``source`` has it; ``date`` is empty where it tells none.
+
+    ``own``: the account's own, by its settings. Others are for an estimate, and never decide anything. ``of_service``:
+    what that very service asks for, not another one with the same machines.
+    """
+
+    usd_per_hour: float
+    source: str
+    date: str = ""
+    own: bool = False
+    of_service: bool = False
+
+
+@cache
+def _prices() -> dict[tuple[str, str], Price]:
+    """By provider and instance type. Columns: ``list`` is whose list of prices, ``region`` where it holds, ``own``
+    (yes, no) whether it is the very service's."""
+    with (Path(__file__).parent / "data" / "prices.csv").open(newline="", encoding="utf-8") as stream:
+        return {
+            (row["provider"], row["instance_type"]): Price(
+                usd_per_hour=float(row["usd_per_hour"]),
+                source=f"{row['list']}, {row['region']} ({row['source']})",
+                date=row["date"],
+                of_service=row["own"] == "yes",
+            )
+            for row in csv.DictReader(stream)
+        }
+
+
+def price(provider: str, instance_type: str, own: Mapping[str, float] | None = None) -> Price | None:
+    """What the account's own table says, else the list of some date; None where neither knows the machine."""
+    if own and instance_type in own:
+        usd, source = float(own[instance_type]), f"setting {provider}.prices"
+        return Price(usd_per_hour=usd, source=source, own=True, of_service=True)
+    return _prices().get((provider, instance_type))
+
+
+@cache
+def machines(provider: str) -> tuple[Machine, ...]:
+    """Every known machine of ``provider``; those with a part of a GPU are left out."""
+    with (Path(__file__).parent / "data" / "instances.csv").open(newline="", encoding="utf-8") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["provider"] == provider and row["gpu_count"].isdigit()]
+    return tuple(
+        Machine(
+            instance_type=row["instance_type"],
+            gpu=row["gpu"],
+            gpu_count=int(row["gpu_count"]),
+            gpu_memory_gib=float(row["gpu_memory_gib"]) if row["gpu_memory_gib"] else None,
+            vcpus=int(row["vcpus"]) if row["vcpus"] else None,
+            memory_gib=float(row["memory_gib"]) if row["memory_gib"] else None,
+            disk_gb=int(row["disk_gb"]) if row["disk_gb"] else None,
+            arch=row["arch"] or "x86_64",
+            accelerator=row["accelerator_type"],
+        )
+        for row in rows
+    )
+
+
+def machine(provider: str, instance_type: str) -> Machine | None:
+    """The machine of that name, None when the table has none."""
+    return next((m for m in machines(provider) if m.instance_type == instance_type), None)
+
+
+def for_gpu(provider: str, gpu: Gpu, *, cpus: int | None = None, memory_gb: int | None = None) -> Machine:
+    """The smallest machine with exactly the GPUs that ``gpu`` names, and at least so many cores and so much memory.
+
+    Raises `UnsupportedError` (``resources.gpu``), saying what there is of that GPU.
+    """
+    same = [m for m in machines(provider) if m.is_for(gpu)]
+    exact = [m for m in same if m.gpu_count == gpu.count]
+    fitting = [m for m in exact if m.has(cpus=cpus, memory_gb=memory_gb)]
+    if not fitting:
+        same = same or [m for m in machines(provider) if m.gpu]
+        raise UnsupportedError(provider, "resources.gpu", _none(gpu, same, exact))
+    return min(fitting, key=lambda m: (m.gpu_memory_gib or 0, *_size(m)))
+
+
+def for_cpus(provider: str, families: Sequence[str], *, cpus: int | None, memory_gb: int | None) -> Machine:
+    """The smallest machine without a GPU, of ``families`` (what its name begins with), that has at least so much.
+
+    Raises `UnsupportedError` (``resources.cpus`` or ``resources.memory_gb``), naming the largest.
+    """
+    known = [m for m in machines(provider) if not m.gpu and m.instance_type.startswith(tuple(families))]
+    fitting = [m for m in known if m.has(cpus=cpus, memory_gb=memory_gb)]
+    if not fitting:
+        field = "resources.cpus" if not any(m.has(cpus=cpus, memory_gb=None) for m in known) else "resources.memory_gb"
+        largest = max(known, key=_size)
+        why = f"no machine has that much; the largest, {_told(largest)}; or pin instance_type"
+        raise UnsupportedError(provider, field, why)
+    return min(fitting, key=_size)
+
+
+def _size(m: Machine) -> tuple[int, float]:
+    return m.vcpus or 0, m.memory_gib or 0.0
+
+
+def _told(m: Machine) -> str:
+    return f"{m.instance_type}, has {m.vcpus} cores and {m.memory_gib or 0:g} GiB"
+
+
+def _none(gpu: Gpu, same: Sequence[Machine], exact: Sequence[Machine]) -> str:
+    if exact:
+        largest = max(exact, key=_size)
+        return f"no machine with {gpu} has the cpus and memory_gb asked for; the largest, {_told(largest)}"
+    return f"no known machine has {gpu}; there are {', '.join(sorted({m.gpus for m in same}))}; or pin instance_type"
