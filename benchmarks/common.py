@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import itertools
 import json
 import os
+import pty
 import statistics
 import subprocess
 import sys
@@ -28,9 +30,12 @@ __all__ = [
     "Figure",
     "Pair",
     "adopt_orphans",
+    "alone",
+    "cache",
     "cost_of",
     "cpu_of",
     "environ",
+    "first_line",
     "median_ratio",
     "options",
     "pairs",
@@ -40,6 +45,8 @@ __all__ = [
     "report",
     "scratch",
     "sides",
+    "stamps",
+    "steps",
     "tree",
 ]
 
@@ -51,10 +58,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Wall seconds of a command, and CPU seconds (user + system) of it and of every process it left behind."""
+    """Wall seconds of a command, and CPU seconds (user + system) of it and of every process it left behind.
+
+    ``rss`` is the most memory, in bytes, that it or one that it waited for had at a time; 0 where nobody measured.
+    """
 
     wall: float
     cpu: float
+    rss: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +168,14 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def cost_of(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Cost:
-    """Run ``command`` and what it leaves behind to the end. Raises `RuntimeError` with its last words if it fails.
+def cost_of(
+    command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, alone: bool = False
+) -> Cost:
+    """Run ``command`` and what it leaves behind (``alone``: nothing) to the end.
 
-    ``wall`` ends with the command itself; elsewhere than on Linux ``cpu`` does too.
+    Raises `RuntimeError` with its last words if it fails.
+    ``wall`` ends with the command itself; elsewhere than on Linux ``cpu`` does too. ``rss`` counts this process at the
+    moment of the start, too: a benchmark of memory keeps small.
     """
     adopt_orphans()
     with tempfile.TemporaryFile() as out:
@@ -171,12 +186,12 @@ def cost_of(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - began
         process.returncode = os.waitstatus_to_exitcode(status)
-        cpu = usage.ru_utime + usage.ru_stime + sum(reap_orphans())
+        cpu = usage.ru_utime + usage.ru_stime + (0.0 if alone else sum(reap_orphans()))
         if process.returncode:
             out.seek(0)
             words = out.read().decode(errors="replace")[-2000:]
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{words}")
-    return Cost(wall=wall, cpu=cpu)
+    return Cost(wall=wall, cpu=cpu, rss=usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 
 
 def reap_orphans() -> Iterator[float]:
@@ -185,6 +200,34 @@ def reap_orphans() -> Iterator[float]:
         while True:
             usage = os.wait4(-1, 0)[2]
             yield usage.ru_utime + usage.ru_stime
+
+
+def first_line(command: Sequence[str], *, cwd: Path, mark: bytes) -> tuple[Cost, bytes]:
+    """Run ``command`` on a pseudo-terminal, to its end; ``wall`` ends with the line that has ``mark`` in it.
+
+    What follows the mark is returned beside it. Raises `RuntimeError` with the last words if it fails, or never prints
+    the mark.
+    """
+    adopt_orphans()
+    ours, theirs = pty.openpty()
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        list(command), cwd=cwd, env=environ({"TERM": "xterm"}), stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    seen, wall = b"", 0.0
+    with contextlib.suppress(OSError):  # EIO: nobody has the terminal open any more
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+            if not wall and b"\n" in seen.partition(mark)[2]:
+                wall = time.perf_counter() - began
+    os.close(ours)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode or not wall:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{seen.decode()[-2000:]}")
+    cpu = usage.ru_utime + usage.ru_stime + sum(reap_orphans())
+    return Cost(wall=wall, cpu=cpu), seen.partition(mark)[2].partition(b"\n")[0].strip()
 
 
 def cpu_of(command: Sequence[str], *, cwd: Path | None = None) -> float:
@@ -217,7 +260,30 @@ def sides(found: Sequence[Pair], what: str) -> str:
     """The medians behind a ratio, for a figure's note."""
     ours, other = (statistics.median(getattr(getattr(p, side), what) for p in found) for side in ("ours", "peer"))
     spread = sorted(getattr(p.ours, what) / getattr(p.peer, what) for p in found)
-    return f"{ours:.3f} s / {other:.3f} s, {len(found)} pairs {spread[0]:.3f}..{spread[-1]:.3f}"
+    shown = f"{ours / 1e6:.0f} MB / {other / 1e6:.0f} MB" if what == "rss" else f"{ours:.3f} s / {other:.3f} s"
+    return f"{shown}, {len(found)} pairs {spread[0]:.3f}..{spread[-1]:.3f}"
+
+
+def stamps(run: Path) -> dict[str, float]:
+    """Unix seconds of what the run in this folder went through, as its own records tell it."""
+
+    def read(name: str) -> dict[str, float]:
+        found: dict[str, float] = json.loads((run / name).read_bytes())
+        return found
+
+    return {
+        "planned and staged": read("run.json")["created"],
+        "supervisor up": read("supervisor/status.json")["started"],
+        "node up": read("live/exit/0.0-node-0.json")["started"],
+    }
+
+
+def steps(rows: Sequence[Mapping[str, float]]) -> str:
+    """Median milliseconds from each stage to the next; a row has each stage's Unix seconds, in order."""
+    return ", ".join(
+        f"{after} +{1000 * statistics.median(row[after] - row[before] for row in rows):.0f}"
+        for before, after in itertools.pairwise(rows[0])
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- peers and trees
@@ -230,15 +296,30 @@ def scratch() -> Iterator[Path]:
         yield Path(folder).resolve()
 
 
-def peer(name: str, version: str) -> Path:
-    """The venv that has the package ``name``, made with pip when it is not in the cache folder yet.
+def cache() -> Path:
+    """``$CLOUDTRAIN_BENCHMARK_CACHE``, else ``cloudtrain-benchmarks`` in the user's cache folder."""
+    own = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("CLOUDTRAIN_BENCHMARK_CACHE") or os.path.join(own, "cloudtrain-benchmarks"))
 
-    The cache is ``$CLOUDTRAIN_BENCHMARK_CACHE``, else ``cloudtrain-benchmarks`` in the user's cache folder.
-    """
-    root = os.environ.get("CLOUDTRAIN_BENCHMARK_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "cloudtrain-benchmarks"
-    )
-    venv = Path(root) / f"{name}-{version}"
+
+def alone(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Cost:
+    """Of a command from its start, without what it leaves behind or talks to. RuntimeError when it fails."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    said = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    wall = time.perf_counter() - began
+    if process.returncode:
+        what = " ".join(command)[:200]
+        raise RuntimeError(f"{what} ended with {process.returncode}: {said.decode()[-2000:]}")
+    return Cost(wall=wall, cpu=usage.ru_utime + usage.ru_stime, rss=usage.ru_maxrss * 1024)
+
+
+def peer(name: str, version: str) -> Path:
+    """The venv that has the package ``name``, made with pip when it is not in the cache folder yet."""
+    venv = cache() / f"{name}-{version}"
     if not (venv / "installed").exists():
         print(f"installing {name} {version} into {venv}", file=sys.stderr)
         pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

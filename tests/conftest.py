@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from jobs import Once
 
-pytest_plugins = ["servers"]
+pytest_plugins = ["servers", "containers", "trainings", "trials", "clients"]
 
 #: Examples of a property-based test that does not say how many it wants.
 EXAMPLES, PROOF_EXAMPLES = 50, 1000
@@ -34,6 +38,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
                 item.add_marker("proof")
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """``once(name, make)``: what ``make()`` gave to the first of all workers that asked, as JSON brings it back."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if os.environ.get("PYTEST_XDIST_WORKER") else folder
+
+    def of(name: str, make: Callable[[], Any]) -> Any:
+        kept = folder / f"once-{name}.json"
+        with open(kept.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # those who ask meanwhile wait, and find it
+            if not kept.exists():
+                data = json.dumps(make())
+                kept.write_text(data)
+        return json.loads(kept.read_text())
+
+    return of
 
 
 # ------------------------------------------------------------------------------------------------------- no silent skip

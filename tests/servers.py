@@ -6,25 +6,25 @@ that asks for it, as it would for a user: credentials and endpoints are read fro
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from cloudtrain.testing.vertex.gcs import Gcs
+from cloudtrain.testing.vertex.wire import Wire
 
 AZURITE = Path.home() / ".cache" / "cloudtrain-azurite" / "node_modules" / ".bin" / "azurite-blob"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # public
@@ -91,11 +91,12 @@ def race(code: str, *args: str, count: int) -> list[Any]:
             racer.communicate()
 
 
-#: For `race`: who creates which of the first ``argv[2]`` attempts of a run in the store ``argv[1]``.
+#: For `race`: who creates which of the first ``argv[2]`` attempts of a run in the store ``argv[1]``, by ``argv[3]``.
 ATTEMPT_RACER = """
 from cloudtrain.provider import Request
 from cloudtrain.store import Store
-store = Store(sys.argv[1])
+from cloudtrain.transfer import Moving
+store = Store(sys.argv[1], moving=Moving(mover=sys.argv[3]))
 store.runs()
 request = Request(provider="p", operation="create", body={}, context={}, run="r")
 ready()
@@ -195,140 +196,21 @@ def azure_url(azure_environment: str) -> str:
 # ------------------------------------------------------------------------------------------------------------------ GCS
 
 
-class GcsServer(http.server.ThreadingHTTPServer):
-    """The part of the GCS JSON API that a store needs, preconditions kept. ``before`` runs before an upload is judged.
-
-    The emulators on PyPI ignore ``ifGenerationMatch``, so that on them every exclusive creation succeeds.
-    """
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.generations: dict[str, int] = {}
-        self.queries: list[dict[str, list[str]]] = []
-        self.before: Callable[[str], None] = lambda name: None
-        self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", 0), _GcsHandler)
-
-    def put(self, name: str, data: bytes) -> None:
-        with self.lock:
-            self.objects[name] = data
-            self.generations[name] = self.generations.get(name, 0) + 1
-
-
-class _GcsHandler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # head and body in one packet: two cost 40 ms each, Nagle against the delayed ACK
-    server: GcsServer
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        path, query = self._url()
-        if path == "/storage/v1/b/bucket":
-            self._answer(200, {"kind": "storage#bucket", "name": "bucket", "id": "bucket"})
-        elif path == "/storage/v1/b/bucket/o":
-            self._list(query)
-        elif match := re.fullmatch(r"(/download)?/storage/v1/b/bucket/o/(.+)", path):
-            name = urllib.parse.unquote(match[2])
-            if name not in self.server.objects:
-                self._answer(404, {"error": {"code": 404, "message": "no such object"}})
-            elif match[1] or query.get("alt") == ["media"]:
-                self._answer(200, self.server.objects[name])
-            else:
-                self._answer(200, self._describe(name))
-        else:
-            self._answer(404, {"error": {"code": 404, "message": "no such bucket"}})
-
-    def do_POST(self) -> None:
-        path, query = self._url()
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if match := re.fullmatch(r"/storage/v1/b/bucket/o/(.+)/rewriteTo/b/bucket/o/(.+)", path):
-            source, target = (urllib.parse.unquote(part) for part in match.groups())
-            self._rewrite(source, target)
-            return
-        if path != "/upload/storage/v1/b/bucket/o":
-            self._answer(404, {"error": {"code": 404, "message": "no such bucket"}})
-            return
-        assert query["uploadType"] == ["multipart"], query
-        self.server.queries.append(query)
-        _, head, content = body.split(b"--==0==", 3)[:3]
-        name = json.loads(head.split(b"\n\n", 1)[1])["name"]
-        self.server.before(name)
-        if query.get("ifGenerationMatch") == ["0"] and name in self.server.objects:
-            self._answer(412, {"error": {"code": 412, "message": "conditionNotMet"}})
-            return
-        self.server.put(name, content.split(b"\n\n", 1)[1][:-1])
-        self._answer(200, self._describe(name))
-
-    def _rewrite(self, source: str, target: str) -> None:
-        if source not in self.server.objects:
-            self._answer(404, {"error": {"code": 404, "message": "no such object"}})
-            return
-        self.server.put(target, self.server.objects[source])
-        self._answer(200, {"done": True, "resource": self._describe(target)})
-
-    def do_DELETE(self) -> None:
-        path, _ = self._url()
-        name = urllib.parse.unquote(path.split("/o/", 1)[1])
-        gone = self.server.objects.pop(name, None)
-        self._answer(404 if gone is None else 204, b"")
-
-    def _list(self, query: dict[str, list[str]]) -> None:
-        prefix, delimiter = query.get("prefix", [""])[0], query.get("delimiter", [""])[0]
-        items, folders = [], set()
-        for name in sorted(name for name in self.server.objects if name.startswith(prefix)):
-            rest = name[len(prefix) :]
-            if delimiter and delimiter in rest:
-                folders.add(prefix + rest.split(delimiter)[0] + delimiter)
-            else:
-                items.append(self._describe(name))
-        self._answer(200, {"items": items, "prefixes": sorted(folders)})
-
-    def _describe(self, name: str) -> dict[str, object]:
-        size, generation = str(len(self.server.objects[name])), str(self.server.generations[name])
-        return {
-            "bucket": "bucket",
-            "name": name,
-            "size": size,
-            "generation": generation,
-            "id": name,
-            "etag": generation,
-        }
-
-    def _url(self) -> tuple[str, dict[str, list[str]]]:
-        path, _, query = self.path.partition("?")
-        return path, urllib.parse.parse_qs(query)
-
-    def _answer(self, status: int, body: object) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.send_header("Content-Type", "application/octet-stream" if isinstance(body, bytes) else "application/json")
-        self.end_headers()
-        self.wfile.write(data)
-
-
 @pytest.fixture
-def gcs_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[GcsServer]:
-    """A `GcsServer` with a bucket called ``bucket``, and this test's environment pointing at it."""
-    server = GcsServer()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+def gcs_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gcs]:
+    """Cloud Storage, open to anybody, with a bucket called ``bucket``, and this test's environment pointing at it."""
+    wire = Wire()
+    gcs = Gcs(tmp_path_factory.mktemp("gcs"), wire, open=True)
+    gcs.make("bucket")
     for name in [name for name in os.environ if name.startswith(("GOOGLE_", "GCSFS_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{server.server_address[1]}")
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", wire.listen())
+    yield gcs
+    wire.close()
+    assert wire.crashes == []
 
 
 @pytest.fixture
-def gcs_url(gcs_server: GcsServer) -> str:
+def gcs_url(gcs_server: Gcs) -> str:
     """URL of an empty folder."""
     return "gs://bucket/some/store"

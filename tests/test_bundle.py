@@ -6,10 +6,12 @@ import hashlib
 import io
 import json
 import os
+import random
 import re
 import subprocess
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +21,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cloudtrain.bundle import MANIFEST, Bundle, build, resolve
-from cloudtrain.errors import SpecError, StorageError
+from cloudtrain.errors import DigestError, SpecError, StorageError
 from cloudtrain.job import Source
+from cloudtrain.runtime.unpack import unpack
 
 ENTRY = "train.py"
 
@@ -568,6 +571,25 @@ def test_manifest_and_archive_say_the_same(tmp_path: Path) -> None:
         assert [m.name for m in members] == [MANIFEST, "a", "link", "run.sh", ENTRY]
         assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in members} == {(0, 0, 0, "", "")}
         assert tar.extractfile(MANIFEST).read() == made.manifest()  # type: ignore[union-attr]
+
+
+def test_what_does_not_shrink_is_packed_as_it_is(tmp_path: Path) -> None:
+    """In blocks of their own; one that is cut off between two of them is no bundle."""
+    files(tmp_path, {ENTRY: ""})
+    (tmp_path / "random").write_bytes(random.Random(0).randbytes(3 << 20))
+    (tmp_path / "zeros").write_bytes(bytes(8 << 20))
+    made = build(Source(path=str(tmp_path), entry_point=ENTRY), cwd=tmp_path)
+    archive = made.archive()
+    assert 3 << 20 < len(archive) < 3.1 * (1 << 20)
+    (tmp_path / "archive").write_bytes(archive)
+    unpack(tmp_path / "archive", tmp_path / "whole", digest=made.digest)
+    for name in ("random", "zeros"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / name).read_bytes()
+    member = zlib.decompressobj(wbits=31)
+    member.decompress(archive)
+    (tmp_path / "archive").write_bytes(archive[: len(archive) - len(member.unused_data)])
+    with pytest.raises(DigestError, match="cut short"):
+        unpack(tmp_path / "archive", tmp_path / "cut", digest=made.digest)
 
 
 @pytest.mark.parametrize("change", ["shorter", "other", "gone"])

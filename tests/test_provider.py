@@ -78,6 +78,40 @@ def test_what_is_no_simulation_is_refused(data: dict[str, Any]) -> None:
         Simulation.from_dict(data)
 
 
+@pytest.mark.parametrize(
+    ("part", "values", "field", "words"),
+    [
+        ("rules", {"restart_on": 75}, "rules.restart_on", "a list of exit codes"),
+        ("rules", {"restart_on": ["75"]}, "rules.restart_on", "a list of exit codes"),
+        ("rules", {"restart_on": [True]}, "rules.restart_on", "a list of exit codes"),
+        ("rules", {"stop_signal": "SIGNOTHING"}, "rules.stop_signal", "a signal's name"),
+        ("rules", {"stop_signal": "Signals"}, "rules.stop_signal", "a signal's name"),
+        ("rules", {"stop_signal": 15}, "rules.stop_signal", "a signal's name"),
+        ("rules", {"stop_grace": "soon"}, "rules.stop_grace", "a number"),
+        ("rules", {"stop_grace": float("nan")}, "rules.stop_grace", "a number"),
+        ("rules", {"retries": 0.5}, "rules.retries", "a whole number"),
+        ("rules", {"max_restarts": -1}, "rules.max_restarts", "a whole number"),
+        ("rules", {"max_restart": 1}, "rules.max_restart", "did you mean 'max_restarts'?"),
+        ("node", {"entrypoint": "sh"}, "nodes.*.entrypoint", "a list of texts"),
+        ("node", {"env": {"A": 1}}, "nodes.*.env", "a table of texts"),
+        ("node", {"read_only": 1}, "nodes.*.read_only", "true or false"),
+        ("node", {"cpus": True}, "nodes.*.cpus", "a whole number"),
+        ("node", {"gpus": None}, "nodes.*.gpus", "a whole number"),
+        ("node", {"container": []}, "nodes.*.container", "a table"),
+        ("node", {"imgae": "x"}, "nodes.*.imgae", "did you mean 'image'?"),
+    ],
+)
+def test_a_simulation_of_wrong_values_is_refused_by_name(
+    part: str, values: dict[str, Any], field: str, words: str
+) -> None:
+    given: dict[str, dict[str, Any]] = {"node": {"command": ["a"]}, "rules": {"time_limit": 1}}
+    given[part] |= values
+    with pytest.raises(SpecError) as caught:
+        Simulation.from_dict({"nodes": [given["node"]], "rules": given["rules"]})
+    assert caught.value.field == field
+    assert words in str(caught.value)
+
+
 def test_what_is_no_request_is_refused() -> None:
     with pytest.raises(SpecError, match="not a request"):
         Request.from_dict({"provider": "x", "bdoy": {}})
@@ -93,7 +127,7 @@ def test_the_context_is_json_and_holds_everything_the_script_sees() -> None:
     job = Job.make(
         entry_point="t.py", args=["{run_id}"], env={"A": "é"}, hyperparameters={"x": [1, {"y": True}]},
         secrets={"T": "env:T"}, inputs={"train": "/data/x"}, checkpoint_paths=["out/*"], requirements="r.txt",
-        instance_count=3, stall_timeout="5m",
+        instance_count=3, stall_timeout="5m", debug_nccl=True, keep_checkpoints=2,
     )  # fmt: skip
     context = context_of("p", job, LAYOUT, processes=4)
     assert json.loads(json.dumps(context)) == context
@@ -102,7 +136,8 @@ def test_the_context_is_json_and_holds_everything_the_script_sees() -> None:
         "nodes": 3, "processes": 4, "launcher": "torchrun", "entry_point": "t.py", "requirements": "r.txt",
         "args": ["{run_id}"], "hyperparameters": {"x": [1, {"y": True}]}, "hyperparameter_style": "flags",
         "env": {"A": "é"}, "secrets": {"T": "env:T"}, "inputs": {"train": {"file": "x.csv"}, "val": {"file": None}},
-        "stall_timeout": 300, "checkpoint_paths": ["out/*"], "resume": LAYOUT.resume,
+        "stall_timeout": 300, "debug_nccl": True, "checkpoint_paths": ["out/*"], "keep_checkpoints": 2,
+        "checkpoint_url": f"{LAYOUT.run}/checkpoints", "resume": LAYOUT.resume,
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import cloudtrain
 from cloudtrain import pyz
+from cloudtrain.provider import PROTOCOL, provider_names
 
 PACKAGE = Path(cloudtrain.__file__).parent
 
@@ -123,3 +124,49 @@ def test_the_zip_imports_where_only_it_is(built: Path) -> None:
     assert source == (PACKAGE / "runtime" / "worker.py").read_bytes()
     code = "import sys; sys.path.append(sys.argv[1]); from cloudtrain.runtime.workspace import _source_of; sys.stdout.buffer.write(_source_of('worker.py'))"  # noqa: E501
     assert python("-I", "-S", "-c", code, str(built)).stdout.encode() == source
+
+
+STUCK = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+pool = ThreadPoolExecutor(1)
+pool.submit(threading.Event().wait)
+print("said", end="")
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "code", "last"),
+    [
+        ('{"protocol": 99}', 1, "cloudtrain: this node cannot start: "),
+        ("[]", 1, "cloudtrain: this node cannot start: context: "),
+        ("{}", 1, "cloudtrain: this node cannot start: context: context of protocol None"),
+        (f'{{"protocol": {PROTOCOL}, "provider": 3}}', 1, "AttributeError: "),
+        (None, 2, "cloudtrain.pyz: error: "),
+    ],
+)
+def test_a_thread_that_never_ends_does_not_keep_the_node(
+    built: Path, tmp_path: Path, context: str | None, code: int, last: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(STUCK)
+    (tmp_path / "context.json").write_text(context or "")
+    arguments = ["--context", str(tmp_path / "context.json")] if context else []
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = python(str(built), "run", *arguments, env={**buffered, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (code, "said")
+    assert done.stderr.splitlines()[-1].startswith(last)
+
+
+@pytest.mark.parametrize("name", provider_names())
+def test_nothing_that_a_node_imports_is_compiled_there(built: Path, name: str) -> None:
+    """Whatever its provider: compiling costs a node more than all else that it does before its ranks."""
+    code = (
+        "import sys, zipfile; sys.path.insert(0, sys.argv[1])\n"
+        "import cloudtrain.runtime.__main__\n"
+        "from cloudtrain.provider import find_provider\n"
+        "assert callable(find_provider(sys.argv[2]).site)\n"
+        "names = zipfile.ZipFile(sys.argv[1]).namelist()\n"
+        "files = [m.__file__.partition('.pyz/')[2] for n, m in sys.modules.items() if n.startswith('cloudtrain')]\n"
+        "print(len(files) > 10, [f for f in files if f + 'c' not in names and not f.endswith('c')])\n"
+    )
+    assert python("-I", "-S", "-c", code, str(built), name).stdout.strip() == "True []"

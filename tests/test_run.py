@@ -23,9 +23,11 @@ from cloudtrain.errors import (
 )
 from cloudtrain.follow import Line
 from cloudtrain.job import Job
+from cloudtrain.listing import list_runs
 from cloudtrain.provider import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Simulation, Site, Status
-from cloudtrain.run import Run, list_runs, open_run
+from cloudtrain.run import Run, open_run
 from cloudtrain.store import Store
+from cloudtrain.verdict import iso_time
 
 T0 = 1_700_000_000.0
 T0_ISO = "2023-11-14T22:13:20.000Z"
@@ -66,6 +68,8 @@ class Platform:
     Settings: ClassVar[type[Any]] = NoSettings
     schemes: ClassVar[frozenset[str]] = frozenset({"file"})
     retried_by: ClassVar[str] = "platform"
+    max_wait_by: ClassVar[str] = "platform"
+    pace: ClassVar[float] = 0.1
     poll: ClassVar[float] = 2.0
 
     settings: Any = None
@@ -110,6 +114,9 @@ class Platform:
         if native_id in self.cancel_error:
             raise self.cancel_error[native_id]
         self.cancelled.append(native_id)
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        return {}
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
@@ -196,6 +203,11 @@ class World:
             "decided": False,
         }
         self.write(f"live/exit/{attempt}-node-{node}.json", {**record, **fields})
+        return self
+
+    def start(self, attempt: str, *, after: str | None = None, **fields: Any) -> World:
+        record = {"protocol": 1, "attempt": attempt, "started": T0, "after": after, "resumed_from": "", "lost": None}
+        self.write(f"live/attempts/{attempt}.json", {**record, **fields})
         return self
 
     def segment(self, numbers: Sequence[int], *, node: int = 0, attempt: str = "0.0") -> World:
@@ -374,6 +386,26 @@ def test_a_platform_that_forgot_and_nothing_left_is_not_found(world: World) -> N
 # --------------------------------------------------------------------------------------------------------------- result
 
 
+def test_the_history_says_why_who_from_where_and_what_was_lost(world: World) -> None:
+    world.recorded()
+    world.attempt(0, Status(state="running", attempts=(AttemptInfo(number="0.2", started=T0 + 30),)))
+    world.start("0.0").exit(
+        0, outcome="preempted", category="preempted", reason="node 1 was told", told=1, decided=True
+    )
+    world.start("0.1", after="0.0", resumed_from="step-8", started=T0 + 20, lost={"seconds": 0.0, "steps": 0})
+    world.start("0.2", after="0.1", resumed_from="step-8", started=T0 + 30, lost={"seconds": 7.5, "steps": None})
+    first, second, third = world.run().result()["attempts"]
+    assert (first["reason"], first["category"], first["node"], first["rank"]) == (
+        "node 1 was told",
+        "preempted",
+        1,
+        None,
+    )
+    assert (first["resumed_from"], first["resumed_step"], first["lost"]) == ("", None, {"seconds": 0.0, "steps": 0})
+    assert (second["resumed_step"], second["lost"]) == (8, {"seconds": 7.5, "steps": None})  # killed before any word
+    assert (third["resumed_from"], third["lost"]) == ("step-8", None)
+
+
 def test_the_result_of_a_failed_run(world: World) -> None:
     world.recorded(max_cost=12.5)
     world.attempt(0, failed(attempts=(AttemptInfo(number="0.0", started=T0, ended=T0 + 9),)))
@@ -397,11 +429,16 @@ def test_the_result_of_a_failed_run(world: World) -> None:
                 "started": T0_ISO,
                 "ended": "2023-11-14T22:13:29.000Z",
                 "reason": REASON,
+                "category": "user_error",
+                "node": 1,
+                "rank": 3,
                 "resumed_from": "step-120",
+                "resumed_step": 120,
+                "lost": None,
             }
         ],
         "checkpoint": {"name": "step-120", "step": 120, "committed": "2023-11-14T22:13:15.000Z"},
-        "cost": {"limit_usd": 12.5, "estimate_usd": None, "priced_on": None},
+        "cost": {"limit_usd": 12.5, "estimate_usd": None, "priced_on": None, "billed_s": None, "saved": None},
     }
     assert world.run().result() == expected
     kept = world.result()
@@ -525,6 +562,17 @@ def test_a_platform_that_counts_more_starts_than_the_nodes(world: World, began: 
     assert world.run().result()["reason"] == expected
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours", "expected"),
+    [("user_error", "infra", "infra"), ("oom", "infra", "oom"), ("infra", "user_error", "user_error")],
+)
+def test_a_platform_that_saw_an_exit_code_knows_no_better_than_the_nodes(
+    world: World, theirs: str, ours: str, expected: str
+) -> None:
+    world.recorded().attempt(0, failed(theirs)).exit(0, outcome="failed", category=ours, reason="x", decided=True)
+    assert world.run().result()["category"] == expected
+
+
 def test_attempts_come_from_platform_and_nodes_together(world: World) -> None:
     told = (
         AttemptInfo(number="0.0", started=T0, ended=T0 + 5, reason="preempted"),
@@ -542,6 +590,17 @@ def test_attempts_come_from_platform_and_nodes_together(world: World) -> None:
     ]
     assert rows[1]["started"] == "2023-11-14T22:13:26.000Z"
     assert rows[1]["ended"] == "2023-11-14T22:13:29.000Z"
+
+
+def test_a_restart_that_the_platform_does_not_tell_of_is_an_attempt_of_its_own(world: World) -> None:
+    """The native job's start is the first one's, its end and reason the last one's; no second counts twice."""
+    world.recorded().attempt(0, failed("preempted", started=T0, finished=T0 + 100))
+    world.start("0.0", started=T0 + 1).start("0.1", after="0.0", started=T0 + 50)
+    rows = world.run().result()["attempts"]
+    assert [(a["number"], a["started"], a["ended"], a["reason"], a["category"]) for a in rows] == [
+        ("0.0", iso_time(T0), iso_time(T0 + 50), "", None),
+        ("0.1", iso_time(T0 + 50), iso_time(T0 + 100), "exit status 1", "preempted"),
+    ]
 
 
 def test_an_earlier_attempt_that_the_platform_forgot_is_still_listed(world: World) -> None:
@@ -1064,7 +1123,8 @@ def test_a_result_of_another_hand_is_listed_too(world: World) -> None:
 def test_a_local_store_needs_no_third_party_package(world: World) -> None:
     world.recorded().attempt(0, SUCCEEDED).run().result()
     code = (
-        "import sys; from cloudtrain.run import list_runs, open_run; from pathlib import Path\n"
+        "import sys; from pathlib import Path\n"
+        "from cloudtrain.listing import list_runs; from cloudtrain.run import open_run\n"
         f"assert [r['state'] for r in list_runs({str(world.root)!r})] == ['succeeded']\n"
         f"open_run('r1', store_url={str(world.root)!r}, cwd=Path.cwd()).result()\n"
         "bad = {'fsspec', 'rich', 'cyclopts', 'torch', 'pathspec'} & set(sys.modules); assert not bad, bad"

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from foldercloud import NAME, install
 
+from cloudtrain.cli import main
 from cloudtrain.errors import NotFoundError, SpecError
 from cloudtrain.settings import FILE, Settings
+from cloudtrain.transfer import Moving
 from cloudtrain.values import toml_loads
 
 
@@ -26,6 +29,17 @@ def test_without_anything_the_defaults_hold(tmp_path: Path) -> None:
     found = load(tmp_path)
     assert (found.provider, found.store, found.max_code_mb) == ("local", "./.cloudtrain", 50)
     assert found.make_provider().settings.python == sys.executable  # type: ignore[attr-defined]
+
+
+def test_how_bytes_move(tmp_path: Path) -> None:
+    assert load(tmp_path).moving == Moving(mover="auto", sse="", sse_kms_key_id="")
+    toml = 'mover = "fsspec"\nsse = "aws:kms"\nsse_kms_key_id = "k"\n'
+    assert load(tmp_path, toml).moving == Moving(mover="fsspec", sse="aws:kms", sse_kms_key_id="k")
+    assert load(tmp_path, toml, {"CLOUDTRAIN_MOVER": "obstore"}).moving.mover == "obstore"
+    for wrong, field in (({"mover": "s3fs"}, "mover"), ({"sse": "aes"}, "sse"), ({"sse": "AES256"}, "sse_kms_key_id")):
+        with pytest.raises(SpecError) as caught:
+            _ = load(tmp_path, toml, overrides=wrong).moving
+        assert caught.value.field == field
 
 
 def test_each_source_wins_over_the_one_before(tmp_path: Path) -> None:
@@ -150,3 +164,52 @@ def test_the_command_line_reads_all_four(tmp_path: Path) -> None:
     assert python() == "from-file"
     assert python(CLOUDTRAIN_LOCAL_PYTHON="from-env") == "from-env"
     assert python("--set", "python=from-set", CLOUDTRAIN_LOCAL_PYTHON="from-env") == "from-set"
+
+
+# ------------------------------------------------------------------------------------ a provider's own word for a store
+
+
+@pytest.fixture
+def cloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The folder of a provider that knows stores by a name of its own; this folder has a script."""
+    install(tmp_path / "site")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/train.py").write_text("print('hello')")
+    (tmp_path / "cloud").mkdir()
+    monkeypatch.chdir(tmp_path / "code")
+    return str(tmp_path / "cloud")
+
+
+def test_a_url_of_a_provider_s_own_scheme_is_its_to_resolve(tmp_path: Path, cloud: str) -> None:
+    """Whichever provider is chosen, and whatever was set of that one."""
+    for overrides in ({}, {"python": "python3"}):
+        found = Settings(store=f"{NAME}://team", tables={NAME: {"folder": cloud}}, overrides=overrides)
+        assert found.resolved() == f"file://{cloud}-team"
+        assert found.resolved(f"{NAME}://other/runs/r") == f"file://{cloud}-other/runs/r"
+        with pytest.raises(SpecError, match="asks nobody"):
+            found.resolved(ask=False)
+    for url in ("./.cloudtrain", "file:///x", "s3://bucket/prefix", "local://x", "nosuch://x"):
+        assert Settings(store=url).resolved(ask=False) == url
+
+
+def test_every_verb_takes_such_a_store(
+    cloud: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(f"CLOUDTRAIN_{NAME.upper()}_FOLDER", cloud)
+    store = ["--store", f"{NAME}://team"]
+    words = ["train.py", "--provider", NAME, "--run-id", "r", *store]
+    assert main(["plan", *words]) == 2
+    assert capsys.readouterr().err == f"error: store: a plan asks nobody where {NAME}://team is\n"
+    assert not Path(f"{cloud}-team").exists()
+    assert main(["submit", *words, "--detach"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"file://{cloud}-team/runs/r\n"
+    assert f"cloudtrain logs -f r --store {NAME}://team" in said.err
+    for verb in (["status", "r", *store], ["status", f"{NAME}://team/runs/r"], ["list", *store]):
+        assert main(verb) == 0, capsys.readouterr().err
+        assert "pending" in capsys.readouterr().out
+    for target in (["r", *store], [f"{NAME}://team"], [f"{NAME}://team/runs/r"], store):
+        assert main(["reconcile", *target, "--json"]) == 0
+        assert [row["run_id"] for row in json.loads(capsys.readouterr().out)["runs"]] == ["r"], target
+    assert main(["cancel", "r", *store]) == 0

@@ -21,9 +21,10 @@ import pytest
 
 import cloudtrain
 from cloudtrain.engine import ENGINE_PREFIX
-from cloudtrain.errors import CapacityError, NotFoundError, UnsupportedError
+from cloudtrain.engine.processes import ProcessEngine, gpus_of
+from cloudtrain.errors import CapacityError, NotFoundError, SpecError, UnsupportedError
 from cloudtrain.job import DEFAULT_STALL_TIMEOUT, Job
-from cloudtrain.provider import Layout, Request, Simulation
+from cloudtrain.provider import Layout, NodeSpec, Request, Rules, Simulation
 from cloudtrain.providers.local import _REFUSED, Provider
 from cloudtrain.run import Run
 from cloudtrain.testing.contract import ProviderContract
@@ -88,6 +89,7 @@ class TestLocal(ProviderContract):
 
 @pytest.mark.slow
 @pytest.mark.remote
+@pytest.mark.proof
 class TestLocalOnS3(ProviderContract):
     """The same with a store on S3, which the supervisor keeps in step with the nodes."""
 
@@ -150,6 +152,37 @@ def test_refuses(world: World, fields: Fields, field: str, words: str) -> None:
     assert words in caught.value.why
 
 
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"nodes": {"*": {"image": "x"}}}, "options.local.nodes.*.image"),
+        ({"nodes": {"*": {"platform": "linux/arm64"}}}, "options.local.nodes.*.platform"),
+        ({"nodes": {"*": {"container": {"Env": []}}}}, "options.local.nodes.*.container"),
+        ({"nodes": {"*": {"hostname": "x"}}}, "options.local.nodes.*.hostname"),
+        ({"nodes": {"*": {"workdir": "x"}}}, "options.local.nodes.*.workdir"),
+        (
+            {"nodes": {"*": {"env": {"CLOUDTRAIN_ENGINE_NODE": "1"}}}},
+            "options.local.nodes.*.env.CLOUDTRAIN_ENGINE_NODE",
+        ),
+        ({"nodes": {"*": {"env": {"A": 1}}}}, "options.local.nodes.*.env"),
+        ({"nodes": {"*": {"entrypoint": "strace"}}}, "options.local.nodes.*.entrypoint"),
+        ({"nodes": {"*": {"files": {"x": 1}}}}, "options.local.nodes.*.files"),
+        ({"nodes": {"*": {"entripoint": []}}}, "options.local.nodes.*.entripoint"),
+        ({"rules": {"stop_grace": 5}}, "options.local.rules.stop_grace"),
+        ({"rules": {"stop_signal": "SIGINT"}}, "options.local.rules.stop_signal"),
+        ({"rules": {"restart_on": []}}, "options.local.rules.restart_on"),
+        ({"rules": {"max_restarts": 1.5}}, "options.local.rules.max_restarts"),
+        ({"name": "x"}, "options.local.name"),
+        ({"gpu": "x"}, "options.local.gpu"),
+        ({"ndoes": {}}, "options.local.ndoes"),
+    ],
+)
+def test_an_option_that_processes_would_ignore_is_refused(world: World, options: Fields, where: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        world.plan({"options": {"local": options}})
+    assert caught.value.field == where
+
+
 def test_every_refusal_is_tried() -> None:
     tried = {mark.args[1][i][1] for mark in test_refuses.pytestmark for i in range(len(mark.args[1]))}  # type: ignore[attr-defined]
     assert set(_REFUSED) <= tried
@@ -161,6 +194,75 @@ def test_gpus_that_are_not_here_are_one_line_and_exit_4(world: World) -> None:
         world.send(plan)
     assert caught.value.exit_code == 4
     assert "\n" not in str(caught.value)
+
+
+LISTING = """\
+GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa-0)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bbbb-1)
+  MIG 1g.10gb     Device  0: (UUID: MIG-cccc)
+GPU 2: NVIDIA L4 (UUID: GPU-dddd-2)
+"""
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with two H100, one of them in slices, and an L4."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTING}END\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu", "nodes", "dealt"),
+    [
+        (None, "H100:1", 2, [["0"], ["1"]]),
+        (None, "H100:2", 1, [["0", "1"]]),
+        ("1,0,2", "H100:1", 2, [["1"], ["0"]]),
+        ("GPU-bbbb, MIG-cccc", "H100:1", 2, [["GPU-bbbb"], ["MIG-cccc"]]),
+        ("2", "L4:1", 1, [["2"]]),
+        (None, "H100:3", 1, "3 H100 GPUs on this machine, which has 3 (NVIDIA H100 80GB HBM3)"),
+        (None, "L4:1", 1, "other GPUs come before this machine's 1 L4; name these alone in CUDA_VISIBLE_DEVICES"),
+        ("0", "H100:1", 2, "and CUDA_VISIBLE_DEVICES=0 leaves 1 of them"),
+        ("", "H100:1", 1, "and CUDA_VISIBLE_DEVICES= leaves 0 of them"),
+        ("-1", "H100:1", 1, "leaves 0 of them"),
+        ("0,-1,1", "H100:2", 1, "leaves 1 of them"),
+        ("0,0", "H100:2", 1, "leaves 1 of them"),
+        ("7", "H100:1", 1, "leaves 0 of them"),
+        ("GPU-eeee", "H100:1", 1, "leaves 0 of them"),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_gpus_are_those_that_the_environment_leaves(
+    world: World, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: str, nodes: int, dealt: Any
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    request = world.plan({"gpu": gpu, "instance_count": nodes}).request
+    specs = world.provider.nodes(request).nodes
+    if isinstance(dealt, list):
+        Provider().check(request)
+        assert [gpus_of(number, spec, os.environ) for number, spec in enumerate(specs)] == dealt
+    else:
+        with pytest.raises(CapacityError) as caught:
+            Provider().check(request)
+        assert dealt in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("visible", "number", "count"), [("3", 0, 2), ("0,1,2", 2, 2), ("0,1,2", 1, 2), ("", 0, 1)])
+def test_a_node_never_starts_with_fewer_gpus(tmp_path: Path, visible: str, number: int, count: int) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": visible}
+    spec = NodeSpec(command=["true"], gpus=count)
+    with pytest.raises(CapacityError, match=f"node {number} has no {count} of the"):
+        gpus_of(number, spec, environ)
+    engine = ProcessEngine(folder=tmp_path, environ=environ)
+    simulation = Simulation(nodes=[spec] * (number + 1), rules=Rules(time_limit=1))
+    with pytest.raises(CapacityError):
+        engine.start(simulation, attempt="0.0", local={}, secrets={})
+    assert not (tmp_path / "nodes").exists()
 
 
 def test_an_input_of_this_machine_is_read_in_place(world: World) -> None:
@@ -259,6 +361,8 @@ BITES: dict[type[Provider], set[str]] = {
     Deaf: {"test_an_unknown_id_is_not_found[cancel]"},
     Eager: {"test_submitted_twice_is_one_job"},
 }
+FEW = (Eager,)
+"""Faults that `make test` plants; the others are proof."""
 TAGS = "test_platform_field_is_honoured_or_refused[tags]"
 SUITE_OF_BROKEN = """
 import pytest
@@ -300,7 +404,10 @@ def failures(broken: type[Provider], folder: Path, *chosen: str, xfails: Mapping
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", BITES, ids=lambda broken: broken.__name__)
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param(broken, id=broken.__name__, marks=() if broken in FEW else pytest.mark.proof) for broken in BITES],
+)
 def test_the_suite_bites(broken: type[Provider], tmp_path: Path) -> None:
     """Exactly the test that a fault is about fails, of all the quick ones, or of those that submit."""
     submitting = ("-k", "submitted or unknown or find or conflict or (outcome and succeeded)")
@@ -308,6 +415,7 @@ def test_the_suite_bites(broken: type[Provider], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.proof
 def test_an_expected_failure_must_be_one(tmp_path: Path) -> None:
     assert failures(Silent, tmp_path, "-m", "not slow", xfails={TAGS: "it has no tags"}) == set()
     assert failures(Vague, tmp_path, "-k", "honoured", xfails={TAGS: "it has no tags"}) == {TAGS, *BITES[Vague]}

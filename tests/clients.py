@@ -1,0 +1,182 @@
+"""The command line against a World's platform, with a store in its cloud; and what its runs must come to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from containers import left
+from jobs import Done, Jobs, Once, dying
+
+from cloudtrain.errors import NotFoundError
+from cloudtrain.run import Run, open_run
+from cloudtrain.testing.worlds import World
+from cloudtrain.transfer import files
+
+W = TypeVar("W", bound=World)
+
+ROOT = Path(__file__).parents[1]
+DDP = str(ROOT / "entrypoints/ddp.py")
+DIGITS = ROOT / "examples/data/digits.csv.gz"
+EPOCHS = 8
+STEPS = EPOCHS * ((1797 - 360) // 64)
+TRAIN = ("--input", f"train={DIGITS}", "--hp", f"epochs={EPOCHS}")
+SHAPE = ("--nodes", "2", "--nproc-per-node", "2")
+PATIENCE = 240
+"""Seconds for whatever a run does next, on a machine that is at work on something else."""
+SHARD = """
+    import os, sys, time
+    from pathlib import Path
+    print("holding", os.environ["RANK"], flush=True)
+    while not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+        time.sleep(0.05)
+    shard = Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"], "last", "shard-" + os.environ["RANK"])
+    shard.parent.mkdir(exist_ok=True)
+    shard.write_text("of " + os.environ["RANK"])
+"""
+CALLS = {
+    "stage": "cloudtrain.store:Store.stage",
+    "create_run": "cloudtrain.store:Store.create_run",
+    "write_container": "cloudtrain.store:Store.write_container",
+    "create_attempt": "cloudtrain.store:Store.create_attempt",
+    "submit": "cloudtrain.providers.{provider}:Provider.submit",
+    "write_submitted": "cloudtrain.store:Store.write_submitted",
+}
+"""The calls of a submit, in order, as in tests/e2e/test_client_crash.py."""
+FEW_DEATHS = [("submit", "after")]
+DEATHS = [
+    pytest.param(step, moment, marks=[] if (step, moment) in FEW_DEATHS else [pytest.mark.proof])
+    for step in CALLS
+    for moment in ("before", "after")
+]
+"""A client's deaths for `check_death`."""
+
+
+class Client:
+    """The command line, with a store in the cloud of a World; ``flags`` say what leads there."""
+
+    def __init__(self, world: World, jobs: Jobs, *flags: str) -> None:
+        self.world, self.jobs, self.store = world, jobs, world.store
+        self.flags = ["--provider", world.provider.name, *flags]
+        self.flags += ["--store", self.store, *SHAPE, "--json", "--max-runtime", "20m"]
+
+    def words(self, script: str, run_id: str, *flags: str) -> list[str]:
+        shutil.copytree(Path(script).parent, self.jobs.code, dirs_exist_ok=True)  # an entry point's tasks, too
+        return ["submit", Path(script).name, *self.flags, "--run-id", run_id, *flags]
+
+    def submit(self, script: str, run_id: str, *flags: str) -> Done:
+        return self.jobs.cli(*self.words(script, run_id, *flags), timeout=PATIENCE)
+
+    def run(self, run_id: str) -> Run:
+        return open_run(run_id, store_url=self.store)
+
+    def job(self, run_id: str, attempt: int = 0) -> Any:
+        """The World's job of an attempt, once it is submitted."""
+        name = f"runs/{run_id}/attempts/{attempt}/submitted.json"
+        Jobs.wait_for(lambda: files(self.store).size(name), PATIENCE)
+        return self.world.job(self.run(run_id), attempt)  # type: ignore[attr-defined]
+
+    def pulled(self, run_id: str) -> Path:
+        folder = self.jobs.tmp / f"pulled-{run_id}"
+        done = self.jobs.cli("pull", run_id, str(folder), "--store", self.store, "--json")
+        assert done.code == 0, done.err
+        return folder
+
+    def losses(self, run_id: str) -> dict[int, float]:
+        return losses(self.pulled(run_id))
+
+
+@contextmanager
+def at_work(folder: Path, engine: Any, make: Callable[[], W]) -> Iterator[W]:
+    """A World, with the environment that leads to it; of its containers and networks none is left."""
+    before = left(engine, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        world = make()
+        for name, value in world.plane.environ().items():  # type: ignore[attr-defined]
+            patch.setenv(name, value)
+        yield world
+        world.close()  # type: ignore[attr-defined]
+    assert left(engine, folder) == before
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of every step of a run that was pulled."""
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row["loss"] for row in map(json.loads, rows)}
+
+
+@pytest.fixture(scope="session")
+def whole(once: Once, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The loss of every step of the digits on provider local: 2 nodes x 2 processes."""
+
+    def train() -> list[tuple[int, float]]:
+        jobs = Jobs(tmp_path_factory.mktemp("local"))
+        shutil.copytree(Path(DDP).parent, jobs.code, dirs_exist_ok=True)
+        done = jobs.submit(
+            "ddp.py", *SHAPE, "--max-runtime", "10m", "--pull", str(jobs.tmp / "out"), *TRAIN, timeout=PATIENCE
+        )
+        assert done.code == 0, done.err
+        jobs.close()
+        return list(losses(jobs.tmp / "out").items())
+
+    return dict(once("digits", train))
+
+
+def check_death(client: Client, call: str, moment: str, script: str, natives: Callable[[], list[str]]) -> None:
+    """A client that dies ``moment`` a step of `CALLS` leaves no job without a record; the same command goes on from
+    there, with one job, whatever came before. ``natives`` are the ids of all jobs there are."""
+    name = client.world.provider.name
+    words = client.words(script, "the-one", "--detach")
+    first = client.jobs.start(*words, python=dying(CALLS[call].format(provider=name), moment))
+    out, err = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 99, (out, err)
+    sent = (call, moment) in (("submit", "after"), ("write_submitted", "before"), ("write_submitted", "after"))
+    assert len(natives()) == sent
+    if list(CALLS).index(call) > 1 or (call, moment) == ("create_run", "after"):
+        run = client.run("the-one")
+        assert run.status().state == "pending"
+        assert natives() == ([run.result()["native_id"]] if sent else [])
+    else:
+        with pytest.raises(NotFoundError):
+            client.run("the-one")
+    again = client.jobs.cli(*words)
+    assert again.code == 0, again.err
+    assert len(natives()) == 1
+
+
+def check_digits(client: Any, whole: dict[int, float], natives: Callable[[], int]) -> None:
+    """The digits train to the same bits as here, and a client that is killed on the way comes back. ``natives`` is how
+    many jobs the platform has of this run."""
+    process = client.jobs.start(*client.words(DDP, "digits", *TRAIN))
+    client.until("digits", "step 22 epoch 1 ")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    done = client.jobs.cli("wait", "digits", "--store", client.store, "--json", timeout=PATIENCE)
+    assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
+    assert client.losses("digits") == whole
+    assert max(whole) == STEPS
+    assert (client.pulled("digits") / "artifacts/model.pt").is_file()
+    followed = client.jobs.cli("logs", "digits", "--store", client.store)
+    assert "accuracy 0.98" in followed.out or "accuracy 0.99" in followed.out
+    again = client.submit(DDP, "digits", *TRAIN)
+    assert (again.code, again.json["native_id"]) == (0, done.json["native_id"])
+    assert natives() == 1
+
+
+def check_cancelled(client: Any) -> None:
+    """A run that is cancelled leaves the checkpoints that all ranks write then."""
+    script = client.jobs.write("hold/shard.py", SHARD)
+    process = client.jobs.start(*client.words(str(script), "stopped"))
+    client.until("stopped", "holding 3")
+    assert client.jobs.cli("cancel", "stopped", "--store", client.store, "--json").code == 0
+    out, err = process.communicate(timeout=PATIENCE)
+    done = Done(process.returncode, out, err)
+    assert (done.code, done.json["state"]) == (5, "cancelled"), err
+    shards = (client.pulled("stopped") / "checkpoints/last").iterdir()
+    assert {path.name: path.read_text() for path in shards} == {f"shard-{n}": f"of {n}" for n in range(4)}

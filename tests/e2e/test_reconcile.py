@@ -1,0 +1,111 @@
+"""`cloudtrain reconcile` of runs whose nodes this machine starts: what it sends, what it leaves to the supervisor.
+
+About 20 s on 2 cores.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Jobs, dying
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path)
+    yield made
+    made.close()
+
+
+def words(jobs: Jobs, *flags: str) -> list[str]:
+    jobs.write("train.py", f"open({str(jobs.tmp / 'starts')!r}, 'a').write('started\\n')\nprint('hello')\n")
+    return ["submit", "train.py", "--store", str(jobs.store), "--run-id", "r", "--detach", *flags]
+
+
+def starts(jobs: Jobs) -> int:
+    path = jobs.tmp / "starts"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def never_sent(jobs: Jobs, *flags: str, **environ: str) -> None:
+    died = dying("cloudtrain.store:Store.create_attempt", "after")
+    client = jobs.start(*words(jobs, *flags), python=died, **environ)
+    client.communicate(timeout=60)
+    assert client.returncode == 99
+
+
+def test_two_at_once_send_what_was_recorded_and_never_sent_once(jobs: Jobs) -> None:
+    never_sent(jobs)
+    started = [jobs.start("reconcile", str(jobs.store), "--json") for _ in range(2)]
+    for process in started:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, out + err
+        assert json.loads(out)["runs"][0]["error"] is None
+    assert jobs.run("r").wait(timeout=60)["state"] == "succeeded"
+    assert starts(jobs) == 1
+    jobs.gone(5)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("call", ["Provider.submit", "Store.write_submitted"])
+def test_one_that_dies_leaves_a_run_that_the_next_goes_on_with(jobs: Jobs, call: str, moment: str) -> None:
+    never_sent(jobs)
+    owner = "cloudtrain.providers.local" if call.startswith("Provider") else "cloudtrain.store"
+    client = jobs.start("reconcile", str(jobs.store), python=dying(f"{owner}:{call}", moment))
+    client.communicate(timeout=60)
+    assert client.returncode == 99
+    assert jobs.cli("reconcile", str(jobs.store)).code == 0
+    assert jobs.run("r").wait(timeout=60)["state"] == "succeeded"
+    assert jobs.cli("reconcile", str(jobs.store)).code == 0
+    assert jobs.run("r").store.result("r") is not None
+    assert starts(jobs) == 1
+    jobs.gone(5)
+
+
+def test_a_secret_that_is_not_there_is_named_and_nothing_is_sent(jobs: Jobs) -> None:
+    never_sent(jobs, "--secret", "TOKEN", TOKEN="t")
+    done = jobs.cli("reconcile", str(jobs.store), "--json")
+    (row,) = done.json["runs"]
+    assert (done.code, row["state"]) == (2, "unknown")
+    assert row["error"].startswith("secrets.TOKEN: TOKEN is not set here")
+    done = jobs.cli("reconcile", str(jobs.store), "--json", TOKEN="t")
+    assert done.code == 0, done.err
+    assert jobs.run("r").wait(timeout=60)["state"] == "succeeded"
+    jobs.gone(5)
+
+
+def test_a_run_whose_supervisor_was_killed_is_closed(jobs: Jobs) -> None:
+    jobs.write("hold.py", "import time\nprint('holding', flush=True)\ntime.sleep(60)\n")
+    run = jobs.detach("hold.py", "--run-id", "r", "--retries", "3")
+    jobs.printed(run, "holding")
+    assert jobs.cli("reconcile", str(jobs.store), "--json").json["runs"][0]["state"] == "running"
+    os.kill(jobs.supervisor(), signal.SIGKILL)
+    jobs.gone(30)
+    (row,) = jobs.cli("reconcile", "r", "--store", str(jobs.store), "--json").json["runs"]
+    assert (row["state"], row["category"], row["done"]) == ("failed", "infra", ["closed: failed"])
+    assert jobs.cli("reconcile", str(jobs.store), "--json").json["runs"] == []
+
+
+def test_another_machine_s_run_is_no_failure_of_a_store(jobs: Jobs) -> None:
+    """Its supervisor's files are there alone; a store that both reach does not have them."""
+    assert jobs.cli(*words(jobs)).code == 0
+    run = jobs.run("r")
+    run.wait(timeout=60)
+    jobs.gone(30)  # its supervisor writes the result, too
+    folder = Path(jobs.store, "runs/r")
+    (folder / "result.json").unlink()
+    noted = json.loads((folder / "attempts/0/submitted.json").read_text())
+    noted["native_id"] = "another:/home/them/supervisor"
+    (folder / "attempts/0/submitted.json").write_text(json.dumps(noted))
+    done = jobs.cli("reconcile", str(jobs.store), "--json")
+    (row,) = done.json["runs"]
+    assert (done.code, row["exit_code"]) == (0, 0)
+    assert row["error"] == "this run is on the machine another; ask there"
+    assert jobs.cli("reconcile", run.url).code == 7

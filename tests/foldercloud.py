@@ -1,0 +1,128 @@
+"""A platform that is a folder, for trials with many real clients and no engine: a native job is a file, made once.
+
+It starts nothing by itself: a test says how a job stands. As platforms without a limit of their own, it lets a job wait
+for ever. Installed as a third party's provider would be (`install`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cloudtrain.errors import NotFoundError, SpecError
+from cloudtrain.job import Job
+from cloudtrain.provider import (
+    AttemptInfo,
+    Layout,
+    LogPage,
+    NodeSpec,
+    Request,
+    Rules,
+    Simulation,
+    Site,
+    Status,
+    Topology,
+    context_of,
+)
+
+NAME = "foldercloud"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """``folder`` is where the jobs are."""
+
+    folder: str = ""
+
+
+class Provider:
+    """Jobs as files; see `cloudtrain.provider.Provider`."""
+
+    name: ClassVar[str] = NAME
+    Settings: ClassVar[type[Any]] = Settings
+    schemes: ClassVar[frozenset[str]] = frozenset({"file"})
+    retried_by: ClassVar[str] = "client"
+    max_wait_by: ClassVar[str] = "client"
+    pace: ClassVar[float] = 0.01
+    poll: ClassVar[float] = 0.05
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = Settings(**settings)
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        context = context_of(NAME, job, layout, processes=job.resources.processes(choice))
+        body = {"job": f"{layout.run_id}.{attempt}", "seconds": job.max_runtime}
+        return Request(
+            provider=NAME, operation="write", body=body, context=context, run=layout.run, attempt=attempt, choice=choice
+        )
+
+    def store_url(self, url: str, *, ask: bool) -> str:
+        """``foldercloud://NAME`` is a folder beside the jobs; as if one had to ask the platform where."""
+        if not ask:
+            raise SpecError(f"a plan asks nobody where {url} is", field="store")
+        return f"file://{self.settings.folder}-{url.partition('://')[2]}"
+
+    def _job(self, native_id: str) -> Path:
+        return Path(self.settings.folder) / native_id
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        path = self._job(str(request.body["job"]))
+        try:
+            with open(path, "x") as stream:
+                json.dump({"state": "pending"}, stream)
+        except FileExistsError:
+            pass  # it is this very attempt
+        return path.name
+
+    def find(self, request: Request) -> str | None:
+        path = self._job(str(request.body["job"]))
+        return path.name if path.exists() else None
+
+    def status(self, native_id: str) -> Status:
+        try:
+            data = json.loads(self._job(native_id).read_text())
+        except FileNotFoundError:
+            raise NotFoundError(f"no job {native_id}") from None
+        attempts = tuple(AttemptInfo(**item) for item in data.pop("attempts", ()))
+        return Status(native=data["state"], attempts=attempts, **data)
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        return LogPage(lines=(), cursor=None)
+
+    def cancel(self, native_id: str) -> None:
+        if not self.status(native_id).final:
+            self.stand(native_id, state="cancelled", category="cancelled", reason="it was stopped")
+
+    def storage(self, url: str) -> dict[str, Any]:
+        return {}
+
+    def stand(self, native_id: str, **status: Any) -> None:
+        """From now on the job stands so."""
+        temp = self._job(f".{native_id}.{os.getpid()}")
+        temp.write_text(json.dumps(status))
+        temp.replace(self._job(native_id))
+
+    def jobs(self) -> list[str]:
+        """The native ids of all jobs there ever were."""
+        return sorted(path.name for path in Path(self.settings.folder).glob("[!.]*"))
+
+    @staticmethod
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+        """No node is ever started."""
+        return Site(topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=())
+
+    def nodes(self, request: Request) -> Simulation:
+        return Simulation(nodes=(NodeSpec(command=()),), rules=Rules(time_limit=float(request.body["seconds"])))
+
+
+def install(site: Path) -> None:
+    """Make it a provider of whoever has ``site`` on ``sys.path``."""
+    info = site / "foldercloud-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foldercloud\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[cloudtrain.providers]\n{NAME} = foldercloud:Provider\n")
+    (site / "foldercloud.py").write_text(Path(__file__).read_text())

@@ -1,0 +1,57 @@
+"""Requests that a cloud's provider plans, of jobs that are nowhere: what its test_…_plan.py asks of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from cloudtrain.errors import SpecError
+from cloudtrain.job import Job
+from cloudtrain.provider import Layout, LayoutInput, Request
+
+__all__ = ["Plans"]
+
+
+@dataclass(frozen=True)
+class Plans:
+    """By ``provider`` with ``settings``, in a store at ``store``; ``fields`` are what every job has."""
+
+    provider: Callable[..., Any]
+    settings: Mapping[str, Any]
+    store: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def layout(self, **change: Any) -> Layout:
+        base = Layout(store=self.store, run_id="r", code_digest="c" * 64, runtime_digest="d" * 64)
+        return dataclasses.replace(base, **change)
+
+    def planned(
+        self, given: Mapping[str, Any] | None = None, /, *, attempt: int = 0, choice: int = 0, **fields: Any
+    ) -> Request:
+        """The request of a job, by a provider with ``given`` settings (and ``store``); inputs as a store would place
+        them."""
+        job = Job.make(**{"entry_point": "train.py", **self.fields, **fields})
+        last = {name: item.url.rpartition("/")[2] for name, item in job.inputs.items()}
+        inputs = {
+            name: LayoutInput(
+                url=item.url, file=last[name] if "." in last[name] else None, mode=item.mode, shard=item.shard
+            )
+            for name, item in job.inputs.items()
+        }
+        changed = dict(given or {})
+        there = {"store": store} if (store := changed.pop("store", None)) else {}
+        provider = self.provider(**{**self.settings, **changed})
+        where = self.layout(inputs=inputs, resume=job.resume_from, **there)
+        request: Request = provider.plan(job, where, attempt=attempt, choice=choice)
+        return request
+
+    def refused(self, given: Mapping[str, Any] | None = None, /, **fields: Any) -> SpecError:
+        """Why such a job is refused, in one line."""
+        with pytest.raises(SpecError) as caught:
+            self.planned(given, **fields)
+        assert "\n" not in str(caught.value)
+        return caught.value

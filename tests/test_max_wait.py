@@ -1,0 +1,105 @@
+"""How long an attempt has waited for machines: since it was submitted, or since it lost those that it had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cloudtrain.max_wait import AGAIN_SECONDS, MaxWait
+from cloudtrain.provider import AttemptInfo, Request, Status
+from cloudtrain.store import Store
+
+T0 = 1_700_000_000.0
+LIMIT = 600
+WHY = "no machines within max_wait (10m)"
+PENDING = Status(state="pending")
+
+
+class Clock:
+    now = T0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def begun(tmp_path: Path, limit: int | None = LIMIT) -> tuple[MaxWait, Store, Clock]:
+    """Attempt 0, submitted at `T0`."""
+    store, clock = Store(str(tmp_path)), Clock()
+    store.create_attempt("r", 0, Request(provider="p", operation="o", body={}, context={}, run="r"))
+    store.files.write("runs/r/attempts/0/submitted.json", json.dumps({"native_id": "0", "time": T0}).encode())
+    return MaxWait(store=store, run_id="r", limit=limit, clock=clock), store, clock
+
+
+def test_since_it_was_submitted(tmp_path: Path) -> None:
+    wait, store, clock = begun(tmp_path)
+    for seconds in (0, 1, LIMIT):
+        clock.now = T0 + seconds
+        assert wait.ends(0, PENDING) == ""
+    assert store.expired("r", 0) is None
+    clock.now = T0 + LIMIT + 1
+    assert wait.ends(0, PENDING) == WHY
+    assert store.expired("r", 0) == {"reason": WHY, "created_by": store.expired("r", 0)["created_by"]}  # type: ignore[index]
+
+
+def test_what_does_not_end_is_cancelled_again_after_a_while_and_by_any_other_client_at_once(tmp_path: Path) -> None:
+    wait, store, clock = begun(tmp_path)
+    clock.now = T0 + LIMIT + 1
+    assert wait.ends(0, PENDING) == WHY
+    clock.now += AGAIN_SECONDS
+    assert wait.ends(0, PENDING) == ""
+    clock.now += 1
+    assert wait.ends(0, PENDING) == WHY
+    assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, PENDING) == WHY
+
+
+@pytest.mark.parametrize("state", ["running", "succeeded", "failed", "cancelled"])
+def test_what_does_not_wait_is_left_alone(tmp_path: Path, state: str) -> None:
+    wait, store, clock = begun(tmp_path)
+    clock.now = T0 + 10 * LIMIT
+    assert wait.ends(0, Status(state=state)) == ""
+    assert store.expired("r", 0) is None
+
+
+def test_without_a_limit_it_waits_for_ever(tmp_path: Path) -> None:
+    wait, _, clock = begun(tmp_path, limit=None)
+    clock.now = T0 + 1e9
+    assert wait.ends(0, PENDING) == ""
+
+
+def test_a_restart_waits_since_the_platform_says_it_lost_its_machines(tmp_path: Path) -> None:
+    wait, _, clock = begun(tmp_path)
+    lost = AttemptInfo(number="0.0", started=T0 + 100, ended=T0 + 90_000)
+    clock.now = T0 + 90_000 + LIMIT
+    assert wait.ends(0, Status(state="pending", attempts=(lost,))) == ""
+    clock.now += 1
+    assert wait.ends(0, Status(state="pending", attempts=(lost,))) == WHY
+
+
+@pytest.mark.parametrize("told_by", ["platform", "nodes"])
+def test_a_restart_waits_since_somebody_saw_it_wait_where_nobody_knows(tmp_path: Path, told_by: str) -> None:
+    """Whoever looks next, from wherever, counts from the same moment."""
+    wait, store, clock = begun(tmp_path)
+    status = PENDING
+    if told_by == "platform":
+        status = Status(state="pending", attempts=(AttemptInfo(number="0.0", started=T0 + 100),))
+    else:
+        store.files.write("runs/r/live/attempts/0.0.json", json.dumps({"attempt": "0.0", "started": T0}).encode())
+    clock.now = T0 + 90_000
+    assert wait.ends(0, status) == ""
+    other = MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock)
+    clock.now += LIMIT
+    assert other.ends(0, status) == ""
+    clock.now += 1
+    assert other.ends(0, status) == WHY
+
+
+def test_only_the_newest_attempt_of_a_run_that_nobody_has_cancelled(tmp_path: Path) -> None:
+    wait, store, clock = begun(tmp_path)
+    clock.now = T0 + 10 * LIMIT
+    store.create_attempt("r", 1, Request(provider="p", operation="o", body={}, context={}, run="r", attempt=1))
+    assert wait.ends(0, PENDING) == ""
+    _, store, _ = begun(tmp_path / "other")
+    store.cancel("r")
+    assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, PENDING) == ""
