@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,13 @@ __all__ = ["FsspecMover"]
 
 SMALL = 4 << 20
 """Bytes of a file that is taken to come in one answer; a larger one may come in ranges of whatever is there."""
+BLOCK = 8 << 20
+"""Bytes of a part of what comes in pieces."""
+MOST_BLOCKS = 9_000
+"""Of one object: S3 takes 10,000."""
 _VERSION_FIELDS = (
     "ETag", "etag", "md5Hash", "content_md5", "generation", "VersionId", "LastModified", "last_modified", "updated",
-    "mtime", "created",
+    "mtime", "created", "blob_id", "Last-Modified", "modify",
 )  # fmt: skip
 
 
@@ -56,9 +60,11 @@ class FsspecMover:
         """Nobody knows: no file system of fsspec's notes who wrote a file."""
         return False
 
-    def size(self, key: str) -> int | None:
+    def entry(self, key: str) -> Entry | None:
         info = self.fs.info(self.at(key))
-        return int(info["size"]) if info.get("type") == "file" else None
+        if info.get("type") != "file":
+            return None
+        return Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))
 
     def entries(self, prefix: str) -> dict[str, Entry]:
         try:
@@ -106,6 +112,29 @@ class FsspecMover:
         self.fs.get_file(at, str(temp), callback=_callback(report))
         if large and _version(self.fs.info(at)) != before:
             raise ConnectionError("another object has come to the key meanwhile")
+
+    def piece(self, key: str, start: int, end: int) -> bytes:
+        if start == 0 and url_scheme(self.url) in ("http", "https") and end - start == BLOCK:
+            info = self.fs.info(self.at(key))
+            if info["size"] != end and not info.get("partial"):  # the answer would be all of it
+                raise StorageError(f"{self.url}/{key}: the server answers no ranges; copy it to a store")
+        return bytes(self.fs.cat_file(self.at(key), start=start, end=end))
+
+    def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
+        if size <= BLOCK:
+            self.write(key, b"".join(pieces))
+            return
+        out = self.fs.open(self.at(key), "wb", block_size=BLOCK * -(-size // (BLOCK * MOST_BLOCKS)))
+        try:
+            for piece in pieces:
+                out.write(piece)
+        except BaseException:
+            with contextlib.suppress(Exception):  # not every file system's can
+                out.discard()
+            with contextlib.suppress(AttributeError):
+                out.closed = True  # else what has come is stored when it is collected
+            raise
+        out.close()
 
     def copy(self, source: str, target: str) -> None:
         self.fs.cp_file(self.at(source), self.at(target))

@@ -190,12 +190,12 @@ class ObstoreMover:
         return False
 
     @_apart
-    def size(self, key: str) -> int | None:
+    def entry(self, key: str) -> Entry | None:
         if not self._at(key):
             return None
         found = self._head(key)
         folder = found.attributes.get("hdi_isfolder") == "true"  # an account with a hierarchical namespace has such
-        return None if folder else int(found.meta["size"])
+        return None if folder else _entry(found.meta)
 
     @_apart
     def entries(self, prefix: str) -> dict[str, Entry]:
@@ -210,7 +210,7 @@ class ObstoreMover:
 
     def _is_file(self, key: str) -> bool:
         try:
-            return self._patiently(key, lambda: self.size(key)) is not None
+            return self._patiently(key, lambda: self.entry(key)) is not None
         except FileNotFoundError:
             return False
 
@@ -231,16 +231,31 @@ class ObstoreMover:
                 data = path.read_bytes()
             self.write(key, data)
             return
-        part = max(PART, -(-size // MOST_PARTS))
+        part = _part_of(size)
+        self._send(key, _chunks(path, part, report, getattr(_caller, "gone", None)), part)
+
+    def _send(self, key: str, chunks: Iterator[bytes], part: int) -> None:
         with self._large, self._told() as obs:
             obs.put(
                 self._parts,
                 self._at(key),
-                _chunks(path, part, report, getattr(_caller, "gone", None)),
+                chunks,
                 use_multipart=True,
                 chunk_size=part,
                 max_concurrency=max(1, PARTS * PART // part),
             )
+
+    @_apart
+    def piece(self, key: str, start: int, end: int) -> bytes:
+        with self._slots, self._told():
+            return bytes(self._get(key, range=(start, end)).bytes())
+
+    @_apart
+    def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
+        if size <= PART:
+            self.write(key, b"".join(pieces))
+            return
+        self._send(key, pieces, _part_of(size))
 
     @_apart
     def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
@@ -307,7 +322,7 @@ class ObstoreMover:
     def remove(self, prefix: str) -> None:
         keys = list(self.entries(prefix))
         with contextlib.suppress(FileNotFoundError):
-            if self.size(prefix) is not None:
+            if self.entry(prefix) is not None:
                 keys.append(prefix)
         if self._access.kind == "s3":
             with self._told() as obs:
@@ -377,6 +392,10 @@ def _client(access: Access, keys: _Keys, *, retries: int, silence: timedelta) ->
         credential_provider=keys,
         **access.config,
     )
+
+
+def _part_of(size: int) -> int:
+    return max(PART, -(-size // MOST_PARTS))
 
 
 def _entry(meta: Mapping[str, Any]) -> Entry:

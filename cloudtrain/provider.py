@@ -63,12 +63,16 @@ ENTRY_POINTS = "cloudtrain.providers"
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutInput:
-    """Where a channel's data is for the nodes. ``file`` is the file's name when the channel is one file, else None."""
+    """Where a channel's data is for the nodes. ``file`` is the file's name when the channel is one file, else None.
+
+    ``source`` is the URL that the data is copied from at submission, where nodes cannot read that by themselves.
+    """
 
     url: str
     file: str | None = None
     mode: str = "auto"
     shard: bool = False
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

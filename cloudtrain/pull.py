@@ -163,7 +163,7 @@ class _Pull:
     """
 
     def __init__(self, *, store: Store, run_id: str, folder: Path, progress: Progress | None) -> None:
-        self.store, self.files, self.progress = store, store.files, progress
+        self.store, self.files, self.progress, self.jobs = store, store.files, progress, store.moving.concurrency
         self.run = run_folder(run_id)
         self.folder = Path(os.path.abspath(folder))
         self.out = files(str(self.folder))
@@ -284,8 +284,8 @@ class _Pull:
         native = self._below("native")
         self._expect(*[(f"native/{name}", source) for name, source in native])
         self._expect(*[(f"artifacts/{path}", source) for path, some in groups.items() for _, source in some[:1]])
-        parallel(lambda path: self._artifact(path, sorted(groups[path], key=lambda pair: pair[0])), list(groups))
-        parallel(lambda pair: self._fetch_growing(f"native/{pair[0]}", pair[1]), native)
+        parallel(lambda path: self._artifact(path, sorted(groups[path], key=lambda p: p[0])), [*groups], jobs=self.jobs)
+        parallel(lambda pair: self._fetch_growing(f"native/{pair[0]}", pair[1]), native, jobs=self.jobs)
 
     def logs(self) -> None:
         groups: dict[str, list[tuple[int, _Source]]] = {}
@@ -359,7 +359,8 @@ class _Pull:
             for path in here:
                 take(targets[path], beside[path])
             bring = [path for path in tree if path not in here]
-            got = dict(zip(bring, parallel(lambda path: self._bring(beside[path], parts[path]), bring), strict=True))
+            brought = parallel(lambda path: self._bring(beside[path], parts[path]), bring, jobs=self.jobs)
+            got = dict(zip(bring, brought, strict=True))
             if not still():
                 discard(aside(place))
                 raise FileNotFoundError(name)
@@ -369,9 +370,8 @@ class _Pull:
             swap(place)
             for path, digest in got.items():
                 self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
-        parallel(
-            lambda path: self._fetch(f"checkpoints/{path}", parts[path]), [path for path in parts if path not in tree]
-        )
+        rest = [path for path in parts if path not in tree]
+        parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), rest, jobs=self.jobs)
         for path in tree:
             self._trust(f"checkpoints/{path}")
         with self.lock:
@@ -416,7 +416,7 @@ class _Pull:
             while same < min(len(old), len(segments)) and old[same] == segments[same].json:
                 same += 1
         head = self.out.read(path)[: sum(source.size for source in segments[:same])] if same else b""
-        pieces = parallel(self._read, segments[same:])
+        pieces = parallel(self._read, segments[same:], jobs=self.jobs)
         # A segment that grew since it was listed is not cut: its size is what it was read with.
         read = [_Source(key=s.key, size=len(d), mark=s.mark) for s, d in zip(segments[same:], pieces, strict=True)]
         self._write(path, head + b"".join(pieces), [*segments[:same], *read])

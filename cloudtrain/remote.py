@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
+import itertools
 import os
 import secrets
 import tempfile
@@ -37,6 +40,8 @@ R = TypeVar("R")
 
 RENEW_SECONDS = 30.0
 """Age from which a client that is refused is made anew: credentials that have just been read are not read again."""
+PIECE = 8 << 20
+AHEAD = 3
 #: Back ends whose copy on the server may still be under way when the call returns.
 _LAZY_COPY = frozenset({"abfs", "abfss", "az"})
 
@@ -63,8 +68,8 @@ class Mover(Protocol):
     def wrote(self, key: str, writer: str) -> bool:
         """Whether ``writer`` is noted to have created it."""
 
-    def size(self, key: str) -> int | None:
-        """Bytes; None of what is no file."""
+    def entry(self, key: str) -> Entry | None:
+        """What is there; None of what is no file. ``size`` is -1 where a server does not say."""
 
     def entries(self, prefix: str) -> dict[str, Entry]:
         """Every file below ``prefix``, perhaps others too, by key. Only a bucket can be missing."""
@@ -77,6 +82,12 @@ class Mover(Protocol):
 
     def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
         """Fill the new file ``temp``; ``size`` is a promise."""
+
+    def piece(self, key: str, start: int, end: int) -> bytes:
+        """The bytes from ``start`` up to, not with, ``end``, which both are there."""
+
+    def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
+        """Store ``pieces``, ``size`` bytes in all. What they raise comes out, and leaves nothing."""
 
     def copy(self, source: str, target: str) -> None:
         """Copy on the server."""
@@ -241,12 +252,17 @@ class RemoteFiles(Trees):
             retries.pause(number)
         raise unanswered or StorageError(f"{self._url}/{key}: other writers stay in the way")
 
-    def size(self, key: str) -> int | None:
+    def entry(self, key: str) -> Entry | None:
+        """The file at ``key``, None when there is none. ``size`` is -1 where the server does not say."""
         parts_of(key)
         try:
-            return self._call(key, lambda mover: mover.size(key))
+            return self._call(key, lambda mover: mover.entry(key))
         except FileNotFoundError:
             return None
+
+    def size(self, key: str) -> int | None:
+        entry = self.entry(key)
+        return None if entry is None else entry.size
 
     def entries(self, prefix: str = "") -> dict[str, Entry]:
         parts_of(prefix)
@@ -296,6 +312,37 @@ class RemoteFiles(Trees):
                 verify(temp, key, sha256, size)
                 meter(temp.stat().st_size)
                 settle(temp, path)
+
+    def pieces(self, key: str, size: int) -> Iterator[bytes]:
+        """The content of the file of ``size`` bytes in order, `AHEAD` parts of `PIECE` bytes before its taker."""
+        parts_of(key)
+
+        def piece(start: int) -> bytes:
+            end = min(start + PIECE, size)
+            data = self._call(key, lambda mover: mover.piece(key, start, end))
+            if len(data) != end - start:
+                raise StorageError(
+                    f"{self._url}/{key}: {len(data)} bytes came in place of {end - start}: it changed,"
+                    " or the server answers no ranges"
+                )
+            return data
+
+        starts = iter(range(0, size, PIECE))
+        pool = concurrent.futures.ThreadPoolExecutor(max_workers=AHEAD)
+        try:
+            coming = collections.deque(pool.submit(piece, start) for start in itertools.islice(starts, AHEAD))
+            while coming:
+                data = coming.popleft().result()
+                coming.extend(pool.submit(piece, start) for start in itertools.islice(starts, 1))
+                yield data
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def receive(self, key: str, size: int, pieces: Callable[[], Iterator[bytes]]) -> None:
+        """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called anew for each try."""
+        parts_of(key)
+        with self._bucket():
+            self._call(key, lambda mover: mover.receive(key, pieces(), size))
 
     @property
     def copies(self) -> bool:

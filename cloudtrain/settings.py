@@ -25,8 +25,10 @@ __all__ = ["FILE", "Caller", "Settings"]
 
 FILE = "cloudtrain.toml"
 PREFIX = "CLOUDTRAIN_"
-_GENERAL = ("provider", "store", "max_code_mb", "mover", "sse", "sse_kms_key_id")
+_GENERAL = ("provider", "store", "max_code_mb", "mover", "concurrency", "sse", "sse_kms_key_id")
 _MOVERS = ("auto", "fsspec", "obstore")
+MOST_FILES = 64
+"""That move at a time: as many threads, and connections."""
 _ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
 T = TypeVar("T")
@@ -40,6 +42,7 @@ class Settings:
     store: str = field(default="./.cloudtrain", metadata={"help": "URL under which code, data and runs live"})
     max_code_mb: int = field(default=50, metadata={"help": "largest source that ships, in MiB before compression"})
     mover: str = field(default="auto", metadata={"help": "what moves bytes to remote stores: auto, fsspec, obstore"})
+    concurrency: int = field(default=8, metadata={"help": "files that move to or from a store at a time, at most 64"})
     sse: str = field(default="", metadata={"help": "how S3 encrypts what is written: AES256, aws:kms, aws:kms:dsse"})
     sse_kms_key_id: str = field(default="", metadata={"help": "the key of aws:kms; default: the bucket's"})
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -92,7 +95,9 @@ class Settings:
             choice_of(self.sse, _ENCRYPTIONS, "sse")
         if self.sse_kms_key_id and not self.sse.startswith("aws:kms"):
             raise SpecError("is the key of sse = 'aws:kms'; say that too", field="sse_kms_key_id")
-        return Moving(mover=self.mover, sse=self.sse, sse_kms_key_id=self.sse_kms_key_id)
+        if not 1 <= self.concurrency <= MOST_FILES:
+            raise SpecError(f"must be a number from 1 to {MOST_FILES}, not {self.concurrency}", field="concurrency")
+        return Moving(mover=self.mover, sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency)
 
     def provider_of(self, record: Mapping[str, Any]) -> Provider:
         """The provider of a run, by its run.json: the settings it was submitted with, and who calls by those here."""

@@ -10,6 +10,8 @@ Every method that touches the store raises `AuthError` and `StorageError`, as `t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -29,6 +31,7 @@ from .transfer import Entry, Moving, Progress, Storage, files, local_path, norma
 from .values import METADATA, nearest, newer_than_metadata, step_of, training_states, url_scheme
 
 __all__ = [
+    "RELAYED",
     "Checkpoint",
     "LocalTree",
     "Staged",
@@ -42,7 +45,12 @@ __all__ = [
 ]
 
 
+RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
+"""Schemes of remote data that can be copied into a store, where nodes cannot read them."""
+
 _PROTOCOL = 1
+_COPIED = "copied from "
+"""Put before a URL to make an address of it, so that no list of files has the same."""
 _STAGING = 5 * 86400.0
 """Seconds from an announcement to run.json: well below those for which it counts."""
 _TOKEN = "created_by"
@@ -120,8 +128,9 @@ class Store:
         """Where the nodes find each channel, and the local trees that must be staged for that. Reads local files only.
 
         A local path is used in place when nodes can read ``file`` URLs, else it gets a content address in this store.
-        A remote URL is passed on verbatim; it counts as one file when its last part ends in something like ``.csv.gz``
-        or ``.parquet`` (a dot, a letter, at most eleven more letters or digits) and not in ``/``.
+        A remote URL is passed on verbatim where they can read such, else it gets an address in this store too, made of
+        the URL alone, and `relay` copies it. It is one file when its last part ends in something like ``.csv.gz`` or
+        ``.parquet`` (a dot, a letter, at most eleven more letters or digits) and not in ``/``.
         `SpecError` for a path that does not exist, or that no store can carry.
         """
         placed: dict[str, LayoutInput] = {}
@@ -129,7 +138,7 @@ class Store:
         for name, item in job.inputs.items():
             path = local_path(item.url)
             if path is None:
-                placed[name] = _placed(item, item.url, _remote_file(item.url))
+                placed[name] = self._placed_remote(name, item, schemes)
                 continue
             path = _existing(local_path(normalize(item.url, cwd=cwd)) or path, f"inputs.{name}")
             file = path.name if path.is_file() else None
@@ -138,9 +147,20 @@ class Store:
                 continue
             tree = hash_tree(path, f"inputs.{name}")
             trees[tree.digest] = tree
-            url = f"{self.url}/data/{tree.digest}" + (f"/{file}" if file else "")
-            placed[name] = _placed(item, url, file)
+            placed[name] = _placed(item, self._data(tree.digest, file), file)
         return placed, list(trees.values())
+
+    def _placed_remote(self, name: str, item: Input, schemes: frozenset[str]) -> LayoutInput:
+        file, scheme = _remote_file(item.url), url_scheme(item.url)
+        if scheme in schemes or scheme not in RELAYED or url_scheme(self.url) not in schemes:
+            return _placed(item, item.url, file)
+        if file is None and scheme in ("http", "https"):
+            raise SpecError(f"{item.url} names no file, and nobody can list what is below it", field=f"inputs.{name}")
+        url = self._data(hashlib.sha256(f"{_COPIED}{item.url}".encode()).hexdigest(), file)
+        return dataclasses.replace(_placed(item, url, file), source=item.url)
+
+    def _data(self, digest: str, file: str | None) -> str:
+        return f"{self.url}/data/{digest}" + (f"/{file}" if file else "")
 
     # ----------------------------------------------------------------------------------------------------------- stage
 
@@ -197,7 +217,11 @@ class Store:
         known = self._known_files() if self.files.copies else {}
         here = [item for item in tree.files if present.get(f"data/{tree.digest}/{item.path}") != item.size]
         expect(progress, [item.size for item in here if (item.size, item.sha256) not in known])
-        moved = parallel(lambda item: self._stage_file(tree, item, present, known, progress), tree.files)
+        moved = parallel(
+            lambda item: self._stage_file(tree, item, present, known, progress),
+            tree.files,
+            jobs=self.moving.concurrency,
+        )
         record = {item.path: {"size": item.size, "sha256": item.sha256} for item in tree.files}
         self.files.write(manifest, to_json({"protocol": _PROTOCOL, "files": record}))
         return sum(moved)
@@ -235,7 +259,8 @@ class Store:
         known: dict[tuple[int, str], str] = {}
         names = [name for name in self.files.names("data/manifests") if name.endswith(".json")]
         for name, record in zip(names, parallel(lambda n: self._whole_json(f"data/manifests/{n}"), names), strict=True):
-            listed = record.get("files") if record else None
+            # A copy of remote data is brought up to date in place: its address says nothing of its content.
+            listed = record.get("files") if record and "source" not in record else None
             for path, item in listed.items() if isinstance(listed, dict) else ():
                 with contextlib.suppress(TypeError, KeyError):
                     known[item["size"], item["sha256"]] = f"data/{name.removesuffix('.json')}/{path}"
@@ -375,6 +400,10 @@ class Store:
             return True
         stored = self._whole_json(key)
         return stored is not None and bool(stored.get(_TOKEN) == token)
+
+    def record(self, key: str) -> dict[str, Any] | None:
+        """The JSON object at ``key``, None when there is none, or it is broken."""
+        return self._whole_json(key)
 
     def _json(self, key: str) -> dict[str, Any] | None:
         """The JSON object at ``key``, None when there is none; `StorageError` when it is something else."""

@@ -356,6 +356,11 @@ def submit(
     staged = plan.store.stage(
         plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say
     )
+    if any(item.source for item in plan.layout.inputs.values()):
+        from .relay import bring
+
+        copied = bring(plan.store, plan.layout, progress=moved, say=say)
+        staged = dataclasses.replace(staged, data_bytes=staged.data_bytes + copied)
     say("recording the run")
     if not plan.store.create_run(plan.layout, _record(plan)):
         _check_free(plan)

@@ -71,11 +71,12 @@ class Entry(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """How bytes move to and from remote stores: by which library, and how S3 encrypts what is written."""
+    """How bytes move: by which library, how many files at a time, and how S3 encrypts what is written."""
 
     mover: str = "auto"
     sse: str = ""
     sse_kms_key_id: str = ""
+    concurrency: int = 8
 
 
 class Files(Protocol):
@@ -390,9 +391,8 @@ def verify(path: Path, key: str, sha256: str | None, size: int | None) -> None:
 
 
 def _same(path: Path, size: int, sha256: str | None) -> bool:
-    if sha256 is None or path.is_symlink() or not path.is_file() or path.stat().st_size != size:
-        return False
-    return sha256_file(path) == sha256
+    there = sha256 is not None and not path.is_symlink() and path.is_file() and path.stat().st_size == size
+    return there and sha256_file(path) == sha256
 
 
 def report_to(progress: Progress | None, key: str) -> Callable[[int], None]:

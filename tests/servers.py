@@ -6,17 +6,20 @@ that asks for it, as it would for a user: credentials and endpoints are read fro
 
 from __future__ import annotations
 
+import functools
+import http.server
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -214,3 +217,35 @@ def gcs_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
 def gcs_url(gcs_server: Gcs) -> str:
     """URL of an empty folder."""
     return "gs://bucket/some/store"
+
+
+# ------------------------------------------------------------------------------------------------------------------ web
+
+
+class Web:
+    """Files over HTTP, as Python's own server does it: no ranges, and the time of the last change."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self.folder, self.url = folder, url
+
+    def write(self, path: str, data: bytes) -> None:
+        target = self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+
+
+@pytest.fixture
+def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
+    """A web server with a folder of its own."""
+    folder = tmp_path_factory.mktemp("web")
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            """Nobody reads it."""
+
+    make: Callable[..., Any] = functools.partial(Handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), make) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield Web(folder, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()

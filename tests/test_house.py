@@ -33,7 +33,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
         "tree follow settings engine pyz filesystem access lease digests swap",
         "bundle store verdict providers runtime objects",
         "tail pull max_wait remote",
-        "run",
+        "run relay",
         "submit supervisor listing retention",
         "reconcile",
         "estimator",

@@ -32,11 +32,13 @@ def test_without_anything_the_defaults_hold(tmp_path: Path) -> None:
 
 
 def test_how_bytes_move(tmp_path: Path) -> None:
-    assert load(tmp_path).moving == Moving(mover="auto", sse="", sse_kms_key_id="")
+    assert load(tmp_path).moving == Moving(mover="auto", sse="", sse_kms_key_id="", concurrency=8)
     toml = 'mover = "fsspec"\nsse = "aws:kms"\nsse_kms_key_id = "k"\n'
     assert load(tmp_path, toml).moving == Moving(mover="fsspec", sse="aws:kms", sse_kms_key_id="k")
     assert load(tmp_path, toml, {"CLOUDTRAIN_MOVER": "obstore"}).moving.mover == "obstore"
-    for wrong, field in (({"mover": "s3fs"}, "mover"), ({"sse": "aes"}, "sse"), ({"sse": "AES256"}, "sse_kms_key_id")):
+    assert load(tmp_path, "concurrency = 64\n").moving.concurrency == 64
+    refused = (({"mover": "s3fs"}, "mover"), ({"sse": "aes"}, "sse"), ({"sse": "AES256"}, "sse_kms_key_id"))
+    for wrong, field in (*refused, ({"concurrency": "0"}, "concurrency"), ({"concurrency": "65"}, "concurrency")):
         with pytest.raises(SpecError) as caught:
             _ = load(tmp_path, toml, overrides=wrong).moving
         assert caught.value.field == field

@@ -319,7 +319,9 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("git", f"{git.get('commit') or 'no commit yet'}{', with changes' if git.get('dirty') else ''}"))
     rows.append(("runtime", f"digest {runtime['digest']}"))
     for name, item in document["inputs"].items():
-        rows.append((f"input {name}", f"{item['url']} ({item['mode']}{', sharded' if item['shard'] else ''})"))
+        words = [item["mode"], *(["sharded"] if item["shard"] else [])]
+        words += [f"copied from {item['source']}, through this machine"] if item.get("source") else []
+        rows.append((f"input {name}", f"{item['url']} ({', '.join(words)})"))
     rows += [
         ("instance", _plan_instance(document["resources"])),
         *([("price", _plan_price(document["resources"]["price"]))] if document["resources"]["instance_types"] else []),

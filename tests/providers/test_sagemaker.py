@@ -14,8 +14,9 @@ from typing import Any
 import boto3
 import clients
 import pytest
-from clients import CALLS, DDP, DEATHS, PATIENCE, TRAIN, at_work, check_cancelled, check_death, check_digits
+from clients import CALLS, DDP, DEATHS, DIGITS, PATIENCE, TRAIN, at_work, check_cancelled, check_death, check_digits
 from jobs import Done, Jobs, dying
+from servers import Web
 
 from cloudtrain.errors import AuthError, ConflictError
 from cloudtrain.run import Run
@@ -79,13 +80,16 @@ class TestWholeRuns:
         check_digits(client, whole, lambda: sum(name.startswith("digits-") for _, name in client.world.plane.jobs))
 
     def test_an_interrupted_spot_run_resumes_bit_for_bit(
-        self, client: Client, whole: dict[int, float], monkeypatch: pytest.MonkeyPatch
+        self, client: Client, whole: dict[int, float], web: Web, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """With a sync that lags, and in which what node 0 deletes comes back from its peer."""
+        """With a sync that lags, and in which what node 0 deletes comes back from its peer; and with data of a web
+        server, which the instances cannot read and the store gets a copy of."""
         monkeypatch.setattr(client.world.plane, "sync_lag", 1.0)
         monkeypatch.setattr(client.world.plane, "stale_copies", True)
         epoch = random.Random(6).randrange(1, 3)
-        words = client.words(DDP, "spot", *TRAIN, "--spot", "--keep-checkpoints", "2")
+        web.write("digits.csv.gz", DIGITS.read_bytes())
+        train = ("--input", f"train={web.url}/digits.csv.gz", *TRAIN[2:])
+        words = client.words(DDP, "spot", *train, "--spot", "--keep-checkpoints", "2")
         process = client.jobs.start(*words)
         client.until("spot", f"step {22 * epoch} epoch {epoch} ")
         client.job("spot").interrupt(1)
@@ -96,6 +100,7 @@ class TestWholeRuns:
         assert (first["number"], second["number"]) == ("0.0", "0.1")
         assert int(second["resumed_from"].removeprefix("step-")) >= 22 * epoch
         assert client.losses("spot") == whole
+        assert done.json["uploaded"]["data_bytes"] == DIGITS.stat().st_size
 
     @pytest.mark.proof
     def test_a_stopped_run_leaves_the_checkpoints_of_all_ranks(self, client: Client) -> None:

@@ -1,0 +1,226 @@
+"""relay.py: inputs of one store copied into another, streamed; what changed, what was broken off, what is in use."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty import FaultyS3
+from servers import Web
+
+from cloudtrain import remote
+from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
+from cloudtrain.job import Job
+from cloudtrain.provider import Layout
+from cloudtrain.relay import bring
+from cloudtrain.store import Store
+from cloudtrain.transfer import Moving, files
+
+pytestmark = [
+    pytest.mark.remote,
+    pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),
+]
+
+MIB = 1 << 20
+FILES = {"a.bin": 20 * MIB + 3, "sub/b.bin": 8 * MIB, "sub/c d+%.txt": 5, "empty": 0}
+PAIRS = [("s3", "gcs"), ("gcs", "s3"), ("s3", "azure"), ("azure", "s3"), ("azure", "gcs")]
+#: By which scheme nodes read each kind of store.
+SCHEMES = {"s3": "s3", "gcs": "gs", "azure": "abfs"}
+
+
+class Place:
+    """Data at ``source``, which no node reads, and the store that has a copy of it."""
+
+    def __init__(self, source: str, store: str, mover: str = "auto") -> None:
+        self.source, self.schemes = source, frozenset({store.partition(":")[0]})
+        self.store = Store(store, moving=Moving(mover=mover))
+
+    def layout(self, run_id: str = "run-1", url: str = "") -> Layout:
+        job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": url or self.source}})
+        placed, trees = self.store.inputs(job, self.schemes, cwd=Path.cwd())
+        assert trees == []
+        return self.store.layout(run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
+
+    def bring(self, run_id: str = "run-1", **given: Any) -> int:
+        return bring(self.store, self.layout(run_id), **given)
+
+    def copied(self) -> dict[str, bytes]:
+        folder = self.layout().inputs["train"].url
+        tree = files(folder)
+        return {key: tree.read(key) for key in tree.list()}
+
+
+@pytest.fixture(params=PAIRS, ids="-to-".join)
+def place(request: pytest.FixtureRequest) -> Place:
+    source, target = request.param
+    return Place(request.getfixturevalue(f"{source}_url") + "/set", request.getfixturevalue(f"{target}_url"))
+
+
+def fill(url: str) -> dict[str, bytes]:
+    tree, data = files(url), {name: os.urandom(size) for name, size in FILES.items()}
+    for name, content in data.items():
+        tree.write(name, content)
+    return data
+
+
+def test_a_tree_is_copied_once_and_then_what_changed(place: Place) -> None:
+    data, tree = fill(place.source), files(place.source)
+    said: list[str] = []
+    moved: dict[str, int] = {}
+
+    def progress(key: str, count: int) -> None:
+        moved[key] = moved.get(key, 0) + count
+
+    assert place.bring(progress=progress, say=said.append) == sum(FILES.values())
+    assert said == [f"copying train from {place.source}"]
+    assert sorted(moved.values()) == sorted(size for size in FILES.values() if size)
+    assert place.copied() == data
+    address = place.layout().inputs["train"].url.rpartition("/")[2]
+    record = json.loads(place.store.files.read(f"data/manifests/{address}.json"))
+    assert (record["source"], record["complete"]) == (place.source, True)
+    assert {name: item["sha256"] for name, item in record["files"].items()} == {
+        name: hashlib.sha256(content).hexdigest() for name, content in data.items()
+    }
+    assert place.bring("run-2", say=said.append) == 0
+    assert len(said) == 1
+    tree.write("sub/b.bin", b"other")
+    tree.remove("empty")
+    assert place.bring() == 5
+    assert place.copied() == {**{k: v for k, v in data.items() if k != "empty"}, "sub/b.bin": b"other"}
+
+
+def test_one_file_of_a_web_server(s3_url: str, web: Web) -> None:
+    web.write("data/x.csv.gz", data := os.urandom(1000))
+    place = Place(f"{web.url}/data/x.csv.gz", s3_url)
+    item = place.layout().inputs["train"]
+    assert (item.file, item.source) == ("x.csv.gz", place.source)
+    assert place.bring() == 1000
+    assert place.bring() == 0
+    assert files(item.url.rpartition("/")[0]).read("x.csv.gz") == data
+    web.write("data/large.bin", os.urandom(9 * MIB))
+    with pytest.raises(StorageError, match="answers no ranges"):
+        Place(f"{web.url}/data/large.bin", s3_url).bring()
+    with pytest.raises(SpecError, match="names no file"):
+        Place(f"{web.url}/data", s3_url).layout()
+    with pytest.raises(SpecError, match=r"inputs.train: http.*nothing.csv holds no file"):
+        Place(f"{web.url}/data/nothing.csv", s3_url).bring()
+
+
+def test_what_nodes_read_by_themselves_stays_where_it_is(s3_url: str) -> None:
+    place = Place("s3://elsewhere/set", s3_url)
+    assert place.layout().inputs["train"].url == "s3://elsewhere/set"
+    assert place.layout().inputs["train"].source is None
+    assert place.layout(url="azureml:data:1").inputs["train"].url == "azureml:data:1"  # refused, by the provider
+
+
+def test_a_copy_that_a_run_was_given_stays_as_it_is(gcs_url: str, s3_url: str) -> None:
+    place = Place(f"{gcs_url}/set", s3_url)
+    files(place.source).write("x", b"old")
+    place.bring()
+    layout = {"inputs": {"train": {"url": place.layout().inputs["train"].url}}}
+    assert place.store.create_run(place.layout("uses-it"), {"layout": layout})
+    assert place.store.create_run(place.layout("does-not"), {"layout": {"inputs": {}}})
+    assert place.bring("other") == 0
+    files(place.source).write("x", b"new!")
+    with pytest.raises(ConflictError, match=r"inputs.train: .*/set has changed since uses-it, which is not over"):
+        place.bring("other")
+    assert place.copied() == {"x": b"old"}
+    assert place.bring("uses-it") == 4  # the same run, sent again
+    place.store.write_result("uses-it", {})
+    files(place.source).write("x", b"newest")
+    assert place.bring("other") == 6
+
+
+# ------------------------------------------------------------------------------------------------ what comes in between
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with FaultyS3() as wire:
+        words = {"ENDPOINT_URL": wire.url, "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "MAX_ATTEMPTS": "1"}
+        words |= {"CONFIG_FILE": str(tmp_path / "none"), "SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
+        for name, value in (words | {"DEFAULT_REGION": "us-east-1"}).items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setattr(remote, "PIECE", MIB)
+        yield wire
+        wire.shutdown()
+
+
+def gets(s3: FaultyS3, ending: str) -> int:
+    return sum(method == "GET" and path.endswith(ending) for method, path, _ in s3.requests)
+
+
+@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
+def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> None:
+    place = Place("s3://bucket/set", gcs_url, "fsspec")
+    place.store.moving = Moving(mover=mover, concurrency=1)
+    s3.put("set/a", b"a" * 100)
+    s3.put("set/b", b"b" * (2 * MIB + 1))
+    refused = threading.Event()
+
+    def fault(agent: str) -> str | None:
+        return "403 AccessDenied" if refused.is_set() and gets(s3, "/b") else None
+
+    s3.fault = fault  # type: ignore[method-assign]
+    refused.set()
+    s3.requests.append(("GET", "/b", {}))
+    with pytest.raises(AuthError):
+        place.bring()
+    refused.clear()
+    s3.requests.clear()
+    assert place.bring() > 0
+    assert place.copied() == {key[4:]: item.data for key, item in s3.objects.items()}
+
+
+@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
+@pytest.mark.parametrize("target", ["gcs", "azure"])
+def test_a_source_that_fails_leaves_no_part(
+    request: pytest.FixtureRequest, s3: FaultyS3, mover: str, target: str
+) -> None:
+    place = Place("s3://bucket/set/x.bin", request.getfixturevalue(f"{target}_url"))
+    place.store.moving = Moving(mover=mover)
+    s3.put("set/x.bin", data := os.urandom(12 * MIB))
+    taken = iter(range(99))
+    s3.fault = lambda agent: "403 AccessDenied" if next(taken) > 8 else None  # type: ignore[method-assign]
+    with pytest.raises(AuthError):
+        place.bring()
+    assert list(place.store.files.list("data")) == [f"data/manifests/{address(place)}.json"]
+    s3.fault = lambda agent: None  # type: ignore[method-assign]
+    assert place.bring() == len(data)
+    assert files(place.layout().inputs["train"].url.rpartition("/")[0]).read("x.bin") == data
+
+
+@pytest.mark.parametrize("fault", ["refuse", "reset", "truncate", "slow"])
+@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
+def test_a_network_that_breaks_is_tried_again(s3: FaultyS3, gcs_url: str, mover: str, fault: str) -> None:
+    place = Place("s3://bucket/set/x.bin", gcs_url)
+    place.store.moving = Moving(mover=mover)
+    s3.put("set/x.bin", data := os.urandom(3 * MIB))
+    s3.faults = [None, fault, None, fault]
+    assert place.bring() == len(data)
+    assert files(place.layout().inputs["train"].url.rpartition("/")[0]).read("x.bin") == data
+
+
+@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
+def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str, mover: str) -> None:
+    place = Place("s3://bucket/set/x.bin", gcs_url)
+    place.store.moving = Moving(mover=mover)
+    s3.put("set/x.bin", os.urandom(3 * MIB))
+    s3.faults = [None, None, "replace"]
+    with pytest.raises(StorageError, match=r"x\.bin changed while it was copied; start again"):
+        place.bring()
+    assert place.bring() == 3 * MIB
+    copied = files(place.layout().inputs["train"].url.rpartition("/")[0]).read("x.bin")
+    assert copied == s3.objects["set/x.bin"].data == s3.versions["set/x.bin"][-1]
+
+
+def address(place: Place) -> str:
+    return place.layout().inputs["train"].url.removeprefix(f"{place.store.url}/data/").partition("/")[0]
