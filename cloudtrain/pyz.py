@@ -77,9 +77,18 @@ def build(provider: type[Provider] | None = None) -> bytes:
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in _members(provider):
             archive.writestr(zipfile.ZipInfo(name, _DATE), data, zipfile.ZIP_DEFLATED)
-            if name == "__main__.py" or name.split("/")[1].removesuffix(".py") in _ON_NODES:
+            if _is_compiled(name, provider):
                 archive.writestr(zipfile.ZipInfo(f"{name}c", _DATE), _compiled(name, data), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
+
+
+def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
+    """Whether nodes import it; of providers, those of this one. (Another's, of the same store, then compile theirs.)"""
+    if name == "__main__.py":
+        return True
+    top, _, rest = name.removeprefix("cloudtrain/").partition("/")
+    mine = provider is None or not rest or rest.split("/")[0].removesuffix(".py") in ("__init__", provider.name)
+    return top.removesuffix(".py") in _ON_NODES and (top != "providers" or mine)
 
 
 def _compiled(name: str, source: bytes) -> bytes:
