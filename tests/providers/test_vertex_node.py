@@ -413,6 +413,21 @@ def test_a_bucket_that_does_not_appear_is_told(tmp_path: Path) -> None:
         prepare.await_file("gcs/runs/r/context.json", patience=0)
 
 
+def test_code_that_the_bucket_does_not_show_comes_by_the_api(service: Any, tmp_path: Path) -> None:
+    root, gone = f"{tmp_path}/gcs", "bucket/code/d1/code.tar.gz"
+    service.answers = [(200, b"fetched")]
+    name, _, path = prepare.delivered(f"code={root}/{gone}", root=root, patience=0).partition("=")
+    assert (name, Path(path).name, Path(path).read_bytes()) == ("code", "code.tar.gz", b"fetched")
+    assert (
+        urllib.parse.unquote(service.seen[-1][0]) == f"/storage/v1/b/bucket/o/{gone.removeprefix('bucket/')}?alt=media"
+    )
+    there = tmp_path / "gcs" / gone
+    there.parent.mkdir(parents=True)
+    there.write_bytes(b"mounted")
+    assert prepare.delivered(f"code={there}", root=root) == f"code={there}"
+    assert prepare.delivered(f"live={root}/live", root=root) == f"live={root}/live"
+
+
 def test_inputs_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)

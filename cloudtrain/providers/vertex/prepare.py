@@ -5,6 +5,7 @@ Standard library alone. It runs from cloudtrain.pyz, before the runtime, which k
 
 from __future__ import annotations
 
+import http.client
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from ...errors import CloudtrainError, StorageError
+from . import bootstrap
 from .words import AGAIN, GCS
 
 __all__ = ["main"]
@@ -36,9 +38,10 @@ def main(pyz: str, arguments: Sequence[str]) -> NoReturn:
         await_file(words[words.index("--context") + 1])
         check_shm()
         words = [
-            copied(word) if before == "--path" else word for before, word in zip(["", *words], words, strict=False)
+            copied(delivered(word)) if before == "--path" else word
+            for before, word in zip(["", *words], words, strict=False)
         ]
-    except (CloudtrainError, OSError) as exc:
+    except (CloudtrainError, OSError, ValueError, http.client.HTTPException) as exc:
         sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
         sys.stderr.flush()
         os._exit(AGAIN)  # a bucket, a metadata server or a disk: no failure of the script's
@@ -69,6 +72,21 @@ def check_shm(path: str = "/dev/shm") -> None:
         sys.stderr.write(
             f"cloudtrain: {path} has {size} MiB; set num_workers=0, or NCCL_SHM_DISABLE=1, if it runs out\n"
         )
+
+
+def delivered(pair: str, *, root: str = GCS, patience: float = bootstrap.PATIENCE) -> str:
+    """``code=PATH``; where the bucket does not show it in ``patience`` s, of a copy that Cloud Storage's API gave.
+
+    What is no code is returned as it is. Raises `OSError`, `ValueError` or `HTTPException`.
+    """
+    name, _, path = pair.partition("=")
+    if name != "code" or os.path.exists(path) or not path.startswith(f"{root}/"):
+        return pair
+    data = bootstrap.read(f"gs://{path.removeprefix(f'{root}/')}", root=root, patience=patience)
+    target = os.path.join(tempfile.mkdtemp(prefix="cloudtrain-code-"), os.path.basename(path))
+    with open(target, "wb") as out:
+        out.write(data)
+    return f"{name}={target}"
 
 
 def copied(pair: str) -> str:
