@@ -20,8 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from .disk import disk_errors, scan, sha256_file, walk
 from .errors import DigestError, SpecError, StorageError
-from .transfer import disk_errors, parallel, scan, sha256_file, walk
+from .transfer import parallel
 
 __all__ = ["Digests", "LocalTree", "TreeFile", "cache_folder", "hash_tree", "looks", "still"]
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .credential import Credential
+from .disk import parts_of
 from .errors import AuthError, SpecError, StorageError
 from .faults import Retries
-from .transfer import Entry, Moving, Names, parts_of
+from .transfer import Entry, Moving, Names
 from .values import unix_seconds, url_scheme
 
 __all__ = ["FsspecMover"]
@@ -141,6 +142,14 @@ class FsspecMover:
 
     def remove(self, prefix: str) -> None:
         self.fs.rm(self.at(prefix), recursive=True)
+
+    def discard(self, keys: Sequence[str]) -> None:
+        try:
+            self.fs.rm([self.at(key) for key in keys])
+        except FileNotFoundError:  # of all that are gone the first ends it
+            for key in keys:
+                with contextlib.suppress(FileNotFoundError):
+                    self.fs.rm_file(self.at(key))
 
 
 def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:

@@ -13,15 +13,16 @@ import functools
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from .access import Access, Unproven, authorities
+from .disk import disk_errors
 from .errors import CloudtrainError, StorageError
 from .faults import Retries
-from .transfer import Entry, Names, disk_errors, parallel
+from .transfer import Entry, Names, parallel
 
 __all__ = ["ObstoreMover", "check_usable"]
 
@@ -324,6 +325,10 @@ class ObstoreMover:
         with contextlib.suppress(FileNotFoundError):
             if self.entry(prefix) is not None:
                 keys.append(prefix)
+        self.discard(keys)
+
+    @_apart
+    def discard(self, keys: Sequence[str]) -> None:
         if self._access.kind == "s3":
             with self._told() as obs:
                 if keys:

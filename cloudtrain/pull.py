@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from .digests import Digests, looks
+from .disk import inside, local_path, safe
 from .errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from .provider import Status
 from .store import Checkpoint, Store, expect, newest_of, numbers_of, run_folder, to_json
 from .swap import aside, below, discard, prune, swap, take, tidy
-from .transfer import Progress, files, inside, local_path, parallel, safe
+from .transfer import Progress, files, parallel
 from .values import METADATA, json_rows, merge_metrics, nearest, newer_than_metadata
 
 __all__ = ["PULLED", "PullReport", "merge_metrics", "parts", "pull"]
@@ -370,8 +371,7 @@ class _Pull:
             swap(place)
             for path, digest in got.items():
                 self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
-        rest = [path for path in parts if path not in tree]
-        parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), rest, jobs=self.jobs)
+        parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), [*{*parts} - {*tree}], jobs=self.jobs)
         for path in tree:
             self._trust(f"checkpoints/{path}")
         with self.lock:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .disk import local_path, normalize
 from .errors import CloudtrainError, LostContactError, NotFoundError
 from .job import is_run_id
 from .listing import recorded
@@ -20,7 +21,6 @@ from .settings import Settings
 from .store import Store
 from .submit import Retry
 from .tail import ASK_SECONDS, patiently
-from .transfer import local_path, normalize
 from .values import url_scheme
 from .verdict import one_line
 

@@ -88,8 +88,7 @@ class _Copy:
         expect(self._progress, [entry.size for entry in rest.values()])
         self._save(complete=False)  # from here on nobody takes it for whole
         try:
-            for key in sorted(set(there) - set(map(self._at, found))):
-                self._store.files.remove(key)
+            self._store.files.discard(sorted(set(there) - set(map(self._at, found))))
             parallel(lambda path: self._one(path, rest[path]), list(rest), jobs=self._store.moving.concurrency)
             self._check(found)
         except BaseException:

@@ -11,27 +11,16 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .access import Unproven, find_access
+from .disk import disk_errors, parts_of, settle, temp_file, verify
 from .errors import CloudtrainError, SpecError, StorageError
 from .faults import Retries, TransientError, classify, translate
 from .filesystem import FsspecMover
-from .transfer import (
-    Entry,
-    Moving,
-    Names,
-    Progress,
-    Storage,
-    Trees,
-    disk_errors,
-    parts_of,
-    settle,
-    temp_file,
-    verify,
-)
+from .transfer import Entry, Moving, Names, Progress, Storage, Trees
 from .values import url_scheme
 
 __all__ = ["Mover", "RemoteFiles"]
@@ -94,6 +83,9 @@ class Mover(Protocol):
 
     def remove(self, prefix: str) -> None:
         """Remove the file or folder."""
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove these files, of which some may be gone."""
 
 
 class _Opened(NamedTuple):
@@ -365,6 +357,13 @@ class RemoteFiles(Trees):
         parts_of(prefix)
         with contextlib.suppress(FileNotFoundError):
             self._call(prefix, lambda mover: mover.remove(prefix))
+
+    def discard(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if not parts_of(key):
+                raise StorageError(f"{self._url}: the whole store is not removed")
+        if keys:
+            self._call(keys[0], lambda mover: mover.discard(keys))
 
 
 class _Meter:

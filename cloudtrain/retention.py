@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .disk import TEMP, local_path, normalize
 from .errors import NotFoundError, StorageError
 from .job import is_run_id
 from .lease import FOLDER, MARK, Deleting
@@ -24,7 +25,7 @@ from .lease import SECONDS as LEASE
 from .run import NO_SETTINGS
 from .settings import Caller, Settings
 from .store import Store
-from .transfer import TEMP, Entry, local_path, normalize, parallel
+from .transfer import Entry, parallel
 
 __all__ = ["OLDER_THAN", "Collected", "Leftover", "collect", "collect_at"]
 
@@ -35,6 +36,8 @@ ANNOUNCED = 7 * 86400.0
 WRITTEN = 86400.0
 """Seconds for which a file that is not yet under its right name may still be somebody's who writes it."""
 
+AT_ONCE = 100
+"""Files that go in one request, where the store takes as many."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _WORD = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -129,16 +132,18 @@ def collect(
 
 
 def _remove(store: Store, item: Leftover, deleting: Deleting) -> None:
-    """File by file: who is held up meanwhile, and has lost its right to, removes at most those that are under way."""
-
-    def remove(key: str) -> None:
-        deleting.check()
-        store.files.remove(key)
-
-    remove(item.keys[0])
-    parallel(remove, item.keys[1:])
+    """Some at a time: who is held up meanwhile, and has lost its right to, removes at most those that are under way."""
+    deleting.check()
     root = local_path(store.url)
-    if root is not None and not (root / item.key).is_symlink():
+    if root is not None and (root / item.key).is_symlink():
+        for key in item.keys:
+            store.files.remove(key)
+        return
+    store.files.discard(item.keys[:1])
+    for start in range(1, len(item.keys), AT_ONCE):
+        deleting.check()
+        store.files.discard(item.keys[start : start + AT_ONCE])
+    if root is not None:
         for folder, _, _ in os.walk(root / item.key, topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .disk import local_path
 from .errors import CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from .follow import Line, attempt_key
 from .job import Job, check_run_id
@@ -24,7 +25,7 @@ from .pull import PATIENCE, PULLED, PullReport, pull
 from .settings import Caller, Settings
 from .store import Checkpoint, Staged, Store
 from .tail import Contact, Tail, patiently
-from .transfer import Progress, local_path
+from .transfer import Progress
 from .values import nearest, url_scheme
 from .verdict import (
     attempt_row,
@@ -46,7 +47,6 @@ FIRST_POLL = 0.1
 NO_SETTINGS = Settings()
 
 T = TypeVar("T")
-
 #: What no further attempt would cure.
 NOT_RETRIED = frozenset({"cancelled", "timeout", "quota", "auth", "image"})
 #: What another GPU of the list may cure.

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from .digests import LocalTree, TreeFile, hash_tree, still
+from .disk import local_path, normalize, safe
 from .errors import DigestError, NotFoundError, SpecError, StorageError
 from .job import Input, Job, check_run_id, is_run_id
 from .lease import announce, withdraw
 from .provider import Layout, LayoutInput, Request
-from .transfer import Entry, Moving, Progress, Storage, files, local_path, normalize, parallel, safe
+from .transfer import Entry, Moving, Progress, Storage, files, parallel
 from .values import METADATA, nearest, newer_than_metadata, step_of, training_states, url_scheme
 
 __all__ = [

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from . import _version, catalog, pyz
+from .disk import local_path, normalize
 from .errors import (
     AuthError,
     CapacityError,
@@ -38,7 +39,7 @@ from .run import NO_MACHINES, Run, overtaken
 from .settings import Settings
 from .store import LocalTree, Store
 from .tail import patiently
-from .transfer import Progress, local_path, normalize
+from .transfer import Progress
 from .values import nearest, url_scheme
 from .verdict import unix_time, was_lost
 

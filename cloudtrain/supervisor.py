@@ -21,6 +21,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from .disk import local_path
 from .engine import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .engine.hosted import Hosted, refuse
 from .errors import EXIT_CODES, CapacityError, CloudtrainError, SpecError, StorageError
@@ -29,7 +30,7 @@ from .provider import Layout, Mount, Provider, Request, Rules, Simulation, find_
 from .run import NOT_RETRIED, Run
 from .runtime.checkpoints import COMMIT, complete, resumable
 from .store import Store
-from .transfer import Files, Moving, files, local_path
+from .transfer import Files, Moving, files
 from .verdict import was_lost
 
 __all__ = ["Supervisor", "main"]

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from .transfer import disk_errors
+from .disk import disk_errors
 
 __all__ = ["aside", "below", "discard", "prune", "swap", "take", "tidy"]
 

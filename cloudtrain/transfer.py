@@ -12,17 +12,29 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
-import hashlib
 import os
-import re
-import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from .errors import DigestError, SpecError, StorageError
-from .values import url_scheme
+from .disk import (
+    TEMP,
+    copy_file,
+    disk_errors,
+    inside,
+    is_same,
+    local_path,
+    normalize,
+    parts_of,
+    settle,
+    sync,
+    sync_folder,
+    temp_file,
+    verify,
+    walk,
+)
+from .errors import StorageError
 
 __all__ = [
     "Entry",
@@ -33,14 +45,7 @@ __all__ = [
     "Progress",
     "Storage",
     "files",
-    "inside",
-    "local_path",
-    "normalize",
     "parallel",
-    "safe",
-    "scan",
-    "sha256_file",
-    "walk",
 ]
 
 #: Called with the key and how many more bytes of it have moved; from several threads.
@@ -52,11 +57,6 @@ Names = list[str]
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-TEMP = ".cloudtrain-tmp-"
-_CHUNK = 1 << 20
-_DRIVE = re.compile(r"[A-Za-z]:")
-_SLASHED_DRIVE = re.compile(r"/[A-Za-z]:(/|$)")
 
 
 class Entry(NamedTuple):
@@ -165,6 +165,9 @@ class Files(Protocol):
     def remove(self, prefix: str) -> None:
         """Remove the file or folder, if it is there. The root itself is refused (`StorageError`)."""
 
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove these files, no folders, in as few requests as the store allows; what is not there is none."""
+
 
 def files(
     url: str,
@@ -185,122 +188,6 @@ def files(
     return RemoteFiles(url=url, storage=storage, moving=moving)
 
 
-# ------------------------------------------------------------------------------------------------------ URLs and paths
-
-
-def normalize(url: str, *, cwd: Path) -> str:
-    """``url`` in the one form used everywhere: no trailing slash, lower-case scheme, local paths as ``file:///abs/path``.
-
-    A path is made absolute against ``cwd`` but symbolic links stay; characters are kept as they are, not %-coded, which
-    is how fsspec reads file URLs. Raises `SpecError` for a remote URL without a bucket, or a file URL with a host.
-    """
-    scheme = url_scheme(url)
-    if scheme in ("", "file"):
-        path = os.path.abspath(cwd / os.path.expanduser(_file_part(url))).replace(os.sep, "/")
-        return "file://" + (path if path.startswith("/") else f"/{path}")
-    rest = url[len(scheme) + 1 :].rstrip("/")
-    if rest.strip("/") == "":
-        raise SpecError(f"{url!r} names no bucket or folder", field="store")
-    return f"{scheme}:{rest}"
-
-
-def local_path(url: str) -> Path | None:
-    """The path of a file URL or plain path; None for any other URL."""
-    return Path(_file_part(url)) if url_scheme(url) in ("", "file") else None
-
-
-def _file_part(url: str) -> str:
-    if url_scheme(url) == "":
-        return url
-    rest = url[len("file:") :]
-    if rest.startswith("//"):
-        host, slash, tail = rest[2:].partition("/")
-        if host not in ("", "localhost"):
-            raise SpecError(f"{url!r} names a host; write file:///path", field="store")
-        rest = slash + tail
-    return rest[1:] if _SLASHED_DRIVE.match(rest) else rest
-
-
-def parts_of(key: str) -> list[str]:
-    """``key`` split; `StorageError` for one that could mean another place on some system."""
-    parts = key.split("/") if key else []
-    if "\\" in key or "\0" in key or _DRIVE.match(key) or any(part in ("", ".", "..") for part in parts):
-        raise StorageError(f"unsafe path {key!r}")
-    return parts
-
-
-def safe(key: str) -> bool:
-    """Whether ``key`` is one that `Files` and `inside` take, on every system."""
-    try:
-        return bool(parts_of(key))
-    except StorageError:
-        return False
-
-
-def inside(folder: Path, key: str) -> Path:
-    """The path of ``key`` in ``folder``; `StorageError` when it would lie, or lead through a symbolic link, outside."""
-    parts = parts_of(key)
-    if not parts:
-        raise StorageError("unsafe path ''")
-    path = folder.joinpath(*parts)
-    root, parent = os.path.realpath(folder), os.path.realpath(path.parent)
-    if parent != root and not parent.startswith(root.rstrip(os.sep) + os.sep):
-        raise StorageError(f"{path} leads outside {folder} through a symbolic link")
-    return path
-
-
-def walk(folder: Path) -> dict[str, Path]:
-    """Every file of a local folder by its ``/``-separated relative path, sorted; symbolic links are followed.
-
-    A ``folder`` that is a file is found under its own name. Raises `StorageError` for a link that dangles or leads in a
-    circle, a special file, or a name no store can carry."""
-    if folder.is_file():
-        _check_name(folder.name)
-        return {folder.name: folder}
-    return {key: Path(item.path) for key, item in scan(folder).items()}
-
-
-def scan(folder: Path) -> dict[str, os.DirEntry[str]]:
-    """`walk` of a folder, as the system lists it: a `Path` of each costs as much as all the rest."""
-    found: dict[str, os.DirEntry[str]] = {}
-    _walk(folder, "", (), found)
-    return dict(sorted(found.items()))
-
-
-def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: dict[str, os.DirEntry[str]]) -> None:
-    with disk_errors(folder):
-        status = folder.stat()
-        here = (status.st_dev, status.st_ino)
-        if here in above and status.st_ino:
-            raise StorageError(f"{folder}: symbolic links lead in a circle")
-        for item in list(os.scandir(folder)):
-            key = prefix + item.name
-            if item.is_dir():
-                _walk(Path(item.path), key + "/", (*above, here), found)
-            elif item.is_file():
-                _check_name(key)
-                found[key] = item
-            else:
-                raise StorageError(f"{item.path}: neither a file nor a folder, but a dangling link or a device")
-
-
-def _check_name(key: str) -> None:
-    parts_of(key)
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        raise StorageError(f"{key!r}: the name is not UTF-8") from None
-
-
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a local file, in hex. `StorageError` when it cannot be read."""
-    digest = hashlib.sha256()
-    with disk_errors(path), open(path, "rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> list[R]:
     """``work`` of each item, in order, ``jobs`` at a time. A failure stops what has not begun, and is raised."""
     if len(items) < 2:
@@ -314,85 +201,6 @@ def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> li
             return [future.result() for future in futures]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-# ----------------------------------------------------------------------------------------- whole files on a local disk
-
-
-@contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """A local failure as `StorageError` with path and reason; FileNotFoundError passes."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise
-    except OSError as exc:
-        named = exc.filename if exc.filename and TEMP not in str(exc.filename) else path
-        raise StorageError(f"{named}: {exc.strerror or exc}") from exc
-
-
-@contextlib.contextmanager
-def temp_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
-    """A new empty file beside ``path`` (its folder is made), gone at the end unless renamed."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as exc:  # a place where nothing can be made, /proc for one
-        raise StorageError(f"{path.parent}: {exc.strerror}") from None
-    temp = path.with_name(TEMP + secrets.token_hex(8))
-    os.close(os.open(temp, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
-    try:
-        yield temp
-    finally:
-        temp.unlink(missing_ok=True)
-
-
-def settle(temp: Path, path: Path) -> None:
-    """Make ``temp`` durable under the name ``path``."""
-    _sync(temp)
-    os.replace(temp, path)
-    _sync_folder(path.parent)
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb+") as stream:
-        os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "nt":
-        return  # a folder cannot be opened there
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as exc:
-        if exc.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _pour(source: BinaryIO, target: BinaryIO, report: Callable[[int], None]) -> None:
-    while chunk := source.read(_CHUNK):
-        target.write(chunk)
-        report(len(chunk))
-
-
-def _copy_file(source: Path, target: Path, report: Callable[[int], None]) -> None:
-    with open(source, "rb") as stream, open(target, "wb") as out:
-        _pour(stream, out, report)
-
-
-def verify(path: Path, key: str, sha256: str | None, size: int | None) -> None:
-    got = path.stat().st_size
-    if size is not None and got != size:
-        raise DigestError(f"{key}: {got} bytes, not the {size} promised")
-    if sha256 is not None and (digest := sha256_file(path)) != sha256:
-        raise DigestError(f"{key}: sha256 is {digest}, not the {sha256} promised")
-
-
-def _same(path: Path, size: int, sha256: str | None) -> bool:
-    there = sha256 is not None and not path.is_symlink() and path.is_file() and path.stat().st_size == size
-    return there and sha256_file(path) == sha256
 
 
 def report_to(progress: Progress | None, key: str) -> Callable[[int], None]:
@@ -428,7 +236,7 @@ class Trees:
         def fetch(name: str) -> None:
             digest = (digests or {}).get(name)
             with disk_errors(wanted[name]):
-                if _same(wanted[name], sizes[name], digest):
+                if is_same(wanted[name], sizes[name], digest):
                     return
             key = f"{prefix}/{name}" if prefix else name
             self.download(key, wanted[name], sha256=digest, size=sizes[name], progress=progress)
@@ -490,9 +298,9 @@ class LocalFiles(Trees):
         mode = 0o600 if private else 0o666
         with disk_errors(path), temp_file(path, mode=mode) as temp:
             temp.write_bytes(data)
-            _sync(temp)
+            sync(temp)
             created = self._link_or_open(temp, path, mode)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
             return created
 
     def _link_or_open(self, temp: Path, path: Path, mode: int) -> bool:
@@ -585,7 +393,7 @@ class LocalFiles(Trees):
         with disk_errors(target):
             source.stat()
             with temp_file(target) as temp:
-                _copy_file(source, temp, report)
+                copy_file(source, temp, report)
                 check(temp)
                 settle(temp, target)
 
@@ -598,3 +406,9 @@ class LocalFiles(Trees):
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+    def discard(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            with disk_errors(path):
+                path.unlink(missing_ok=True)

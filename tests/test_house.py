@@ -28,7 +28,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
     for row in (
         "_version errors",
         "ask values",
-        "job",
+        "job disk",
         "catalog credential faults ignore provider transfer",
         "tree follow settings engine pyz filesystem access lease digests swap",
         "bundle store verdict providers runtime objects",

@@ -339,7 +339,7 @@ OLD, NEW = {"a": "v1", "b": "v1", "c": "v1", "same": "=="}, {"a": "v2!", "b": "v
 def test_a_checkpoint_here_is_of_one_version(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any, after: int, had: bool
 ) -> None:
-    monkeypatch.setattr(pull_module, "parallel", lambda work, items: [work(item) for item in items])
+    monkeypatch.setattr(pull_module, "parallel", lambda work, items, **_: [work(item) for item in items])
     out, last = tmp_path / "out", tmp_path / "out" / "checkpoints" / "last"
     save(world, OLD, 0)
     with contextlib.nullcontext() if had else pytest.raises(Killed):
@@ -384,7 +384,7 @@ def test_a_kill_at_the_swap_is_repaired(world: World, tmp_path: Path, monkeypatc
 def test_of_a_checkpoint_that_goes_away_nothing_stays(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pull_module, "parallel", lambda work, items: [work(item) for item in items])
+    monkeypatch.setattr(pull_module, "parallel", lambda work, items, **_: [work(item) for item in items])
     mirrored(world, OLD, 0)
 
     def gone(key: str, more: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from servers import race
 
 from cloudtrain import cli
 from cloudtrain import submit as submit_module
+from cloudtrain.disk import TEMP
 from cloudtrain.errors import ConflictError, NotFoundError, StorageError
 from cloudtrain.job import Job
 from cloudtrain.lease import FOLDER, MARK
@@ -22,7 +23,7 @@ from cloudtrain.retention import ANNOUNCED, Collected, collect, collect_at
 from cloudtrain.settings import Settings
 from cloudtrain.store import Store
 from cloudtrain.submit import Plan, make_plan, submit
-from cloudtrain.transfer import TEMP, Moving, files
+from cloudtrain.transfer import Moving, files
 
 CODE, OLD_CODE, RUNTIME, OLD_RUNTIME, DATA, OLD_DATA, HALF = (f"{number:064x}" for number in range(7))
 DAY = 86400
@@ -239,16 +240,15 @@ def test_a_plain_file_among_the_runs_is_none(local: Store) -> None:
 
 def test_who_lost_its_right_meanwhile_removes_no_more(local: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is suspended between two files, and wakes up when others stage again."""
-    remove, gone = local.files.remove, list[str]()
+    discard, gone = local.files.discard, list[str]()
 
-    def suspended(key: str) -> None:
-        remove(key)
-        if not key.startswith(FOLDER):
-            gone.append(key)
-            local.files.write(MARK, b"another's")
-            time.sleep(0.5)
+    def suspended(keys: Sequence[str]) -> None:
+        discard(keys)
+        gone.extend(keys)
+        local.files.write(MARK, b"another's")
+        time.sleep(0.5)
 
-    monkeypatch.setattr(local.files, "remove", suspended)
+    monkeypatch.setattr(local.files, "discard", suspended)
     with pytest.raises(StorageError, match="start again"):
         collect(local, older_than=0, delete=True, lease=1.0)
     assert len(gone) == 1

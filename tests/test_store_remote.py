@@ -106,6 +106,12 @@ def test_keys(url: str, reach: Reach) -> None:
     tree.remove("a")
     tree.remove("x/y")
     assert tree.names() == ["ab", "empty", "ü"]
+    tree.discard([])
+    tree.discard(["gone", "ab", "ü/x y+z%20#?&", "gone/too"])
+    assert tree.names() == ["empty"]
+    with pytest.raises(StorageError):
+        tree.discard(["empty", ""])
+    assert tree.names() == ["empty"]
 
 
 def test_a_rewrite_has_another_version(url: str, reach: Reach) -> None:

@@ -20,21 +20,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from servers import race
 
+from cloudtrain.disk import inside, local_path, normalize, safe, sha256_file, walk
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
 from cloudtrain.faults import Retries, classify
 from cloudtrain.filesystem import FsspecMover
 from cloudtrain.remote import RemoteFiles
-from cloudtrain.transfer import (
-    LocalFiles,
-    files,
-    inside,
-    local_path,
-    normalize,
-    parallel,
-    safe,
-    sha256_file,
-    walk,
-)
+from cloudtrain.transfer import LocalFiles, files, parallel
 
 
 def digest(data: bytes) -> str:

@@ -151,7 +151,7 @@ def _say_limits(job: Job, screen: Screen) -> None:
 
 def _store_flag(run: Run, given: str | None, meant: str, cwd: Path) -> str | None:
     """What ``--store`` the next commands need: none when they would find the run's store by themselves."""
-    from ..transfer import normalize
+    from ..disk import normalize
 
     found = Settings.load(cwd=cwd).store
     if meant == found or normalize(found, cwd=cwd) == run.store.url:

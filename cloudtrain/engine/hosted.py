@@ -322,7 +322,7 @@ def check_readable(mounts: Sequence[Mount], user: str, root: str) -> None:
 
     By the mode of the file or folder itself alone: a mount needs no right to the folders above it.
     """
-    from ..transfer import local_path
+    from ..disk import local_path
 
     uid, _, gid = user.partition(":")
     for mount in mounts:

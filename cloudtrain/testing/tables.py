@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..disk import local_path
 from ..errors import UnsupportedError
 from ..job import Input, Job, Resources, Source
 from ..provider import Provider
 from ..settings import Settings
 from ..submit import Plan, make_plan
-from ..transfer import local_path
 from . import probe
 
 __all__ = [

@@ -1,0 +1,233 @@
+"""URLs, paths and names; whole files on a local disk. Standard library alone, and nothing of stores."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import DigestError, SpecError, StorageError
+from .values import url_scheme
+
+__all__ = [
+    "TEMP",
+    "disk_errors",
+    "inside",
+    "local_path",
+    "normalize",
+    "parts_of",
+    "safe",
+    "scan",
+    "settle",
+    "sha256_file",
+    "temp_file",
+    "verify",
+    "walk",
+]
+
+TEMP = ".cloudtrain-tmp-"
+_CHUNK = 1 << 20
+_DRIVE = re.compile(r"[A-Za-z]:")
+_SLASHED_DRIVE = re.compile(r"/[A-Za-z]:(/|$)")
+
+
+# ------------------------------------------------------------------------------------------------------ URLs and paths
+
+
+def normalize(url: str, *, cwd: Path) -> str:
+    """``url`` in the one form used everywhere: no trailing slash, lower-case scheme, local paths as ``file:///abs/path``.
+
+    A path is made absolute against ``cwd`` but symbolic links stay; characters are kept as they are, not %-coded, which
+    is how fsspec reads file URLs. Raises `SpecError` for a remote URL without a bucket, or a file URL with a host.
+    """
+    scheme = url_scheme(url)
+    if scheme in ("", "file"):
+        path = os.path.abspath(cwd / os.path.expanduser(_file_part(url))).replace(os.sep, "/")
+        return "file://" + (path if path.startswith("/") else f"/{path}")
+    rest = url[len(scheme) + 1 :].rstrip("/")
+    if rest.strip("/") == "":
+        raise SpecError(f"{url!r} names no bucket or folder", field="store")
+    return f"{scheme}:{rest}"
+
+
+def local_path(url: str) -> Path | None:
+    """The path of a file URL or plain path; None for any other URL."""
+    return Path(_file_part(url)) if url_scheme(url) in ("", "file") else None
+
+
+def _file_part(url: str) -> str:
+    if url_scheme(url) == "":
+        return url
+    rest = url[len("file:") :]
+    if rest.startswith("//"):
+        host, slash, tail = rest[2:].partition("/")
+        if host not in ("", "localhost"):
+            raise SpecError(f"{url!r} names a host; write file:///path", field="store")
+        rest = slash + tail
+    return rest[1:] if _SLASHED_DRIVE.match(rest) else rest
+
+
+def parts_of(key: str) -> list[str]:
+    """``key`` split; `StorageError` for one that could mean another place on some system."""
+    parts = key.split("/") if key else []
+    if "\\" in key or "\0" in key or _DRIVE.match(key) or any(part in ("", ".", "..") for part in parts):
+        raise StorageError(f"unsafe path {key!r}")
+    return parts
+
+
+def safe(key: str) -> bool:
+    """Whether ``key`` is one that `Files` and `inside` take, on every system."""
+    try:
+        return bool(parts_of(key))
+    except StorageError:
+        return False
+
+
+def inside(folder: Path, key: str) -> Path:
+    """The path of ``key`` in ``folder``; `StorageError` when it would lie, or lead through a symbolic link, outside."""
+    parts = parts_of(key)
+    if not parts:
+        raise StorageError("unsafe path ''")
+    path = folder.joinpath(*parts)
+    root, parent = os.path.realpath(folder), os.path.realpath(path.parent)
+    if parent != root and not parent.startswith(root.rstrip(os.sep) + os.sep):
+        raise StorageError(f"{path} leads outside {folder} through a symbolic link")
+    return path
+
+
+def walk(folder: Path) -> dict[str, Path]:
+    """Every file of a local folder by its ``/``-separated relative path, sorted; symbolic links are followed.
+
+    A ``folder`` that is a file is found under its own name. Raises `StorageError` for a link that dangles or leads in a
+    circle, a special file, or a name no store can carry."""
+    if folder.is_file():
+        _check_name(folder.name)
+        return {folder.name: folder}
+    return {key: Path(item.path) for key, item in scan(folder).items()}
+
+
+def scan(folder: Path) -> dict[str, os.DirEntry[str]]:
+    """`walk` of a folder, as the system lists it: a `Path` of each costs as much as all the rest."""
+    found: dict[str, os.DirEntry[str]] = {}
+    _walk(folder, "", (), found)
+    return dict(sorted(found.items()))
+
+
+def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: dict[str, os.DirEntry[str]]) -> None:
+    with disk_errors(folder):
+        status = folder.stat()
+        here = (status.st_dev, status.st_ino)
+        if here in above and status.st_ino:
+            raise StorageError(f"{folder}: symbolic links lead in a circle")
+        for item in list(os.scandir(folder)):
+            key = prefix + item.name
+            if item.is_dir():
+                _walk(Path(item.path), key + "/", (*above, here), found)
+            elif item.is_file():
+                _check_name(key)
+                found[key] = item
+            else:
+                raise StorageError(f"{item.path}: neither a file nor a folder, but a dangling link or a device")
+
+
+def _check_name(key: str) -> None:
+    parts_of(key)
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        raise StorageError(f"{key!r}: the name is not UTF-8") from None
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a local file, in hex. `StorageError` when it cannot be read."""
+    digest = hashlib.sha256()
+    with disk_errors(path), open(path, "rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# ----------------------------------------------------------------------------------------- whole files on a local disk
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """A local failure as `StorageError` with path and reason; FileNotFoundError passes."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as exc:
+        named = exc.filename if exc.filename and TEMP not in str(exc.filename) else path
+        raise StorageError(f"{named}: {exc.strerror or exc}") from exc
+
+
+@contextlib.contextmanager
+def temp_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
+    """A new empty file beside ``path`` (its folder is made), gone at the end unless renamed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as exc:  # a place where nothing can be made, /proc for one
+        raise StorageError(f"{path.parent}: {exc.strerror}") from None
+    temp = path.with_name(TEMP + secrets.token_hex(8))
+    os.close(os.open(temp, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
+    try:
+        yield temp
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def settle(temp: Path, path: Path) -> None:
+    """Make ``temp`` durable under the name ``path``."""
+    sync(temp)
+    os.replace(temp, path)
+    sync_folder(path.parent)
+
+
+def sync(path: Path) -> None:
+    with open(path, "rb+") as stream:
+        os.fsync(stream.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    if os.name == "nt":
+        return  # a folder cannot be opened there
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as exc:
+        if exc.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _pour(source: BinaryIO, target: BinaryIO, report: Callable[[int], None]) -> None:
+    while chunk := source.read(_CHUNK):
+        target.write(chunk)
+        report(len(chunk))
+
+
+def copy_file(source: Path, target: Path, report: Callable[[int], None]) -> None:
+    with open(source, "rb") as stream, open(target, "wb") as out:
+        _pour(stream, out, report)
+
+
+def verify(path: Path, key: str, sha256: str | None, size: int | None) -> None:
+    """Raise `DigestError` unless the file has the ``size`` and ``sha256`` that were promised, where they were."""
+    got = path.stat().st_size
+    if size is not None and got != size:
+        raise DigestError(f"{key}: {got} bytes, not the {size} promised")
+    if sha256 is not None and (digest := sha256_file(path)) != sha256:
+        raise DigestError(f"{key}: sha256 is {digest}, not the {sha256} promised")
+
+
+def is_same(path: Path, size: int, sha256: str | None) -> bool:
+    there = sha256 is not None and not path.is_symlink() and path.is_file() and path.stat().st_size == size
+    return there and sha256_file(path) == sha256
