@@ -164,7 +164,6 @@ def fits(model: Any, blocks: list[nn.Module], loss_of: Any, samples: Any, passes
     model.zero_grad()
     for buffer, before in zip(model.buffers(), buffers, strict=True):
         buffer.copy_(before)
-    del reserve
     return not full
 
 
@@ -175,10 +174,9 @@ def main() -> None:
     rank, world, local = (int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     folder, artifacts = (Path(env.get(f"CLOUDTRAIN_{k}_DIR") or f"{k.lower()}s") for k in ("CHECKPOINT", "ARTIFACT"))
     task, args = arguments()
-    train, validation, test = task.build_datasets(args)
-    batch, share, unit = args.global_batch, args.global_batch // world, getattr(task, "UNIT", "samples")
-    micro, per_epoch = args.micro_batch or share or 1, len(train) // max(1, batch)
-    steps = min(args.epochs * per_epoch, args.max_steps)
+    (train, validation, test), file = task.build_datasets(args), Path(args.resume, "train.json")
+    batch, share, per_epoch = args.global_batch, args.global_batch // world, len(train) // max(1, args.global_batch)
+    micro, steps = args.micro_batch or share or 1, min(args.epochs * per_epoch, args.max_steps)
     need(not gpus or local < gpus, f"no GPU for local rank {local}, this node has {gpus}: start one process per GPU")
     need(args.replicate > 0 and world % args.replicate == 0, f"--replicate {args.replicate} of {world} processes")
     even = 0 < batch <= len(train) and micro > 0 and batch % (world * micro) == 0
@@ -187,7 +185,6 @@ def main() -> None:
     first, last = map(int, args.profile.split(":")) if re.fullmatch(r"\d+:\d+", args.profile) else (0, 0)
     need(not args.profile or 0 < first <= last <= steps, f"--profile {args.profile!r} is not two steps, as in 10:13")
     contract = {"seed": args.seed, "global_batch": batch, "steps": steps, "lr": args.lr}
-    file = Path(args.resume, "train.json")
     need(not args.resume or file.is_file(), f"--resume {args.resume!r} is no checkpoint of this script")
     notes = json.loads(file.read_text()) if args.resume else {"step": 0, "contract": contract}
     need(notes["contract"] == contract, f"--resume: it was saved with {notes['contract']}, this run has {contract}")
@@ -251,6 +248,9 @@ def main() -> None:
         if rank == 0 and step == best:
             (folder / "best").write_text(f"step-{best}\n")
 
+    state()  # it makes AdamW's moments, by a step of zeros: a checkpoint has them of what never had a gradient, too
+    for moments in optimizer.state.values():
+        moments["step"].zero_()  # as that step moved nothing, it counts for nothing
     if args.resume:
         dcp.load(saved := state(), checkpoint_id=args.resume, process_group=aside)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
@@ -299,7 +299,7 @@ def main() -> None:
         dist.all_reduce(total)
         mean, told, seconds = total[0].item() / items.item(), total[1].item() > 0, time.perf_counter() - began
         line = {"step": step, "epoch": epoch, "time": time.time(), "loss": mean, "lr": lr, "grad_norm": norm.item()}
-        rate = items.item() / seconds
+        unit, rate = getattr(task, "UNIT", "samples"), items.item() / seconds
         line |= {"samples_per_s": batch / seconds, f"{unit}_per_s": rate, "data_wait": waited / seconds}
         line |= {"mfu": rate * flops / (world * peak)} if flops and peak else {}
         line["peak_memory"] = torch.cuda.max_memory_allocated() if gpus else getrusage(RUSAGE_SELF).ru_maxrss * 1024

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from jobs import Jobs
 from test_docs import blocks
+from trainings import Trainings
 
 from cloudtrain.run import Run
 
@@ -153,6 +155,9 @@ REFUSED = [
     ("resnet_cifar10", ["--train", "cut"], {}, "100 bytes are no 3073-byte records"),
     ("finetune", ["--train", DIGITS, "--rows", "9"], {}, "a batch is at most the rows"),
     ("finetune", ["--train", DIGITS, "--weights", DIGITS], {}, "is no model.pt of this script"),
+    ("powersgd", ["--train", "no.gz"], {}, "--train 'no.gz' is no digits.csv.gz"),
+    ("powersgd", ["--train", DIGITS], {"WORLD_SIZE": "3"}, "--global-batch 64 does not split over 3"),
+    ("powersgd", ["--train", DIGITS, "--resume", "empty"], {}, "'empty' is no checkpoint of 1 processes"),
     ("lightning_digits", ["--data", "no.gz"], {}, "--data 'no.gz' is no digits.csv.gz"),
     ("accelerate_digits", ["--data", "no.gz"], {}, "--data 'no.gz' is no digits.csv.gz"),
     ("hf_trainer_digits", ["--data_file", "no.gz", "--output_dir", "out"], {}, "--data_file 'no.gz'"),
@@ -345,6 +350,79 @@ def test_fine_tuning_killed_takes_initial_weights_once(jobs: Jobs) -> None:
         accuracy = numbers(r"accuracy # on 360 digits after 50 steps", done.stdout)[0][0]
         assert (accuracy < tuned - 0.05) if name == "scratch" else (accuracy == tuned)
     assert losses(jobs.tmp / "pulled") == losses(jobs.tmp / "whole")
+
+
+FLOATS, SENT = 85002, 4914
+"""Of powersgd.py's gradients; and of their factors of rank 4, with the biases, which are sent as they are."""
+
+
+@pytest.mark.proof
+@KILLED
+def test_powersgd_sends_factors(jobs: Jobs, trainings: Trainings, killed: bool) -> None:
+    """A run that was killed has the losses of one that nobody interrupts, to the last bit."""
+    example = Example(jobs, "powersgd")
+    if killed:
+        example.kill(2)
+    text = example.finish()
+    example.resumed(r"step-(\d+)", killed=killed)
+    rows = numbers(r"epoch # loss #, a gradient of rank # of 256", text)
+    assert {epoch for epoch, _, _ in rows} == set(range(1, 7))
+    assert all(rank > 32 if epoch == 1 else rank == 4 for epoch, _, rank in rows)
+    words = r"accuracy # on 360 digits; a compressed step all-reduces # floats for #"
+    ((accuracy, sent, floats),) = numbers(words, text)
+    assert (sent, floats) == (SENT, FLOATS)
+    assert accuracy >= 0.9
+    if killed:
+        example.run.pull(jobs.tmp / "pulled")
+        flags = ("--train", str(ROOT / DIGITS))
+        whole = trainings.run(jobs.tmp / "whole", str(EXAMPLES / "powersgd.py"), *flags, processes=2)
+        assert losses(jobs.tmp / "pulled") == whole.losses()
+
+
+COUNTING = """
+import json, os, runpy
+import torch.distributed as dist
+
+def all_reduce(tensor, *args, **more):
+    sent.append(tensor.numel())
+    return plain(tensor, *args, **more)
+
+plain, sent, dist.all_reduce = dist.all_reduce, [], all_reduce
+runpy.run_path({script!r}, run_name="__main__")
+with open(f"sent-{{os.environ['RANK']}}.json", "w") as stream:
+    json.dump(sent, stream)
+"""
+
+
+@pytest.mark.proof
+def test_powersgd_goes_on_with_the_errors_of_each_rank(trainings: Trainings, tmp_path: Path) -> None:
+    """Bit for bit; and not without them. What is sent is counted where it is sent, not by PowerSGD itself."""
+    script, flags = str(EXAMPLES / "powersgd.py"), ("--train", str(ROOT / DIGITS), "--epochs", "4")
+    (counting := tmp_path / "counting.py").write_text(COUNTING.format(script=script))
+    whole = trainings.run(tmp_path / "whole", str(counting), *flags, processes=2)
+    wanted = whole.losses()
+    assert list(wanted) == list(range(1, 89))
+    for rank in range(2):  # two passes before step 1 and 22 plain steps, 66 compressed ones; and each step its loss
+        sent = json.loads((whole.folder / f"sent-{rank}.json").read_text())
+        assert sum(sent) == 24 * FLOATS + 66 * SENT + 88
+
+    files = [whole.checkpoint("step-44") / f"powersgd-{rank}-of-2.pt" for rank in range(2)]
+    one, other = (torch.load(file, weights_only=True)["error_dict"] for file in files)
+    assert one.keys() == other.keys() == {0}
+    assert not torch.equal(one[0], other[0])
+    for name, first in (("step-22", 23), ("step-44", 45)):  # before the first compressed step, and between two of them
+        resume = ("--resume", str(whole.checkpoint(name)))
+        resumed = trainings.run(tmp_path / name, script, *flags, *resume, processes=2)
+        assert resumed.losses() == {step: wanted[step] for step in range(first, 89)}
+
+    for file in files:
+        state = torch.load(file, weights_only=True)
+        state["error_dict"][0].zero_()
+        torch.save(state, file)
+    resume = ("--resume", str(whole.checkpoint("step-44")))
+    without = trainings.run(tmp_path / "without", script, *flags, *resume, processes=2).losses()
+    assert without[45] == wanted[45], "the errors count from the next step on"
+    assert without[46] != wanted[46]
 
 
 # --------------------------------------------------------------------------------------------- other people's libraries

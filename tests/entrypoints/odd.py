@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that a sample takes to be read")
     parser.add_argument("--noise", action="store_true", help="labels to validate by that nothing can learn")
     parser.add_argument("--overflow", type=int, default=-1, help="the sample whose gradient is too large for float16")
+    parser.add_argument("--late", type=int, default=0, help="passes of training until a second head is used, too")
+    parser.add_argument("--frozen", action="store_true", help="the first layer learns nothing")
     parser.add_argument("--full", default="", help="where rank 1 runs out of memory with more than 2 samples")
 
 
@@ -50,6 +52,11 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(args) for _ in range(3))
         self.head, self.spike = nn.Linear(WIDTH, CLASSES), nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.spike.weight)
+        self.first.requires_grad_(not args.frozen)
+        self.late = args.late
+        if args.late:
+            self.second = nn.Linear(WIDTH, CLASSES)
+            self.register_buffer("passes", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor, spike: Tensor) -> Tensor:
         def run_out(*_: Tensor) -> None:
@@ -66,6 +73,9 @@ class Model(nn.Module):
         if self.full == "loss":
             run_out()
         scores = self.head(x)
+        if self.late:
+            self.passes += self.training
+            scores = scores + self.second(x) if self.passes > self.late else scores
         return torch.cat([scores[..., :1] + self.spike(spike)[:, None], scores[..., 1:]], -1)
 
 

@@ -103,6 +103,26 @@ def test_a_run_goes_on_over_what_a_killed_one_left(trainings: Trainings, tmp_pat
     assert not (again.folder / "checkpoints/step-8/stale").exists()
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
+def test_frozen_parameters_resume_bit_for_bit(script: str, trainings: Trainings, tmp_path: Path) -> None:
+    """Also where they were not frozen yet when the checkpoint was written."""
+    flags = (*ODD, "--frozen")
+    whole = trainings.run(tmp_path / "whole", script, *flags, processes=2)
+    for name, before in (("frozen", whole), ("not yet", trainings.run(tmp_path / "not", script, *ODD, processes=2))):
+        resume = ("--resume", str(before.checkpoint("step-6")))
+        resumed = trainings.run(tmp_path / name, script, *flags, *resume, processes=2)
+        assert list(resumed.losses()) == list(range(7, 19))
+        assert (resumed.losses().items() <= whole.losses().items()) == (before is whole)
+
+
+def test_a_parameter_that_is_not_used_is_refused_by_ddp_before_step_1(trainings: Trainings, tmp_path: Path) -> None:
+    run = trainings.start(tmp_path, "ddp.py", *ODD, "--late", "9", processes=2).finish()
+    assert run.code != 0
+    assert "parameters that were not used in producing loss" in run.err
+    assert run.metrics() == []
+
+
 # ----------------------------------------------------------------------------------------------------- the global batch
 
 

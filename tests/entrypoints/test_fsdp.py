@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from trainings import ODD, TEXT, Launched, Quick, Trainings
 
 pytestmark = pytest.mark.slow
@@ -66,6 +68,26 @@ def test_a_preempted_run_resumes_bit_for_bit(trainings: Trainings, tmp_path: Pat
     resumed = trainings.run(tmp_path / "resumed", "fsdp.py", *flags, *resume, processes=2)
     assert stopped.losses() | resumed.losses() == whole.losses()
     assert resumed.notes("step-72")["best"] == whole.notes("step-72")["best"]
+
+
+def steps_of(run: Quick, name: str, parameter: str, folder: Path) -> float:
+    """How many gradients AdamW has seen of a parameter, as a checkpoint has it."""
+    dcp_to_torch_save(run.checkpoint(name), folder / "state.pt")
+    state: dict[str, Any] = torch.load(folder / "state.pt", weights_only=True)["optimizer"]["state"]
+    return float(state[parameter]["step"])
+
+
+def test_a_parameter_without_a_gradient_so_far_resumes_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
+    """The first gradient of the second head comes at step 10, in a run that goes on from step 6, too."""
+    flags = (*ODD, "--late", "9")
+    whole = trainings.run(tmp_path / "whole", "fsdp.py", *flags, processes=2)
+    resume = ("--resume", str(whole.checkpoint("step-6")))
+    resumed = trainings.run(tmp_path / "resumed", "fsdp.py", *flags, *resume, processes=2)
+    assert resumed.losses() == {step: loss for step, loss in whole.losses().items() if step > 6} != {}
+    assert steps_of(whole, "step-6", "second.weight", tmp_path) == 0
+    for run in (whole, resumed):
+        assert steps_of(run, "step-18", "second.weight", tmp_path) == 9
+        assert steps_of(run, "step-18", "head.weight", tmp_path) == 18
 
 
 @pytest.mark.parametrize(
