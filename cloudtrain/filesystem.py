@@ -62,7 +62,13 @@ class FsspecMover:
         return False
 
     def entry(self, key: str) -> Entry | None:
-        info = self.fs.info(self.at(key))
+        try:
+            info = self.fs.info(self.at(key))
+        except FileNotFoundError as exc:
+            # Whatever keeps a web server from answering is called so; what it was stands behind it.
+            if url_scheme(self.url) in ("http", "https") and isinstance(exc.__cause__, Exception):
+                raise exc.__cause__ from None
+            raise
         if info.get("type") != "file":
             return None
         return Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))
@@ -77,9 +83,9 @@ class FsspecMover:
         if not isinstance(found, Mapping):  # adlfs answers a list when the path is itself a file
             return {}
         return {
-            self._key(name): Entry(int(info["size"] or 0), _version(info), _modified(info))
+            self._key(name): Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))
             for name, info in found.items()
-            if info.get("type") == "file" and not name.endswith("/")
+            if info.get("type") == "file" and not name.endswith("/") and name != self.root
         }
 
     def names(self, prefix: str) -> Names:
@@ -115,11 +121,13 @@ class FsspecMover:
             raise ConnectionError("another object has come to the key meanwhile")
 
     def piece(self, key: str, start: int, end: int) -> bytes:
-        if start == 0 and url_scheme(self.url) in ("http", "https") and end - start == BLOCK:
-            info = self.fs.info(self.at(key))
-            if info["size"] != end and not info.get("partial"):  # the answer would be all of it
-                raise StorageError(f"{self.url}/{key}: the server answers no ranges; copy it to a store")
         return bytes(self.fs.cat_file(self.at(key), start=start, end=end))
+
+    def stream(self, key: str, size: int) -> Iterator[bytes]:
+        """All of a web server's file by one request, ``size`` bytes at a time."""
+        with self.fs.open(self.at(key), "rb", block_size=0) as answer:
+            while data := answer.read(size):
+                yield bytes(data)
 
     def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
         if size <= BLOCK:
@@ -129,13 +137,13 @@ class FsspecMover:
         try:
             for piece in pieces:
                 out.write(piece)
+            out.close()
         except BaseException:
             with contextlib.suppress(Exception):  # not every file system's can
                 out.discard()
             with contextlib.suppress(AttributeError):
                 out.closed = True  # else what has come is stored when it is collected
             raise
-        out.close()
 
     def copy(self, source: str, target: str) -> None:
         self.fs.cp_file(self.at(source), self.at(target))

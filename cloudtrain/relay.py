@@ -3,32 +3,43 @@
 The address of a copy is made of its source's URL, so that a plan knows it without a network. Its manifest,
 ``data/manifests/<address>.json``, says of each file which version was copied; what is still that version is not copied
 again, also not after a copy that was broken off. A source that has changed brings its copy up to date in place, unless
-a run that is not over was given it.
+a run that is not over was given it. One client at a time copies to an address, by a lease; others wait, and find it.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import hashlib
+import json
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from .disk import safe
 from .errors import CloudtrainError, ConflictError, SpecError, StorageError
+from .faults import TransientError, translate
+from .lease import FOLDER, Sole
 from .provider import Layout, LayoutInput
-from .remote import RemoteFiles
+from .remote import AHEAD, PIECE, RemoteFiles
 from .store import Store, expect, to_json
 from .transfer import Entry, Moving, Progress, parallel
+from .values import url_scheme
 
-__all__ = ["bring"]
+__all__ = ["bring", "without_secrets"]
 
+LEASE = 60.0
+"""Seconds after which another client may go on with a copy whose maker has gone."""
 SAVED_SECONDS = 30.0
 """How often what has been copied is written down."""
-LARGE = 2
-"""Files of more than `SMALL` bytes that are copied at a time: each is in memory in a few parts."""
-SMALL = 8 << 20
+MEMORY = 160 << 20
+"""Bytes that may be under way: whole small files, and parts of large ones with what a client library holds of them."""
+ANNOUNCED = 86400.0
+"""Seconds for which somebody who has staged a copy may still be about to record the run that needs it."""
+TRIES = 4
+"""Of a web server's file, whose stream begins anew; a range is tried again where it is asked for."""
 _TAG = re.compile(r"\bETag=(?:W/)?\"?([^\"\s]+)", re.IGNORECASE)
 
 
@@ -48,6 +59,11 @@ def bring(
     return sum(_Copy(store, layout.run_id, name, item, progress, say).run() for name, item in wanted.values())
 
 
+def without_secrets(url: str) -> str:
+    """``url`` without a query, which may be a signature, and without a user's name and password."""
+    return re.sub(r"(?<=://)[^/@]*:[^/@]*@", "", url.partition("?")[0])
+
+
 class _Copy:
     def __init__(
         self,
@@ -58,81 +74,150 @@ class _Copy:
         progress: Progress | None,
         say: Callable[[str], None] | None,
     ) -> None:
+        assert item.source is not None
         self._store, self._run_id, self._name, self._item, self._progress = store, run_id, name, item, progress
         self._say = say or (lambda _: None)
+        self._url, self._shown = item.source, without_secrets(item.source)
         self._address = item.url[len(store.url) + 1 :].split("/")[1]
         self._manifest = f"data/manifests/{self._address}.json"
-        assert item.source is not None
-        self._url = item.source.rstrip("/")
-        parent = self._url.partition("?")[0].rpartition("/")[0]
-        self._key = self._url[len(parent) + 1 :] if item.file else ""
-        self._source = _remote(parent if item.file else self._url, store.moving.mover)
-        self._lock, self._large = threading.Lock(), threading.BoundedSemaphore(LARGE)
+        self._source = self._opened()
+        self._lock, self._stop, self._room = threading.Lock(), threading.Event(), _Room(MEMORY)
         self._done: dict[str, dict[str, Any]] = {}
         self._saved = time.monotonic()
 
+    def _opened(self) -> RemoteFiles:
+        """The source, with nothing remembered of what was there."""
+        url = self._url if self._item.file else self._url.rstrip("/")
+        return RemoteFiles(url=url, moving=Moving(mover=self._store.moving.mover))
+
     def run(self) -> int:
-        found = self._list()
-        record = self._store.record(self._manifest)
-        known: Mapping[str, Any] = (record or {}).get("files", {})
-        self._done = {path: dict(known[path]) for path, entry in found.items() if _is_copy(known.get(path), entry)}
-        if record and record.get("complete") and len(self._done) == len(found) == len(known):
+        found = self._list(self._source)
+        if self._known(found, self._store.record(self._manifest)) is not None:
             return 0
-        if record and record.get("complete"):
-            self._refuse_while_used()
+        mark = f"{FOLDER}/copying-{self._address}"
+        waits = f"waiting: somebody else copies {self._shown}"
+        with Sole(self._store.files, mark, seconds=LEASE, say=self._say, waits=waits) as sole:
+            record = self._store.record(self._manifest)
+            if self._known(found, record) is not None:
+                return 0
+            if record is not None:
+                self._refuse_while_used(found, whole=record.get("complete") is True)
+            return self._copy(found, record or {}, sole)
+
+    def _known(self, found: Mapping[str, Entry], record: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """What ``record`` says of these very versions, if that is all there is."""
+        files = (record or {}).get("files") or {}
+        whole = bool(record) and record.get("complete") is True and len(files) == len(found)  # type: ignore[union-attr]
+        return files if whole and all(_is_copy(files.get(path), entry) for path, entry in found.items()) else None
+
+    def _copy(self, found: Mapping[str, Entry], record: Mapping[str, Any], sole: Sole) -> int:
+        known = record.get("files") or {}
         there = self._store.files.list(f"data/{self._address}")
-        for path in [path for path in self._done if there.get(self._at(path)) != found[path].size]:
-            del self._done[path]
+        self._done = {
+            path: dict(known[path])
+            for path, entry in found.items()
+            if _is_copy(known.get(path), entry) and there.get(self._at(path)) == entry.size
+        }
         rest = {path: entry for path, entry in found.items() if path not in self._done}
-        self._say(f"copying {self._name} from {self._url}")
+        self._say(f"copying {self._name} from {self._shown}")
         expect(self._progress, [entry.size for entry in rest.values()])
-        self._save(complete=False)  # from here on nobody takes it for whole
+        self._save(sole, complete=False)  # from here on nobody takes it for whole
         try:
             self._store.files.discard(sorted(set(there) - set(map(self._at, found))))
-            parallel(lambda path: self._one(path, rest[path]), list(rest), jobs=self._store.moving.concurrency)
+            self._all(rest, sole)
             self._check(found)
         except BaseException:
             with contextlib.suppress(CloudtrainError):
-                self._save(complete=False)
+                self._save(sole, complete=False)
             raise
-        self._save(complete=True)
+        self._save(sole, complete=True)
         return sum(entry.size for entry in rest.values())
 
-    def _list(self) -> dict[str, Entry]:
+    def _list(self, source: RemoteFiles) -> dict[str, Entry]:
         """The source's files by their paths in the copy."""
+        field = f"inputs.{self._name}"
         if self._item.file is None:
-            found = self._source.entries()
+            found = source.entries()
+            if not found:
+                why = "; of a single file, give a URL that ends in something like .csv" if source.entry("") else ""
+                raise SpecError(f"{self._shown} holds no file{why}", field=field)
         else:
-            entry = self._source.entry(self._key)
-            found = {self._item.file: entry} if entry is not None else {}
-        if not found:
-            raise SpecError(f"{self._url} holds no file", field=f"inputs.{self._name}")
+            entry = source.entry("")
+            if entry is None:
+                raise SpecError(f"there is no file {self._shown}; of a folder, let the URL end in /", field=field)
+            found = {self._item.file: entry}
         for path, entry in found.items():
+            if not safe(path):
+                raise SpecError(f"{self._shown}: {path!r} is no name that every system takes", field=field)
             if entry.size < 0:
-                raise StorageError(f"{self._url}: the server does not say how large {path} is; copy it to a store")
+                raise StorageError(f"{self._shown}: the server does not say how large {path} is; copy it to a store")
         return found
 
-    def _refuse_while_used(self) -> None:
-        for run_id in self._store.runs():
-            if run_id == self._run_id or self._store.result(run_id) is not None:
-                continue
-            inputs = (self._store.record(f"runs/{run_id}/run.json") or {}).get("layout", {}).get("inputs", {})
-            if any(self._address in str(item.get("url")) for item in inputs.values()):
-                raise ConflictError(
-                    f"{self._url} has changed since {run_id}, which is not over, was given a copy of it; wait for that"
-                    f" run, or cancel it (where it ended unseen: cloudtrain reconcile {run_id})",
-                    field=f"inputs.{self._name}",
-                )
+    def _refuse_while_used(self, found: Mapping[str, Entry], *, whole: bool) -> None:
+        """Raise `ConflictError` while somebody counts on the copy as it is; of one that is not whole only runs do."""
+        users = self._announced() if whole else []
+        runs = [run_id for run_id in self._store.runs() if run_id != self._run_id]
+        users += [run_id for run_id, used in zip(runs, parallel(self._uses, runs), strict=True) if used]
+        if not users:
+            return
+        what = "has changed" if all(entry.version for entry in found.values()) else "may have changed (it has no ETag)"
+        raise ConflictError(
+            f"{self._shown} {what} since {users[0]}, which is not over, was given a copy of it; wait for that run, or"
+            f" cancel it (where it ended unseen: cloudtrain reconcile {users[0]})",
+            field=f"inputs.{self._name}",
+        )
 
-    def _one(self, path: str, entry: Entry) -> None:
-        key = self._key if self._item.file else path
-        digest = hashlib.sha256()
-        moved = 0
+    def _uses(self, run_id: str) -> bool:
+        """Whether the run is not over and was given this copy; of one whose record cannot be read nobody knows."""
+        if self._store.result(run_id) is not None:
+            return False
+        key = f"runs/{run_id}/run.json"
+        record = self._store.record(key)
+        return self._address in json.dumps(record) if record else self._store.files.exists(key)
+
+    def _announced(self) -> list[str]:
+        """Whoever has staged this copy, and not yet recorded a run."""
+        found = self._store.files.entries(FOLDER)
+        now = max((entry.modified for entry in found.values()), default=0.0)
+        users = []
+        for key, entry in found.items():
+            record = self._store.record(key) if key.endswith(".json") and now - entry.modified < ANNOUNCED else None
+            if record and record.get("for") != self._run_id and self._address in json.dumps(record.get("contents")):
+                users.append(str(record.get("for")))
+        return users
+
+    # ------------------------------------------------------------------------------------------------------------ bytes
+
+    def _all(self, rest: Mapping[str, Entry], sole: Sole) -> None:
+        """Small files first: they would wait behind the large ones, which have most of the memory."""
+        order = sorted(rest, key=lambda path: rest[path].size)
+        with concurrent.futures.ThreadPoolExecutor(self._store.moving.concurrency) as pool:
+            futures = [pool.submit(self._one, path, rest[path], sole) for path in order]
+            try:
+                for future in concurrent.futures.as_completed(futures):
+                    future.result()
+            except BaseException:
+                # What is under way ends at its next piece, and is waited for: it must not land later.
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _one(self, path: str, entry: Entry, sole: Sole) -> None:
+        try:
+            self._copy_one(path, entry, sole)
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def _copy_one(self, path: str, entry: Entry, sole: Sole) -> None:
+        digest, moved = hashlib.sha256(), 0
 
         def pieces() -> Iterator[bytes]:
             nonlocal digest, moved
             digest, at = hashlib.sha256(), 0
-            for piece in self._source.pieces(key, entry.size):
+            for piece in self._read(path, entry):
+                if self._stop.is_set():
+                    raise StorageError(f"{self._shown}: the copy was broken off")
                 digest.update(piece)
                 yield piece
                 at += len(piece)
@@ -140,46 +225,86 @@ class _Copy:
                     self._progress(self._at(path), at - moved)
                     moved = at
 
-        with self._large if entry.size > SMALL else contextlib.nullcontext():
-            _target(self._store).receive(self._at(path), entry.size, pieces)
+        target = self._store.files
+        assert isinstance(target, RemoteFiles)  # `Store.inputs` gives no other store a source
+        with self._room.taken(_weight(entry.size)):
+            tries = TRIES if url_scheme(self._url) in ("http", "https") else 1
+            for left in range(tries - 1, -1, -1):
+                sole.check()
+                try:
+                    target.receive(self._at(path), entry.size, pieces)
+                    break
+                except TransientError:
+                    if not left or self._stop.is_set():
+                        raise
         with self._lock:
             self._done[path] = {"size": entry.size, "sha256": digest.hexdigest(), "version": _version(entry)}
             due = time.monotonic() - self._saved > SAVED_SECONDS
             if due:
                 self._saved = time.monotonic()
         if due:
-            self._save(complete=False)
+            self._save(sole, complete=False)
+
+    def _read(self, path: str, entry: Entry) -> Iterator[bytes]:
+        """The source's pieces; what fails there is not taken for the target's failure."""
+        where = f"{self._shown}/{path}" if self._item.file is None else self._shown
+        try:
+            yield from self._source.pieces("" if self._item.file else path, entry.size)
+        except FileNotFoundError:
+            raise StorageError(f"{where} went away while it was copied; start again") from None
+        except (CloudtrainError, GeneratorExit):
+            raise
+        except Exception as exc:  # back ends raise anything; the table sorts it
+            raise translate(exc, where) from exc
 
     def _check(self, found: Mapping[str, Entry]) -> None:
         """Raise `StorageError` unless the source is as it was, and the copy as large."""
-        now = self._list()
+        now = self._list(self._opened())
         changed = [path for path in found.keys() | now.keys() if not _alike(found.get(path), now.get(path))]
-        for path in changed:
+        there = self._store.files.list(f"data/{self._address}")
+        wrong = [path for path, entry in found.items() if there.get(self._at(path)) != entry.size]
+        for path in (*changed, *wrong):
             self._done.pop(path, None)
         if changed:
-            raise StorageError(f"{self._url}: {min(changed)} changed while it was copied; start again")
-        there = self._store.files.list(f"data/{self._address}")
-        if wrong := [path for path, entry in found.items() if there.get(self._at(path)) != entry.size]:
-            for path in wrong:
-                self._done.pop(path, None)
+            raise StorageError(f"{self._shown}: {min(changed)} changed while it was copied; start again")
+        if wrong:
             raise StorageError(f"{self._at(min(wrong))} is not what was written; somebody else writes there")
 
-    def _save(self, *, complete: bool) -> None:
+    def _save(self, sole: Sole, *, complete: bool) -> None:
         with self._lock:
-            record = {"protocol": 1, "source": self._url, "complete": complete, "files": dict(self._done)}
-        self._store.files.write(self._manifest, to_json(record))
+            record = {"protocol": 1, "source": self._shown, "complete": complete, "files": dict(self._done)}
+            sole.check()
+            self._store.files.write(self._manifest, to_json(record))
 
     def _at(self, path: str) -> str:
         return f"data/{self._address}/{path}"
 
 
-def _remote(url: str, mover: str) -> RemoteFiles:
-    return RemoteFiles(url=url, moving=Moving(mover=mover))
+class _Room:
+    """So many bytes of memory; what is larger than all of it has all of it."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._free = size
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        size = min(size, self._size)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += size
+                self._changed.notify_all()
 
 
-def _target(store: Store) -> RemoteFiles:
-    assert isinstance(store.files, RemoteFiles)  # whoever cannot read a remote source cannot read this machine either
-    return store.files
+def _weight(size: int) -> int:
+    """Bytes of memory that a copy of a file takes: of a small one the pieces and their sum, of a large one the pieces
+    ahead and what a client library sends at once."""
+    return 3 * size if size <= PIECE else PIECE * (AHEAD + 9)
 
 
 def _version(entry: Entry) -> str:

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
+RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf"})
 """Schemes of remote data that can be copied into a store, where nodes cannot read them."""
 
 _PROTOCOL = 1
@@ -153,12 +153,14 @@ class Store:
 
     def _placed_remote(self, name: str, item: Input, schemes: frozenset[str]) -> LayoutInput:
         file, scheme = _remote_file(item.url), url_scheme(item.url)
-        if scheme in schemes or scheme not in RELAYED or url_scheme(self.url) not in schemes:
+        unread = scheme not in schemes and scheme in RELAYED
+        if not unread or local_path(self.url) is not None or url_scheme(self.url) not in schemes:
             return _placed(item, item.url, file)
         if file is None and scheme in ("http", "https"):
             raise SpecError(f"{item.url} names no file, and nobody can list what is below it", field=f"inputs.{name}")
-        url = self._data(hashlib.sha256(f"{_COPIED}{item.url}".encode()).hexdigest(), file)
-        return dataclasses.replace(_placed(item, url, file), source=item.url)
+        source = item.url if file else item.url.rstrip("/")
+        url = self._data(hashlib.sha256(f"{_COPIED}{source}".encode()).hexdigest(), file)
+        return dataclasses.replace(_placed(item, url, file), source=source)
 
     def _data(self, digest: str, file: str | None) -> str:
         return f"{self.url}/data/{digest}" + (f"/{file}" if file else "")

@@ -357,7 +357,8 @@ def submit(
     staged = plan.store.stage(
         plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say
     )
-    if any(item.source for item in plan.layout.inputs.values()):
+    sources = any(item.source for item in plan.layout.inputs.values())
+    if sources and not plan.store.files.exists(f"runs/{plan.run_id}/run.json"):  # else they were copied for it
         from .relay import bring
 
         copied = bring(plan.store, plan.layout, progress=moved, say=say)

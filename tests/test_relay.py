@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from servers import Web
 from cloudtrain import remote
 from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
 from cloudtrain.job import Job
+from cloudtrain.lease import announce, withdraw
 from cloudtrain.provider import Layout
-from cloudtrain.relay import bring
+from cloudtrain.relay import _Room, bring, without_secrets
+from cloudtrain.remote import RemoteFiles
 from cloudtrain.store import Store
-from cloudtrain.transfer import Moving, files
+from cloudtrain.transfer import Moving, files, parallel
 
 pytestmark = [
     pytest.mark.remote,
@@ -96,20 +99,42 @@ def test_a_tree_is_copied_once_and_then_what_changed(place: Place) -> None:
 
 
 def test_one_file_of_a_web_server(s3_url: str, web: Web) -> None:
-    web.write("data/x.csv.gz", data := os.urandom(1000))
-    place = Place(f"{web.url}/data/x.csv.gz", s3_url)
-    item = place.layout().inputs["train"]
-    assert (item.file, item.source) == ("x.csv.gz", place.source)
-    assert place.bring() == 1000
-    assert place.bring() == 0
-    assert files(item.url.rpartition("/")[0]).read("x.csv.gz") == data
-    web.write("data/large.bin", os.urandom(9 * MIB))
-    with pytest.raises(StorageError, match="answers no ranges"):
-        Place(f"{web.url}/data/large.bin", s3_url).bring()
+    """It knows nothing of ranges."""
+    for name, size in (("x.csv.gz", 1000), ("large.bin", 9 * MIB + 7)):
+        web.write(f"data/{name}", data := os.urandom(size))
+        place = Place(f"{web.url}/data/{name}?signature=s%2F//3cret", s3_url)
+        item = place.layout().inputs["train"]
+        assert (item.file, item.source) == (name, place.source)
+        assert place.bring() == size
+        assert place.bring() == 0
+        assert files(item.url.rpartition("/")[0]).read(name) == data
+        assert "s3cret" not in place.store.files.read(f"data/manifests/{address(place)}.json").decode()
     with pytest.raises(SpecError, match="names no file"):
         Place(f"{web.url}/data", s3_url).layout()
-    with pytest.raises(SpecError, match=r"inputs.train: http.*nothing.csv holds no file"):
+    with pytest.raises(SpecError, match=r"inputs.train: there is no file http.*nothing.csv"):
         Place(f"{web.url}/data/nothing.csv", s3_url).bring()
+    with pytest.raises(StorageError, match=r"refused|[Cc]onnect"):
+        Place("http://127.0.0.1:9/x.csv", s3_url).bring()
+
+
+def test_what_is_no_tree_or_no_file_is_said(gcs_url: str, s3_url: str) -> None:
+    tree = files(gcs_url)
+    tree.write("set/LICENSE", b"1")
+    tree.write("odd.v2/a", b"1")
+    with pytest.raises(SpecError, match=r"inputs.train: .*/LICENSE holds no file; of a single file, give a URL that"):
+        Place(f"{gcs_url}/set/LICENSE", s3_url).bring()
+    with pytest.raises(SpecError, match=r"there is no file .*/odd.v2; of a folder, let the URL end in /"):
+        Place(f"{gcs_url}/odd.v2", s3_url).bring()
+    assert Place(f"{gcs_url}/odd.v2/", s3_url).bring() == 1
+    one, other = (Place(f"{gcs_url}/set{end}", s3_url).layout().inputs["train"].url for end in ("", "/"))
+    assert one == other
+
+
+def test_no_secret_of_a_url_is_shown() -> None:
+    assert without_secrets("https://user:pass@host/a@b/c.csv?sig=1") == "https://host/a@b/c.csv"
+    assert without_secrets("abfs://container@account.dfs.core.windows.net/x") == (
+        "abfs://container@account.dfs.core.windows.net/x"
+    )
 
 
 def test_what_nodes_read_by_themselves_stays_where_it_is(s3_url: str) -> None:
@@ -131,10 +156,23 @@ def test_a_copy_that_a_run_was_given_stays_as_it_is(gcs_url: str, s3_url: str) -
     with pytest.raises(ConflictError, match=r"inputs.train: .*/set has changed since uses-it, which is not over"):
         place.bring("other")
     assert place.copied() == {"x": b"old"}
-    assert place.bring("uses-it") == 4  # the same run, sent again
     place.store.write_result("uses-it", {})
     files(place.source).write("x", b"newest")
+    key = announce(place.store.files, "about-to-be", [place.layout().inputs["train"].url])
+    with pytest.raises(ConflictError, match="has changed since about-to-be"):
+        place.bring("other")
+    withdraw(place.store.files, key)
     assert place.bring("other") == 6
+
+
+def test_any_number_at_once_copy_once(gcs_url: str, s3_url: str) -> None:
+    place = Place(f"{gcs_url}/set", s3_url)
+    data = fill(place.source)
+    runs = [f"run-{number}" for number in range(6)]
+    moved = parallel(lambda run_id: Place(place.source, s3_url).bring(run_id), runs, jobs=6)
+    assert sorted(moved) == [0] * 5 + [sum(FILES.values())]
+    assert place.copied() == data
+    assert place.store.files.names("staging") == []
 
 
 # ------------------------------------------------------------------------------------------------ what comes in between
@@ -154,30 +192,83 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
         wire.shutdown()
 
 
-def gets(s3: FaultyS3, ending: str) -> int:
-    return sum(method == "GET" and path.endswith(ending) for method, path, _ in s3.requests)
+@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
+def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> None:
+    place = Place("s3://bucket/set", gcs_url)
+    place.store.moving = Moving(mover=mover, concurrency=1)
+    s3.put("set/a", b"a" * MIB)
+    s3.put("set/b", b"b" * (2 * MIB + 1))
+    pieces, count = RemoteFiles.pieces, 0
+
+    def breaking(self: RemoteFiles, key: str, size: int) -> Iterator[bytes]:
+        nonlocal count
+        for piece in pieces(self, key, size):
+            count += 1
+            if count == 3:  # the second of b's
+                raise KeyboardInterrupt
+            yield piece
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteFiles, "pieces", breaking)
+        with pytest.raises(KeyboardInterrupt):
+            place.bring()
+    assert set(place.store.files.list("data")) == {f"data/{address(place)}/a", f"data/manifests/{address(place)}.json"}
+    s3.requests.clear()
+    assert place.bring() == 2 * MIB + 1
+    assert not any(path.endswith("/a") for _, path, _ in s3.requests)
+    assert place.copied() == {key[4:]: item.data for key, item in s3.objects.items()}
 
 
 @pytest.mark.parametrize("mover", ["fsspec", "obstore"])
-def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> None:
-    place = Place("s3://bucket/set", gcs_url, "fsspec")
-    place.store.moving = Moving(mover=mover, concurrency=1)
-    s3.put("set/a", b"a" * 100)
-    s3.put("set/b", b"b" * (2 * MIB + 1))
-    refused = threading.Event()
+def test_when_it_is_over_nothing_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> None:
+    """One of several fails: the others, which are slow, are at an end when that is told, and land no more."""
+    place = Place("s3://bucket/set", gcs_url)
+    place.store.moving = Moving(mover=mover)
+    for name in "abc":
+        s3.put(f"set/{name}", os.urandom(6 * MIB))
+    writes: list[str] = []
 
-    def fault(agent: str) -> str | None:
-        return "403 AccessDenied" if refused.is_set() and gets(s3, "/b") else None
+    def progress(key: str, count: int) -> None:
+        writes.append(key)
+        time.sleep(0.05)
+        if len(writes) == 4:
+            raise KeyboardInterrupt
 
-    s3.fault = fault  # type: ignore[method-assign]
-    refused.set()
-    s3.requests.append(("GET", "/b", {}))
-    with pytest.raises(AuthError):
+    with pytest.raises(KeyboardInterrupt):
+        place.bring(progress=progress)
+    told = len(writes)
+    assert told <= 12  # of 18: each of the others has come to the end of its piece
+    there = place.store.files.list("data")
+    time.sleep(1)
+    assert len(writes) == told
+    assert place.store.files.list("data") == there
+    assert not [thread for thread in threading.enumerate() if thread.name == "obstore"]
+
+
+def test_a_source_that_goes_away_is_said_to_have(s3: FaultyS3, gcs_url: str) -> None:
+    place = Place("s3://bucket/set", gcs_url)
+    for name in "ab":
+        s3.put(f"set/{name}", os.urandom(3 * MIB))
+    s3.fault = lambda agent: s3.objects.pop("set/b", None) and None if s3.requests else None  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match=r"s3://bucket/set/b went away while it was copied; start again"):
         place.bring()
-    refused.clear()
-    s3.requests.clear()
-    assert place.bring() > 0
-    assert place.copied() == {key[4:]: item.data for key, item in s3.objects.items()}
+
+
+def test_memory_is_shared_out() -> None:
+    room, most, inside, lock = _Room(10), 0, 0, threading.Lock()
+
+    def take(size: int) -> None:
+        nonlocal most, inside
+        with room.taken(size):
+            with lock:
+                inside += min(size, 10)
+                most = max(most, inside)
+            time.sleep(0.001)
+            with lock:
+                inside -= min(size, 10)
+
+    parallel(take, [1, 4, 99, 3, 10, 7, 2] * 5, jobs=16)
+    assert (most, inside) == (10, 0)
 
 
 @pytest.mark.parametrize("mover", ["fsspec", "obstore"])
