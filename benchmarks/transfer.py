@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ from common import (
     scratch,
     sides,
 )
+
+from cloudtrain.digests import SETTLED
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -300,6 +303,7 @@ def again(place: Place, count: int) -> list[Figure]:
     found = []
     for files, target in ((SMALL, 0.05), (10 * SMALL, 0.5)):
         source = made(place.folder / f"data{files}", files, SMALL_BYTES // 8)
+        time.sleep(SETTLED + 1)  # of files that have just been written no digest is believed
         costs = [place.cost(AGAIN, "up", place.fresh(), str(source)) for _ in range(count)]
         value = statistics.median(cost.wall for cost in costs)
         found.append(Figure(name=f"unchanged {files:,} files staged again", value=value, target=target, unit="s"))

@@ -183,11 +183,12 @@ def temp_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
         temp.unlink(missing_ok=True)
 
 
-def settle(temp: Path, path: Path) -> None:
-    """Make ``temp`` durable under the name ``path``."""
+def settle(temp: Path, path: Path, *, name: bool = True) -> None:
+    """Make ``temp`` durable under the name ``path``. Without ``name`` a crash may undo that: what was there is back."""
     sync(temp)
     os.replace(temp, path)
-    sync_folder(path.parent)
+    if name:
+        sync_folder(path.parent)
 
 
 def sync(path: Path) -> None:

@@ -280,9 +280,22 @@ class ObstoreMover:
                 moved.check(total)
                 return
         del first  # of a large object whose size nobody told: the rest of the answer is not wanted
-        starts = range(0, total, PART)
-        parallel(lambda at: self._range(key, temp, at, min(at + PART, total), tag, moved), starts, jobs=SLOTS)
+        self._ranges(key, temp, total, tag, moved)
         moved.check(total)
+
+    def _ranges(self, key: str, temp: Path, total: int, tag: str | None, moved: _Sum) -> None:
+        """All of it, `SLOTS` ranges at a time; none is made ready before its turn, so a file may have any number."""
+        starts, failed = iter(range(0, total, PART)), threading.Event()
+
+        def some(_: int) -> None:
+            while not failed.is_set() and (at := next(starts, None)) is not None:
+                try:
+                    self._range(key, temp, at, min(at + PART, total), tag, moved)
+                except BaseException:
+                    failed.set()
+                    raise
+
+        parallel(some, range(min(SLOTS, -(-total // PART))), jobs=SLOTS)
 
     def _range(self, key: str, temp: Path, start: int, end: int, tag: str | None, moved: _Sum) -> None:
         done = _Sum(above=moved)

@@ -303,7 +303,7 @@ class RemoteFiles(Trees):
             with disk_errors(path):
                 verify(temp, key, sha256, size)
                 meter(temp.stat().st_size)
-                settle(temp, path)
+                settle(temp, path, name=False)  # what is missing is fetched again
 
     def pieces(self, key: str, size: int) -> Iterator[bytes]:
         """The content of the file of ``size`` bytes in order, `AHEAD` parts of `PIECE` bytes before its taker.
