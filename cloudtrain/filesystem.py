@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ BLOCK = 8 << 20
 """Bytes of a part of what comes in pieces."""
 MOST_BLOCKS = 9_000
 """Of one object: S3 takes 10,000."""
+_PATTERN = re.compile(r"[*?\[]")
 _VERSION_FIELDS = (
     "ETag", "etag", "md5Hash", "content_md5", "generation", "VersionId", "LastModified", "last_modified", "updated",
     "mtime", "created", "blob_id", "Last-Modified", "modify",
@@ -123,7 +125,7 @@ class FsspecMover:
     def piece(self, key: str, start: int, end: int) -> bytes:
         return bytes(self.fs.cat_file(self.at(key), start=start, end=end))
 
-    def stream(self, key: str, size: int) -> Iterator[bytes]:
+    def stream(self, key: str, size: int) -> Generator[bytes, None, None]:
         """All of a web server's file by one request, ``size`` bytes at a time."""
         with self.fs.open(self.at(key), "rb", block_size=0) as answer:
             while data := answer.read(size):
@@ -152,12 +154,16 @@ class FsspecMover:
         self.fs.rm(self.at(prefix), recursive=True)
 
     def discard(self, keys: Sequence[str]) -> None:
+        odd = [key for key in keys if _PATTERN.search(key)]  # which `rm` takes for a pattern of names
+        plain = [key for key in keys if key not in odd]
         try:
-            self.fs.rm([self.at(key) for key in keys])
+            if plain:
+                self.fs.rm([self.at(key) for key in plain])
         except FileNotFoundError:  # of all that are gone the first ends it
-            for key in keys:
-                with contextlib.suppress(FileNotFoundError):
-                    self.fs.rm_file(self.at(key))
+            odd = [*odd, *plain]
+        for key in odd:
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(self.at(key))
 
 
 def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:

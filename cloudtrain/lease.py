@@ -149,7 +149,8 @@ class Sole:
             withdraw(self._files, key)
         word = self._set_word()
         if left is None:
-            return self._files.create(self._mark, word) or self._is_ours()
+            self._files.create(self._mark, word)
+            return self._is_ours()  # whatever it said: an answer may be lost, and some servers ignore the condition
         if _word(self._files, self._mark) != left:
             return False
         self._files.write(self._mark, word)

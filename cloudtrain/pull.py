@@ -360,8 +360,7 @@ class _Pull:
             for path in here:
                 take(targets[path], beside[path])
             bring = [path for path in tree if path not in here]
-            brought = parallel(lambda path: self._bring(beside[path], parts[path]), bring, jobs=self.jobs)
-            got = dict(zip(bring, brought, strict=True))
+            took = parallel(lambda path: (path, self._bring(beside[path], parts[path])), bring, jobs=self.jobs)
             if not still():
                 discard(aside(place))
                 raise FileNotFoundError(name)
@@ -369,9 +368,10 @@ class _Pull:
                 if not os.path.lexists(target := aside(place) / item.relative_to(place)):
                     take(item, target)
             swap(place)
-            for path, digest in got.items():
+            for path, digest in took:
                 self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
-        parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), [*{*parts} - {*tree}], jobs=self.jobs)
+        rest = [path for path in parts if path not in tree]
+        parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), rest, jobs=self.jobs)
         for path in tree:
             self._trust(f"checkpoints/{path}")
         with self.lock:

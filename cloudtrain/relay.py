@@ -15,7 +15,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from .disk import safe
@@ -92,27 +92,35 @@ class _Copy:
 
     def run(self) -> int:
         found = self._list(self._source)
-        if self._known(found, self._store.record(self._manifest)) is not None:
+        self._store.announce_copy(self._run_id, self._address)  # before the look: who changes it looks after its mark
+        if self._is_whole(found, self._store.record(self._manifest)):
             return 0
         mark = f"{FOLDER}/copying-{self._address}"
         waits = f"waiting: somebody else copies {self._shown}"
         with Sole(self._store.files, mark, seconds=LEASE, say=self._say, waits=waits) as sole:
+            found = self._list(self._opened())  # it may have taken long to come to this
             record = self._store.record(self._manifest)
-            if self._known(found, record) is not None:
+            if self._is_whole(found, record):
                 return 0
-            if record is not None:
-                self._refuse_while_used(found, whole=record.get("complete") is True)
-            return self._copy(found, record or {}, sole)
+            there = self._store.files.list(f"data/{self._address}")
+            if record is not None and not self._is_there(found, record, there):
+                self._refuse_while_used(found, record)
+            return self._copy(found, record or {}, there, sole)
 
-    def _known(self, found: Mapping[str, Entry], record: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """What ``record`` says of these very versions, if that is all there is."""
+    def _is_whole(self, found: Mapping[str, Entry], record: Mapping[str, Any] | None) -> bool:
+        """Whether ``record`` is that of a whole copy of these very versions, and of nothing else."""
         files = (record or {}).get("files") or {}
-        whole = bool(record) and record.get("complete") is True and len(files) == len(found)  # type: ignore[union-attr]
-        return files if whole and all(_is_copy(files.get(path), entry) for path, entry in found.items()) else None
+        whole = record is not None and record.get("complete") is True and len(files) == len(found)
+        return whole and all(_is_copy(files.get(path), entry) for path, entry in found.items())
 
-    def _copy(self, found: Mapping[str, Entry], record: Mapping[str, Any], sole: Sole) -> int:
+    def _is_there(self, found: Mapping[str, Entry], record: Mapping[str, Any], there: Mapping[str, int]) -> bool:
+        """Whether a copy that nobody has called whole is: whoever was about to change it has gone."""
+        return self._is_whole(found, {**record, "complete": True}) and there == {
+            self._at(path): entry.size for path, entry in found.items()
+        }
+
+    def _copy(self, found: Mapping[str, Entry], record: Mapping[str, Any], there: Mapping[str, int], sole: Sole) -> int:
         known = record.get("files") or {}
-        there = self._store.files.list(f"data/{self._address}")
         self._done = {
             path: dict(known[path])
             for path, entry in found.items()
@@ -153,17 +161,21 @@ class _Copy:
                 raise StorageError(f"{self._shown}: the server does not say how large {path} is; copy it to a store")
         return found
 
-    def _refuse_while_used(self, found: Mapping[str, Entry], *, whole: bool) -> None:
-        """Raise `ConflictError` while somebody counts on the copy as it is; of one that is not whole only runs do."""
-        users = self._announced() if whole else []
+    def _refuse_while_used(self, found: Mapping[str, Entry], record: Mapping[str, Any]) -> None:
+        """Raise `ConflictError` while somebody counts on the copy as it is; who begins to meanwhile finds it not whole,
+        and waits."""
+        self._store.files.write(self._manifest, to_json({**record, "complete": False}))
         runs = [run_id for run_id in self._store.runs() if run_id != self._run_id]
-        users += [run_id for run_id, used in zip(runs, parallel(self._uses, runs), strict=True) if used]
+        users = [run_id for run_id, used in zip(runs, parallel(self._uses, runs), strict=True) if used]
+        then = "which is not over, was given a copy of it; wait, or cancel it (ended unseen: cloudtrain reconcile {})"
+        if not users and record.get("complete") is True:
+            users, then = self._announced(), "which is being submitted, or was given up, counts on a copy; try later"
         if not users:
             return
+        self._store.files.write(self._manifest, to_json(record))
         what = "has changed" if all(entry.version for entry in found.values()) else "may have changed (it has no ETag)"
         raise ConflictError(
-            f"{self._shown} {what} since {users[0]}, which is not over, was given a copy of it; wait for that run, or"
-            f" cancel it (where it ended unseen: cloudtrain reconcile {users[0]})",
+            f"{self._shown} {what} since {users[0]}, {then.format(users[0])}",
             field=f"inputs.{self._name}",
         )
 
@@ -176,14 +188,15 @@ class _Copy:
         return self._address in json.dumps(record) if record else self._store.files.exists(key)
 
     def _announced(self) -> list[str]:
-        """Whoever has staged this copy, and not yet recorded a run."""
+        """Whoever counts on this copy, and has not yet recorded a run."""
         found = self._store.files.entries(FOLDER)
         now = max((entry.modified for entry in found.values()), default=0.0)
         users = []
         for key, entry in found.items():
             record = self._store.record(key) if key.endswith(".json") and now - entry.modified < ANNOUNCED else None
-            if record and record.get("for") != self._run_id and self._address in json.dumps(record.get("contents")):
-                users.append(str(record.get("for")))
+            who = str((record or {}).get("for"))
+            if self._address in (record or {}).get("copied", ()) and who != self._run_id:
+                users += [] if self._store.files.exists(f"runs/{who}/run.json") else [who]
         return users
 
     # ------------------------------------------------------------------------------------------------------------ bytes
@@ -212,22 +225,23 @@ class _Copy:
     def _copy_one(self, path: str, entry: Entry, sole: Sole) -> None:
         digest, moved = hashlib.sha256(), 0
 
-        def pieces() -> Iterator[bytes]:
+        def pieces() -> Generator[bytes, None, None]:
             nonlocal digest, moved
             digest, at = hashlib.sha256(), 0
-            for piece in self._read(path, entry):
-                if self._stop.is_set():
-                    raise StorageError(f"{self._shown}: the copy was broken off")
-                digest.update(piece)
-                yield piece
-                at += len(piece)
-                if self._progress is not None and at > moved:
-                    self._progress(self._at(path), at - moved)
-                    moved = at
+            with contextlib.closing(self._read(path, entry)) as source:
+                for piece in source:
+                    self._go_on()
+                    digest.update(piece)
+                    yield piece
+                    at += len(piece)
+                    if self._progress is not None and at > moved:
+                        self._progress(self._at(path), at - moved)
+                        moved = at
 
         target = self._store.files
         assert isinstance(target, RemoteFiles)  # `Store.inputs` gives no other store a source
         with self._room.taken(_weight(entry.size)):
+            self._go_on()
             tries = TRIES if url_scheme(self._url) in ("http", "https") else 1
             for left in range(tries - 1, -1, -1):
                 sole.check()
@@ -245,11 +259,16 @@ class _Copy:
         if due:
             self._save(sole, complete=False)
 
-    def _read(self, path: str, entry: Entry) -> Iterator[bytes]:
+    def _go_on(self) -> None:
+        if self._stop.is_set():
+            raise StorageError(f"{self._shown}: the copy was broken off")
+
+    def _read(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
         """The source's pieces; what fails there is not taken for the target's failure."""
         where = f"{self._shown}/{path}" if self._item.file is None else self._shown
         try:
-            yield from self._source.pieces("" if self._item.file else path, entry.size)
+            with contextlib.closing(self._source.pieces("" if self._item.file else path, entry.size)) as pieces:
+                yield from pieces
         except FileNotFoundError:
             raise StorageError(f"{where} went away while it was copied; start again") from None
         except (CloudtrainError, GeneratorExit):

@@ -11,7 +11,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -305,7 +305,7 @@ class RemoteFiles(Trees):
                 meter(temp.stat().st_size)
                 settle(temp, path, name=False)  # what is missing is fetched again
 
-    def pieces(self, key: str, size: int) -> Iterator[bytes]:
+    def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
         """The content of the file of ``size`` bytes in order, `AHEAD` parts of `PIECE` bytes before its taker.
 
         Of a web server one stream, whose failures come out as they are: not all answer ranges.
@@ -315,9 +315,16 @@ class RemoteFiles(Trees):
             yield from self._stream(key, size)
             return
 
+        over = threading.Event()
+
+        def one(mover: Mover, start: int, end: int) -> bytes:
+            if over.is_set():
+                raise StorageError(f"{self._url}/{key}: nobody waits for it")
+            return mover.piece(key, start, end)
+
         def piece(start: int) -> bytes:
             end = min(start + PIECE, size)
-            data = self._call(key, lambda mover: mover.piece(key, start, end))
+            data = self._call(key, lambda mover: one(mover, start, end))
             if len(data) != end - start:
                 raise StorageError(f"{self._url}/{key}: {len(data)} bytes came in place of {end - start}; it changed")
             return data
@@ -331,25 +338,31 @@ class RemoteFiles(Trees):
                 coming.extend(pool.submit(piece, start) for start in itertools.islice(starts, 1))
                 yield data
         finally:
+            over.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _stream(self, key: str, size: int) -> Iterator[bytes]:
+    def _stream(self, key: str, size: int) -> Generator[bytes, None, None]:
         mover = self._open().mover
         assert isinstance(mover, FsspecMover)  # nothing else speaks to web servers
         count = 0
-        for data in mover.stream(key, PIECE):
-            count += len(data)
-            yield data
-            if count > size:
-                break
+        with contextlib.closing(mover.stream(key, PIECE)) as answer:
+            for data in answer:
+                count += len(data)
+                yield data
+                if count > size:
+                    break
         if count != size:
             raise ConnectionError(f"{count} bytes came in place of {size}")
 
-    def receive(self, key: str, size: int, pieces: Callable[[], Iterator[bytes]]) -> None:
+    def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
         """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called anew for each try."""
         parts_of(key)
         with self._bucket():
-            self._call(key, lambda mover: mover.receive(key, pieces(), size))
+            self._call(key, lambda mover: self._receive(mover, key, size, pieces))
+
+    def _receive(self, mover: Mover, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
+        with contextlib.closing(pieces()) as source:  # what it holds open is closed now, not by whoever collects it
+            mover.receive(key, source, size)
 
     @property
     def copies(self) -> bool:

@@ -26,7 +26,7 @@ from .digests import LocalTree, TreeFile, hash_tree, still
 from .disk import local_path, normalize, safe
 from .errors import DigestError, NotFoundError, SpecError, StorageError
 from .job import Input, Job, check_run_id, is_run_id
-from .lease import announce, withdraw
+from .lease import FOLDER, announce, withdraw
 from .provider import Layout, LayoutInput, Request
 from .transfer import Entry, Moving, Progress, Storage, files, parallel
 from .values import METADATA, nearest, newer_than_metadata, step_of, training_states, url_scheme
@@ -281,9 +281,19 @@ class Store:
                 "it took days to stage this, so that some of it may have been removed again; start again"
             )
         created = self._create(f"{run_folder(layout.run_id)}/run.json", record)
-        for key, _ in self._announced.pop(layout.run_id, []):
-            withdraw(self.files, key)
+        self.withdraw(layout.run_id)
         return created
+
+    def announce_copy(self, run_id: str, digest: str) -> None:
+        """Say that the run counts on the copy ``data/<digest>`` as it is, until run.json says so."""
+        key = f"{FOLDER}/{run_id}-{secrets.token_hex(8)}.json"
+        self.files.write(key, to_json({"for": run_id, "contents": [digest], "copied": [digest]}))
+        self._announced.setdefault(run_id, []).append((key, time.time()))
+
+    def withdraw(self, run_id: str) -> None:
+        """Take back what was announced for the run: it is recorded, or will not be."""
+        for key, _ in self._announced.pop(run_id, []):
+            withdraw(self.files, key)
 
     def run(self, run_id: str) -> dict[str, Any]:
         """The record given to `create_run`. `NotFoundError` names the store and the nearest run."""

@@ -361,7 +361,11 @@ def submit(
     if sources and not plan.store.files.exists(f"runs/{plan.run_id}/run.json"):  # else they were copied for it
         from .relay import bring
 
-        copied = bring(plan.store, plan.layout, progress=moved, say=say)
+        try:
+            copied = bring(plan.store, plan.layout, progress=moved, say=say)
+        except BaseException:
+            plan.store.withdraw(plan.run_id)
+            raise
         staged = dataclasses.replace(staged, data_bytes=staged.data_bytes + copied)
     say("recording the run")
     if not plan.store.create_run(plan.layout, _record(plan)):

@@ -410,5 +410,5 @@ class LocalFiles(Trees):
     def discard(self, keys: Sequence[str]) -> None:
         for key in keys:
             path = self._path(key)
-            with disk_errors(path):
-                path.unlink(missing_ok=True)
+            with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                path.unlink()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from servers import Web
 from cloudtrain import remote
 from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
 from cloudtrain.job import Job
-from cloudtrain.lease import announce, withdraw
 from cloudtrain.provider import Layout
 from cloudtrain.relay import _Room, bring, without_secrets
 from cloudtrain.remote import RemoteFiles
@@ -51,7 +51,10 @@ class Place:
         return self.store.layout(run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
 
     def bring(self, run_id: str = "run-1", **given: Any) -> int:
-        return bring(self.store, self.layout(run_id), **given)
+        try:
+            return bring(self.store, self.layout(run_id), **given)
+        finally:
+            self.store.withdraw(run_id)  # as when the run is recorded, or given up
 
     def copied(self) -> dict[str, bytes]:
         folder = self.layout().inputs["train"].url
@@ -158,21 +161,29 @@ def test_a_copy_that_a_run_was_given_stays_as_it_is(gcs_url: str, s3_url: str) -
     assert place.copied() == {"x": b"old"}
     place.store.write_result("uses-it", {})
     files(place.source).write("x", b"newest")
-    key = announce(place.store.files, "about-to-be", [place.layout().inputs["train"].url])
-    with pytest.raises(ConflictError, match="has changed since about-to-be"):
+    mine = Place(place.source, s3_url)
+    mine.store.announce_copy("about-to-be", address(place))
+    with pytest.raises(ConflictError, match="about-to-be, which is being submitted, or was given up"):
         place.bring("other")
-    withdraw(place.store.files, key)
+    mine.store.withdraw("about-to-be")
     assert place.bring("other") == 6
+    manifest = f"data/manifests/{address(place)}.json"
+    record = json.loads(place.store.files.read(manifest))
+    assert record["complete"] is True
+    place.store.files.write(manifest, json.dumps({**record, "complete": False}).encode())
+    assert place.store.create_run(place.layout("uses-it-too"), {"layout": layout})
+    assert place.bring("other") == 0  # who was about to change it was killed
+    assert json.loads(place.store.files.read(manifest)) == record
 
 
 def test_any_number_at_once_copy_once(gcs_url: str, s3_url: str) -> None:
-    place = Place(f"{gcs_url}/set", s3_url)
+    place = Place(f"{s3_url}/set", gcs_url)  # whose creation is exclusive, as moto's is not quite
     data = fill(place.source)
     runs = [f"run-{number}" for number in range(6)]
-    moved = parallel(lambda run_id: Place(place.source, s3_url).bring(run_id), runs, jobs=6)
+    moved = parallel(lambda run_id: Place(place.source, gcs_url).bring(run_id), runs, jobs=6)
     assert sorted(moved) == [0] * 5 + [sum(FILES.values())]
     assert place.copied() == data
-    assert place.store.files.names("staging") == []
+    assert [name for name in place.store.files.names("staging") if name.startswith("copying")] == []
 
 
 # ------------------------------------------------------------------------------------------------ what comes in between
@@ -200,13 +211,14 @@ def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> 
     s3.put("set/b", b"b" * (2 * MIB + 1))
     pieces, count = RemoteFiles.pieces, 0
 
-    def breaking(self: RemoteFiles, key: str, size: int) -> Iterator[bytes]:
+    def breaking(self: RemoteFiles, key: str, size: int) -> Generator[bytes, None, None]:
         nonlocal count
-        for piece in pieces(self, key, size):
-            count += 1
-            if count == 3:  # the second of b's
-                raise KeyboardInterrupt
-            yield piece
+        with contextlib.closing(pieces(self, key, size)) as source:
+            for piece in source:
+                count += 1
+                if count == 3:  # the second of b's
+                    raise KeyboardInterrupt
+                yield piece
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RemoteFiles, "pieces", breaking)
@@ -234,22 +246,32 @@ def test_when_it_is_over_nothing_goes_on(s3: FaultyS3, gcs_url: str, mover: str)
         if len(writes) >= 4:
             raise KeyboardInterrupt
 
+    before = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
         place.bring(progress=progress)
+    for thread in set(threading.enumerate()) - before:
+        if thread.name == "obstore":  # it has done its work, and may not be quite gone
+            thread.join(10)
+            assert not thread.is_alive()
     told = len(writes)
     assert told <= 12  # of 18: each of the others has come to the end of its piece
     there = place.store.files.list("data")
     time.sleep(1)
     assert len(writes) == told
     assert place.store.files.list("data") == there
-    assert not [thread for thread in threading.enumerate() if thread.name == "obstore"]
 
 
-def test_a_source_that_goes_away_is_said_to_have(s3: FaultyS3, gcs_url: str) -> None:
+def test_a_source_that_goes_away_is_said_to_have(s3: FaultyS3, gcs_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place("s3://bucket/set", gcs_url)
     for name in "ab":
         s3.put(f"set/{name}", os.urandom(3 * MIB))
-    s3.fault = lambda agent: s3.objects.pop("set/b", None) and None if s3.requests else None  # type: ignore[method-assign]
+    pieces = RemoteFiles.pieces
+
+    def leaving(self: RemoteFiles, key: str, size: int) -> Generator[bytes, None, None]:
+        s3.objects.pop("set/b", None)
+        return pieces(self, key, size)
+
+    monkeypatch.setattr(RemoteFiles, "pieces", leaving)
     with pytest.raises(StorageError, match=r"s3://bucket/set/b went away while it was copied; start again"):
         place.bring()
 

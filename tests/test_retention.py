@@ -245,12 +245,14 @@ def test_who_lost_its_right_meanwhile_removes_no_more(local: Store, monkeypatch:
     def suspended(keys: Sequence[str]) -> None:
         discard(keys)
         gone.extend(keys)
-        local.files.write(MARK, b"another's")
-        time.sleep(0.5)
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:  # the mark is renewed every 0.4 s, perhaps just now
+            local.files.write(MARK, b"another's")
+            time.sleep(0.02)
 
     monkeypatch.setattr(local.files, "discard", suspended)
     with pytest.raises(StorageError, match="start again"):
-        collect(local, older_than=0, delete=True, lease=1.0)
+        collect(local, older_than=0, delete=True, lease=4.0)
     assert len(gone) == 1
 
 

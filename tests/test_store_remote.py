@@ -109,6 +109,11 @@ def test_keys(url: str, reach: Reach) -> None:
     tree.discard([])
     tree.discard(["gone", "ab", "ü/x y+z%20#?&", "gone/too"])
     assert tree.names() == ["empty"]
+    tree.write("a[1]", b"1")
+    tree.write("a1", b"1")
+    tree.discard(["a[1]"])
+    assert tree.names() == ["a1", "empty"]
+    tree.discard(["a1"])
     with pytest.raises(StorageError):
         tree.discard(["empty", ""])
     assert tree.names() == ["empty"]
