@@ -145,10 +145,16 @@ class Digests:
         return {}
 
     def _make_room(self) -> None:
-        """Forget the trees that were remembered longest ago."""
-        files = [(item.stat().st_mtime, item.path) for item in os.scandir(self._file.parent) if item.is_file()]
+        """Forget the trees that were remembered longest ago. Another process may be doing the same."""
+        files = []
+        with os.scandir(self._file.parent) as items:
+            for item in items:
+                with contextlib.suppress(FileNotFoundError):
+                    if item.is_file():
+                        files.append((item.stat().st_mtime, item.path))
         for _, path in sorted(files)[:-KEPT]:
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def _tells(device: int) -> bool:

@@ -125,7 +125,9 @@ def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: 
         here = (status.st_dev, status.st_ino)
         if here in above and status.st_ino:
             raise StorageError(f"{folder}: symbolic links lead in a circle")
-        for item in list(os.scandir(folder)):
+        with os.scandir(folder) as listing:
+            items = list(listing)  # not one open listing for each level
+        for item in items:
             key = prefix + item.name
             if item.is_dir():
                 _walk(Path(item.path), key + "/", (*above, here), found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -9,6 +10,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -173,6 +175,33 @@ def test_files_that_are_gone_and_old_trees_are_forgotten(tmp_path: Path) -> None
         known = Digests(tree, folder=cache)
         known.of(tree / "a")
         known.keep()
+    assert len(list(cache.iterdir())) == KEPT
+
+
+def test_two_may_make_room_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process has just removed is passed over, and the listing is closed, not left to be collected."""
+    cache, tree = tmp_path / "cache", tmp_path / "tree"
+    cache.mkdir()
+    tree.mkdir()
+    (tree / "a").write_bytes(b"a")
+    for number in range(KEPT + 5):
+        (cache / f"{number:032}.json").write_text("{}")
+        os.utime(cache / f"{number:032}.json", (number, number))
+    real = os.scandir
+
+    @contextlib.contextmanager
+    def meanwhile(folder: Path) -> Iterator[list[os.DirEntry[str]]]:
+        with real(folder) as items:
+            found = sorted(items, key=lambda item: item.name)
+        for item in found[1:4]:
+            os.unlink(item.path)
+        yield found
+
+    known = Digests(tree, folder=cache)
+    known.of(tree / "a")
+    monkeypatch.setattr("cloudtrain.digests.os.scandir", meanwhile)
+    known.keep()
+    monkeypatch.undo()
     assert len(list(cache.iterdir())) == KEPT
 
 
