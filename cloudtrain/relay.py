@@ -83,6 +83,7 @@ class _Copy:
         self._source = self._opened()
         self._lock, self._stop, self._room = threading.Lock(), threading.Event(), _Room(MEMORY)
         self._done: dict[str, dict[str, Any]] = {}
+        self._failed: list[BaseException] = []
         self._saved = time.monotonic()
 
     def _opened(self) -> RemoteFiles:
@@ -213,12 +214,15 @@ class _Copy:
                 # What is under way ends at its next piece, and is waited for: it must not land later.
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
+                if self._failed:  # the first: others may have stopped for it, and come out before it
+                    raise self._failed[0] from None
                 raise
 
     def _one(self, path: str, entry: Entry, sole: Sole) -> None:
         try:
             self._copy_one(path, entry, sole)
-        except BaseException:
+        except BaseException as exc:
+            self._failed.append(exc)
             self._stop.set()
             raise
 
