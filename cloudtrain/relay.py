@@ -26,9 +26,9 @@ from .provider import Layout, LayoutInput
 from .remote import AHEAD, PIECE, RemoteFiles
 from .store import Store, expect, to_json
 from .transfer import Entry, Moving, Progress, parallel
-from .values import url_scheme
+from .values import url_scheme, without_secrets
 
-__all__ = ["bring", "without_secrets"]
+__all__ = ["bring"]
 
 LEASE = 60.0
 """Seconds after which another client may go on with a copy whose maker has gone."""
@@ -57,11 +57,6 @@ def bring(
     """
     wanted = {item.url: (name, item) for name, item in layout.inputs.items() if item.source is not None}
     return sum(_Copy(store, layout.run_id, name, item, progress, say).run() for name, item in wanted.values())
-
-
-def without_secrets(url: str) -> str:
-    """``url`` without a query, which may be a signature, and without a user's name and password."""
-    return re.sub(r"(?<=://)[^/@]*:[^/@]*@", "", url.partition("?")[0])
 
 
 class _Copy:

@@ -36,6 +36,7 @@ __all__ = [
     "unix_seconds",
     "url_scheme",
     "whole_number",
+    "without_secrets",
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
@@ -46,6 +47,11 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the valid choice closest to ``word``, or the empty string when none is close."""
     close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def without_secrets(url: str) -> str:
+    """``url`` without a query, which may be a signature, and without a user's name and password."""
+    return re.sub(r"(?<=://)[^/@]*:[^/@]*@", "", url.partition("?")[0])
 
 
 def url_scheme(url: str) -> str:

@@ -20,10 +20,11 @@ from cloudtrain import remote
 from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
 from cloudtrain.job import Job
 from cloudtrain.provider import Layout
-from cloudtrain.relay import _Room, bring, without_secrets
+from cloudtrain.relay import _Room, bring
 from cloudtrain.remote import RemoteFiles
 from cloudtrain.store import Store
 from cloudtrain.transfer import Moving, files, parallel
+from cloudtrain.values import without_secrets
 
 pytestmark = [
     pytest.mark.remote,

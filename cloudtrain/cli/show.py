@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..provider import FINAL
-from ..values import duration
+from ..values import duration, without_secrets
 
 if TYPE_CHECKING:
     from ..provider import Status
@@ -320,7 +320,7 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows.append(("runtime", f"digest {runtime['digest']}"))
     for name, item in document["inputs"].items():
         words = [item["mode"], *(["sharded"] if item["shard"] else [])]
-        words += [f"copied from {item['source'].partition('?')[0]}, through this machine"] if item.get("source") else []
+        words += [f"copied from {without_secrets(item['source'])}, through this machine"] if item.get("source") else []
         rows.append((f"input {name}", f"{item['url']} ({', '.join(words)})"))
     rows += [
         ("instance", _plan_instance(document["resources"])),
