@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .disk import disk_errors, scan, sha256_file, walk
+from .disk import cache_home, disk_errors, scan, sha256_file, walk
 from .errors import DigestError, SpecError, StorageError
 from .transfer import parallel
 
@@ -40,17 +40,8 @@ _VERSION = 1
 
 
 def cache_folder(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
-    """Where this user's programs keep what can be made again."""
-    home = os.path.expanduser("~")
-    if platform == "win32":
-        place = environ.get("LOCALAPPDATA") or os.path.join(home, "AppData", "Local")
-    elif platform == "darwin":
-        place = os.path.join(home, "Library", "Caches")
-    else:
-        place = environ.get("XDG_CACHE_HOME", "")
-        if not os.path.isabs(place):
-            place = os.path.join(home, ".cache")
-    return Path(place, "cloudtrain", "digests")
+    """Where digests are remembered."""
+    return cache_home(environ, platform) / "digests"
 
 
 class Digests:

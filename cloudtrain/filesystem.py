@@ -14,17 +14,13 @@ from .credential import Credential
 from .disk import parts_of
 from .errors import AuthError, SpecError, StorageError
 from .faults import Retries
-from .transfer import Entry, Moving, Names
+from .transfer import MOST_PIECES, PIECE, Entry, Moving, Names
 from .values import unix_seconds, url_scheme
 
 __all__ = ["FsspecMover"]
 
 SMALL = 4 << 20
 """Bytes of a file that is taken to come in one answer; a larger one may come in ranges of whatever is there."""
-BLOCK = 8 << 20
-"""Bytes of a part of what comes in pieces."""
-MOST_BLOCKS = 9_000
-"""Of one object: S3 takes 10,000."""
 _PATTERN = re.compile(r"[*?\[]")
 _VERSION_FIELDS = (
     "ETag", "etag", "md5Hash", "content_md5", "generation", "VersionId", "LastModified", "last_modified", "updated",
@@ -115,6 +111,9 @@ class FsspecMover:
     def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
         self.fs.put_file(str(path), self.at(key), callback=_callback(report))
 
+    def content(self, key: str, most: int) -> None:
+        """Nobody knows how much it is before it has all come."""
+
     def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
         at, large = self.at(key), size is None or size > SMALL
         before = _version(self.fs.info(at)) if large else ""
@@ -132,10 +131,10 @@ class FsspecMover:
                 yield bytes(data)
 
     def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
-        if size <= BLOCK:
+        if size <= PIECE:
             self.write(key, b"".join(pieces))
             return
-        out = self.fs.open(self.at(key), "wb", block_size=BLOCK * -(-size // (BLOCK * MOST_BLOCKS)))
+        out = self.fs.open(self.at(key), "wb", block_size=PIECE * -(-size // (PIECE * MOST_PIECES)))
         try:
             for piece in pieces:
                 out.write(piece)

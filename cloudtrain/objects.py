@@ -15,31 +15,28 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from .access import Access, Unproven, authorities
-from .disk import disk_errors
+from .disk import disk_errors, write_back
 from .errors import CloudtrainError, StorageError
 from .faults import Retries
-from .transfer import Entry, Names, parallel
+from .transfer import MOST_PIECES, PIECE, Entry, Names, parallel
 
 __all__ = ["ObstoreMover", "check_usable"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-PART = 8 << 20
-"""Bytes of a range, and the least of a part; a file of no more is one request."""
 CHUNK = 1 << 20
 SLOTS = 16
 LARGE = 2
 PARTS = 6
 SILENCE = timedelta(seconds=60)
 SENDING = timedelta(minutes=10)
-"""How long a body of `PART` bytes may be under way."""
-MOST_PARTS = 9_000
-"""Of one upload: S3 takes 10,000."""
+"""How long a body of `PIECE` bytes may be under way."""
 TRIES = 7
 """Half a minute in all: where s3fs has botocore's tries within its own, obstore has none but ours."""
 _WRITER = "cloudtrainwriter"  # a gateway may drop headers with underscores
@@ -227,7 +224,7 @@ class ObstoreMover:
 
     @_apart
     def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
-        if size <= PART:
+        if size <= PIECE:
             with disk_errors(path):
                 data = path.read_bytes()
             self.write(key, data)
@@ -243,7 +240,7 @@ class ObstoreMover:
                 chunks,
                 use_multipart=True,
                 chunk_size=part,
-                max_concurrency=max(1, PARTS * PART // part),
+                max_concurrency=max(1, PARTS * PIECE // part),
             )
 
     @_apart
@@ -253,10 +250,22 @@ class ObstoreMover:
 
     @_apart
     def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
-        if size <= PART:
+        if size <= PIECE:
             self.write(key, b"".join(pieces))
             return
         self._send(key, pieces, _part_of(size))
+
+    @_apart
+    def content(self, key: str, most: int) -> memoryview | None:
+        with self._slots, self._told():
+            answer = self._get(key)
+            total = int(answer.meta["size"])
+            if total > most:
+                return None
+            data = memoryview(answer.bytes())
+            if len(data) != total:
+                raise ConnectionError(f"{len(data)} bytes came in place of {total}")
+            return data
 
     @_apart
     def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
@@ -268,64 +277,81 @@ class ObstoreMover:
 
     def _fetch(self, key: str, temp: Path, size: int | None, moved: _Sum) -> None:
         """All of one version, by its ETag. `_Replaced` when another takes its place meanwhile."""
-        large = size is not None and size > PART
         with self._slots:
-            first = self._head(key) if large else self._get(key)
+            first = self._first(key, size)
             total, tag = int(first.meta["size"]), first.meta["e_tag"]
             with disk_errors(temp):
                 os.truncate(temp, total)  # also what a version before has left
-            if total <= PART and not large:
+            if total <= PIECE and first.range == (0, total):
                 with _writing(temp, 0) as out:
                     self._pour(first, temp, out, moved)
                 moved.check(total)
                 return
-        del first  # of a large object whose size nobody told: the rest of the answer is not wanted
-        self._ranges(key, temp, total, tag, moved)
+        # Of a large object whose size nobody told, the rest of the answer is not wanted.
+        begun = first if first.range == (0, min(PIECE, total)) else None
+        del first
+        self._ranges(_Version(key, temp, total, tag), [begun] if begun else [], moved)
         moved.check(total)
 
-    def _ranges(self, key: str, temp: Path, total: int, tag: str | None, moved: _Sum) -> None:
-        """All of it, `SLOTS` ranges at a time; none is made ready before its turn, so a file may have any number."""
-        starts, failed = iter(range(0, total, PART)), threading.Event()
+    def _first(self, key: str, size: int | None) -> Any:
+        """The answer to the first question: all of a small object, the first range of a large one."""
+        if size is None or size <= PIECE:
+            return self._get(key)
+        try:
+            return self._get(key, range=(0, PIECE))
+        except _Refusal as exc:
+            if exc.status_code != 416:  # nothing is in it by now
+                raise
+            return self._get(key)
+
+    def _ranges(self, wanted: _Version, begun: list[Any], moved: _Sum) -> None:
+        """All of it, `SLOTS` ranges at a time; none is made ready before its turn, so a file may have any number.
+
+        ``begun`` holds the answer to the first one, if it was asked for already.
+        """
+        starts, failed = iter(range(0, wanted.total, PIECE)), threading.Event()
 
         def some(_: int) -> None:
             while not failed.is_set() and (at := next(starts, None)) is not None:
                 try:
-                    self._range(key, temp, at, min(at + PART, total), tag, moved)
+                    self._range(wanted, at, begun if at == 0 else [], moved)
                 except BaseException:
                     failed.set()
                     raise
 
-        parallel(some, range(min(SLOTS, -(-total // PART))), jobs=SLOTS)
+        parallel(some, range(min(SLOTS, -(-wanted.total // PIECE))), jobs=SLOTS)
 
-    def _range(self, key: str, temp: Path, start: int, end: int, tag: str | None, moved: _Sum) -> None:
-        done = _Sum(above=moved)
+    def _range(self, wanted: _Version, start: int, begun: list[Any], moved: _Sum) -> None:
+        end, done = min(start + PIECE, wanted.total), _Sum(above=moved)
+        condition = {"if_match": wanted.tag} if wanted.tag else {}
 
         def rest() -> None:
             at = start + done.total
             if at == end:
                 return
-            with self._slots, _writing(temp, at) as out:
-                part = self._get(key, range=(at, end), **({"if_match": tag} if tag else {}))
-                if part.meta["e_tag"] != tag:
+            with self._slots, _writing(wanted.temp, at) as out:
+                part = begun.pop() if begun else self._get(wanted.key, range=(at, end), **condition)
+                if part.meta["e_tag"] != wanted.tag:
                     raise _Replaced  # a server that ignores the condition
-                self._pour(part, temp, out, done)
+                self._pour(part, wanted.temp, out, done)
             done.check(end - start)
 
         try:
-            self._patiently(key, rest)
+            self._patiently(wanted.key, rest)
         except _Refusal as exc:
             if exc.status_code == 412:
                 raise _Replaced from exc
             raise
 
-    def _pour(self, answer: Any, temp: Path, out: BinaryIO, moved: _Sum) -> None:
+    def _pour(self, answer: Any, temp: Path, out: FileIO, moved: _Sum) -> None:
         with self._told():
             for chunk in answer.stream(CHUNK):
                 with disk_errors(temp):
-                    out.write(chunk)
+                    rest, at = memoryview(chunk), out.tell()
+                    while rest:
+                        rest = rest[out.write(rest) :]
+                    write_back(out.fileno(), at, out.tell())
                 moved.add(len(chunk))
-        with disk_errors(temp):
-            out.flush()
 
     @_apart
     def copy(self, source: str, target: str) -> None:
@@ -352,6 +378,15 @@ class ObstoreMover:
     def _remove(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._told() as obs:
             obs.delete(self._store, self._at(key))
+
+
+class _Version(NamedTuple):
+    """What a download is of: one version of an object, by its ``tag``, into ``temp``."""
+
+    key: str
+    temp: Path
+    total: int
+    tag: str | None
 
 
 class _Keys:
@@ -413,7 +448,7 @@ def _client(access: Access, keys: _Keys, *, retries: int, silence: timedelta) ->
 
 
 def _part_of(size: int) -> int:
-    return max(PART, -(-size // MOST_PARTS))
+    return max(PIECE, -(-size // MOST_PIECES))
 
 
 def _entry(meta: Mapping[str, Any]) -> Entry:
@@ -423,10 +458,10 @@ def _entry(meta: Mapping[str, Any]) -> Entry:
 
 
 @contextlib.contextmanager
-def _writing(temp: Path, at: int) -> Iterator[BinaryIO]:
+def _writing(temp: Path, at: int) -> Iterator[FileIO]:
     """``temp`` from byte ``at`` on. FileNotFoundError when whoever waited for it has gone."""
     with disk_errors(temp):
-        out = open(temp, "rb+")  # noqa: SIM115 - what the network raises inside is no disk's error
+        out = open(temp, "rb+", buffering=0)  # noqa: SIM115 - what the network raises inside is no disk's error
     with out:
         out.seek(at)
         yield out

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .checkpoint import Checkpoint, newest_of, numbers_of
 from .digests import Digests, looks
 from .disk import inside, local_path, safe
 from .errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from .provider import Status
-from .store import Checkpoint, Store, expect, newest_of, numbers_of, run_folder, to_json
+from .store import Store, expect, run_folder, to_json
 from .swap import aside, below, discard, prune, swap, take, tidy
 from .transfer import Progress, files, parallel
 from .values import METADATA, json_rows, merge_metrics, nearest, newer_than_metadata
@@ -39,12 +40,10 @@ PATIENCE = 600.0
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "result.json", "run.json")
 _STATE = ".cloudtrain-pull.json"
-_SAVED = 2.0
-"""Seconds after which what has come is written down, for a pull that is killed."""
+_SAVED = 2.0  # seconds after which what has come is written down, for a pull that is killed
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """What this machine's disk says: of a store that is not here no time mends it."""
-TRIES = 3
-"""For a checkpoint that changes while it is fetched."""
+TRIES = 3  # for a checkpoint that changes while it is fetched
 _SEGMENT = re.compile(r"(\d+\.\d+)/(node-\d+)/(\d+)\.log")
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 _NODE = re.compile(r"node-(\d+)/(.+)")
@@ -226,6 +225,8 @@ class _Pull:
         for name in sorted(direct.keys() - set(self.names)):
             if self._direct(name):
                 self.names.append(name)
+            elif strict:
+                raise StorageError(f"checkpoint {name} is written over while it is pulled, {TRIES} times; pull again")
         for name, target in pointers.items():
             if target in self.names and name not in self.names and safe(name):
                 text = f"{target}\n".encode()
@@ -249,8 +250,7 @@ class _Pull:
                 wanted |= set(there)
                 continue
             if choice == "latest":
-                newest = newest_of(mirrored, direct)
-                found = [newest.name] if newest is not None else []
+                found = [item.name for item in [newest_of(mirrored, direct)] if item is not None]
             elif choice == "best":
                 pointed = [pointers[name] for name in pointers if _BEST.fullmatch(name) and pointers[name] in there]
                 found = pointed or [name for name in there if _BEST.fullmatch(name)][-1:]
@@ -271,7 +271,7 @@ class _Pull:
             if METADATA not in times or newer_than_metadata(times):
                 return False
             parts = {f"{name}/{path}": source for path, source in found}
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError, DigestError):  # it is gone, or of another size
                 self._checkpoint(name, parts, still=lambda: self._below(f"checkpoints/{name}") == found)  # noqa: B023
                 return True
         return False

@@ -1,9 +1,11 @@
-"""Inputs that a provider's nodes cannot read where they are: copied into the store, through this machine's memory.
+"""What a provider's nodes cannot read where it is: copied into the store, through this machine's memory.
 
 The address of a copy is made of its source's URL, so that a plan knows it without a network. Its manifest,
 ``data/manifests/<address>.json``, says of each file which version was copied; what is still that version is not copied
 again, also not after a copy that was broken off. A source that has changed brings its copy up to date in place, unless
 a run that is not over was given it. One client at a time copies to an address, by a lease; others wait, and find it.
+
+`bring` does so for remote inputs; a `Source` says what else there may be (`carry`: the checkpoint of another run).
 """
 
 from __future__ import annotations
@@ -16,19 +18,19 @@ import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from .disk import safe
-from .errors import CloudtrainError, ConflictError, SpecError, StorageError
+from .errors import CloudtrainError, ConflictError, DigestError, SpecError, StorageError
 from .faults import TransientError, translate
 from .lease import FOLDER, Sole
 from .provider import Layout, LayoutInput
-from .remote import AHEAD, PIECE, RemoteFiles
+from .remote import AHEAD, RemoteFiles
 from .store import Store, expect, to_json
-from .transfer import Entry, Moving, Progress, parallel
+from .transfer import PIECE, Entry, Moving, Progress, parallel
 from .values import url_scheme, without_secrets
 
-__all__ = ["bring"]
+__all__ = ["Copy", "Source", "address_of", "bring", "version_of"]
 
 LEASE = 60.0
 """Seconds after which another client may go on with a copy whose maker has gone."""
@@ -56,45 +58,112 @@ def bring(
     changed since a run that goes on was given its copy, `StorageError` for one that changes meanwhile; `AuthError`.
     """
     wanted = {item.url: (name, item) for name, item in layout.inputs.items() if item.source is not None}
-    return sum(_Copy(store, layout.run_id, name, item, progress, say).run() for name, item in wanted.values())
+    copies = [
+        Copy(store, layout.run_id, address_of(store, item.url), _Input(name, item, store.moving.mover), progress, say)
+        for name, item in wanted.values()
+    ]
+    return sum(copy.run() for copy in copies)
 
 
-class _Copy:
+def address_of(store: Store, url: str) -> str:
+    """The name below ``data/`` of what the store has at ``url``."""
+    return url[len(store.url) + 1 :].split("/")[1]
+
+
+class Source(Protocol):
+    """What is copied. Methods raise `CloudtrainError`."""
+
+    name: str
+    """In messages: what it is to the job."""
+    shown: str
+    """In messages and in the manifest: where it is."""
+    field: str
+    """Of the job, which named it."""
+    tries: int
+    """Of a file, whose pieces begin anew; what has its own patience is tried again where it is asked for."""
+    instead: str
+    """Ends the sentence that it has changed and another run has the copy: what else one may do."""
+    last: str
+    """The file that makes the others count, if one does."""
+    facts: Mapping[str, Any]
+    """What the manifest is to say beside the files."""
+
+    def entries(self) -> dict[str, Entry]:
+        """Its files by their paths in the copy, with nothing remembered of what was there."""
+
+    def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
+        """The content of one of them."""
+
+    def check(self, path: str, sha256: str) -> None:
+        """Raise `DigestError` for content that is not what was promised."""
+
+
+class _Input:
+    """A channel's data, reached as fsspec does by itself."""
+
+    instead = last = ""
+    facts: Mapping[str, Any] = {}
+
+    def __init__(self, name: str, item: LayoutInput, mover: str) -> None:
+        assert item.source is not None
+        self.name, self._file, self._url, self._mover = name, item.file, item.source, mover
+        self.shown, self.field = without_secrets(item.source), f"inputs.{name}"
+        self.tries = TRIES if url_scheme(item.source) in ("http", "https") else 1
+        self._source = self._opened()
+
+    def _opened(self) -> RemoteFiles:
+        return RemoteFiles(url=self._url if self._file else self._url.rstrip("/"), moving=Moving(mover=self._mover))
+
+    def entries(self) -> dict[str, Entry]:
+        source = self._opened()
+        if self._file is None:
+            found = source.entries()
+            if not found:
+                why = "; of a single file, give a URL that ends in something like .csv" if source.entry("") else ""
+                raise SpecError(f"{self.shown} holds no file{why}", field=self.field)
+            return found
+        entry = source.entry("")
+        if entry is None:
+            raise SpecError(f"there is no file {self.shown}; of a folder, let the URL end in /", field=self.field)
+        return {self._file: entry}
+
+    def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
+        return self._source.pieces("" if self._file else path, entry.size)
+
+    def check(self, path: str, sha256: str) -> None:
+        """Nobody promised anything."""
+
+
+class Copy:
+    """One copy, at ``data/<address>`` of the store, for the run; ``say`` and ``progress`` as in `bring`."""
+
     def __init__(
         self,
         store: Store,
         run_id: str,
-        name: str,
-        item: LayoutInput,
+        address: str,
+        source: Source,
         progress: Progress | None,
         say: Callable[[str], None] | None,
     ) -> None:
-        assert item.source is not None
-        self._store, self._run_id, self._name, self._item, self._progress = store, run_id, name, item, progress
-        self._say = say or (lambda _: None)
-        self._url, self._shown = item.source, without_secrets(item.source)
-        self._address = item.url[len(store.url) + 1 :].split("/")[1]
-        self._manifest = f"data/manifests/{self._address}.json"
-        self._source = self._opened()
+        self._store, self._run_id, self._address, self._source = store, run_id, address, source
+        self._progress, self._say, self._shown = progress, say or (lambda _: None), source.shown
+        self._manifest = f"data/manifests/{address}.json"
         self._lock, self._stop, self._room = threading.Lock(), threading.Event(), _Room(MEMORY)
         self._done: dict[str, dict[str, Any]] = {}
         self._failed: list[BaseException] = []
         self._saved = time.monotonic()
 
-    def _opened(self) -> RemoteFiles:
-        """The source, with nothing remembered of what was there."""
-        url = self._url if self._item.file else self._url.rstrip("/")
-        return RemoteFiles(url=url, moving=Moving(mover=self._store.moving.mover))
-
     def run(self) -> int:
-        found = self._list(self._source)
+        """Make it whole; bytes that had to move."""
+        found = self._list()
         self._store.announce_copy(self._run_id, self._address)  # before the look: who changes it looks after its mark
         if self._is_whole(found, self._store.record(self._manifest)):
             return 0
         mark = f"{FOLDER}/copying-{self._address}"
         waits = f"waiting: somebody else copies {self._shown}"
         with Sole(self._store.files, mark, seconds=LEASE, say=self._say, waits=waits) as sole:
-            found = self._list(self._opened())  # it may have taken long to come to this
+            found = self._list()  # it may have taken long to come to this
             record = self._store.record(self._manifest)
             if self._is_whole(found, record):
                 return 0
@@ -123,12 +192,14 @@ class _Copy:
             if _is_copy(known.get(path), entry) and there.get(self._at(path)) == entry.size
         }
         rest = {path: entry for path, entry in found.items() if path not in self._done}
-        self._say(f"copying {self._name} from {self._shown}")
+        self._say(f"copying {self._source.name} from {self._shown}")
         expect(self._progress, [entry.size for entry in rest.values()])
         self._save(sole, complete=False)  # from here on nobody takes it for whole
         try:
             self._store.files.discard(sorted(set(there) - set(map(self._at, found))))
-            self._all(rest, sole)
+            last = self._source.last
+            self._all({path: entry for path, entry in rest.items() if path != last}, sole)
+            self._all({path: entry for path, entry in rest.items() if path == last}, sole)
             self._check(found)
         except BaseException:
             with contextlib.suppress(CloudtrainError):
@@ -137,22 +208,12 @@ class _Copy:
         self._save(sole, complete=True)
         return sum(entry.size for entry in rest.values())
 
-    def _list(self, source: RemoteFiles) -> dict[str, Entry]:
+    def _list(self) -> dict[str, Entry]:
         """The source's files by their paths in the copy."""
-        field = f"inputs.{self._name}"
-        if self._item.file is None:
-            found = source.entries()
-            if not found:
-                why = "; of a single file, give a URL that ends in something like .csv" if source.entry("") else ""
-                raise SpecError(f"{self._shown} holds no file{why}", field=field)
-        else:
-            entry = source.entry("")
-            if entry is None:
-                raise SpecError(f"there is no file {self._shown}; of a folder, let the URL end in /", field=field)
-            found = {self._item.file: entry}
+        found = self._source.entries()
         for path, entry in found.items():
             if not safe(path):
-                raise SpecError(f"{self._shown}: {path!r} is no name that every system takes", field=field)
+                raise SpecError(f"{self._shown}: {path!r} is no name that every system takes", field=self._source.field)
             if entry.size < 0:
                 raise StorageError(f"{self._shown}: the server does not say how large {path} is; copy it to a store")
         return found
@@ -171,8 +232,8 @@ class _Copy:
         self._store.files.write(self._manifest, to_json(record))
         what = "has changed" if all(entry.version for entry in found.values()) else "may have changed (it has no ETag)"
         raise ConflictError(
-            f"{self._shown} {what} since {users[0]}, {then.format(users[0])}",
-            field=f"inputs.{self._name}",
+            f"{self._shown} {what} since {users[0]}, {then.format(users[0])}{self._source.instead}",
+            field=self._source.field,
         )
 
     def _uses(self, run_id: str) -> bool:
@@ -230,28 +291,28 @@ class _Copy:
             with contextlib.closing(self._read(path, entry)) as source:
                 for piece in source:
                     self._go_on()
+                    sole.check()  # before the last has gone: else it would land in another client's finished copy
                     digest.update(piece)
+                    if at + len(piece) >= entry.size:  # before the last has gone: else it would be there
+                        self._source.check(path, digest.hexdigest())
                     yield piece
                     at += len(piece)
                     if self._progress is not None and at > moved:
                         self._progress(self._at(path), at - moved)
                         moved = at
 
-        target = self._store.files
-        assert isinstance(target, RemoteFiles)  # `Store.inputs` gives no other store a source
         with self._room.taken(_weight(entry.size)):
             self._go_on()
-            tries = TRIES if url_scheme(self._url) in ("http", "https") else 1
-            for left in range(tries - 1, -1, -1):
+            for left in range(self._source.tries - 1, -1, -1):
                 sole.check()
                 try:
-                    target.receive(self._at(path), entry.size, pieces)
+                    self._store.files.receive(self._at(path), entry.size, pieces)
                     break
-                except TransientError:
+                except (TransientError, DigestError):
                     if not left or self._stop.is_set():
                         raise
         with self._lock:
-            self._done[path] = {"size": entry.size, "sha256": digest.hexdigest(), "version": _version(entry)}
+            self._done[path] = {"size": entry.size, "sha256": digest.hexdigest(), "version": version_of(entry)}
             due = time.monotonic() - self._saved > SAVED_SECONDS
             if due:
                 self._saved = time.monotonic()
@@ -264,9 +325,9 @@ class _Copy:
 
     def _read(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
         """The source's pieces; what fails there is not taken for the target's failure."""
-        where = f"{self._shown}/{path}" if self._item.file is None else self._shown
+        where = self._shown if self._shown.endswith(f"/{path}") else f"{self._shown}/{path}"
         try:
-            with contextlib.closing(self._source.pieces("" if self._item.file else path, entry.size)) as pieces:
+            with contextlib.closing(self._source.pieces(path, entry)) as pieces:
                 yield from pieces
         except FileNotFoundError:
             raise StorageError(f"{where} went away while it was copied; start again") from None
@@ -277,7 +338,7 @@ class _Copy:
 
     def _check(self, found: Mapping[str, Entry]) -> None:
         """Raise `StorageError` unless the source is as it was, and the copy as large."""
-        now = self._list(self._opened())
+        now = self._list()
         changed = [path for path in found.keys() | now.keys() if not _alike(found.get(path), now.get(path))]
         there = self._store.files.list(f"data/{self._address}")
         wrong = [path for path, entry in found.items() if there.get(self._at(path)) != entry.size]
@@ -291,6 +352,7 @@ class _Copy:
     def _save(self, sole: Sole, *, complete: bool) -> None:
         with self._lock:
             record = {"protocol": 1, "source": self._shown, "complete": complete, "files": dict(self._done)}
+            record |= self._source.facts
             sole.check()
             self._store.files.write(self._manifest, to_json(record))
 
@@ -325,18 +387,18 @@ def _weight(size: int) -> int:
     return 3 * size if size <= PIECE else PIECE * (AHEAD + 9)
 
 
-def _version(entry: Entry) -> str:
+def version_of(entry: Entry) -> str:
     """What is another one when the content is, by either library's listing."""
     tag = _TAG.search(entry.version)
     return tag[1] if tag else entry.version
 
 
 def _alike(one: Entry | None, other: Entry | None) -> bool:
-    return one is not None and other is not None and (one.size, _version(one)) == (other.size, _version(other))
+    return one is not None and other is not None and (one.size, version_of(one)) == (other.size, version_of(other))
 
 
 def _is_copy(record: Any, entry: Entry) -> bool:
     """Whether ``record`` is of that very version; of a source that tells none, nobody knows."""
     if not isinstance(record, Mapping) or not entry.version:
         return False
-    return bool(record.get("size") == entry.size and record.get("version") == _version(entry))
+    return bool(record.get("size") == entry.size and record.get("version") == version_of(entry))

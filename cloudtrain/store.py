@@ -22,25 +22,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_of, numbers_of
 from .digests import LocalTree, TreeFile, hash_tree, still
 from .disk import local_path, normalize, safe
-from .errors import DigestError, NotFoundError, SpecError, StorageError
+from .errors import DigestError, NotFoundError, SpecError, StorageError, scrubbed
 from .job import Input, Job, check_run_id, is_run_id
 from .lease import FOLDER, announce, withdraw
 from .provider import Layout, LayoutInput, Request
 from .transfer import Entry, Moving, Progress, Storage, files, parallel
-from .values import METADATA, nearest, newer_than_metadata, step_of, training_states, url_scheme
+from .values import METADATA, checked_run, json_loads, nearest, url_scheme
 
 __all__ = [
     "RELAYED",
-    "Checkpoint",
     "LocalTree",
     "Staged",
     "Store",
     "TreeFile",
     "expect",
-    "newest_of",
-    "numbers_of",
     "run_folder",
     "to_json",
 ]
@@ -49,11 +47,9 @@ __all__ = [
 RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf"})
 """Schemes of remote data that can be copied into a store, where nodes cannot read them."""
 
-_PROTOCOL = 1
 _COPIED = "copied from "
 """Put before a URL to make an address of it, so that no list of files has the same."""
-_STAGING = 5 * 86400.0
-"""Seconds from an announcement to run.json: well below those for which it counts."""
+_STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
 _TOKEN = "created_by"
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
 _ATTEMPT = re.compile(r"(\d+)\.(\d+)")
@@ -70,25 +66,6 @@ class Staged:
     mover: str = field(default="", compare=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """One complete checkpoint. ``key`` is its folder in the store, ``files`` maps path to (bytes, SHA-256).
-
-    ``step`` is what ``name`` tells of it, None when it does not. ``saved``, when the script had written it, and
-    ``committed``, when it was complete here, are Unix seconds.
-    """
-
-    name: str
-    key: str
-    attempt: str
-    seq: int
-    step: int | None
-    committed: float
-    saved: float
-    files: Mapping[str, tuple[int, str]]
-    bytes: int
-
-
 class Store:
     """The store at ``url``, a path or any fsspec URL. Opens nothing until asked; ``storage`` says as whom."""
 
@@ -100,7 +77,7 @@ class Store:
         storage: Storage | None = None,
         moving: Moving = Moving(),  # noqa: B008 - it is frozen
     ) -> None:
-        self.url, self.moving = normalize(url, cwd=cwd or Path.cwd()), moving
+        self.url, self.moving = _keyless(normalize(url, cwd=cwd or Path.cwd())), moving
         self.files = files(self.url, gitignore=True, storage=storage, moving=moving)
         self._announced: dict[str, list[tuple[str, float]]] = {}
 
@@ -114,6 +91,7 @@ class Store:
         runtime_digest: str,
         inputs: Mapping[str, LayoutInput] | None = None,
         resume: str | None = None,
+        origin: Mapping[str, str] | None = None,
     ) -> Layout:
         """Every URL of the run. `SpecError` for a bad run id."""
         return Layout(
@@ -123,6 +101,7 @@ class Store:
             runtime_digest=runtime_digest,
             inputs=dict(inputs or {}),
             resume=resume,
+            origin=dict(origin or {}),
         )
 
     def inputs(self, job: Job, schemes: frozenset[str], *, cwd: Path) -> tuple[dict[str, LayoutInput], list[LocalTree]]:
@@ -185,18 +164,23 @@ class Store:
         """
         named = [layout.code_digest, layout.runtime_digest, layout.resume or ""]
         named += [*(tree.digest for tree in trees), *(item.url for item in layout.inputs.values())]
-        now = time.time()
-        self._announced.setdefault(layout.run_id, []).append((announce(self.files, layout.run_id, named, say=say), now))
+        self.announce(layout.run_id, named, say=say)
+        code, runtime = self._key(layout.code), self._key(layout.runtime)
+        wanted = [code, runtime, *map(_manifest, trees)]
+        for tree in trees:
+            if tree.known is not None:
+                tree.known.keep()
+        there = {key for key, known in zip(wanted, parallel(self.files.exists, wanted), strict=True) if known}
         return Staged(
-            code_bytes=self._stage(self._key(layout.code), archive, progress),
-            runtime_bytes=self._stage(self._key(layout.runtime), pyz if callable(pyz) else lambda: pyz, progress),
-            data_bytes=sum(self._stage_tree(tree, progress) for tree in trees),
+            code_bytes=0 if code in there else self._stage(code, archive, progress),
+            runtime_bytes=0
+            if runtime in there
+            else self._stage(runtime, pyz if callable(pyz) else lambda: pyz, progress),
+            data_bytes=sum(self._stage_tree(tree, progress) for tree in trees if _manifest(tree) not in there),
             mover=self.files.mover,
         )
 
     def _stage(self, key: str, content: Callable[[], bytes | Path], progress: Progress | None) -> int:
-        if self.files.exists(key):
-            return 0
         data = content()
         if isinstance(data, Path):
             expect(progress, [data.stat().st_size])
@@ -209,13 +193,6 @@ class Store:
         return len(data)
 
     def _stage_tree(self, tree: LocalTree, progress: Progress | None) -> int:
-        if tree.known is not None:
-            tree.known.keep()
-        # Manifests lie beside the trees: inside one a script would find it, and an address that starts like the
-        # tree's own would be taken along by platforms that match prefixes.
-        manifest = f"data/manifests/{tree.digest}.json"
-        if self.files.exists(manifest):
-            return 0
         present = self.files.list(f"data/{tree.digest}")
         known = self._known_files() if self.files.copies else {}
         here = [item for item in tree.files if present.get(f"data/{tree.digest}/{item.path}") != item.size]
@@ -226,7 +203,7 @@ class Store:
             jobs=self.moving.concurrency,
         )
         record = {item.path: {"size": item.size, "sha256": item.sha256} for item in tree.files}
-        self.files.write(manifest, to_json({"protocol": _PROTOCOL, "files": record}))
+        self.files.write(_manifest(tree), to_json({"protocol": PROTOCOL, "files": record}))
         return sum(moved)
 
     def _stage_file(
@@ -284,6 +261,12 @@ class Store:
         self.withdraw(layout.run_id)
         return created
 
+    def announce(self, run_id: str, named: Sequence[str], *, say: Callable[[str], None] | None = None) -> None:
+        """Say that ``named`` (digests, URLs) are about to be staged for the run, so that nobody deletes them until
+        `create_run`; ``say`` is told when that means to wait."""
+        now = time.time()
+        self._announced.setdefault(run_id, []).append((announce(self.files, run_id, named, say=say), now))
+
     def announce_copy(self, run_id: str, digest: str) -> None:
         """Say that the run counts on the copy ``data/<digest>`` as it is, until run.json says so."""
         key = f"{FOLDER}/{run_id}-{secrets.token_hex(8)}.json"
@@ -295,13 +278,13 @@ class Store:
         for key, _ in self._announced.pop(run_id, []):
             withdraw(self.files, key)
 
-    def run(self, run_id: str) -> dict[str, Any]:
-        """The record given to `create_run`. `NotFoundError` names the store and the nearest run."""
+    def run(self, run_id: str, *, needs: Sequence[str] = ()) -> dict[str, Any]:
+        """The record given to `create_run`, with its ``needs``. `NotFoundError` names the store and the nearest run."""
         record = self._json(f"{run_folder(run_id)}/run.json")
         if record is None:
             raise NotFoundError(f"no run {run_id!r} in {self.url}{nearest(run_id, self.runs())}", field="run")
         record.pop(_TOKEN, None)
-        return record
+        return checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
 
     def runs(self) -> list[str]:
         """Run ids, sorted: those that are dated by default oldest first."""
@@ -346,12 +329,14 @@ class Store:
         """``{"category": …, "reason": …, "time": …}`` of an attempt that the platform will not have, else None."""
         return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/refused.json")
 
-    def write_ended(self, run_id: str, k: int, record: Mapping[str, Any]) -> None:
-        """Note how attempt ``k`` failed, for whoever judges the next one."""
-        self.files.write(f"{run_folder(run_id)}/attempts/{int(k)}/ended.json", to_json(record))
+    def write_ended(self, run_id: str, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Note how attempt ``k`` failed; what is noted: all judge by the first word, whatever they know."""
+        key = f"{run_folder(run_id)}/attempts/{int(k)}/ended.json"
+        self.files.create(key, to_json(record))
+        return self._json(key) or dict(record)
 
     def ended(self, run_id: str, k: int) -> dict[str, Any] | None:
-        """What `write_ended` was given, None when nobody has judged attempt ``k``."""
+        """What `write_ended` has noted, None when nobody has judged attempt ``k``."""
         return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/ended.json")
 
     def waits_since(self, run_id: str, k: int, starts: int, now: float) -> float:
@@ -385,9 +370,11 @@ class Store:
         """Whether further attempts are forbidden."""
         return self.files.exists(f"{run_folder(run_id)}/cancelled.json")
 
-    def write_result(self, run_id: str, result: Mapping[str, Any]) -> None:
-        """Keep how the run ended."""
-        self.files.write(f"{run_folder(run_id)}/result.json", to_json(result))
+    def write_result(self, run_id: str, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Keep how the run ended; what is kept, which is the first word: a client that was held up changes nothing."""
+        key = f"{run_folder(run_id)}/result.json"
+        self.files.create(key, to_json(result))
+        return self._json(key) or dict(result)
 
     def result(self, run_id: str) -> dict[str, Any] | None:
         """How the run ended, None while nobody has written it."""
@@ -421,7 +408,7 @@ class Store:
     def _json(self, key: str) -> dict[str, Any] | None:
         """The JSON object at ``key``, None when there is none; `StorageError` when it is something else."""
         try:
-            value = json.loads(self.files.read(key))
+            value = json_loads(self.files.read(key))
         except FileNotFoundError:
             return None
         except ValueError:
@@ -433,7 +420,7 @@ class Store:
     def _whole_json(self, key: str) -> dict[str, Any] | None:
         """The JSON object at ``key``; None too when it is broken, as a writer that was killed leaves it."""
         try:
-            value = json.loads(self.files.read(key))
+            value = json_loads(self.files.read(key))
         except (FileNotFoundError, ValueError):
             return None
         return value if isinstance(value, dict) else None
@@ -451,8 +438,8 @@ class Store:
         sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
         matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
         commits = parallel(lambda match: self._whole_json(f"{root}/{match[0]}"), matches)
-        found = [_checkpoint(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
-        return sorted((item for item in found if item), key=_age)
+        found = [mirrored(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
+        return sorted((item for item in found if item), key=age)
 
     def direct(self, run_id: str) -> list[Checkpoint]:
         """What a script wrote to the store by itself, oldest first.
@@ -464,8 +451,8 @@ class Store:
         for key, entry in self.files.entries(root).items():
             name, _, path = key[len(root) + 1 :].partition("/")
             trees.setdefault(name, {})[path] = entry
-        found = [_direct(root, name, files) for name, files in trees.items() if METADATA in files and safe(name)]
-        return sorted(filter(None, found), key=_age)
+        found = [direct(root, name, files) for name, files in trees.items() if METADATA in files and safe(name)]
+        return sorted(filter(None, found), key=age)
 
     def newest_checkpoint(self, run_id: str) -> Checkpoint | None:
         """The last of `checkpoints` that a training can go on from, or of `direct` where that is newer."""
@@ -481,6 +468,14 @@ class Store:
 
 
 # ------------------------------------------------------------------------------------------------------ pieces of Store
+
+
+def _keyless(url: str) -> str:
+    """``url``, which every record and native request quotes. Raises `SpecError` for one with a credential in it."""
+    if local_path(url) is None and scrubbed(url) != url:
+        why = "holds a password, key or signature, which every record of a run would quote"
+        raise SpecError(f"{scrubbed(url)} {why}; leave it out, and sign in as docs/storage.md says", field="store")
+    return url
 
 
 def run_folder(run_id: str) -> str:
@@ -500,9 +495,9 @@ def to_json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
-def numbers_of(name: str) -> list[int]:
-    """The numbers in a name, for sorting: ``1.10`` after ``1.9``."""
-    return [int(number) for number in re.findall(r"\d+", name)]
+def _manifest(tree: LocalTree) -> str:
+    # Beside the trees: inside one a script would find it, and platforms that match prefixes would take it along.
+    return f"data/manifests/{tree.digest}.json"
 
 
 def _placed(item: Input, url: str, file: str | None) -> LayoutInput:
@@ -518,68 +513,7 @@ def _remote_file(url: str) -> str | None:
 
 
 def _existing(path: Path, where: str) -> Path:
-    if path.exists():
+    if os.path.exists(path):  # False too for a name that no file can have
         return path
-    siblings = os.listdir(path.parent) if path.parent.is_dir() else []
+    siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     raise SpecError(f"there is no {path}{nearest(path.name, siblings)}", field=where)
-
-
-def _checkpoint(
-    root: str, match: re.Match[str], commit: Mapping[str, Any] | None, sizes: Mapping[str, int]
-) -> Checkpoint | None:
-    """The checkpoint of one commit.json, None when it is not complete."""
-    folder, name = match[0].rpartition("/")[0], match[1]
-    try:
-        if commit is None or commit["protocol"] != _PROTOCOL:
-            return None
-        listed = {path: (int(item["size"]), str(item["sha256"])) for path, item in commit["files"].items()}
-        committed, saved = float(commit["time"]), float(commit.get("saved") or commit["time"])
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    if any(sizes.get(f"{folder}/{path}") != size for path, (size, _) in listed.items()):
-        return None
-    return Checkpoint(
-        name=name,
-        key=f"{root}/{folder}",
-        attempt=match[2],
-        seq=int(match[3]),
-        step=step_of(name),
-        committed=committed,
-        saved=saved,
-        files=listed,
-        bytes=sum(size for size, _ in listed.values()),
-    )
-
-
-def newest_of(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Of what `Store.checkpoints` and `Store.direct` gave, the newest that a training can go on from."""
-    trees = {item.key: (item.name, [_below_entry(item.name, path) for path in item.files]) for item in mirrored}
-    chosen = training_states(trees)
-    found = [*[item for item in mirrored if item.key in chosen][-1:], *direct[-1:]]
-    return max(found, key=lambda item: item.saved, default=None)
-
-
-def _below_entry(name: str, path: str) -> str:
-    """``node-0/step-8/model.pt`` below the entry ``step-8``: ``model.pt``; empty when the entry is the file."""
-    return path.partition("/")[2][len(name) + 1 :]
-
-
-def _direct(root: str, name: str, files: Mapping[str, Entry]) -> Checkpoint | None:
-    if newer_than_metadata({path: entry.modified for path, entry in files.items()}):
-        return None
-    written = files[METADATA].modified
-    return Checkpoint(
-        name=name,
-        key=f"{root}/{name}",
-        attempt="",
-        seq=0,
-        step=step_of(name),
-        committed=written,
-        saved=written,
-        files={path: (entry.size, "") for path, entry in files.items()},
-        bytes=sum(entry.size for entry in files.values()),
-    )
-
-
-def _age(item: Checkpoint) -> tuple[list[int], float, int, str]:
-    return (numbers_of(item.attempt), item.saved, item.seq, item.name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import CloudtrainError, LostContactError, NotFoundError
 from .follow import Follower, Line, Stream, Want
+from .transfer import parallel
 from .verdict import first_line
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Tail:
         patience: float,
     ) -> None:
         self.more = self.flowing = False
-        self._store, self._run_id, self._provider, self._clock = store, run_id, provider, clock
+        self.store, self._run_id, self._provider, self._clock = store, run_id, provider, clock
         self._contact = Contact(clock=clock, patience=patience)
         self._follower = Follower(clock=clock)
         self._cursors: dict[str, Any] = {}
@@ -121,7 +122,7 @@ class Tail:
     def rest(self) -> Iterator[Line]:
         """Everything else that the segments have; lines that are nowhere become markers."""
         index = self._index()
-        for want in self._follower.drain(self._store.exits(self._run_id), index):
+        for want in self._follower.drain(self.store.exits(self._run_id), index):
             yield from self._read(want, index)
             yield from self._follower.finish(want.stream)
 
@@ -166,8 +167,11 @@ class Tail:
         yield from self._follower.page(page.lines)
 
     def _gaps(self) -> Iterator[Line]:
-        for want in self._follower.wanted():
-            yield from self._read(want, self._index(f"{want.attempt}/node-{want.node}/"))
+        """A listing and a segment or two for each node that lacks lines: of hundreds, not one after the other."""
+        wanted = self._follower.wanted()
+        indexes = parallel(lambda want: self._index(f"{want.attempt}/node-{want.node}/"), wanted)
+        for want, index in zip(wanted, indexes, strict=True):
+            yield from self._read(want, index)
             yield from self._follower.answered(want)
 
     def _catch_up(self) -> Iterator[Line]:
@@ -181,7 +185,7 @@ class Tail:
     def _index(self, below: str = "") -> dict[Stream, list[tuple[int, str]]]:
         """The segments of each node: the number of the first line and the key, in order."""
         index: dict[Stream, list[tuple[int, str]]] = {}
-        for key in self._store.files.list(f"runs/{self._run_id}/live/logs/{below}".rstrip("/")):
+        for key in self.store.files.list(f"runs/{self._run_id}/live/logs/{below}".rstrip("/")):
             match = _SEGMENT.fullmatch(key)
             if match:
                 index.setdefault((match[1], int(match[2])), []).append((int(match[3]), key))
@@ -195,7 +199,7 @@ class Tail:
             if (after is not None and after <= want.first) or (want.last is not None and first > want.last):
                 continue
             try:
-                text = self._store.files.read(key).decode("utf-8", "replace")
+                text = self.store.files.read(key).decode("utf-8", "replace")
             except FileNotFoundError:
                 continue
             yield from self._follower.segment(text.split("\n"))

@@ -9,12 +9,13 @@ that read one key raise the builtin `FileNotFoundError` when it is not there: of
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -27,6 +28,7 @@ from .disk import (
     local_path,
     normalize,
     parts_of,
+    put,
     settle,
     sync,
     sync_folder,
@@ -37,6 +39,8 @@ from .disk import (
 from .errors import StorageError
 
 __all__ = [
+    "MOST_PIECES",
+    "PIECE",
     "Entry",
     "Files",
     "LocalFiles",
@@ -57,6 +61,11 @@ Names = list[str]
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+PIECE = 8 << 20
+"""Bytes of a part of what goes in parts, by whatever library: S3 takes no less than 5 MiB."""
+MOST_PIECES = 9_000
+"""Of one object: S3 takes 10,000. Of a larger one the parts are larger."""
 
 
 class Entry(NamedTuple):
@@ -155,6 +164,12 @@ class Files(Protocol):
     def upload_tree(self, folder: Path, prefix: str, *, jobs: int = 8, progress: Progress | None = None) -> Names:
         """Store every file of ``folder`` below ``prefix``; their keys, sorted. Symbolic links are followed."""
 
+    def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
+        """The content of the file of ``size`` bytes in order, in bounded memory."""
+
+    def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
+        """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called anew for each try."""
+
     @property
     def copies(self) -> bool:
         """Whether `copy` moves no bytes through this machine."""
@@ -192,15 +207,27 @@ def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> li
     """``work`` of each item, in order, ``jobs`` at a time. A failure stops what has not begun, and is raised."""
     if len(items) < 2:
         return [work(item) for item in items]
+    todo: collections.deque[tuple[int, T]] = collections.deque(enumerate(items))
+    done: dict[int, R] = {}
+
+    def some() -> None:
+        while True:
+            try:
+                number, item = todo.popleft()
+            except IndexError:
+                return
+            done[number] = work(item)
+
     with concurrent.futures.ThreadPoolExecutor(max_workers=jobs) as pool:
-        futures = [pool.submit(work, item) for item in items]
+        # Not a future for each item: of thousands of small ones they would be half the cost.
+        futures = [pool.submit(some) for _ in range(min(jobs, len(items)))]
         try:
-            done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-            for future in done:
+            ended, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+            for future in ended:
                 future.result()
-            return [future.result() for future in futures]
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            todo.clear()
+    return [done[number] for number in range(len(items))]
 
 
 def report_to(progress: Progress | None, key: str) -> Callable[[int], None]:
@@ -234,10 +261,11 @@ class Trees:
         wanted = {name: inside(folder, name) for name in sizes if select is None or select(name)}
 
         def fetch(name: str) -> None:
-            digest = (digests or {}).get(name)
-            with disk_errors(wanted[name]):
-                if is_same(wanted[name], sizes[name], digest):
-                    return
+            digest = digests.get(name) if digests else None
+            if digest is not None:
+                with disk_errors(wanted[name]):
+                    if is_same(wanted[name], sizes[name], digest):
+                        return
             key = f"{prefix}/{name}" if prefix else name
             self.download(key, wanted[name], sha256=digest, size=sizes[name], progress=progress)
 
@@ -289,9 +317,8 @@ class LocalFiles(Trees):
 
     def write(self, key: str, data: bytes) -> None:
         path = self._writable(key)
-        with disk_errors(path), temp_file(path) as temp:
-            temp.write_bytes(data)
-            settle(temp, path)
+        with disk_errors(path):
+            put(path, data)
 
     def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
         path = self._writable(key)
@@ -375,6 +402,24 @@ class LocalFiles(Trees):
         progress: Progress | None = None,
     ) -> None:
         self._copy(self._path(key), path, report_to(progress, key), lambda temp: verify(temp, key, sha256, size))
+
+    def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
+        path, count = self._path(key), 0
+        with disk_errors(path), open(path, "rb") as stream:
+            while data := stream.read(PIECE):
+                count += len(data)
+                yield data
+        if count != size:
+            raise StorageError(f"{path}: {count} bytes came in place of {size}; it changed")
+
+    def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
+        path = self._writable(key)
+        with contextlib.closing(pieces()) as source, disk_errors(path), temp_file(path) as temp:
+            with open(temp, "wb") as out:
+                for piece in source:
+                    out.write(piece)
+            verify(temp, key, None, size)
+            settle(temp, path)
 
     @property
     def copies(self) -> bool:

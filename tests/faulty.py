@@ -10,6 +10,7 @@ import struct
 import threading
 import time
 import urllib.parse
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from xml.sax.saxutils import escape
 
@@ -34,7 +35,7 @@ class FaultyS3(http.server.ThreadingHTTPServer):
     """``faults`` are taken one a request, None for none; ``requests`` are (method, path, headers); ``objects`` by key.
 
     One bucket, ``bucket``. ``versions`` has every content that was ever whole at a key. Lists may not go up from
-    ``only_below``.
+    ``only_below``; a policy denies what ``denies`` (method, path, headers) has a word against.
     """
 
     daemon_threads = True
@@ -46,6 +47,7 @@ class FaultyS3(http.server.ThreadingHTTPServer):
         self.versions: dict[str, list[bytes]] = {}
         self.requests: list[tuple[str, str, dict[str, str]]] = []
         self.only_below = ""
+        self.denies: Callable[[str, str, Mapping[str, str]], str] = lambda method, path, headers: ""
         self.parts: dict[str, dict[int, bytes]] = {}
         self.lock = threading.RLock()
         self.under_way = 0
@@ -110,6 +112,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(1)
         if self.fault == "reset":
             self._cut()
+        elif word := self.server.denies(self.command, self.path, headers):
+            self._error(403, "AccessDenied", word)
         elif self.fault == "refuse":
             self._error(503, "SlowDown")
         elif self.fault == "moved":
@@ -205,9 +209,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             tag = escape(self.server.objects[self.key].tag)
             text = f"<CompleteMultipartUploadResult><ETag>{tag}</ETag></CompleteMultipartUploadResult>"
             return 200, kind, text.encode()
-        for key in re.findall(rb"<Key>(.*?)</Key>", body):
-            self.server.objects.pop(key.decode(), None)
-        return 200, kind, b"<DeleteResult></DeleteResult>"
+        gone = [key.decode() for key in re.findall(rb"<Key>(.*?)</Key>", body)]
+        for key in gone:
+            self.server.objects.pop(key, None)
+        text = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in gone)
+        return 200, kind, f"<DeleteResult>{text}</DeleteResult>".encode()
 
     def _delete(self, _: bytes) -> tuple[int, dict[str, str], bytes]:
         if "uploadId" in self.query:
@@ -240,13 +246,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     # --------------------------------------------------------------------------------------------------------- answers
 
-    def _refusal(self, status: int, code: str) -> tuple[int, dict[str, str], bytes]:
-        text = f"<Error><Code>{code}</Code><Message>{code} it is</Message></Error>"
+    def _refusal(self, status: int, code: str, word: str = "") -> tuple[int, dict[str, str], bytes]:
+        text = f"<Error><Code>{code}</Code><Message>{escape(word) or f'{code} it is'}</Message></Error>"
         return status, {"Content-Type": "application/xml"}, text.encode()
 
-    def _error(self, status: int, code: str) -> None:
+    def _error(self, status: int, code: str, word: str = "") -> None:
         self.fault = None
-        self._answer(*self._refusal(status, code))
+        self._answer(*self._refusal(status, code, word))
 
     def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
         if self.fault == "lost":

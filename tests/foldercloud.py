@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from cloudtrain.errors import NotFoundError, SpecError
+from cloudtrain.errors import AuthError, CapacityError, NotFoundError, QuotaError, SpecError
 from cloudtrain.job import Job
 from cloudtrain.provider import (
     AttemptInfo,
@@ -36,7 +37,7 @@ NAME = "foldercloud"
 class Settings:
     """``folder`` is where the jobs are."""
 
-    folder: str = ""
+    folder: str = field(default="", metadata={"place": True})
 
 
 class Provider:
@@ -55,7 +56,7 @@ class Provider:
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
         context = context_of(NAME, job, layout, processes=job.resources.processes(choice))
-        body = {"job": f"{layout.run_id}.{attempt}", "seconds": job.max_runtime}
+        body = {"job": f"{layout.run_id}.{attempt}", "seconds": job.max_runtime, "origin": dict(layout.origin)}
         return Request(
             provider=NAME, operation="write", body=body, context=context, run=layout.run, attempt=attempt, choice=choice
         )
@@ -71,11 +72,17 @@ class Provider:
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         path = self._job(str(request.body["job"]))
+        refusal = self._job(f".refuses-{request.choice}")
+        if refusal.exists() and not path.exists():
+            category, _, reason = refusal.read_text().partition(": ")
+            raise {"quota": QuotaError, "capacity": CapacityError, "user_error": SpecError}[category](reason)
         try:
             with open(path, "x") as stream:
                 json.dump({"state": "pending"}, stream)
         except FileExistsError:
             pass  # it is this very attempt
+        while self._job(".slow").exists():  # the answer takes its time
+            time.sleep(0.02)
         return path.name
 
     def find(self, request: Request) -> str | None:
@@ -85,8 +92,12 @@ class Provider:
     def status(self, native_id: str) -> Status:
         try:
             data = json.loads(self._job(native_id).read_text())
-        except FileNotFoundError:
-            raise NotFoundError(f"no job {native_id}") from None
+            while self._job(".asked-slowly").exists():
+                time.sleep(0.02)
+        except (OSError, ValueError):  # a name that no file can have, too
+            raise NotFoundError(f"no job {native_id[:80]}") from None
+        if "refused" in data:
+            raise AuthError(data["refused"])
         attempts = tuple(AttemptInfo(**item) for item in data.pop("attempts", ()))
         return Status(native=data["state"], attempts=attempts, **data)
 
@@ -105,6 +116,15 @@ class Provider:
         temp = self._job(f".{native_id}.{os.getpid()}")
         temp.write_text(json.dumps(status))
         temp.replace(self._job(native_id))
+
+    def refuse(self, category: str = "", reason: str = "there is none", *, choice: int = 0) -> None:
+        """From now on refuse, by creating no job, requests for that GPU of the list; without a category no more."""
+        path = self._job(f".refuses-{choice}")
+        path.write_text(f"{category}: {reason}") if category else path.unlink()
+
+    def alive(self) -> list[str]:
+        """The native ids of all jobs that are not over."""
+        return [name for name in self.jobs() if not self.status(name).final]
 
     def jobs(self) -> list[str]:
         """The native ids of all jobs there ever were."""

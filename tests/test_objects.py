@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import AZURITE_ACCOUNT, AZURITE_KEY, azurite, free_port, required, served
 
-from cloudtrain import filesystem, objects
+from cloudtrain import filesystem, objects, remote
 from cloudtrain.access import Unproven, find_access
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
 from cloudtrain.faults import Retries
@@ -58,8 +58,9 @@ def s3(wire: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fault
     words |= {"CONFIG_FILE": str(tmp_path / "none"), "SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
     for name, value in words.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(objects, "PART", 1 << 15)
+    monkeypatch.setattr(objects, "PIECE", 1 << 15)
     monkeypatch.setattr(objects, "CHUNK", 1 << 13)
+    monkeypatch.setattr(remote, "SMALL", 1 << 12)
     monkeypatch.setattr(filesystem, "SMALL", -1)
     wire.clear()
     wire.only_below = ""
@@ -222,14 +223,26 @@ def test_a_range_that_fails_after_its_last_byte_is_whole(
 def test_ranges_are_asked_for_by_the_tag_of_the_first(s3: FaultyS3, tmp_path: Path) -> None:
     s3.put("store/key", os.urandom(100_000))
     reach().download("key", tmp_path / "x", size=100_000)
-    asked = [headers for method, _, headers in s3.requests if method == "GET"]
-    assert [headers.get("if-match") for headers in asked] == [s3.objects["store/key"].tag] * 4
+    asked = [headers for _, _, headers in s3.requests]  # the first range tells the tag: nothing is asked before it
+    assert [headers.get("if-match") for headers in asked] == [None, *[s3.objects["store/key"].tag] * 3]
     assert {headers["range"] for headers in asked} == {
         "bytes=0-32767",
         "bytes=32768-65535",
         "bytes=65536-98303",
         "bytes=98304-99999",
     }
+
+
+@pytest.mark.parametrize("size", [0, 1000, 1 << 15])
+def test_a_small_file_is_one_request(s3: FaultyS3, tmp_path: Path, size: int) -> None:
+    s3.put("store/key", data := os.urandom(size))
+    reach().download("key", tmp_path / "x", sha256=digest(data), size=size)
+    assert (tmp_path / "x").read_bytes() == data
+    assert len(s3.requests) == 1
+    s3.put("store/key", os.urandom(200_000))  # meanwhile, and far more than was promised
+    with pytest.raises(DigestError):
+        reach().download("key", tmp_path / "y", size=size)
+    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_a_range_goes_on_where_it_was_cut(s3: FaultyS3, tmp_path: Path) -> None:

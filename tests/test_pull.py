@@ -410,3 +410,23 @@ def test_a_file_that_is_taken_away_meanwhile_is_one_line(world: World, tmp_path:
     with pytest.raises(StorageError, match="went away while it was pulled"):
         pull(store, "r1", tmp_path / "out")
     assert (tmp_path / "out" / "artifacts" / "a").read_text() == "x"
+
+
+def test_one_that_is_asked_for_and_written_over_all_the_time_is_an_error(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not a pull that has brought nothing; who follows the run takes the next one."""
+    monkeypatch.setattr(pull_module, "parallel", lambda work, items, **_: [work(item) for item in items])
+    wrote = [0]
+
+    def writes(key: str, more: int) -> None:
+        if "/checkpoints/" in key:
+            wrote[0] += 1
+            direct(world, {"a": f"version {wrote[0]}", "b": "v"}, 10.0 * wrote[0])
+
+    direct(world, {"a": "version 0", "b": "v"}, 0)
+    with pytest.raises(StorageError, match="checkpoint last is written over while it is pulled"):
+        pull(world.store, "r1", tmp_path / "out", what="checkpoints:latest", progress=writes)
+    assert wrote[0] >= pull_module.TRIES
+    assert content(tmp_path / "out" / "checkpoints") == {}
+    assert pull(world.store, "r1", tmp_path / "out", what="checkpoints:latest").checkpoints == ("last",)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
+import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -15,15 +19,16 @@ from typing import Any
 import pytest
 from faulty import FaultyS3
 from servers import Web
+from trials import SEED, TRIALS
 
-from cloudtrain import remote
+from cloudtrain import lease, relay, remote
 from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
 from cloudtrain.job import Job
 from cloudtrain.provider import Layout
-from cloudtrain.relay import _Room, bring
+from cloudtrain.relay import LEASE, _Room, bring
 from cloudtrain.remote import RemoteFiles
 from cloudtrain.store import Store
-from cloudtrain.transfer import Moving, files, parallel
+from cloudtrain.transfer import Entry, Moving, files, parallel
 from cloudtrain.values import without_secrets
 
 pytestmark = [
@@ -336,5 +341,135 @@ def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str, mov
     assert copied == s3.objects["set/x.bin"].data == s3.versions["set/x.bin"][-1]
 
 
+#: A client that copies, says how many bytes have moved, and takes its time.
+CLIENT = """
+import json, sys, time
+from cloudtrain import remote
+from cloudtrain.provider import Layout
+from cloudtrain.relay import bring
+from cloudtrain.store import Store
+from cloudtrain.transfer import Moving
+remote.PIECE = 65536
+given = json.loads(sys.argv[1])
+store = Store(given["store"], moving=Moving(mover=sys.argv[2], concurrency=2))
+print("begins", flush=True)
+def progress(key, count):
+    print(count, flush=True)
+    time.sleep(0.01)
+bring(store, Layout.from_dict(given), progress=progress)
+"""
+
+
+class Clock:
+    """In the place of `lease`'s own: who sleeps has slept at once."""
+
+    def __init__(self) -> None:
+        self.slept = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+    def monotonic(self) -> float:
+        return self.slept
+
+    time = monotonic
+
+
+@pytest.mark.parametrize("trials", [2, pytest.param(max(2, TRIALS // 20), marks=pytest.mark.proof)])
+def test_the_copy_of_a_client_that_was_killed_is_taken_over_when_its_lease_has_ended(
+    s3: FaultyS3, gcs_url: str, monkeypatch: pytest.MonkeyPatch, trials: int
+) -> None:
+    """kill -9 at any moment: what is there is right, nobody takes it for whole, and the next client ends it."""
+    place = Place("s3://bucket/set", gcs_url)
+    whole = {
+        f"{name}.bin": os.urandom(size) for name, size in (("a", 5 << 16), ("b", 65537), ("c", 10), ("d", 9 << 16))
+    }
+    for name, content in whole.items():
+        s3.put(f"set/{name}", content)
+    given, manifest = json.dumps(dataclasses.asdict(place.layout())), f"data/manifests/{address(place)}.json"
+    mark = f"staging/copying-{address(place)}"
+    for trial in range(trials):
+        dice = random.Random(f"{SEED} {trial}")
+        mover, after = ("fsspec", "auto")[trial % 2], dice.randrange(16)  # of 17 pieces
+        with subprocess.Popen(
+            [sys.executable, "-c", CLIENT, given, mover], stdout=subprocess.PIPE, text=True
+        ) as client:
+            assert client.stdout is not None
+            lines = [client.stdout.readline() for _ in range(1 + after)]
+            client.kill()
+        assert all(lines), "it was at work"
+        there = place.store.files.list("data")
+        copied = {key.rpartition("/")[2]: place.store.files.read(key) for key in there if key != manifest}
+        assert copied.items() <= whole.items(), "right bytes, or nothing"
+        held = place.store.files.exists(mark)
+        assert held or not after, "it held the lease while bytes moved"
+        assert (place.store.record(manifest) or {"complete": False})["complete"] is False
+        clock, said = Clock(), list[str]()
+        with monkeypatch.context() as patch:
+            patch.setattr(lease, "time", clock)
+            assert place.bring("run-2", say=said.append) > 0
+        assert clock.slept >= LEASE or not held, "not before the lease has ended"
+        assert (said[0] == f"waiting: somebody else copies {place.source}") == held
+        assert place.copied() == whole
+        assert not place.store.files.exists(mark)
+        assert place.bring("run-3") == 0
+        place.store.files.remove("data")
+
+
 def address(place: Place) -> str:
     return place.layout().inputs["train"].url.removeprefix(f"{place.store.url}/data/").partition("/")[0]
+
+
+class Slow:
+    """A source of one file whose second half comes when it is let."""
+
+    name = shown = "slow"
+    field, tries, instead, last, facts = "inputs.slow", 1, "", "", dict[str, Any]()
+
+    def __init__(self, content: bytes, version: str) -> None:
+        self.content, self.version = content, version
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def entries(self) -> dict[str, Entry]:
+        return {"x.bin": Entry(len(self.content), self.version, 0.0)}
+
+    def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
+        yield self.content[:4]
+        self.begun.set()
+        self.goes_on.wait(30)
+        yield self.content[4:]
+
+    def check(self, path: str, digest: str) -> None:
+        """Nobody knows it beforehand."""
+
+
+def test_who_comes_back_after_its_lease_was_taken_over_leaves_the_other_s_copy_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "LEASE", 0.4)
+    address, url = "a" * 64, f"file://{tmp_path}/store"
+    old, new = Slow(b"old-old-", "1"), Slow(b"NEW+NEW+", "2")
+    new.goes_on.set()
+    failed: list[Exception] = []
+
+    def suspended() -> None:
+        try:
+            relay.Copy(Store(url), "first", address, old, None, lambda _: None).run()
+        except StorageError as exc:
+            failed.append(exc)
+
+    with monkeypatch.context() as patched:  # as of a machine that sleeps: its renewing does, too
+        patched.setattr(lease.Sole, "_renew", lambda sole: sole._ended.wait())
+        thread = threading.Thread(target=suspended)
+        thread.start()
+        assert old.begun.wait(30)
+    assert relay.Copy(Store(url), "second", address, new, None, lambda _: None).run() == 8
+    old.goes_on.set()
+    thread.join(30)
+    assert len(failed) == 1
+    store = Store(url)
+    record = store.record(f"data/manifests/{address}.json")
+    assert record is not None
+    assert record["complete"]
+    assert record["files"]["x.bin"]["sha256"] == hashlib.sha256(b"NEW+NEW+").hexdigest()
+    assert store.files.read(f"data/{address}/x.bin") == b"NEW+NEW+"

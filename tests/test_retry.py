@@ -13,9 +13,9 @@ import pytest
 from cloudtrain.errors import LostContactError, PlatformError, QuotaError, SpecError
 from cloudtrain.job import Job
 from cloudtrain.provider import AttemptInfo, Layout, LogPage, Request, Status
+from cloudtrain.retry import UNSENT_SECONDS, Retry
 from cloudtrain.run import Run
 from cloudtrain.store import Store
-from cloudtrain.submit import UNSENT_SECONDS, Retry
 from cloudtrain.tail import patiently
 
 
@@ -217,7 +217,7 @@ def test_what_a_rival_recorded_who_died_is_sent_by_whoever_waits(tmp_path: Path)
 def test_a_platform_that_is_silent_just_then_gets_the_next_attempt_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cloudtrain.submit.patiently", lambda call: call())
+    monkeypatch.setattr("cloudtrain.retry.patiently", lambda call: call())
     begin, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
     clock, said = Clock(), list[str]()
     run = Run(store=begin.store, run_id="r", provider=platform, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
@@ -341,24 +341,88 @@ def test_an_attempt_that_is_refused_is_the_end_and_is_told(tmp_path: Path, exc: 
     assert waited(run) == result
 
 
-def test_whoever_looks_while_another_starts_an_attempt_ends_nothing(tmp_path: Path) -> None:
-    """Its answer was about attempt 0; attempt 1 runs by now."""
-    run, platform = begun(tmp_path, failed("infra", "a"), Status(state="running"), retries=1)
+def goes_on_meanwhile(run: Run, platform: Any, then: Callable[[], object] = lambda: None) -> None:
+    """Another client sends attempt 1, and does ``then``, while the first answer about attempt 0 is on its way."""
     ask = platform.status
 
     def slow(native_id: str) -> Status:
-        status = ask(native_id)
+        status: Status = ask(native_id)
         if not platform.sent:
             request = platform.plan(run.job, Layout.from_dict(run.record["layout"]), attempt=1)
             assert run.store.create_attempt("r", 1, request)
             run.store.write_submitted("r", 1, platform.submit(request))
+            then()
         return status
 
-    platform.status = slow  # type: ignore[method-assign]
+    platform.status = slow
+
+
+def test_whoever_looks_while_another_starts_an_attempt_ends_nothing(tmp_path: Path) -> None:
+    """Its answer was about attempt 0; attempt 1 runs by now."""
+    run, platform = begun(tmp_path, failed("infra", "a"), Status(state="running"), retries=1)
+    goes_on_meanwhile(run, platform)
     run.result()
     assert run.store.result("r") is None
     assert Retry(run)({"category": "infra", "native_id": "0", "attempts": [], "state": "failed"}) is True
     assert len(platform.sent) == 1
+
+
+def test_who_looked_before_another_attempt_was_sent_and_cancelled_closes_nothing(tmp_path: Path) -> None:
+    """The answer was about attempt 0; since then attempt 1 was sent, and the user has cancelled that."""
+    run, platform = begun(tmp_path, failed("infra", "a"), Status(state="cancelled"), retries=1)
+    goes_on_meanwhile(run, platform, then=lambda: run.store.cancel("r"))
+    result = waited(run)
+    assert (result["state"], result["native_id"]) == ("cancelled", "1")
+    assert run.store.result("r") == {**result, "name": "train", "created": None}
+
+
+def test_two_who_know_different_things_of_an_end_judge_alike(tmp_path: Path) -> None:
+    """One saw the nodes' word, which is that of the attempt before, and has noted it; to the other it comes late."""
+    run, platform = begun(tmp_path, failed("user_error", "boom"), failed("infra", "gone"), DONE, retries=5)
+    ask = platform.status
+
+    def noted(native_id: str) -> Status:
+        if native_id == "1":
+            run.store.write_ended("r", 1, run.store.ended("r", 0) or {})
+        return ask(native_id)
+
+    platform.status = noted  # type: ignore[method-assign]
+    assert waited(run)["state"] == "failed"
+    assert [r.attempt for r in platform.sent] == [1]
+
+
+def test_nothing_follows_a_result(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
+    retry, result = Retry(run), run.result()
+    run.store.write_result("r", {**result, "reason": "another client found that nothing may follow"})
+    assert retry(result) is True
+    assert platform.sent == []
+    assert waited(run)["reason"] == "another client found that nothing may follow"
+
+
+def test_what_is_cancelled_while_it_is_recorded_is_not_sent(tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
+    create = run.store.create_attempt
+
+    def cancelled(*args: Any) -> bool:
+        run.store.cancel("r")
+        return create(*args)
+
+    run.store.create_attempt = cancelled  # type: ignore[method-assign]
+    assert waited(run)["state"] == "failed"
+    assert platform.sent == []
+
+
+def test_what_is_cancelled_while_the_platform_is_silent_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "cloudtrain.retry.patiently", lambda call: patiently(call, sleep=lambda _: run.store.cancel("r"))
+    )
+    run, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
+    platform.failing = 1
+    assert waited(run)["state"] == "failed"
+    assert (platform.sent, platform.failing, run.store.cancelled("r")) == ([], 0, True)
 
 
 def test_what_is_not_known_of_the_cost_is_said(tmp_path: Path) -> None:

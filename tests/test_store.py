@@ -357,8 +357,8 @@ def test_cancel_and_result(store: Store) -> None:
     store.cancel(RUN)
     assert store.cancelled(RUN)
     assert store.result(RUN) is None
-    store.write_result(RUN, {"state": "failed"})
-    store.write_result(RUN, {"state": "succeeded"})
+    assert store.write_result(RUN, {"state": "succeeded"}) == {"state": "succeeded"}
+    assert store.write_result(RUN, {"state": "failed"}) == {"state": "succeeded"}
     assert store.result(RUN) == {"state": "succeeded"}
 
 

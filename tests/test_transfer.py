@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from servers import race
 
-from cloudtrain.disk import inside, local_path, normalize, safe, sha256_file, walk
+from cloudtrain.disk import _unnameable, inside, local_path, normalize, safe, sha256_file, walk
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
 from cloudtrain.faults import Retries, classify
 from cloudtrain.filesystem import FsspecMover
@@ -284,6 +284,23 @@ def test_what_is_accepted_lies_inside(tmp_path: Path, parts: list[str]) -> None:
     else:
         with pytest.raises(StorageError):
             inside(tmp_path, key)
+
+
+@pytest.mark.parametrize(
+    ("name", "posix", "nt"),
+    [
+        ("a" * 255, False, False), ("a" * 256, True, True), ("ü" * 128, True, True), ("con", False, True),
+        ("NUL.txt", False, True), ("aux .tar.gz", False, True), ("com1", False, True), ("LPT\u00b9", False, True),
+        ("console", False, False), ("com10", False, False), ("a.", False, True), ("a ", False, True),
+        ("a:b", False, True), ("a?", False, True), ("a\n", False, True), ("ü.txt", False, False),
+    ],
+)  # fmt: skip
+def test_names_that_no_file_can_have(name: str, posix: bool, nt: bool, tmp_path: Path) -> None:
+    assert (_unnameable(name, "posix"), _unnameable(name, "nt")) == (posix, nt)
+    if posix:
+        assert not safe(f"a/{name}")
+        with pytest.raises(StorageError, match="no file here can be called so"):
+            inside(tmp_path, f"a/{name}")
 
 
 def test_a_hostile_tree_is_refused_before_anything_is_fetched(memory: RemoteFiles, tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""A folder behind FUSE in which everything takes its time: python slowfs.py FOLDER PLACE, until its stdin ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import mfusepy
+
+SECONDS = 0.05
+"""For what makes, opens, renames or removes a file; an object store on the other side of a country takes so long."""
+
+
+class Slow:
+    """The folder itself, with the owners and modes that it has."""
+
+    use_ns = True
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def _real(self, path: str) -> str:
+        return self._root + path
+
+    def getattr(self, path: str, fh: int | None = None) -> dict[str, Any]:
+        found = os.fstat(fh) if fh is not None else os.lstat(self._real(path))
+        names = ("st_mode", "st_size", "st_nlink", "st_uid", "st_gid")
+        times = {"st_atime": found.st_atime_ns, "st_mtime": found.st_mtime_ns, "st_ctime": found.st_ctime_ns}
+        return {**{name: getattr(found, name) for name in names}, **times}
+
+    def readdir(self, path: str, fh: int) -> list[str]:
+        return [".", "..", *os.listdir(self._real(path))]
+
+    def readlink(self, path: str) -> str:
+        return os.readlink(self._real(path))
+
+    def open(self, path: str, flags: int) -> int:
+        time.sleep(SECONDS)
+        return os.open(self._real(path), flags & ~os.O_APPEND)  # the kernel knows where the end is
+
+    def create(self, path: str, mode: int) -> int:
+        time.sleep(SECONDS)
+        return os.open(self._real(path), os.O_RDWR | os.O_CREAT, mode)
+
+    def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
+        return os.pread(fh, size, offset)
+
+    def write(self, path: str, data: bytes, offset: int, fh: int) -> int:
+        return os.pwrite(fh, data, offset)
+
+    def truncate(self, path: str, length: int, fh: int | None = None) -> int:
+        os.truncate(fh if fh is not None else self._real(path), length)
+        return 0
+
+    def release(self, path: str, fh: int) -> int:
+        os.close(fh)
+        return 0
+
+    def rename(self, old: str, new: str) -> int:
+        time.sleep(SECONDS)
+        os.replace(self._real(old), self._real(new))
+        return 0
+
+    def unlink(self, path: str) -> int:
+        time.sleep(SECONDS)
+        os.unlink(self._real(path))
+        return 0
+
+    def mkdir(self, path: str, mode: int) -> int:
+        time.sleep(SECONDS)
+        os.mkdir(self._real(path), mode)
+        return 0
+
+    def rmdir(self, path: str) -> int:
+        os.rmdir(self._real(path))
+        return 0
+
+    def symlink(self, target: str, source: str) -> int:
+        os.symlink(source, self._real(target))
+        return 0
+
+    def link(self, target: str, source: str) -> int:
+        os.link(self._real(source), self._real(target))
+        return 0
+
+    def chmod(self, path: str, mode: int) -> int:
+        os.chmod(self._real(path), mode)
+        return 0
+
+    def chown(self, path: str, uid: int, gid: int) -> int:
+        os.chown(self._real(path), uid, gid, follow_symlinks=False)
+        return 0
+
+    def utimens(self, path: str, times: tuple[int, int] | None = None) -> int:
+        os.utime(self._real(path), ns=times or (time.time_ns(),) * 2)
+        return 0
+
+
+def main(folder: str, place: str) -> None:
+    def watch() -> None:
+        sys.stdin.read()
+        subprocess.run(["umount", "--lazy", place], check=False, capture_output=True)
+
+    threading.Thread(target=watch, daemon=True).start()
+    slow: Any = Slow(folder)
+    mfusepy.FUSE(slow, place, foreground=True, allow_other=True, attr_timeout=0, entry_timeout=0, negative_timeout=0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
