@@ -12,11 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from .errors import UnsupportedError
 from .job import Gpu
 
-__all__ = ["Machine", "Price", "for_cpus", "for_gpu", "machine", "machines", "price"]
+__all__ = [
+    "Machine",
+    "Price",
+    "for_cpus",
+    "for_gpu",
+    "machine",
+    "machines",
+    "price",
+    "providers",
+    "region_of",
+]
 
 GIB_IN_GB = 1.073741824
 _MEMORY = re.compile(r"-(\d+)GB$")
@@ -26,7 +37,8 @@ _MEMORY = re.compile(r"-(\d+)GB$")
 class Machine:
     """One kind of machine. ``gpu`` is empty for one without; None is what no source says. ``disk_gb`` is its own.
 
-    ``accelerator`` is the platform's own word for the GPU, where it must be told.
+    ``accelerator`` is the platform's own word for the GPU, where it must be told. ``network`` is text as its source has
+    it; ``spot_only``: never on demand, only as spot or where the platform says when.
     """
 
     instance_type: str
@@ -38,6 +50,8 @@ class Machine:
     disk_gb: int | None = None
     arch: str = "x86_64"
     accelerator: str = ""
+    network: str = ""
+    spot_only: bool = False
 
     @property
     def gpus(self) -> str:
@@ -58,6 +72,7 @@ class Machine:
 @dataclass(frozen=True, kw_only=True)
 class Price:
     """US dollars for an hour of one machine on demand, as ``source`` has it; ``date`` is empty where it tells none.
+    ``spot_usd_per_hour`` is the lowest that the same list had for spot; None where it tells none.
 
     ``own``: the account's own, by its settings. Others are for an estimate, and never decide anything. ``of_service``:
     what that very service asks for, not another one with the same machines.
@@ -68,12 +83,13 @@ class Price:
     date: str = ""
     own: bool = False
     of_service: bool = False
+    spot_usd_per_hour: float | None = None
 
 
 @cache
 def _prices() -> dict[tuple[str, str], Price]:
     """By provider and instance type. Columns: ``list`` is whose list of prices, ``region`` where it holds, ``own``
-    (yes, no) whether it is the very service's."""
+    (yes, no) whether it is the very service's, ``spot_usd_per_hour`` of its cheapest zone."""
     with (Path(__file__).parent / "data" / "prices.csv").open(newline="", encoding="utf-8") as stream:
         return {
             (row["provider"], row["instance_type"]): Price(
@@ -81,17 +97,47 @@ def _prices() -> dict[tuple[str, str], Price]:
                 source=f"{row['list']}, {row['region']} ({row['source']})",
                 date=row["date"],
                 of_service=row["own"] == "yes",
+                spot_usd_per_hour=float(row["spot_usd_per_hour"]) if row["spot_usd_per_hour"] else None,
             )
             for row in csv.DictReader(stream)
         }
 
 
-def price(provider: str, instance_type: str, own: Mapping[str, float] | None = None) -> Price | None:
-    """What the account's own table says, else the list of some date; None where neither knows the machine."""
+def price(
+    provider: str, instance_type: str, own: Mapping[str, float] | None = None, *, region: str = ""
+) -> Price | None:
+    """What the account's own table says, else the list that was read last from the cloud's own price API, else the list
+    of some date in this package; None where none knows the machine.
+
+    ``region`` is where the machine would be; empty: nobody says, so the list that was read last, of whatever region.
+    """
     if own and instance_type in own:
         usd, source = float(own[instance_type]), f"setting {provider}.prices"
         return Price(usd_per_hour=usd, source=source, own=True, of_service=True)
+    from .prices import read_lists
+
+    for found in read_lists(provider, region):
+        if instance_type in found.usd_per_hour:
+            return Price(
+                usd_per_hour=found.usd_per_hour[instance_type],
+                source=found.told_by,
+                date=found.date,
+                of_service=found.of_service,
+                spot_usd_per_hour=found.spot_usd_per_hour.get(instance_type),
+            )
     return _prices().get((provider, instance_type))
+
+
+def region_of(settings: Any) -> str:
+    """Where the account's machines are, in whichever of the two words its provider has; empty where it says neither."""
+    return str(getattr(settings, "region", "") or getattr(settings, "location", "") or "")
+
+
+@cache
+def providers() -> tuple[str, ...]:
+    """Whose machines the table knows."""
+    with (Path(__file__).parent / "data" / "instances.csv").open(newline="", encoding="utf-8") as stream:
+        return tuple(sorted({row["provider"] for row in csv.DictReader(stream)}))
 
 
 @cache
@@ -110,6 +156,8 @@ def machines(provider: str) -> tuple[Machine, ...]:
             disk_gb=int(row["disk_gb"]) if row["disk_gb"] else None,
             arch=row["arch"] or "x86_64",
             accelerator=row["accelerator_type"],
+            network=row["network"],
+            spot_only=row["offer"] == "spot",
         )
         for row in rows
     )

@@ -19,7 +19,9 @@ A run that ended badly is no exception: it is a result (see ``EXIT_CODES``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 __all__ = [
     "CATEGORIES",
@@ -36,6 +38,7 @@ __all__ = [
     "SpecError",
     "StorageError",
     "UnsupportedError",
+    "scrubbed",
     "translated",
 ]
 
@@ -56,10 +59,46 @@ EXIT_CODES: dict[str, int] = {
 CATEGORIES: tuple[str, ...] = tuple(EXIT_CODES)
 
 
+_USER = re.compile(r"(?<=://)[^/\s@:'\"]*:(?!\d{1,5}/)[^\s@'\"]*@")
+"""With slashes, though no URL may have them there: keys of AWS do. A port and a slash begin a path."""
+_SIGNED = re.compile(
+    r"""(?ix) ([?&] (?: sig | signature | x-(?:amz|goog)-(?:signature|credential|security-token) | awsaccesskeyid
+    | googleaccessid | (?:access_?|id_?|auth_?)?token | (?:api_?|account_?|access_?)?key | password | passwd | secret
+    ) = | \b (?: accountkey | sharedaccesssignature | sharedaccesskey | aws_secret_access_key | aws_session_token ) = )
+    [^&;\s'"<>)\]}]+"""
+)
+
+
+def scrubbed(text: str) -> str:
+    """``text`` whose URLs show no user's password and no signature, and whose connection strings show no key.
+
+    Client libraries quote the URL that failed, signature and all; what they say ends in terminals, logs and records.
+    """
+    return _SIGNED.sub(r"\1***", _USER.sub("***@", text))
+
+
+MOST = 4000
+"""Characters of a message: one may quote what is wrong, and that may be all of a file."""
+
+
+def _worded(message: str) -> str:
+    """`scrubbed`, and less its middle where it is too long to be read."""
+    text = scrubbed(message)
+    return text if len(text) <= MOST else f"{text[: MOST * 2 // 3]} ... {text[-(MOST // 3) + 5 :]}"
+
+
 class CloudtrainError(Exception):
-    """Base of everything cloudtrain raises on purpose; ``str()`` is one line a user can act on."""
+    """Base of everything cloudtrain raises on purpose.
+
+    ``str()`` is one line a user can act on, of at most 4,000 characters, and `scrubbed`.
+    """
 
     exit_code = 9
+    refusals: tuple[Mapping[str, Any], ...] = ()
+    """Of a job that nobody takes: what each place said."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_worded(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class SpecError(CloudtrainError):
@@ -71,7 +110,7 @@ class SpecError(CloudtrainError):
     exit_code = 2
 
     def __init__(self, message: str, *, field: str = "") -> None:
-        self.field, self.message = field, message
+        self.field, self.message = field, _worded(message)
         super().__init__(f"{field}: {message}" if field else message)
 
 

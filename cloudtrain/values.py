@@ -13,13 +13,18 @@ from datetime import datetime, timedelta, timezone
 from pathlib import PurePosixPath
 from typing import Any
 
-from .errors import SpecError
+from .errors import SpecError, StorageError, scrubbed
 
 __all__ = [
+    "BRIEF",
     "METADATA",
+    "brief",
+    "checked_run",
     "choice_of",
     "duration",
     "family",
+    "is_price",
+    "json_loads",
     "json_rows",
     "json_value",
     "merge_metrics",
@@ -40,6 +45,8 @@ __all__ = [
 ]
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
+BRIEF = 300
+_LONGEST = 100 * 366 * 86400
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
@@ -49,9 +56,16 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+def brief(value: Any) -> str:
+    """``repr`` of a value in a message, cut where nobody would read on: `BRIEF` characters."""
+    text = repr(value)
+    return text if len(text) <= BRIEF else f"{text[: BRIEF - 1]}…"
+
+
 def without_secrets(url: str) -> str:
     """``url`` without a query, which may be a signature, and without a user's name and password."""
-    return re.sub(r"(?<=://)[^/@]*:[^/@]*@", "", url.partition("?")[0])
+    plain = scrubbed(url).partition("?")[0].replace("://***@", "://")  # a key of AWS may have slashes
+    return re.sub(r"(?<=://)[^/@]*:[^/@]*@", "", plain)
 
 
 def url_scheme(url: str) -> str:
@@ -75,12 +89,13 @@ def parse_duration(value: Any, *, field: str) -> int:
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value != int(value)
+        or (isinstance(value, float) and not (math.isfinite(value) and value.is_integer()))
     ):
         raise SpecError(f"{value!r} is not a whole number of seconds, nor text like '12h'", field=field)
     if value <= 0:
         raise SpecError(f"must be above zero, not {value!r}", field=field)
+    if value > _LONGEST:
+        raise SpecError("must be at most 100 years", field=field)
     return int(value)
 
 
@@ -105,8 +120,33 @@ def toml_loads(text: str, *, where: str) -> dict[str, Any]:
     try:
         data: dict[str, Any] = tomllib.loads(text)
         return data
-    except tomllib.TOMLDecodeError as exc:
+    except ValueError as exc:  # a number of thousands of digits is one too
         raise SpecError(f"not TOML: {exc}", field=where) from None
+    except RecursionError:
+        raise SpecError("not TOML that anybody wrote: nested too deeply", field=where) from None
+
+
+def json_loads(data: bytes) -> Any:
+    """Parsed JSON; `ValueError` for whatever is none, however it is not."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+_RUN_RECORD: dict[str, tuple[type, ...]] = {"created": (int, float)}
+_RUN_RECORD |= dict.fromkeys(("settings", "job", "layout", "code"), (dict,))
+_RUN_RECORD |= dict.fromkeys(("run_id", "run", "provider", "job_digest", "runtime", "version"), (str,))
+"""Types of what a run.json has at the top."""
+
+
+def checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> dict[str, Any]:
+    """``record``, a run.json that has all that is ``needed``. Raises `StorageError`: the file ``where`` is damaged."""
+    lacks = next((f"it has no {name}" for name in needed if name not in record), "")
+    wrong = (name for name, kinds in _RUN_RECORD.items() if name in record and type(record[name]) not in kinds)
+    if why := lacks or next((f"its {name} is a {type(record[name]).__name__}" for name in wrong), ""):
+        raise StorageError(f"{where} is damaged: {why}")
+    return record
 
 
 def text_of(value: Any, where: str, *, empty: bool = False) -> str:
@@ -171,9 +211,14 @@ def json_value(value: Any, where: str) -> Any:
     raise SpecError(f"{type(value).__name__} has no place in JSON", field=where)
 
 
-def sequence_of(value: Any) -> Sequence[Any]:
-    """A lone text as a list of one."""
-    return [value] if isinstance(value, str) else value
+def is_price(value: Any) -> bool:
+    """Whether it is US dollars an hour: above zero, and less than 10^12, as no machine costs that."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e12
+
+
+def sequence_of(value: Any) -> Any:
+    """A lone text as a list of one, as is whatever else is no list: who reads the items says what is wrong."""
+    return value if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else [value]
 
 
 def unix_seconds(moment: datetime | str | float) -> float:

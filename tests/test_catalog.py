@@ -15,6 +15,12 @@ TABLE = Path(catalog.__file__).parent / "data" / "instances.csv"
 PROVIDERS = ("azureml", "sagemaker", "vertex")
 
 
+@pytest.fixture(autouse=True)
+def no_lists_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prices of the package, whatever was read from the clouds here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def rows() -> list[dict[str, str]]:
     with TABLE.open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
@@ -28,6 +34,21 @@ def test_every_row_says_where_it_comes_from() -> None:
     assert [row for row in rows() if not row["source"].strip()] == []
     assert {row["provider"] for row in rows()} == set(PROVIDERS)
     assert {row["arch"] for row in rows()} <= {"x86_64", "arm64"}
+
+
+def test_counts_and_sizes_are_sane() -> None:
+    """What other catalogues got wrong: a GPU of no memory, nine of them, a machine without cores."""
+    for row in rows():
+        if not row["gpu_count"].isdigit():
+            continue
+        assert int(row["gpu_count"]) in (0, 1, 2, 4, 8, 16), row
+        assert bool(row["gpu"]) == bool(int(row["gpu_count"])), row
+        assert not row["gpu"] or 0 < float(row["gpu_memory_gib"]) < 400, row
+        assert all(not row[name] or float(row[name]) > 0 for name in ("vcpus", "memory_gib", "disk_gb")), row
+        assert row["offer"] in ("", "spot"), row
+        memory = row["gpu"].rpartition("-")[2]
+        if memory.endswith("GB") and memory[:-2].isdigit():
+            assert abs(float(row["gpu_memory_gib"]) / int(memory[:-2]) - 1) < 0.1, row
 
 
 def test_a_machine_stands_once_for_each_number_of_gpus() -> None:
@@ -106,7 +127,9 @@ def test_every_price_has_a_source_and_a_date() -> None:
         assert row["date"].startswith("20"), row
         assert float(row["usd_per_hour"]) > 0, row
         assert catalog.machine(row["provider"], row["instance_type"]) is not None, row
+        assert not row["spot_usd_per_hour"] or 0 < float(row["spot_usd_per_hour"]) <= float(row["usd_per_hour"]), row
     assert len({(row["provider"], row["instance_type"]) for row in table}) == len(table)
+    assert any(row["spot_usd_per_hour"] for row in table)
 
 
 def test_the_account_s_own_price_comes_before_any_list() -> None:

@@ -38,7 +38,9 @@ def test_how_bytes_move(tmp_path: Path) -> None:
     assert load(tmp_path, toml, {"CLOUDTRAIN_MOVER": "obstore"}).moving.mover == "obstore"
     assert load(tmp_path, "concurrency = 64\n").moving.concurrency == 64
     refused = (({"mover": "s3fs"}, "mover"), ({"sse": "aes"}, "sse"), ({"sse": "AES256"}, "sse_kms_key_id"))
-    for wrong, field in (*refused, ({"concurrency": "0"}, "concurrency"), ({"concurrency": "65"}, "concurrency")):
+    refused += tuple(({"concurrency": text}, "concurrency") for text in ("0", "65"))
+    refused += tuple(({"max_code_mb": text}, "max_code_mb") for text in ("0", "-1", "1" + "0" * 400))
+    for wrong, field in refused:
         with pytest.raises(SpecError) as caught:
             _ = load(tmp_path, toml, overrides=wrong).moving
         assert caught.value.field == field
@@ -67,6 +69,23 @@ def test_each_source_of_a_providers_settings_wins_over_the_one_before(tmp_path: 
     assert python(environ=environ) == "environment"
     assert python(environ=environ, overrides=overrides) == "set"
     assert python({"python": "given"}, environ=environ, overrides=overrides) == "given"
+
+
+def test_an_entry_of_a_table_is_named_after_a_dot_and_leaves_the_others(tmp_path: Path) -> None:
+    file = '[vertex.prices]\n"a" = 1.0\n"b" = 2\n"c.d" = 3\n'
+
+    def prices(environ: dict[str, str] | None = None, **rest: Any) -> Any:
+        return load(tmp_path, file, environ, **rest).make_provider("vertex").settings.prices  # type: ignore[attr-defined]
+
+    environ = {"CLOUDTRAIN_VERTEX_PRICES": "b=20, n1-standard-4+T4:1=0.5"}
+    overrides = {"prices.ml.p5.48xlarge": "98", "prices.a": "10"}
+    assert prices() == {"a": 1.0, "b": 2, "c.d": 3}
+    assert prices(environ) == {"a": 1.0, "b": 20.0, "c.d": 3, "n1-standard-4+T4:1": 0.5}
+    assert prices(overrides=overrides) == {"a": 10.0, "b": 2, "c.d": 3, "ml.p5.48xlarge": 98.0}
+    assert prices(overrides={"prices": "b=4"}) == {"a": 1.0, "b": 4.0, "c.d": 3}
+    for wrong in ({"prices.x": "much"}, {"prices.x": "-1"}, {"prices": "x"}, {"pricse.x": "1"}):
+        with pytest.raises(SpecError, match="prices"):
+            prices(overrides=wrong)
 
 
 def test_an_empty_variable_is_no_setting(tmp_path: Path) -> None:
@@ -125,6 +144,156 @@ def test_a_wrong_setting_of_a_provider_is_named_with_its_source(
         found.make_provider("local")
     assert caught.value.field == field
     assert message in str(caught.value)
+
+
+PROFILES = """
+store = "base"
+max_code_mb = 7
+
+[local]
+python = "base-python"
+
+[foldercloud]
+folder = "base"
+
+[profiles.prod]
+provider = "foldercloud"
+store = "s3://prod/x"
+
+[profiles.prod.foldercloud]
+folder = "prod"
+
+[profiles.empty]
+"""
+
+
+def test_a_profile_is_what_is_different_in_the_file(tmp_path: Path, cloud: str) -> None:
+    base, prod = load(tmp_path, PROFILES), load(tmp_path, profile="prod")
+    assert (base.provider, base.store, base.max_code_mb) == ("local", str(tmp_path / "base"), 7)
+    assert (prod.provider, prod.store, prod.max_code_mb) == (NAME, "s3://prod/x", 7)
+    assert prod.make_provider().settings.folder == "prod"  # type: ignore[attr-defined]
+    assert prod.make_provider("local").settings.python == "base-python"  # type: ignore[attr-defined]
+    assert load(tmp_path, profile="empty").store == base.store
+    # The environment names one, and its other variables win over it; a flag names another one.
+    environ = {"CLOUDTRAIN_PROFILE": "prod", "CLOUDTRAIN_STORE": "environment"}
+    assert (load(tmp_path, environ=environ).provider, load(tmp_path, environ=environ).store) == (NAME, "environment")
+    assert load(tmp_path, environ=environ, profile="empty").provider == "local"
+    # The file itself may name one.
+    assert load(tmp_path, 'profile = "prod"\n' + PROFILES).provider == NAME
+    assert load(tmp_path, environ={"CLOUDTRAIN_PROFILE": "empty"}).provider == "local"
+
+
+@pytest.mark.parametrize(
+    ("toml", "profile", "field", "message"),
+    [
+        (PROFILES, "prdo", "profile prdo", "did you mean 'prod'?"),
+        ("", "prod", "profile prod", "has no [profiles.prod]"),
+        (None, "prod", "profile prod", "there is no cloudtrain.toml"),
+        ("profiles = 3", "", f"{FILE} [profiles]", "must be a table"),
+        ("[profiles]\nprod = 3", "", f"{FILE} [profiles.prod]", "must be a table"),
+        ("profile = 3", "", f"{FILE} profile", "must be str, not 3"),
+        ('[profiles.prod]\nstroe = "x"', "prod", f"{FILE} [profiles.prod] stroe", "did you mean 'store'?"),
+        ("[profiles.prod.lokal]\nx = 1", "prod", f"{FILE} [profiles.prod.lokal]", "did you mean 'local'?"),
+        ("[profiles.prod.local]\npython = 1", "prod", f"{FILE} [profiles.prod.local] python", "must be str"),
+    ],
+)  # fmt: skip
+def test_a_wrong_profile_is_named(tmp_path: Path, toml: str | None, profile: str, field: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, toml, profile=profile or None).make_provider("local")
+    assert caught.value.field == field
+    assert message in str(caught.value)
+
+
+def test_settings_in_a_pyproject(tmp_path: Path) -> None:
+    """The nearest file that has some; a project's without any is none, nor is one that is not ours to judge."""
+    below = tmp_path / "below"
+    below.mkdir()
+    text = '[tool.cloudtrain]\nstore = "st"\n[tool.cloudtrain.local]\npython = "p"\n[tool.cloudtrain.profiles.x]\n'
+    (tmp_path / "pyproject.toml").write_text(text + "max_code_mb = 3\n")
+    for other in ("[project]\nname = 'x'\n", "[tool.ruff\n", "[tool]\ncloudtrain_is_not_it = 1\n"):
+        (below / "pyproject.toml").write_text(other)
+        found = load(below)
+        assert found.store == str(tmp_path / "st"), other
+        assert found.make_provider().settings.python == "p"  # type: ignore[attr-defined]
+        assert load(below, profile="x").max_code_mb == 3
+    (below / "pyproject.toml").write_text("[tool.cloudtrain]\nstroe = 1\n")
+    with pytest.raises(SpecError, match=r"pyproject.toml \[tool.cloudtrain\] stroe: no such setting"):
+        load(below)
+    (below / "pyproject.toml").write_text("[tool.cloudtrain.local]\npyton = 1\n")
+    with pytest.raises(SpecError, match=r"pyproject.toml \[tool.cloudtrain.local\] pyton: no such setting"):
+        load(below).make_provider()
+    (below / FILE).write_text("")
+    with pytest.raises(SpecError, match="keep one of the two"):
+        load(below)
+
+
+def test_a_table_is_merged_by_entry_and_one_entry_may_be_set(tmp_path: Path) -> None:
+    toml = "[sagemaker.prices]\na = 1.0\nb = 2.0\n[profiles.p.sagemaker.prices]\nb = 3.0\n"
+    found = load(tmp_path, toml, profile="p", provider="sagemaker", overrides={"prices.ml.p5.48xlarge": "98"})
+    assert found.of_provider("sagemaker")["prices"].value == {"a": 1.0, "b": 3.0, "ml.p5.48xlarge": 98}
+    environ = {"CLOUDTRAIN_SAGEMAKER_PRICES": '{"c": 4}'}
+    found = load(tmp_path, environ=environ, provider="sagemaker", overrides={"prices.d": "5"})
+    assert found.of_provider("sagemaker")["prices"].value == {"a": 1.0, "b": 2.0, "c": 4, "d": 5}
+    for wrong, field in (
+        ({"environ": {"CLOUDTRAIN_SAGEMAKER_PRICES": "4"}}, "CLOUDTRAIN_SAGEMAKER_PRICES"),
+        ({"overrides": {"region.x": "1"}}, "--set region.x"),
+        ({"toml": "[sagemaker]\nprices = 4"}, f"{FILE} [sagemaker] prices"),
+        ({"toml": "[sagemaker]\nsubnets = 4"}, f"{FILE} [sagemaker] subnets"),
+        ({"toml": "[sagemaker]\nsubnets = [4]"}, f"{FILE} [sagemaker] subnets"),
+    ):
+        with pytest.raises(SpecError) as caught:
+            load(tmp_path, **{"toml": "", **wrong}, provider="sagemaker").of_provider("sagemaker")  # type: ignore[arg-type]
+        assert caught.value.field == field
+
+
+def test_config_says_each_value_and_where_it_was_found(
+    tmp_path: Path, cloud: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / FILE).write_text(PROFILES.replace("s3://prod/x", "s3://me:secret@prod/x?sig=abc"))
+    monkeypatch.setenv("CLOUDTRAIN_MAX_CODE_MB", "9")
+    assert main(["config", "--profile", "prod", "--set", "folder=set", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["file"], said["profile"], said["profiles"]) == (str(tmp_path / FILE), "prod", ["prod", "empty"])
+    rows = {row["key"]: (row["value"], row["source"]) for row in said["settings"]}
+    assert rows["provider"] == (NAME, f"{FILE} [profiles.prod]")
+    assert rows["store"] == ("s3://prod/x", f"{FILE} [profiles.prod]")
+    assert rows["max_code_mb"] == (9, "CLOUDTRAIN_MAX_CODE_MB")
+    assert rows["mover"] == ("auto", "default")
+    assert rows[f"{NAME}.folder"] == ("set", "--set")
+    assert main(["config", f"{NAME}.folder", "--profile", "prod"]) == 0
+    assert capsys.readouterr().out == "prod\n"
+    assert main(["config"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split() for line in out.splitlines()][:3] == [
+        ["key", "value", "source"], ["provider", "local", "default"], ["store", str(tmp_path / "base"), FILE]
+    ]  # fmt: skip
+    assert err == f"read {tmp_path / FILE}\nother profiles: prod, empty\n"
+    assert main(["config", "stor"]) == 2
+    assert "did you mean 'store'?" in capsys.readouterr().err
+
+
+def test_every_verb_takes_a_profile(
+    tmp_path: Path, cloud: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = f'[profiles.team]\nprovider = "{NAME}"\nstore = "teams"\n[profiles.team.{NAME}]\nfolder = "{cloud}"\n'
+    (tmp_path / FILE).write_text(text)
+    team = ["--profile", "team"]
+    assert main(["submit", "train.py", "--run-id", "r", "--detach", *team]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"file://{tmp_path}/teams/runs/r\n"
+    assert "next: cloudtrain logs -f r --profile team\n" in err
+    for words in (
+        ["status", "r"],
+        ["list"],
+        ["reconcile", "--json"],
+        ["gc"],
+        ["logs", "r"],
+        ["pull", "r"],
+        ["cancel", "r"],
+    ):
+        assert main([*words, *team]) == 0, capsys.readouterr().err
+    assert main(["wait", "r", *team]) == 5
+    assert main(["status", "r"]) == 2
 
 
 def test_numbers_from_text(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from cloudtrain.values import family, step_of, training_states, unix_seconds
+from cloudtrain.values import family, step_of, training_states, unix_seconds, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,8 @@ def test_what_a_training_can_go_on_from(entries: dict[str, list[str]], chosen: s
 )
 def test_moments_of_every_back_end(moment: datetime | str | float, seconds: float) -> None:
     assert unix_seconds(moment) == pytest.approx(seconds, abs=1e-6)
+
+
+def test_a_url_is_shown_without_what_may_be_a_secret() -> None:
+    for url in ("s3://KEY:ab/cd@bucket/x", "https://me:pw@host/x?sig=1", "s3://bucket/x"):
+        assert without_secrets(url) in ("s3://bucket/x", "https://host/x")

@@ -110,7 +110,12 @@ def job_of(script: str | None, module: str | None, flags: JobFlags, args: list[s
         fields[flat] = value
     if args is not None:
         fields["args"] = tuple(args)
-    return Job.from_dict(fields)
+    try:
+        return Job.from_dict(fields)
+    except SpecError as exc:
+        from ..schema import described
+
+        raise described(exc) from None
 
 
 def given_flags(flags: JobFlags) -> dict[str, Any]:

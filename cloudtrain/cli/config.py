@@ -1,0 +1,75 @@
+"""The verbs about what is written down: config and schema."""
+
+from __future__ import annotations
+
+import json as json_
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from ..errors import NotFoundError
+from ..values import nearest
+from . import show
+from .screen import Screen
+from .send import Provider, Set, settings_pairs
+from .verbs import Json, Ours
+from .where import HERE, At
+
+__all__ = ["config", "schema"]
+
+
+def config(
+    key: Annotated[str | None, Parameter(help="one setting alone: its value")] = None,
+    /,
+    *,
+    provider: Provider = None,
+    settings: Set = None,
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Every setting of this folder, what it is and where that was found."""
+    found = at.settings(overrides=settings_pairs(settings), cwd=Path.cwd(), provider=provider)
+    rows = found.shown()
+    if key is not None:
+        known = {row["key"]: row for row in rows}
+        if key not in known:
+            raise NotFoundError(f"no such setting{nearest(key, known)}; there are {', '.join(known)}", field=key)
+        rows = [known[key]]
+    if json:
+        about = {"file": found.file or None, "profile": found.profile or None, "profiles": list(found.profiles)}
+        screen.emit({**about, "provider": found.provider, "settings": rows})
+        return 0
+    if key is not None:
+        screen.data(_text(rows[0]["value"]))
+        return 0
+    screen.data(show.table([{**row, "value": _text(row["value"])} for row in rows], ("key", "value", "source")))
+    of = f", profile {found.profile}" if found.profile else ""
+    others = [name for name in found.profiles if name != found.profile]
+    screen.talk(f"read {found.file}{of}" if found.file else "no file of settings here or above")
+    if others:
+        screen.talk(f"other profiles: {', '.join(others)}")
+    return 0
+
+
+def schema(
+    name: Annotated[str | None, Parameter(help="job, settings, or a verb: of what its --json prints")] = None,
+    /,
+    *,
+    screen: Ours[Screen],
+) -> int:
+    """The JSON schema of a job file, of the settings, or of what a verb prints; without a name, which there are."""
+    from ..schema import names
+    from ..schema import schema as schema_of
+
+    if name is None:
+        for known in names():
+            screen.data(known)
+    else:
+        screen.emit(schema_of(name), indent=2)
+    return 0
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json_.dumps(value, ensure_ascii=False)

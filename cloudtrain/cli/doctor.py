@@ -1,0 +1,145 @@
+"""The verb doctor: what a job needs, looked at before one is sent; with ``--job`` on every node of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from ..checks import gravest
+from ..errors import AuthError, LostContactError, SpecError
+from . import show
+from .flags import JobFlags, given_flags
+from .screen import Screen
+from .send import RunId, Set, say_limits, say_price, settings_pairs
+from .verbs import Json, Ours, left, stopped
+from .where import HERE, At, Where, stoppable
+
+if TYPE_CHECKING:
+    from ..settings import Settings
+
+__all__ = ["doctor"]
+
+Which = Annotated[str | None, Parameter(help="where jobs run; default: setting provider, local")]
+Flags = Annotated[JobFlags, Parameter(name="*")]
+OnNodes = Annotated[
+    bool, Parameter(name="--job", negative="", show_default=False, help="send a job that looks at every node")
+]
+
+_NO_FLAGS = JobFlags()
+EXIT_UNLIKE = 1
+WIDTH = max(map(len, ("ok", "failed", "skipped", "unknown")))
+OURS = ("entry_point", "source_dir", "dependencies", "requirements", "exclude", "hyperparameters")
+"""Fields of the job that the doctor itself sets, or that mean nothing to its script."""
+
+
+def doctor(
+    provider: Which = None,
+    /,
+    *,
+    on_nodes: OnNodes = False,
+    flags: Flags = _NO_FLAGS,
+    at: At = HERE,
+    run_id: RunId = None,
+    settings: Set = None,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """A line for each check, the fix where one failed; the exit code is that of the gravest failure."""
+    cwd, given = Path.cwd(), settings_pairs(settings)
+    fields = given_flags(flags)
+    for name in OURS:
+        if name in fields:
+            raise SpecError("the doctor has a script of its own; leave it out", field=name)
+    if on_nodes:
+        from ..fallback import only_first
+
+        chosen, others = only_first(at.settings(overrides=given, cwd=cwd, provider=provider))
+        if others:
+            screen.talk(others)
+        return _on_nodes(chosen, fields, run_id, at, cwd, json, screen)
+    if run_id is not None:
+        raise SpecError("only --job starts a run", field="run_id")
+    from ..doctor import Doctor
+
+    looking = Doctor(provider=provider, store=at.store, profile=at.profile, settings=given, fields=fields, cwd=cwd)
+    found = []
+    for check in looking.checks():
+        found.append(check)
+        if not json:
+            screen.data(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
+            if check.fix:
+                screen.data(f"{'':<{WIDTH}}  fix: {check.fix}")
+    if looking.others:
+        screen.talk(looking.others)
+    code = gravest(found)
+    if json:
+        rows = [dataclasses.asdict(check) for check in found]
+        screen.emit({"provider": looking.name, "checks": rows, "exit_code": code})
+    elif code == 0 and not fields:
+        screen.next(["doctor", *([provider] if provider else []), "--job"], where=at.flags)
+    return code
+
+
+def _on_nodes(
+    chosen: Settings,
+    fields: Mapping[str, Any],
+    run_id: str | None,
+    at: Where,
+    cwd: Path,
+    json: bool,
+    screen: Screen,
+) -> int:
+    """Send the job by the way of every other, wait for it, and say what it found."""
+    from ..doctor import expected_gpus, judged, prepared
+    from ..retry import Retry
+    from ..submit import submit
+
+    with prepared(chosen, fields, run_id=run_id, cwd=cwd) as planned:
+        screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
+        say_limits(planned.job, screen)
+        say_price(planned, screen)
+        for note in planned.request.notes:
+            screen.talk(f"note: {note}")
+        with stoppable():
+            run = submit(planned, environ=os.environ, progress=screen.talk)
+            screen.talk(show.sent(planned.run_id, planned.provider_name, run.url, run.staged))
+            try:
+                result = run.wait(on_status=show.Changes(screen.talk), retry=Retry(run, screen.talk))
+            except KeyboardInterrupt:
+                return stopped(run, run.run_id, at, "detach", json, screen)
+            except (AuthError, LostContactError) as exc:
+                raise left(exc, run, run.run_id, at, screen) from None
+    if result["state"] != "succeeded":
+        screen.talk(show.outcome(result))
+    newest = max(run.store.attempts(run.run_id), default=0)  # which may have another GPU of the list
+    wanted = expected_gpus(
+        planned.job, planned.provider, run.store.attempt_request(run.run_id, newest) or planned.request
+    )
+    with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
+        run.pull(folder, what="artifacts")
+        found: dict[str, Any] | None = None
+        wrong: list[str] = []
+        try:
+            found, wrong = judged(Path(folder), nodes=planned.job.resources.instance_count, gpus=wanted)
+        except SpecError:
+            if result["exit_code"] == 0:
+                raise
+    code = int(result["exit_code"]) or (EXIT_UNLIKE if wrong else 0)
+    if json:
+        told = {name: result[name] for name in ("state", "category", "reason")}
+        screen.emit({**screen.about, **told, "report": found, "problems": wrong, "exit_code": code})
+    elif found is not None:
+        from ..preflight import table
+
+        screen.data(table(found))
+    for line in wrong:
+        screen.talk(f"error: {line}")
+    if code:
+        screen.next(["logs", run.run_id], ["status", run.run_id], where=at.flags)
+    return code

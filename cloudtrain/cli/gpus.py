@@ -1,0 +1,227 @@
+"""The catalogue: which machines give which GPUs where, at what price; and reading the clouds' own prices."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from .. import catalog
+from ..errors import CloudtrainError, NotFoundError, SpecError
+from ..job import Gpu
+from ..provider import find_provider, provider_names
+from ..values import nearest
+from . import show
+from .screen import Screen
+from .send import Set, settings_pairs
+from .verbs import Json, Ours
+from .where import HERE, At
+
+if TYPE_CHECKING:
+    from ..catalog import Machine, Price
+    from ..settings import Settings
+
+__all__ = ["gpus"]
+
+Pattern = Annotated[
+    str | None, Parameter(help="NAME[-MEM][:COUNT], or a machine's name, in which * stands for anything; default: all")
+]
+Provider = Annotated[str | None, Parameter(help="machines of this provider only")]
+Memory = Annotated[float | None, Parameter(help="GiB of memory that each GPU has at least")]
+Network = Annotated[
+    str | None, Parameter(name=("--network", "--interconnect"), help="text in the machine's network: EFA, InfiniBand")
+]
+SpotOnly = Annotated[
+    bool | None, Parameter(help="machines that are never had on demand; with no-: those that are", show_default=False)
+]
+MaxPrice = Annotated[float | None, Parameter(help="US dollars an hour at most; leaves out what has no known price")]
+Refresh = Annotated[
+    bool,
+    Parameter(
+        name="--refresh-prices", negative="", show_default=False, help="read the clouds' own price lists, and keep them"
+    ),
+]
+Region = Annotated[str | None, Parameter(help="region of the prices; default: the provider's own setting")]
+
+COLUMNS = ("provider", "instance_type", "gpus", "memory", "cpus", "network", "usd_per_hour", "spot", "priced")
+
+
+def gpus(
+    pattern: Pattern = None,
+    /,
+    *,
+    provider: Provider = None,
+    memory: Memory = None,
+    network: Network = None,
+    spot_only: SpotOnly = None,
+    max_price: MaxPrice = None,
+    refresh: Refresh = False,
+    region: Region = None,
+    settings: Set = None,
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Machines with GPUs, by name, memory, network and price."""
+    if provider is not None and provider not in provider_names():
+        raise NotFoundError(f"no provider {provider!r}{nearest(provider, provider_names())}", field="provider")
+    chosen = at.settings(overrides=settings_pairs(settings), provider=provider)
+    if settings and chosen.provider not in catalog.providers():
+        raise SpecError("is one provider's word: give --provider too", field="set")
+    if refresh:
+        if any(value is not None for value in (pattern, memory, network, spot_only, max_price)):
+            raise SpecError("reads whole lists: leave pattern and filters out, then look again", field="refresh_prices")
+        return _refresh(chosen, provider, region, json, screen)
+    made = {name: _made(chosen, name).settings for name in catalog.providers() if provider in (None, name)}
+    rows = [
+        _row(name, machine, _price(made[name], name, machine, region))
+        for name, machine in _matching(pattern, _known(made))
+        if _fits(machine, memory, network, spot_only)
+    ]
+    if max_price is not None:
+        rows = [row for row in rows if row["usd_per_hour"] is not None and row["usd_per_hour"] <= max_price]
+    rows.sort(key=lambda row: (row["provider"], row["gpu"], row["gpu_count"], row["usd_per_hour"] or float("inf")))
+    if json:
+        screen.emit({"machines": rows, "exit_code": 0})
+    elif rows:
+        screen.data(show.table([_shown(row) for row in rows], COLUMNS))
+    _say(rows, screen)
+    return 0
+
+
+def _made(settings: Settings, name: str) -> Any:
+    """The provider; ``--set`` is the chosen one's."""
+    own = settings if name == settings.provider else dataclasses.replace(settings, overrides={})
+    return own.make_provider(name)
+
+
+def _known(names: Iterable[str]) -> list[tuple[str, Machine]]:
+    return [(name, machine) for name in names for machine in catalog.machines(name) if machine.gpu]
+
+
+def _matching(pattern: str | None, known: Sequence[tuple[str, Machine]]) -> Sequence[tuple[str, Machine]]:
+    """Raises `NotFoundError`, with the nearest name, where none is called so."""
+    if pattern is None:
+        return known
+    text = pattern.strip()
+    found = [pair for pair in known if fnmatch.fnmatch(pair[1].instance_type.lower(), text.lower())]
+    if found:
+        return found
+    try:
+        gpu = Gpu.parse(text, field="pattern")
+    except SpecError:
+        gpu = None
+    same = [pair for pair in known if gpu is not None and pair[1].is_for(gpu)]
+    found = [pair for pair in same if gpu is not None and (":" not in text or pair[1].gpu_count == gpu.count)]
+    if found:
+        return found
+    if same:
+        there = ", ".join(sorted({machine.gpus for _, machine in same}, key=lambda name: (len(name), name)))
+        raise NotFoundError(f"no known machine has {gpu}; there are {there}", field="pattern")
+    names = {machine.gpu for _, machine in known} | {machine.instance_type for _, machine in known}
+    raise NotFoundError(f"no known GPU or machine is called {text!r}{nearest(text, sorted(names))}", field="pattern")
+
+
+def _fits(machine: Machine, memory: float | None, network: str | None, spot_only: bool | None) -> bool:
+    return (
+        (memory is None or (machine.gpu_memory_gib or 0) >= memory)
+        and (network is None or re.search(f"(?<!no ){re.escape(network)}", machine.network, re.IGNORECASE) is not None)
+        and spot_only in (None, machine.spot_only)
+    )
+
+
+def _price(own: Any, provider: str, machine: Machine, region: str | None) -> Price | None:
+    """By the settings ``own``; under the name that a plan would look for, where its GPUs are not in the machine's."""
+    same = {other.gpus for other in catalog.machines(provider) if other.instance_type == machine.instance_type}
+    name = machine.instance_type if len(same) == 1 else f"{machine.instance_type}+{machine.gpus}"
+    return catalog.price(provider, name, getattr(own, "prices", None), region=region or catalog.region_of(own))
+
+
+def _row(provider: str, machine: Machine, price: Price | None) -> dict[str, Any]:
+    names = ("instance_type", "gpu", "gpu_count", "gpu_memory_gib", "vcpus", "memory_gib", "disk_gb", "arch", "network")
+    whose = None
+    if price is not None:
+        told = ("source", "date", "own", "of_service")
+        whose = {name: getattr(price, name) or (None if name == "date" else False) for name in told}
+    return {
+        "provider": provider,
+        **{name: getattr(machine, name) for name in names},
+        "spot_only": machine.spot_only,
+        "usd_per_hour": price.usd_per_hour if price is not None else None,
+        "spot_usd_per_hour": price.spot_usd_per_hour if price is not None else None,
+        "price": whose,
+    }
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    whose = row["price"] or {}
+    return {
+        **row,
+        "gpus": f"{row['gpu']}:{row['gpu_count']}",
+        "memory": f"{row['gpu_memory_gib']:g} GiB" if row["gpu_memory_gib"] else "",
+        "cpus": row["vcpus"],
+        "usd_per_hour": f"{row['usd_per_hour']:.2f}" if row["usd_per_hour"] is not None else "unknown",
+        "spot": "only" if row["spot_only"] else f"{row['spot_usd_per_hour']:.2f}" if row["spot_usd_per_hour"] else "",
+        "priced": " ".join(filter(None, [whose.get("date"), "" if whose.get("of_service", True) else "(1)"])),
+    }
+
+
+def _say(rows: Sequence[dict[str, Any]], screen: Screen) -> None:
+    if not rows:
+        screen.talk("no machine of the catalogue is like that")
+    for source in sorted({row["price"]["source"] for row in rows if row["price"]}):
+        screen.talk(f"prices: {source}")
+    if any(row["price"] and not row["price"]["of_service"] for row in rows):
+        screen.talk("(1): another service's list with the same machines; the platform itself may ask for more")
+    if any(row["price"] is None for row in rows):
+        screen.talk("unknown: --refresh-prices asks the clouds; --provider NAME --set prices.MACHINE=USD says your own")
+
+
+# ---------------------------------------------------------------------------------------------------------- refreshing
+
+
+def _refresh(settings: Settings, provider: str | None, region: str | None, json: bool, screen: Screen) -> int:
+    """Each provider's list, or what kept it from being read; what is there of the others, and of before, stays."""
+    if region is not None and provider is None:
+        raise SpecError("is one provider's word: give --provider too", field="region")
+    names = [provider] if provider is not None else list(_with_prices())
+    if provider is not None and provider not in _with_prices():
+        raise SpecError(f"has no list of prices; those that have: {', '.join(_with_prices())}", field="provider")
+    read, errors = [], []
+    for name in names:
+        try:
+            read.append(_read(settings, name, region))
+        except CloudtrainError as exc:
+            if provider is not None:
+                raise
+            errors.append((name, exc))
+            screen.talk(f"error: {name}: {exc}")
+    code = errors[0][1].exit_code if errors else 0
+    for row in read:
+        screen.talk(f"{row['provider']}: {row['machines']} prices of {row['region']}, {row['list']}: {row['file']}")
+        for text in row["unknown"]:
+            screen.talk(f"  not known: {text}")
+    if json:
+        told = [{"provider": name, "error": str(exc), "exit_code": exc.exit_code} for name, exc in errors]
+        screen.emit({"refreshed": read, "errors": told, "exit_code": code})
+    return code
+
+
+def _with_prices() -> tuple[str, ...]:
+    """Providers that can read their cloud's list."""
+    return tuple(name for name in provider_names() if hasattr(find_provider(name), "price_list"))
+
+
+def _read(settings: Settings, name: str, region: str | None) -> dict[str, Any]:
+    from ..prices import check_region, save_list
+
+    made = _made(settings, name)
+    where = region or catalog.region_of(made.settings)
+    found = made.price_list(check_region(where) if where else where)
+    file = save_list(found)
+    words = {key: getattr(found, key) for key in ("provider", "region", "date", "list", "source", "of_service")}
+    return {**words, "machines": len(found.usd_per_hour), "unknown": list(found.unknown), "file": str(file)}

@@ -1,0 +1,249 @@
+"""Whether a job could be sent: settings, a plan, what the provider can tell of its platform, a round trip of the store.
+
+Nothing is created but one small object in the store, which is removed again. `Doctor.checks` yields each check as soon
+as it is done; `prepared` makes the plan of the all-nodes job that ``doctor --job`` sends, and `judged` reads what it
+found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from . import catalog, preflight
+from .checks import Check, failed, failure, ok, skipped
+from .disk import local_path, normalize
+from .errors import AuthError, CloudtrainError, NotFoundError, SpecError, StorageError
+from .fallback import only_first
+from .job import Job
+from .provider import Provider, Request
+from .settings import Settings
+from .submit import Plan, make_plan
+from .transfer import Files, files
+from .values import without_secrets
+
+__all__ = ["PREFLIGHT", "Doctor", "expected_gpus", "judged", "prepared", "round_trip"]
+
+PREFLIGHT = "preflight.json"
+"""What the job leaves among its artifacts."""
+SCRIPT = "doctor.py"
+MAX_RUNTIME = 900
+_KMS = re.compile(r"kms|encrypt", re.IGNORECASE)
+_NOBODY = re.compile(r"expired|(no|locate|find).{0,20} credentials", re.IGNORECASE)
+_ABSENT = re.compile(r"no ?such ?bucket|bucket( or container)? does not exist|container ?not ?found|there is no ", re.I)
+
+
+class Doctor:
+    """``provider`` None is the setting; ``fields`` are flat ones of a Job: its machine and image.
+
+    Once there was a check, ``others`` says which places were not looked at, where there are several.
+    """
+
+    def __init__(
+        self,
+        *,
+        provider: str | None,
+        store: str | None,
+        settings: Mapping[str, str],
+        fields: Mapping[str, Any],
+        cwd: Path,
+        profile: str | None = None,
+    ) -> None:
+        self._profile = profile
+        self.name, self._store, self._given, self._fields, self._cwd = provider, store, settings, dict(fields), cwd
+        self.others = ""
+
+    def checks(self) -> Iterator[Check]:
+        """Each check, when it is done."""
+        try:
+            chosen = Settings.load(
+                overrides=self._given, cwd=self._cwd, profile=self._profile, provider=self.name, store=self._store
+            )
+            settings, self.others = only_first(chosen)
+            self.name = settings.provider
+            made = settings.make_provider()
+            moving = settings.moving
+        except CloudtrainError as exc:
+            yield failure("settings", exc)
+            return
+        yield ok("settings", f"provider {made.name}, store {without_secrets(settings.store)}")
+        store, planned = "", None
+        try:
+            store = normalize(settings.resolved(ask=True), cwd=self._cwd)
+        except CloudtrainError as exc:
+            yield failure("store", exc)
+            yield skipped("plan", "where the store is could not be told")
+        else:
+            planned, found = self._planned(dataclasses.replace(settings, store=store))
+            yield found
+        stopped = False
+        for check in _own(made, store, planned):
+            yield check
+            stopped = stopped or (check.status == "failed" and check.name in ("sdk", "credentials"))
+        if not store:
+            return
+        if stopped and local_path(store) is None:
+            yield skipped("store", "neither SDK nor credentials to reach it with")
+            return
+        yield round_trip(files(store, storage=made.storage, moving=moving))
+
+    def _planned(self, settings: Settings) -> tuple[Plan | None, Check]:
+        """The plan of a job with one node, and how making it went."""
+        with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
+            Path(folder, SCRIPT).write_text("print('well')\n", encoding="utf-8")
+            fields = {"name": "doctor", **self._fields, "entry_point": SCRIPT, "source_dir": folder}
+            try:
+                planned = make_plan(Job.from_dict(fields), settings=settings, cwd=self._cwd, preview=True)
+            except CloudtrainError as exc:
+                bare = isinstance(exc, SpecError) and exc.field == "image" and not self._fields.get("image")
+                if bare:
+                    return None, skipped("plan", f"{exc}; name one with --image to have it planned and looked for")
+                return None, failure("plan", exc)
+        kinds = ", ".join(planned.request.instance_types) or "this machine"
+        nodes = planned.job.resources.instance_count
+        return planned, ok("plan", f"{nodes} node{'' if nodes == 1 else 's'} on {kinds}")
+
+
+def _own(provider: Provider, store: str, planned: Plan | None) -> Iterator[Check]:
+    """What the provider itself tells, if it tells anything. ``store`` is empty where nobody knows it."""
+    look: Callable[[str, Request | None], Iterator[Check]] | None = getattr(provider, "checks", None)
+    if look is None:
+        return
+    try:
+        yield from look(store, planned.request if planned is not None else None)
+    except CloudtrainError as exc:
+        yield failure("provider", exc)
+
+
+# ------------------------------------------------------------------------------------------------------------ the store
+
+
+def round_trip(tree: Files) -> Check:
+    """Create an object exclusively, twice; read it back, list and delete it. Nothing is left behind.
+
+    It lies immediately below the store, and no more is listed than the store itself: a policy that allows List below
+    the store's prefix alone allows this.
+    """
+    key, data = f"doctor-{secrets.token_hex(8)}.json", secrets.token_hex(16).encode()
+    step, left = "create", False
+    try:
+        with _as_it_was(tree.url):
+            try:
+                tree.create(key, data)  # whose answer may be False: the object is ours though its first answer was lost
+                left = True
+                step = "read"
+                back = tree.read(key)
+                if back != data:
+                    raise StorageError("what was read is not what was written")
+                step = "create again"
+                if tree.create(key, data + b"2") or tree.read(key) != data:
+                    why = "an object that exists was replaced: this store does not keep exclusive creation"
+                    raise StorageError(f"{why}, and two clients could start one run twice")
+                step = "list"
+                if key not in tree.names(""):
+                    raise StorageError("what was written is not in the list")
+                step = "delete"
+                tree.discard([key])  # which lists nothing
+                left = tree.exists(key)
+                if left:
+                    raise StorageError("it is still there")
+            finally:
+                if step != "delete":  # of a creation that failed, too: it may have been carried out
+                    with contextlib.suppress(CloudtrainError, OSError):
+                        tree.discard([key])
+                        left = False
+    except FileNotFoundError as exc:
+        return _broken(tree, step, StorageError(f"there is no {exc.filename or tree.url}"), key if left else "")
+    except CloudtrainError as exc:
+        return _broken(tree, step, exc, key if left else "")
+    by = f" by {tree.mover}" if tree.mover else ""
+    return ok("store", f"{without_secrets(tree.url)}: created, read, listed and deleted an object{by}")
+
+
+def _broken(tree: Files, step: str, exc: CloudtrainError, left: str) -> Check:
+    rest = f" ({without_secrets(tree.url)}/{left} is left there)" if left else ""
+    return failed("store", f"{step}: {exc}{rest}", fix=_store_fix(tree, step, exc), code=exc.exit_code)
+
+
+def _store_fix(tree: Files, step: str, exc: CloudtrainError) -> str:
+    text, url = str(exc), without_secrets(tree.url)
+    if "exclusive" in text:
+        return "set store to one with conditional writes: S3, Azure Blob Storage, Cloud Storage, a local folder"
+    if local_path(tree.url) is not None:
+        return "free space there or let this user write to it, or set store to another place"
+    if _ABSENT.search(text):
+        return "make the bucket or container, or set store to one that is there"
+    if isinstance(exc, SpecError):
+        return failure("store", exc).fix
+    if _KMS.search(text):
+        return (
+            "let the caller use the key (to encrypt and decrypt), and set sse and sse_kms_key_id as the store demands"
+        )
+    if isinstance(exc, AuthError) and _NOBODY.search(text):
+        return "sign in again, or give this machine credentials for it"
+    if isinstance(exc, AuthError) and step.startswith("create"):
+        return (
+            f"let the caller write below {url} (see the provider's page in docs/); where what is not encrypted "
+            "is refused, set sse and sse_kms_key_id"
+        )
+    if isinstance(exc, AuthError):
+        return f"let the caller {step} below {url} (see the provider's page in docs/)"
+    return f"see that {url} can be reached from here, and try again"
+
+
+@contextmanager
+def _as_it_was(url: str) -> Iterator[None]:
+    """Of a local store, the folders that were not there before are not there after."""
+    path = local_path(url)
+    new = [] if path is None else [place for place in (path, *path.parents) if not place.exists()]
+    try:
+        yield
+    finally:
+        for place in new:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+
+
+# -------------------------------------------------------------------------------------------------- the all-nodes job
+
+
+@contextmanager
+def prepared(settings: Settings, fields: Mapping[str, Any], *, run_id: str | None, cwd: Path) -> Iterator[Plan]:
+    """The plan of the job that looks at every node, as long as its source is there: until it has been sent."""
+    with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
+        name = Path(preflight.__file__).name
+        Path(folder, name).write_bytes(Path(preflight.__file__).read_bytes())
+        given = {"name": "doctor", "max_runtime": MAX_RUNTIME, **fields, "entry_point": name, "source_dir": folder}
+        yield make_plan(Job.from_dict(given), settings=settings, run_id=run_id, cwd=cwd)
+
+
+def expected_gpus(job: Job, provider: Provider, request: Request) -> int | None:
+    """GPUs that a node must have, None where neither the job nor the table of machines says."""
+    if job.resources.gpu:
+        return job.resources.gpus[request.choice].count
+    named = request.instance_types[:1]
+    counts = {machine.gpu_count for machine in catalog.machines(provider.name) if machine.instance_type in named}
+    return counts.pop() if len(counts) == 1 else None  # of one name there may be machines with GPUs and without
+
+
+def judged(folder: Path, *, nodes: int, gpus: int | None) -> tuple[dict[str, Any], list[str]]:
+    """What the job found, as it was pulled into ``folder``, and what is wrong with it, a line each."""
+    path = folder / "artifacts" / PREFLIGHT
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as exc:
+        raise NotFoundError(f"the job has left no {PREFLIGHT} ({exc}); its logs say why") from None
+    try:
+        preflight.table(found)
+        return found, preflight.problems(found, nodes=nodes, gpus=gpus)
+    except (KeyError, TypeError, AttributeError, ValueError) as exc:
+        what = f"the job's {PREFLIGHT} is damaged ({type(exc).__name__}: {exc}); its logs say why"
+        raise NotFoundError(what) from None

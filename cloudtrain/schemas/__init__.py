@@ -1,0 +1,73 @@
+"""What ``--json`` prints, as JSON schemas (draft 2020-12): a file for each verb beside this one, and what they share.
+
+The files are the source: they refer to each other by their names, so a tool that is given the path of one finds the
+others. `load` gives one that stands alone. A verb that gets a ``--json``, or a field that it prints, gets its place
+here: `tests/test_schemas.py` fails until it has one, and until ``tools/json_page.py`` has made the page anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["SHARED", "WRITTEN", "load", "names", "path"]
+
+SHARED = "defs"
+"""The file of what the others share; none of its own."""
+WRITTEN = ("job", "settings")
+"""The files of what people write: `cloudtrain.schema` makes them."""
+_SUFFIX = ".schema.json"
+
+
+def names() -> list[str]:
+    """Of what there is a schema: the verbs, ``error`` and ``result`` (result.json); sorted."""
+    found = {file.name.removesuffix(_SUFFIX) for file in Path(__file__).parent.glob(f"*{_SUFFIX}")}
+    return sorted(found - {SHARED, *WRITTEN})
+
+
+def path(name: str) -> Path:
+    """The file of a schema."""
+    return Path(__file__).parent / f"{name}{_SUFFIX}"
+
+
+def load(name: str) -> dict[str, Any]:
+    """The schema of ``name``, with all that it refers to in its own ``$defs``. FileNotFoundError for no name of one."""
+    schema, shared = _read(name), _read(SHARED)["$defs"]
+    own = schema.get("$defs", {})
+    found = {"$defs": {}, **_moved({key: value for key, value in schema.items() if key != "$defs"})}
+    wanted = list(_refs(found))
+    for word in wanted:
+        if word not in found["$defs"]:
+            found["$defs"][word] = _moved(own[word] if word in own else shared[word])
+            wanted += _refs(found["$defs"][word])
+    return found
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path(name).read_text(encoding="utf-8"))
+    return found
+
+
+def _moved(value: Any) -> Any:
+    """``value`` with every reference to the shared file made one to its own."""
+    if isinstance(value, dict):
+        return {
+            key: item.replace(f"{SHARED}{_SUFFIX}#", "#") if key == "$ref" and isinstance(item, str) else _moved(item)
+            for key, item in value.items()
+        }
+    return [_moved(item) for item in value] if isinstance(value, list) else value
+
+
+def _refs(value: Any) -> Iterator[str]:
+    """The names in ``$defs`` that ``value`` refers to."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key == "$ref" and isinstance(item, str):
+                yield item.rpartition("/")[2]
+            else:
+                yield from _refs(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _refs(item)

@@ -1,0 +1,146 @@
+"""``cloudtrain doctor azureml`` and a workspace in which something is amiss: its line, its fix, its exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from doctoring import Examiner
+
+from cloudtrain.testing.azureml.plane import SUBSCRIPTION
+from cloudtrain.testing.azureml.wire import Fault
+from cloudtrain.testing.azureml.world import AzureMLWorld
+
+pytestmark = [pytest.mark.remote]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, azure_server: str) -> Iterator[AzureMLWorld]:
+    world = AzureMLWorld(tmp_path_factory.mktemp("world"), azurite=azure_server, image="team/none:1", runs=False)
+    yield world
+    world.close()
+    assert world.plane.wire.crashes == []
+    assert world.plane.wire.leaks == []
+
+
+@pytest.fixture
+def world(
+    workspace: AzureMLWorld, examiner: Examiner, azure_environment: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[AzureMLWorld]:
+    """Well, and set up in the examiner's folder; nothing is created, whatever was found."""
+    for name, value in workspace.plane.environ().items():
+        monkeypatch.setenv(name, value)
+    examiner.settings("azureml", workspace.store, table(workspace))
+    yield workspace
+    plane = workspace.plane
+    plane.wire.faults.clear()
+    plane.wire.signed_in = True
+    plane.quotas.clear()
+    plane.computes.clear()
+    plane.questions.used.clear()
+    plane.questions.unlisted.clear()
+    plane.questions.actions = ["*"]
+    assert plane.jobs == {}
+    assert not {call.method for call in plane.wire.calls} - {"GET"}
+    from azure.storage.blob import ContainerClient
+
+    with ContainerClient.from_connection_string(azure_environment, plane.container) as client:
+        assert list(client.list_blob_names()) == [], "something was left behind"
+
+
+def table(world: AzureMLWorld, **more: Any) -> dict[str, Any]:
+    return {**world.workspace(), **more}
+
+
+def test_all_is_well(world: AzureMLWorld, examiner: Examiner) -> None:
+    world.plane.environments["train"] = {"3": "team/none:1"}
+    found = examiner("--image", "azureml:train:3")
+    told = {name: row["status"] for name, row in found.rows.items()}
+    names = ["settings", "plan", "sdk", "credentials", "workspace", "datastore", "compute", "permissions", "quota"]
+    assert told == {**dict.fromkeys([*names, "environment", "store"], "ok"), "compute": "skipped"}, found.rows
+    assert found.code == 0
+    assert f"subscription {SUBSCRIPTION}" in found.rows["credentials"]["detail"]
+    assert "DSv2 Family" in found.rows["quota"]["detail"]
+    assert "4 are needed (1 x Standard_DS3_v2)" in found.rows["quota"]["detail"]
+
+
+def test_nobody_is_signed_in(
+    world: AzureMLWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    world.plane.wire.signed_in = False
+    monkeypatch.setenv("PATH", str(tmp_path))  # no az, no azd, no pwsh
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = examiner("--image", "team/none:1")
+    found.failure("credentials", "no Azure credentials", fix="az login", code=3)
+    assert found.status("store") == "skipped"
+
+
+def test_a_service_that_does_not_answer(world: AzureMLWorld, examiner: Examiner) -> None:
+    world.plane.wire.faults.append(Fault.broken("GET workspace", 9, status=503))
+    examiner("--image", "team/none:1").failure("workspace", "does not answer", fix="try again", code=7)
+
+
+def test_a_workspace_that_there_is_none(world: AzureMLWorld, examiner: Examiner) -> None:
+    examiner.settings("azureml", world.store, table(world, workspace_name="none"))
+    examiner("--image", "team/none:1").failure("workspace", fix="azureml.workspace_name", code=2)
+
+
+def test_what_the_caller_may_not_look_at_is_unknown(world: AzureMLWorld, examiner: Examiner) -> None:
+    for operation in ("GET permissions", "GET vmSizes"):
+        world.plane.wire.faults.append(Fault.denied(operation, "any/read", f"/subscriptions/{SUBSCRIPTION}"))
+    found = examiner("--image", "team/none:1")
+    assert [found.status(name) for name in ("permissions", "quota", "environment")] == ["unknown"] * 3
+    assert found.code == 0
+
+
+def test_all_that_can_be_wrong_with_a_workspace(world: AzureMLWorld, examiner: Examiner) -> None:
+    """Each has its own line, fix and code; the verb's is that of the gravest."""
+    world.plane.datastore("other", f"{world.plane.container}-2")
+    examiner.settings("azureml", world.store, table(world, datastore="other", compute="none"))
+    world.plane.questions.actions = ["Microsoft.MachineLearningServices/workspaces/*/read", "*/workspaces/read"]
+    found = examiner("--image", "azureml:train:9")
+    found.failed("datastore", "'other' is container", fix="azureml.datastore", code=2)
+    found.failed("compute", "no cluster 'none'", fix="az ml compute list", code=2)
+    found.failed("permissions", "jobs/write", "jobs/cancel/action", fix="AzureML Data Scientist", code=3)
+    assert "jobs/read" not in found.rows["permissions"]["detail"]
+    found.failed("environment", "no environment train:9", fix="az ml environment list", code=2)
+    assert (found.code, found.status("store")) == (3, "ok")
+
+
+@pytest.mark.parametrize("spot", [False, True])
+def test_a_quota_that_is_used_up(world: AzureMLWorld, examiner: Examiner, spot: bool) -> None:
+    world.plane.quotas["Standard_NC4as_T4_v3"] = 6
+    world.plane.questions.used["Standard_NC4as_T4_v3"] = 1
+    flags = ["--image", "team/none:1", "--instance-type", "Standard_NC4as_T4_v3", "--nodes", "2"]
+    found = examiner(*flags, *(["--spot"] if spot else []))
+    name = "LowPriority" if spot else "NCASv3_T4 Family"
+    found.failure("quota", name, "8 are needed (2 x Standard_NC4as_T4_v3)", fix="in Studio (Quota)", code=4)
+
+
+def test_a_size_that_is_not_there_and_a_quota_that_nobody_tells(world: AzureMLWorld, examiner: Examiner) -> None:
+    flags = ["--image", "team/none:1", "--instance-type"]
+    examiner(*flags, "Standard_F4s_v2").failure("quota", "westeurope has no Standard_F4s_v2", fix="list-sizes", code=4)
+    world.plane.questions.unlisted.add("Standard_DS3_v2")
+    assert examiner(*flags, "Standard_DS3_v2").status("quota") == "unknown"
+
+
+def test_the_size_of_a_cluster_is_what_counts(world: AzureMLWorld, examiner: Examiner) -> None:
+    world.plane.computes["gpus"] = {"vmSize": "STANDARD_NC4AS_T4_V3"}
+    world.plane.quotas["Standard_NC4as_T4_v3"] = 0
+    examiner.settings("azureml", world.store, table(world, compute="gpus"))
+    found = examiner("--image", "team/none:1")
+    assert found.status("compute") == "ok"
+    found.failure("quota", "0 of 0 vCPUs", fix="at least 4 vCPUs", code=4)
+
+
+def test_a_store_by_the_name_of_its_datastore(world: AzureMLWorld, examiner: Examiner) -> None:
+    """It is resolved first, which a plan alone does not do; and so the same."""
+    examiner.settings("azureml", "azureml://datastores/none/paths/store", table(world, datastore="none"))
+    found = examiner("--image", "team/none:1")
+    found.failure("store", "no datastore 'none'", fix="az ml datastore list", code=2)
+    assert (found.status("plan"), found.status("datastore"), found.status("credentials")) == (
+        "skipped",
+        "skipped",
+        "ok",
+    )

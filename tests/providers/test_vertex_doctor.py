@@ -1,0 +1,134 @@
+"""``cloudtrain doctor vertex`` and a project in which something is amiss: its line, its fix, its exit code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from doctoring import Examiner
+
+from cloudtrain.testing.vertex.plane import metrics as taken
+from cloudtrain.testing.vertex.strict import parsed
+from cloudtrain.testing.vertex.wire import Fault, Refusal
+from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
+
+pytestmark = [pytest.mark.remote]
+
+OWN = "europe-west4-docker.pkg.dev/contract/team/trainer:1"
+PUBLIC = ["--image", "registry.example/team/none:1"]
+
+
+@pytest.fixture
+def world(
+    tmp_path_factory: pytest.TempPathFactory, examiner: Examiner, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[VertexWorld]:
+    """Well, and set up in the examiner's folder; nothing is created, whatever was found."""
+    for name in [name for name in os.environ if name.startswith(("GOOGLE_", "GCSFS_", "CLOUDSDK_"))]:
+        monkeypatch.delenv(name)
+    world = VertexWorld(tmp_path_factory.mktemp("world"), image="team/none:1")
+    for name, value in {**world.plane.environ(), **world.plane.questions.environ()}.items():
+        monkeypatch.setenv(name, value)
+    examiner.settings("vertex", world.store, world.settings)
+    world.plane.questions.images.add("contract/europe-west4/team/trainer:1")
+    yield world
+    world.close()
+    assert world.plane.wire.crashes == []
+    assert world.plane.jobs == {}
+    assert world.plane.gcs.names(BUCKET) == [], "something was left behind"
+
+
+def test_all_is_well(world: VertexWorld, examiner: Examiner) -> None:
+    found = examiner("--image", OWN)
+    names = ["settings", "plan", "sdk", "credentials", "api", "bucket", "permissions", "service account", "quota"]
+    assert {n: row["status"] for n, row in found.rows.items()} == dict.fromkeys([*names, "image", "store"], "ok"), (
+        found.rows
+    )
+    assert found.code == 0
+    assert "tester@contract" in found.rows["credentials"]["detail"]
+    assert "custom_model_training_cpus: 20, the job takes 4" in found.rows["quota"]["detail"]
+
+
+def test_no_credentials(world: VertexWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(examiner.folder))
+    found = examiner(*PUBLIC)
+    found.failure("credentials", "no Google Cloud credentials", fix="gcloud auth application-default login", code=3)
+    assert found.status("store") == "skipped"
+
+
+def test_a_key_that_was_revoked(world: VertexWorld, examiner: Examiner) -> None:
+    world.plane.identity.signed_in = False
+    examiner(*PUBLIC).failure("credentials", "refused", fix="sign in again", code=3)
+
+
+def test_an_api_that_is_off(world: VertexWorld, examiner: Examiner) -> None:
+    world.plane.wire.faults.append(Fault.disabled("GET customJobs", world.plane.project))
+    examiner(*PUBLIC).failure("api", "it is disabled", fix="gcloud services enable", code=3)
+
+
+def test_a_service_that_does_not_answer(world: VertexWorld, examiner: Examiner) -> None:
+    world.plane.wire.faults.append(Fault.broken("GET customJobs"))
+    examiner(*PUBLIC).failure("api", "does not answer", fix="try again", code=7)
+
+
+def test_what_the_caller_may_not_look_at_is_unknown(world: VertexWorld, examiner: Examiner) -> None:
+    for operation in ("GET bucket", "POST project permissions", "GET account", "GET quotas", "GET image"):
+        world.plane.wire.faults.append(Fault(operation, Refusal.denied("any.get", "it")))
+    found = examiner("--image", OWN)
+    told = [found.status(name) for name in ("bucket", "permissions", "service account", "quota", "image")]
+    assert told == ["unknown"] * 5, found.rows
+    assert found.code == 0
+
+
+def test_all_that_can_be_wrong_with_a_project(world: VertexWorld, examiner: Examiner) -> None:
+    """Each has its own line, fix and code; the verb's is that of the gravest."""
+    world.plane.gcs.make("far-away", "US-WEST1")
+    examiner.settings("vertex", "gs://far-away/store", world.settings)
+    world.plane.questions.denied |= {"aiplatform.customJobs.cancel", "iam.serviceAccounts.actAs"}
+    world.plane.questions.images.clear()
+    world.plane.quotas["custom_model_training_nvidia_t4_gpus"] = 0
+    found = examiner("--image", OWN, "--gpu", "T4:4")
+    found.failed("bucket", "in us-west1, the jobs are in europe-west4", fix="vertex.location to us-west1", code=2)
+    found.failed("permissions", "aiplatform.customJobs.cancel", fix="Vertex AI User", code=3)
+    found.failed("service account", "may not act as", fix="gcloud iam service-accounts add-iam-policy-binding", code=3)
+    found.failed("quota", "custom_model_training_nvidia_t4_gpus: 0, the job takes 4", fix="ask for 4", code=4)
+    found.failed("image", "has no", fix="docker push", code=2)
+    assert (found.code, found.status("store")) == (3, "ok")
+    assert world.plane.gcs.names("far-away") == []
+
+
+def test_a_bucket_of_several_regions_and_an_account_that_there_is_none(world: VertexWorld, examiner: Examiner) -> None:
+    world.plane.gcs.make("wide", "EU", "multi-region")
+    world.plane.accounts.clear()
+    world.plane.questions.denied.add("logging.logEntries.list")
+    examiner.settings("vertex", "gs://wide/store", world.settings)
+    found = examiner(*PUBLIC)
+    found.failed("bucket", "multi-region", fix="--location=europe-west4", code=2)
+    found.failed("service account", "there is no trainer@", fix="service-accounts list", code=3)
+    found.failed("permissions", "logging.logEntries.list", fix="Logs Viewer", code=3)
+
+
+def test_a_bucket_that_there_is_none(world: VertexWorld, examiner: Examiner) -> None:
+    examiner.settings("vertex", "gs://none/store", world.settings)
+    found = examiner(*PUBLIC)
+    found.failed("bucket", "there is no bucket none", fix="gcloud storage buckets create", code=8)
+    assert (found.status("store"), found.code) == ("failed", 8)
+
+
+@pytest.mark.parametrize("regional", [True, False])
+def test_a_quota_of_none_for_spot_machines(world: VertexWorld, examiner: Examiner, regional: bool) -> None:
+    world.plane.quotas["custom_model_training_preemptible_nvidia_l4_gpus"] = 1
+    world.plane.questions.regional = regional
+    found = examiner(*PUBLIC, "--gpu", "L4:1", "--nodes", "2", "--spot")
+    found.failure("quota", "preemptible_nvidia_l4_gpus: 1, the job takes 2", fix="ask for 2", code=4)
+
+
+@pytest.mark.parametrize("fields", [{}, {"gpu": ("T4:2",)}, {"gpu": ("L4:1",), "spot": True}, {"instance_count": 3}])
+def test_the_metrics_are_those_that_a_job_is_refused_by(world: VertexWorld, fields: dict[str, Any]) -> None:
+    """Two readings of the same page: the doctor's, of the request, and the World's, of the message."""
+    from cloudtrain.providers.vertex.checks import metrics
+
+    request = world.plan(fields).request
+    assert metrics(request.body["jobSpec"]) == taken(parsed(request.body))

@@ -1,0 +1,399 @@
+"""``cloudtrain doctor``: its lines and exit codes, the round trip of a store, and the job that looks at every node."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctoring import Examiner
+from faulty import FaultyS3
+
+from cloudtrain import cli, preflight
+from cloudtrain.checks import Check, failure, gravest, ok, tried
+from cloudtrain.cli import show
+from cloudtrain.doctor import expected_gpus, judged, round_trip
+from cloudtrain.errors import AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
+from cloudtrain.job import Job
+from cloudtrain.provider import Request, Status, find_provider
+from cloudtrain.transfer import LocalFiles, Moving, files
+
+SHAPE = ("--nodes", "2", "--nproc-per-node", "2")
+
+
+# --------------------------------------------------------------------------------------------------------- its lines
+
+
+def test_this_machine_is_well(examiner: Examiner) -> None:
+    found = examiner("local")
+    names = ["settings", "plan", "torch", "ports", "shm", "disk", "gpus", "store"]
+    assert found.names == names
+    assert {found.status(name) for name in names} == {"ok"}, found.rows
+    assert found.code == 0
+    assert os.listdir() == [], "neither store nor plan leave anything"
+
+
+def test_a_python_without_torch(examiner: Examiner) -> None:
+    python = examiner.folder / "python"
+    python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    examiner("--set", f"python={python}").failure("torch", "No module named 'torch'", fix="pip install torch", code=2)
+    python.write_text("#!/bin/sh\n")
+    examiner("--set", f"local.python={python}").failure("torch", "is no Python", fix="pip install torch", code=2)
+
+
+def test_a_python_that_there_is_none(examiner: Examiner) -> None:
+    found = examiner("--set", "python=/no/such/python")
+    found.failed("torch", "does not start", fix="set python", code=2)
+    found.failed("gpus", "there is no /no/such/python", fix="local.python", code=2)
+
+
+def test_gpus_that_there_are_none(examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    found = examiner("--gpu", "H100:8", "--set", "python=/bin/false")
+    found.failed("gpus", "8 H100 GPUs", fix="another provider", code=4)
+    assert found.code == 2, "torch cannot be imported either, and that is the graver"
+
+
+def test_a_job_that_cannot_be_planned(examiner: Examiner) -> None:
+    found = examiner("--spot", "--set", "python=/bin/false")
+    found.failed("plan", "never taken away", fix="resources.spot", code=2)
+    assert found.status("gpus") == "skipped"
+
+
+def test_a_provider_and_a_setting_that_there_are_none(examiner: Examiner) -> None:
+    found = examiner("lokal")
+    found.failure("settings", "did you mean 'local'", fix="provider", code=2)
+    examiner("--set", "sse=what").failure("settings", "sse", fix="sse", code=2)
+
+
+def test_no_engine(examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{examiner.folder}/none.sock")
+    found = examiner("docker")
+    found.failure("engine", "no container engine answers", fix="start it", code=2)
+    assert found.status("plan") == "skipped", "no image is named"
+
+
+@pytest.mark.docker
+def test_an_engine_of_containers(examiner: Examiner, images: Callable[[str], str]) -> None:
+    found = examiner("docker", "--image", images("torch"))
+    names = ["settings", "plan", "engine", "gpu runtime", "shm", "image", "disk", "start", "store"]
+    assert found.names == names
+    assert {found.status(name) for name in names} == {"ok"}, found.rows
+    assert "8 GiB" in found.rows["shm"]["detail"]
+    found = examiner("docker", "--image", "cloudtrain.invalid/none:1", "--gpu", "H100:1")
+    assert found.status("image") == "unknown"
+    found.failed("gpu runtime", "none for NVIDIA GPUs", fix="NVIDIA Container Toolkit", code=4)
+    assert found.code == 4
+
+
+@pytest.mark.parametrize("argv", [["--run-id", "x"], ["--entry-point", "x.py"], ["--job", "--hp", "a=1"]])
+def test_what_the_doctor_does_not_take(examiner: Examiner, argv: list[str]) -> None:
+    assert cli.main(["doctor", *argv]) == 2
+    assert examiner.capsys.readouterr().err.startswith("error: ")
+
+
+def test_the_gravest_failure_is_the_exit_code() -> None:
+    def failing(*codes: int) -> list[Check]:
+        return [ok("x", "y"), *(Check(name="x", status="failed", exit_code=code) for code in codes)]
+
+    assert gravest(failing()) == 0
+    assert [gravest(failing(*codes)) for codes in ((4, 2), (2, 8), (8, 9), (9, 7), (7, 3, 4))] == [2, 8, 9, 7, 3]
+    assert gravest([Check(name="x", status="unknown", exit_code=3)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "extra", "status"),
+    [
+        (AuthError("may not: ask somebody"), True, "unknown"),
+        (NotFoundError("no such API"), True, "unknown"),
+        (LostContactError("away"), True, "unknown"),
+        (SpecError("wrong", field="x.y"), True, "failed"),
+        (AuthError("may not: ask somebody"), False, "failed"),
+    ],
+)
+def test_what_no_run_needs_may_be_refused(error: CloudtrainError, extra: bool, status: str) -> None:
+    def look() -> Check:
+        raise error
+
+    [check] = tried("it", look, extra=extra)
+    assert check.status == status
+    assert bool(check.fix) == (status == "failed")
+    assert failure("it", AuthError("may not: ask somebody")).fix == "ask somebody"
+
+
+# --------------------------------------------------------------------------------------------------------- the store
+
+
+@pytest.fixture(scope="module")
+def wire() -> Iterator[FaultyS3]:
+    with FaultyS3() as server:
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def s3(wire: FaultyS3, s3_unset: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
+    wire.clear()
+    for name, value in {
+        "AWS_ENDPOINT_URL": wire.url,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_CONFIG_FILE": str(tmp_path / "none"),
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "none"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    wire.only_below = "some/store/"
+    yield wire
+    wire.only_below, wire.denies = "", lambda method, path, headers: ""
+
+
+@pytest.fixture
+def s3_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+
+
+def tree(mover: str, **more: Any) -> Any:
+    return files("s3://bucket/some/store", moving=Moving(mover=mover, **more))
+
+
+MOVERS = ["fsspec", "obstore"]
+SSE, NO = "x-amz-server-side-encryption", "no identity-based policy allows it"
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("sse", ["", "aws:kms"])
+def test_a_store_whose_prefix_alone_is_listed(s3: FaultyS3, mover: str, sse: str) -> None:
+    """And one that refuses what is not encrypted as it demands."""
+
+    s3.denies = lambda method, path, headers: NO if method == "PUT" and headers.get(SSE, "") != sse else ""
+    check = round_trip(tree(mover, sse=sse, sse_kms_key_id="key" if sse else ""))
+    assert check.status == "ok", check
+    assert mover in check.detail
+    assert s3.objects == {}
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+def test_a_store_that_refuses_what_is_not_encrypted(s3: FaultyS3, mover: str) -> None:
+    s3.denies = lambda method, path, headers: NO if method == "PUT" and SSE not in headers else ""
+    check = round_trip(tree(mover))
+    assert (check.status, check.exit_code) == ("failed", 3), check
+    assert check.detail.startswith("create: ")
+    assert "set sse and sse_kms_key_id" in check.fix
+
+
+def listing(method: str, path: str, headers: Any) -> str:
+    return NO if method == "GET" and "list-type" in path else ""
+
+
+def reading(method: str, path: str, headers: Any) -> str:
+    return NO if method == "GET" and "list-type" not in path else ""
+
+
+def removing(method: str, path: str, headers: Any) -> str:
+    return NO if method == "DELETE" or (method == "POST" and "delete" in path) else ""
+
+
+@pytest.mark.parametrize(("denies", "step"), [(reading, "read"), (listing, "list"), (removing, "delete")])
+def test_each_step_that_is_refused(s3: FaultyS3, denies: Callable[..., str], step: str) -> None:
+    s3.denies = denies
+    check = round_trip(tree("obstore"))
+    assert (check.status, check.exit_code) == ("failed", 3), check
+    assert check.detail.startswith(f"{step}: ")
+    assert f"let the caller {step} below s3://bucket/some/store" in check.fix
+    assert ("is left there" in check.detail) == bool(s3.objects) == (step == "delete")
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("User: arn:aws:iam::1:user/me is not authorized to perform: kms:GenerateDataKey", "use the key"),
+        ("The provided token has expired.", "sign in again"),
+    ],
+)
+def test_a_refusal_that_says_why(s3: FaultyS3, mover: str, word: str, fix: str) -> None:
+    s3.denies = lambda method, path, headers: word if method == "PUT" else ""
+    check = round_trip(tree(mover, sse="aws:kms"))
+    assert (check.status, check.exit_code) == ("failed", 3)
+    assert fix in check.fix, check
+
+
+def test_a_store_that_replaces_what_is_there(tmp_path: Path) -> None:
+    class Loose(LocalFiles):
+        def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
+            self.write(key, data)
+            return True
+
+    check = round_trip(Loose(root=tmp_path))
+    assert (check.status, check.exit_code) == ("failed", 8)
+    assert "two clients could start one run twice" in check.detail
+    assert "conditional writes" in check.fix
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_local_store_leaves_no_folder_that_was_not_there(tmp_path: Path) -> None:
+    assert round_trip(LocalFiles(root=tmp_path / "a" / "b")).status == "ok"
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "file").write_text("x")
+    check = round_trip(LocalFiles(root=tmp_path / "file" / "store"))
+    assert (check.status, check.exit_code) == ("failed", 8)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+# ------------------------------------------------------------------------------------------- a run that waits for long
+
+
+def test_a_long_wait_says_why_once() -> None:
+    now, said = [0.0], list[str]()
+    changes = show.Changes(said.append, clock=lambda: now[0])
+    waiting = Status(state="pending", native="QUEUED", reason="behind quota x_gpus", url="https://console/job")
+    for at in (0.0, 30.0, 59.0):
+        now[0] = at
+        changes(waiting)
+    assert said == ["pending: behind quota x_gpus"]
+    for at in (60.0, 61.0, 500.0):
+        now[0] = at
+        changes(waiting)
+    told = "still pending after 1m: QUEUED: behind quota x_gpus; see https://console/job"
+    assert said[1:] == [told]
+    changes(Status(state="running"))
+    now[0] = 600.0
+    changes(waiting)
+    now[0] = 659.0
+    changes(waiting)
+    assert said[2:] == ["running", "pending: behind quota x_gpus"]
+    now[0] = 660.0
+    changes(Status(state="pending"))
+    assert said[4:] == ["pending", "still pending after 1m: no state of its own: the platform gives no reason"]
+
+
+# ------------------------------------------------------------------------------------------- what is found on the nodes
+
+
+def report(*nodes: dict[str, Any], links: Any = None, **more: Any) -> dict[str, Any]:
+    plain = {
+        "host": "h",
+        "python": "3.11",
+        "machine": "x86_64",
+        "ranks": 8,
+        "shm_bytes": 1 << 33,
+        "gpus": 8,
+        "gpu": "H100",
+        "driver": "550",
+        "torch": "2.6",
+        "cuda": "12.4",
+        "nccl": "2.21",
+        "cpus": 8,
+    }
+    told = {str(number): {**plain, **node} for number, node in enumerate(nodes)}
+    near = {"error": "", "skew_s": 0.001, "within_s": 0.001}
+    made = {a: {b: near for b in told if b != a} for a in told}
+    for (a, b), link in (links or {}).items():
+        made[a][b] = {**near, **link}
+    speeds = {"backend": "nccl", "ranks": 16, "right": True, "rows": []}
+    return {"nodes": told, "links": made, "allreduce": speeds, "error": "", **more}
+
+
+def test_nodes_that_are_alike() -> None:
+    assert preflight.problems(report({}, {}), nodes=2, gpus=8) == []
+    assert preflight.problems(report({}, {"gpus": 4}), nodes=2, gpus=None) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (report({}, {"driver": "535"}), "driver differs: 550 on node 0, 535 on node 1; give all nodes one kind"),
+        (report({}, {"torch": "2.5"}, {}), "torch differs: 2.6 on node 0, 2, 2.5 on node 1; give all nodes one image"),
+        (report({}, {"nccl": None}), "nccl differs: 2.21 on node 0, none on node 1"),
+        (report({}), "1 of 2 nodes have told anything"),
+        (report({}, {"gpus": 0}), "node 1 has 0 GPUs for torch, 8 are expected: see to CUDA"),
+        (report({}, {}, links={("0", "1"): {"skew_s": 3.5}}), "the clock of node 1 is 3.5 s ahead of that of node 0"),
+        (
+            report({}, {}, links={("1", "0"): {"error": "a:1: refused"}}, allreduce=None),
+            "node 1 cannot reach node 0 (a:1: refused); open all TCP ports",
+        ),
+        (report({}, {}, allreduce=None), "no all-reduce came to its end: see the logs"),
+        (report({}, {}, allreduce={"right": False}), "an all-reduce gave a wrong sum"),
+    ],
+)
+def test_nodes_that_are_not(found: dict[str, Any], line: str) -> None:
+    wrong = preflight.problems(found, nodes=max(2, len(found["nodes"])), gpus=8)
+    assert len(wrong) == 1, wrong
+    assert wrong[0].startswith(line)
+
+
+def test_what_the_job_leaves_is_judged_by_what_was_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match=r"left no preflight\.json"):
+        judged(tmp_path, nodes=2, gpus=None)
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / "preflight.json").write_text(json.dumps(report({}, {"driver": "535"})))
+    found, wrong = judged(tmp_path, nodes=2, gpus=8)
+    assert [line.partition(":")[0] for line in wrong] == ["driver differs"]
+    assert "535" in preflight.table(found)
+
+
+def test_how_many_gpus_are_expected() -> None:
+    provider = find_provider("sagemaker")(region="eu-west-1", role="arn:aws:iam::123456789012:role/x")
+    request = Request(provider="x", operation="", body={}, context={}, run="r", instance_types=("ml.p5.48xlarge",))
+    job = Job.make(entry_point="t.py")
+    assert expected_gpus(job, provider, request) == 8
+    assert expected_gpus(job.replace(gpu=("H100:4",)), provider, request) == 4
+    either = Request(**{**vars(request), "instance_types": ("n1-standard-4",)})
+    assert expected_gpus(job, find_provider("vertex")(), either) is None, "such a machine has GPUs, or none"
+    assert expected_gpus(job, find_provider("local")(), Request(**{**vars(request), "instance_types": ()})) is None
+
+
+def test_doors_between_nodes() -> None:
+    door = preflight.Door(3)
+    try:
+        link = preflight.look_in(3, "127.0.0.1", door.port)
+        assert link["error"] == ""
+        assert abs(link["skew_s"]) <= link["within_s"] + 0.05
+        assert "is node 3" in preflight.look_in(1, "127.0.0.1", door.port)["error"]
+    finally:
+        door.close()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert "refused" in preflight.look_in(3, "127.0.0.1", port)["error"]
+
+
+def check_report(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["state"], told["problems"], told["exit_code"]) == ("succeeded", [], 0)
+    found = told["report"]
+    assert set(found["nodes"]) == {"0", "1"}
+    assert {row["ranks"] for row in found["nodes"].values()} == {2}
+    assert found["links"]["0"]["1"]["error"] == found["links"]["1"]["0"]["error"] == ""
+    speeds = found["allreduce"]
+    assert (speeds["backend"], speeds["ranks"], speeds["right"]) == ("gloo", 4, True)
+    assert [row["bytes"] for row in speeds["rows"]] == list(preflight.CPU_SIZES)
+    for row in speeds["rows"]:
+        assert row["algbw"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
+        assert row["busbw"] == pytest.approx(row["algbw"] * 1.5)
+
+
+@pytest.mark.slow
+def test_all_nodes_are_looked_at(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cloudtrain", "doctor", "local", "--job", *SHAPE, "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    check_report(done)
+
+
+@pytest.mark.slow
+@pytest.mark.docker
+def test_all_containers_are_looked_at(tmp_path: Path, images: Callable[[str], str]) -> None:
+    command = [sys.executable, "-m", "cloudtrain", "doctor", "docker", "--job", *SHAPE, "--json"]
+    command += ["--image", images("torch")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    check_report(done)

@@ -1,0 +1,384 @@
+"""What ``--json`` prints, checked by the published schemas: every verb, state and error; and that it prints no more."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import foldercloud
+import jsonschema
+import pytest
+
+from cloudtrain import cli, errors, job, provider, schemas
+from cloudtrain.cli import verbs
+from cloudtrain.follow import Line
+from cloudtrain.provider import STATES
+
+ROOT = Path(__file__).parents[1]
+CHECKERS = {name: jsonschema.Draft202012Validator(schemas.load(name), format_checker=None) for name in schemas.names()}
+NOT_VERBS = {"error", "result"}
+"""Schemas of what no verb is called."""
+
+
+def valid(name: str, value: Any) -> Any:
+    """``value``, which the schema takes."""
+    jsonschema.Draft202012Validator.check_schema(CHECKERS[name].schema)
+    CHECKERS[name].validate(value)
+    return value
+
+
+def refused(name: str, value: Any) -> bool:
+    return not CHECKERS[name].is_valid(value)
+
+
+class Account:
+    """The command line in this process, on a platform that is a folder, with a store in another."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.capsys = folder, capsys
+        self.jobs = foldercloud.Provider(folder=str(folder / "jobs"))
+
+    def of(self, verb: str, *words: str, code: int | None = 0) -> Any:
+        """The one object on stdout, which the verb's schema takes; it exits with ``code`` (None: whatever)."""
+        ended = cli.main([verb, "--json", *words])
+        out, err = self.capsys.readouterr()
+        assert code in (None, ended), (ended, out, err)
+        assert out.endswith("\n")
+        found = valid(verb, json.loads(out))
+        assert found.get("exit_code") is None or "state" in found or found["exit_code"] == ended
+        return found
+
+    def lines(self, *words: str, code: int = 0) -> list[Any]:
+        assert cli.main(["logs", *words, "--json"]) == code
+        return [valid("logs", json.loads(line)) for line in self.capsys.readouterr().out.splitlines()]
+
+    def submit(self, run_id: str, *words: str, **status: Any) -> None:
+        """A run, detached, whose platform's job stands so."""
+        self.of("submit", "train.py", "--run-id", run_id, "--detach", *words)
+        if status:
+            self.jobs.stand(f"{run_id}.0", **status)
+
+
+@pytest.fixture
+def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Account:
+    foldercloud.install(tmp_path / "site")
+    (tmp_path / "site/foldercloud.py").unlink()  # the module is that of this process
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (tmp_path / "jobs").mkdir()
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "train.py").write_text("print('hello')\n")
+    (code / "cloudtrain.toml").write_text(f'provider = "foldercloud"\n[foldercloud]\nfolder = "{tmp_path}/jobs"\n')
+    monkeypatch.chdir(code)
+    return Account(tmp_path, capsys)
+
+
+# ------------------------------------------------------------------------------------------------------ the files
+
+
+def test_every_verb_has_a_schema_and_every_schema_a_verb() -> None:
+    printing = {verb for verb in cli.VERBS if "--json" in _help_of(verb)}
+    assert set(schemas.names()) == printing | NOT_VERBS
+
+
+def _help_of(verb: str) -> str:
+    return " ".join(name for item in cli.make_app()[verb].assemble_argument_collection() for name in item.names)
+
+
+@pytest.mark.parametrize("name", [*schemas.names(), schemas.SHARED])
+def test_the_files_are_schemas_and_strict(name: str) -> None:
+    raw = json.loads(schemas.path(name).read_text())
+    assert raw["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    jsonschema.Draft202012Validator.check_schema(raw)
+    loose = [where for where, schema in _objects(raw, name) if not _strict(schema)]
+    free = {
+        "plan.$defs.plan.settings", "plan.$defs.plan.request.body", "plan.$defs.plan.request.context",
+        "defs.$defs.outcome", "defs.$defs.job.hyperparameters", "defs.$defs.job.options", "defs.$defs.job.on",
+        "doctor.$defs.nodes.report",
+    }  # fmt: skip
+    assert {where for where in loose if not where.startswith("defs.$defs.outcome.")} <= free
+
+
+def _objects(schema: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(schema, dict):
+        if schema.get("type") == "object" or schema.get("type") == ["object", "null"]:
+            yield where, schema
+        for key, item in schema.items():
+            yield from _objects(item, where if key in ("properties", "items", "oneOf") else f"{where}.{key}")
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from _objects(item, where)
+
+
+def _strict(schema: dict[str, Any]) -> bool:
+    return "additionalProperties" in schema
+
+
+def test_the_files_refer_to_each_other_as_files(tmp_path: Path) -> None:
+    """A tool that is given the path of one, and knows nothing of us, finds the others."""
+    error = {"error": "x: no", "field": "x", "exit_code": 2}
+    (tmp_path / "good.json").write_text(json.dumps(error))
+    (tmp_path / "bad.json").write_text(json.dumps({**error, "more": 1}))
+    command = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(schemas.path("status"))]
+    for name, code in (("good", 0), ("bad", 1)):
+        done = subprocess.run([*command, str(tmp_path / f"{name}.json")], capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+
+
+def test_words_are_those_of_the_code() -> None:
+    shared = json.loads(schemas.path(schemas.SHARED).read_text())["$defs"]
+    assert shared["state"]["enum"] == list(STATES)
+    assert shared["category"]["enum"] == [*errors.CATEGORIES, None]
+    for name in ("list", "reconcile"):
+        row = schemas.load(name)["$defs"]["row"]
+        assert row["properties"]["state"]["enum"] == [*STATES, "unknown"]
+    fields = {
+        "job": job.Job,
+        "input": job.Input,
+    }
+    for name, kind in fields.items():
+        assert set(shared[name]["properties"]) == {f.name for f in dataclasses.fields(kind)}
+    for name, kind in (("source", job.Source), ("resources", job.Resources)):
+        assert set(shared["job"]["properties"][name]["properties"]) == {f.name for f in dataclasses.fields(kind)}
+    assert set(schemas.load("logs")["$defs"]["line"]["properties"]) == {f.name for f in dataclasses.fields(Line)}
+    assert set(schemas.load("plan")["$defs"]["layout"]["properties"]) == {
+        f.name for f in dataclasses.fields(provider.Layout)
+    }
+    assert shared["run_id"]["pattern"].strip("^$") == job._ID.pattern.strip("^$")
+
+
+def test_the_page_is_not_stale() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/json_page.py"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout == (ROOT / "docs/json.md").read_text(), "python tools/json_page.py > docs/json.md"
+
+
+# ------------------------------------------------------------------------------------------------- what must be refused
+
+
+def test_what_is_no_answer_is_refused(account: Account) -> None:
+    account.submit("r1", state="failed", category="oom", reason="too much")
+    good = account.of("status", "r1")
+    changed: list[dict[str, Any]] = [{**good, key: None} for key in ("run", "run_id", "state", "attempts", "cost")]
+    changed += [{key: value for key, value in good.items() if key != left} for left in good]
+    changed += [{**good, "more": 1}, {**good, "state": "done"}, {**good, "category": "bad"}, {**good, "exit_code": 10}]
+    changed += [{**good, "exit_code": None}, {**good, "state": "running"}]
+    changed += [{**good, "cost": {**good["cost"], "usd": 1}}]
+    changed += [{**good, "attempts": [{**good["attempts"][0], "number": "first"}]}, {**good, "error": "x"}]
+    changed += [{"error": "x", "exit_code": 2}, {"error": "x\ny", "field": "", "exit_code": 2}, {}]
+    changed += [{"error": "x", "field": "", "exit_code": 0}, {"error": "x", "field": "", "exit_code": 2, "run": 1}]
+    for value in changed:
+        assert refused("status", value), value
+    listed = account.of("list")
+    assert refused("list", {**listed, "order": "name"})
+    assert refused("list", {**listed, "runs": [{**listed["runs"][0], "cost": 1}]})
+    plan = account.of("plan", "train.py")
+    for part in plan:
+        assert refused("plan", {key: value for key, value in plan.items() if key != part})
+    assert refused("plan", {**plan, "job": {**plan["job"], "nodes": 2}})
+
+
+# ---------------------------------------------------------------------------------------------- every verb, every state
+
+
+ATTEMPTS = [
+    {"number": "0.0", "started": 1e9, "ended": 1e9 + 9, "reason": "spot reclaimed", "category": "preempted", "node": 1},
+    {"number": "0.1", "started": 1e9 + 20, "resumed_from": "step-8"},
+]
+STANDS: dict[str, dict[str, Any]] = {
+    "pending": {"state": "pending", "reason": "waits for machines"},
+    "running": {"state": "running", "started": 1e9},
+    "preempted": {"state": "pending", "category": "preempted", "reason": "reclaimed", "attempts": ATTEMPTS[:1]},
+    "restarted": {"state": "running", "attempts": ATTEMPTS},
+    "succeeded": {"state": "succeeded", "attempts": ATTEMPTS, "billed_s": 12.5, "cost_usd": 0.5, "saved": 0.6},
+    "failed": {"state": "failed", "category": "oom", "reason": "too much"},
+    "cancelled": {"state": "cancelled", "reason": "by the user"},
+}
+
+
+@pytest.mark.parametrize("name", STANDS)
+def test_a_run_in_every_state(account: Account, name: str) -> None:
+    account.submit("r1", **STANDS[name])
+    found = account.of("status", "r1")
+    assert found["state"] == STANDS[name]["state"]
+    assert account.of("list")["runs"][0]["state"] == found["state"]
+    row = account.of("reconcile", "r1")["runs"][0]
+    assert (row["state"], row["error"]) == (found["state"], None)
+    assert account.lines("r1") == []
+    if found["state"] in provider.FINAL:
+        assert account.of("wait", "r1", code=found["exit_code"]) == found
+        assert account.of("cancel", "r1") == found
+        assert account.of("submit", "train.py", "--run-id", "r1", code=found["exit_code"]) == found
+        kept = json.loads((account.folder / "code/.cloudtrain/runs/r1/result.json").read_text())
+        assert valid("result", kept).keys() - found.keys() == {"name", "created"}
+        assert account.of("pull", "r1", "out")["files"] == ["result.json", "run.json"]
+    else:
+        assert name != "running" or account.of("wait", "r1", "--timeout", "1s", code=7)["run_id"] == "r1"
+        assert account.of("cancel", "r1")["state"] == "cancelled"
+
+
+def test_a_run_that_ended_for_every_reason(account: Account) -> None:
+    account.submit("r1")
+    result = account.folder / "code/.cloudtrain/runs/r1/result.json"
+    for category, code in errors.EXIT_CODES.items():
+        account.jobs.stand("r1.0", state="failed", category=category, reason="why")
+        found = account.of("wait", "r1", code=code)
+        assert (found["state"], found["category"]) == ("failed", category)
+        result.unlink()
+
+
+def test_a_run_that_was_tried_again(account: Account) -> None:
+    account.submit("r1", "--retries", "1", state="failed", category="infra", reason="a node died")
+    assert account.of("reconcile", "r1")["runs"][0]["done"]
+    account.jobs.stand("r1.1", state="failed", category="infra", reason="again")
+    found = account.of("wait", "r1", code=9)
+    assert [attempt["number"] for attempt in found["attempts"]] == ["0.0", "1.0"]
+
+
+def test_stores_without_runs_and_with_broken_ones(account: Account) -> None:
+    assert account.of("list")["runs"] == []
+    (account.folder / "code/.cloudtrain/runs/broken").mkdir(parents=True)
+    (account.folder / "code/.cloudtrain/runs/broken/run.json").write_text("{")
+    assert account.of("list")["runs"][0]["state"] == "unknown"
+    assert account.of("reconcile", code=8)["runs"][0]["exit_code"] == 8
+    account.of("status", "broken", code=8)
+    assert account.of("gc", code=None)["unreadable"] == ["broken"]
+
+
+def test_what_no_run_needs(account: Account) -> None:
+    account.submit("r1")
+    leftover = account.folder / "code/.cloudtrain/code" / ("0" * 64) / "code.tar.gz"
+    leftover.parent.mkdir()
+    leftover.write_bytes(b"x")
+    assert [item["files"] for item in account.of("gc")["younger"]] == [1]
+    os.utime(leftover, (1e9, 1e9))
+    assert account.of("gc", "--older-than", "30d", "--delete")["bytes"] == 1
+
+
+def test_plans(account: Account) -> None:
+    (account.folder / "code/data.csv").write_text("1\n")
+    (account.folder / "code/big.log").write_text("1\n")
+    (account.folder / "code/requirements.txt").write_text("\n")
+    words = ["--input", "train=data.csv", "--hp", "lr=1", "--env", "A=1", "--gpu", "H100:8", "--nodes", "2", "--spot"]
+    words += ["--max-wait", "1h", "--tag", "a=b", "--requirements", "requirements.txt", "--exclude", "*.log"]
+    words += ["--keep-checkpoints", "0", "--stall-timeout", "0", "--retries", "2", "--secret", "A2=env:B"]
+    found = account.of("plan", "train.py", *words)
+    assert found["job"]["resources"]["gpu"] == ["H100:8"]
+    account.of("plan", "train.py", "--provider", "local", "--", "x")
+    account.of("plan", "train.py", "--provider", "docker", "--image", "a:1")
+
+
+def test_what_was_uploaded(account: Account) -> None:
+    cli.main(["submit", "train.py", "--store", "memory://schemas", "--run-id", "u1", "--detach", "--json"])
+    found = valid("submit", json.loads(account.capsys.readouterr().out))
+    assert found["uploaded"]["code_bytes"] > 0
+    account.jobs.stand("u1.0", state="succeeded")
+    assert account.of("wait", "u1", "--store", "memory://schemas")["state"] == "succeeded"
+
+
+def test_a_training_that_fails_on_this_machine(account: Account) -> None:
+    """The real thing once: ranks, traceback, lines, what is pulled."""
+    (account.folder / "code/bad.py").write_text("print('before', flush=True)\nraise ValueError('THE CAUSE')\n")
+    words = ["bad.py", "--provider", "local", "--run-id", "bad", "--max-runtime", "5m", "--pull", "out"]
+    found = account.of("submit", *words, code=1)
+    assert found["failure"]["exception"] == "ValueError: THE CAUSE"
+    assert found["pulled"]["files"]
+    assert account.of("status", "bad") == {key: value for key, value in found.items() if key != "pulled"}
+    assert any(line["text"] == "before" and line["rank"] == 0 for line in account.lines("bad"))
+    assert account.of("pull", "bad", "again")["transferred"] > 0
+    (account.folder / "file").write_text("")
+    again = account.of("submit", *words[:-1], str(account.folder / "file"), code=1)
+    assert again["error"].startswith("pull: ")
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if verb in schemas.names()])
+def test_a_wrong_command_line_of_every_verb(account: Account, verb: str) -> None:
+    found = account.of(verb, "--no-such-flag", code=2)
+    assert "no-such-flag" in found["error"]
+
+
+@pytest.mark.parametrize("verb", ["status", "wait", "cancel", "logs", "list", "reconcile"])
+def test_an_interrupt_is_one_object(account: Account, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    account.submit("r1")
+    monkeypatch.setattr(foldercloud.Provider, "status", _raise(KeyboardInterrupt))
+    words = [] if verb == "list" else ["r1"]
+    assert "interrupted" in account.of(verb, *words, code=7)["error"]
+
+
+def test_an_interrupt_of_a_submit_is_one_object(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foldercloud.Provider, "status", _raise(KeyboardInterrupt))
+    found = account.of("submit", "train.py", "--run-id", "r1", code=7)
+    assert (found["run_id"], found["provider"]) == ("r1", "foldercloud")
+
+
+def test_an_interrupt_after_the_object_adds_no_second_one(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    account.submit("r1", state="succeeded")
+    monkeypatch.setattr(verbs, "FINAL", _Interrupting())
+    assert account.of("status", "r1", code=7)["state"] == "succeeded"
+
+
+class _Interrupting:
+    def __contains__(self, _: object) -> bool:
+        raise KeyboardInterrupt
+
+
+def _raise(kind: type[BaseException]) -> Callable[..., Any]:
+    def raising(*_: Any) -> Any:
+        raise kind
+
+    return raising
+
+
+def test_what_a_pipe_gets_is_the_object_and_nothing_else(account: Account) -> None:
+    """Through the real process: whatever libraries print, warn or log."""
+    account.submit("r1", state="failed", category="oom", reason="é\x1b[31m")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(account.folder / "site"), str(ROOT / "tests")])}
+    for words, name in ((["wait", "r1"], "wait"), (["status", "nosuch"], "status")):
+        done = subprocess.run(
+            [sys.executable, "-m", "cloudtrain", *words, "--json"], env=env, capture_output=True, check=False
+        )
+        valid(name, json.loads(done.stdout))
+        assert done.stdout.count(b"\n") == 1
+        assert b"\x1b" not in done.stdout
+
+
+def test_a_stream_is_an_object_a_line_up_to_the_error() -> None:
+    screen = cli.Screen(io.StringIO(), io.StringIO())
+    screen.emit({"error": "x", "exit_code": 7})
+    screen.emit({"error": "y", "exit_code": 7})
+    assert isinstance(screen.out, io.StringIO)
+    assert json.loads(screen.out.getvalue()) == {"error": "x", "exit_code": 7, "field": ""}
+
+
+# ---------------------------------------------------------------------------------------------- what is no run's
+
+
+def test_settings_machines_and_checks(account: Account) -> None:
+    rows = {row["key"]: row for row in account.of("config")["settings"]}
+    assert rows["provider"]["source"] == "cloudtrain.toml"
+    assert len(account.of("config", "store")["settings"]) == 1
+    account.of("config", "stor", code=2)
+    assert {row["gpu"] for row in account.of("gpus", "H100:8")["machines"]} == {"H100"}
+    assert account.of("gpus")["machines"]
+    account.of("gpus", "H1000", code=2)
+    assert {row["status"] for row in account.of("doctor")["checks"]} >= {"ok"}
+    assert account.of("doctor", "--set", "folder=", "--set", "nosuch=1", code=2)["checks"][0]["status"] == "failed"
+    account.of("doctor", "nosuch", code=2)
+
+
+def test_the_page_about_a_run_and_the_view_of_one(account: Account) -> None:
+    account.submit("r1", state="failed", category="oom", reason="too much")
+    assert account.of("report", "r1")["report"] == "r1.html"
+    assert account.of("watch", "r1")["category"] == "oom"
+    account.of("report", "r2", code=2)

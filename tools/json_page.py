@@ -1,0 +1,135 @@
+"""``docs/json.md``, made of the schemas in ``cloudtrain/schemas``: ``python tools/json_page.py > docs/json.md``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cloudtrain import schemas
+
+HEAD = """# What `--json` prints
+
+Made of the schemas in `cloudtrain/schemas/` (JSON Schema, draft 2020-12) by `tools/json_page.py`; a test fails when it
+is stale.
+
+With `--json` stdout holds exactly one JSON object, and all talk goes to stderr; of `logs` it holds one object a line.
+Whatever fails, or is interrupted, prints the [error](#error) in its place, so a verb's schema takes either: where
+there is a `state`, a run was looked at; where there is none, `error` says why not. After an error in the middle of
+`logs` the error is the last line. `submit`, `rehearse` and `wait` print how the run ended whatever their exit code;
+[exit-codes.md](exit-codes.md) says what that means.
+
+The schemas are strict: no other field is printed, and none of those below is left out unless it says so. A later
+version of cloudtrain may print more, so read with a tolerant reader, and check with the schemas of the version that
+prints. They come with the package, one file a verb, and refer to `defs.schema.json` beside them. In Python, one that
+stands alone:
+
+```python run
+from cloudtrain import schemas
+
+schema = schemas.load("status")
+assert "status" in schemas.names() and "$defs" in schema
+print(schemas.path("status"))
+```
+
+"""
+
+
+def main() -> int:
+    sys.stdout.write(page())
+    return 0
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD + "## By verb\n"]
+    parts.append("| schema | what it is of | prints |\n| --- | --- | --- |")
+    shared = _read(schemas.SHARED)["$defs"]
+    told: dict[str, Mapping[str, Any]] = {}
+    for name in schemas.names():
+        schema = _read(name)
+        shapes = schema.get("oneOf") or [schema]
+        parts.append(f"| `{name}.schema.json` | {schema['title']} | {' or '.join(_names(name, shapes))} |")
+        told |= {f"{name}: {key}": value for key, value in schema.get("$defs", {}).items()}
+        if "oneOf" not in schema and schema.get("properties"):
+            told[f"{name}.json"] = schema
+    text = "\n".join(parts) + "\n"
+    for title, schema in {**dict(sorted(told.items())), **dict(sorted(shared.items()))}.items():
+        text += "\n" + "\n".join(_section(title, schema)) + "\n"
+    return text
+
+
+def _names(name: str, shapes: list[Mapping[str, Any]]) -> Iterator[str]:
+    for shape in shapes:
+        if "properties" in shape:
+            yield _link(f"{name}.json")
+        else:
+            yield _reference(shape["$ref"], f"{name}:")
+
+
+def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    yield f"## {title}\n"
+    said = str(schema.get("description") or schema.get("title") or "")
+    if "properties" not in schema and "$ref" not in schema:
+        yield f"{_cased(said)}: {_type(schema, title)}." if said else f"{_type(schema, title)}."
+        return
+    if said:
+        yield _cased(said) + ".\n" if not said.endswith(".") else said + "\n"
+    if "$ref" in schema:
+        more = ", and:" if schema.get("properties") else "."
+        yield f"The fields of {_reference(schema['$ref'], title)}{more}\n"
+    if schema.get("properties"):
+        yield "| field | type | meaning |\n| --- | --- | --- |"
+        yield from _rows("", schema, title)
+
+
+def _rows(before: str, schema: Mapping[str, Any], title: str) -> Iterator[str]:
+    required = schema.get("required", ())
+    for name, item in schema["properties"].items():
+        absent = "" if name in required else "; may be absent"
+        said = str(item.get("description", "")).replace("|", "\\|")
+        yield f"| `{before}{name}` | {_type(item, title)}{absent} | {said} |"
+        inner = item.get("items", item)
+        if "properties" in inner:
+            yield from _rows(f"{before}{name}{'[]' if 'items' in item else ''}.", inner, title)
+
+
+def _type(item: Mapping[str, Any], title: str) -> str:
+    if "$ref" in item:
+        return _reference(item["$ref"], title)
+    if "const" in item:
+        return f"`{json.dumps(item['const'])}`"
+    if "enum" in item:
+        return ", ".join(f"`{json.dumps(word)}`" for word in item["enum"])
+    types = item["type"] if isinstance(item["type"], list) else [item["type"]]
+    if types == ["array"] and "properties" not in item["items"]:
+        return f"array of {_type(item['items'], title)}"
+    if isinstance(item.get("additionalProperties"), dict):
+        return f"object of {_type(item['additionalProperties'], title)}"
+    return " or ".join(types)
+
+
+def _reference(text: str, title: str) -> str:
+    """A link to what ``text`` refers to from the schema of ``title``: its own, or what all share."""
+    name = text.rpartition("/")[2]
+    verb = title.partition(":")[0]
+    shared = text.startswith(schemas.SHARED) or ":" not in title
+    return _link(name if shared else f"{verb}: {name}")
+
+
+def _link(heading: str) -> str:
+    return f"[{heading.rpartition(': ')[2]}](#{heading.replace(':', '').replace(' ', '-').replace('.', '')})"
+
+
+def _cased(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(schemas.path(name).read_text(encoding="utf-8"))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
