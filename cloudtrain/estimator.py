@@ -41,7 +41,7 @@ class RunFailedError(CloudtrainError):
 
 
 class Estimator:
-    """What to run and where. All keywords but the last four are the Job's own fields; None means its default.
+    """What to run and where. All keywords but the last five are the Job's own fields; None means its default.
 
     ::
 
@@ -60,8 +60,10 @@ class Estimator:
         run = estimator.fit("data/", wait=False)  # one input is the channel `train`
         run = Estimator.attach(run.url)  # later, from any machine
 
-    ``store`` is the URL under which code, data and runs live. ``settings`` are general ones or those of the provider
-    (``{"region": "…"}``); they win over cloudtrain.toml and the environment. ``write`` takes the text of log lines.
+    ``store`` is the URL under which code, data and runs live, ``profile`` that of the settings file. ``settings`` are
+    general ones or those of the provider (``{"region": "…"}``); they win over cloudtrain.toml and the environment.
+    Lists of providers, or of places and their stores, are tried in order, on a lack of capacity or quota alone.
+    ``write`` takes the text of log lines.
     Raises `SpecError` naming the field for what cannot be a job; nothing is read or sent before ``plan`` or ``fit``.
     """
 
@@ -94,6 +96,7 @@ class Estimator:
         max_runtime: Duration | None = None,
         max_wait: Duration | None = None,
         max_cost: float | None = None,
+        max_gpu_hours: float | None = None,
         retries: int | None = None,
         stall_timeout: Duration | None = None,
         debug_nccl: bool | None = None,
@@ -103,14 +106,15 @@ class Estimator:
         tags: Mapping[str, str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         on: Mapping[str, Mapping[str, Any]] | None = None,
-        provider: str | None = None,
-        store: str | None = None,
-        settings: Mapping[str, Scalar] | None = None,
+        provider: Texts | None = None,
+        store: Texts | None = None,
+        profile: str | None = None,
+        settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
         write: Callable[[str], object] | None = None,
     ) -> None:
         given = locals()
         self.job = Job.make(**{flat: given[flat] for flat in FLAT_FIELDS if given[flat] is not None})
-        self.provider, self.store, self.settings = provider, store, dict(settings or {})
+        self.provider, self.store, self.profile, self.settings = provider, store, profile, dict(settings or {})
         self.latest_run: Run | None = None
         self._write = write
 
@@ -127,28 +131,72 @@ class Estimator:
         the log lines of all ranks are written as they come. Raises `RunFailedError` when the run it waited for did not
         succeed, and whatever planning and sending raise. Ctrl-C stops the waiting, not the run (``latest_run``).
         """
-        from .submit import Retry, submit
+        from .fallback import submit
 
-        run = submit(self._plan(inputs, run_id, preview=False), environ=os.environ)
+        return self._finished(submit(self._plan(inputs, run_id, preview=False), environ=os.environ), wait, logs)
+
+    def rehearse(
+        self,
+        inputs: Inputs | None = None,
+        *,
+        preempt: Texts = (),
+        kill: Texts = (),
+        maps: Mapping[str, str] | None = None,
+        local_image: str = "",
+        local_store: str = "./.cloudtrain",
+        secret_values: Mapping[str, str] | None = None,
+        wait: bool = True,
+        logs: bool = True,
+        run_id: str | None = None,
+    ) -> Run:
+        """Run the job here, in containers, as the provider's platform would start its exact request; else as ``fit``.
+
+        ``preempt`` and ``kill`` are drills (``node=1,after=30s``). ``maps`` are local paths by the URLs they stand for,
+        ``secret_values`` are ``env:VARIABLE`` by the secret's name; the run and its data are in ``local_store``. What
+        is other than on the platform is in ``differences`` of the ``body`` of the run's request.
+        """
+        from .rehearse import plan_rehearsal
+        from .submit import submit
+
+        drills = [("preempt", text) for text in _texts(preempt)] + [("kill", text) for text in _texts(kill)]
+        plan = plan_rehearsal(
+            self.job.replace(inputs={**self.job.inputs, **_channels(inputs)}),
+            settings=self._settings(),
+            run_id=run_id,
+            cwd=Path.cwd(),
+            store=local_store,
+            maps=maps,
+            image=local_image,
+            secrets=secret_values,
+            drills=drills,
+        )
+        return self._finished(submit(plan, environ=os.environ), wait, logs)
+
+    def _finished(self, run: Run, wait: bool, logs: bool) -> Run:
+        """``run``, waited for if so. Raises `RunFailedError`."""
+        from .fallback import Onward
+
         self.latest_run = run
         if wait:
-            result = run.wait(on_line=self._line if logs else None, retry=Retry(run))
+            result = run.wait(on_line=self._line if logs else None, retry=Onward(run))
             if result["state"] != "succeeded":
                 raise RunFailedError(result)
         return run
 
     @staticmethod
-    def attach(run: str, *, store: str | None = None) -> Run:
+    def attach(run: str, *, store: str | None = None, profile: str | None = None) -> Run:
         """The run with this URL, or with this id in ``store`` (default: the setting). Raises `NotFoundError`."""
         from .run import open_run
         from .settings import Settings
 
-        settings = Settings.load(store=store)
+        settings = Settings.load(store=store, profile=profile)
         place = settings.store if url_scheme(run) else settings.resolved()
         return open_run(settings.resolved(run), store_url=place, cwd=Path.cwd(), settings=settings)
 
     @staticmethod
-    def reconcile(target: str | None = None, *, store: str | None = None) -> list[dict[str, Any]]:
+    def reconcile(
+        target: str | None = None, *, store: str | None = None, profile: str | None = None
+    ) -> list[dict[str, Any]]:
         """Do once what a waiting client would do: for a run (its URL, or its id in ``store``), or for every run of a
         store (its URL or path; None: ``store``, by default the setting) that is not over.
 
@@ -158,23 +206,21 @@ class Estimator:
         from .reconcile import reconcile
         from .settings import Settings
 
-        settings = Settings.load(store=store)
+        settings = Settings.load(store=store, profile=profile)
         return reconcile(target, settings=settings, cwd=Path.cwd(), environ=os.environ)
 
     def _plan(self, inputs: Inputs | None, run_id: str | None, *, preview: bool) -> Plan:
-        from .submit import make_plan
+        from .fallback import make_plan
 
         job = self.job.replace(inputs={**self.job.inputs, **_channels(inputs)})
-        return make_plan(
-            job, settings=self._settings(), provider=self.provider, run_id=run_id, cwd=Path.cwd(), preview=preview
-        )
+        return make_plan(job, settings=self._settings(), run_id=run_id, cwd=Path.cwd(), preview=preview)
 
     def _settings(self) -> Settings:
         from .settings import Settings
 
         # --set pairs and constructor values are one table here: nothing else of this process's command line is ours.
         overrides: Any = self.settings
-        return Settings.load(overrides=overrides, provider=self.provider, store=self.store)
+        return Settings.load(overrides=overrides, provider=self.provider, store=self.store, profile=self.profile)
 
     def _line(self, line: Line) -> None:
         write = self._write or sys.stdout.write
@@ -187,6 +233,10 @@ def _channels(inputs: Inputs | None) -> dict[str, Any]:
     if isinstance(inputs, (str, Path, Input)):
         return {DEFAULT_CHANNEL: inputs}
     return dict(inputs)
+
+
+def _texts(given: Texts) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
 
 
 def ranks(job: Job) -> int:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import secrets as _secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from .errors import SpecError
@@ -138,6 +137,11 @@ def _set(instance: Any, **values: Any) -> None:
         object.__setattr__(instance, name, value)
 
 
+def _path(value: Any) -> Any:
+    """A path as text; anything else is for the check of texts."""
+    return str(value) if isinstance(value, PurePath) else value
+
+
 def _help(text: str) -> dict[str, str]:
     return {"help": text}
 
@@ -185,11 +189,14 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.path is not None:
-            _set(self, path=text_of(str(self.path), "source.path"))
+            _set(self, path=text_of(_path(self.path), "source.path"))
+        dependencies = sequence_of(self.dependencies)
+        if isinstance(dependencies, (list, tuple)):
+            dependencies = [_path(item) for item in dependencies]
         _set(
             self,
-            entry_point=text_of(str(self.entry_point), "source.entry_point", empty=True).strip(),
-            dependencies=texts_of([str(d) for d in sequence_of(self.dependencies)], "source.dependencies"),
+            entry_point=text_of(_path(self.entry_point), "source.entry_point", empty=True).strip(),
+            dependencies=texts_of(dependencies, "source.dependencies"),
             exclude=texts_of(sequence_of(self.exclude), "source.exclude"),
         )
         if self.requirements is not None:
@@ -213,7 +220,7 @@ class Input:
     shard: bool = field(default=False, metadata=_help("give each node its own part, where the platform can"))
 
     def __post_init__(self) -> None:
-        _set(self, url=text_of(str(self.url), "inputs.url"), mode=choice_of(self.mode, MODES, "inputs.mode"))
+        _set(self, url=text_of(_path(self.url), "inputs.url"), mode=choice_of(self.mode, MODES, "inputs.mode"))
         if not isinstance(self.shard, bool):
             raise SpecError(f"must be true or false, not {self.shard!r}", field="inputs.shard")
 
@@ -241,8 +248,8 @@ class Resources:
             text_of(self.instance_type, "resources.instance_type")
         if not isinstance(self.spot, bool):
             raise SpecError(f"must be true or false, not {self.spot!r}", field="resources.spot")
-        names = [self.gpu] if isinstance(self.gpu, str) else list(sequence_of(self.gpu))
-        texts = [part.strip() for name in names for part in text_of(name, "resources.gpu").split(",")]
+        names = texts_of(sequence_of(self.gpu), "resources.gpu")
+        texts = [part.strip() for name in names for part in name.split(",")]
         _set(self, gpu=tuple(str(Gpu.parse(text)) for text in texts))
 
     @property
@@ -281,6 +288,9 @@ class Job:
     max_runtime: int = field(default=DEFAULT_MAX_RUNTIME, metadata=_help("running time, summed over attempts: '12h'"))
     max_wait: int | None = field(default=None, metadata=_help("longest wait for machines: '2h'"))
     max_cost: float | None = field(default=None, metadata=_help("most US dollars the run may cost"))
+    max_gpu_hours: float | None = field(
+        default=None, metadata=_help("most hours of GPUs, times their number, over attempts")
+    )
     retries: int = field(default=0, metadata=_help("further attempts after one that failed"))
     stall_timeout: int = field(
         default=DEFAULT_STALL_TIMEOUT, metadata=_help("no sign of life for so long is a failure; 0: never")
@@ -347,11 +357,13 @@ class Job:
             _set(self, stall_timeout=parse_duration(self.stall_timeout, field="stall_timeout"))
         else:
             _set(self, stall_timeout=0)
-        if self.max_cost is not None:
-            cost = self.max_cost
-            if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not math.isfinite(cost) or cost <= 0:
-                raise SpecError(f"must be an amount of US dollars above zero, not {cost!r}", field="max_cost")
-            _set(self, max_cost=float(cost))
+        for name, what in (("max_cost", "an amount of US dollars"), ("max_gpu_hours", "a number of hours")):
+            most = getattr(self, name)
+            if most is None:
+                continue
+            if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 < most < 1e12:
+                raise SpecError(f"must be {what} above zero, not {most!r}", field=name)
+            _set(self, **{name: float(most)})
         whole_number(self.retries, "retries", least=0, most=100)
         whole_number(self.keep_checkpoints, "keep_checkpoints", least=0)
         if not isinstance(self.debug_nccl, bool):
@@ -431,6 +443,7 @@ class Job:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Job:
         """A Job of plain values, nested as `to_dict` writes them or flat as `make` takes them."""
+        data = table_of(data, "job")
         top: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {"source": {}, "resources": {}}
         for key, value in data.items():
@@ -513,7 +526,7 @@ def _input(value: Any, where: str) -> Input:
     if isinstance(value, Mapping):
         built: Input = _build(Input, dict(value), where)
         return built
-    return Input(url=text_of(str(value), where))
+    return Input(url=text_of(_path(value), where))
 
 
 def _build(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:

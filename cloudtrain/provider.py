@@ -42,9 +42,9 @@ __all__ = [
     "Site",
     "Status",
     "Topology",
+    "check_inputs",
     "context_of",
     "find_provider",
-    "merge_options",
     "provider_names",
     "python_command",
     "recorded_settings",
@@ -77,7 +77,12 @@ class LayoutInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Every URL of one run, computed from hashes and the run id alone. Folders end without a slash."""
+    """Every URL of one run, computed from hashes and the run id alone. Folders end without a slash. ``origin``
+    (`provenance`) is for native tags: who sends the same run from elsewhere sends the same run.
+
+    ``resume_source`` is the URL of the run whose newest checkpoint is copied to ``resume`` at submission, where nodes
+    cannot read that by themselves.
+    """
 
     store: str
     run_id: str
@@ -85,6 +90,8 @@ class Layout:
     runtime_digest: str
     inputs: Mapping[str, LayoutInput] = field(default_factory=dict)
     resume: str | None = None
+    resume_source: str | None = None
+    origin: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def run(self) -> str:
@@ -125,7 +132,10 @@ class Layout:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Layout:
         """A Layout from its plain form (`dataclasses.asdict`), as plans and run.json hold it."""
-        return cls(**{**data, "inputs": {name: LayoutInput(**item) for name, item in data["inputs"].items()}})
+        try:
+            return cls(**{**data, "inputs": {name: LayoutInput(**item) for name, item in data["inputs"].items()}})
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise SpecError(f"not a layout: {exc}", field="layout") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,10 +261,10 @@ class Site:
     kill. ``exit_code`` maps an outcome (succeeded, failed, preempted; and lost, where it should be another one when the
     only failure is that of a node which is gone) to the process exit code that makes the platform do the right thing.
     ``secrets`` fetches the value of one reference. ``supervisor`` is the pid of a parent without which this node must
-    not go on. ``groups_file`` is where the node notes the process groups it starts, for an engine whose nodes are no
-    containers: they must not outlive a killed node. ``cpus`` are this node's cores, where several nodes share a
-    machine. ``attempt`` is ``k.r``, where the platform itself counts its starts. ``folders`` are what scripts written
-    for this platform know, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
+    not go on. ``groups_file`` is where the node notes the process groups it starts, which must not outlive a killed
+    node that is no container. ``cpus`` are this node's cores, where several nodes share a machine. ``attempt`` is
+    ``k.r``, where the platform itself counts its starts. ``folders`` are what scripts written for this platform know,
+    absolute or below their own folder, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
     ``export_env`` may hold placeholders.
     """
 
@@ -317,14 +327,22 @@ class Rules:
     """What the platform does with its nodes. Times are seconds.
 
     ``restart_on``: exit codes after which the platform starts all nodes again by itself, at most ``max_restarts`` times
-    an attempt. ``retries``: further attempts that whoever runs the engine starts. ``time_limit`` is running time,
-    summed over attempts; ``stop_signal`` then ``stop_grace`` seconds come before a kill.
+    an attempt; ``preemptions`` and ``losses`` times after it took machines back, or one was lost. ``retries``: further
+    attempts that whoever runs the engine starts. ``time_limit`` is running time, summed over attempts; ``stop_signal``
+    then ``stop_grace`` seconds come before a kill. The success of node ``primary`` is the job's. ``sync_lag``: nodes
+    have folders of their own, whose changes go up so late; None: what is synced is one folder, mounted on all.
+    ``objects`` is a path of the node below which its mounts are of an object store, and behave so.
     """
 
     time_limit: float
     retries: int = 0
     restart_on: Sequence[int] = ()
     max_restarts: int = 0
+    preemptions: int = 0
+    losses: int = 0
+    primary: int | None = None
+    sync_lag: float | None = None
+    objects: str = ""
     stop_signal: str = "SIGTERM"
     stop_grace: float = 30.0
 
@@ -390,9 +408,10 @@ _NODE_VALUES: _Values = {
     "container": (lambda value: isinstance(value, Mapping), "a table"),
 }
 _RULE_VALUES: _Values = {
-    **dict.fromkeys(("time_limit", "stop_grace"), _NUMBER),
-    **dict.fromkeys(("retries", "max_restarts"), _WHOLE),
+    **dict.fromkeys(("time_limit", "stop_grace", "sync_lag"), _NUMBER),
+    **dict.fromkeys(("retries", "max_restarts", "preemptions", "losses", "primary"), _WHOLE),
     "restart_on": (_all(lambda value: isinstance(value, int) and not isinstance(value, bool)), "a list of exit codes"),
+    "objects": _TEXT,
     "stop_signal": (lambda value: _is_text(value) and value in signal.Signals.__members__, "a signal's name (SIGTERM)"),
 }
 
@@ -427,7 +446,8 @@ class Provider(Protocol):
     pace: ClassVar[float]
     poll: ClassVar[float]
     #: An instance of ``Settings``, made of the constructor's keywords. A field whose metadata have ``caller`` says who
-    #: this machine calls as; it is not recorded: whoever comes back to a run calls as themselves.
+    #: this machine calls as; it is not recorded: whoever comes back to a run calls as themselves. One with ``place``
+    #: says where jobs run, and nothing in it has a comma: so a text of several, with commas between, is a list of them.
     settings: Any
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
@@ -472,12 +492,12 @@ def recorded_settings(kind: type[Any], values: Mapping[str, Any]) -> dict[str, A
 
 
 def provider_names() -> tuple[str, ...]:
-    """Names of every provider that can be loaded, the package's own and third parties'."""
+    """Names of every provider that can be chosen, the package's own and third parties'."""
     from importlib.metadata import entry_points
 
     from . import providers
 
-    own = {module.name for module in pkgutil.iter_modules(providers.__path__)}
+    own = {module.name for module in pkgutil.iter_modules(providers.__path__) if not module.name.startswith("_")}
     return tuple(sorted(own | {ep.name for ep in entry_points(group=ENTRY_POINTS)}))
 
 
@@ -486,12 +506,12 @@ def find_provider(name: str) -> type[Provider]:
     known = provider_names() if not name.replace("-", "_").isidentifier() else ()
     if known:
         raise NotFoundError(f"{name!r} is no name of a provider; there are {', '.join(known)}", field="provider")
-    module = f"{__package__}.providers.{name}"
-    try:
-        return importlib.import_module(module).Provider  # type: ignore[no-any-return]
-    except ModuleNotFoundError as exc:
-        if exc.name != module:
-            raise
+    for module in (f"{__package__}.providers.{name}", f"{__package__}.providers._{name}"):  # _: that nobody chooses
+        try:
+            return importlib.import_module(module).Provider  # type: ignore[no-any-return]
+        except ModuleNotFoundError as exc:
+            if exc.name != module:
+                raise
     from importlib.metadata import entry_points  # costs more than everything else here, and is rarely needed
 
     for entry in entry_points(group=ENTRY_POINTS):
@@ -552,44 +572,3 @@ def check_inputs(provider: type[Provider], inputs: Mapping[str, Input | LayoutIn
         if scheme not in provider.schemes:
             known = ", ".join(f"{s}:" for s in sorted(provider.schemes))
             raise UnsupportedError(provider.name, f"inputs.{name}", f"it cannot read {scheme}: URLs, only {known}")
-
-
-def merge_options(
-    body: Mapping[str, Any], options: Mapping[str, Any], *, owned: Sequence[str], provider: str
-) -> dict[str, Any]:
-    """``options`` deep-merged into ``body``. Lists merge by index (keys ``"0"``…; ``"*"`` is every element).
-
-    Raises `SpecError` for a path that cloudtrain owns: dotted, ``*`` for any list index.
-    """
-    return _merge(json.loads(json.dumps(body)), options, (), owned, provider)  # type: ignore[no-any-return]
-
-
-def _merge(into: Any, change: Any, path: tuple[str, ...], owned: Sequence[str], provider: str) -> Any:
-    where = f"options.{provider}." + ".".join(path)
-    if path and _owned(path, owned):
-        raise SpecError("cloudtrain itself sets this part of the request", field=where)
-    if isinstance(into, dict) and isinstance(change, Mapping):
-        return {**into, **{k: _merge(into.get(k), v, (*path, k), owned, provider) for k, v in change.items()}}
-    if isinstance(into, list) and isinstance(change, Mapping):
-        for key in change:
-            if key != "*" and not (key.isdigit() and int(key) <= len(into)):
-                raise SpecError(f"{key!r} is no index of that list of {len(into)}; '*' means every one", field=where)
-        out = list(into)
-        for i in range(len(out)):
-            if "*" in change:
-                out[i] = _merge(out[i], change["*"], (*path, "*"), owned, provider)
-        for key in sorted((k for k in change if k != "*"), key=int):
-            old = out[int(key)] if int(key) < len(out) else None
-            out[int(key) : int(key) + 1] = [_merge(old, change[key], (*path, "*"), owned, provider)]
-        return out
-    if _holds_owned(path, owned):
-        raise SpecError("would replace a part of the request that cloudtrain itself sets", field=where)
-    return json.loads(json.dumps(change))
-
-
-def _owned(path: tuple[str, ...], owned: Sequence[str]) -> bool:
-    return any(tuple(name.split(".")) == path[: name.count(".") + 1] for name in owned)
-
-
-def _holds_owned(path: tuple[str, ...], owned: Sequence[str]) -> bool:
-    return any(tuple(name.split("."))[: len(path)] == path for name in owned)

@@ -14,12 +14,12 @@ from typing import Any
 
 from .disk import local_path, normalize
 from .errors import CloudtrainError, LostContactError, NotFoundError
+from .fallback import Onward
 from .job import is_run_id
 from .listing import recorded
 from .run import NO_SETTINGS, Run, open_run
 from .settings import Settings
 from .store import Store
-from .submit import Retry
 from .tail import ASK_SECONDS, patiently
 from .values import url_scheme
 from .verdict import one_line
@@ -40,7 +40,11 @@ def reconcile(
     A run is an id in the setting's store, or the URL or path of a run folder; any other URL or path is a store.
     ``environ`` has the values of ``env:`` references. Raises `NotFoundError` when there is no such run or folder.
     """
-    if target is None or _is_store(target, cwd):
+    if target is None:
+        places = {normalize(own.resolved(), cwd=cwd): own for own in reversed(settings.places())}
+        found = [reconcile_store(url, environ=environ, say=say, settings=own) for url, own in reversed(places.items())]
+        return list({row["run"]: row for rows in found for row in rows}.values())
+    if _is_store(target, cwd):
         url = normalize(settings.resolved(target), cwd=cwd)
         return reconcile_store(url, environ=environ, say=say, settings=settings)
     place = settings.store if url_scheme(target) else settings.resolved()
@@ -77,11 +81,12 @@ def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float)
         result = patiently(partial(_once, run, told, environ), seconds=patience)
     except Exception as exc:  # noqa: BLE001 - one run that cannot be read must not keep the others from it
         return {**row, "error": one_line(exc), "exit_code": _code(exc)}, exc
-    return {**row, **{key: result[key] for key in _STANDS}, "exit_code": 0}, None
+    now = {"run": run.url, "provider": run.provider_name}  # it may have gone on to another place
+    return {**row, **now, **{key: result[key] for key in _STANDS}, "exit_code": 0}, None
 
 
 def _once(run: Run, say: Say, environ: Mapping[str, str]) -> dict[str, Any]:
-    return run.reconcile(retry=Retry(run, say, environ=environ), say=say)
+    return run.reconcile(retry=Onward(run, say, environ=environ), say=say)
 
 
 def _code(exc: Exception) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
+import hashlib
 import itertools
 import os
 import secrets
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .access import Unproven, find_access
-from .disk import disk_errors, parts_of, settle, temp_file, verify
+from .disk import check_promise, disk_errors, parts_of, put, settle, temp_file, verify
 from .errors import CloudtrainError, SpecError, StorageError
 from .faults import Retries, TransientError, classify, translate
 from .filesystem import FsspecMover
-from .transfer import Entry, Moving, Names, Progress, Storage, Trees
+from .transfer import PIECE, Entry, Moving, Names, Progress, Storage, Trees
 from .values import url_scheme
 
 __all__ = ["Mover", "RemoteFiles"]
@@ -29,8 +30,9 @@ R = TypeVar("R")
 
 RENEW_SECONDS = 30.0
 """Age from which a client that is refused is made anew: credentials that have just been read are not read again."""
-PIECE = 8 << 20
 AHEAD = 3
+SMALL = 1 << 20
+"""Bytes of a file that comes through memory, and is written by one call."""
 #: Back ends whose copy on the server may still be under way when the call returns.
 _LAZY_COPY = frozenset({"abfs", "abfss", "az"})
 
@@ -68,6 +70,9 @@ class Mover(Protocol):
 
     def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
         """Store the local file of ``size`` bytes; ``report`` takes how many have moved in all."""
+
+    def content(self, key: str, most: int) -> memoryview | None:
+        """The content; None when there is more than ``most``, or might be before that is known."""
 
     def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
         """Fill the new file ``temp``; ``size`` is a promise."""
@@ -295,6 +300,12 @@ class RemoteFiles(Trees):
     def _fetch(
         self, mover: Mover, key: str, path: Path, sha256: str | None, size: int | None, meter: Callable[[int], None]
     ) -> None:
+        if size is not None and size <= SMALL and (data := mover.content(key, SMALL)) is not None:
+            check_promise(key, len(data), lambda: hashlib.sha256(data).hexdigest(), sha256, size)
+            with disk_errors(path):
+                put(path, data, name=False)  # what is missing is fetched again
+            meter(size)
+            return
         # A new temporary file each time: the parallel parts of a try that failed may still be writing to the last one.
         with contextlib.ExitStack() as stack:
             with disk_errors(path):
@@ -303,7 +314,7 @@ class RemoteFiles(Trees):
             with disk_errors(path):
                 verify(temp, key, sha256, size)
                 meter(temp.stat().st_size)
-                settle(temp, path, name=False)  # what is missing is fetched again
+                settle(temp, path, name=False)
 
     def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
         """The content of the file of ``size`` bytes in order, `AHEAD` parts of `PIECE` bytes before its taker.

@@ -9,27 +9,31 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from . import catalog
+from .checkpoint import Checkpoint
+from .cost import Account, cost_of
 from .disk import local_path
 from .errors import CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from .follow import Line, attempt_key
-from .job import Job, check_run_id
+from .job import check_run_id
 from .max_wait import MaxWait
-from .provider import FINAL, AttemptInfo, Provider, Status
+from .moves import NO_MACHINES, NOT_RETRIED, Moving, overtaken
+from .provider import FINAL, AttemptInfo, Provider, Request, Status
 from .pull import PATIENCE, PULLED, PullReport, pull
 from .settings import Caller, Settings
-from .store import Checkpoint, Staged, Store
+from .store import Staged, Store
 from .tail import Contact, Tail, patiently
 from .transfer import Progress
 from .values import nearest, url_scheme
 from .verdict import (
     attempt_row,
-    attempts_within,
+    attempts_of,
     iso_time,
     newest_of,
     records_of,
@@ -37,34 +41,18 @@ from .verdict import (
     shown,
     status_of,
     verdict_of,
-    with_exits,
     without_machines,
 )
 
 __all__ = ["NOT_RETRIED", "NO_MACHINES", "NO_SETTINGS", "Run", "open_run", "overtaken"]
 
-FIRST_POLL = 0.1
-NO_SETTINGS = Settings()
-
+FIRST_POLL, NO_SETTINGS = 0.1, Settings()
 T = TypeVar("T")
-#: What no further attempt would cure.
-NOT_RETRIED = frozenset({"cancelled", "timeout", "quota", "auth", "image"})
-#: What another GPU of the list may cure.
-NO_MACHINES = frozenset({"capacity", "quota"})
-
 Record = Mapping[str, Any]
 Result = dict[str, Any]
 
 
-def overtaken(store: Store, run_id: str, newest: int, result: Record) -> bool:
-    """Whether ``result`` is of an earlier attempt than ``newest``, which another client has recorded meanwhile."""
-    if not newest or store.refused(run_id, newest):
-        return False
-    noted = store.submitted(run_id, newest)
-    return noted is None or str(noted["native_id"]) != result["native_id"]
-
-
-class Run:
+class Run(Moving):
     """One run. Making the handle reads nothing; every method raises `NotFoundError` when there is no such run.
 
     ``provider`` is made from run.json when first needed. ``clock`` gives Unix seconds. ``staged`` is what `submit`
@@ -86,6 +74,7 @@ class Run:
         self._provider, self._clock, self._sleep = provider, clock, sleep
         self._record: dict[str, Any] | None = None
         self._natives: dict[int, str] = {}
+        self._refused: set[int] = set()  # attempts that were, and that another one has followed
         self._unsent: int | None = None  # the newest attempt, when it was last seen recorded and not submitted
         self._max_wait: MaxWait | None = None
 
@@ -97,28 +86,6 @@ class Run:
         """URL of the run folder: enough to find the run again from any machine."""
         return f"{self.store.url}/runs/{self.run_id}"
 
-    @property
-    def record(self) -> dict[str, Any]:
-        """run.json."""
-        if self._record is None:
-            self._record = self.store.run(self.run_id)
-        return self._record
-
-    @property
-    def job(self) -> Job:
-        return Job.from_dict(self.record["job"])
-
-    @property
-    def provider_name(self) -> str:
-        return str(self.record["provider"])
-
-    @property
-    def provider(self) -> Provider:
-        """The provider with the settings the run was submitted with, calling as ``settings`` say."""
-        if self._provider is None:
-            self._provider = self._settings.provider_of(self.record)
-        return self._provider
-
     def _check(self) -> None:
         if not self.record:
             raise NotFoundError(f"no run at {self.url}", field="run")
@@ -127,6 +94,7 @@ class Run:
 
     def status(self) -> Status:
         """How the run stands now. Raises what the provider raises, `LostContactError` when it does not answer."""
+        self.lead()
         return self._current()[0]
 
     def checkpoint(self) -> Checkpoint | None:
@@ -135,6 +103,7 @@ class Run:
 
     def result(self) -> Result:
         """The object that submit, wait and status print; written as result.json once the run is final."""
+        self.lead()
         stored = self.store.result(self.run_id)
         if stored is not None:
             return shown(stored)
@@ -153,7 +122,7 @@ class Run:
         recorded, self._unsent = self.store.attempts(self.run_id), None
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         if not natives:
-            return self._unsubmitted(), natives
+            return self._unsubmitted(max(recorded, default=0)), natives
         newest = max(natives)
         status = self._told(newest, self._ask(newest, natives[newest]))
         if status.final and newest < (last := max(recorded)) and not self.store.cancelled(self.run_id):
@@ -167,6 +136,8 @@ class Run:
 
     def _native(self, attempt: int) -> str | None:
         """The native id of an attempt; asks the platform when a crash came between submitting and noting it down."""
+        if attempt in self._refused:
+            return None
         if attempt not in self._natives:
             submitted = self.store.submitted(self.run_id, attempt)
             native = str(submitted["native_id"]) if submitted else self._found(attempt)
@@ -180,16 +151,22 @@ class Run:
         native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
         if native is not None:
             self.store.write_submitted(self.run_id, attempt, native)
+        elif self.store.refused(self.run_id, attempt) and self.store.attempt_request(self.run_id, attempt + 1):
+            self._refused.add(attempt)
         return native
 
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, clock=self._clock, sleep=self._sleep)
 
-    def _unsubmitted(self) -> Status:
+    def _unsubmitted(self, last: int) -> Status:
         self._check()
         if self.store.cancelled(self.run_id):
             return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
-        refused = self.store.refused(self.run_id, 0)
+        refused, request = self.store.refused(self.run_id, last), self.store.attempt_request(self.run_id, last)
+        if refused and request is not None and self.follows(request, refused["category"]):
+            return Status(state="failed", category=refused["category"], reason=f"refused: {refused['reason']}")
+        if not refused and (last or self.led) and self.provider.retried_by != "supervisor":
+            self._unsent = last  # whoever waits sends it
         why = f"refused: {refused['reason']}" if refused else "recorded but never submitted"
         reason = f"{why}; submit the same job again with --run-id {self.run_id}, or cancel it"
         return Status(state="pending", reason=reason)
@@ -229,19 +206,30 @@ class Run:
     def _conclude(self, status: Status, natives: Mapping[int, str]) -> Result:
         """The result that ``status`` and the exit records make, kept if nothing can follow it."""
         result = self._compute(status, natives)
-        if result["state"] in FINAL and not self._may_go_on(result):
-            self._keep(result)
+        while result["state"] in FINAL and not self._may_go_on(result):
+            if not self._is_late(result):
+                return self._keep(result)
+            result = self._compute(*self._live())
         return result
+
+    def _is_late(self, result: Result) -> bool:
+        """Whether ``result`` is of an attempt that another client has followed up since whoever computed it looked."""
+        if self.provider.retried_by != "client":
+            return False
+        newest = max(self.store.attempts(self.run_id), default=0)
+        if not self.store.cancelled(self.run_id):
+            return overtaken(self.store, self.run_id, newest, result)
+        # What was recorded and not sent before a cancel is sent no more.
+        return (native := self._native(newest)) is not None and native != result["native_id"]
 
     def _compute(self, status: Status, natives: Mapping[int, str]) -> Result:
         exits = self.store.exits(self.run_id)
         newest = natives[max(natives)] if natives else ""
-        said = {
-            native: status if native == newest else self._old_status(k, native)
-            for native, k in {native: k for k, native in natives.items()}.items()
-        }
-        attempts = self._attempts(said, natives, exits)
+        last = {native: k for k, native in natives.items()}
+        said = {native: status if native == newest else self._old_status(k, native) for native, k in last.items()}
+        attempts = attempts_of(said, natives, exits, self.store.starts(self.run_id))
         verdict = verdict_of(status, records_of(attempts[-1], exits) if attempts else ())
+        refusals = self.refusals(natives)
         return {
             "run": self.url,
             "run_id": self.run_id,
@@ -254,46 +242,21 @@ class Run:
             "failure": verdict.failure,
             "attempts": [attempt_row(info) for info in attempts],
             "checkpoint": self._checkpoint_row(final=status.final),
-            "cost": self._cost(said.values()),
+            "cost": self._cost(said, natives, attempts),
+            **({"refusals": refusals} if refusals else {}),
         }
 
-    def _cost(self, said: Collection[Status]) -> dict[str, Any]:
-        """Of all attempts; None where the platform does not tell it of each. ``saved`` is the newest attempt's."""
+    def _cost(
+        self, said: Mapping[str, Status], natives: Mapping[int, str], attempts: Sequence[AttemptInfo]
+    ) -> dict[str, Any]:
+        def request_of(native: str) -> Request | None:
+            first = min(k for k, known in natives.items() if known == native)
+            return self.store.attempt_request(self.run_id, first)
 
-        def total(values: Sequence[float | None]) -> float | None:
-            known = [value for value in values if value is not None]
-            return round(sum(known), 4) if known and len(known) == len(values) else None
-
-        return {
-            "limit_usd": self.job.at(self.provider_name).max_cost,
-            "estimate_usd": total([status.cost_usd for status in said]),
-            "priced_on": None,
-            "billed_s": total([status.billed_s for status in said]),
-            "saved": [*said][-1].saved if said else None,
-        }
-
-    def _attempts(
-        self, statuses: Mapping[str, Status], natives: Mapping[int, str], exits: Sequence[Record]
-    ) -> list[AttemptInfo]:
-        """Every attempt the platform or a node tells of, oldest first."""
-        before = {str(record["attempt"]): record for record in self.store.starts(self.run_id)}
-        known = {*before, *(str(record["attempt"]) for record in exits)}
-        infos: dict[str, AttemptInfo] = {}
-        told: set[str] = set()
-        for k, native in sorted(natives.items(), reverse=True):
-            if native in told:  # one native job may hold several attempts
-                continue
-            told.add(native)
-            said = statuses[native]
-            for info in said.attempts or attempts_within(k, said, known):
-                infos.setdefault(info.number, replace(info, native_id=info.native_id or native))
-        after = {str(record["after"]): record for record in before.values() if record.get("after")}
-        for number in {*infos, *known}:
-            native = natives.get(attempt_key(number)[0] if attempt_key(number) else -1, "")
-            info = infos.get(number, AttemptInfo(number=number, native_id=native))
-            records = [r for r in exits if r["attempt"] == number]
-            infos[number] = with_exits(info, records, before=before.get(number, {}), after=after.get(number, {}))
-        return sorted(infos.values(), key=lambda info: attempt_key(info.number))
+        settings, name = getattr(self.provider, "settings", None), self.provider_name
+        prices, region = getattr(settings, "prices", None), catalog.region_of(settings)
+        account = Account(job=self.job.at(name), provider=name, prices=prices, region=region)
+        return cost_of(account, said, attempts, request_of, self._clock())
 
     def _old_status(self, attempt: int, native: str) -> Status:
         """Of an earlier attempt: history, so a platform that has forgotten it or does not answer is no error."""
@@ -312,22 +275,15 @@ class Run:
         return row
 
     def _may_go_on(self, result: Result) -> bool:
-        """Whether a waiting client may still start another attempt of a run that failed."""
-        if result["state"] != "failed" or self.provider.retried_by != "client" or self.store.cancelled(self.run_id):
-            return False
-        newest = max(self.store.attempts(self.run_id), default=0)
-        requests = [self.store.attempt_request(self.run_id, k) for k in range(newest + 1)]
-        job, category = self.job.at(self.provider_name), result["category"]
-        # Another GPU of the list is no retry: the job has not had its machines yet.
-        choices = {request.choice for request in requests if request is not None}
-        after = requests[-1].next_choice(category) if requests[-1] is not None else 1
-        another = category in NO_MACHINES and after < len(job.resources.gpu)
-        more = newest - max(0, len(choices) - 1) < job.retries and category not in NOT_RETRIED
-        return another or more or overtaken(self.store, self.run_id, newest, result)
+        """Whether a waiting client may still start another attempt of a run that failed, here or in another place."""
+        return self.may_retry(result) or self.may_move(result)
 
-    def _keep(self, result: Result) -> None:
-        extra = {"name": self.job.name, "created": self.record.get("created")}
-        self.store.write_result(self.run_id, {**result, **extra})
+    def kept(self, result: Result) -> Result:
+        """``result`` as result.json has it."""
+        return {**result, "name": self.job.name, "created": self.record.get("created")}
+
+    def _keep(self, result: Result) -> Result:
+        return shown(self.store.write_result(self.run_id, self.kept(result)))
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
@@ -360,6 +316,7 @@ class Run:
         Stops what has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another attempt, keeps
         the result of a run that is over. Any number may do so at once and again. Raises what `status` raises.
         """
+        self.lead()
         stored = self.store.result(self.run_id)
         if stored is not None:
             return shown(stored)
@@ -380,12 +337,20 @@ class Run:
 
     def _settled(self, result: Result, retry: Callable[[Result], bool] | None) -> Result | None:
         """The result, None when another attempt has begun; one that none will follow is kept."""
-        if retry is None or not self._may_go_on(result):
+        if result["state"] not in FINAL:
             return result
-        if retry(result):
+        if self.lead():  # it was left for another place meanwhile, whoever did so
+            if begin := getattr(retry, "begin", None):
+                begin()
             return None
-        self._keep(result)
-        return result
+        if retry is None:
+            return result
+        stored = self.store.result(self.run_id)
+        if stored is not None:  # whoever kept it has found that nothing follows
+            return shown(stored)
+        if (self._may_go_on(result) and retry(result)) or self._is_late(result):
+            return None
+        return self._keep(result)
 
     def wait(
         self,
@@ -399,27 +364,31 @@ class Run:
     ) -> Result:
         """The result, once the run has ended. ``on_line`` gets every log line, ``on_status`` every change of status.
 
-        ``retry`` is asked after a failure that a waiting client may follow up: True means that it has started another
-        attempt; its ``resend``, if it has one, sends what a client recorded that died. Where the platform itself has
-        no such limit, an attempt is stopped that waits for machines longer than ``max_wait``. Raises
-        `LostContactError` after ``timeout`` seconds, or when the platform has not answered for ``patience`` seconds:
-        the run goes on, as it does after an interrupt.
+        ``on_status`` gets every look where its attribute ``every`` is true. ``retry`` is asked after a failure that a
+        waiting client may follow up: True means that it has started another attempt; its ``resend``, if it has one,
+        sends what a client recorded that died, its ``begin`` starts the run in a place that it has come to. Where the
+        platform itself has no such limit, an attempt is stopped that waits for machines longer than ``max_wait``.
+        Raises `LostContactError` after ``timeout`` seconds, or when the platform has not answered for ``patience``
+        seconds: the run goes on, as it does after an interrupt.
         """
         deadline = None if timeout is None else self._clock() + timeout
-        tail = self._tail(patience) if on_line is not None else None
+        self.lead()
+        tail: Tail | None = None
         while True:
+            if on_line is not None and (tail is None or tail.store is not self.store):  # another place, other lines
+                tail = self._tail(patience)
             last: Status | None = None
             for event in self._events(
                 tail=tail, poll=poll, patience=patience, deadline=deadline, acts=True, retry=retry
             ):
                 if isinstance(event, Status):
-                    if on_status is not None and event != last:
+                    if on_status is not None and (event != last or getattr(on_status, "every", False)):
                         on_status(event)
                     last = event
                 elif on_line is not None:
                     on_line(event)
             result = self._settled(self.result() if last is None else self._ended(last), retry)
-            if result is not None:
+            if result is not None and result["state"] in FINAL:
                 return result
 
     def _tail(self, patience: float) -> Tail:
@@ -455,12 +424,13 @@ class Run:
             if self._clock() >= due:
                 with self._listening(contact):
                     status, natives = self._current()
+                    resend = getattr(retry, "resend", None) if self._unsent is not None else None
                     if acts:
                         self._expire(status, natives)
-                        if self._unsent is not None and not status.final and (resend := getattr(retry, "resend", None)):
+                        if self._unsent is not None and not status.final and resend:
                             resend(self._unsent, self._clock())
                     yield status
-                    if not natives and not status.final:
+                    if not natives and not status.final and resend is None:
                         raise LostContactError(status.reason)
                 every = min(longest, every * 1.25)
                 due = self._clock() + every
@@ -536,6 +506,7 @@ class Run:
         Every attempt is asked to stop, then the first error, if any, is raised.
         """
         self._check()
+        self.lead()
         if self._is_over():
             return
         self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
@@ -549,6 +520,8 @@ class Run:
                 continue  # what the platform does not know does not run
             except CloudtrainError as exc:
                 errors.append(exc)
+        if self.lead():  # whoever left this place meanwhile may not have seen it
+            self.cancel()
         if errors:
             raise errors[0]
 
@@ -595,6 +568,7 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
 
     run, asked = settings.let_in(where, read)
     with contextlib.suppress(CloudtrainError):  # without its provider, too, there are files to pull
+        run.lead()
         if local_path(run.store.url) is None and (own := asked.own(run.store.url, run.provider)) is not None:
             run.store = Store(run.store.url, storage=own, moving=settings.moving)
     return run

@@ -14,54 +14,61 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from . import _version, catalog, pyz
 from .disk import local_path, normalize
 from .errors import (
     AuthError,
-    CapacityError,
     ConflictError,
-    LostContactError,
-    PlatformError,
-    QuotaError,
     SpecError,
     StorageError,
+    scrubbed,
 )
 from .job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
+from .limits import THIS_MACHINE
+from .moves import REFUSALS
+from .provenance import asked, digest_of, origin_of
 from .provider import Layout, Provider, Request, provider_names, recorded_settings
-from .run import NO_MACHINES, Run, overtaken
+from .retry import category_of, deliver, secret_values, write_context
+from .run import NO_SETTINGS, Run
 from .settings import Settings
-from .store import LocalTree, Store
-from .tail import patiently
+from .store import LocalTree, Staged, Store
 from .transfer import Progress
-from .values import nearest, url_scheme
-from .verdict import unix_time, was_lost
+from .values import nearest, url_scheme, without_secrets
 
 if TYPE_CHECKING:
     from .bundle import Bundle
 
-__all__ = ["Plan", "Retry", "load_plan", "make_plan", "submit"]
+__all__ = [
+    "Plan",
+    "chained",
+    "handle",
+    "is_bare",
+    "later_choices",
+    "load_plan",
+    "make_plan",
+    "noted",
+    "recorded",
+    "submit",
+]
 
 MIB = 1 << 20
-REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
-"""What a provider raises that will not have a request."""
-UNSENT_SECONDS = 60.0
-"""How long a client has from recording an attempt to having sent it; as long as `patiently` asks for."""
-KILLED = 9
-"""SIGKILL; not every client's system knows the name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What would be sent, whole; `document` is what ``plan --json`` prints.
 
-    ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list.
+    ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list. ``node_half`` is the
+    provider whose code the nodes need, where that is not ``provider``; ``settings`` say as whom another store is read.
+    ``further`` are the plans of the places that follow where this one has no machines, ``rest`` such as a run.json has
+    recorded them; ``first`` is the URL of the run in the first place, of any other, and ``refusals`` say why those
+    before had none. ``runtime`` gives cloudtrain.pyz where it is not to be made.
     """
 
     job: Job
@@ -75,6 +82,13 @@ class Plan:
     trees: tuple[LocalTree, ...] = ()
     preview: bool = False
     max_code_mb: int = 50
+    node_half: type[Provider] | None = None
+    settings: Settings = dataclasses.field(default=NO_SETTINGS, compare=False, repr=False)
+    further: tuple[Plan, ...] = ()
+    rest: tuple[Mapping[str, Any], ...] = ()
+    first: str = ""
+    refusals: tuple[Mapping[str, Any], ...] = ()
+    runtime: Callable[[], bytes] | None = None
 
     @property
     def provider_name(self) -> str:
@@ -90,6 +104,9 @@ class Plan:
 
     def document(self) -> dict[str, Any]:
         """Plain JSON; equal plans give equal documents. Sizes are bytes, times seconds."""
+        return self._document() | ({"fallbacks": [plan._document() for plan in self.further]} if self.further else {})
+
+    def _document(self) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
             "run": self.run_url,
@@ -131,24 +148,33 @@ class Plan:
             "nproc_per_node": self.request.context["processes"],
             "ranks": wanted.instance_count * int(self.request.context["processes"]),
             "instance_types": list(self.request.instance_types),
-            "price": self._price(),
+            "price": self.price(),
         }
 
-    def _price(self) -> dict[str, Any] | None:
-        """The most that all nodes cost on demand, by the dearest machine there may be, also of a later choice; None
-        where one has no price."""
-        own = getattr(self.provider.settings, "prices", None)
+    @property
+    def hard_limit(self) -> float:
+        """Seconds of running time after which the platform itself ends the run, by the request."""
+        return self.provider.nodes(self.request).rules.time_limit
+
+    def price(self) -> dict[str, Any] | None:
+        """The most that all nodes cost on demand until the hard limit, by the dearest machine there may be, also of a
+        later choice; None where one has no price."""
+        settings = self.provider.settings
+        region = catalog.region_of(settings)
         names = dict.fromkeys(name for request in (self.request, *self.later) for name in request.instance_types)
-        found = {name: catalog.price(self.provider_name, name, own) for name in names}
+        machines = self.job.resources.instance_count if names else 1  # else all nodes are on this one
+        own = getattr(settings, "prices", None)
+        found = {name: catalog.price(self.provider_name, name, own, region=region) for name in names or [THIS_MACHINE]}
         known = {name: price for name, price in found.items() if price is not None}
-        if not known or len(known) < len(found):
+        if len(known) < len(found):
             return None
         name, dearest = max(known.items(), key=lambda item: item[1].usd_per_hour)
-        hourly = dearest.usd_per_hour * self.job.resources.instance_count
-        whole = hourly * self.job.max_runtime / 3600
+        hourly = dearest.usd_per_hour * machines
         return {
             "usd_per_hour": round(hourly, 4),
-            "usd_for_max_runtime": round(min(whole, self.job.max_cost or whole), 2),
+            "usd_for_hard_limit": round(hourly * self.hard_limit / 3600, 2),
+            "machines": machines,
+            "hard_limit_s": self.hard_limit,
             "is_estimate": True,
             "instance_type": name,
             "own": all(price.own for price in known.values()),
@@ -159,11 +185,13 @@ class Plan:
 
     def _limits(self) -> dict[str, Any]:
         return {
+            "hard_limit_s": self.hard_limit,
             "max_runtime_s": self.job.max_runtime,
             "max_runtime_is_default": self.job.max_runtime == DEFAULT_MAX_RUNTIME,
             "max_wait_s": self.job.max_wait,
             "max_wait_by": self.provider.max_wait_by,
             "max_cost_usd": self.job.max_cost,
+            "max_gpu_hours": self.job.max_gpu_hours,
             "stall_timeout_s": self.job.stall_timeout or None,
             "stall_timeout_is_default": self.job.stall_timeout == DEFAULT_STALL_TIMEOUT,
             "max_code_bytes": self.max_code_mb * MIB,
@@ -191,20 +219,11 @@ def make_plan(
     With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one. Raises `SpecError`, `UnsupportedError`
     and `StorageError`.
     """
-    from .bundle import build
-
     chosen = settings.make_provider(provider)
     _check_names(job)
     job = job.at(chosen.name)
     store = Store(settings.resolved(ask=not preview), cwd=cwd, storage=chosen.storage, moving=settings.moving)
-    home = local_path(store.url)
-    bundle = build(
-        job.source,
-        cwd=cwd,
-        max_bytes=settings.max_code_mb * MIB,
-        never=[home] if home else [],
-        outputs=_identities(1, 2),
-    )
+    bundle = _built(job.source, store, settings, cwd)
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
     if run_id is not None:
         check_run_id(run_id)
@@ -213,13 +232,12 @@ def make_plan(
         code_digest=bundle.digest,
         runtime_digest=pyz.digest(type(chosen)),
         inputs=inputs,
-        resume=_resume(job.resume_from, store, cwd),
+        origin=origin_of(bundle.git, os.environ),
     )
+    layout = _resumed(layout, job.resume_from, store, chosen, settings, cwd, ask=not preview)
+    dependencies = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
     source = dataclasses.replace(
-        job.source,
-        path=str(bundle.root),
-        entry_point=bundle.entry_point,
-        dependencies=tuple(str((cwd / path).resolve()) for path in job.source.dependencies),
+        job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=dependencies
     )
     # As it is recorded: the script relative to the code, and no folder of this machine.
     job = job.replace(entry_point=bundle.entry_point, source_dir=None, dependencies=(), exclude=())
@@ -230,43 +248,72 @@ def make_plan(
         store=store,
         bundle=bundle,
         layout=layout,
-        request=chosen.plan(job, layout),
-        later=_later_choices(chosen, job, layout),
+        request=noted(chosen.plan(job, layout), layout),
+        later=later_choices(chosen, job, layout),
         trees=tuple(trees),
         preview=preview and run_id is None,
         max_code_mb=settings.max_code_mb,
+        settings=settings,
     )
 
 
-def _later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request, ...]:
+def noted(request: Request, layout: Layout) -> Request:
+    """``request``, warning that its script will load somebody else's checkpoint, and saying what is copied for that."""
+    given = layout.resume_source or layout.resume
+    if given is None or given.startswith(f"{layout.store}/runs/"):
+        return request
+    why = "is outside this store: who can write there can run code in this job, as torch.load unpickles what it loads"
+    notes = [f"resume_from {scrubbed(given)} {why}"]
+    if layout.resume_source:
+        notes += [f"its newest complete checkpoint is copied to {layout.resume}, through this machine, when it is sent"]
+    return dataclasses.replace(request, notes=(*request.notes, *notes))
+
+
+def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request, ...]:
     """The requests of every GPU of the list but the first, less those that the provider refuses.
 
-    Raises `SpecError` for one that `max_cost` forbids: that must not come out after the first has failed.
+    Raises `SpecError` for one that a limit forbids: that must not come out after the first has failed.
     """
     found = []
     for choice in range(1, len(job.resources.gpu)):
         try:
             found.append(provider.plan(job, layout, choice=choice))
         except SpecError as exc:
-            if exc.field == "max_cost":
+            if exc.field in ("max_cost", "max_gpu_hours"):
                 raise
     return tuple(found)
 
 
-def _resume(given: str | None, store: Store, cwd: Path) -> str | None:
-    """The folder URL that ``resume_from`` means: a run's complete checkpoints, or a folder of the user's own."""
+def _resumed(
+    layout: Layout, given: str | None, store: Store, provider: Provider, settings: Settings, cwd: Path, *, ask: bool
+) -> Layout:
+    """``layout`` with the folder URL that ``resume_from`` means, and with the one that it is a copy of, if so.
+
+    It is a run's complete checkpoints, or a folder of the user's own.
+    """
     if given is None:
-        return None
-    if not url_scheme(given) and "/" not in given and not (cwd / given).exists():
+        return layout
+    from .carry import place_for
+
+    if is_bare(given, cwd):
         check_run_id(given)
         given = f"{store.url}/runs/{given}"
-    url = normalize(given, cwd=cwd)
+    try:
+        url = normalize(settings.resolved(given, ask=ask), cwd=cwd)
+    except SpecError as exc:
+        raise SpecError(exc.message, field="resume_from") from None
     if "/runs/" in url and "/" not in url.rpartition("/runs/")[2]:
         url = f"{url}/live/checkpoints"
     path = local_path(url)
-    if path is not None and not path.exists():
+    if path is not None and not os.path.exists(path):
         raise SpecError(f"there is no {path}", field="resume_from")
-    return url
+    there = place_for(url, store, provider.schemes)
+    return dataclasses.replace(layout, resume=there or url, resume_source=url if there else None)
+
+
+def is_bare(given: str, cwd: Path) -> bool:
+    """Whether ``resume_from`` says no more of a run than its id."""
+    return not url_scheme(given) and "/" not in given and not os.path.exists(cwd / given)
 
 
 def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
@@ -274,10 +321,17 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
 
     Raises `SpecError` when the file is not a plan, or the source or cloudtrain itself is no longer what it names.
     """
-    from .bundle import build
-
     try:
         data = json.loads(path.read_bytes())
+        told = [data, *data.get("fallbacks", ())]
+    except (OSError, ValueError, AttributeError, TypeError) as exc:
+        raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
+    return chained([_loaded(item, path, settings=settings, cwd=cwd) for item in told])
+
+
+def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Path) -> Plan:
+    """One of the plans in the file at ``path``."""
+    try:
         job, layout, request = (
             Job.from_dict(data["job"]),
             Layout.from_dict(data["layout"]),
@@ -285,17 +339,10 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
         )
         source = Source(**data["source"])
         chosen = settings.make_provider(data["provider"], **data["settings"])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError) as exc:
         raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
     store = Store(layout.store, storage=chosen.storage, moving=settings.moving)
-    home = local_path(store.url)
-    bundle = build(
-        source,
-        cwd=cwd,
-        max_bytes=settings.max_code_mb * MIB,
-        never=[home] if home else [],
-        outputs=_identities(1, 2, path),
-    )
+    bundle = _built(source, store, settings, cwd, path)
     if bundle.digest != layout.code_digest:
         raise SpecError(f"the code in {source.path} has changed since it was planned; plan again", field="plan")
     if pyz.digest(type(chosen)) != layout.runtime_digest:
@@ -311,10 +358,34 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
         bundle=bundle,
         layout=layout,
         request=request,
-        later=_later_choices(chosen, job, layout),
+        later=later_choices(chosen, job, layout),
         trees=tuple(trees),
         max_code_mb=settings.max_code_mb,
+        settings=settings,
     )
+
+
+def _built(source: Source, store: Store, settings: Settings, cwd: Path, *files: Path) -> Bundle:
+    """The bundle, without the store and ``files`` where they lie in the source, nor what this process writes to."""
+    from .bundle import build
+
+    home, most = local_path(store.url), settings.max_code_mb * MIB
+    return build(source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=_identities(1, 2, *files))
+
+
+def chained(plans: Sequence[Plan]) -> Plan:
+    """The first of ``plans``, which knows the others as what follows where it has no machines. `SpecError` where two
+    would be one run."""
+    taken = [plan.run_url for plan in plans]
+    for url in taken:
+        if taken.count(url) > 1:
+            why = f"{without_secrets(url.rpartition('/runs/')[0])} is that of two places; each needs one of its own"
+            raise SpecError(why, field="store")
+    whole = list(plans)
+    for number in reversed(range(len(whole))):  # each knows those that follow it
+        first, further = taken[0] if number else "", tuple(whole[number + 1 :])
+        whole[number] = dataclasses.replace(whole[number], first=first, further=further)
+    return whole[0]
 
 
 def _check_names(job: Job) -> None:
@@ -343,210 +414,97 @@ def submit(
     environ: Mapping[str, str],
     progress: Callable[[str], None] | None = None,
     moved: Progress | None = None,
+    decide: Callable[[], object] | None = None,
 ) -> Run:
-    """Stage, record, send. Submitting the same plan again gives the same run, whole.
+    """Stage, record, send, in the plan's own place alone. Submitting the same plan again gives the same run, whole.
 
-    ``progress`` is told each step, ``moved`` each upload, as in `Store.stage`. Raises `ConflictError` when the run id
-    belongs to another job, and whatever storage and the provider raise.
+    ``progress`` is told each step, ``moved`` each upload, as in `Store.stage`; ``decide`` is called once the run is
+    recorded, before it can start. Raises `ConflictError` when the run id belongs to another job, and whatever storage
+    and the provider raise.
     """
-    values = _secret_values(plan.job, environ)
+    values = secret_values(plan.job, environ)
     say = progress or (lambda _: None)
-    _check_free(plan)
-    say("uploading what the store lacks")
-    zipped = partial(pyz.build, type(plan.provider))
-    staged = plan.store.stage(
-        plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say
-    )
-    sources = any(item.source for item in plan.layout.inputs.values())
-    if sources and not plan.store.files.exists(f"runs/{plan.run_id}/run.json"):  # else they were copied for it
-        from .relay import bring
-
-        try:
-            copied = bring(plan.store, plan.layout, progress=moved, say=say)
-        except BaseException:
-            plan.store.withdraw(plan.run_id)
-            raise
-        staged = dataclasses.replace(staged, data_bytes=staged.data_bytes + copied)
+    known = recorded(plan)
+    told = _origin(plan) if known is None else dict[str, Any]
+    plan = known or plan
+    staged = _staged(plan, say, moved)
     say("recording the run")
-    if not plan.store.create_run(plan.layout, _record(plan)):
-        _check_free(plan)
+    if not plan.store.create_run(plan.layout, {**_record(plan), "origin": told()}):
+        plan = recorded(plan) or plan
+    if decide is not None:
+        decide()
     # Not before the id is known to be ours: another job's context must never be overwritten.
     if not plan.store.attempts(plan.run_id):  # nor that of a further attempt of ours
         plan.store.write_container(plan.layout, plan.request.context, secrets.token_bytes(32))
     if not plan.store.create_attempt(plan.run_id, 0, plan.request):
-        _write_context(plan.store, plan.layout, plan.run_id)
-        recorded = plan.store.attempt_request(plan.run_id, 0)
-        if recorded is not None and recorded.to_dict() != plan.request.to_dict():
+        write_context(plan.store, plan.layout, plan.run_id)
+        there = plan.store.attempt_request(plan.run_id, 0)
+        if there is not None and there.to_dict() != plan.request.to_dict():
             raise _recorded_otherwise(plan)
-    run = Run(store=plan.store, run_id=plan.run_id, provider=plan.provider)
-    run.staged = staged
-    if plan.store.cancelled(plan.run_id):
+    run = handle(plan, staged)
+    request = _to_send(plan, run)
+    if request is None:
         return run
     say(f"submitting to {plan.provider_name}")
     try:
-        native_id = patiently(partial(plan.provider.submit, plan.request, values))
+        deliver(run, request, {} if request.attempt else values)
     except (AuthError, *REFUSALS) as exc:
         # Whoever submits is told, and may have given up: nobody else sends it later.
         with contextlib.suppress(StorageError):
-            plan.store.write_refused(plan.run_id, 0, category=_category(exc), reason=str(exc))
+            reason = str(exc)
+            plan.store.write_refused(plan.run_id, request.attempt, category=category_of(exc), reason=reason)
         raise
-    plan.store.write_submitted(plan.run_id, 0, native_id)
-    if plan.store.cancelled(plan.run_id):  # it was cancelled while the provider took it
-        patiently(partial(plan.provider.cancel, native_id))
     return run
 
 
-def _write_context(store: Store, layout: Layout, run_id: str) -> None:
-    """What the nodes of the newest attempt are told, whatever a client that was overtaken has written meanwhile."""
-    while True:
-        newest = max(store.attempts(run_id))
-        request = store.attempt_request(run_id, newest)
-        # Another GPU may mean another number of ranks; most attempts are told the same.
-        if request is not None and store.context(layout) != request.context:
-            store.write_container(layout, request.context, secrets.token_bytes(32))
-        if max(store.attempts(run_id)) == newest:
-            return
+def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> Staged:
+    """What the store lacked, which is there now."""
+    say("uploading what the store lacks")
+    zipped = plan.runtime or partial(pyz.build, plan.node_half or type(plan.provider))
+    staged = plan.store.stage(
+        plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say
+    )
+    return dataclasses.replace(staged, data_bytes=staged.data_bytes + _copied(plan, moved, say))
 
 
-class Retry:
-    """What a waiting client asks after an attempt that failed, where it is the client who starts the next one.
-
-    Making it sends an attempt that an earlier client recorded and never sent, `resend` that of one that died beside it;
-    ``environ`` has the values of ``env:`` references. Two failures in a row with the same exception and no new
-    checkpoint between end the run, whoever saw the first; ``max_runtime`` and ``max_cost`` are sums over attempts.
-    """
-
-    def __init__(
-        self, run: Run, say: Callable[[str], None] | None = None, *, environ: Mapping[str, str] | None = None
-    ) -> None:
-        self._run, self._say = run, say or (lambda _: None)
-        self._environ = os.environ if environ is None else environ
-        self._due: dict[int, float] = {}
-        attempts = run.store.attempts(run.run_id)
-        if attempts and run.store.result(run.run_id) is None:
-            self._send_recorded(max(attempts))
-
-    def resend(self, attempt: int, now: float) -> None:
-        """Send the newest attempt, which is recorded and not sent, once it has stood so for `UNSENT_SECONDS` of the
-        caller's clock, ``now`` in seconds: whoever recorded it has died. Raises what sending raises."""
-        if now >= self._due.setdefault(attempt, now + UNSENT_SECONDS):
-            self._due[attempt] = now + UNSENT_SECONDS
-            self._send_recorded(attempt)
-
-    def _send_recorded(self, number: int) -> None:
-        run, store = self._run, self._run.store
-        if store.submitted(run.run_id, number) is not None or store.refused(run.run_id, number) is not None:
-            return
-        request = store.attempt_request(run.run_id, number)
-        if store.cancelled(run.run_id):
-            run.cancel()  # it may have been sent all the same
-        elif request is not None and self._is_ours(number):
-            self._say(f"sending attempt {number}, which was recorded and never sent")
-            self._send(request, _secret_values(run.job, self._environ) if not number else {})
-
-    def _is_ours(self, attempt: int) -> bool:
-        """Whether a client may send it: nodes that a machine starts are its own, and with a store elsewhere no other
-        machine sees whether it has."""
-        if self._run.provider.retried_by == "supervisor":
-            return attempt == 0 and local_path(self._run.store.url) is not None
-        return attempt == 0 or self._run.provider.retried_by == "client"
-
-    def __call__(self, result: Mapping[str, Any]) -> bool:
-        """Start another attempt; False when none should follow, or the run was cancelled."""
-        run, store = self._run, self._run.store
-        newest = max(store.attempts(run.run_id))
-        if overtaken(store, run.run_id, newest, result):
-            return True
-        checkpoint = run.checkpoint()
-        failure = {"exception": _exception(result), "checkpoint": checkpoint.key if checkpoint is not None else None}
-        store.write_ended(run.run_id, newest, failure)
-        elsewhere = result["category"] in NO_MACHINES
-        if not elsewhere and failure["exception"] and newest and store.ended(run.run_id, newest - 1) == failure:
-            self._say("the same failure twice with no new checkpoint between: no further attempt")
-            return False
-        last = store.attempt_request(run.run_id, newest)
-        job, why = _left(run.job.at(run.provider_name), result)
-        if last is None or job is None or store.cancelled(run.run_id):
-            if why:
-                self._say(f"no further attempt: {why}")
-            return False
-        gpus = job.resources.gpu
-        following = last.next_choice(result["category"])
-        choice = (following if following < len(gpus) else 0) if elsewhere else last.choice
-        try:
-            request = run.provider.plan(job, self._layout, attempt=newest + 1, choice=choice)
-        except SpecError as exc:
-            self._say(f"no further attempt: {exc}")
-            return False
-        if store.create_attempt(run.run_id, newest + 1, request):
-            self._say(f"starting attempt {newest + 1}" + (f" with GPU {gpus[choice]}" if elsewhere and gpus else ""))
-            try:
-                self._send(request)
-            except LostContactError as exc:
-                if not exc.passing:
-                    raise
-                self._say(f"attempt {newest + 1} could not be sent yet: {exc}")  # `resend` does, or whoever comes next
-        return True  # or another client has started it
-
-    @property
-    def _layout(self) -> Layout:
-        return Layout.from_dict(self._run.record["layout"])
-
-    def _send(self, request: Request, values: Mapping[str, str] = MappingProxyType({})) -> None:
-        """A refusal is noted: the run must not wait for an attempt that will never be."""
-        run = self._run
-        _write_context(run.store, self._layout, run.run_id)
-        if max(run.store.attempts(run.run_id)) > request.attempt:
-            return  # another client sent it, saw it fail and has gone on
-        try:
-            native = patiently(partial(run.provider.submit, request, values))
-        except REFUSALS as exc:
-            run.store.write_refused(run.run_id, request.attempt, category=_category(exc), reason=str(exc))
-            self._say(f"attempt {request.attempt} was refused: {exc}")
-            return
-        run.store.write_submitted(run.run_id, request.attempt, native)
-        if run.store.cancelled(run.run_id):
-            patiently(partial(run.provider.cancel, native))
+def handle(plan: Plan, staged: Staged | None = None) -> Run:
+    """The run that ``plan`` becomes; ``staged`` is what had to move for it."""
+    return Run(store=plan.store, run_id=plan.run_id, provider=plan.provider, settings=plan.settings, staged=staged)
 
 
-def _category(exc: Exception) -> str:
-    kinds = ((QuotaError, "quota"), (CapacityError, "capacity"), (SpecError, "user_error"), (AuthError, "auth"))
-    return next((category for kind, category in kinds if isinstance(exc, kind)), "infra")
+def _copied(plan: Plan, moved: Progress | None, say: Callable[[str], None]) -> int:
+    """Copy what the nodes of a new run cannot read where it is, into the store; bytes that had to move."""
+    layout, store = plan.layout, plan.store
+    sources = layout.resume_source or any(item.source for item in layout.inputs.values())
+    if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # then it was copied for it
+        return 0
+    from .carry import carry
+    from .relay import bring
 
-
-def _exception(result: Mapping[str, Any]) -> str:
-    """What is compared with the next attempt's; empty for what says nothing of the script and so is like no other: a
-    preemption, a kill from outside, a node that is lost."""
-    failure = result.get("failure") or {}
-    killed = failure and not failure["exception"] and failure["process_exit_code"] in (None, -KILLED)
-    if result["category"] == "preempted" or was_lost(failure or None) or (killed and result["category"] != "oom"):
-        return ""
-    return str(failure.get("exception") or result.get("reason") or result["category"])
-
-
-def _left(job: Job, result: Mapping[str, Any]) -> tuple[Job | None, str]:
-    """The job with what its attempts have left of its limits; None, and why, when that is nothing or nobody knows."""
-    spans = [(unix_time(a.get("started")), unix_time(a.get("ended"))) for a in result["attempts"]]
-    used = sum(end - start for start, end in spans if start is not None and end is not None)
-    left = int(job.max_runtime - used)
-    if left < 1:
-        return None, "max_runtime is used up"
-    if job.max_cost is None:
-        return job.replace(max_runtime=left), ""
-    spent = result["cost"]["estimate_usd"]
-    if spent is None:
-        return None, "nobody knows what is left of max_cost"
-    if spent >= job.max_cost:
-        return None, "max_cost is used up"
-    return job.replace(max_runtime=left, max_cost=job.max_cost - spent), ""
+    try:
+        copied = bring(store, layout, progress=moved, say=say)
+        return copied + carry(store, layout, settings=plan.settings, progress=moved, say=say)
+    except BaseException:
+        store.withdraw(plan.run_id)
+        raise
 
 
 def _record(plan: Plan) -> dict[str, Any]:
-    document = plan.document()
+    following: list[Mapping[str, Any]] = [*(_told(item) for item in plan.further)] or [*plan.rest]
+    extra = {"fallbacks": following, "first": plan.first, "refusals": list(plan.refusals)}
     return {
         "protocol": 1,
         "version": _version.__version__,
         "created": time.time(),
+        **_told(plan),
+        **{key: value for key, value in extra.items() if value},
+    }
+
+
+def _told(plan: Plan) -> dict[str, Any]:
+    """What run.json says of a plan itself."""
+    document = plan.document()
+    return {
         **{key: document[key] for key in ("run_id", "run", "provider", "settings", "job", "job_digest", "layout")},
         "code": {key: document["code"][key] for key in ("digest", "entry_point", "bytes", "git")},
         "runtime": plan.layout.runtime_digest,
@@ -554,18 +512,62 @@ def _record(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _check_free(plan: Plan) -> None:
-    """Raise `ConflictError` when the run id is taken by anything but this very plan."""
+def _to_send(plan: Plan, run: Run) -> Request | None:
+    """The request of the first attempt, or of the last GPU of the list, which was refused; None: it was sent, or has
+    ended. One that was sent a platform may have forgotten since, and another machine's knows nothing of it."""
+    store, run_id = plan.store, plan.run_id
+    newest = max(store.attempts(run_id), default=0)
+    if store.cancelled(run_id) or store.result(run_id) is not None or store.submitted(run_id, newest) is not None:
+        return None
+    if not newest:
+        return plan.request
+    request, refused = store.attempt_request(run_id, newest), store.refused(run_id, newest)
+    if request is None or refused is None or run.follows(request, refused["category"]):
+        return None  # a waiting client's
+    return request
+
+
+def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:
+    """Begin to ask who calls and for the image's digest; the function returned gives the record of the run's origin.
+
+    It is no part of the plan: only the provider knows, and not before it has called.
+    """
+    image = getattr(plan.provider.settings, "image", "") or plan.job.image  # a rehearsal may run another one
+    who, engine = getattr(plan.provider, "principal", None), getattr(plan.provider, "image_digest", None)
+    principal = asked(who)
+    digest = asked(partial(engine, plan.request) if engine is not None and digest_of(image) is None else None)
+    return lambda: {
+        **plan.layout.origin,
+        "principal": principal(),
+        "image": image,
+        "image_digest": digest_of(image) or digest(),
+    }
+
+
+def recorded(plan: Plan) -> Plan | None:
+    """The plan with the origin that is recorded, where its run is: it goes on from there. None for a new run.
+
+    The native tags name it, and a step of CI that is run again must find its run, not start a second one. Raises
+    `ConflictError` when the run id is taken by anything but this very plan.
+    """
     if not plan.store.files.exists(f"runs/{plan.run_id}/run.json"):
-        return
-    record = plan.store.run(plan.run_id)
-    ours = (plan.job.digest, plan.layout.code_digest, plan.provider_name)
-    if (record["job_digest"], record["code"]["digest"], record["provider"]) != ours:
+        return None
+    record = plan.store.run(plan.run_id, needs=("job_digest", "code", "provider", "layout"))
+    ours: tuple[Any, ...] = (plan.job.digest, plan.layout.code_digest, plan.provider_name)
+    if (record["job_digest"], record["code"].get("digest"), record["provider"]) != ours:
         raise ConflictError(
             f"{plan.run_id!r} is already the id of another job in {plan.store.url}; choose another", field="run_id"
         )
-    if Layout.from_dict(record["layout"]) != plan.layout:
+    layout = Layout.from_dict(record["layout"])
+    following = [item.run_url for item in plan.further] or [item["run"] for item in plan.rest]
+    there = [item["run"] for item in record.get("fallbacks", ())]
+    if layout != plan.layout or (there, record.get("first", "")) != (following, plan.first):
         raise _recorded_otherwise(plan)
+    if layout.origin == plan.layout.origin:  # a saved plan is sent as it was saved
+        return plan
+    request = noted(plan.provider.plan(plan.job, layout), layout)
+    later = later_choices(plan.provider, plan.job, layout)
+    return dataclasses.replace(plan, layout=layout, request=request, later=later)
 
 
 def _recorded_otherwise(plan: Plan) -> ConflictError:
@@ -573,15 +575,3 @@ def _recorded_otherwise(plan: Plan) -> ConflictError:
         f"{plan.run_id!r} was recorded with another request (inputs, settings or version); choose another id",
         field="run_id",
     )
-
-
-def _secret_values(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
-    """Values of the ``env:`` references, by the variable's name. Raises `SpecError` for one that is not set."""
-    values = {}
-    for name, reference in job.secrets.items():
-        scheme, _, variable = reference.partition(":")
-        if scheme == "env":
-            if variable not in environ:
-                raise SpecError(f"{variable} is not set here{nearest(variable, environ)}", field=f"secrets.{name}")
-            values[variable] = environ[variable]
-    return values

@@ -10,28 +10,32 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .disk import local_path
 from .engine import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
+from .engine.drills import Drill, Drills
+from .engine.fuse import MountedFolders
 from .engine.hosted import Hosted, refuse
+from .engine.sync import NodeFolders
 from .errors import EXIT_CODES, CapacityError, CloudtrainError, SpecError, StorageError
 from .job import Job
-from .provider import Layout, Mount, Provider, Request, Rules, Simulation, find_provider
+from .provider import AttemptInfo, Layout, Mount, Provider, Request, Rules, Simulation, find_provider
 from .run import NOT_RETRIED, Run
 from .runtime.checkpoints import COMMIT, complete, resumable
 from .store import Store
 from .transfer import Files, Moving, files
-from .verdict import was_lost
+from .verdict import records_of, was_lost
 
 __all__ = ["Supervisor", "main"]
 
@@ -49,6 +53,8 @@ UNMET_SECONDS = 3.0
 RESTART_SECONDS = 1.0
 SIGNAL_SECONDS = 1.0
 """How often a node is told to stop again: one whose Python has only just begun has no handler for it yet."""
+KILLED = (137, 143)
+"""Exit codes of nodes that a platform itself has ended, by SIGKILL or SIGTERM."""
 CHECKPOINTS = "checkpoints/"
 CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
 
@@ -90,6 +96,13 @@ class Supervisor:
         self.native_id = f"{socket.gethostname()}:{folder}"
         self.attempts: list[dict[str, Any]] = []
         self.spent = 0.0
+        self.drills = Drills(self.request.body.get("drills", ()))
+        self._lost: set[int] = set()
+        self._idle: list[Drill] = []
+        self._had: tuple[
+            str, ...
+        ] = ()  # the newest checkpoints as the nodes started, or at a drill that waited for one
+        self._again = ""
         self.state: dict[str, Any] = {
             "state": "running",
             "reason": "",
@@ -104,7 +117,7 @@ class Supervisor:
     @cached_property
     def record(self) -> dict[str, Any]:
         """run.json, which never changes. Raises what the store raises."""
-        return self.store.run(self.run_id)
+        return self.store.run(self.run_id, needs=("provider", "settings", "job"))
 
     @cached_property
     def provider(self) -> Provider:
@@ -133,6 +146,10 @@ class Supervisor:
         except Exception as exc:  # noqa: BLE001  the last line of defence of a process nobody watches
             state, category, reason = "failed", "infra", f"the supervisor failed: {type(exc).__name__}: {exc}"
             sys.stderr.write(reason + "\n")
+        if late := ", ".join(drill.words for drill in self.drills.left):
+            reason = "; ".join(filter(None, [reason, f"it had ended before {late}"]))
+        if idle := ", ".join(drill.words for drill in self._idle):
+            reason = "; ".join(filter(None, [reason, f"that node had ended before {idle}"]))
         self.engine.clean()
         try:
             mounts.stop_syncing(self._patiently)
@@ -206,14 +223,17 @@ class Supervisor:
         return following
 
     def _attempt(self, request: Request, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str]:
-        """One attempt, with the platform's own restarts after a preemption."""
-        for restart in range(simulation.rules.max_restarts + 1):
+        """One attempt, with the platform's own restarts."""
+        rules, restart = simulation.rules, 0
+        left = {"codes": rules.max_restarts, "preempted": rules.preemptions, "lost": rules.losses}
+        most = dict(left)
+        while True:
             if self._cancelled(mounts):
                 return CANCELLED
             name = f"{request.attempt}.{restart}"
             entry = {"number": name, "native_id": self.native_id, "started": time.time(), "ended": None, "reason": ""}
             self.attempts.append(entry)
-            resumed = ""
+            self._again, resumed = "", ""
             try:
                 state, category, reason, resumed = self._start(name, simulation, mounts)
             except (NodeError, SpecError, CapacityError, StorageError) as exc:
@@ -225,10 +245,14 @@ class Supervisor:
                 reason = f"{reason}; {remarks}"
             entry.update(ended=time.time(), reason=reason or state, category=category, resumed_from=resumed)
             self._write_status()
-            if category != "preempted":
+            if not self._again:
                 return state, category, reason
+            left[self._again] -= 1
+            if left[self._again] < 0:
+                used = f"; {most[self._again]} restarts are used up" if most[self._again] else ""
+                return "failed", category, f"{reason}{used}"
+            restart += 1
             time.sleep(RESTART_SECONDS)
-        return "failed", "preempted", f"{reason}; {simulation.rules.max_restarts} restarts are used up"
 
     def _start(self, name: str, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str, str]:
         """One start of all nodes, to its end: (state, category, reason, what it resumed from)."""
@@ -237,34 +261,73 @@ class Supervisor:
         local = self._patiently(lambda: mounts.fetch(wanted))
         self.state.update(state="running", reason="")
         self._write_status()
-        nodes = self.engine.start(simulation, attempt=name, local=local, secrets=self.secrets)
+        self._lost.clear()
+        self._had = self._newest_checkpoint(mounts) if self.drills.left else ()
+        folders, mounted = None, None
+        stopped = "preempted"  # what nodes that never started leave is nothing
+        if simulation.rules.sync_lag is not None:
+            run, lag = self.request.run, simulation.rules.sync_lag
+            folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=f"{run}/checkpoints", lag=lag)
+            with self._on_disk():
+                simulation, local = folders.wired(simulation, local)
+        if simulation.rules.objects:
+            mounted = MountedFolders(self.folder)
+            with self._on_disk():
+                simulation, local = mounted.wired(simulation, local, simulation.rules.objects)
+        # Nothing may come between: what is mounted must be unmounted.
         try:
-            stopped = self._watch(name, nodes, simulation.rules, mounts)
+            nodes = self.engine.start(simulation, attempt=name, local=local, secrets=self.secrets)
+            if folders is not None:
+                folders.start()
+            try:
+                stopped = self._watch(nodes, simulation.rules, mounts, folders)
+            finally:
+                for node in nodes:
+                    node.kill()
         finally:
-            for node in nodes:
-                node.kill()
-        exits = [record for record in mounts.exits() if record["attempt"] == name]
+            if mounted is not None:
+                mounted.finish()
+            if folders is not None:
+                with self._on_disk():
+                    folders.finish(outputs=stopped != "preempted" and not self._lost)
+        # Nodes number an attempt by what they find in live/, where a start that was cut short has left nothing.
+        exits = records_of(AttemptInfo(number=name, started=self.attempts[-1]["started"]), mounts.exits())
         resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
         return *self._judge(nodes, simulation.rules, stopped, exits), resumed
+
+    @contextlib.contextmanager
+    def _on_disk(self) -> Iterator[None]:
+        """What a full or broken disk does to the nodes' folders is told as that."""
+        try:
+            yield
+        except OSError as exc:
+            raise StorageError(f"cannot keep the nodes' folders in {self.folder}: {exc}") from None
 
     def _pending(self, reason: str) -> None:
         """What the nodes are waiting for."""
         self.state.update(state="pending", reason=reason)
         self._write_status()
 
-    def _watch(self, name: str, nodes: Sequence[NodeHandle], rules: Rules, mounts: _Mounts) -> str:
-        """Wait for all nodes to end; why we ended them ourselves (``cancelled``, ``timeout``), else empty."""
+    def _watch(self, nodes: Sequence[NodeHandle], rules: Rules, mounts: _Mounts, folders: NodeFolders | None) -> str:
+        """Wait for all nodes to end; why we ended them ourselves (``cancelled``, ``timeout``, ``peers``, or
+        ``preempted``, by a drill), else empty."""
         began = time.monotonic()
         stopped, stop_at, failed_at, told, beat = "", 0.0, 0.0, 0.0, began
         patience = UNMET_SECONDS
+        first: int | None = None  # the node that is told to stop before the others are
         while any(node.poll() is None for node in nodes):
             now = time.monotonic()
             if not stopped:
                 stopped = self._reason_to_stop(self.spent + now - began, rules, mounts)
+                if not stopped and (first := self._drill(self.spent + now - began, nodes, mounts, folders)) is not None:
+                    stopped = "preempted"
+                if rules.primary is not None and nodes[rules.primary].poll() == 0:
+                    for node in nodes:
+                        node.kill()
                 if not stopped and not failed_at and any(node.poll() not in (None, 0) for node in nodes):
                     failed_at = now
                 if not stopped and failed_at and now - failed_at > patience:
-                    if patience == UNMET_SECONDS and self._met(name):
+                    if patience == UNMET_SECONDS and self._met():
                         patience = FINISH_SECONDS
                     else:
                         stopped = "peers"
@@ -274,8 +337,9 @@ class Supervisor:
                     node.kill()
             elif stopped and now - told > SIGNAL_SECONDS:
                 told = now
-                for node in nodes:
-                    node.signal(rules.stop_signal)
+                for number, node in enumerate(nodes):
+                    if first in (None, number) or nodes[first or 0].poll() is not None:
+                        node.signal(rules.stop_signal)
             if now - beat > HEARTBEAT_SECONDS:
                 beat = now
                 self._write_status()
@@ -283,10 +347,32 @@ class Supervisor:
         self.spent += time.monotonic() - began
         return stopped
 
-    def _met(self, name: str) -> bool:
+    def _drill(
+        self, seconds: float, nodes: Sequence[NodeHandle], mounts: _Mounts, folders: NodeFolders | None
+    ) -> int | None:
+        """Do what is due after ``seconds`` of running; the node whose machine is taken back, if one is."""
+        drill = self.drills.due(seconds, lambda: self._newest_checkpoint(mounts) not in ((), self._had))
+        if drill is None:
+            return None
+        if drill.after is None:
+            self._had = self._newest_checkpoint(mounts)
+        sys.stderr.write(f"drill: {drill.words}\n")
+        if drill.kind == "preempt":
+            return drill.node
+        if nodes[drill.node].poll() is not None:
+            self._idle.append(drill)
+        else:
+            self._lost.add(drill.node)
+            if folders is not None:
+                folders.lose(drill.node)
+            nodes[drill.node].kill()
+        return None
+
+    def _met(self) -> bool:
         """Whether node 0 has told all nodes to go, which it says before any rank says anything."""
+        name = self.attempts[-1]["number"]
         with contextlib.suppress(OSError), open(self.folder / "out" / name / "node-0.log", "rb") as stream:
-            return f"cloudtrain: attempt {name}:".encode() in stream.read(1 << 16)
+            return re.search(rb"cloudtrain: attempt \d+\.\d+:", stream.read(1 << 16)) is not None
         return False
 
     def _reason_to_stop(self, spent: float, rules: Rules, mounts: _Mounts) -> str:
@@ -298,16 +384,32 @@ class Supervisor:
         self, nodes: Sequence[NodeHandle], rules: Rules, stopped: str, exits: Sequence[Mapping[str, Any]]
     ) -> tuple[str, str, str]:
         """(state, category, reason) of one start of all nodes."""
-        codes = [node.poll() for node in nodes]
-        if all(code == 0 for code in codes):
+        codes = [node.poll() or 0 for node in nodes]
+        decided = next((r for r in exits if r["decided"]), None)
+        done = decided is not None and decided["outcome"] == "succeeded"
+        primary = rules.primary is not None and codes[rules.primary] == 0
+        # Some platforms' nodes end with 0 when they are told to stop.
+        if (done and not any(codes)) or (stopped in ("", "peers") and (primary or not any(codes))):
             return "succeeded", "", ""
         if stopped == "cancelled":
             return CANCELLED
         if stopped == "timeout":
-            return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
-        if all(code == 0 or (128 - code if code and code < 0 else code) in rules.restart_on for code in codes):
-            told = next((r["reason"] for r in exits if r["decided"] and r["outcome"] == "preempted"), "")
-            return "failed", "preempted", told or "a node was told to stop"
+            if rules.time_limit == self._max_runtime():
+                return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
+            return "failed", "timeout", f"the limit of {rules.time_limit:.0f} s, less than max_runtime, is used up"
+        told = next((r["reason"] for r in exits if r["decided"] and r["outcome"] == "preempted"), "")
+        if stopped == "preempted":
+            self._again = "preempted"
+            return "failed", "preempted", told or "the platform took its machines back"
+        # A node's exit code, or that of a shell for one that a signal has killed.
+        ends = {n: 128 - code if code < 0 else code for n, code in enumerate(codes) if n not in self._lost}
+        if self._lost and not (rules.restart_on and set(ends.values()) - {0, *rules.restart_on, *KILLED}):
+            self._again = "lost"
+            return "failed", "infra", f"node {min(self._lost)} was lost"
+        if not set(ends.values()) - {0, *rules.restart_on}:
+            self._again = "codes"
+            if told or decided is None or decided["outcome"] != "failed":
+                return "failed", "preempted", told or "a node was told to stop"
         silent = self._silent(nodes, exits)
         record = next((r for r in exits if r["decided"] and r["outcome"] == "failed"), None)
         record = record or next((r for r in exits if r["outcome"] == "failed"), None)
@@ -344,6 +446,10 @@ class Supervisor:
                 if not was_lost(failure) and (not killed or record["category"] == "oom"):
                     return (record["category"], *place)
         return (name,)
+
+    def _max_runtime(self) -> float:
+        """The job's own; a limit of money or GPU hours may be shorter."""
+        return Job.from_dict(self.record["job"]).at(self.record["provider"]).max_runtime
 
     def _newest_checkpoint(self, mounts: _Mounts) -> tuple[str, ...]:
         """The newest of each kind: mirrored, and written to the store by the script itself."""

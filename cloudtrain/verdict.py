@@ -18,6 +18,7 @@ __all__ = [
     "Verdict",
     "attempt_info",
     "attempt_row",
+    "attempts_of",
     "attempts_within",
     "first_line",
     "iso_time",
@@ -174,6 +175,33 @@ def one_line(exc: Exception) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ records
+
+
+def attempts_of(
+    statuses: Mapping[str, Status], natives: Mapping[int, str], exits: Sequence[Record], starts: Sequence[Record]
+) -> list[AttemptInfo]:
+    """Every attempt the platform or a node tells of, oldest first.
+
+    ``statuses`` are by native id, ``natives`` by attempt, ``exits`` and ``starts`` the nodes' records.
+    """
+    before = {str(record["attempt"]): record for record in starts}
+    known = {*before, *(str(record["attempt"]) for record in exits)}
+    infos: dict[str, AttemptInfo] = {}
+    told: set[str] = set()
+    for k, native in sorted(natives.items(), reverse=True):
+        if native in told:  # one native job may hold several attempts
+            continue
+        told.add(native)
+        said = statuses[native]
+        for info in said.attempts or attempts_within(k, said, known):
+            infos.setdefault(info.number, replace(info, native_id=info.native_id or native))
+    after = {str(record["after"]): record for record in before.values() if record.get("after")}
+    for number in {*infos, *known}:
+        native = natives.get(attempt_key(number)[0] if attempt_key(number) else -1, "")
+        info = infos.get(number, AttemptInfo(number=number, native_id=native))
+        records = [r for r in exits if r["attempt"] == number]
+        infos[number] = with_exits(info, records, before=before.get(number, {}), after=after.get(number, {}))
+    return sorted(infos.values(), key=lambda info: attempt_key(info.number))
 
 
 def attempts_within(attempt: int, status: Status, known: Iterable[str]) -> tuple[AttemptInfo, ...]:

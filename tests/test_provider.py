@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from cloudtrain.errors import NotFoundError, SpecError, UnsupportedError
 from cloudtrain.job import Input, Job
+from cloudtrain.options import merge_options
 from cloudtrain.provider import (
     PROTOCOL,
     Layout,
@@ -32,7 +33,6 @@ from cloudtrain.provider import (
     check_inputs,
     context_of,
     find_provider,
-    merge_options,
     provider_names,
 )
 

@@ -24,10 +24,10 @@ from cloudtrain.cli import main
 from cloudtrain.errors import LostContactError, NotFoundError
 from cloudtrain.estimator import Estimator
 from cloudtrain.reconcile import reconcile, reconcile_store
+from cloudtrain.retry import Retry
 from cloudtrain.run import Run
 from cloudtrain.settings import Settings
 from cloudtrain.store import Store
-from cloudtrain.submit import Retry
 
 FAILED = {"state": "failed", "category": "infra", "reason": "the machine burnt"}
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
@@ -297,7 +297,7 @@ def test_a_client_that_dies_leaves_what_the_next_goes_on_from(place: Place, step
 TOGETHER = """
 import os, sys, time
 go = sys.argv.pop(1)
-from cloudtrain.submit import Retry
+from cloudtrain.retry import Retry
 call = Retry.__call__
 def waiting(self, result):
     open(f"{go}.{os.getpid()}", "w").close()

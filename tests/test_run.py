@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from cloudtrain.cli.show import Changes
 from cloudtrain.errors import (
     AuthError,
     CloudtrainError,
@@ -438,7 +439,15 @@ def test_the_result_of_a_failed_run(world: World) -> None:
             }
         ],
         "checkpoint": {"name": "step-120", "step": 120, "committed": "2023-11-14T22:13:15.000Z"},
-        "cost": {"limit_usd": 12.5, "estimate_usd": None, "priced_on": None, "billed_s": None, "saved": None},
+        "cost": {
+            "limit_usd": 12.5,
+            "limit_gpu_hours": None,
+            "estimate_usd": None,
+            "priced_on": None,
+            "gpu_hours": 0.0,
+            "billed_s": None,
+            "saved": None,
+        },
     }
     assert world.run().result() == expected
     kept = world.result()
@@ -844,6 +853,15 @@ def test_wait_tells_lines_and_changes_and_gives_the_result(world: World) -> None
     assert states == ["pending", "running", "succeeded"]
     assert texts(lines) == ["line 1"]
     assert world.result()["state"] == "succeeded"
+
+
+def test_who_wants_every_look_is_told_that_nothing_has_changed(world: World) -> None:
+    world.recorded().attempt(0, PENDING)
+    world.time.at = [(90, lambda: world.platform.jobs.update({"job-0": SUCCEEDED}))]
+    said: list[str] = []
+    world.run().wait(on_status=Changes(said.append, clock=lambda: world.time.now))
+    assert said[0] == "pending"
+    assert [line.partition(" after ")[0] for line in said[1:]] == ["still pending"], said
 
 
 def test_wait_without_a_reader_reads_no_log(world: World) -> None:

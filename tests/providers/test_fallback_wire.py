@@ -1,0 +1,203 @@
+"""From place to place over the wire: regions of AWS, locations of Google Cloud, and from the one cloud to the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain import cli
+from cloudtrain.errors import LostContactError
+from cloudtrain.estimator import Estimator
+from cloudtrain.fallback import Onward
+from cloudtrain.run import Run
+from cloudtrain.settings import Settings
+from cloudtrain.testing.sagemaker import wire as aws_wire
+from cloudtrain.testing.sagemaker.world import SageMakerWorld
+from cloudtrain.testing.vertex import wire as google_wire
+from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
+
+pytestmark = [pytest.mark.remote]
+
+REGIONS, LOCATIONS = ["eu-west-1", "eu-central-1"], ["europe-west4", "us-central1"]
+AWS, GOOGLE = "sagemaker", "vertex"
+
+
+class Clouds:
+    """An account of AWS and a project of Google Cloud, two places each, without a machine in any."""
+
+    def __init__(self, tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.aws = SageMakerWorld(tmp_path / "a", moto=moto, image="team/trainer:1", runs=False)
+        self.google = VertexWorld(tmp_path / "g", image="team/none:1", log_drain=0)
+        for plane in (self.aws.plane, self.google.plane):
+            plane.capacity_seconds = 1e9
+            for name, value in plane.environ().items():
+                monkeypatch.setenv(name, value)
+        self.aws.plane.crowded |= set(REGIONS)
+        self.google.plane.crowded |= set(LOCATIONS)
+        self.google.plane.others.add(LOCATIONS[1])
+        self.google.plane.gcs.make("second-bucket", location="US-CENTRAL1")
+        self.stores = {
+            AWS: [self.aws.store, self.aws.store.replace("/store", "/second")],
+            GOOGLE: [f"gs://{BUCKET}/store", "gs://second-bucket/store"],
+        }
+        self.code = tmp_path / "code"
+        self.code.mkdir()
+        (self.code / "train.py").write_text("print('hello')\n")
+        role = str(self.aws.provider.settings.role)
+        account = str(self.google.provider.settings.service_account)
+        lines = [
+            f"[{AWS}]", f"region = {json.dumps(REGIONS)}", f"store = {json.dumps(self.stores[AWS])}",
+            f"role = '{role}'",
+            f"[{GOOGLE}]", f"location = {json.dumps(LOCATIONS)}", f"store = {json.dumps(self.stores[GOOGLE])}",
+            "project = 'contract'", f"service_account = '{account}'", "log_drain = 0",
+        ]  # fmt: skip
+        (self.code / "cloudtrain.toml").write_text("\n".join(lines))
+        monkeypatch.chdir(self.code)
+
+    def words(self, provider: str, *more: str) -> list[str]:
+        words = ["train.py", "--provider", provider, "--run-id", "r", "--max-runtime", "20m", "--json"]
+        words += ["--on", f"{AWS}.instance_type=ml.m5.xlarge", "--on", f"{GOOGLE}.image={self.google.image}"]
+        return [*words, *more]
+
+    def submit(self, provider: str, *more: str) -> int:
+        return cli.main(["submit", "--detach", *self.words(provider, *more)])
+
+    def attach(self, provider: str) -> Run:
+        return Estimator.attach("r", store=self.stores[provider][0])
+
+    def jobs(self) -> list[str]:
+        """Where jobs are that are not over."""
+        aws = [region for (region, _), job in self.aws.plane.jobs.items() if not job.over]
+        return aws + [name.split("/")[3] for name, job in self.google.plane.jobs.items() if not job.over]
+
+    def long_ago(self, run: Run) -> None:
+        key = "runs/r/attempts/0/submitted.json"
+        noted = json.loads(run.store.files.read(key))
+        run.store.files.write(key, json.dumps({**noted, "time": noted["time"] - 2 * 86400}).encode())
+
+
+@pytest.fixture
+def clouds(tmp_path: Path, s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clouds]:
+    made = Clouds(tmp_path, s3_environment, monkeypatch)
+    yield made
+    made.google.close()
+    made.aws.close()
+
+
+@pytest.mark.parametrize(("provider", "places"), [(AWS, REGIONS), (GOOGLE, LOCATIONS)])
+def test_no_quota_in_one_region_leads_to_the_next(
+    clouds: Clouds, provider: str, places: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (clouds.aws if provider == AWS else clouds.google).plane.capped.add(places[0])
+    assert clouds.submit(provider) == 0
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert clouds.jobs() == [places[1]]
+    assert said["run"] == f"{clouds.stores[provider][1]}/runs/r"
+    assert [(item["place"], item["category"]) for item in said["refusals"]] == [(places[0], "quota")]
+    assert f"{provider} {places[0]}: " in err
+    run = clouds.attach(provider)
+    assert (run.url, run.status().state) == (said["run"], "pending")
+    assert clouds.submit(provider) == 0, "the same command finds it"
+    assert clouds.jobs() == [places[1]]
+    assert json.loads(capsys.readouterr().out)["run"] == said["run"]
+    run.cancel()
+    clouds.attach(provider).wait(timeout=30, poll=0.1)
+    assert clouds.jobs() == []
+
+
+def test_from_one_cloud_to_the_other_when_neither_region_has_quota(
+    clouds: Clouds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clouds.aws.plane.capped |= set(REGIONS)
+    assert clouds.submit(f"{AWS},{GOOGLE}") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["provider"], said["run"]) == (GOOGLE, f"{clouds.stores[GOOGLE][0]}/runs/r")
+    assert [item["place"] for item in said["refusals"]] == REGIONS
+    assert clouds.jobs() == LOCATIONS[:1]
+    assert clouds.attach(AWS).url == said["run"], "who knows the first one only is led there"
+
+
+def test_a_wait_for_machines_that_is_too_long_ends_for_certain_then_the_next_begins(clouds: Clouds) -> None:
+    assert clouds.submit(GOOGLE, "--max-wait", "1h") == 0
+    run = clouds.attach(GOOGLE)
+    clouds.long_ago(run)
+    seen: list[list[str]] = []
+
+    def look(status: Any) -> None:
+        seen.append(clouds.jobs())
+
+    look.every = True  # type: ignore[attr-defined]
+    with pytest.raises(LostContactError):
+        run.wait(timeout=8, poll=0.1, retry=Onward(run), on_status=look)
+    assert max(map(len, seen)) == 1, "never two jobs alive"
+    assert clouds.jobs() == LOCATIONS[1:]
+    (refusal,) = run.result()["refusals"]
+    assert (refusal["place"], refusal["category"]) == (LOCATIONS[0], "capacity")
+
+
+@pytest.mark.parametrize("provider", [AWS, GOOGLE])
+def test_what_a_user_got_wrong_leads_nowhere(clouds: Clouds, provider: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if provider == AWS:
+        role = str(clouds.aws.provider.settings.role)
+        clouds.aws.plane.wire.faults.append(aws_wire.Fault.denied("CreateTrainingJob", "iam:PassRole", role, times=9))
+    else:
+        clouds.google.plane.accounts.clear()
+    assert clouds.submit(f"{AWS},{GOOGLE}" if provider == AWS else GOOGLE) == 3
+    assert "refusals" not in json.loads(capsys.readouterr().out)
+    assert clouds.jobs() == []
+
+
+def test_a_create_whose_answer_is_lost_is_no_second_job_elsewhere(clouds: Clouds) -> None:
+    """Nor when, to the second call, that very job is what has used the quota up."""
+    plane = clouds.google.plane
+    plane.wire.faults.append(google_wire.Fault("POST customJobs", done=True))
+    assert clouds.submit(GOOGLE) == 0
+    plane.capped.add(LOCATIONS[0])
+    assert clouds.submit(GOOGLE) == 0
+    assert clouds.jobs() == LOCATIONS[:1]
+    assert clouds.attach(GOOGLE).url.startswith(clouds.stores[GOOGLE][0])
+
+
+def test_where_nobody_has_quota_every_reason_is_told_in_its_line(
+    clouds: Clouds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clouds.aws.plane.capped |= set(REGIONS)
+    clouds.google.plane.capped |= set(LOCATIONS)
+    assert clouds.submit(f"{AWS},{GOOGLE}") == 4
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert [item["place"] for item in said["refusals"]] == [*REGIONS, *LOCATIONS]
+    assert all(any(line.startswith(f"{cloud} {place}") for line in err.splitlines())
+               for cloud, names in ((AWS, REGIONS), (GOOGLE, LOCATIONS)) for place in names)  # fmt: skip
+    assert clouds.jobs() == []
+
+
+def test_a_plan_has_every_place_and_needs_no_network(clouds: Clouds, capsys: pytest.CaptureFixture[str]) -> None:
+    before = [*clouds.aws.plane.wire.calls], [*clouds.google.plane.wire.calls]
+    texts = []
+    for _ in range(2):
+        assert cli.main(["plan", *clouds.words(f"{AWS},{GOOGLE}")]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    plans = [json.loads(texts[0]), *json.loads(texts[0])["fallbacks"]]
+    assert [plan["run"] for plan in plans] == [
+        f"{store}/runs/r" for store in clouds.stores[AWS] + clouds.stores[GOOGLE]
+    ]
+    assert [plan["settings"].get("region") or plan["settings"]["location"] for plan in plans] == REGIONS + LOCATIONS
+    assert before == ([*clouds.aws.plane.wire.calls], [*clouds.google.plane.wire.calls])
+    (clouds.code.parent / "plan.json").write_text(texts[0])
+    clouds.aws.plane.capped |= set(REGIONS)
+    assert cli.main(["submit", "--plan", str(clouds.code.parent / "plan.json"), "--detach", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["provider"] == GOOGLE
+    assert clouds.jobs() == LOCATIONS[:1]
+
+
+def test_one_store_for_two_regions_is_refused_by_name(clouds: Clouds, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *clouds.words(AWS), "--store", clouds.stores[AWS][0]]) == 2
+    assert "sagemaker.region: names 2 places, and there is one store" in json.loads(capsys.readouterr().out)["error"]
+    assert Settings.load(provider=AWS).candidates()[1].store == clouds.stores[AWS][1]

@@ -1,0 +1,767 @@
+"""From place to place for want of machines: in order, never two jobs alive, by any number of clients that die anywhere.
+
+On a platform that is a folder (`foldercloud`), so that a trial takes milliseconds; `providers/test_fallback_wire.py`
+has the clouds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import foldercloud
+import pytest
+import tomli_w
+from foldercloud import NAME, Provider
+
+from cloudtrain import cli, moves, pyz, retry
+from cloudtrain.cli.watch import Watch
+from cloudtrain.errors import (
+    AuthError,
+    CapacityError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    QuotaError,
+    SpecError,
+    StorageError,
+)
+from cloudtrain.estimator import Estimator
+from cloudtrain.fallback import Onward
+from cloudtrain.provider import Layout
+from cloudtrain.reconcile import reconcile
+from cloudtrain.run import Run
+from cloudtrain.settings import Settings
+from cloudtrain.store import Store
+from cloudtrain.transfer import LocalFiles
+
+TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
+SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
+NONE = {"state": "failed", "category": "capacity", "reason": "no machines came"}
+LATER = "runs/r/attempts/0/submitted.json"
+
+
+class Places:
+    """Several places of the platform, each with a store, and clients of them."""
+
+    def __init__(self, folder: Path, count: int = 2) -> None:
+        self.folder = folder
+        self.code = folder / "code"
+        self.code.mkdir(parents=True)
+        (self.code / "train.py").write_text("print('hello')\n")
+        self.clouds = [Provider(folder=str(folder / f"cloud-{n}")) for n in range(count)]
+        self.stores = [Store(str(folder / f"store-{n}")) for n in range(count)]
+        for cloud in self.clouds:
+            Path(cloud.settings.folder).mkdir()
+
+    def estimator(self, **fields: Any) -> Estimator:
+        return Estimator(
+            entry_point="train.py", source_dir=self.code, provider=NAME, store=[store.url for store in self.stores],
+            settings={"folder": [cloud.settings.folder for cloud in self.clouds]}, **{"max_runtime": 600, **fields},
+        )  # fmt: skip
+
+    def submit(self, **fields: Any) -> Run:
+        return self.estimator(**fields).fit(wait=False, run_id="r")
+
+    def attach(self, place: int = 0) -> Run:
+        return Estimator.attach(f"{self.stores[place].url}/runs/r")
+
+    def reconcile(self) -> list[dict[str, Any]]:
+        url = self.stores[0].url
+        return reconcile(f"{url}/runs/r", settings=Settings(), cwd=self.folder, environ={})
+
+    def jobs(self) -> list[list[str]]:
+        return [cloud.jobs() for cloud in self.clouds]
+
+    def alive(self) -> list[int]:
+        return [place for place, cloud in enumerate(self.clouds) for _ in cloud.alive()]
+
+    def long_ago(self, place: int = 0) -> None:
+        """As if the job there had been submitted two days before."""
+        files = self.stores[place].files
+        noted = json.loads(files.read(LATER))
+        files.write(LATER, json.dumps({**noted, "time": noted["time"] - 2 * 86400}).encode())
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    foldercloud.install(tmp_path / "site")
+    (tmp_path / "site/foldercloud.py").unlink()  # the module is that of this process
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def places(tmp_path: Path, installed: None) -> Places:
+    return Places(tmp_path / "places")
+
+
+# ---------------------------------------------------------------------------------------------------- what is moved for
+
+
+def test_the_first_that_has_machines_gets_the_job_and_the_others_get_nothing(places: Places) -> None:
+    run = places.submit()
+    assert places.jobs() == [["r.0"], []]
+    assert run.url == f"{places.stores[0].url}/runs/r"
+    assert not (places.folder / "store-1").exists()
+    assert "refusals" not in run.result()
+
+
+def test_who_watches_goes_along(places: Places) -> None:
+    """Until the run has ended in the place that it has come to, whose files are shown."""
+    run, pictures = places.submit(), list[Any]()
+
+    def seen(picture: Any) -> None:
+        pictures.append(picture)
+        if len(pictures) == 1:
+            places.clouds[0].stand("r.0", state="failed", category="capacity")
+            places.reconcile()
+            places.clouds[1].stand("r.0", state="running")
+            places.stores[1].files.write("runs/r/live/metrics/0.0-node-0.jsonl", b'{"step": 1, "loss": 2.0}\n')
+        elif picture.status.state == "running" and picture.measured.step == 1:
+            places.clouds[1].stand("r.0", state="succeeded")
+
+    now = [0.0]
+    last = Watch(run, clock=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s), on_picture=seen).watch()
+    assert last.result is not None
+    assert (last.result["state"], last.result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
+
+
+@pytest.mark.parametrize("category", ["quota", "capacity"])
+def test_a_refusal_at_create_leads_to_the_next_place(places: Places, category: str) -> None:
+    places.clouds[0].refuse(category, "the quota of X is 0")
+    run = places.submit()
+    assert places.jobs() == [[], ["r.0"]]
+    assert run.url == f"{places.stores[1].url}/runs/r"
+    (refusal,) = run.result()["refusals"]
+    assert refusal == {
+        "run": f"{places.stores[0].url}/runs/r", "provider": NAME, "place": places.clouds[0].settings.folder,
+        "gpu": None, "category": category, "reason": "the quota of X is 0",
+    }  # fmt: skip
+    places.clouds[1].stand("r.0", state="succeeded")
+    result = run.wait(retry=Onward(run))
+    assert (result["state"], result["refusals"]) == ("succeeded", [refusal])
+    left = places.stores[0].result("r")
+    assert left is not None
+    assert (left["state"], left["category"]) == ("failed", category)
+    assert run.url in left["reason"]
+
+
+def test_what_waits_for_machines_too_long_is_cancelled_for_certain_and_goes_on(places: Places) -> None:
+    run = places.submit(max_wait=3600)
+    assert Onward(run)(run.result()) is False
+    places.long_ago()
+    said: list[str] = []
+    run = places.attach()
+    result = run.reconcile(retry=Onward(run, said.append))
+    assert (result["state"], result["run"]) == ("pending", f"{places.stores[1].url}/runs/r")
+    assert [cloud.status("r.0").state for cloud in places.clouds] == ["cancelled", "pending"]
+    assert [item["reason"] for item in result["refusals"]] == ["no machines within max_wait (1h)"]
+    assert any("no machines within max_wait (1h); going on to" in text for text in said)
+
+
+def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Places) -> None:
+    places.submit()
+    run = places.attach()
+    places.clouds[0].stand("r.0", **NONE)
+    started = threading.Thread(target=lambda: places.clouds[1].stand("r.0", state="succeeded"))
+
+    def looked(status: Any) -> None:
+        if places.clouds[1].jobs() and not started.ident:
+            started.start()
+
+    looked.every = True  # type: ignore[attr-defined]
+    result = run.wait(retry=Onward(run), on_status=looked, on_line=lambda line: None)
+    started.join()
+    assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
+
+
+@pytest.mark.parametrize("category", ["user_error", "infra", "preempted", "timeout", "auth", "image", "oom"])
+def test_nothing_else_leads_on(places: Places, category: str) -> None:
+    run = places.submit()
+    places.clouds[0].stand("r.0", **NONE | {"category": category})
+    assert run.wait(retry=Onward(run))["category"] == category
+    assert places.jobs() == [["r.0"], []]
+    assert moves.next_of(places.stores[0], "r") is None
+
+
+def test_a_request_that_is_wrong_leads_nowhere(places: Places) -> None:
+    places.clouds[0].refuse("user_error", "the role is wrong")
+    with pytest.raises(SpecError, match="the role is wrong"):
+        places.submit()
+    assert places.jobs() == [[], []]
+
+
+@pytest.mark.parametrize("trace", ["live/attempts/0.0.json", "live/exit/0.0-node-0.json"])
+def test_a_run_that_has_run_stays_where_its_checkpoints_are(places: Places, trace: str) -> None:
+    run = places.submit()
+    record = {"attempt": "0.0", "node": 0, "started": 1.0, "ended": 2.0, "outcome": "preempted"}
+    places.stores[0].files.write(f"runs/r/{trace}", json.dumps(record).encode())
+    places.clouds[0].stand("r.0", **NONE)
+    assert run.wait(retry=Onward(run))["category"] == "capacity"
+    assert places.jobs() == [["r.0"], []]
+
+
+def test_what_the_platform_says_has_had_machines_stays(places: Places) -> None:
+    run = places.submit(retries=0)
+    places.clouds[0].stand("r.0", **NONE, started=1.0, finished=2.0)
+    assert run.wait(retry=Onward(run))["category"] == "capacity"
+    assert places.jobs() == [["r.0"], []]
+
+
+def test_a_want_of_machines_of_which_no_attempt_tells_leads_on(places: Places) -> None:
+    run = places.submit()
+    row = {"number": "0.0", "category": "preempted", "reason": "it was taken"}
+    places.clouds[0].stand("r.0", **NONE, attempts=[row])
+    assert [item["reason"] for item in run.reconcile(retry=Onward(run))["refusals"]] == ["no machines came"]
+    assert places.alive() == [1]
+
+
+def test_retries_are_not_spent_where_there_are_no_machines(places: Places) -> None:
+    places.clouds[0].refuse("capacity", "none")
+    assert len(places.submit(retries=3).result()["refusals"]) == 1
+    assert places.alive() == [1]
+
+
+def accepted_but(monkeypatch: pytest.MonkeyPatch, error: CloudtrainError) -> None:
+    """From now on a job is created, and then ``error`` comes in place of the answer."""
+    call = Provider.submit
+
+    def submit(self: Provider, request: Any, secrets: Any = None) -> str:
+        call(self, request, secrets)
+        raise error
+
+    monkeypatch.setattr(Provider, "submit", submit)
+
+
+def test_a_create_that_may_have_come_leads_nowhere(places: Places) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        accepted_but(patch, LostContactError("no answer", passing=False))
+        with pytest.raises(LostContactError):
+            places.submit()
+    assert places.submit().url.startswith(places.stores[0].url)
+    assert places.jobs() == [["r.0"], []]
+
+
+def test_a_refusal_of_what_lives_all_the_same_leads_nowhere(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer was lost on its way, and to the second call that very job is what uses the quota up."""
+    accepted_but(monkeypatch, QuotaError("the quota is used up"))
+    run = places.submit()
+    assert run.status().state == "pending"
+    assert places.jobs() == [["r.0"], []]
+
+
+def test_where_nobody_has_machines_all_reasons_are_told(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, cloud in enumerate(places.clouds):
+        cloud.refuse("quota" if number else "capacity", f"nothing in {number}")
+    with pytest.raises(QuotaError) as caught:
+        places.submit()
+    assert "nothing in 1" in str(caught.value)
+    assert "nothing in 0" in str(caught.value)
+    assert [item["category"] for item in caught.value.refusals] == ["capacity", "quota"]
+    places.clouds[1].refuse()  # the same command again: there is room by now
+    assert places.submit().url.startswith(places.stores[1].url)
+    assert places.jobs() == [[], ["r.0"]]
+
+
+def test_gpus_first_then_places(places: Places) -> None:
+    for choice in range(2):
+        places.clouds[0].refuse("quota", f"no GPU {choice}", choice=choice)
+    places.clouds[1].refuse("capacity", "none here", choice=0)
+    run = places.submit(gpu=["H100:8", "A100:8"])
+    assert [(item["gpu"], item["reason"]) for item in run.result()["refusals"]] == [
+        ("H100:8", "no GPU 0"),
+        ("A100:8", "no GPU 1"),
+        ("H100:8", "none here"),
+    ]
+    assert places.jobs() == [[], ["r.1"]]
+    again = places.submit(gpu=["H100:8", "A100:8"])
+    assert (again.url, places.jobs()) == (run.url, [[], ["r.1"]])
+
+
+def test_one_place_whose_first_gpu_is_refused_gets_the_second(tmp_path: Path, installed: None) -> None:
+    places = Places(tmp_path / "one", count=1)
+    places.clouds[0].refuse("quota", "no H100")
+    run = places.submit(gpu=["H100:8", "A100:8"])
+    assert places.jobs() == [["r.1"]]
+    assert [item["gpu"] for item in run.result()["refusals"]] == ["H100:8"]
+
+
+def test_where_every_gpu_was_refused_the_same_command_asks_again(tmp_path: Path, installed: None) -> None:
+    places = Places(tmp_path / "one", count=1)
+    places.clouds[0].refuse("quota", "no H100")
+    places.clouds[0].refuse("capacity", "no A100 either", choice=1)
+    for _ in range(2):
+        with pytest.raises(CapacityError, match=r"no A100 either .before that, .*no H100"):
+            places.submit(gpu=["H100:8", "A100:8"])
+    places.clouds[0].refuse(choice=1)  # there is room by now
+    places.submit(gpu=["H100:8", "A100:8"])
+    assert places.jobs() == [["r.1"]]
+
+
+def test_the_id_of_a_run_to_resume_from_means_one_of_the_first_place_s_store(places: Places) -> None:
+    (places.folder / "store-0/runs/old/live/checkpoints").mkdir(parents=True)
+    places.clouds[0].refuse("quota", "no more")
+    run = places.submit(resume_from="old")
+    assert run.record["layout"]["resume"] == f"{places.stores[0].url}/runs/old/live/checkpoints"
+    assert places.alive() == [1]
+    assert places.submit(resume_from="old").url == run.url
+
+
+def test_a_gpu_that_the_provider_cannot_plan_follows_no_other(
+    tmp_path: Path, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, plan = Places(tmp_path / "one", count=1), Provider.plan
+
+    def planned(self: Provider, job: Any, layout: Layout, attempt: int = 0, choice: int = 0) -> Any:
+        if choice:
+            raise SpecError("there is no such GPU here")
+        return plan(self, job, layout, attempt, choice)
+
+    monkeypatch.setattr(Provider, "plan", planned)
+    places.clouds[0].refuse("quota", "no H100")
+    for _ in range(2):  # the same command says the same
+        with pytest.raises(QuotaError, match="no H100"):
+            places.submit(gpu=["H100:8", "A100:8"])
+
+
+def silent_to(monkeypatch: pytest.MonkeyPatch, native: str) -> None:
+    """From now on the platform does not answer who would create that job."""
+    call = Provider.submit
+
+    def submit(self: Provider, request: Any, secrets: Any = None) -> str:
+        if request.body["job"] == native:
+            raise LostContactError("no answer")
+        return call(self, request, secrets)
+
+    monkeypatch.setattr(Provider, "submit", submit)
+
+
+def test_a_further_gpu_that_was_recorded_and_not_sent_is_sent_by_the_same_command(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.clouds[0].refuse("quota", "no H100")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retry, "patiently", lambda call: call())
+        silent_to(patch, "r.1")
+        with pytest.raises(LostContactError, match="no answer"):
+            places.submit(gpu=["H100:8", "A100:8"])
+    assert places.stores[0].attempts("r") == [0, 1]
+    places.submit(gpu=["H100:8", "A100:8"])
+    assert places.jobs() == [["r.1"], []]
+
+
+def test_who_waits_sends_a_further_gpu_whose_client_died(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    places.clouds[0].refuse("quota", "no H100")
+    send = Onward.send
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retry, "patiently", lambda call: call())
+        silent_to(patch, "r.1")
+        with pytest.raises(LostContactError):
+            places.submit(gpu=["H100:8", "A100:8"])
+    monkeypatch.setattr(Onward, "send", lambda self, number: None)  # another client is about to
+    run = places.attach()
+    waits = Onward(run)
+    monkeypatch.setattr(Onward, "send", send)
+    monkeypatch.setattr(retry, "UNSENT_SECONDS", 0.0)
+    result = run.wait(retry=waits, on_status=lambda status: [
+        places.clouds[0].stand("r.1", state="succeeded") for _ in places.jobs()[0]
+    ], timeout=20)  # fmt: skip
+    assert (result["state"], places.jobs()) == ("succeeded", [["r.1"], []])
+
+
+def test_a_refusal_that_cannot_be_noted_is_what_submit_says(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    places.clouds[0].refuse("quota", "no H100")
+
+    def full(*args: Any, **fields: Any) -> None:
+        raise StorageError("the disk is full")
+
+    monkeypatch.setattr(Store, "write_refused", full)
+    with pytest.raises(QuotaError, match="no H100"):
+        places.submit(gpu=["H100:8", "A100:8"])
+    assert places.jobs() == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------------------ who leads
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["doctor", f"{NAME},local"], ""),
+        (["rehearse", "train.py", "--provider", f"{NAME},local", "--local-store", "s3://no/folder"], "local_store"),
+    ],
+)
+def test_what_looks_at_the_first_place_alone_says_so(
+    places: Places, argv: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = {"folder": [cloud.settings.folder for cloud in places.clouds], "store": [s.url for s in places.stores]}
+    (places.code / "cloudtrain.toml").write_text(tomli_w.dumps({NAME: table}))
+    monkeypatch.chdir(places.code)
+    code = cli.main(argv)
+    err = capsys.readouterr().err
+    assert (code, error in err) == (2 if error else 0, True), err
+    (first, second), others = table["folder"], [line for line in err.splitlines() if "not looked at" in line]
+    assert others == [f"this is the first of 3 places, {NAME} {first}; not looked at: {NAME} {second}, local"]
+    assert cli.main(["doctor", "local"]) in (0, 2)
+    assert "not looked at" not in capsys.readouterr().err
+
+
+def test_any_handle_and_id_leads_to_the_newest(places: Places) -> None:
+    early = places.submit()
+    places.clouds[0].stand("r.0", **NONE)
+    assert places.reconcile()[0]["run"] == f"{places.stores[1].url}/runs/r"
+    assert early.status().state == "pending"
+    assert early.url == places.attach().url == f"{places.stores[1].url}/runs/r"
+    assert places.attach(1).result()["refusals"][0]["category"] == "capacity"
+    early.cancel()
+    assert places.alive() == []
+    assert places.attach().result()["state"] == "cancelled"
+
+
+def test_a_cancel_forbids_the_next_place(places: Places) -> None:
+    run = places.submit(max_wait=3600)
+    places.clouds[0].stand("r.0", **NONE)
+    run.cancel()
+    assert run.wait(retry=Onward(run))["category"] == "capacity"
+    assert places.jobs() == [["r.0"], []]
+
+
+def died_on_the_way(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is left for the second place, and whoever did that has gone before anything began there."""
+
+    def dies(*args: Any) -> None:
+        raise Died
+
+    places.submit()
+    places.clouds[0].stand("r.0", **NONE)
+    run = places.attach()
+    onward = Onward(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "create_attempt", dies)
+        with pytest.raises(Died):
+            run.reconcile(retry=onward)
+    assert moves.next_of(places.stores[0], "r") is not None
+
+
+def test_a_cancel_that_whoever_moved_it_did_not_pass_on_counts(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    died_on_the_way(places, monkeypatch)
+    places.stores[0].cancel("r")
+    assert places.reconcile()[0]["state"] == "cancelled"
+    assert places.jobs() == [["r.0"], []]
+    left = places.stores[0].result("r")
+    assert left is not None, "the store that was left is looked at for ever"
+    assert left["state"] == "failed"
+
+
+def test_who_may_only_read_is_told_how_a_run_stands_that_was_moved(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = places.submit()
+    places.clouds[0].stand("r.0", **NONE)
+    run.reconcile(retry=Onward(run))
+    places.stores[0].files.remove("runs/r/result.json")
+
+    def denied(*args: Any, **options: Any) -> None:
+        raise AuthError("you may not write here")
+
+    for name in ("write", "create", "upload"):
+        monkeypatch.setattr(LocalFiles, name, denied)
+    assert places.attach().status().state == "pending"
+
+
+def test_without_the_code_whoever_attaches_brings_it_over(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = places.folder / "data.csv"
+    data.write_text("1,2\n")
+    foldercloud.Provider.schemes = frozenset({"gs"})  # type: ignore[misc]
+    try:
+        places.submit(inputs={"train": str(data)})
+        data.unlink()
+        (places.code / "train.py").unlink()
+        announced: list[str] = []
+        exists = LocalFiles.exists
+
+        def looked(self: LocalFiles, key: str) -> bool:
+            if key.startswith("data/manifests/"):
+                announced.extend(places.stores[1].files.names("staging"))
+            return exists(self, key)
+
+        monkeypatch.setattr(LocalFiles, "exists", looked)
+        places.clouds[0].stand("r.0", **NONE)
+        assert places.reconcile()[0]["error"] is None
+    finally:
+        foldercloud.Provider.schemes = frozenset({"file"})  # type: ignore[misc]
+    assert announced, "who deletes does not know that the data is needed"
+    assert places.stores[1].files.names("staging") == []
+    assert places.jobs() == [["r.0"], ["r.0"]]
+    trees = [{key: store.files.read(key) for key in store.files.list(part)} for part in ("code", "data", "runtime")
+             for store in places.stores]  # fmt: skip
+    assert all(trees)
+    assert trees[0::2] == trees[1::2]
+    request = places.stores[1].attempt_request("r", 0)
+    assert request is not None
+    assert places.stores[1].context(Layout.from_dict(places.stores[1].run("r")["layout"])) == request.context
+
+
+def test_the_id_of_a_run_with_other_places_is_not_given_away(places: Places) -> None:
+    places.submit()
+    places.clouds, places.stores = places.clouds[:1], places.stores[:1]
+    with pytest.raises(ConflictError):
+        places.submit()
+
+
+def test_who_waits_too_goes_along_when_another_client_moves_the_run(places: Places) -> None:
+    places.submit()
+    waiting, other = places.attach(), places.attach()
+
+    def looked(status: Any) -> None:
+        if not places.clouds[1].jobs():
+            places.clouds[0].stand("r.0", **NONE)
+            other.reconcile(retry=Onward(other))
+        else:
+            places.clouds[1].stand("r.0", state="succeeded")
+
+    looked.every = True  # type: ignore[attr-defined]
+    result = waiting.wait(retry=Onward(waiting), on_status=looked, timeout=20)
+    assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
+
+
+def test_each_place_has_a_max_wait_of_its_own(places: Places) -> None:
+    """As one client sees it that waits all along."""
+    places.submit(max_wait=3600)
+    places.long_ago()
+    now = [time.time()]
+    run = Run(
+        store=places.stores[0], run_id="r", clock=lambda: now[0],
+        sleep=lambda seconds: now.__setitem__(0, now[0] + max(seconds, 1)),
+    )  # fmt: skip
+    with pytest.raises(LostContactError, match="has not ended in the time given"):
+        run.wait(retry=Onward(run), poll=30, timeout=600)
+    assert places.alive() == [1]
+    assert [store.expired("r", 0) is not None for store in places.stores] == [True, False]
+
+
+def test_a_place_s_provider_is_made_of_what_is_set_for_that_place(tmp_path: Path) -> None:
+    def settings(provider: str, store: list[str], **overrides: Any) -> Settings:
+        given = {key.replace("__", "."): value for key, value in overrides.items()}
+        return Settings.load(overrides=given, environ={}, cwd=tmp_path, provider=provider, store=store)
+
+    role = "arn:aws:iam::111122223333:role/training"
+    two = settings("sagemaker,vertex", ["s3://a/x"], sagemaker__role=role).places()[0]
+    record = {"provider": "vertex", "settings": {"project": "p", "location": "us-central1"}, "run": "gs://b/x/runs/r"}
+    assert two.provider_of(record).settings.location == "us-central1"  # type: ignore[attr-defined]
+    regions = settings(
+        "sagemaker", ["s3://a/x", "s3://b/x"], region=["us-east-1", "eu-west-1"], profile=["us", "eu"]
+    )  # fmt: skip
+    record = {"provider": "sagemaker", "settings": {"region": "eu-west-1"}, "run": "s3://b/x/runs/r"}
+    for own in (regions, *regions.candidates()):
+        assert own.provider_of(record).settings.profile == "eu"  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------------------------- clients that die, and many at once
+
+
+class Died(BaseException):
+    """A client's end: nothing that it would still do is done."""
+
+
+#: What changes anything, in a store or on the platform.
+EFFECTS: tuple[tuple[Any, str], ...] = (
+    *((LocalFiles, name) for name in ("write", "create", "upload", "remove", "discard")),
+    *((Provider, name) for name in ("submit", "find", "cancel")),
+)
+
+
+class Boundaries:
+    """Counts the effects of the thread that made it, and calls ``at`` before, or after, the one numbered ``when``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen, self.when, self.after, self.at = 0, -1, False, lambda: None
+        self.thread, self.inside = threading.get_ident(), False
+        for owner, name in EFFECTS:
+            monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name)))
+
+    def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self.thread or self.inside:
+                return call(*args, **kwargs)
+            self.inside = True
+            try:
+                if self.dead:
+                    raise Died
+                number, self.seen = self.seen, self.seen + 1
+                if number == self.when and not self.after:
+                    self.at()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    if number == self.when and self.after:
+                        self.at()
+            finally:
+                self.inside = False
+
+        return wrapped
+
+    dead = False
+
+    def die(self) -> None:
+        self.dead = True
+        raise Died
+
+    def begin(self, when: int = -1, *, after: bool = False, at: Callable[[], None] | None = None) -> None:
+        self.seen, self.when, self.after, self.dead = 0, when, after, False
+        self.at = at or self.die
+
+
+def again(places: Places, how: str) -> None:
+    """What the next client does; a run whose first attempt was never recorded only the same command starts."""
+    if how == "submit" or not places.stores[0].attempts("r"):
+        run = places.submit()
+        run.reconcile(retry=Onward(run))
+    elif how == "attach":
+        run = places.attach()
+        run.reconcile(retry=Onward(run))
+    else:
+        assert places.reconcile()[0]["error"] is None
+
+
+def move(places: Places, kind: str) -> None:
+    """A move from the first place to the second one, as a client makes it."""
+    if kind == "refused":
+        places.submit()
+    else:
+        run = places.attach()
+        run.reconcile(retry=Onward(run))
+
+
+def begun(folder: Path, kind: str) -> Places:
+    """The first place has no machines: it refuses, or has taken a job and lets it wait for too long."""
+    places = Places(folder)
+    if kind == "refused":
+        places.clouds[0].refuse("quota", "no more")
+    else:
+        places.submit(max_wait=3600)
+        places.long_ago()
+    return places
+
+
+def one_job(places: Places) -> None:
+    """Exactly one job alive, in the second place; then one result, whoever asks."""
+    assert places.alive() == [1]
+    assert places.clouds[1].jobs() == ["r.0"]
+    places.clouds[1].stand("r.0", state="succeeded")
+    for place in range(2):
+        run = places.attach(place)
+        result = run.reconcile(retry=Onward(run))
+        assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
+        assert [item["category"] for item in result["refusals"]] == [places_category(places)]
+    left = places.stores[0].result("r")
+    assert left is not None
+    assert left["state"] == "failed"
+    assert not any("/sending/" in key for store in places.stores for key in store.files.list("runs"))
+
+
+def places_category(places: Places) -> str:
+    return "capacity" if places.clouds[0].jobs() else "quota"
+
+
+@pytest.fixture
+def boundaries(installed: None, monkeypatch: pytest.MonkeyPatch) -> Boundaries:
+    monkeypatch.setattr(moves, "IN_FLIGHT", 0.0)
+    monkeypatch.setattr(moves, "_PAUSE", 0.005)
+    monkeypatch.setattr(pyz, "build", cache(pyz.build))  # what it takes is no part of this
+    return Boundaries(monkeypatch)
+
+
+def cases(boundaries: Boundaries, folder: Path, kind: str, most: int) -> Iterator[tuple[int, bool, str, Path]]:
+    """(number of the effect, after it, what the next client does, an empty folder): all, or some by the seed."""
+    places = begun(folder / "counted", kind)
+    boundaries.begin()
+    move(places, kind)
+    count = boundaries.seen
+    one_job(places)
+    found = [(number, after, how) for number in range(count) for after in (False, True)
+             for how in ("submit", "attach", "reconcile")]  # fmt: skip
+    found = found if most >= len(found) else random.Random(f"{kind} {SEED}").sample(found, most)
+    for number, (when, after, how) in enumerate(found):
+        if kind == "refused" or how != "submit":
+            yield when, after, how, folder / str(number)
+
+
+def deaths(boundaries: Boundaries, folder: Path, kind: str, most: int) -> None:
+    for when, after, how, place in cases(boundaries, folder, kind, most):
+        boundaries.begin()
+        places = begun(place, kind)
+        boundaries.begin(when, after=after)
+        with pytest.raises(Died):
+            move(places, kind)
+        boundaries.begin()
+        again(places, how)
+        again(places, how)
+
+        one_job(places)
+
+
+KINDS = ["refused", "waited"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_that_dies_on_the_way_leaves_what_the_next_goes_on_from(
+    boundaries: Boundaries, tmp_path: Path, kind: str
+) -> None:
+    deaths(boundaries, tmp_path / "deaths", kind, 10)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_client_that_dies_anywhere_on_the_way_leaves_what_the_next_goes_on_from(
+    boundaries: Boundaries, tmp_path: Path, kind: str
+) -> None:
+    deaths(boundaries, tmp_path / "deaths", kind, max(40, TRIALS // 5))
+
+
+def meetings(boundaries: Boundaries, folder: Path, kind: str, most: int, *, stalls: bool) -> None:
+    """Another client does the same meanwhile: as far as it gets without the first one, which then goes on.
+
+    ``stalls``: the first one stands still for so long that the other takes it for dead.
+    """
+    for when, after, how, place in cases(boundaries, folder, kind, most):
+        boundaries.begin()
+        places = begun(place, kind)
+        others: list[threading.Thread] = []
+        errors: list[BaseException] = []
+
+        def other(how: str = how, places: Places = places, errors: list[BaseException] = errors) -> None:
+            try:
+                again(places, how)
+            except CloudtrainError as exc:
+                errors.append(exc)
+
+        def meet(other: Callable[[], None] = other, others: list[threading.Thread] = others) -> None:
+            others.append(threading.Thread(target=other))
+            others[0].start()
+            others[0].join(None if stalls else 0.4)
+
+        boundaries.begin(when, after=after, at=meet)
+        move(places, kind)
+        for thread in others:
+            thread.join()
+        assert not errors
+        one_job(places)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stalls", [False, True], ids=["meets", "stalls"])
+@pytest.mark.parametrize("count", [5, pytest.param(max(40, TRIALS // 5), marks=pytest.mark.proof, id="many")])
+def test_two_clients_at_once_start_one_job(
+    boundaries: Boundaries, tmp_path: Path, kind: str, stalls: bool, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moves, "LEASE", 0.02 if stalls else 60.0)
+    meetings(boundaries, tmp_path / "meetings", kind, count, stalls=stalls)

@@ -1,0 +1,173 @@
+"""A client that waits in a pipeline: signals, a length of its own, credentials that expire, the same step again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from foldercloud import NAME, Provider, install
+
+SUBMIT = ("submit", "train.py", "--provider", NAME, "--run-id", "r", "--max-runtime", "1h")
+
+
+class Place:
+    """A folder with a script, and the platform that is a folder."""
+
+    def __init__(self, tmp: Path) -> None:
+        install(tmp / "site")
+        self.code = tmp / "code"
+        self.code.mkdir()
+        (self.code / "train.py").write_text("print('hello')")
+        (tmp / "jobs").mkdir()
+        self.platform = Provider(folder=str(tmp / "jobs"))
+        self.slow = tmp / "jobs" / ".slow"
+        self.asked_slowly = tmp / "jobs" / ".asked-slowly"
+        self.environ = {
+            **os.environ, "PYTHONPATH": str(tmp / "site"), f"CLOUDTRAIN_{NAME.upper()}_FOLDER": str(tmp / "jobs")
+        }  # fmt: skip
+
+    @contextmanager
+    def client(self, *words: str, until: str = "pending") -> Iterator[subprocess.Popen[str]]:
+        """A client that has said ``until``; killed at the end, should it still be there."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cloudtrain", *words, "--json"],
+            cwd=self.code, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            # A shell starts what it puts in the background with SIGINT ignored, and this suite may be among that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )  # fmt: skip
+        try:
+            assert process.stderr is not None
+            assert any(text.startswith(until) for text in process.stderr)
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    def done(self, *words: str) -> tuple[int, dict[str, object], str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "cloudtrain", *words, "--json"],
+            cwd=self.code, env=self.environ, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        return done.returncode, json.loads(done.stdout), done.stderr
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, object], str]:
+    out, err = process.communicate(timeout=30)
+    return process.returncode, json.loads(out), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_the_run_alone_and_says_how_to_come_back(place: Place, number: signal.Signals) -> None:
+    with place.client(*SUBMIT) as process:
+        process.send_signal(number)
+        code, said, err = ended(process)
+    assert (code, said["exit_code"], said["run_id"]) == (7, 7, "r")
+    assert "the run goes on" in str(said["error"])
+    assert "next: cloudtrain wait r" in err
+    assert place.platform.status("r.0").state == "pending"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_may_mean_that_the_run_is_to_stop(place: Place, number: signal.Signals) -> None:
+    with place.client(*SUBMIT, "--on-signal", "cancel") as process:
+        process.send_signal(number)
+        sent = time.monotonic()
+        while place.platform.status("r.0").state != "cancelled":
+            assert time.monotonic() - sent < 5, "the job was not cancelled within 5 s"
+            time.sleep(0.01)
+        code, said, err = ended(process)
+    assert (code, said["exit_code"], said["state"]) == (5, 5, "cancelled"), err
+
+
+def test_a_runner_that_sends_one_signal_after_the_other_gets_its_cancel(place: Place) -> None:
+    """GitHub: SIGINT, then SIGTERM; a slow platform is asked all the same."""
+    with place.client(*SUBMIT, "--on-signal", "cancel") as process:
+        place.asked_slowly.touch()
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+            time.sleep(0.05)
+        place.asked_slowly.unlink()
+        code, said, err = ended(process)
+    assert (code, said["exit_code"]) == (5, 5), err
+    assert place.platform.status("r.0").state == "cancelled"
+
+
+def test_a_client_that_only_waits_takes_the_same_word(place: Place) -> None:
+    assert place.done(*SUBMIT, "--detach")[0] == 0
+    with place.client("wait", "r") as process:
+        process.terminate()
+        assert ended(process)[0] == 7
+    assert place.platform.status("r.0").state == "pending"
+    with place.client("wait", "r", "--on-signal", "cancel") as process:
+        process.terminate()
+        assert ended(process)[0] == 5
+    assert place.platform.status("r.0").state == "cancelled"
+
+
+@pytest.mark.parametrize("word", ["cancel", "detach"])
+def test_a_signal_while_the_platform_is_taking_the_job(place: Place, word: str) -> None:
+    place.slow.touch()
+    with place.client(*SUBMIT, "--on-signal", word, until="submitting") as process:
+        while not place.platform.jobs():
+            time.sleep(0.01)
+        process.terminate()
+        code, said, _ = ended(process)
+    place.slow.unlink()
+    state = place.platform.status("r.0").state
+    assert (code, state) == ((5, "cancelled") if word == "cancel" else (7, "pending"))
+    assert str(said["run"]).endswith("/runs/r")
+    assert place.done("cancel", "r")[0] == 0
+    assert place.platform.jobs() == ["r.0"]
+
+
+def test_the_wait_has_a_length_of_its_own(place: Place) -> None:
+    code, said, err = place.done(*SUBMIT, "--wait-timeout", "1s")
+    assert (code, said["exit_code"]) == (7, 7)
+    assert "it goes on" in str(said["error"])
+    assert "next: cloudtrain wait r" in err
+    assert place.done("wait", "r", "--wait-timeout", "1s")[0] == 7
+    assert place.done(*SUBMIT, "--wait-timeout", "soon")[0] == 2
+
+
+def test_credentials_that_expire_while_it_waits_are_lost_contact(place: Place) -> None:
+    with place.client(*SUBMIT) as process:
+        place.platform.stand("r.0", refused="the token has expired")
+        code, said, err = ended(process)
+    assert (code, said["exit_code"]) == (7, 7)
+    assert "the token has expired; the run goes on" in str(said["error"])
+    assert "next: cloudtrain wait r" in err
+    code, said, _ = place.done("wait", "r")  # those were bad before: nothing was waited for
+    assert (code, said["exit_code"]) == (3, 3)
+
+
+def test_the_same_step_again_comes_back_to_its_run(place: Place) -> None:
+    assert place.done(*SUBMIT, "--detach")[0] == 0
+    with place.client(*SUBMIT) as process:
+        place.platform.stand("r.0", state="succeeded")
+        assert ended(process)[0] == 0
+    code, said, _ = place.done(*SUBMIT)
+    assert (code, said["state"]) == (0, "succeeded")
+    (native,) = place.platform.jobs()
+    (Path(place.platform.settings.folder) / native).unlink()  # the platform has forgotten it: nothing is sent again
+    code, said, _ = place.done(*SUBMIT, "--detach")
+    assert (code, said["state"]) == (0, "succeeded")
+    assert place.platform.jobs() == []
+    code, said, _ = place.done(*SUBMIT, "--hp", "lr=1")
+    assert (code, said["exit_code"]) == (2, 2)
+    assert "another job" in str(said["error"])
+    assert place.platform.jobs() == []
