@@ -74,14 +74,15 @@ class NodeError(PlatformError):
 
 
 def make_engine(name: str, *, folder: Path, run: str, environ: Mapping[str, str]) -> Engine:
-    """The engine called ``name``, processes or containers, for the run with the URL ``run``; ``folder`` is its.
+    """The engine called ``name``, for the run with the URL ``run``; ``folder`` is its.
 
+    ``processes``, ``containers``, or ``bare-containers``, which learn nothing of each other that no platform tells.
     Raises `ValueError` for any other name.
     """
-    if name == "containers":
+    if name in ("containers", "bare-containers"):
         from .containers import ContainerEngine
 
-        return ContainerEngine(folder=folder, run=run, environ=environ)
+        return ContainerEngine(folder=folder, run=run, environ=environ, bare=name == "bare-containers")
     if name == "processes":
         from .processes import ProcessEngine
 

@@ -41,14 +41,21 @@ LOG = {"Type": "json-file", "Config": {"max-size": "16m", "max-file": "1"}}
 
 
 class ContainerEngine:
-    """Nodes as containers. ``folder`` is where staged files and what nodes print go."""
+    """Nodes as containers. ``folder`` is where staged files and what nodes print go.
 
-    def __init__(self, *, folder: Path, run: str, environ: Mapping[str, str]) -> None:
+    ``bare`` nodes are told nothing of each other: no platform's are. ``isolated`` ones reach nothing but each other.
+    """
+
+    def __init__(
+        self, *, folder: Path, run: str, environ: Mapping[str, str], bare: bool = False, isolated: bool = False
+    ) -> None:
         self._folder, self._run, self._environ = folder, run, environ
+        self._bare, self._isolated = bare, isolated
         self._label = run_label(run)
         self._local = threading.local()
         self._version = ""
         self._info: Mapping[str, Any] = {}
+        self._users: dict[str, str] = {}
         self._guard: subprocess.Popen[bytes] | None = None
         self._aside = ThreadPoolExecutor(1)
         self._network_made: Future[None] = Future()
@@ -69,6 +76,8 @@ class ContainerEngine:
                 tell(f"pulling {image}")
                 self.patiently(partial(self._pull, image=image, platform=platform), given_up)
                 self.patiently(here, given_up)
+            found = self.patiently(partial(_config, image=image), given_up)
+            self._users[image] = str(found.get("User") or "")
 
     def _pull(self, api: Any, image: str, platform: str | None) -> None:
         """In a thread that may be left behind: a registry that stalls has no time limit, and a cancel must not wait."""
@@ -191,7 +200,7 @@ class ContainerEngine:
         if api.networks(filters=self._ours):
             return
         try:
-            api.create_network(self._network, driver="bridge", labels=self._labels())
+            api.create_network(self._network, driver="bridge", internal=self._isolated, labels=self._labels())
         except docker.errors.APIError as exc:
             if away(exc):
                 raise
@@ -225,8 +234,9 @@ class ContainerEngine:
             for mount in spec.mounts
         }
         paths |= {name: root / name.lstrip("/") for name in spec.files}
-        uid, gid = _ids(spec.user)
-        if uid is not None and uid != os.geteuid():
+        uid, gid = _ids(spec.user or self._users.get(str(spec.image)))
+        # One of an image by itself can be given nothing but by root; whoever is not says as whom nodes run.
+        if uid is not None and uid != os.geteuid() and (spec.user or os.geteuid() == 0):
             _hand_over(root, uid, gid)
             for mount in spec.mounts:
                 if mount.kind == "sync":
@@ -255,7 +265,8 @@ class ContainerEngine:
         told: dict[str, int | str] = {"NODE": number, "NODES": nodes, "CPUS": cpus, "ATTEMPT": attempt}
         if secrets:
             told["SECRETS"] = 1
-        env = {**spec.env, **{ENGINE_PREFIX + key: str(value) for key, value in told.items()}}
+        own = {} if self._bare else {ENGINE_PREFIX + key: str(value) for key, value in told.items()}
+        env = {**spec.env, **own}
         read_only = {mount.path for mount in spec.mounts if mount.kind == "mount"} | set(spec.files)
         host: dict[str, Any] = {
             "NetworkMode": self._network,
@@ -458,6 +469,11 @@ def _frames(stream: Any) -> Iterator[bytes]:
     with contextlib.suppress(OSError), contextlib.closing(stream):
         for _, data in frames_iter(stream, tty=False):
             yield data
+
+
+def _config(api: Any, *, image: str) -> Mapping[str, Any]:
+    """What an image's containers are by default."""
+    return dict(api.inspect_image(image).get("Config") or {})
 
 
 def _refused(exc: Any, spec: NodeSpec) -> Exception:

@@ -6,6 +6,8 @@ with the provider's engine. Its files are in ``supervisor/`` of the run's own fo
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import hashlib
 import json
 import os
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from .. import errors
 from ..errors import LostContactError, NotFoundError, PlatformError, SpecError, StorageError, UnsupportedError
+from ..options import merge_options
 from ..provider import (
     AttemptInfo,
     Layout,
@@ -34,7 +37,6 @@ from ..provider import (
     Status,
     check_inputs,
     context_of,
-    merge_options,
 )
 from ..values import nearest, url_scheme
 from . import boot_id, last_line
@@ -42,7 +44,7 @@ from . import boot_id, last_line
 if TYPE_CHECKING:
     from ..job import Job
 
-__all__ = ["PREEMPTED", "STOP_GRACE", "Hosted", "check_readable", "is_alive", "refuse"]
+__all__ = ["PREEMPTED", "STOP_GRACE", "Hosted", "check_readable", "clear_containers", "image_id", "is_alive", "refuse"]
 
 STOP_GRACE = 40.0
 """Seconds between SIGTERM and SIGKILL: 30 for the script, as Kubernetes and Azure give, the rest to mirror its work."""
@@ -52,6 +54,7 @@ MAX_RESTARTS = 10
 OWNED = (
     *("nodes.*.command", "nodes.*.mounts", "nodes.*.gpus", "nodes.*.workdir", "rules.time_limit", "rules.retries"),
     *("rules.stop_grace", "rules.stop_signal", "rules.restart_on"),  # the node's own half knows no others
+    *("rules.preemptions", "rules.losses", "rules.primary", "rules.sync_lag", "rules.objects"),  # of clouds
 )
 """What `options` cannot change of any such request."""
 START_SECONDS = 60.0
@@ -81,6 +84,10 @@ class Hosted:
 
     def _clear(self, folder: Path) -> None:
         """Remove what nodes are left of the run whose supervisor worked in ``folder``; they may be none."""
+
+    def principal(self) -> str:
+        """Whose processes they are."""
+        return f"{getpass.getuser()}@{socket.gethostname()}"
 
     def storage(self, url: str) -> Mapping[str, Any]:
         """fsspec's own way: the supervisor, too, has nothing but this machine's environment."""
@@ -142,8 +149,12 @@ class Hosted:
         owned: Sequence[str],
     ) -> Request:
         """The request that starts ``nodes`` under the rules that all such providers have; options merged last."""
+        from ..limits import THIS_MACHINE, hard_limit
+
+        prices = getattr(self.settings, "prices", {})
+        seconds, notes = hard_limit(job, self.name, lambda _: [THIS_MACHINE], choice=choice, own=prices)
         rules = Rules(
-            time_limit=job.max_runtime,
+            time_limit=seconds,
             retries=job.retries,
             restart_on=(PREEMPTED,),
             max_restarts=MAX_RESTARTS,
@@ -166,6 +177,7 @@ class Hosted:
             run=layout.run,
             attempt=attempt,
             choice=choice,
+            notes=tuple(notes),
         )
 
     # ------------------------------------------------------------------------------------------------ while it is there
@@ -295,6 +307,13 @@ class Hosted:
         )
 
 
+def origin_tags(layout: Layout) -> dict[str, str]:
+    """Where the run comes from, as tags of its nodes: the commit, and the page of the CI run."""
+    page = layout.origin.get("ci_url") or layout.origin.get("ci_run", "")
+    said = {"cloudtrain.revision": layout.origin.get("revision", ""), "cloudtrain.ci": page}
+    return {name: value for name, value in said.items() if value}
+
+
 def _existing(native_id: str) -> Path:
     host, _, path = native_id.partition(":")
     folder = Path(path)
@@ -315,6 +334,21 @@ def is_alive(folder: Path) -> bool:
         except OSError:
             return True
     return False
+
+
+def image_id(simulation: Simulation) -> str:
+    """The id of the image, as this machine's engine has it, that its nodes run. Raises what the engine raises."""
+    from .api import connect
+
+    return str(connect().inspect_image(simulation.nodes[0].image)["Id"])
+
+
+def clear_containers(folder: Path) -> None:
+    """Remove what containers are left of the run whose supervisor worked in ``folder``."""
+    from .api import clear, connect, run_label
+
+    with contextlib.suppress(Exception):  # the run's end is to be told all the same
+        clear(connect(), run_label(_read(folder / "request.json")["run"]))
 
 
 def check_readable(mounts: Sequence[Mount], user: str, root: str) -> None:

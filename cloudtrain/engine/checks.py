@@ -1,0 +1,137 @@
+"""What ``doctor`` can tell of this machine, where it starts the nodes itself: Python, ports, disk; the engine, GPUs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..checks import Check, failed, failure, ok, skipped, tried, unknown
+from ..errors import CapacityError, CloudtrainError, SpecError, StorageError
+from ..provider import Request
+
+__all__ = ["of_containers", "of_processes"]
+
+GIB = 1 << 30
+LEAST_GIB = 1
+"""Free disk without which not even logs and a checkpoint have room."""
+TORCH = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+SECONDS = 120
+
+
+def of_processes(python: str, request: Request | None, check: Callable[[Request], None]) -> Iterator[Check]:
+    """``check`` is the provider's own, of what would be started."""
+    yield _torch(python)
+    yield from tried("ports", _ports)
+    yield (
+        _disk("/dev/shm", "shm", SpecError.exit_code, least=0)
+        if Path("/dev/shm").exists()
+        else skipped("shm", "this system has no /dev/shm")
+    )
+    yield _disk(tempfile.gettempdir(), "disk", StorageError.exit_code)
+    yield from _request(request, check, "gpus")
+
+
+def of_containers(request: Request | None, check: Callable[[Request], None]) -> Iterator[Check]:
+    """The same of containers."""
+    from .api import check_image, connect, why
+
+    try:
+        api = connect()
+    except CloudtrainError as exc:
+        name = "sdk" if "pip install" in str(exc) else "engine"
+        yield failure(name, exc)
+        yield skipped("image", "no engine to ask")
+        return
+    try:
+        told, about = api.version(), api.info()
+        yield ok("engine", f"version {told['Version']}, API {told['ApiVersion']}, {told['Os']}/{told['Arch']}")
+        runtimes = sorted(about.get("Runtimes") or {})
+        wanted = sum(int(node["gpus"]) for node in request.body["nodes"]) if request is not None else 0
+        yield _runtime(runtimes, wanted)
+        if request is None:
+            yield skipped("image", "no image is named (--image)")
+        else:
+            node = request.body["nodes"][0]
+            yield ok("shm", f"{node['shm'] / GIB:g} GiB in each container")
+            yield from tried("image", lambda: _image(check_image(api, node["image"], node["platform"]), node["image"]))
+        root = next((str(about[name]) for name in about if name.endswith("RootDir")), "/")  # where images lie
+        yield _disk(root, "disk", StorageError.exit_code)
+    except Exception as exc:  # noqa: BLE001 - the client raises its own kinds, requests' and the system's
+        fix = "see that the engine is well (its own info and logs), and start it anew"
+        yield failed("engine", f"it answers, and then fails: {why(exc)}", fix=fix, code=SpecError.exit_code)
+    finally:
+        api.close()
+    yield from _request(request, check, "start")
+
+
+def _torch(python: str) -> Check:
+    fix = f"{python} -m pip install torch, or set python to a Python that has it"
+    try:
+        done = subprocess.run([python, "-c", TORCH], capture_output=True, text=True, errors="replace", timeout=SECONDS)
+    except OSError as exc:
+        return failed("torch", f"{python} does not start: {exc.strerror}", fix=fix, code=SpecError.exit_code)
+    except subprocess.TimeoutExpired:
+        return failed("torch", f"{python} imports torch for over {SECONDS} s", fix=fix, code=SpecError.exit_code)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return failed("torch", f"{python} cannot import torch: {last}", fix=fix, code=SpecError.exit_code)
+    version, gpus = [*done.stdout.split()[-2:], "", ""][:2]
+    if not gpus.isdigit():
+        why = f"{python} is no Python: it did not print what it was asked"
+        return failed("torch", why, fix=fix, code=SpecError.exit_code)
+    return ok("torch", f"{version} in {python}, {gpus} GPUs")
+
+
+def _ports() -> Check:
+    from .processes import free_port_pair
+
+    try:
+        port = free_port_pair()
+    except OSError as exc:
+        fix = "let this user listen on 127.0.0.1"
+        return failed("ports", f"no free ports on loopback: {exc.strerror}", fix=fix, code=CapacityError.exit_code)
+    return ok("ports", f"free on loopback, such as {port} and {port + 1}")
+
+
+def _disk(folder: str, name: str, code: int, *, least: float = LEAST_GIB) -> Check:
+    try:
+        free = shutil.disk_usage(folder).free / GIB
+    except OSError as exc:  # of an engine in a virtual machine it is not this machine's
+        return unknown(name, f"{folder}: {exc.strerror}")
+    if free < least:
+        fix = f"free some of it; a run needs {LEAST_GIB} GiB at the very least"
+        return failed(name, f"{free:.1f} GiB free in {folder}", fix=fix, code=code)
+    return ok(name, f"{free:.1f} GiB free in {folder}")
+
+
+def _runtime(names: list[str], wanted: int) -> Check:
+    if any("nvidia" in name for name in names):
+        return ok("gpu runtime", f"nvidia, among {', '.join(names)}")
+    if not wanted:
+        return ok("gpu runtime", "none for NVIDIA GPUs; none are asked for")
+    fix = "install the NVIDIA Container Toolkit and start the engine anew (nvidia-ctk runtime configure)"
+    return failed(
+        "gpu runtime", f"none for NVIDIA GPUs among {', '.join(names)}", fix=fix, code=CapacityError.exit_code
+    )
+
+
+def _image(here: bool, image: str) -> Check:
+    if here:
+        return ok("image", f"{image} is on this machine")
+    return unknown("image", f"{image} is not on this machine; a submit pulls it")
+
+
+def _request(request: Request | None, check: Callable[[Request], None], name: str) -> Iterator[Check]:
+    if request is None:
+        yield skipped(name, "there is no plan")
+        return
+    try:
+        check(request)
+    except CloudtrainError as exc:
+        short = isinstance(exc, CapacityError)
+        yield failure(name, exc, fix="ask for what this machine has, or another provider" if short else "")
+    else:
+        yield ok(name, "this machine has what the job asks for")

@@ -1,0 +1,237 @@
+"""Provider ``rehearsal``: what another provider's platform would start for its exact Request, in containers here.
+
+Nobody chooses it by name (hence the underscore): `cloudtrain.rehearse` makes it of a plan of the other provider, the
+target. `plan` asks the target for the very Request that it would send, and for what its platform starts for that; what
+this machine has not got is left out, and told. Nodes run the target's own half. Its Request holds the target's whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..engine.drills import Drill, Drills
+from ..engine.fuse import clear_mounts, why_not
+from ..engine.hosted import Hosted, clear_containers, image_id
+from ..engine.places import moved, place_of
+from ..errors import SpecError
+from ..provider import (
+    Layout,
+    Mount,
+    NodeSpec,
+    Request,
+    Simulation,
+    Site,
+    find_provider,
+    python_command,
+)
+from ..provider import (
+    Provider as Target,
+)
+
+if TYPE_CHECKING:
+    from ..job import Job
+
+__all__ = ["Provider", "Settings"]
+
+GIB = 1 << 30
+DIRECT = "/cloudtrain/checkpoints"
+"""Where a node finds what CLOUDTRAIN_CHECKPOINT_URL names."""
+SECRETS = (
+    "import json, os, sys; told = json.loads(sys.stdin.readline()); names = json.loads(sys.argv[1]); "
+    "os.environ.update({name: told[name_here] for name, name_here in names.items()}); "
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
+"""What a node with substituted secrets runs before its command: they come by its standard input alone."""
+EVERYWHERE = "the network between nodes, permissions, quotas, capacity and prices are not the platform's"
+
+
+def _user() -> str:
+    return f"{os.getuid()}:{os.getgid()}" if os.name == "posix" and os.getuid() else ""
+
+
+def _memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
+
+
+def _gpus() -> int:
+    try:
+        return sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name))
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """``target`` is the provider's name, ``account`` its settings as runs record them, ``store`` the URL of its store.
+
+    ``maps`` are further URLs and the file URLs of what stands for them here, ``image`` the image in place of the
+    request's, ``secrets`` the job's references in the cloud, ``drills`` words like ``preempt node=1,after=30s``. The
+    rest is this machine: ``user`` (``uid:gid``) that nodes run as, empty for the image's own, cores, bytes, GPUs, and
+    why its folders cannot behave as an object store (``no_objects``), empty where they can.
+    """
+
+    target: str = ""
+    account: dict[str, Any] = field(default_factory=dict)
+    store: str = ""
+    maps: dict[str, Any] = field(default_factory=dict)
+    image: str = ""
+    secrets: dict[str, Any] = field(default_factory=dict)
+    drills: tuple[str, ...] = ()
+    user: str = field(default_factory=_user)
+    cores: int = field(default_factory=lambda: os.cpu_count() or 1)
+    memory: int = field(default_factory=_memory)
+    gpus: int = field(default_factory=_gpus)
+    no_objects: str = field(default_factory=why_not)
+    state_dir: str = ""
+
+
+class Provider(Hosted):
+    """Another provider's platform, here; see `cloudtrain.provider.Provider` for what each method promises."""
+
+    name: ClassVar[str] = "rehearsal"
+    Settings: ClassVar[type[Any]] = Settings
+    engine: ClassVar[str] = "bare-containers"
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = Settings(**settings)
+        if not self.settings.target:
+            raise SpecError("a rehearsal is made by: cloudtrain rehearse --provider NAME", field="provider")
+
+    @property
+    def target(self) -> Target:
+        """The provider whose platform is rehearsed."""
+        return find_provider(self.settings.target)(**self.settings.account)
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        own, target = self.settings, self.target
+        secrets = {name: reference.partition(":")[2] for name, reference in job.secrets.items()}
+        theirs = job.replace(secrets=own.secrets) if own.secrets else job
+        request = target.plan(theirs, moved(layout, own.store), attempt=attempt, choice=choice)
+        simulation = target.nodes(request)
+        drills = [Drill.parse(*text.split(" ", 1), nodes=len(simulation.nodes)) for text in own.drills]
+        limits, differences = self._limits(simulation.nodes)
+        differences += self._objects(simulation.rules.objects)
+        places = {own.store: layout.store, **own.maps}
+
+        def here(spec: NodeSpec) -> NodeSpec:
+            mounts = [dataclasses.replace(mount, url=place_of(mount.url, places)) for mount in spec.mounts]
+            mounts.append(Mount(url=layout.direct, path=DIRECT, kind="sync"))
+            if not secrets:
+                return dataclasses.replace(spec, mounts=mounts, **limits)
+            words = python_command(["-c", SECRETS, json.dumps(secrets), *(spec.entrypoint or ()), *spec.command])
+            return dataclasses.replace(spec, mounts=mounts, **limits, entrypoint=words[:1], command=words[1:])
+
+        objects = "" if own.no_objects else simulation.rules.objects
+        rules = dataclasses.replace(simulation.rules, retries=job.retries, objects=objects)
+        simulation = Simulation(nodes=[here(spec) for spec in simulation.nodes], rules=rules)
+        module = sys.modules[type(target).__module__]
+        differences += [*getattr(module, "DIFFERENCES", ()), *self._differences(job, drills)]
+        return Request(
+            provider=self.name,
+            operation="rehearse",
+            body={
+                "target": own.target,
+                "request": request.to_dict(),
+                "differences": differences,
+                "drills": Drills.told(drills),
+                **simulation.to_dict(),
+            },
+            # What writes to the store by itself has no way to the cloud's.
+            context={
+                **request.context,
+                "secrets": {},
+                **({"masked": sorted(secrets)} if secrets else {}),
+                "checkpoint_url": f"file://{DIRECT}",
+            },
+            run=layout.run,
+            attempt=attempt,
+            choice=choice,
+            notes=request.notes,
+        )
+
+    def _limits(self, nodes: Sequence[NodeSpec]) -> tuple[dict[str, Any], list[str]]:
+        """What of a node is other here, which is the same for all of them, and the words for that."""
+        own, spec, count = self.settings, nodes[0], len(nodes)
+        limits: dict[str, Any] = {"user": spec.user or own.user or None}
+        told = []
+        if own.image and own.image != spec.image:
+            limits["image"] = own.image
+            told.append(f"image {own.image} stands in for {spec.image}")
+        if spec.gpus * count > own.gpus:
+            limits["gpus"] = 0
+            told.append(f"of {spec.gpus * count} GPUs {own.gpus or 'none'} are here: all ranks run on CPU")
+        if (spec.cpus or 0) * count > own.cores:
+            limits["cpus"] = None
+            told.append(
+                f"{count} x {spec.cpus} cores: the nodes share the {own.cores} of this machine, without a limit"
+            )
+        if (spec.memory or 0) * count > own.memory:
+            limits["memory"] = None
+            size, has = round((spec.memory or 0) / GIB), own.memory / GIB
+            told.append(f"{count} x {size} GiB of memory: the nodes share {has:.0f} GiB, without a limit")
+        ours = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+        if own.image or spec.platform == f"linux/{ours}":
+            limits["platform"] = None
+        elif spec.platform:
+            told.append(f"{spec.platform} is emulated on this machine")
+        if limits["user"] != spec.user:
+            told.append(f"nodes run as {own.user}, you, and not as the image's own user")
+            # Where a platform puts files of its own (as in /opt/ml), and beside what it keeps in step, the image's user
+            # may write; the engine makes such folders for root alone.
+            roots = {"/".join(path.split("/")[:3]) for path in spec.files}
+            beside = {mount.path.rpartition("/")[0] for mount in spec.mounts if mount.kind == "sync"}
+            roots |= {path for path in beside if any(path.startswith(f"{root}/") for root in roots)}
+            limits["container"] = {"HostConfig": {"Tmpfs": dict.fromkeys(sorted(roots), "mode=1777")}} if roots else {}
+        return limits, told
+
+    def _objects(self, path: str) -> list[str]:
+        """What is other of mounts of an object store below ``path``."""
+        if not path:
+            return []
+        if why := self.settings.no_objects:
+            return [f"{path} is a folder of this machine, in which appending and renaming work as nowhere there: {why}"]
+        return [f"{path} is a folder of this machine behind FUSE: appending is refused, where it may be slow there"]
+
+    def _differences(self, job: Job, drills: Sequence[Drill]) -> list[str]:
+        own = self.settings
+        told = [f"{place} stands in for {url}" for url, place in own.maps.items()]
+        if whole := [name for name, item in job.inputs.items() if item.shard]:
+            told.append(f"every node has all of inputs {', '.join(whole)}, of which the platform gives each a share")
+        if own.secrets:
+            told.append(f"secrets {', '.join(own.secrets)} have values of this machine's environment")
+        if not job.resources.spot and any(drill.kind == "preempt" for drill in drills):
+            told.append("the job asks for no spot machines: --preempt does as with one that does")
+        return [*told, EVERYWHERE]
+
+    def check(self, request: Request) -> None:
+        from ..engine.api import check_image, connect
+
+        node = self.nodes(request).nodes[0]
+        try:
+            check_image(connect(), str(node.image), node.platform)
+        except SpecError as exc:
+            raise SpecError(exc.message, field=exc.field or "rehearse") from None
+
+    def image_digest(self, request: Request) -> str | None:
+        """Of the image that runs here."""
+        return image_id(self.nodes(request))
+
+    def _clear(self, folder: Any) -> None:
+        clear_containers(folder)
+        clear_mounts(folder)
+
+    @staticmethod
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+        """Never asked: a rehearsal's nodes run its target's."""
+        raise SpecError("a node of a rehearsal is its target's", field="provider")

@@ -1,0 +1,458 @@
+"""The cells of the portability matrix: one Job on every provider, and what befalls it; each really runs.
+
+`CELLS` are all of them, `run` runs one in a folder of its own and says what it saw. `portability.py` keeps the record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from containers import BUILD, IMAGE, left
+from jobs import CLI, Done, Jobs
+
+from cloudtrain.engine.api import connect, run_label
+from cloudtrain.runtime.checkpoints import complete
+
+ROOT = Path(__file__).parents[1]
+CLOUDS = ("sagemaker", "azureml", "vertex")
+PROVIDERS = ("local", "docker", *CLOUDS)
+"""The columns; the clouds' are rehearsed."""
+HERE = ("local", "docker")
+RUN = "r"
+PATIENCE = float(os.environ.get("CLOUDTRAIN_PATIENCE") or 600)
+"""Seconds that a cell may take; a loaded machine takes many."""
+SAMPLES = {name: importlib.import_module(f"cloudtrain.providers.{name}").SAMPLE for name in CLOUDS}
+
+TRAININGS: dict[str, Mapping[str, Any]] = {
+    "ddp": {
+        "entry_point": "ddp.py",
+        "args": ["--task", "held.py", "--of", "digits", "--epochs", "2", "--save-every", "10"],
+        "data": "digits.csv.gz",
+    },
+    "fsdp": {
+        "entry_point": "fsdp.py",
+        "args": [
+            *("--task", "held.py", "--of", "gpt", "--max-steps", "40", "--save-every", "10"),
+            *("--layers", "2", "--heads", "2", "--width", "32", "--context", "32"),
+        ],
+        "data": "persuasion.txt.gz",
+    },
+}
+SHAPE = {"instance_count": 2, "nproc_per_node": 2, "max_runtime": "30m", "retries": 1}
+SCENARIOS = {
+    "clean": "nothing befalls it",
+    "preempted": "node 1 is told to stop, once there is a checkpoint, and the platform starts all anew",
+    "node lost": "node 1 is gone without a word, once there is a checkpoint",
+}
+IMAGES = {
+    "torch": "Debian 12, Python 3.11 and torch",
+    "python": "its interpreter is `python` alone",
+    "user": "runs as uid 4242, which has no name and no home",
+    "pip": "has pip, with which the job's requirements are installed",
+    "py313": "Debian 13, Python 3.13, nothing else",
+    "nopython": "busybox: to be refused by name",
+    "arm64": "another architecture: to be refused by name",
+}
+REFUSED = {"nopython": "no[- ]python3", "arm64": "is for linux/"}
+"""What is said then; the words that find Python are few where a platform's command may not be longer."""
+FIXTURES = {
+    "late start": "node 1 stands still for 15 s before its first instruction",
+    "cut off": "node 1 has no network for 20 s, after the first checkpoint",
+    "no way out": "the nodes reach each other, and nothing else",
+    "full disk": "the disk that holds the store is full for 15 s, from the first checkpoint on",
+    "slow store": "each file that is made, renamed, opened or removed in the store takes 50 ms more",
+}
+NOT = {
+    **{f"image {tag}/local": "has no image" for tag in IMAGES},
+    "cut off/local": "its nodes share this machine's network",
+}
+"""Cells that are none, and why."""
+OPEN = ("no way out/azureml", "no way out/vertex", "full disk/", "slow store/")
+"""What names of cells begin with that the record may lack; the page says that they have not run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One of them: ``row`` is a script and a scenario, an image, or a fixture."""
+
+    kind: str
+    row: str
+    provider: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.row}/{self.provider}"
+
+    @property
+    def script(self) -> str:
+        return self.row.split(" ")[0] if self.kind == "training" else "ddp"
+
+
+def _all() -> Iterator[Cell]:
+    rows = [("training", f"{script} {what}") for script in TRAININGS for what in SCENARIOS]
+    rows += [("image", f"image {tag}") for tag in IMAGES] + [("fixture", name) for name in FIXTURES]
+    for kind, row in rows:
+        for provider in PROVIDERS:
+            cell = Cell(kind=kind, row=row, provider=provider)
+            if cell.name not in NOT:
+                yield cell
+
+
+CELLS = {cell.name: cell for cell in _all()}
+
+
+def job_digest(cell: Cell) -> str:
+    """Of all that a cell runs, less cloudtrain: script, tasks, data, flags, or how the image is made."""
+    if cell.kind == "image":
+        what, paths = [TINY, BACKEND], [BUILD]
+    else:
+        told = TRAININGS[cell.script]
+        what, paths = [told, SHAPE], [ROOT / "entrypoints" / told["entry_point"], ROOT / "tests/entrypoints/held.py"]
+        paths += [*sorted((ROOT / "entrypoints/tasks").glob("*.py")), ROOT / "examples/data" / told["data"]]
+    found = hashlib.sha256(json.dumps(what, sort_keys=True).encode())
+    for path in paths:
+        found.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------------------------------------- running one
+
+TINY = """
+import json, os, pathlib, time
+env = os.environ
+assert pathlib.Path(env["CLOUDTRAIN_INPUT_DATA"]).read_text() == "some data"
+rank = env["RANK"]
+checkpoint = pathlib.Path(env["CLOUDTRAIN_CHECKPOINT_DIR"], "step-1")
+checkpoint.mkdir(exist_ok=True)
+(checkpoint / f"shard-{rank}").write_text(rank)
+try:
+    import small_thing
+    print("the requirement is", small_thing.WORD)
+except ImportError:
+    assert "--requirement" not in env.get("WANTED", "")
+pathlib.Path(env["CLOUDTRAIN_ARTIFACT_DIR"], f"rank-{rank}.json").write_text(json.dumps([int(rank), os.getuid()]))
+"""
+
+
+class Site:
+    """A folder with the job's code and data, a store, and the command that runs it on one provider."""
+
+    def __init__(self, folder: Path, cell: Cell) -> None:
+        self.cell, self.provider = cell, cell.provider
+        self.jobs = Jobs(folder)
+        self.engine = None if cell.provider == "local" else connect()
+        self.live = self.jobs.store / "runs" / RUN / "live"
+        (folder / "data").mkdir()
+
+    def training(self, script: str, *flags: str) -> None:
+        """The Job: an entry point with its tasks, the same file for every provider."""
+        told = TRAININGS[script]
+        shutil.copytree(ROOT / "entrypoints", self.jobs.code, dirs_exist_ok=True)
+        shutil.copy(ROOT / "tests/entrypoints/held.py", self.jobs.code)
+        shutil.copy(ROOT / "examples/data" / told["data"], self.jobs.tmp / "data")
+        inputs = {"train": f"../data/{told['data']}"}
+        self._write({"entry_point": told["entry_point"], "args": [*told["args"], *flags], "inputs": inputs})
+
+    def tiny(self, tag: str) -> None:
+        """The Job of an image that may have no torch."""
+        self.jobs.write("train.py", TINY)
+        (self.jobs.tmp / "data" / "data.txt").write_text("some data")
+        more: dict[str, Any] = {}
+        if tag == "pip":
+            package = self.jobs.code / "small_thing"
+            package.mkdir()
+            (package / "pyproject.toml").write_text(
+                '[build-system]\nrequires = []\nbuild-backend = "build"\nbackend-path = ["."]\n'
+            )
+            (package / "build.py").write_text(BACKEND)
+            (self.jobs.code / "requirements.txt").write_text("./small_thing\n")
+            more = {"requirements": "requirements.txt", "env": {"WANTED": "--requirement"}}
+        self._write(
+            {"entry_point": "train.py", "launcher": "python", "inputs": {"data": "../data/data.txt"}, **more},
+            nproc_per_node=1,
+        )
+
+    def _write(self, fields: Mapping[str, Any], **shape: Any) -> None:
+        images = {name: {"image": sample["job"]["image"]} for name, sample in SAMPLES.items()}
+        images["docker"] = {"image": self.image}
+        job = {"name": "portable", **SHAPE, **shape, **fields, "on": images}
+        (self.jobs.code / "job.json").write_text(json.dumps(job, indent=2))
+
+    @property
+    def image(self) -> str:
+        return f"{IMAGE}:{self.cell.row.partition(' ')[2] if self.cell.kind == 'image' else 'torch'}"
+
+    def words(self, *flags: str) -> list[str]:
+        """The command line: ``submit`` here, ``rehearse`` what a cloud would start."""
+        if self.provider in HERE:
+            where = ["submit", "job.json", "--provider", self.provider, "--store", str(self.jobs.store)]
+        else:
+            sample = SAMPLES[self.provider]
+            where = ["rehearse", "job.json", "--provider", self.provider, "--store", sample["store"]]
+            where += ["--local-store", str(self.jobs.store), "--local-image", self.image]
+            for name, value in sample["settings"].items():
+                where += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+        return [*where, "--run-id", RUN, "--json", *flags]
+
+    def run(self, *flags: str, meanwhile: Callable[[], None] = lambda: None, under: tuple[str, ...] = ()) -> Done:
+        """The command to its end, and ``meanwhile``; it has begun before that and may have ended before its end."""
+        words = self.words(*flags)
+        process = self.jobs.start(*words, python=[*under, *CLI])
+        try:
+            meanwhile()
+            out, err = process.communicate(timeout=PATIENCE)
+        except BaseException:
+            self.jobs.cli("cancel", RUN, "--store", str(self.jobs.store), timeout=PATIENCE)
+            raise
+        return Done(process.returncode, out, err, verb=words[0])
+
+    # ----------------------------------------------------------------------------------------------- what befalls it
+
+    def container(self, node: int) -> Mapping[str, Any] | None:
+        """That of a node, once it runs."""
+        assert self.engine is not None
+        run = (self.jobs.store / "runs" / RUN).as_uri()
+        labels = [f"cloudtrain.run={run}", f"cloudtrain.node={node}"]
+        found: list[Mapping[str, Any]] = self.engine.containers(filters={"label": labels, "status": "running"})
+        return found[0] if found else None
+
+    def saved(self) -> None:
+        """Until there is a complete checkpoint."""
+        self.jobs.wait_for(lambda: complete(self.live / "checkpoints"), PATIENCE)
+
+    def befall(self, kind: str) -> None:
+        """Node 1, where no drill of ours does it: a notice, or its end."""
+        self.saved()
+        if self.engine is not None:
+            found = self.container(1)
+            assert found is not None
+            self.engine.kill(found["Id"], "SIGTERM" if kind == "preempted" else "SIGKILL")
+            return
+        first = self.jobs.node(1)
+        for pid in [first] if kind == "preempted" else _family(first):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM if kind == "preempted" else signal.SIGKILL)
+
+    def late(self) -> None:
+        """Node 1 stands still as soon as it is there, for 15 s."""
+        if self.engine is None:
+            pid = self.jobs.node(1)
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(15)
+            os.kill(pid, signal.SIGCONT)
+            return
+        found = self.jobs.wait_for(lambda: self.container(1), PATIENCE)
+        self.engine.pause(found["Id"])
+        time.sleep(15)
+        self.engine.unpause(found["Id"])
+
+    def cut_off(self) -> None:
+        """Node 1 leaves its network for 20 s, and comes back under its names and address."""
+        assert self.engine is not None
+        self.saved()
+        found = self.container(1)
+        assert found is not None
+        ((network, told),) = self.engine.inspect_container(found["Id"])["NetworkSettings"]["Networks"].items()
+        self.engine.disconnect_container_from_network(found["Id"], network)
+        time.sleep(20)
+        names = [name for name in told["Aliases"] or () if not found["Id"].startswith(name)]
+        self.engine.connect_container_to_network(found["Id"], network, aliases=names)
+
+    def isolate(self) -> None:
+        """The run's network, made before its engine would: one that leads nowhere."""
+        assert self.engine is not None
+        label = run_label((self.jobs.store / "runs" / RUN).as_uri())
+        labels = {"cloudtrain.id": label, "cloudtrain.run": (self.jobs.store / "runs" / RUN).as_uri()}
+        labels["cloudtrain.supervisor"] = f"{os.uname().nodename}:{self.jobs.tmp}"
+        self.engine.create_network(f"cloudtrain-{label}", driver="bridge", internal=True, labels=labels)
+
+    @contextlib.contextmanager
+    def small_disk(self) -> Iterator[Callable[[], None]]:
+        """The store on a disk of 64 MiB; what it gives fills that for 15 s, once there is a checkpoint."""
+        self.jobs.store.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", self.jobs.store], check=True)
+
+        def fill() -> None:
+            self.saved()
+            filler = self.jobs.store / "filler"
+            with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as stream:
+                while True:
+                    stream.write(bytes(1 << 16))
+            time.sleep(15)
+            filler.unlink()
+
+        try:
+            yield fill
+        finally:
+            subprocess.run(["umount", "--lazy", self.jobs.store], check=True)
+
+    @contextlib.contextmanager
+    def slow_disk(self) -> Iterator[None]:
+        """The store behind a file system that takes its time."""
+        self.jobs.store.mkdir()
+        (self.jobs.tmp / "behind").mkdir()
+        command = [sys.executable, Path(__file__).with_name("slowfs.py"), self.jobs.tmp / "behind", self.jobs.store]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            try:
+                self.jobs.wait_for(lambda: os.path.ismount(self.jobs.store) or process.poll() is not None)
+                assert process.poll() is None, "it could not be mounted"
+                yield
+            finally:
+                subprocess.run(["umount", "--lazy", self.jobs.store], check=False)
+                process.communicate(timeout=60)
+
+
+def _family(first: int) -> list[int]:
+    """A process and all that it has begotten."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    family = [first]
+    for pid in family:
+        family += [child for child, parent in parents.items() if parent == pid]
+    return family
+
+
+BACKEND = """
+import zipfile
+
+def get_requires_for_build_wheel(config_settings=None):
+    return []
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    name = "small_thing-1-py3-none-any.whl"
+    with zipfile.ZipFile(f"{wheel_directory}/{name}", "w") as wheel:
+        wheel.writestr("small_thing.py", "WORD = 'there'\\n")
+        wheel.writestr("small_thing-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: small-thing\\nVersion: 1\\n")
+        wheel.writestr(
+            "small_thing-1.dist-info/WHEEL",
+            "Wheel-Version: 1.0\\nGenerator: x\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+        )
+        wheel.writestr("small_thing-1.dist-info/RECORD", "")
+    return name
+"""
+
+
+# ------------------------------------------------------------------------------------------------------- what it showed
+
+
+def run(cell: Cell, folder: Path) -> dict[str, Any]:
+    """Run it below ``folder``: how it ended, and what is wrong with that (empty: nothing).
+
+    The losses are told in bits, and as a digest over all steps; whether they are those of others is for who compares.
+    """
+    site, began = Site(folder, cell), time.monotonic()
+    before = left(site.engine, folder) if site.engine is not None else []
+    try:
+        found = {"image": _image, "training": _training, "fixture": _fixture}[cell.kind](site)
+        if not found["wrong"]:
+            with contextlib.suppress(AssertionError):
+                site.jobs.gone(30)
+            if site.jobs.processes():
+                found["wrong"] = f"left running: {sorted(site.jobs.processes().values())[0]}"
+            elif site.engine is not None and left(site.engine, folder) != before:
+                found["wrong"] = "left containers or networks behind"
+    except (AssertionError, subprocess.TimeoutExpired, OSError) as exc:
+        found = {"wrong": f"{type(exc).__name__}: {' '.join(str(exc).split())[:400]}"}
+    finally:
+        site.jobs.close()
+    return {**found, "seconds": round(time.monotonic() - began)}
+
+
+def _training(site: Site) -> dict[str, Any]:
+    script, _, scenario = site.cell.row.partition(" ")
+    if scenario == "clean":
+        site.training(script)
+        return _losses(site, site.run(), attempts=1)
+    site.training(script, "--hold", str(PATIENCE))
+    if site.provider in HERE:
+        done = site.run(meanwhile=lambda: site.befall(scenario))
+    else:
+        drill = {"preempted": "--preempt", "node lost": "--kill"}[scenario]
+        done = site.run(drill, "node=1,after=checkpoint")
+    return _losses(site, done, attempts=2)
+
+
+def _fixture(site: Site) -> dict[str, Any]:
+    name = site.cell.row
+    site.training("ddp", *(("--hold", "45") if name == "cut off" else ()))
+    if name == "late start":
+        return _losses(site, site.run(meanwhile=site.late), attempts=1)
+    if name == "cut off":
+        return _losses(site, site.run(meanwhile=site.cut_off), attempts=1)
+    if name == "no way out":
+        if site.engine is None:
+            inside = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+            return _losses(site, site.run(under=inside), attempts=1)
+        site.isolate()
+        return _losses(site, site.run(), attempts=1)
+    if name == "full disk":
+        with site.small_disk() as fill:
+            return _losses(site, site.run(meanwhile=fill), attempts=1)
+    with site.slow_disk():
+        return _losses(site, site.run(), attempts=1)
+
+
+def _losses(site: Site, done: Done, *, attempts: int) -> dict[str, Any]:
+    """How it ended, and each step's loss over all attempts: the same wherever two of them took the same step."""
+    result = done.json
+    if "state" not in result:
+        return {"wrong": f"exit {done.code}: {result['error']}"}
+    told = [{key: a[key] for key in ("number", "category", "resumed_from")} for a in result["attempts"]]
+    found: dict[str, Any] = {"attempts": told, "wrong": ""}
+    losses: dict[int, float] = {}
+    for path in sorted((site.live / "metrics").glob("*.jsonl")):
+        for row in map(json.loads, path.read_text().splitlines()):
+            if losses.setdefault(row["step"], row["loss"]) != row["loss"]:
+                found["wrong"] = f"step {row['step']} had two losses"
+    if (done.code, result["state"]) != (0, "succeeded"):
+        found["wrong"] = f"{result['state']}, {result['category']}: {result['reason']}"
+    elif len(told) != attempts or any(not a["resumed_from"].startswith("step-") for a in told[1:]):
+        found["wrong"] = f"attempts: {told}"
+    elif sorted(losses) != list(range(1, len(losses) + 1)) or not losses:
+        found["wrong"] = f"losses of steps {sorted(losses)}"
+    if losses:
+        last = losses[max(losses)]
+        found |= {"steps": len(losses), "loss": last, "bits": last.hex(), "curve": digest_of(losses)}
+    return found
+
+
+def digest_of(losses: Mapping[int, float]) -> str:
+    """Of the bits of each step's loss."""
+    return hashlib.sha256("\n".join(losses[step].hex() for step in sorted(losses)).encode()).hexdigest()[:16]
+
+
+def _image(site: Site) -> dict[str, Any]:
+    tag = site.cell.row.partition(" ")[2]
+    site.tiny(tag)
+    done = site.run()
+    result = done.json
+    said = result.get("reason") or result.get("error") or ""
+    if tag in REFUSED:
+        right = done.code == 2 and bool(re.search(REFUSED[tag], said)) and "Traceback" not in done.err
+        return {"said": said, "wrong": "" if right else f"exit {done.code}: {said}"}
+    if done.code:
+        return {"wrong": f"exit {done.code}: {said}"}
+    ranks = [json.loads(path.read_text()) for path in sorted((site.live / "artifacts").rglob("rank-*.json"))]
+    shards = sorted(path.name for path in (site.live / "checkpoints").rglob("shard-*"))
+    wrong = ""
+    if [rank for rank, _ in ranks] != [0, 1] or shards != ["shard-0", "shard-1"]:
+        wrong = f"left {ranks} and {shards}"
+    elif tag == "pip" and done.err.count("the requirement is there") != 2:
+        wrong = "the requirement is not there"
+    return {"said": f"uid {ranks[0][1]}" if ranks else "", "wrong": wrong}

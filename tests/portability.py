@@ -1,0 +1,211 @@
+"""The portability matrix: run its cells, keep what they showed in docs/data/portability.json, make docs/portability.md.
+
+python tests/portability.py                   # all cells, an hour on 2 cores; needs an engine of containers, and root
+python tests/portability.py vertex 'full disk'  # those whose names contain one of the words; the others stay
+python tests/portability.py --page            # the page alone, of the record as it is
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cells
+from cells import CELLS, CLOUDS, FIXTURES, IMAGES, NOT, PROVIDERS, SCENARIOS, SHAPE, TRAININGS, Cell
+from proof import commit, machine
+
+ROOT = Path(__file__).parents[1]
+RECORD, PAGE = ROOT / "docs/data/portability.json", ROOT / "docs/portability.md"
+_INTRO = """# Portability: the same job, five ways, under fire
+
+<!-- Made of docs/data/portability.json by: python tests/portability.py. Not to be edited. -->
+
+One job file, the same code and the same data: as processes (`local`), in containers (`docker`), and as what SageMaker,
+Azure ML and Vertex AI would start for the very request that they would be sent ([rehearse.md](rehearse.md)). Nothing
+here was run on a cloud. Every cell that says something really ran: {passed} of {run} did what they must; {left} have
+not been run yet.
+"""
+_TRAININGS = """
+## Training
+
+2 nodes of 2 processes each, on CPU, with the entry points as they are ([entrypoints.md](entrypoints.md)). A cell shows
+the loss of the last step; **=** says that the loss of every step, through all attempts, has the same bits as in the
+undisturbed run of the first column. What is taken away is taken after the first checkpoint, of ten steps.
+"""
+_IMAGES = """
+## Images
+
+The images of `tests/images`: 2 nodes, without torch, each reads an input, leaves an artifact and part of a checkpoint.
+"""
+_FIXTURES = """
+## What else befalls a run
+
+The training with DistributedDataParallel again, with the same bits as above.
+"""
+_END = """
+## How old this is
+
+`python tests/portability.py` runs it anew, and so does `make proof`. A test fails when this page is not made of its
+record, when the code has a provider, a scenario, an image or a fixture that the record has not (but for the cells that
+are known as not yet run), and when what a cell runs (entry point, task, data, flags, image) is other than it was. A
+change of cloudtrain itself does not make it stale: the commit of each cell is below, and the suite runs a few of the
+cells every time.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what is asked for; 0 when every cell that was run is as it must be."""
+    if list(argv) == ["--page"]:
+        PAGE.write_text(page(read()), encoding="utf-8")
+        return 0
+    words = [word for word in argv if word != "--new"]
+    chosen = [cell for cell in CELLS.values() if not words or any(word in cell.name for word in words)]
+    if "--new" in argv:
+        chosen = [cell for cell in chosen if wrong(read(), cell) or read()[cell.name]["job"] != cells.job_digest(cell)]
+    amiss = run(chosen)
+    print(f"{len(chosen) - amiss} of {len(chosen)} as they must be")
+    return 1 if amiss else 0
+
+
+def run(chosen: Sequence[Cell]) -> int:
+    """Run them, one after the other, and write down each as it ends; how many are not as they must be."""
+    for cell in chosen:
+        record = read()
+        with_it = {"commit": commit(besides=(RECORD, PAGE)), "job": cells.job_digest(cell), **_machine()}
+        folder = Path(tempfile.mkdtemp(prefix="ct-cell-"))
+        began = datetime.datetime.now(datetime.timezone.utc)
+        try:
+            found = cells.run(cell, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        record[cell.name] = {"began": f"{began:%Y-%m-%d %H:%M}", **with_it, **found}
+        record = {name: record[name] for name in CELLS if name in record}
+        RECORD.parent.mkdir(exist_ok=True)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(record), encoding="utf-8")
+        print(f"{cell.name}: {wrong(record, cell) or 'as it must be'} ({found['seconds']} s)", flush=True)
+    record = read()
+    return sum(bool(wrong(record, cell)) for cell in chosen)
+
+
+def read() -> dict[str, Any]:
+    """The record, a table a cell; empty before the first."""
+    return dict(json.loads(RECORD.read_text(encoding="utf-8"))) if RECORD.exists() else {}
+
+
+def _machine() -> dict[str, str]:
+    told = machine()
+    hardware = told["machine"].rpartition(", ")[0]  # another kernel computes the same bits
+    return {"machine": f"{hardware}, {platform.system()}", "python": told["python"], "torch": told["torch"]}
+
+
+def wrong(record: Mapping[str, Any], cell: Cell) -> str:
+    """What is wrong with a cell of the record; empty when nothing is."""
+    if cell.name not in record:
+        return "not run yet"
+    found = record[cell.name]
+    if found["wrong"] or cell.kind == "image":
+        return str(found["wrong"])
+    whole = record.get(f"{cell.script} clean/{PROVIDERS[0]}", {})
+    if whole.get("machine") != found["machine"] or whole.get("torch") != found["torch"]:
+        return f"there is no undisturbed run on {PROVIDERS[0]} of the same machine to compare it with"
+    same = whole.get("curve") == found["curve"]
+    return "" if same else f"the losses are others: at the end {found['loss']!r}, not {whole.get('loss')!r}"
+
+
+def stale(record: Mapping[str, Any]) -> list[str]:
+    """Why the record is not of the code as it is; empty when it is."""
+    told = [f"{name} was never run" for name in CELLS if name not in record and not name.startswith(cells.OPEN)]
+    told += [f"{name} is no cell any more" for name in record if name not in CELLS]
+    old = [name for name, cell in CELLS.items() if name in record and record[name]["job"] != cells.job_digest(cell)]
+    return told + ([f"of {len(old)} cells, as {old[0]}, what they run has changed since"] if old else [])
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """docs/portability.md."""
+    notes: list[str] = []
+    ran = [cell for cell in CELLS.values() if cell.name in record]
+    fine = sum(not wrong(record, cell) for cell in ran)
+    parts = [_INTRO.format(passed=fine, run=len(ran), left=len(CELLS) - len(ran)), _TRAININGS, "\n"]
+    trainings = {f"{s} {w}": f"`{s}.py`, {w}: {why}" for s in TRAININGS for w, why in SCENARIOS.items()}
+    parts += _table(record, trainings, notes)
+    parts += [f"\nThe job, of `{script}`:\n\n" + _job(script) for script in TRAININGS]
+    parts += [_IMAGES, "\n", *_table(record, {f"image {tag}": f"`{tag}`: {is_}" for tag, is_ in IMAGES.items()}, notes)]
+    parts += [_FIXTURES, "\n", *_table(record, {name: f"{name}: {what}" for name, what in FIXTURES.items()}, notes)]
+    if notes:
+        parts += ["\n## Notes\n\n", *(f"{number}. {note}\n" for number, note in enumerate(notes, 1))]
+    return "".join([*parts, _END, "\n", *_ages(record)])
+
+
+def _table(record: Mapping[str, Any], rows: Mapping[str, str], notes: list[str]) -> Iterator[str]:
+    heads = [f"{name}, rehearsed" if name in CLOUDS else name for name in PROVIDERS]
+    yield _line("", *heads)
+    yield _line("---", *("---" for _ in heads))
+    for row, means in rows.items():
+        yield _line(means, *(_cell(record, f"{row}/{provider}", notes) for provider in PROVIDERS))
+
+
+def _cell(record: Mapping[str, Any], name: str, notes: list[str]) -> str:
+    if name in NOT:
+        return f"– ({_note(NOT[name], notes)})"
+    cell = CELLS[name]
+    if what := wrong(record, cell):
+        return f"not yet ({_note(what, notes)})" if name not in record else f"**fails** ({_note(what, notes)})"
+    found = record[name]
+    if cell.kind == "image":
+        refused = cells.REFUSED.get(cell.row.partition(" ")[2])
+        return f"refused ({_note(found['said'], notes)})" if refused else f"runs, {found['said']}"
+    text = f"{found['loss']:.6f} **=**"
+    for attempt in found["attempts"][1:]:
+        text += f"; {attempt['number']} went on from {attempt['resumed_from']}"
+    return text
+
+
+def _note(text: str, notes: list[str]) -> int:
+    text = " ".join(text.split())
+    if text not in notes:
+        notes.append(text)
+    return notes.index(text) + 1
+
+
+def _job(script: str) -> str:
+    told = TRAININGS[script]
+    shape = ", ".join(f"`{name}` {value}" for name, value in SHAPE.items())
+    return f"- `{told['entry_point']} {' '.join(told['args'])}`, {shape}, and `on` each provider an image.\n"
+
+
+def _line(*texts: str) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |\n"
+
+
+def _ages(record: Mapping[str, Any]) -> Iterator[str]:
+    """When, of which commit and on what the cells ran, those of the same together."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, found in record.items():
+        key = tuple(found[field] for field in ("commit", "machine", "python", "torch"))
+        groups.setdefault(key, []).append(name)
+    yield _line("cells", "when (UTC)", "commit", "machine", "Python and torch of `local`")
+    yield _line(*("---",) * 5)
+    for (made, where, python, torch), names in groups.items():
+        times = [record[name]["began"] for name in names]
+        rows = {row: [n.split("/")[1] for n in names if n.startswith(f"{row}/")] for row in _rows(names)}
+        which = "; ".join(f"{row}: {', '.join(some)}" for row, some in rows.items())
+        yield _line(which, f"{min(times)} to {max(times)}", f"`{made}`", where, f"{python}, {torch}")
+
+
+def _rows(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(name.split("/")[0] for name in names))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

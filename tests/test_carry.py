@@ -1,0 +1,454 @@
+"""carry.py: a run goes on from the newest checkpoint of a run of another provider, in another store."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Jobs
+from trials import SEED, TRIALS
+
+from cloudtrain import relay, remote
+from cloudtrain.carry import carry, place_for
+from cloudtrain.cli.show import plan_text
+from cloudtrain.disk import local_path
+from cloudtrain.errors import ConflictError, SpecError
+from cloudtrain.job import Job
+from cloudtrain.provider import Layout
+from cloudtrain.rehearse import plan_rehearsal
+from cloudtrain.retention import collect
+from cloudtrain.runtime import checkpoints
+from cloudtrain.settings import Settings
+from cloudtrain.store import Store
+from cloudtrain.submit import load_plan, make_plan
+from cloudtrain.transfer import Moving, files
+
+MIB = 1 << 20
+NONE = Settings()
+PAIRS = [("local", "s3"), ("s3", "gcs"), ("gcs", "azure"), ("azure", "local")]
+#: What nodes read whose store is of each kind.
+SCHEMES = {"local": {"file"}, "s3": {"s3"}, "gcs": {"gs"}, "azure": {"abfs"}}
+
+
+class Ran:
+    """A run ``first`` in the store at ``url``, with checkpoints as node 0 commits them."""
+
+    def __init__(self, url: str) -> None:
+        self.files, self.url = files(url), f"{url}/runs/first"
+        self.files.write("runs/first/run.json", b'{"protocol": 1}')
+
+    def save(self, step: int, attempt: str = "0.0", size: int = 5) -> dict[str, bytes]:
+        """A checkpoint of two nodes; what a node that goes on from it has."""
+        name, key = f"step-{step}", f"runs/first/live/checkpoints/step-{step}/{attempt}-{step}"
+        data = {f"node-{n}/{name}/shard-{n}.pt": os.urandom(size * (n + 1)) for n in (0, 1)}
+        data[f"node-0/{name}/a b%+.json"] = b""
+        for path, content in data.items():
+            self.files.write(f"{key}/{path}", content)
+        entries = {path: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for path, c in data.items()}
+        commit = {"protocol": 1, "name": name, "place": None, "attempt": attempt, "seq": step, "nodes": 2}
+        commit |= {"saved": 100.0 + step, "time": 101.0 + step, "files": entries}
+        self.files.write(f"{key}/commit.json", json.dumps(commit).encode())
+        return {path.partition("/")[2].partition("/")[2]: content for path, content in data.items()}
+
+    def spoil(self, step: int, attempt: str = "0.0") -> None:
+        """A byte of a shard is another one; its size is the same."""
+        key = f"runs/first/live/checkpoints/step-{step}/{attempt}-{step}/node-1/step-{step}/shard-1.pt"
+        data = self.files.read(key)
+        self.files.write(key, data[:-1] + bytes([data[-1] ^ 1]))
+
+
+class Target:
+    """The store of the runs that go on."""
+
+    def __init__(self, url: str, schemes: set[str]) -> None:
+        self.store, self.schemes, self.said = Store(url), schemes, list[str]()
+
+    def layout(self, source: str, run_id: str = "second") -> Layout:
+        url = source if "/live/" in source else f"{source}/live/checkpoints"
+        resume = place_for(url, self.store, self.schemes)
+        assert resume is not None
+        return Layout(
+            store=self.store.url, run_id=run_id, code_digest="c", runtime_digest="d", resume=resume, resume_source=url
+        )
+
+    def carry(self, source: str, run_id: str = "second", **given: Any) -> int:
+        try:
+            return carry(self.store, self.layout(source, run_id), settings=NONE, say=self.said.append, **given)
+        finally:
+            self.store.withdraw(run_id)  # as when the run is recorded, or given up
+
+    def restored(self, source: str, tmp_path: Path) -> dict[str, dict[str, bytes]]:
+        """What a node puts in place, by the checkpoint's name: by the runtime's own code, digests checked."""
+        folder = tmp_path / "mounted"
+        shutil.rmtree(folder, ignore_errors=True)
+        resume = self.layout(source).resume or ""
+        key = resume.removeprefix(f"{self.store.url}/")
+        self.store.files.download_tree(key, folder)
+        found = {}
+        for item in checkpoints.complete(folder):
+            checkpoints.restore(item, tmp_path / "restored" / item.name, node=0)
+            root = tmp_path / "restored" / item.name
+            found[item.name] = {p.relative_to(root).as_posix(): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+        return found
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> tuple[Ran, Target]:
+    """Two folders, one of which stands for a store that nodes reach by another scheme."""
+    return Ran(f"file://{tmp_path}/theirs"), Target(f"file://{tmp_path}/ours", {"s3"})
+
+
+# ------------------------------------------------------------------------------------------------------------ the copy
+
+
+@pytest.mark.remote
+@pytest.mark.parametrize("pair", PAIRS, ids="-to-".join)
+def test_the_newest_is_copied_once_from_store_to_store(
+    request: pytest.FixtureRequest, pair: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = {name: request.getfixturevalue(f"{name}_url") for name in pair if name != "local"}
+    urls["local"] = f"file://{tmp_path}/store"
+    monkeypatch.setattr(remote, "PIECE", MIB)
+    ran, target = Ran(urls[pair[0]]), Target(urls[pair[1]], SCHEMES[pair[1]])
+    ran.save(8)
+    ran.save(4, attempt="1.0", size=MIB + 1)  # the later attempt counts, whatever the step
+    whole = ran.save(6, attempt="1.0", size=MIB + 1)
+    moved: dict[str, int] = {}
+
+    def progress(key: str, count: int) -> None:
+        moved[key] = moved.get(key, 0) + count
+
+    size = sum(map(len, whole.values()))
+    assert size < target.carry(ran.url, progress=progress) < size + 2000  # with commit.json
+    assert sum(moved.values()) >= size
+    assert target.restored(ran.url, tmp_path) == {"step-6": whole}
+    assert target.carry(ran.url, "third") == 0
+    assert [text.rpartition("/runs/")[2] for text in target.said] == ["first/live/checkpoints/step-6/1.0-6"]
+    assert [name for name in target.store.files.names("staging") if name.startswith("copying")] == []
+
+
+def test_one_that_is_damaged_is_passed_over_aloud_and_not_copied_again(
+    here: tuple[Ran, Target], tmp_path: Path
+) -> None:
+    ran, target = here
+    before = ran.save(4)
+    newest = ran.save(6)
+    ran.spoil(6)
+    assert target.carry(ran.url) > 0
+    assert target.restored(ran.url, tmp_path) == {"step-4": before}
+    told = "step-6/0.0-6: node-1/step-6/shard-1.pt is not what was committed; the one before it is taken"
+    assert [text for text in target.said if told in text]
+    record = {"layout": {"resume": target.layout(ran.url).resume}}
+    assert target.store.create_run(target.layout(ran.url, "uses-it"), record)
+    assert target.carry(ran.url, "third") == 0, "nothing has changed, whoever uses the copy"
+    assert "was not what was committed when it was copied last" in target.said[-1]
+    ran.spoil(6)  # the right bytes again
+    target.store.write_result("uses-it", {})
+    assert target.carry(ran.url, "third") > 0
+    assert target.restored(ran.url, tmp_path) == {"step-6": newest}
+    ran.spoil(4)
+    ran.spoil(6)
+    target.store.files.remove("data")
+    with pytest.raises(SpecError, match=r"resume_from: .*: nothing complete and undamaged to resume from"):
+        target.carry(ran.url)
+    assert checkpoints.complete(Path(str(local_path(target.layout(ran.url).resume or "")))) == []
+
+
+def test_a_newer_one_comes_unless_a_run_has_the_older(here: tuple[Ran, Target], tmp_path: Path) -> None:
+    ran, target = here
+    ran.save(4)
+    target.carry(ran.url)
+    record = {"layout": {"resume": target.layout(ran.url).resume}}
+    assert target.store.create_run(target.layout(ran.url, "uses-it"), record)
+    newer = ran.save(6)
+    with pytest.raises(ConflictError) as caught:
+        target.carry(ran.url)
+    assert caught.value.field == "resume_from"
+    words = f"since uses-it, which is not over, .*; or name this checkpoint: --resume-from {ran.url}/live/checkpoints/"
+    assert caught.match(f"{words}step-6/0.0-6$")
+    named = f"{ran.url}/live/checkpoints/step-6/0.0-6"
+    assert target.carry(named) > 0
+    assert target.restored(named, tmp_path) == {"step-6": newer}
+    target.store.write_result("uses-it", {})
+    assert target.carry(ran.url) > 0
+    assert target.restored(ran.url, tmp_path) == {"step-6": newer}, "and no other"
+
+
+def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple[Ran, Target], tmp_path: Path) -> None:
+    """A run that goes on keeps only so many."""
+    ran, target = here
+    ran.save(4)
+    newer: list[dict[str, bytes]] = []
+
+    def progress(key: str, count: int) -> None:
+        if not newer:
+            newer.append(ran.save(6))
+            ran.files.remove("runs/first/live/checkpoints/step-4")
+
+    target.store.moving = Moving(concurrency=1)
+    target.carry(ran.url, progress=progress)
+    assert target.restored(ran.url, tmp_path) == {"step-6": newer[0]}
+
+
+def test_refusals_are_one_line_and_leave_nothing(here: tuple[Ran, Target]) -> None:
+    ran, target = here
+    with pytest.raises(SpecError, match=r"^resume_from: \S+/runs/first/live/checkpoints holds no complete checkpoint"):
+        target.carry(ran.url)
+    ran.save(4)
+    ran.files.remove("runs/first/live/checkpoints/step-4/0.0-4/node-1")
+    with pytest.raises(SpecError, match="no complete checkpoint"):
+        target.carry(ran.url)
+    with pytest.raises(SpecError, match=r"^resume_from: there is no run other in \S+$"):
+        target.carry(ran.url.replace("first", "other"))
+    assert target.store.files.list("data") == {}
+
+
+def test_one_that_is_named_is_copied_whatever_else_the_run_holds(here: tuple[Ran, Target]) -> None:
+    """Among a run's checkpoints a step is one to go on from, and a best one is not; who names it wants it."""
+    ran, target = here
+    ran.save(4)
+    key = "runs/first/live/checkpoints/best/0.0-9"
+    ran.files.write(f"{key}/node-0/best/model.safetensors", b"best")
+    listed = {"node-0/best/model.safetensors": {"size": 4, "sha256": hashlib.sha256(b"best").hexdigest()}}
+    commit = {"protocol": 1, "name": "best", "attempt": "0.0", "seq": 9, "nodes": 1, "files": listed}
+    ran.files.write(f"{key}/commit.json", json.dumps({**commit, "saved": 109.0, "time": 110.0}).encode())
+    assert target.carry(f"{ran.url}/live/checkpoints/best") > 4
+    target.carry(ran.url, "third")
+    copied = [text.rpartition("/live/checkpoints/")[2] for text in target.said]
+    assert copied == ["best/0.0-9", "step-4/0.0-4"]
+
+
+def test_gc_keeps_what_a_run_names(here: tuple[Ran, Target]) -> None:
+    ran, target = here
+    ran.save(4)
+    layout = target.layout(ran.url)
+    target.carry(ran.url)
+    address = relay.address_of(target.store, layout.resume or "")
+    assert {item.key for item in collect(target.store, older_than=0).found} == {f"data/{address}"}
+    record = {"protocol": 1, "layout": {"code_digest": "c", "resume": layout.resume}}
+    assert target.store.create_run(layout, record)
+    assert collect(target.store, older_than=0, delete=True).found == ()
+    assert target.carry(ran.url, "third") == 0
+
+
+#: A client that says how many bytes it has moved, and takes its time.
+CLIENT = """
+import sys, time
+from cloudtrain import relay, transfer
+from cloudtrain.carry import carry
+from cloudtrain.provider import Layout
+from cloudtrain.settings import Settings
+from cloudtrain.store import Store
+import json
+given = json.loads(sys.argv[1])
+relay.LEASE, transfer.PIECE = given["lease"], 4096
+def progress(key, count):
+    print(count, flush=True)
+    time.sleep(0.005)
+carry(Store(given["layout"]["store"]), Layout.from_dict(given["layout"]), settings=Settings(), progress=progress)
+"""
+
+
+@pytest.mark.parametrize(
+    "trials", [pytest.param(2), pytest.param(max(1, TRIALS // 10), marks=pytest.mark.proof)], ids=["few", "proof"]
+)
+def test_a_client_that_is_killed_leaves_right_bytes_or_nothing_and_the_next_one_goes_on(
+    here: tuple[Ran, Target], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trials: int
+) -> None:
+    ran, target = here
+    ran.save(2)
+    whole = ran.save(6, size=64 * 1024)
+    layout = target.layout(ran.url)
+    folder = Path(str(local_path(layout.resume or "")))
+    monkeypatch.setattr(relay, "LEASE", 1.0)
+    given = json.dumps({"lease": 1.0, "layout": {**vars(layout), "inputs": {}, "origin": {}}})
+    for trial in range(trials):
+        after = random.Random(f"{SEED} {trial}").randrange(48)
+        client = subprocess.Popen([sys.executable, "-c", CLIENT, given], stdout=subprocess.PIPE, text=True)
+        assert client.stdout is not None
+        for _ in range(after):
+            client.stdout.readline()
+        client.send_signal(signal.SIGKILL)
+        client.communicate()
+        assert all(item.name == "step-6" for item in checkpoints.complete(folder)), "whole, or none"
+        for path in folder.rglob("node-*/**/*"):
+            assert not path.is_file() or path.name.startswith(".") or path.read_bytes() in whole.values()
+        assert target.carry(ran.url) >= 0
+        assert target.restored(ran.url, tmp_path) == {"step-6": whole}
+        assert target.carry(ran.url) == 0
+        shutil.rmtree(tmp_path / "ours")
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def planned(tmp_path: Path, resume_from: str, provider: str = "vertex", **settings: Any) -> Any:
+    (tmp_path / "code").mkdir(exist_ok=True)
+    (tmp_path / "code" / "train.py").write_text("")
+    sample = sample_of(provider) if provider != "local" else {"store": "file:///nowhere", "settings": {}, "job": {}}
+    set_ = {"provider": provider, "store": sample["store"], **settings}
+    loaded = Settings.load(cwd=tmp_path, environ={}, overrides={**sample["settings"]}, **set_)
+    job = Job.make(entry_point="train.py", resume_from=resume_from, **sample["job"])
+    return make_plan(job, settings=loaded, cwd=tmp_path / "code", run_id="second"), loaded
+
+
+def sample_of(provider: str) -> dict[str, Any]:
+    import importlib
+
+    found: dict[str, Any] = importlib.import_module(f"cloudtrain.providers.{provider}").SAMPLE
+    return found
+
+
+@pytest.mark.parametrize("provider", ["azureml", "sagemaker", "vertex"])
+def test_a_plan_says_what_will_be_copied_and_from_where_and_is_sent_as_it_is(provider: str, tmp_path: Path) -> None:
+    ran = Ran(f"file://{tmp_path}/theirs")
+    ran.save(4)
+    plan, settings = planned(tmp_path, str(tmp_path / "theirs/runs/first"), provider)
+    source, layout = f"{ran.url}/live/checkpoints", plan.layout
+    assert layout.resume_source == source
+    address = hashlib.sha256(f"resumed from {source}".encode()).hexdigest()
+    assert layout.resume == f"{layout.store}/data/{address}/live/checkpoints"
+    assert address in json.dumps(plan.request.body)
+    assert "theirs" not in json.dumps(plan.request.body)
+    text = plan_text(plan.document())
+    assert f"resumes from  {layout.resume} (the newest checkpoint copied from {source}, through this machine)" in text
+    assert any("who can write there can run code in this job" in note for note in plan.request.notes)
+    assert f"its newest complete checkpoint is copied to {layout.resume}" in text
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps(plan.document()))
+    again = load_plan(saved, settings=settings, cwd=tmp_path / "code")
+    assert (again.layout, again.request) == (layout, plan.request)
+
+
+def test_what_nodes_read_by_themselves_stays_where_it_is(tmp_path: Path) -> None:
+    Ran(f"file://{tmp_path}/theirs").save(4)
+    for provider, resume_from in (
+        ("vertex", "earlier"),
+        ("vertex", "gs://other/runs/earlier"),
+        ("vertex", "gs://other/folder/of/mine"),
+        ("local", str(tmp_path / "theirs/runs/first")),
+        ("local", "s3://other/folder/of/mine"),
+    ):
+        plan, _ = planned(tmp_path, resume_from, provider)
+        assert plan.layout.resume_source is None
+        assert "/data/" not in plan.layout.resume
+    plan, _ = planned(tmp_path, "s3://other/store/runs/earlier", "local")
+    assert plan.layout.resume_source == "s3://other/store/runs/earlier/live/checkpoints"
+    with pytest.raises(SpecError, match=r"resume_from: .*holds a password, key or signature") as caught:
+        planned(tmp_path, "s3://key:pass@other/store/runs/earlier", "local")
+    assert "pass@" not in str(caught.value)
+    with pytest.raises(SpecError, match="nodes see gs:// only"):
+        planned(tmp_path, "s3://other/folder/of/mine", "vertex")
+
+
+def test_a_rehearsal_copies_into_the_folder_that_stands_for_the_store(tmp_path: Path) -> None:
+    ran = Ran(f"file://{tmp_path}/theirs")
+    ran.save(4)
+    for given, maps in ((ran.url, {}), ("s3://b/x/runs/first", {"s3://b/x": str(tmp_path / "theirs")})):
+        real, settings = planned(tmp_path, given)
+        plan = plan_rehearsal(
+            real.job.replace(entry_point="train.py", resume_from=given),
+            settings=settings, run_id="second", cwd=tmp_path / "code", store=str(tmp_path / "here"), maps=maps,
+        )  # fmt: skip
+        assert plan.layout.resume_source == f"{ran.url}/live/checkpoints"
+        mounts = [mount["url"] for mount in plan.request.body["nodes"][0]["mounts"]]
+        assert plan.layout.resume in mounts
+        assert carry(plan.store, plan.layout, settings=plan.settings) > 0
+        assert [item.name for item in checkpoints.complete(Path(str(local_path(plan.layout.resume or ""))))] == [
+            "step-4"
+        ]
+
+
+# ----------------------------------------------------------------------------------------------------------- whole runs
+
+#: Descent with momentum in plain Python: what is not restored to the bit shows in the loss, and nothing is imported.
+TRAIN = """
+import os, pickle, random, sys
+from pathlib import Path
+
+state = {"weights": [0.0] * 8, "moments": [0.0] * 8, "step": 0}
+if resume := os.environ.get("CLOUDTRAIN_RESUME_FROM"):
+    state = pickle.loads(Path(resume, "state.pt").read_bytes())
+    print("resumed from", Path(resume).name, flush=True)
+weights, moments = state["weights"], state["moments"]
+for step in range(state["step"], int(sys.argv[1])):
+    draw = random.Random(step)
+    rows = [[draw.gauss(0, 1) for _ in weights] for _ in range(16)]
+    errors = [sum(w * x for w, x in zip(weights, row)) - sum(row) ** 2 for row in rows]
+    loss = sum(error * error for error in errors)
+    for i in range(len(weights)):
+        moments[i] = 0.9 * moments[i] + sum(error * row[i] for error, row in zip(errors, rows)) / 16
+        weights[i] -= 0.01 * moments[i]
+print("final loss", loss.hex(), flush=True)
+if folder := os.environ.get("CLOUDTRAIN_CHECKPOINT_DIR"):
+    state["step"] = step + 1
+    Path(folder, f"step-{step + 1}").mkdir()
+    Path(folder, f"step-{step + 1}", "state.pt").write_bytes(pickle.dumps(state))
+"""
+HALF, ALL = "6", "12"
+
+
+def final_loss(text: str) -> str:
+    (line,) = [line for line in text.splitlines() if "final loss" in line]
+    return line.rpartition(" ")[2]
+
+
+@pytest.fixture
+def jobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Jobs]:
+    if "s3_url" in request.fixturenames:
+        request.getfixturevalue("s3_url")  # before the environment is taken
+    made = Jobs(tmp_path)
+    made.write("train.py", TRAIN)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def expected(jobs: Jobs) -> str:
+    """The last loss of a run that nobody has cut in two; without cloudtrain."""
+    script = jobs.code / "train.py"
+    done = subprocess.run([sys.executable, str(script), ALL], capture_output=True, text=True, check=True)
+    return final_loss(done.stdout)
+
+
+@pytest.mark.remote
+@pytest.mark.slow
+def test_a_run_in_s3_goes_on_in_a_folder_to_the_same_bits(s3_url: str, jobs: Jobs, expected: str) -> None:
+    flags = ("--max-runtime", "10m", "--launcher", "python")
+    first = jobs.cli("submit", "train.py", *flags, "--json", "--store", s3_url, "--run-id", "first", "--", HALF)
+    assert first.code == 0, first.err
+    url = f"{s3_url}/runs/first"
+    done = jobs.submit("train.py", *flags, "--run-id", "second", "--resume-from", url, "--", ALL)
+    assert done.code == 0, done.err
+    assert f"copying the checkpoint from {url}" in done.err
+    assert done.json["attempts"][0]["resumed_from"] == "step-6"
+    assert final_loss(done.err) == expected != final_loss(first.err)
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_a_local_run_goes_on_as_a_cloud_would_run_it(
+    tmp_path: Path, images: Any, nothing_left: None, jobs: Jobs, expected: str
+) -> None:
+    first = jobs.submit("train.py", "--max-runtime", "10m", "--launcher", "python", "--run-id", "first", "--", HALF)
+    assert first.code == 0, first.err
+    sample = sample_of("sagemaker")
+    words = ["--provider", "sagemaker", "--store", sample["store"], "--image", sample["job"]["image"]]
+    words += ["--local-image", images("torch"), "--local-store", str(jobs.tmp / "there"), "--run-id", "second"]
+    for name, value in sample["settings"].items():
+        words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    words += ["--launcher", "python", "--max-runtime", "10m", "--json", "--resume-from", str(jobs.store / "runs/first")]
+    done = jobs.cli("rehearse", "train.py", *words, "--", ALL, timeout=240)
+    assert done.code == 0, done.err
+    assert done.json["attempts"][0]["resumed_from"] == "step-6"
+    assert final_loss(done.err) == expected

@@ -1,0 +1,87 @@
+"""docs/portability.md is made of its record, the record is of the cells as they are; a few of them run here."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import cells
+import portability
+import pytest
+from cells import CELLS, NOT, PROVIDERS
+from trainings import TEXT, Trainings
+
+from cloudtrain.provider import provider_names
+
+
+def test_the_page_is_made_of_its_record() -> None:
+    made = portability.page(portability.read())
+    assert made == portability.PAGE.read_text(encoding="utf-8"), "run: python tests/portability.py --page"
+
+
+def test_the_record_is_of_the_cells_as_they_are() -> None:
+    assert portability.stale(portability.read()) == [], "run: python tests/portability.py --new"
+
+
+def test_every_provider_of_ours_is_a_column() -> None:
+    own = {path.stem for path in Path(cells.ROOT, "cloudtrain/providers").iterdir() if path.stem[0] not in "_."}
+    assert set(PROVIDERS) == own == own & set(provider_names())
+    build = cells.BUILD.read_text()
+    (names,) = (line for line in build.splitlines() if line.startswith("NAMES="))
+    assert sorted(names.partition("(")[2].rstrip(")").split()) == sorted(cells.IMAGES)
+
+
+@pytest.fixture
+def record() -> dict[str, Any]:
+    return copy.deepcopy(portability.read())
+
+
+def test_losses_of_other_bits_are_told(record: dict[str, Any]) -> None:
+    name = "ddp clean/docker"
+    assert not portability.wrong(record, CELLS[name])
+    record[name] |= {"curve": "0", "wrong": ""}
+    assert "the losses are others" in portability.wrong(record, CELLS[name])
+    assert "**fails**" in portability.page(record)
+    record["ddp clean/local"]["torch"] = "1.0"
+    assert "no undisturbed run on local of the same machine" in portability.wrong(record, CELLS[name])
+
+
+def test_a_record_that_is_not_of_the_code_is_stale(record: dict[str, Any]) -> None:
+    record["gone/local"] = record.pop("fsdp clean/local")
+    record["ddp clean/local"]["job"] = "0"
+    assert portability.stale(record) == [
+        "fsdp clean/local was never run",
+        "gone/local is no cell any more",
+        "of 1 cells, as ddp clean/local, what they run has changed since",
+    ]
+    assert not set(NOT) & set(CELLS)
+
+
+# -------------------------------------------------------------------------------------------- a few of them, every time
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("name", ["image user/sagemaker", "image nopython/azureml"])
+def test_an_image(name: str, images: Any, tmp_path: Path) -> None:
+    images(CELLS[name].row.partition(" ")[2])
+    found = cells.run(CELLS[name], tmp_path)
+    assert found["wrong"] == ""
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_same_bits_after_a_lost_machine(images: Any, trainings: Trainings, tmp_path: Path) -> None:
+    images("torch")
+    for name in ("whole", "cell"):
+        (tmp_path / name).mkdir()
+    flags = [*cells.TRAININGS["fsdp"]["args"][4:], "--task", str(cells.ROOT / "entrypoints/tasks/gpt.py")]
+    whole = trainings.run(tmp_path / "whole", "fsdp.py", *flags, "--train", str(TEXT), processes=4).losses()
+    found = cells.run(CELLS["fsdp node lost/vertex"], tmp_path / "cell")
+    assert found["wrong"] == ""
+    assert json.loads(json.dumps(found))["bits"] == whole[max(whole)].hex()
+    assert found["curve"] == cells.digest_of(whole)

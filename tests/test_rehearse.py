@@ -1,0 +1,623 @@
+"""Rehearsals: the request is the cloud's own, what stands for what, what is told, drills; whole ones in containers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import Done, Jobs
+
+from cloudtrain.engine.drills import Drill, Drills
+from cloudtrain.engine.places import place_of
+from cloudtrain.engine.sync import NodeFolders
+from cloudtrain.errors import SpecError, StorageError
+from cloudtrain.estimator import Estimator
+from cloudtrain.job import Job
+from cloudtrain.provider import Mount, NodeSpec, Rules, Simulation, find_provider, provider_names
+from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
+from cloudtrain.rehearse import plan_rehearsal
+from cloudtrain.settings import Settings
+from cloudtrain.submit import Plan, make_plan
+from cloudtrain.supervisor import Supervisor, _Mounts
+
+CLOUDS = ("azureml", "sagemaker", "vertex")
+
+
+class Site:
+    """A folder with a script, and the settings of a cloud's account."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        self.folder, self.target = folder, target
+        self.sample = importlib.import_module(f"cloudtrain.providers.{target}").SAMPLE
+        (folder / "train.py").write_text("print(1)\n")
+
+    @property
+    def settings(self) -> Settings:
+        table = {self.target: self.sample["settings"]}
+        return Settings(provider=self.target, store=self.sample["store"], tables=table)
+
+    def job(self, **fields: Any) -> Job:
+        return Job.make(**{"entry_point": "train.py", "instance_count": 2, **self.sample["job"], **fields})
+
+    def rehearsed(self, job: Job | None = None, **given: Any) -> Plan:
+        job = job or self.job()
+        return plan_rehearsal(job, settings=self.settings, cwd=self.folder, run_id="r", **given)
+
+    def refused(self, job: Job | None = None, **given: Any) -> SpecError:
+        with pytest.raises(SpecError) as caught:
+            self.rehearsed(job, **given)
+        assert "\n" not in str(caught.value)
+        return caught.value
+
+
+@pytest.fixture(params=CLOUDS)
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
+    return Site(tmp_path, request.param)
+
+
+@pytest.fixture
+def vertex(tmp_path: Path) -> Site:
+    return Site(tmp_path, "vertex")
+
+
+# ----------------------------------------------------------------------------------------------------- the same request
+
+
+def test_the_request_is_the_very_one_that_plan_shows(site: Site) -> None:
+    (site.folder / "data.csv").write_text("1\n")
+    job = site.job(inputs={"train": str(site.folder / "data.csv")}, retries=1)
+    real = make_plan(job, settings=site.settings, run_id="r", cwd=site.folder)
+    plan = site.rehearsed(job)
+    body = plan.request.body
+    assert body["request"] == real.request.to_dict()
+    assert (body["target"], plan.provider_name, plan.run_id) == (site.target, "rehearsal", real.run_id)
+    assert plan.layout.code_digest == real.layout.code_digest
+    assert plan.layout.runtime_digest == real.layout.runtime_digest
+    theirs = real.provider.nodes(real.request)
+    ours = plan.provider.nodes(plan.request)
+    for one, other in zip(theirs.nodes, ours.nodes, strict=True):
+        for name in ("command", "entrypoint", "env", "hostname", "workdir", "files", "image", "shm"):
+            assert _plain(getattr(one, name)) == _plain(getattr(other, name)), name
+        assert not [mount.url for mount in other.mounts if not mount.url.startswith(f"{plan.store.url}/")]
+        places = [(mount.path, mount.kind) for mount in one.mounts]
+        assert [(m.path, m.kind) for m in other.mounts] == [*places, (DIRECT, "sync")]
+    objects = "" if plan.provider.settings.no_objects else theirs.rules.objects
+    wanted = {**_plain(dataclasses.asdict(theirs.rules)), "retries": 1, "objects": objects}
+    assert _plain(dataclasses.asdict(ours.rules)) == wanted
+    told = {**real.request.context, "checkpoint_url": f"file://{DIRECT}"}
+    assert plan.request.context == told
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def test_it_goes_on_from_what_is_recorded(site: Site) -> None:
+    """As its supervisor does for the next attempt: with settings and layout out of run.json."""
+    plan = site.rehearsed(site.job(retries=1), drills=[("kill", "node=1,after=3s")])
+    settings = json.loads(json.dumps(plan.document()["settings"]))
+    again = find_provider("rehearsal")(**settings)  # type: ignore[call-arg]
+    assert again.plan(plan.job, plan.layout).to_dict() == plan.request.to_dict()
+    following = again.plan(plan.job, plan.layout, attempt=1)
+    assert following.body["request"]["attempt"] == following.attempt == 1
+
+
+def test_nobody_chooses_it(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="cloudtrain rehearse --provider NAME"):
+        Settings(provider="rehearsal").make_provider()
+    assert "rehearsal" not in provider_names()
+    assert not [name for name in provider_names() if name.startswith("_")]
+
+
+def test_a_local_input_is_staged_here_and_a_remote_one_needs_a_stand_in(vertex: Site) -> None:
+    (vertex.folder / "data").mkdir()
+    (vertex.folder / "data" / "a.csv").write_text("1\n")
+    job = vertex.job(inputs={"train": str(vertex.folder / "data"), "val": "gs://elsewhere/val"})
+    error = vertex.refused(job)
+    assert error.field == "inputs.val"
+    assert "--map gs://elsewhere/val=PATH" in error.message
+    plan = vertex.rehearsed(job, maps={"gs://elsewhere": "data", "gs://elsewhere/val/": "data"})
+    assert [tree.digest in plan.layout.inputs["train"].url for tree in plan.trees] == [True]
+    urls = {mount.url for mount in plan.provider.nodes(plan.request).nodes[0].mounts}
+    assert (vertex.folder / "data").as_uri() in urls, "the deepest one counts"
+    assert any("stands in for gs://elsewhere/val" in line for line in plan.request.body["differences"])
+
+
+def test_an_input_that_the_plan_would_copy_is_not_fetched_when_something_stands_for_it(vertex: Site) -> None:
+    (vertex.folder / "set.csv").write_text("1\n")
+    job = vertex.job(inputs={"train": "https://example.com/a/set.csv"})
+    assert vertex.rehearsed(job).layout.inputs["train"].source == "https://example.com/a/set.csv"
+    plan = vertex.rehearsed(job, maps={"https://example.com/a/set.csv": "set.csv"})
+    assert plan.layout.inputs["train"].source is None
+    assert (vertex.folder / "set.csv").as_uri() in {m.url for n in plan.request.body["nodes"] for m in _mounts(n)}
+    real = make_plan(job, settings=vertex.settings, run_id="r", cwd=vertex.folder)
+    assert plan.request.body["request"] == real.request.to_dict()
+
+
+def _mounts(node: Mapping[str, Any]) -> list[Mount]:
+    return [Mount(**mount) for mount in node["mounts"]]
+
+
+def test_whoever_nodes_run_as_may_write_where_the_platform_lets_its_own(site: Site) -> None:
+    plan = site.rehearsed()
+    own = dataclasses.asdict(plan.provider.settings)
+    folders = ("/opt/ml", "/opt/ml/cloudtrain", "/opt/ml/output") if site.target == "sagemaker" else ()
+    for user, there in (("", {}), ("7:7", dict.fromkeys(folders, "mode=1777"))):
+        request = type(plan.provider)(**{**own, "user": user}).plan(plan.job, plan.layout)
+        assert {spec.user for spec in plan.provider.nodes(request).nodes} == {user or None}
+        for spec in plan.provider.nodes(request).nodes:
+            assert spec.container.get("HostConfig", {}).get("Tmpfs", {}) == there
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "field", "words"),
+    [
+        ({}, {"store": "gs://bucket/here"}, "local_store", "folder of this machine"),
+        ({}, {"maps": {"gs://a/b": "nowhere"}}, "map", "there is no nowhere"),
+        ({"resume_from": "earlier"}, {}, "resume_from", "stands for gs://contract-bucket/store/runs/earlier"),
+        ({"inputs": {"x": "gs://contract-bucket/store/x/"}}, {}, "inputs.x", "there is no"),
+        ({}, {"secrets": {"TOKEN": "env:T"}}, "secret_value", "has no secret 'TOKEN'"),
+        ({"secrets": {"TOKEN": "gcp:projects/p/secrets/s/versions/1"}}, {}, "secrets.TOKEN", "--secret-value TOKEN="),
+        ({}, {"drills": [("kill", "node=2,after=3s")]}, "kill", "0 to 1"),
+        ({}, {"drills": [("preempt", "node=1")]}, "preempt", "must be node=NUMBER,after=TIME"),
+        ({}, {"provider": "local"}, "provider", "runs on this machine as it is"),
+    ],
+)
+def test_refusals(vertex: Site, fields: Mapping[str, Any], given: Mapping[str, Any], field: str, words: str) -> None:
+    local = given.get("provider") == "local"
+    job = Job.make(entry_point="train.py") if local else vertex.job(**fields)
+    error = vertex.refused(job, **given)
+    assert error.field == field
+    assert words in error.message
+
+
+def test_what_is_not_here_is_told(vertex: Site) -> None:
+    job = vertex.job(gpu="T4:4", secrets={"TOKEN": "gcp:projects/p/secrets/s/versions/1"})
+    plan = vertex.rehearsed(
+        job,
+        image="mine:1",
+        secrets={"TOKEN": "env:MINE"},
+        drills=[("preempt", "node=0,after=1m")],
+    )
+    own = dataclasses.replace(plan.provider.settings, gpus=0, cores=2, memory=4 << 30, user="7:7")
+    request = type(plan.provider)(**dataclasses.asdict(own)).plan(plan.job, plan.layout)
+    (node, _) = plan.provider.nodes(request).nodes
+    assert (node.image, node.gpus, node.cpus, node.memory, node.platform, node.user) == (
+        "mine:1",
+        0,
+        None,
+        None,
+        None,
+        "7:7",
+    )
+    said = "\n".join(request.body["differences"])
+    for words in ("mine:1 stands in for", "of 8 GPUs none are here", "cores", "GiB of memory", "7:7", "spot", "TOKEN"):
+        assert words in said
+    assert request.body["differences"][-1] == EVERYWHERE
+    assert request.context["processes"] == 4, "as many ranks as there"
+    assert plan.job.secrets == {"TOKEN": "env:MINE"}
+    assert request.context["secrets"] == {}
+    assert request.body["request"]["context"]["secrets"] == job.secrets
+    large = dataclasses.replace(own, gpus=8, cores=256, memory=1 << 45)
+    has = type(plan.provider)(**dataclasses.asdict(large)).plan(plan.job, plan.layout)
+    assert (has.body["nodes"][0]["gpus"], bool(has.body["nodes"][0]["cpus"])) == (4, True)
+
+
+@pytest.mark.parametrize("why", ["", "there is no /dev/fuse that may be used"])
+def test_mounts_of_an_object_store_behave_so_or_it_is_told_why_not(site: Site, why: str) -> None:
+    plan = site.rehearsed()
+    own = {**dataclasses.asdict(plan.provider.settings), "no_objects": why}
+    request = type(plan.provider)(**own).plan(plan.job, plan.layout)
+    path = {"vertex": "/gcs"}.get(site.target, "")
+    assert plan.provider.nodes(request).rules.objects == ("" if why else path)
+    told = [line for line in request.body["differences"] if line.startswith("/gcs is a folder of this machine")]
+    assert len(told) == bool(path)
+    assert all(line.endswith(why) and ("behind FUSE" in line) == (not why) for line in told)
+
+
+def test_secrets_come_by_standard_input_alone() -> None:
+    shows = "import os; print(os.environ['TOKEN'], os.getpid())"
+    words = [sys.executable, "-c", SECRETS, '{"TOKEN": "MINE"}', sys.executable, "-c", shows]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        out, _ = process.communicate('{"MINE": "s3cret", "OTHER": "x"}\n')
+    assert out.split() == ["s3cret", str(process.pid)], "and it becomes the command, which gets the signals"
+
+
+# --------------------------------------------------------------------------------------------------------------- drills
+
+
+def test_a_drill_reads_as_it_is_told() -> None:
+    drill = Drill.parse("kill", "after=1m30s, node=1", nodes=2)
+    assert drill == Drill(kind="kill", node=1, after=90.0)
+    assert Drill.parse("kill", drill.words.partition(" ")[2], nodes=2) == drill
+    late = Drill.parse("preempt", "node=0,after=checkpoint", nodes=1)
+    assert late.words == "--preempt node=0,after=checkpoint"
+    with pytest.raises(SpecError, match="must be"):
+        Drill.parse("kill", "node=1,node=1,after=3s", nodes=2)
+
+
+def test_drills_come_in_their_time_and_once() -> None:
+    told = Drills.told([Drill.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")])
+    drills = Drills(json.loads(json.dumps(told)))
+
+    def due(seconds: float, *, saved: bool = False) -> float | str | None:
+        drill = drills.due(seconds, lambda: saved)
+        return None if drill is None else "checkpoint" if drill.after is None else drill.after
+
+    assert [due(1), due(2), due(3), due(3, saved=True), due(8, saved=True), due(9)] == [
+        *(None, 2.0, None, "checkpoint", None, 9.0)
+    ]
+    assert not drills.left
+
+
+# ----------------------------------------------------------------------------------------------------- platforms' rules
+
+
+class Ended:
+    """A node that has ended with an exit code, or by a signal (negative)."""
+
+    trouble = None
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+    def signal(self, name: str) -> None:
+        """It hears nothing any more."""
+
+    def kill(self) -> None:
+        """Nor is there anything left of it."""
+
+
+@pytest.mark.parametrize(
+    ("target", "codes", "stopped", "lost", "state", "category", "again"),
+    [
+        ("sagemaker", [0, 0], "", None, "succeeded", "", ""),
+        ("sagemaker", [0, 0], "preempted", None, "failed", "preempted", "preempted"),
+        ("sagemaker", [1, -9], "", 1, "failed", "infra", "lost"),
+        ("sagemaker", [1, 0], "", None, "failed", "infra", ""),
+        ("sagemaker", [0, 0], "cancelled", None, "cancelled", "cancelled", ""),
+        ("sagemaker", [0, 0], "timeout", None, "failed", "timeout", ""),
+        ("vertex", [0, -9], "", None, "succeeded", "", ""),
+        ("vertex", [134, 134], "preempted", None, "failed", "preempted", "preempted"),
+        ("vertex", [134, -9], "", 1, "failed", "infra", "lost"),
+        ("vertex", [1, -9], "", 1, "failed", "infra", ""),
+        ("vertex", [-6, 134], "", None, "failed", "preempted", "codes"),
+        ("vertex", [139, 1], "", None, "failed", "infra", ""),
+        ("azureml", [75, 75], "preempted", None, "failed", "preempted", "preempted"),
+        ("azureml", [75, 75], "", None, "failed", "infra", ""),
+        ("azureml", [1, -9], "timeout", None, "failed", "timeout", ""),
+    ],
+)
+def test_what_a_platform_makes_of_its_nodes_ends(
+    tmp_path: Path, target: str, codes: list[int], stopped: str, lost: int | None, state: str, category: str, again: str
+) -> None:
+    supervisor, rules = supervised(Site(tmp_path, target))
+    supervisor.attempts.append({"number": "0.0"})
+    supervisor._lost |= {lost} if lost is not None else set()
+    ended = supervisor._judge([Ended(code) for code in codes], rules, stopped, [])
+    assert (*ended[:2], supervisor._again) == (state, category, again)
+
+
+@pytest.mark.parametrize("stopped", ["preempted", "cancelled"])
+def test_work_that_was_done_before_the_stop_is_done(tmp_path: Path, stopped: str) -> None:
+    supervisor, rules = supervised(Site(tmp_path, "sagemaker"))
+    record = {"attempt": "0.0", "node": 0, "decided": True, "outcome": "succeeded", "reason": "", "failure": None}
+    assert supervisor._judge([Ended(0), Ended(0)], rules, stopped, [record]) == ("succeeded", "", "")
+    assert not supervisor._again
+
+
+@pytest.mark.parametrize(("target", "starts"), [("azureml", 1), ("vertex", 7)])
+def test_it_begins_again_as_often_as_the_platform_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, starts: int
+) -> None:
+    supervisor, rules = supervised(Site(tmp_path, target))
+    monkeypatch.setattr("cloudtrain.supervisor.RESTART_SECONDS", 0.0)
+    simulation = supervisor.provider.nodes(supervisor.request)
+
+    class Taken:
+        """An engine whose nodes have all been taken back."""
+
+        def prepare(self, *args: Any) -> None:
+            supervisor.drills = Drills([{"kind": "preempt", "node": 0, "after": 0.0}])
+
+        def start(self, *args: Any, **named: Any) -> list[Any]:
+            return [Stopping(), Stopping()]
+
+        def remarks(self) -> str:
+            return ""
+
+    class Stopping(Ended):
+        def __init__(self) -> None:
+            self.told = False
+
+        def poll(self) -> Any:
+            return 134 if self.told else None
+
+        def signal(self, name: str) -> None:
+            self.told = name == rules.stop_signal
+
+    monkeypatch.setattr("cloudtrain.supervisor.SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr("cloudtrain.supervisor.POLL_SECONDS", 0.0)
+    supervisor.engine = Taken()  # type: ignore[assignment]
+    mounts = _Mounts(folder=supervisor.folder, store=supervisor.store, run_id="r")
+    state, category, reason = supervisor._attempt(supervisor.request, simulation, mounts)
+    assert (state, category, len(supervisor.attempts)) == ("failed", "preempted", starts)
+    assert reason.endswith("6 restarts are used up") is (starts > 1)
+
+
+def test_nothing_is_mounted_for_a_start_that_its_store_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was mounted before would stay."""
+    supervisor, _ = supervised(Site(tmp_path, "vertex"))
+    supervisor.drills = Drills([{"kind": "preempt", "node": 0, "after": None}])
+    simulation = supervisor.provider.nodes(supervisor.request)
+    simulation = dataclasses.replace(simulation, rules=dataclasses.replace(simulation.rules, objects="/gcs"))
+
+    class Ready:
+        def prepare(self, *args: Any) -> None:
+            """Nothing."""
+
+    def gone(run: str) -> None:
+        raise StorageError("the store is gone")
+
+    supervisor.engine = Ready()  # type: ignore[assignment]
+    monkeypatch.setattr(supervisor.store, "direct", gone)
+    monkeypatch.setattr("cloudtrain.supervisor.MountedFolders", lambda folder: pytest.fail("it is mounted"))
+    mounts = _Mounts(folder=supervisor.folder, store=supervisor.store, run_id="r")
+    with pytest.raises(StorageError, match="the store is gone"):
+        supervisor._start("0.0", simulation, mounts)
+
+
+def supervised(site: Site) -> tuple[Supervisor, Rules]:
+    """The supervisor of a rehearsal that is recorded and has not begun, and its platform's rules."""
+    plan = site.rehearsed()
+    plan.store.create_run(plan.layout, {**plan.document(), "runtime": plan.layout.runtime_digest})
+    folder = site.folder / "supervisor"
+    folder.mkdir()
+    (folder / "request.json").write_text(json.dumps(plan.request.to_dict()))
+    made = Supervisor(folder=folder, engine="processes", secrets={}, environ={})
+    return made, plan.provider.nodes(plan.request).rules
+
+
+# ---------------------------------------------------------------------------------------------- folders of a node's own
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[NodeFolders, list[Path], list[Path], Path]:
+    """Two nodes' folders in step with ``live``, and what they leave."""
+    live, left, shared = (tmp_path / name for name in ("live", "left", "shared"))
+    for folder in (live, left, shared):
+        folder.mkdir()
+        (folder / "old").write_text("1")
+    urls = [folder.as_uri() for folder in (live, left, shared)]
+    mounts = [Mount(url=url, path=f"/{n}", kind="sync") for n, url in enumerate(urls)]
+    node = NodeSpec(command=["x"], mounts=[*mounts, Mount(url=urls[0], path="/ro", kind="mount")])
+    folders = NodeFolders(tmp_path / "own", live=urls[0], shared=urls[2], lag=0.0)
+    simulation = Simulation(nodes=[node, node], rules=Rules(time_limit=1, sync_lag=0.0))
+    wired, local = folders.wired(simulation, dict(zip(urls, (live, left, shared), strict=True)))
+    lives, lefts, shares, reads = zip(*([local[m.url] for m in n.mounts] for n in wired.nodes), strict=True)
+    assert set(shares) == {shared}
+    assert set(reads) == {live}
+    return folders, list(lives), list(lefts), live
+
+
+def test_each_node_has_its_own_copy_and_peers_do_not_show(
+    own: tuple[NodeFolders, list[Path], list[Path], Path], tmp_path: Path
+) -> None:
+    folders, (zero, one), (left, _), live = own
+    assert (zero / "old").read_text() == (one / "old").read_text() == "1"
+    assert not (left / "old").exists(), "what is not restored there is not restored here"
+    folders.start()
+    (zero / "deep").mkdir()
+    (zero / "deep" / "new").write_text("2")
+    (left / "model").write_text("3")
+    os.mkfifo(zero / "a-pipe")  # of somebody's debugger: nothing that a store can hold
+    Jobs.wait_for(lambda: (live / "deep" / "new").exists(), 10)
+    assert not (one / "deep").exists()
+    (zero / "deep" / "new").unlink()
+    Jobs.wait_for(lambda: not (live / "deep").exists(), 10)
+    assert not (tmp_path / "left" / "model").exists(), "that goes up in the end"
+    folders.finish(outputs=True)
+    assert (tmp_path / "left" / "model").read_text() == "3"
+    assert not (tmp_path / "own").exists()
+
+
+def test_what_a_lost_machine_had_not_sent_is_gone(
+    own: tuple[NodeFolders, list[Path], list[Path], Path], tmp_path: Path
+) -> None:
+    folders, (zero, one), (left, _), live = own
+    folders.lose(1)
+    for folder, text in ((zero, "0"), (one, "1")):
+        (folder / f"of-{text}").write_text(text)
+    (left / "model").write_text("3")
+    folders.finish(outputs=False)
+    assert sorted(path.name for path in live.iterdir()) == ["of-0", "old"]
+    assert [path.name for path in (tmp_path / "left").iterdir()] == ["old"]
+
+
+def test_the_deepest_place_counts() -> None:
+    places = {"s3://b": "file:///all", "s3://b/data/": "file:///data"}
+    assert place_of("s3://b/data/x", places) == "file:///data/x"
+    assert place_of("s3://b/database", places) == "file:///all/database"
+    with pytest.raises(SpecError, match="s3://bb/x=PATH"):
+        place_of("s3://bb/x", places)
+
+
+# ----------------------------------------------------------------------------------------------------- whole rehearsals
+
+TRAIN = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # or it would have all of the grace
+dist.init_process_group("gloo")
+rank, first = dist.get_rank(), os.environ["CLOUDTRAIN_ATTEMPT"] == "0.0"
+resumed = os.environ["CLOUDTRAIN_RESUME_FROM"]
+step = int(Path(resumed, "step").read_text()) if resumed else 0
+torch.manual_seed(0)
+weight = torch.zeros(2, requires_grad=True)
+deadline = time.monotonic() + 120
+while step < 12 or (first and "--held" in sys.argv):
+    assert time.monotonic() < deadline, "nobody has ended it"
+    step += 1
+    loss = ((weight - torch.tensor([1.0, float(rank)])) ** 2).sum()
+    loss.backward()
+    dist.all_reduce(weight.grad)
+    with torch.no_grad():
+        weight -= 0.1 * weight.grad / dist.get_world_size()
+        weight.grad.zero_()
+    if rank == 0:
+        with open(os.environ["CLOUDTRAIN_METRICS_FILE"], "a") as out:
+            out.write(json.dumps({"step": step, "epoch": 0, "time": time.time(), "loss": float(loss)}) + "\\n")
+    if rank == 0 and step == 10:
+        folder = Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"], "step-10")
+        folder.mkdir()
+        (folder / "step").write_text(str(step))
+    time.sleep(0.05)
+known = ("SM_", "AIP_", "AZUREML_", "CLUSTER_", "NODE", "MASTER_", "CLOUDTRAIN_", "TOKEN")
+seen = {name: value for name, value in os.environ.items() if name.startswith(known)}
+print("the token is", os.environ.get("TOKEN"), flush=True)
+seen |= {"world": dist.get_world_size(), "data": Path(os.environ["CLOUDTRAIN_INPUT_TRAIN"], "rows").read_text()}
+if "SM_MODEL_DIR" in os.environ:
+    Path(os.environ["SM_MODEL_DIR"], f"model-{rank}").write_text("weights")
+Path(os.environ["CLOUDTRAIN_ARTIFACT_DIR"], f"seen-{rank}.json").write_text(json.dumps(seen))
+dist.destroy_process_group()
+"""
+
+
+class Rehearsals:
+    """The command line on a test's image, with data that stands for the cloud's."""
+
+    def __init__(self, jobs: Jobs, image: str) -> None:
+        self.jobs, self.image = jobs, image
+        jobs.write("train.py", TRAIN)
+        (jobs.tmp / "rows").mkdir()
+        (jobs.tmp / "rows" / "rows").write_text("1 2 3")
+
+    def run(self, target: str, *flags: str, data: str, **environ: str) -> Done:
+        sample = importlib.import_module(f"cloudtrain.providers.{target}").SAMPLE
+        words = ["--provider", target, "--store", sample["store"], "--image", sample["job"]["image"], "--run-id", "r"]
+        words += ["--local-image", self.image, "--local-store", str(self.jobs.store), "--nodes", "2", "--json"]
+        for name, value in sample["settings"].items():
+            words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+        words += ["--input", f"train={data}", "--map", f"{data}={self.jobs.tmp / 'rows'}", "--max-runtime", "10m"]
+        return self.jobs.cli("rehearse", "train.py", *words, *flags, timeout=240, **environ)
+
+    def seen(self, rank: int) -> dict[str, Any]:
+        (path,) = (self.jobs.store / "runs" / "r" / "live" / "artifacts").rglob(f"seen-{rank}.json")
+        told: dict[str, Any] = json.loads(path.read_text())
+        assert (told["world"], told["data"]) == (2, "1 2 3")
+        assert not [name for name in told if name.startswith("CLOUDTRAIN_ENGINE")]
+        return told
+
+
+@pytest.fixture
+def rehearsals(tmp_path: Path, images: Callable[[str], str], nothing_left: None) -> Iterator[Rehearsals]:
+    jobs = Jobs(tmp_path)
+    yield Rehearsals(jobs, images("torch"))
+    jobs.close()
+
+
+def _attempts(result: Mapping[str, Any]) -> list[tuple[str, str | None, str, bool]]:
+    """Number, category, what it resumed from and whether something was lost, of each attempt."""
+    return [(a["number"], a["category"], a["resumed_from"], a["lost"] is not None) for a in result["attempts"]]
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_sagemaker_loses_a_machine(rehearsals: Rehearsals) -> None:
+    """Each node has its own copy of the checkpoints, which come down again with the service's restart."""
+    done = rehearsals.run(
+        "sagemaker", "--kill", "node=1,after=checkpoint", "--", "--held", data="s3://data-bucket/rows/"
+    )
+    assert done.code == 0, done.err
+    assert _attempts(done.json) == [("0.0", "infra", "", True), ("0.1", None, "step-10", False)]
+    assert "node 1 was lost" in done.json["attempts"][0]["reason"]
+    assert done.json["provider"] == "rehearsal"
+    hosts = [rehearsals.seen(rank)["SM_CURRENT_HOST"] for rank in (0, 1)]
+    assert hosts == ["algo-1", "algo-2"]
+    assert rehearsals.seen(0)["SM_CHANNEL_TRAIN"] == "/opt/ml/input/data/train"
+    run = rehearsals.jobs.store / "runs" / "r"
+    models = [path.relative_to(run / "native").as_posix() for path in sorted((run / "native").rglob("model-*"))]
+    assert [path.partition("/")[2] for path in models] == ["output/model/model-0", "output/model/model-1"]
+    assert not (run / "supervisor" / "folders").exists()
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_vertex_takes_a_machine_back(rehearsals: Rehearsals) -> None:
+    secret = "gcp:projects/contract/secrets/contract/versions/1"
+    done = rehearsals.run(
+        *("vertex", "--spot", "--preempt", "node=1,after=checkpoint", "--secret", f"TOKEN={secret}"),
+        *("--secret-value", "TOKEN=env:MINE", "--", "--held"),
+        data="gs://data-bucket/rows",
+        MINE="s3cret-value",
+    )
+    assert done.code == 0, done.err
+    assert _attempts(done.json) == [("0.0", "preempted", "", True), ("0.1", None, "step-10", False)]
+    lost = done.json["attempts"][0]["lost"]
+    assert lost["steps"] > 0
+    assert lost["seconds"] > 0
+    seen = rehearsals.seen(1)
+    assert json.loads(seen["CLUSTER_SPEC"])["task"] == {"type": "workerpool1", "index": 0}
+    assert seen["AIP_MODEL_DIR"].startswith("gs://contract-bucket/store/runs/r/native/")
+    assert seen["TOKEN"] == "s3cret-value"
+    kept = [
+        path for path in rehearsals.jobs.store.rglob("*") if path.is_file() and b"s3cret-value" in path.read_bytes()
+    ]
+    assert {path.name for path in kept} == {"seen-0.json", "seen-1.json"}
+    assert "the token is ***TOKEN***" in done.err
+    assert "stands in for" in done.err
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+def test_azureml_takes_a_machine_back_and_a_waiting_client_goes_on(
+    rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python."""
+    sample = importlib.import_module("cloudtrain.providers.azureml").SAMPLE
+    monkeypatch.chdir(rehearsals.jobs.code)
+    data = "abfs://data@contractstore.dfs.core.windows.net/rows"
+    estimator = Estimator(
+        entry_point="train.py",
+        args=["--held"],
+        instance_count=2,
+        spot=True,
+        retries=1,
+        max_runtime="10m",
+        provider="azureml",
+        store=sample["store"],
+        settings=sample["settings"],
+        **sample["job"],
+    )
+    run = estimator.rehearse(
+        data,
+        preempt="node=0,after=checkpoint",
+        maps={data: str(rehearsals.jobs.tmp / "rows")},
+        local_image=rehearsals.image,
+        local_store=str(rehearsals.jobs.store),
+        logs=False,
+        run_id="r",
+    )
+    assert run is estimator.latest_run
+    assert _attempts(run.result()) == [("0.0", "preempted", "", True), ("1.0", None, "step-10", False)]
+    seen = rehearsals.seen(1)
+    assert (seen["NODE_RANK"], seen["MASTER_ADDR"]) == ("1", "node-0")
+    assert seen["AZUREML_RUN_ID"]
+    recorded = run.store.attempt_request("r", 1)
+    assert recorded is not None
+    assert recorded.body["request"]["provider"] == "azureml"

@@ -1,0 +1,107 @@
+"""Users' own scripts, which know nothing of cloudtrain, rehearsed unchanged on the clouds they were written for."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Done, Jobs
+
+SCRIPTS = Path(__file__).with_name("scripts")
+ROWS = "1 2 3\n4 5 6\n7 8 9\n10 11 12\n"
+DATA = {
+    "sagemaker": "s3://data-bucket/rows/",
+    "vertex": "gs://data-bucket/rows",
+    "azureml": "abfs://data@contractstore.dfs.core.windows.net/rows",
+}
+
+pytestmark = [pytest.mark.docker, pytest.mark.slow]
+
+
+class Theirs:
+    """A folder with the script alone, and the rows that stand for what lies in the cloud."""
+
+    def __init__(self, tmp_path: Path, image: str) -> None:
+        self.jobs, self.image, self.run = Jobs(tmp_path), image, tmp_path / "store" / "runs" / "theirs"
+        (tmp_path / "rows").mkdir()
+        (tmp_path / "rows" / "rows").write_text(ROWS)
+
+    def rehearse(self, target: str, script: str, *flags: str) -> Done:
+        shutil.copy(SCRIPTS / script, self.jobs.code)
+        sample, data = importlib.import_module(f"cloudtrain.providers.{target}").SAMPLE, DATA[target]
+        words = ["--provider", target, "--store", sample["store"], "--image", sample["job"]["image"], "--nodes", "2"]
+        words += ["--local-image", self.image, "--local-store", str(self.jobs.store), "--run-id", "theirs", "--json"]
+        words += ["--input", f"train={data}", "--map", f"{data}={self.jobs.tmp / 'rows'}", "--max-runtime", "10m"]
+        for name, value in sample["settings"].items():
+            words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+        done = self.jobs.cli("rehearse", script, *words, *flags, timeout=240)
+        assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
+        return done
+
+    def kept(self, folder: str) -> dict[str, Path]:
+        """What the cloud would have kept, by the path below ``folder`` of the run."""
+        root = self.run / folder
+        return {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, images: Callable[[str], str], nothing_left: None) -> Iterator[Theirs]:
+    made = Theirs(tmp_path, images("torch"))
+    yield made
+    made.jobs.close()
+
+
+def test_the_scripts_know_nothing_of_us() -> None:
+    for path in SCRIPTS.glob("*.py"):
+        assert "cloudtrain" not in path.read_text().lower(), path.name
+
+
+def test_plain_torchrun(theirs: Theirs) -> None:
+    words = ("--", "--data", "{inputs.train}", "--epochs", "2", "--save", "{artifact_dir}")
+    done = theirs.rehearse("vertex", "plain_torchrun.py", *words)
+    assert set(re.findall(r"epoch 1 loss \d+\.\d+ on (\d) of 2", done.err)) == {"0", "1"}
+    assert "node-0/model.pt" in theirs.kept("live/artifacts")
+
+
+def test_sagemaker_s_script_mode(theirs: Theirs) -> None:
+    """One process a host, as that estimator starts it; every path and flag is SageMaker's."""
+    words = ("--launcher", "python", "--hp", "epochs=3", "--hp", "lr=0.02", "--hp", "backend=gloo")
+    done = theirs.rehearse("sagemaker", "sagemaker_script_mode.py", *words)
+    assert set(re.findall(r"Train Epoch: 3 Loss: \d+\.\d+ on (\S+)", done.err)) == {"algo-1", "algo-2"}
+    kept = {name.partition("/")[2]: path for name, path in theirs.kept("native").items()}
+    assert kept.keys() >= {"output/model/model.pth", "output/data/algo-1.json", "output/data/algo-2.json"}
+    told = json.loads(kept["output/data/algo-2.json"].read_text())
+    assert (told["hosts"], told["lr"]) == (["algo-1", "algo-2"], "0.02")
+    assert told["hps"] == {"epochs": 3, "lr": 0.02, "backend": "gloo"}
+    assert told["training_env"]["channel_input_dirs"] == {"train": "/opt/ml/input/data/train"}
+    assert told["training_env"]["hyperparameters"] == told["hps"]
+    assert told["job"]
+
+
+def test_vertex_s_cluster_spec(theirs: Theirs) -> None:
+    """It finds its peers by itself, at the port that the service names; gs:// is /gcs to it."""
+    words = ("--launcher", "python", "--", "--data", "{inputs.train}", "--epochs", "1")
+    done = theirs.rehearse("vertex", "vertex_cluster_spec.py", *words)
+    assert set(re.findall(r"epoch 0 total 78.0 on (\d) of 2", done.err)) == {"0", "1"}
+    kept = theirs.kept("native")
+    assert kept.keys() >= {"model/model.pt", "checkpoints/last", "logs/events.0", "logs/events.1"}
+
+
+def test_azureml_s_variables_and_outputs(theirs: Theirs) -> None:
+    """./outputs is where its users write; it is kept with the run."""
+    words = ("--", "--data", "{inputs.train}", "--epochs", "1")
+    done = theirs.rehearse("azureml", "azureml_outputs.py", *words)
+    assert set(re.findall(r"epoch 0 total 78.0 on (\d) of 2", done.err)) == {"0", "1"}
+    kept = theirs.kept("live/artifacts")
+    assert kept.keys() >= {"node-0/told-0.json", "node-1/told-1.json", "node-0/model.pt"}
+    told = [json.loads(kept[f"node-{rank}/told-{rank}.json"].read_text()) for rank in (0, 1)]
+    assert [(item["master"], item["node_rank"], item["local_rank"]) for item in told] == [
+        ("node-0", 0, 0),
+        ("node-0", 1, 0),
+    ]
+    assert told[0]["run"] == told[1]["run"] != ""
