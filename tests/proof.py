@@ -1,7 +1,7 @@
-"""``make proof``: the seeded trials in full, then every benchmark against its target, written down as one page.
+"""``make proof``: the seeded trials in full, the portability matrix, every benchmark against its target, as one page.
 
-    python tests/proof.py [--slice] [--no-report] [--only tests|benchmarks] [--trials N] [--seed N]
-                          [--workers N] [--select EXPR]
+    python tests/proof.py [--slice] [--no-report] [--only tests|portability|benchmarks] [--trials N] [--seed N]
+                          [--workers N] [--select EXPR] [--minutes N]
 
 Exit code 0 only when every trial passed, none was skipped, and every target was met. A slice measures too little to
 decide on a time: there a missed target of a ratio or of seconds is told, and only one of bytes fails.
@@ -27,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TRIALS, SLICE_TRIALS = 1000, 20
+MINUTES, SLICE_MINUTES = 30.0, 2.0
 SECONDS = 3600
 """For one test, and for one benchmark."""
 IN_SLICE = frozenset({"cold_start", "first_line", "plan"})
@@ -67,9 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     began = datetime.datetime.now(datetime.timezone.utc)
     parts = []
-    if options.only != "benchmarks":
-        parts.append(trials(options.trials, options.seed, workers=options.workers, select=options.select))
-    if options.only != "tests":
+    if options.only in (None, "tests"):
+        more = {"minutes": options.minutes, "workers": options.workers, "select": options.select}
+        parts.append(trials(options.trials, options.seed, **more))
+    if options.only == "portability" or not (options.only or options.slice or options.select):
+        parts.append(portability())
+    if options.only in (None, "benchmarks"):
         parts += [
             benchmark(path, quick=options.slice) for path in benchmarks() if not options.slice or path.stem in IN_SLICE
         ]
@@ -86,30 +90,34 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--slice", action="store_true", help="a few trials and quick benchmarks: a rough answer soon")
     parser.add_argument("--no-report", dest="report", action="store_false", help="write no page to docs/proof")
-    parser.add_argument("--only", choices=["tests", "benchmarks"])
+    parser.add_argument("--only", choices=["tests", "portability", "benchmarks"])
     parser.add_argument("--trials", type=int, help=f"of each seeded test; {TRIALS}, with --slice {SLICE_TRIALS}")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, help=f"of the soak; {MINUTES:g}, with --slice {SLICE_MINUTES:g}")
     parser.add_argument("--workers", type=int, default=1, help="tests at a time")
     parser.add_argument("--select", default="", help="only the tests that pytest's -k selects by this")
     options = parser.parse_args(argv)
     options.trials = options.trials or (SLICE_TRIALS if options.slice else TRIALS)
+    options.minutes = options.minutes or (SLICE_MINUTES if options.slice else MINUTES)
     return options
 
 
 # -------------------------------------------------------------------------------------------------------------- trials
 
 
-def trials(count: int, seed: int, *, workers: int = 1, select: str = "") -> Part:
+def trials(count: int, seed: int, *, minutes: float = MINUTES, workers: int = 1, select: str = "") -> Part:
     """Every test marked proof, and under the proof profile every property-based one, ``count`` trials each."""
     words = {
         "CLOUDTRAIN_PROFILE": "proof",
         "CLOUDTRAIN_TRIALS": str(count),
         "CLOUDTRAIN_SEED": str(seed),
+        "CLOUDTRAIN_SOAK_MINUTES": f"{minutes:g}",
         "CLOUDTRAIN_REQUIRE_ALL": "1",
     }
     with tempfile.TemporaryDirectory(prefix="cloudtrain-proof-") as folder:
         results = Path(folder) / "results.xml"
         command = [sys.executable, "-m", "pytest", "-m", "proof", f"--hypothesis-seed={seed}", f"--timeout={SECONDS}"]
+        command += ["-ojunit_family=xunit1"]  # the only one that has properties of a test
         command += [f"-n{workers}"] if workers > 1 else []
         command += [f"-k{select}"] if select else []
         began = time.monotonic()
@@ -125,7 +133,8 @@ def trials(count: int, seed: int, *, workers: int = 1, select: str = "") -> Part
 
 
 def tests_of(results: Path) -> list[Line]:
-    """A line for each test of a JUnit file, all its parameters together; the note names those that failed."""
+    """A line for each test of a JUnit file, all its parameters together; the note names those that failed, and has what
+    a test recorded as its property ``note``."""
     tests: dict[str, list[ElementTree.Element]] = {}
     for case in ElementTree.parse(results).iter("testcase"):
         name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
@@ -140,10 +149,35 @@ def _test(name: str, cases: Sequence[ElementTree.Element]) -> Line:
         for child in case
         if child.tag in ("failure", "error", "skipped")
     ]
+    told = [
+        str(item.get("value")) if item.get("name") == "note" else f"{item.get('name')}: {item.get('value')}"
+        for case in cases
+        for item in case.iter("property")
+    ]
     seconds = sum(float(case.get("time") or 0) for case in cases)
     figure = f"{seconds:.1f} s" if len(cases) == 1 else f"{len(cases)} cases, {seconds:.1f} s"
     more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
-    return Line(name=name, figure=figure, passed=not wrong, note="; ".join(wrong[:5]) + more)
+    return Line(name=name, figure=figure, passed=not wrong, note="; ".join([*wrong[:5], *told]) + more)
+
+
+# --------------------------------------------------------------------------------------------------------- portability
+
+
+def portability() -> Part:
+    """The whole matrix, whose record and page are made anew."""
+    import portability as matrix
+
+    words, began = ["tests/portability.py"], time.monotonic()
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False)
+    record, lines = matrix.read(), []
+    for row in dict.fromkeys(cell.row for cell in matrix.CELLS.values()):
+        wrong = {cell.provider: matrix.wrong(record, cell) for cell in matrix.CELLS.values() if cell.row == row}
+        note = "; ".join(f"{provider}: {what}" for provider, what in wrong.items() if what)
+        lines.append(Line(name=row, figure=f"{len(wrong)} cells", passed=not note, note=note))
+    if done.returncode and all(line.passed for line in lines):
+        lines.append(Line(name=words[0], figure="", passed=False, note=f"exit code {done.returncode}"))
+    command = f"python {words[0]}"
+    return Part(title="Portability", command=command, lines=lines, seconds=time.monotonic() - began)
 
 
 # ---------------------------------------------------------------------------------------------------------- benchmarks
@@ -237,10 +271,11 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def commit() -> str:
-    """What is checked out, and whether it was changed."""
+def commit(besides: Sequence[Path] = ()) -> str:
+    """What is checked out, and whether it was changed, ``besides`` in these files."""
     head = _said("git", "rev-parse", "HEAD")
-    changed = _said("git", "status", "--porcelain", "--untracked-files=no")
+    names = [f":(exclude){path.relative_to(ROOT).as_posix()}" for path in besides]
+    changed = _said("git", "status", "--porcelain", "--untracked-files=no", "--", ".", *names)
     return head + (", with changes" if changed else "") if head else "not in git"
 
 

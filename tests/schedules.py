@@ -1,0 +1,841 @@
+"""Clients of one run, its nodes, and what befalls them, on a simulated clock: an order of calls drawn from a seed.
+
+The clients are the real code (submit, wait with `Onward`, reconcile, cancel, status), each in a thread of its own that
+runs only while it has the baton. It gives the baton away before every call to the store and to the platform, and while
+it sleeps; who gets it next is the seed's to say, and so are the faults. So between any two calls of a client anything
+may happen that others do, and it may die there. Store and platform are in memory: nobody sleeps, nothing is started.
+
+What the store keeps to is what the real ones do: a write is there for all once it was answered, records and listings
+alike; a client library may tell the one who created an object that it was there. What nodes leave comes late, as
+platforms bring it with a lag of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from cloudtrain.errors import (
+    AuthError,
+    CapacityError,
+    CloudtrainError,
+    LostContactError,
+    NotFoundError,
+    QuotaError,
+    StorageError,
+)
+from cloudtrain.fallback import Onward
+from cloudtrain.job import Job
+from cloudtrain.limits import hard_limit
+from cloudtrain.provider import (
+    AttemptInfo,
+    Layout,
+    LogPage,
+    NodeSpec,
+    Request,
+    Rules,
+    Simulation,
+    Site,
+    Status,
+    Topology,
+    context_of,
+)
+from cloudtrain.reconcile import reconcile_run
+from cloudtrain.run import Run
+from cloudtrain.settings import Settings
+from cloudtrain.store import Store
+from cloudtrain.submit import Plan, make_plan, submit
+from cloudtrain.tail import patiently
+from cloudtrain.transfer import Entry, Moving, Trees
+
+T = TypeVar("T")
+
+NAME, RUN_ID, STORE = "simulated", "the-one", "memory://schedules/store"
+BEGAN = 1.7e9
+"""Unix seconds at the beginning of every schedule."""
+HOURLY = {"H100:8": 36.0, "A100:4": 18.0, "none": 3.6}
+"""US dollars an hour of the platform's machines, by the GPUs that they have."""
+GRACE = 30.0
+"""Seconds that a platform takes to stop a job that is over its limit, or told to stop."""
+LOOKED = 1
+"""Calls of its own that a client may make between having seen that a run is not cancelled and sending an attempt."""
+CALLS = 40_000
+"""Of all clients of a schedule, before it counts as one that does not end."""
+JOBS: Sequence[Mapping[str, Any]] = (
+    {"max_runtime": 900},
+    {"max_runtime": 900, "retries": 2},
+    {"max_runtime": 1200, "retries": 3, "instance_count": 2},
+    {"max_runtime": 1200, "retries": 1, "max_wait": 300},
+    {"max_runtime": 1500, "retries": 1, "gpu": ["H100:8", "A100:4"], "max_wait": 200},
+    {"max_runtime": 3000, "retries": 3, "max_cost": 1.5},
+    {"max_runtime": 3000, "retries": 3, "max_gpu_hours": 4, "gpu": ["H100:8", "A100:4"]},
+)
+
+
+class Dead(BaseException):
+    """The client was killed here: no line of it runs any more, and what unwinds reaches nobody."""
+
+
+# ------------------------------------------------------------------------------------------------- who runs, and when
+
+
+class Actor:
+    """Somebody who acts at ``due`` (Unix seconds) and says, by its end, that it is ``over``."""
+
+    due = BEGAN
+    over = False
+
+
+class Client(Actor):
+    """``script`` in a thread that has the baton from one `pause` to the next."""
+
+    def __init__(self, sim: Sim, name: str, script: Callable[[Client], None], due: float) -> None:
+        self.sim, self.name, self.due, self._script = sim, name, due, script
+        self.calls, self.dies_at, self.looked = 0, -1, -1
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.turn.acquire()
+        self.sim.local.client = self
+        try:
+            self._script(self)
+        except Dead:
+            self.sim.count["client killed"] += 1
+        except BaseException:  # noqa: BLE001 - the script lets nothing through that a client may raise
+            self.sim.wrong(f"{self.name}: {traceback.format_exc()}")
+        self.over = True
+        self.sim.next().release()
+
+    def pause(self, seconds: float) -> None:
+        """Let others act; here again no sooner than in so many seconds."""
+        self.due = self.sim.now + seconds
+        turn = self.sim.next()
+        if turn is not self.turn:
+            turn.release()
+            self.turn.acquire()
+        if self.sim.aborted:
+            raise Dead
+
+    def join(self) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+class Events(Actor):
+    """A generator that gives how many seconds it waits, each time that it acts."""
+
+    def __init__(self, sim: Sim, work: Iterator[float], due: float) -> None:
+        self.sim, self._work, self.due = sim, work, due
+
+    def step(self) -> None:
+        try:
+            self.due = self.sim.now + next(self._work)
+        except StopIteration:
+            self.over = True
+
+
+class Sim:
+    """One schedule: ``seed`` says all that is drawn. ``count`` is what befell whom, ``problems`` what should not be."""
+
+    def __init__(self, seed: str) -> None:
+        self.draw, self.now = random.Random(seed), BEGAN
+        self.actors: list[Actor] = []
+        self.clients: list[Client] = []
+        self.local = threading.local()
+        self.count: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self.calm = self.aborted = False
+        self._all_over = threading.Lock()
+        self.calls = 0
+        self.history: list[str] = []
+        self.faulty, self.slow = self.draw.choice([0.0, 0.02, 0.1]), self.draw.choice([0.0, 0.02, 0.1])
+
+    def wrong(self, text: str) -> None:
+        self.problems.append(f"at {self.now - BEGAN:.1f} s: {text}")
+
+    def time(self) -> float:
+        return self.now
+
+    def start(self, name: str, script: Callable[[Client], None], due: float = 0.0) -> Client:
+        client = Client(self, name, script, self.now + due)
+        self.clients.append(client)
+        self.actors.append(client)
+        return client
+
+    def run(self) -> None:
+        """Until all have ended."""
+        self._all_over.acquire()
+        self.next().release()
+        self._all_over.acquire()
+        self._all_over.release()
+        for client in self.clients:
+            client.join()
+
+    def next(self) -> threading.Lock:  # type: ignore[valid-type]
+        """Who has the baton gives it away: the lock of whoever is next. What is no client acts here and now."""
+        while waiting := [actor for actor in self.actors if not actor.over]:
+            self.actors = waiting
+            self.now = max(self.now, min(actor.due for actor in waiting))
+            chosen = self.draw.choice([actor for actor in waiting if actor.due <= self.now])
+            if self.calls > CALLS and not self.aborted:
+                self.wrong(f"no end after {CALLS} calls")
+                self.aborted = True
+            if isinstance(chosen, Client):
+                return chosen.turn
+            chosen.step()  # type: ignore[attr-defined]
+        return self._all_over
+
+    def sleep(self, seconds: float) -> None:
+        client: Client | None = getattr(self.local, "client", None)
+        if client is not None:
+            client.pause(seconds)
+
+    def call(self, what: str, carry_out: Callable[[], T], faults: Sequence[str] = ()) -> tuple[T | None, str]:
+        """One call of whoever has the baton: its result, and the fault that befell it: ``before`` or ``after`` it was
+        carried out, or another of ``faults``, which the caller makes of it."""
+        client: Client | None = getattr(self.local, "client", None)
+        if client is None:
+            return carry_out(), ""
+        self.calls += 1
+        client.calls += 1
+        if client.calls == client.dies_at:
+            client.dies_at = 0
+        if client.dies_at == 0:
+            raise Dead
+        held = not self.calm and self.draw.random() < self.slow
+        client.pause(self.draw.choice([1.0, 20.0, 70.0, 200.0]) if held else self.draw.choice([0.0, 0.0, 0.05, 0.5]))
+        self.count["client held up"] += held
+        rate = self.faulty * (4 if what.startswith(("platform.submit", "platform.cancel", "store.create")) else 1)
+        fault = self.draw.choice(faults) if faults and not self.calm and self.draw.random() < rate else ""
+        if fault:
+            self.count[f"{what.split()[0]} {fault}"] += 1
+        self.history.append(f"{self.now - BEGAN:8.1f} {client.name:12} {what} {fault}".rstrip())
+        return (None if fault in ("before", "refused", "denied") else carry_out()), fault
+
+
+# ------------------------------------------------------------------------------------------------------------ the store
+
+
+class View(Trees):
+    """The store as a client sees it. ``data`` is key to (content, Unix seconds of its last change)."""
+
+    url, mover, copies = STORE, "memory", True
+
+    def __init__(self, sim: Sim, data: dict[str, tuple[bytes, float]]) -> None:
+        self.sim, self.data = sim, data
+
+    def _call(self, what: str, carry_out: Callable[[], T], faults: Sequence[str] = ("before",)) -> tuple[T | None, str]:
+        found, fault = self.sim.call(f"store.{what}", carry_out, faults)
+        if fault in ("before", "after"):
+            raise StorageError(f"memory: {what}: the service does not answer")
+        return found, fault
+
+    def _set(self, key: str, data: bytes) -> None:
+        if key.endswith(f"{RUN_ID}/result.json") and key in self.data:
+            old, new = json.loads(self.data[key][0]), json.loads(data)
+            if (old["state"], old["native_id"]) != (new["state"], new["native_id"]):
+                self.sim.wrong(f"the result was {old['state']} and becomes {new['state']}")
+        self.data[key] = (data, self.sim.now)
+
+    def _there(self, key: str) -> bool:
+        """Whether it is there for whoever asks; what nodes leave comes late."""
+        return key in self.data and self.data[key][1] <= self.sim.now
+
+    def read(self, key: str) -> bytes:
+        found, _ = self._call(f"read {key}", lambda: self.data[key][0] if self._there(key) else None)
+        if found is None:
+            raise FileNotFoundError(key)
+        return found
+
+    def write(self, key: str, data: bytes) -> None:
+        self._call(f"write {key}", lambda: self._set(key, data), ("before", "after"))
+
+    def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
+        def make() -> bool:
+            if key in self.data:
+                return False
+            self.data[key] = (data, self.sim.now)
+            return True
+
+        made, fault = self._call(f"create {key}", make, ("before", "after", "told that it was there"))
+        return bool(made) and not fault
+
+    def size(self, key: str) -> int | None:
+        found, _ = self._call(f"size {key}", lambda: len(self.data[key][0]) if self._there(key) else None)
+        if key.endswith("/cancelled.json") and found is None and (client := getattr(self.sim.local, "client", None)):
+            client.looked = client.calls
+        return found
+
+    def entries(self, prefix: str = "") -> dict[str, Entry]:
+        def those() -> dict[str, Entry]:
+            below = f"{prefix}/" if prefix else ""
+            return {
+                key: Entry(len(data), str(when), when)
+                for key, (data, when) in sorted(self.data.items())
+                if key.startswith(below) and self._there(key)
+            }
+
+        return self._call(f"list {prefix}", those)[0] or {}
+
+    def names(self, prefix: str = "") -> list[str]:
+        return sorted({key[len(prefix) + 1 :].partition("/")[0] for key in self.entries(prefix)})
+
+    def upload(self, path: Path, key: str, *, progress: Any = None) -> None:
+        self.write(key, path.read_bytes())
+
+    def download(self, key: str, path: Path, **more: Any) -> None:
+        path.write_bytes(self.read(key))
+
+    def copy(self, source: str, target: str) -> None:
+        self.write(target, self.read(source))
+
+    def remove(self, prefix: str) -> None:
+        self.discard([key for key in self.data if key == prefix or key.startswith(f"{prefix}/")])
+
+    def discard(self, keys: Sequence[str]) -> None:
+        def drop() -> None:
+            for key in keys:
+                self.data.pop(key, None)
+
+        self._call("remove", drop, ("before", "after"))
+
+
+# --------------------------------------------------------------------------------------------------------- the platform
+
+
+@dataclass
+class Start:
+    """One start of all nodes of a native job."""
+
+    number: str
+    began: float
+    ended: float | None = None
+    reason: str = ""
+
+
+@dataclass
+class Native:
+    """A native job as it truly is. ``ends`` are the ends of its starts, as drawn; ``told`` what its nodes say it died
+    of, ``late`` what it ran beyond its limit; ``late_by`` is who sent it at the moment of a cancel."""
+
+    id: str
+    request: Request
+    made: float
+    ends: list[str]
+    queue: float
+    late_by: Client | None = None
+    state: str = "pending"
+    category: str = ""
+    told: str = ""
+    starts: list[Start] = field(default_factory=list)
+    finished: float | None = None
+    stop: bool = False
+    ran: float = 0.0
+    late: float = 0.0
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ("pending", "running")
+
+
+class Cloud:
+    """All jobs of the platform, and what kind of a platform it is. ``created`` is how often each attempt was made a
+    job of."""
+
+    def __init__(self, sim: Sim, data: dict[str, tuple[bytes, float]]) -> None:
+        self.sim, self.data, draw = sim, data, sim.draw
+        self.jobs: dict[tuple[int, int], Native] = {}
+        self.created: Counter[int] = Counter()
+        self.tells_starts, self.ends_waits = draw.random() < 0.5, draw.random() < 0.5
+        self.restarts, self.lag, self.late = draw.random() < 0.5, draw.choice([0.0, 5.0, 40.0]), draw.random() < 0.25
+
+    def create(self, request: Request) -> str:
+        key = (request.attempt, request.choice)
+        if key not in self.jobs:
+            late_by = self._check(request)
+            self.created[request.attempt] += 1
+            draw = self.sim.draw
+            kinds = ["succeeded", "succeeded", "user_error", "infra", "oom", "preempted", "lost", "runs on"]
+            ends = [draw.choice(kinds) for _ in range(4)]
+            none = request.body["gpu"] and draw.random() < 0.5
+            queue = 1e6 if none or draw.random() < 0.1 else draw.choice([0.0, 5.0, 60.0, 250.0])
+            job = Native(f"job-{request.attempt}-{request.choice}", request, self.sim.now, ends, queue, late_by)
+            self.jobs[key] = job
+            self.sim.actors.append(Events(self.sim, self._life(job), self.sim.now))
+        return self.jobs[key].id
+
+    def _check(self, request: Request) -> Client | None:
+        """What must hold whenever a job begins; who begins it after a cancel, having looked just before that."""
+        sim, client = self.sim, getattr(self.sim.local, "client", None)
+        if alive := [job.id for job in self.jobs.values() if job.alive]:
+            sim.wrong(f"attempt {request.attempt} is sent while {alive} is alive")
+        if self.created[request.attempt]:
+            sim.wrong(f"attempt {request.attempt} gets a second job")
+        looked = client is not None and client.looked >= 0 and client.calls - client.looked <= LOOKED
+        if f"runs/{RUN_ID}/cancelled.json" in self.data:
+            sim.count["sent as it was cancelled"] += 1
+            if not looked:
+                sim.wrong(f"{client.name} sends attempt {request.attempt} of a cancelled run")
+            return client
+        if f"runs/{RUN_ID}/result.json" in self.data:
+            sim.wrong(f"attempt {request.attempt} is sent after the run's result")
+        return None
+
+    def _life(self, job: Native) -> Iterator[float]:
+        sim, limit, wait = self.sim, float(job.request.body["seconds"]), job.request.body["wait"]
+        queue, restarts = job.queue, 0
+        while True:
+            until = sim.now + min(queue, wait if wait and self.ends_waits else 4000.0)
+            while sim.now < until and not job.stop:
+                yield min(5.0, until - sim.now)
+            if job.stop or queue > 1e5:
+                self._end(job, "cancelled" if job.stop else "failed", "cancelled" if job.stop else "capacity")
+                return
+            job.state = "running"
+            start = Start(f"{job.request.attempt}.{restarts}", sim.now)
+            job.starts.append(start)
+            self._leave(f"attempts/{start.number}.json", self._began(job, start))
+            kind, planned = job.ends[restarts % 4], sim.draw.choice([1.0, 30.0, 200.0, 700.0])
+            until = sim.now + min(1e9 if kind == "runs on" else planned, limit - job.ran)
+            over_limit = kind == "runs on" or planned >= limit - job.ran
+            while sim.now < until and not job.stop:
+                yield min(10.0, until - sim.now)
+            late = sim.draw.uniform(0, GRACE) if over_limit or job.stop else 0.0
+            yield late
+            start.ended, job.late = sim.now, job.late + late
+            job.ran += sim.now - start.began
+            if job.stop or over_limit:
+                self._end(job, "cancelled" if job.stop else "failed", "cancelled" if job.stop else "timeout")
+                return
+            if kind not in ("preempted", "lost") or (kind == "preempted" and sim.draw.random() < 0.5):
+                self._exit(job, start, kind)
+            start.reason = kind
+            if kind == "preempted" and self.restarts and restarts < 3:
+                job.state, restarts, queue = "pending", restarts + 1, sim.draw.choice([1.0, 30.0, 300.0])
+                continue
+            yield sim.draw.choice([0.0, 2.0])
+            word = {"lost": "infra", "user_error": "user_error", "oom": "oom"}.get(kind, kind)
+            job.told = word
+            vague = {"oom": "", "user_error": ""}.get(word, word) if sim.draw.random() < 0.5 else word
+            self._end(job, "succeeded" if kind == "succeeded" else "failed", "" if kind == "succeeded" else vague)
+            return
+
+    def _end(self, job: Native, state: str, category: str) -> None:
+        job.state, job.category, job.finished = state, category, self.sim.now
+        if not self.late:  # as is documented: all that its nodes left is there by then
+            live = f"runs/{RUN_ID}/live/"
+            there = {key: data for key, (data, _) in self.data.items() if key.startswith(live)}
+            self.data.update({key: (data, min(self.data[key][1], self.sim.now)) for key, data in there.items()})
+
+    # What nodes leave in the store, where a platform brings it in its own time.
+
+    def _leave(self, name: str, record: Mapping[str, Any]) -> None:
+        when = self.sim.now + (0.0 if self.sim.calm else self.sim.draw.uniform(0, self.lag))
+        self.data[f"runs/{RUN_ID}/live/{name}"] = (json.dumps(record).encode(), when)
+
+    def _began(self, job: Native, start: Start) -> dict[str, Any]:
+        return {
+            "protocol": 1, "attempt": start.number, "started": start.began, "after": None, "resumed_from": "",
+            "direct": False, "lost": None,
+        }  # fmt: skip
+
+    def _exit(self, job: Native, start: Start, kind: str) -> None:
+        """Node 0 decides, and says so last."""
+        failure = None
+        if kind in ("user_error", "oom", "infra"):
+            what = {"user_error": "ValueError: no", "oom": "OutOfMemoryError", "infra": "RuntimeError: NCCL"}[kind]
+            failure = {
+                "node": 0, "rank": 0, "exception": f"{what} {self.sim.draw.randrange(2)}", "file": "train.py",
+                "line": 1, "traceback": what, "process_exit_code": 1, "time_ns": int(self.sim.now * 1e9),
+            }  # fmt: skip
+        outcome = {"succeeded": "succeeded", "preempted": "preempted"}.get(kind, "failed")
+        for node in reversed(range(int(job.request.body["nodes"]))):
+            self._leave(
+                f"exit/{start.number}-node-{node}.json",
+                {
+                    "protocol": 1, "attempt": start.number, "node": node, "lines": 0, "resumed_from": "",
+                    "outcome": outcome if not node or outcome != "failed" else "stopped", "remarks": [],
+                    "category": kind if outcome == "failed" and not node else "", "reason": "", "told": None,
+                    "failure": None if node else failure, "started": start.began, "ended": start.ended,
+                    "decided": not node,
+                },
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoSettings:
+    """It has none."""
+
+    prices: Mapping[str, float] = field(default_factory=lambda: dict(HOURLY))
+
+
+class Provider:
+    """The platform of a `Sim`, as a client reaches it; see `cloudtrain.provider.Provider`."""
+
+    name: ClassVar[str] = NAME
+    Settings: ClassVar[type[Any]] = NoSettings
+    schemes: ClassVar[frozenset[str]] = frozenset({"memory"})
+    retried_by: ClassVar[str] = "client"
+    max_wait_by: ClassVar[str] = "client"
+    pace: ClassVar[float] = 5.0
+    poll: ClassVar[float] = 60.0
+
+    def __init__(self, sim: Sim | None = None, cloud: Cloud | None = None) -> None:
+        self.settings = NoSettings()
+        if sim is not None and cloud is not None:
+            self.sim, self.cloud = sim, cloud
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        gpus = [str(gpu) for gpu in job.resources.gpus] or ["none"]
+        seconds, _ = hard_limit(job, NAME, lambda at: [gpus[at]], choice=choice, own=HOURLY)
+        body = {
+            "seconds": seconds, "wait": job.max_wait, "gpu": bool(job.resources.gpus), "machine": gpus[choice],
+            "nodes": job.resources.instance_count,
+        }  # fmt: skip
+        return Request(
+            provider=NAME, operation="create", body=body, run=layout.run, attempt=attempt, choice=choice,
+            context=context_of(NAME, job, layout, processes=job.resources.processes(choice)),
+            instance_types=(gpus[choice],),
+        )  # fmt: skip
+
+    def _call(self, what: str, carry_out: Callable[[], T], faults: Sequence[str] = ("before", "denied")) -> T:
+        found, fault = self.sim.call(f"platform.{what}", carry_out, faults)
+        if fault in ("before", "after"):
+            raise LostContactError(f"{what}: no answer")
+        if fault == "denied":
+            raise AuthError(f"{what}: the token has expired")
+        return found  # type: ignore[return-value]
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        """A request that is there already is never refused."""
+        there = (request.attempt, request.choice) in self.cloud.jobs
+        faults = ("before", "after", "denied", *(() if there else ("refused",)))
+        native = self._call(f"submit {request.attempt}", partial(self.cloud.create, request), faults)
+        if native is None:
+            raise self.sim.draw.choice([QuotaError, CapacityError])("there is none")
+        return native
+
+    def find(self, request: Request) -> str | None:
+        def look() -> str | None:
+            job = self.cloud.jobs.get((request.attempt, request.choice))
+            return job.id if job else None
+
+        return self._call(f"find {request.attempt}", look)
+
+    def _job(self, native_id: str) -> Native:
+        found = next((job for job in self.cloud.jobs.values() if job.id == native_id), None)
+        if found is None:
+            raise NotFoundError(f"no job {native_id}")
+        return found
+
+    def status(self, native_id: str) -> Status:
+        return self._call(f"status {native_id}", lambda: self._said(self._job(native_id)))
+
+    def _said(self, job: Native) -> Status:
+        infos = tuple(
+            AttemptInfo(number=item.number, started=item.began, ended=item.ended, reason=item.reason)
+            for item in job.starts
+        )
+        began = job.starts[0].began if job.starts else None
+        running = sum((s.ended if s.ended is not None else self.sim.now) - s.began for s in job.starts)
+        hours = running * int(job.request.body["nodes"]) / 3600
+        return Status(
+            state=job.state, native=job.state.upper(), category=job.category, started=began, finished=job.finished,
+            reason=job.category, attempts=infos if self.cloud.tells_starts else (),
+            billed_s=running * int(job.request.body["nodes"]), instance_type=str(job.request.body["machine"]),
+            cost_usd=hours * HOURLY[str(job.request.body["machine"])],
+        )  # fmt: skip
+
+    def cancel(self, native_id: str) -> None:
+        def stop() -> None:
+            self._job(native_id).stop = True
+
+        self._call(f"cancel {native_id}", stop, ("before", "after", "denied"))
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        return LogPage(lines=(), cursor=None)
+
+    def storage(self, url: str) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+        """No node is ever started."""
+        return Site(topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=())
+
+    def nodes(self, request: Request) -> Simulation:
+        return Simulation(nodes=(NodeSpec(command=()),), rules=Rules(time_limit=float(request.body["seconds"])))
+
+
+class PlatformWaits(Provider):
+    """Ends what waits for machines for too long by itself."""
+
+    max_wait_by = "platform"
+
+
+class PlatformRetries(Provider):
+    """A client starts no further attempt."""
+
+    retried_by = "platform"
+
+
+# ----------------------------------------------------------------------------------------------------------- a schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Given(Settings):
+    made: Any
+
+    def make_provider(self, name: str | None = None, **given: Any) -> Any:
+        return self.made
+
+
+def plans(folder: Path) -> list[Plan]:
+    """The plans of `JOBS`, made once: what they read is the same for every schedule."""
+    (folder / "train.py").write_text("print('hello')\n")
+    made = Provider()
+    return [
+        make_plan(
+            Job.make(name="sim", entry_point="train.py", source_dir=str(folder), **fields),
+            settings=_Given(provider=NAME, store=STORE, made=made), run_id=RUN_ID, cwd=folder,
+        )
+        for fields in JOBS
+    ]  # fmt: skip
+
+
+class Schedule:
+    """The seed's plan, clients and platform; `play` runs it and gives what was wrong."""
+
+    def __init__(self, seed: str, known: Sequence[Plan]) -> None:
+        self.sim = sim = Sim(seed)
+        self.data: dict[str, tuple[bytes, float]] = {}
+        self.cloud = Cloud(sim, self.data)
+        kinds = [Provider, Provider, PlatformRetries, PlatformWaits if self.cloud.ends_waits else Provider]
+        self.provider = sim.draw.choice(kinds)(sim, self.cloud)
+        self.cloud.ends_waits &= self.provider.max_wait_by == "platform"
+        plan = sim.draw.choice(known)
+        for url in (plan.layout.code, plan.layout.runtime):
+            self.data[url.removeprefix(f"{STORE}/")] = (b"staged", BEGAN)
+        self.plan = dataclasses.replace(plan, provider=self.provider, store=self.store())
+        self.results: list[tuple[str, str]] = []
+
+    def store(self) -> Store:
+        store = Store(STORE, moving=Moving(concurrency=1))
+        store.files = View(self.sim, self.data)
+        return store
+
+    def run(self) -> Run:
+        """A handle as whoever comes from elsewhere has it."""
+        sim = self.sim
+        return Run(store=self.store(), run_id=RUN_ID, provider=self.provider, clock=sim.time, sleep=sim.sleep)
+
+    # ------------------------------------------------------------------------------------------- what the clients do
+
+    def _client(self, what: Callable[[], None]) -> Callable[[Client], None]:
+        """Once, and again where it ended with an error that a user sees."""
+
+        def script(client: Client) -> None:
+            for _ in range(3):
+                with contextlib.suppress(CloudtrainError):
+                    what()
+                    return
+                self.sim.sleep(self.sim.draw.choice([1.0, 60.0, 400.0]))
+
+        return script
+
+    def _send(self) -> None:
+        submit(dataclasses.replace(self.plan, store=self.store()), environ={})
+        self._wait()
+
+    def _wait(self, timeout: float | None = 20_000) -> None:
+        run, sim = self.run(), self.sim
+        result = run.wait(retry=timed(sim)(run, environ={}), timeout=timeout, patience=300)
+        self.results.append((result["state"], f"who waited saw {result['state']}"))
+
+    def _reconcile(self) -> None:
+        for _ in range(self.sim.draw.randrange(1, 12)):
+            row = reconcile_run(self.run(), environ={})
+            if row["exit_code"] == 9:
+                self.sim.wrong(f"reconcile: {row['error']}")
+            self.sim.sleep(self.sim.draw.choice([0.0, 20.0, 120.0]))
+
+    def _cancel(self) -> None:
+        self.run().cancel()
+
+    def _look(self) -> None:
+        for _ in range(self.sim.draw.randrange(1, 6)):
+            self.run().result()
+            self.sim.sleep(self.sim.draw.choice([0.0, 30.0]))
+
+    # ------------------------------------------------------------------------------------------------------- the play
+
+    def play(self) -> list[str]:
+        sim, draw = self.sim, self.sim.draw
+        kinds = [("sends", self._send), ("waits", self._wait), ("reconciles", self._reconcile), ("looks", self._look)]
+        casts = [("sends", self._send), *(draw.choice(kinds) for _ in range(draw.randrange(0, 4)))]
+        if draw.random() < 0.3:
+            casts.append(("cancels", self._cancel))
+        for number, (name, what) in enumerate(casts):
+            due = 0.0 if not number else draw.choice([0.0, 1.0, 30.0, 300.0, 1000.0])
+            client = sim.start(f"{name} {number}", self._client(what), due)
+            client.dies_at = draw.randrange(1, draw.choice([30, 120])) if draw.random() < 0.5 else -1
+        sim.run()
+        self._close()
+        self._check()
+        return sim.problems
+
+    def _close(self) -> None:
+        """Nothing befalls anybody any more; somebody comes who wants to know, as the messages say."""
+        sim = self.sim
+        sim.calm, sim.now = True, sim.now + 3600
+        reconciles = sim.draw.random() < 0.5
+
+        def script(client: Client) -> None:
+            with contextlib.suppress(CapacityError, QuotaError):
+                submit(dataclasses.replace(self.plan, store=self.store()), environ={})
+            for _ in range(1000):
+                run = self.run()
+                if run.store.result(RUN_ID) is not None:
+                    return
+                if reconciles:
+                    row = reconcile_run(run, environ={})
+                    if row["error"]:
+                        sim.wrong(f"whoever closes it: {row['error']}")
+                        return
+                else:
+                    self._wait(None)
+                sim.sleep(60.0)
+
+        sim.start("closes", script)
+        sim.run()
+
+    def _check(self) -> None:
+        sim, jobs = self.sim, [self.cloud.jobs[key] for key in sorted(self.cloud.jobs)]
+        stored = self.data.get(f"runs/{RUN_ID}/result.json")
+        if stored is None:
+            sim.wrong("there is no result")
+            return
+        result = json.loads(stored[0])
+        for state, said in self.results:
+            if state != result["state"]:
+                sim.wrong(f"{said}, the result says {result['state']}")
+        for job in jobs:
+            if job.alive:
+                sim.wrong(f"{job.id} is alive")
+            if job.late_by is not None:
+                if not (job.stop or job.late_by.dies_at == 0 or sim.faulty):
+                    sim.wrong(f"{job.late_by.name} sent {job.id} as the run was cancelled, and leaves it")
+                continue
+            noted = self.data.get(f"runs/{RUN_ID}/attempts/{job.request.attempt}/submitted.json")
+            if noted is None or json.loads(noted[0])["native_id"] != job.id:
+                sim.wrong(f"{job.id} is not noted")
+        self._check_limits(jobs)
+        self._check_result(result, [job for job in jobs if job.late_by is None])
+
+    def _check_limits(self, jobs: Sequence[Native]) -> None:
+        """Each job may take `GRACE` longer than it was given, and no more."""
+        sim, job = self.sim, self.plan.job
+        ran, nodes = sum(item.ran - item.late for item in jobs), job.resources.instance_count
+        if ran > job.max_runtime + 1:
+            sim.wrong(f"it ran for {ran:.0f} s, which max_runtime {job.max_runtime} forbids")
+        usd = sum((j.ran - j.late) * nodes / 3600 * HOURLY[str(j.request.body["machine"])] for j in jobs)
+        if job.max_cost is not None and usd > job.max_cost + 0.01:
+            sim.wrong(f"it cost {usd:.2f}, which max_cost {job.max_cost} forbids")
+        if job.max_gpu_hours is not None:
+            hours = sum((j.ran - j.late) * nodes / 3600 * int(j.request.body["machine"].split(":")[1]) for j in jobs)
+            if hours > job.max_gpu_hours + 0.01:
+                sim.wrong(f"it took {hours:.2f} GPU hours, max_gpu_hours is {job.max_gpu_hours}")
+        tried = [item for item in jobs if item.category not in ("capacity", "quota") and not item.stop]
+        if len(tried) > 1 + job.retries + max(0, len(job.resources.gpu) - 1):
+            sim.wrong(f"{len(tried)} attempts, and retries is {job.retries}")
+
+    def _check_result(self, result: Mapping[str, Any], jobs: Sequence[Native]) -> None:
+        sim, folder = self.sim, f"runs/{RUN_ID}"
+        cancelled = f"{folder}/cancelled.json" in self.data
+        if not jobs:
+            if not cancelled:
+                sim.wrong(f"nothing ran, and it is {result['state']}")
+            return
+        last = jobs[-1]
+        refused = next((k for k in range(last.request.attempt + 1, 20) if self._has(k, "refused.json")), None)
+        expired = self._has(last.request.attempt, "expired.json")
+        if result["native_id"] != last.id:
+            sim.wrong(f"the result is of {result['native_id']}, the last job {last.id}")
+        state, categories = last.state, {last.category or None, last.told or None, "infra"}
+        if state == "cancelled" and expired and not (cancelled and result["state"] == state):
+            state, categories = "failed", {"capacity"}
+        elif state == "cancelled":
+            categories = {"cancelled"}
+        elif state == "succeeded":
+            categories = {None}
+        if refused is not None and state == "failed" and not cancelled:
+            categories |= {"quota", "capacity"}
+        if self.cloud.late and last.starts[1:] and result["category"] == "preempted":
+            return  # nobody knew but of a start before the last one
+        if (result["state"], result["category"] in categories) != (state, True):
+            sim.wrong(f"it {state} of {categories}, the result says {result['state']} of {result['category']}")
+        rows, truth = {row["number"] for row in result["attempts"]}, {s.number for job in jobs for s in job.starts}
+        first = {f"{job.request.attempt}.0" for job in jobs}
+        if not first <= rows <= truth | first:
+            sim.wrong(f"the result tells of {sorted(rows)}, there were {sorted(truth)}")
+
+    def _has(self, attempt: int, name: str) -> bool:
+        return f"runs/{RUN_ID}/attempts/{attempt}/{name}" in self.data
+
+
+def timed(sim: Any) -> type[Onward]:
+    """`Onward` by the schedule's clock."""
+
+    class Timed(Onward):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            self._clock = sim.time
+            super().__init__(*args, **given)
+            self._clock = sim.time
+
+    return Timed
+
+
+@contextlib.contextmanager
+def simulated(schedule: Schedule) -> Iterator[None]:
+    """The modules that ask what time it is, or sleep, do so on the schedule's clock; what several threads read at once
+    is read by one, so that the order is the seed's."""
+    sim = schedule.sim
+    patient = partial(patiently, clock=sim.time, sleep=sim.sleep)
+
+    class Clock:
+        time = staticmethod(sim.time)
+        monotonic = staticmethod(sim.time)
+        sleep = staticmethod(sim.sleep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("retry", "reconcile"):
+            patch.setattr(f"cloudtrain.{module}.patiently", patient)
+        for module in ("submit", "store", "moves"):
+            patch.setattr(f"cloudtrain.{module}.time", Clock)
+        patch.setattr("cloudtrain.reconcile.Onward", timed(sim))
+        patch.setattr("cloudtrain.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])
+        patch.setattr("cloudtrain.tail.random", random.Random(0))
+        yield
+
+
+def played(seed: str, known: Sequence[Plan]) -> Schedule:
+    """The schedule of ``seed``, played to its end."""
+    schedule = Schedule(seed, known)
+    with simulated(schedule):
+        schedule.play()
+    return schedule

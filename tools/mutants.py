@@ -1,0 +1,246 @@
+"""``make mutants``: change the provider files a little, one change at a time, and see whether a test notices.
+
+    .venv-mutants/bin/python tools/mutants.py [--share 0.05] [--seed 0] [--only GLOB …] [--again] [--no-report]
+
+mutmut makes the mutants and runs, for each, the tests of ``tests/providers`` that reach its function and need no engine
+of containers (``[tool.mutmut]`` in pyproject.toml says which). ``--share`` of each file's mutants are tried, drawn by
+``--seed``; ``--again`` tries those that survived the run before. Exit code 0: every survivor is explained in
+``tools/survivors.toml``; 1: some is not; 2: nothing was tried.
+
+What mutmut leaves alone: module and class level (the tables of native states, prices, regions), functions with a
+decorator other than classmethod and staticmethod (properties), annotations, and what runs in another process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import importlib.metadata
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:
+    import tomli as tomllib  # Python 3.10
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPLAINED = ROOT / "tools" / "survivors.toml"
+SHARE = 0.05
+"""Of about 8,000 mutants at 1 to 5 s each: what is done within half an hour on one busy core."""
+DONE, OPEN, NOTHING = 0, 1, 2
+KILLED = ("killed", "timeout", "segfault")
+"""A mutant that hangs or crashes is noticed, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survivor:
+    """A change that no test noticed: ``lines`` are its ``-`` and ``+`` lines, stripped."""
+
+    name: str
+    file: str
+    function: str
+    lines: tuple[str, ...]
+    status: str
+    why: str = ""
+
+
+@dataclass
+class Tried:
+    """What became of the mutants of one file."""
+
+    mutants: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def killed(self) -> int:
+        return sum(self.ends[end] for end in KILLED)
+
+
+# ------------------------------------------------------------------------------------------------------------- mutants
+
+
+def generate() -> dict[str, list[str]]:
+    """Names of all mutants, by file; ``mutants/`` holds them all, and our tests beside them."""
+    from mutmut import __main__ as mutmut
+    from mutmut.mutation.trampoline import set_mutant_under_test
+
+    set_mutant_under_test("mutant_generation")
+    Path("mutants").mkdir(exist_ok=True)
+    with mutmut.CatchOutput():
+        mutmut.copy_src_dir()
+        mutmut.copy_also_copy_files()
+        mutmut.create_mutants(1)
+    return {file: sorted(ends) for file, ends in results().items()}
+
+
+def results() -> dict[str, dict[str, int | None]]:
+    """The exit code of the tests for each mutant, by file; None: not tried."""
+    found = {}
+    for meta in sorted(Path("mutants").rglob("*.meta")):
+        ends = json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
+        if ends:
+            found[meta.relative_to("mutants").as_posix().removesuffix(".meta")] = ends
+    return found
+
+
+def sample(names: Mapping[str, Sequence[str]], share: float, seed: int) -> list[str]:
+    """``share`` of each file's, at least one; by ``seed`` and the file's name alone."""
+    chosen: list[str] = []
+    for file, all_of in names.items():
+        count = math.ceil(share * len(all_of))
+        chosen += sorted(random.Random(f"{seed} {file}").sample(list(all_of), count))
+    return chosen
+
+
+def lines_of(diff: str) -> tuple[str, ...]:
+    """What a unified diff takes away and puts there, without its indentation."""
+    changed = [line for line in diff.splitlines() if re.match(r"[-+](?![-+]{2} )", line)]
+    return tuple(f"{line[0]} {line[1:].strip()}" for line in changed)
+
+
+def explanations() -> dict[tuple[str, tuple[str, ...]], str]:
+    """What is to be said of a survivor, by function and change; of a function that no test reaches, without a change.
+
+    It begins with its kind: equivalent, wording, elsewhere (tests that are not run here see it), or open.
+    """
+    table = tomllib.loads(EXPLAINED.read_text(encoding="utf-8"))
+    found = {
+        (row["function"], tuple(row["change"])): f"{row['kind']}: {row['why']}" for row in table.get("survivor", ())
+    }
+    unreached = {
+        (name, ()): f"{row['kind']}: {row['why']}" for row in table.get("unreached", ()) for name in row["functions"]
+    }
+    return {**found, **unreached}
+
+
+def survivors(tried: set[str]) -> Iterator[Survivor]:
+    """Those of ``tried`` that no test noticed, or that no test reaches."""
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+    from mutmut.stats import status_by_exit_code
+    from mutmut.utils.format_utils import mangled_name_from_mutant_name
+
+    known = explanations()
+    for file, ends in results().items():
+        for name, code in ends.items():
+            if name not in tried or (status := status_by_exit_code[code]) in KILLED:
+                continue
+            function = mangled_name_from_mutant_name(name).replace("xǁ", "").replace("ǁ", ".").replace(".x_", ".", 1)
+            lines = lines_of(get_diff_for_mutant(name, path=Path(file)))
+            why = known.get((function, () if status == "no tests" else lines), "")
+            yield Survivor(name=name, file=file, function=function, lines=lines, status=status, why=why)
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def table(tried: set[str]) -> dict[str, Tried]:
+    """By file."""
+    from mutmut.stats import status_by_exit_code
+
+    rows = {}
+    for file, ends in results().items():
+        chosen = [status_by_exit_code[code] for name, code in ends.items() if name in tried]
+        rows[file] = Tried(mutants=len(ends), ends=Counter(chosen))
+    return rows
+
+
+def page(options: argparse.Namespace, rows: Mapping[str, Tried], left: Sequence[Survivor], seconds: float) -> str:
+    """The report as Markdown."""
+    today = datetime.datetime.now(datetime.timezone.utc)
+    total, tried, killed = (
+        sum(row.mutants for row in rows.values()),
+        sum(row.ends.total() for row in rows.values()),
+        sum(row.killed for row in rows.values()),
+    )
+    share = f"{tried} of {total} mutants ({tried / total:.1%}), {options.share:.0%} of each file, seed {options.seed}"
+    text = [
+        f"# Mutants of {today:%Y-%m-%d %H:%M} UTC",
+        "",
+        "| | |",
+        "| --- | --- |",
+        f"| result | {killed} of {tried} noticed ({killed / tried:.1%}), {len(left)} not; "
+        f"{sum(not item.why for item in left)} of them unexplained |",
+        f"| tool | mutmut {importlib.metadata.version('mutmut')}, Python {sys.version.split()[0]} |",
+        f"| commit | {commit()} |",
+        f"| extent | {share} |",
+        f"| machine | {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; {seconds / 60:.0f} min |",
+        "",
+        "`killed`: a test failed. `timeout`: the tests used 30 times the processor time that they need; seen, too.",
+        "`survived`: every test passed. `no tests`: none of the tests that were run reaches the function. Module level",
+        "(tables) and decorated functions are not mutated; tests that need an engine of containers were not run.",
+        "",
+        "| file | mutants | tried | killed | timeout | survived | no tests |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for file, row in rows.items():
+        late = row.ends["timeout"] + row.ends["segfault"]
+        others = row.ends.total() - row.killed - row.ends["no tests"]
+        cells = (row.mutants, row.ends.total(), row.ends["killed"], late, others, row.ends["no tests"])
+        text.append(f"| `{file}` | {' | '.join(map(str, cells))} |")
+    kinds = Counter(item.why.partition(":")[0] or "not explained" for item in left)
+    text += ["", "## Survivors", "", ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) + ".", ""]
+    for item in left:
+        change = "\n".join(item.lines)
+        why = item.why or "**not explained**"
+        text += [f"`{item.function}` ({item.status}): {why}", "", "```diff", change, "```", ""]
+    return "\n".join(text).rstrip() + "\n"
+
+
+def commit() -> str:
+    """What is checked out, and whether it was changed."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    words = ["git", "status", "--porcelain", "--untracked-files=no"]
+    changed = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    return (head or "not in git") + (", with changes" if changed else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--share", type=float, default=SHARE, help=f"of each file's mutants; {SHARE}, all: 1")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append", default=[], metavar="GLOB", help="files, from the root on")
+    parser.add_argument("--again", action="store_true", help="try again those that have survived")
+    parser.add_argument("--page", action="store_true", help="try none, write the page of what was tried before")
+    parser.add_argument("--no-report", dest="report", action="store_false", help="write no page to docs/proof")
+    options = parser.parse_args(argv)
+    os.chdir(ROOT)
+    names = generate()
+    if options.only:
+        names = {file: of for file, of in names.items() if any(fnmatch.fnmatch(file, glob) for glob in options.only)}
+    tried = sample(names, options.share, options.seed)
+    if options.page:
+        done = {name for ends in results().values() for name, code in ends.items() if code is not None}
+        tried = [name for name in tried if name in done]
+    run = [] if options.page else [item.name for item in survivors({*tried})] if options.again else tried
+    began = time.monotonic()
+    if run:
+        command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *run]
+        with open("mutants/run.log", "w", encoding="utf-8") as log:
+            subprocess.run(command, stdout=log, stderr=log, check=False)
+    rows = {file: row for file, row in table({*tried}).items() if row.ends.total()}
+    if not rows or any(row.ends["not checked"] for row in rows.values()):
+        sys.stderr.write("mutants: not all could be tried; mutants/run.log says why\n")
+        return NOTHING
+    left = list(survivors({*tried}))
+    text = page(options, rows, left, time.monotonic() - began)
+    sys.stdout.write(text)
+    if options.report:
+        path = ROOT / "docs" / "proof" / f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}-mutants.md"
+        path.write_text(text, encoding="utf-8")
+    return OPEN if any(not item.why for item in left) else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
