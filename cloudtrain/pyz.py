@@ -32,9 +32,48 @@ from cloudtrain.runtime.__main__ import leave
 
 leave(sys.argv[1:])
 """
-_CLIENT_ONLY = ("testing", "cli")
+_CLIENT_ONLY = frozenset(
+    (
+        "testing",
+        "cli",
+        "compat",
+        "checks",
+        "doctor",
+        "preflight",
+        "schema",
+        "schemas",
+        "seen",
+        "curves",
+        "markup",
+        "report",
+        "carry",
+        "fallback",
+        "listing",
+        "reconcile",
+        "rehearse",
+        "retention",
+    )
+)
+"""What no script can want of ours: it may import `Estimator`, in a file that both submits itself and trains."""
+_CLIENT_FILES = frozenset(("checks.py", "prices.py"))
+"""The same, of a provider, or an engine."""
+_HERE = frozenset("cloudtrain/engine/" + name for name in ("drills.py", "fuse.py", "places.py", "sync.py"))
+"""What a rehearsal does on this machine: nodes import at most their names."""
 _ON_NODES = frozenset(
-    ("__init__", "_version", "ask", "catalog", "engine", "errors", "job", "provider", "providers", "runtime", "values")
+    (
+        "__init__",
+        "_version",
+        "ask",
+        "catalog",
+        "engine",
+        "errors",
+        "job",
+        "options",
+        "provider",
+        "providers",
+        "runtime",
+        "values",
+    )
 )
 """What nodes of some provider import: the rest is there as source alone, as nobody reads what would be half the zip."""
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -45,7 +84,8 @@ def _members(provider: type[Provider] | None) -> list[tuple[str, bytes]]:
     members = [("__main__.py", _MAIN)]
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if relative.parts[0] not in _CLIENT_ONLY:
+        inner = len(relative.parts) > 1 and relative.name in _CLIENT_FILES
+        if relative.parts[0].removesuffix(".py") not in _CLIENT_ONLY and not inner:
             members.append((f"cloudtrain/{relative.as_posix()}", path.read_bytes()))
     if provider is not None and not provider.__module__.startswith("cloudtrain.providers."):
         members += _third_party(provider)
@@ -84,8 +124,8 @@ def build(provider: type[Provider] | None = None) -> bytes:
 
 def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
     """Whether nodes import it; of providers, those of this one. (Another's, of the same store, then compile theirs.)"""
-    if name == "__main__.py":
-        return True
+    if name == "__main__.py" or name in _HERE:
+        return name not in _HERE
     top, _, rest = name.removeprefix("cloudtrain/").partition("/")
     mine = provider is None or not rest or rest.split("/")[0].removesuffix(".py") in ("__init__", provider.name)
     return top.removesuffix(".py") in _ON_NODES and (top != "providers" or mine)

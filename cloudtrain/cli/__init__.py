@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from .screen import ReaderGone, Screen
+from .screen import ReaderGone, Screen, plain
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -32,8 +32,15 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "Show exactly what submit would send; no network.",
         "SCRIPT|JOB.toml [OPTIONS] [-- SCRIPT ARGS]",
     ),
+    "rehearse": (
+        "rehearse:rehearse",
+        "Run a job here as another platform would start it, with drills.",
+        "SCRIPT|JOB.toml [OPTIONS] [-- SCRIPT ARGS]",
+    ),
     "status": ("verbs:status", "Say how a run is doing.", "RUN [OPTIONS]"),
     "logs": ("verbs:logs", "Print a run's log lines; -f follows them.", "RUN [OPTIONS]"),
+    "watch": ("views:watch", "Watch a run live: state, nodes, loss, last lines.", "RUN [OPTIONS]"),
+    "report": ("views:report", "Write one HTML page about a run, that opens offline.", "RUN [OPTIONS]"),
     "wait": ("verbs:wait", "Wait for a run and exit by its outcome.", "RUN [OPTIONS]"),
     "pull": ("verbs:pull", "Copy a run's results to this machine.", "RUN [DIR] [OPTIONS]"),
     "cancel": ("verbs:cancel", "Stop a run.", "RUN [OPTIONS]"),
@@ -43,7 +50,12 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "[RUN|STORE] [OPTIONS]",
     ),
     "list": ("verbs:list_runs", "List the runs of a store.", "[OPTIONS]"),
+    "gpus": ("gpus:gpus", "Find machines with GPUs, and what they cost.", "[PATTERN] [OPTIONS]"),
     "gc": ("verbs:gc", "Find, and remove, what no run of a store needs.", "[STORE] [OPTIONS]"),
+    "doctor": ("doctor:doctor", "Look whether a job could be sent; --job: on every node.", "[PROVIDER] [OPTIONS]"),
+    "config": ("config:config", "Show every setting and where it comes from.", "[KEY] [OPTIONS]"),
+    "schema": ("config:schema", "Print the JSON schema of a file, or of what a verb prints.", "[NAME]"),
+    "completion": ("complete:completion", "Print a shell's completion: bash, zsh or fish.", "SHELL"),
 }
 EXIT_USAGE, EXIT_DETACHED, EXIT_BUG = 2, 7, 9
 GARBAGE = 300_000
@@ -63,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _guarded(tokens, args, screen)
     except ReaderGone:
-        return EXIT_DETACHED if tokens[:1] in (["submit"], ["wait"]) else 0
+        return EXIT_DETACHED if tokens[:1] in (["submit"], ["rehearse"], ["wait"]) else 0
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -111,6 +123,10 @@ def parse(tokens: Sequence[str], args: list[str] | None, screen: Screen) -> part
 
     try:
         app = make_app(formatter="plain" if {"--help", "-h"} & set(tokens[:1]) or not tokens else None)
+        if {"--help", "-h"} & set(tokens) and plain(os.environ):
+            from rich.console import Console
+
+            app.console = Console(color_system=None)  # by itself NO_COLOR leaves rich its bold
         verb, bound, ours = app.parse_args(
             undot(tokens), exit_on_error=False, print_error=False, help_on_error=False, verbose=False
         )
@@ -136,7 +152,11 @@ def _usage_error(exc: Exception, tokens: list[str], args: list[str] | None) -> E
     else:
         text = " ".join(str(exc).split()).rstrip(".")
         text = text[:1].lower() + text[1:]
-    if verb in ("submit", "plan") and args is None and isinstance(exc, (UnknownOptionError, UnusedCliTokensError)):
+    if (
+        verb in ("submit", "plan", "rehearse")
+        and args is None
+        and isinstance(exc, (UnknownOptionError, UnusedCliTokensError))
+    ):
         text += "; arguments of the script go after '--'"
     return SpecError(f"{text} (see: cloudtrain {verb + ' ' if verb else ''}--help)")
 
@@ -167,7 +187,9 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
 
 
 def _report(screen: Screen, text: str, code: int, wants_json: bool, field: str = "") -> int:
-    line = " ".join(text.split("\n"))
+    from ..errors import scrubbed
+
+    line = scrubbed(" ".join(text.split("\n")))
     screen.talk(f"error: {line}")
     if wants_json:
         screen.emit({**screen.about, "error": line, "field": field, "exit_code": code})

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TextIO
 
-__all__ = ["ReaderGone", "Say", "Screen"]
+__all__ = ["ReaderGone", "Say", "Screen", "plain"]
 
 
 class ReaderGone(Exception):
@@ -28,6 +28,8 @@ class Screen:
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self.out, self.err = out, err
         self.about: dict[str, Any] = {}
+        self.emitted = False
+        self._later: list[str] | None = None  # lines that must not disturb a moving one
 
     def data(self, text: str) -> None:
         """A line of data, at once: whoever reads the pipe is following."""
@@ -40,6 +42,9 @@ class Screen:
 
     def talk(self, text: str) -> None:
         """A line for the person. Nobody reading it is no reason to stop: a run may be half submitted."""
+        if self._later is not None:
+            self._later.append(text)
+            return
         try:
             self.err.write(text + "\n")
             self.err.flush()
@@ -47,19 +52,23 @@ class Screen:
             _silence(self.err)
 
     def emit(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
-        """The one JSON object of ``--json``."""
+        """The one JSON object of ``--json``: what would be a second one is not printed. An error names its field."""
+        if self.emitted:
+            return
+        self.emitted = True
+        if "error" in value and "state" not in value:
+            value = {**value, "field": value.get("field", "")}
         self.data(json.dumps(value, ensure_ascii=False, indent=indent))
 
-    def next(self, *commands: list[str], store: str | None = None) -> None:
-        """The next useful commands; ``store`` when it was given, since they need it too."""
-        tail = ["--store", store] if store else []
+    def next(self, *commands: list[str], where: Sequence[str] = ()) -> None:
+        """The next useful commands; ``where`` are the flags that all of them need to find the same place."""
         for i, words in enumerate(commands):
-            self.talk(("next: " if i == 0 else "      ") + shlex.join(["cloudtrain", *words, *tail]))
+            self.talk(("next: " if i == 0 else "      ") + shlex.join(["cloudtrain", *words, *where]))
 
     @property
     def interactive(self) -> bool:
-        """Whether somebody watches: stderr is a terminal."""
-        return self.err.isatty()
+        """Whether somebody watches: stderr is a terminal, and one that may be sent more than text."""
+        return self.err.isatty() and not plain(os.environ)
 
     @contextmanager
     def progress(self) -> Iterator[Say]:
@@ -70,8 +79,19 @@ class Screen:
         from rich.console import Console
         from rich.markup import escape
 
-        with Console(file=self.err).status("") as status:
-            yield lambda text: status.update(escape(text))
+        self._later = []
+        try:
+            with Console(file=self.err).status("") as status:
+                yield lambda text: status.update(escape(text))
+        finally:
+            later, self._later = self._later, None
+            for text in later:
+                self.talk(text)
+
+
+def plain(environ: Mapping[str, str]) -> bool:
+    """Whether a terminal is to get text alone: NO_COLOR is set (no-color.org), or it knows no escape sequences."""
+    return bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
 
 
 def _silence(stream: TextIO) -> None:

@@ -10,26 +10,33 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ..errors import CloudtrainError, LostContactError, SpecError
+from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
 from ..estimator import log_line, ranks
 from ..job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
-from ..settings import Settings
+from ..values import parse_duration
 from . import show
 from .flags import JobFlags, given_flags, job_of
 from .screen import Screen
 from .tables import pairs
-from .verbs import Json, Ours, Store, pull_into
+from .verbs import Json, Ours, WaitTimeout, after, left, pull_into, stopped
 from .verbs import Verbose as SayMover
+from .where import HERE, At, OnSignal, Where, stoppable
 
 if TYPE_CHECKING:
     from ..run import Run
+    from ..submit import Plan
 
-__all__ = ["plan", "submit"]
+__all__ = [
+    "NO_FLAGS", "Detach", "Flags", "Module", "Provider", "PullTo", "RunId", "Script", "Set", "carry_out", "plan",
+    "say_limits", "say_price", "settings_pairs", "submit",
+]  # fmt: skip
 
 Script = Annotated[str | None, Parameter(help="script to run, or a job file (.toml, .json) that flags override")]
 Module = Annotated[str | None, Parameter(name="-m", help="run a module: -m pkg.mod")]
 Flags = Annotated[JobFlags, Parameter(name="*")]
-Provider = Annotated[str | None, Parameter(help="where to run; default: setting provider, local")]
+Provider = Annotated[
+    str | None, Parameter(help="where to run; a list: in order, docs/fallback.md; default: setting provider, local")
+]
 RunId = Annotated[str | None, Parameter(help="id of the run; default: time, name and 4 hex digits")]
 Set = Annotated[list[str] | None, Parameter(name="--set", help="a setting: KEY=VALUE; repeatable", negative="")]
 Detach = Annotated[bool, Parameter(negative="", show_default=False, help="return as soon as the run is submitted")]
@@ -37,8 +44,7 @@ PullTo = Annotated[str | None, Parameter(name="--pull", help="folder to copy the
 PlanFile = Annotated[str | None, Parameter(name="--plan", help="send this saved `plan --json`")]
 Verbose = Annotated[bool, Parameter(negative="", show_default=False, help="list every file")]
 
-_NO_FLAGS = JobFlags()
-EXIT_DETACHED = 7
+NO_FLAGS = JobFlags()
 
 
 def submit(
@@ -46,13 +52,15 @@ def submit(
     /,
     *,
     module: Module = None,
-    flags: Flags = _NO_FLAGS,
+    flags: Flags = NO_FLAGS,
     provider: Provider = None,
-    store: Store = None,
+    at: At = HERE,
     run_id: RunId = None,
     settings: Set = None,
     plan_file: PlanFile = None,
     detach: Detach = False,
+    wait_timeout: WaitTimeout = None,
+    on_signal: OnSignal = "detach",
     pull_to: PullTo = None,
     verbose: SayMover = False,
     json: Json = False,
@@ -61,7 +69,8 @@ def submit(
 ) -> int:
     """Stage, record and send; unless detached, follow the logs to the end and exit by the outcome."""
     cwd = Path.cwd()
-    chosen = Settings.load(overrides=_settings(settings), cwd=cwd, provider=provider, store=store)
+    chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
+    seconds = parse_duration(wait_timeout, field="wait_timeout") if wait_timeout is not None else None
     if plan_file is not None:
         _nothing_but_a_plan(script, module, flags, args, provider, run_id)
         from ..submit import load_plan
@@ -69,23 +78,80 @@ def submit(
         planned = load_plan(Path(plan_file), settings=chosen, cwd=cwd)
     else:
         job = job_of(script, module, flags, args, cwd=cwd)
-        from ..submit import make_plan
+        from ..fallback import make_plan
 
-        planned = make_plan(job, settings=chosen, provider=provider, run_id=run_id, cwd=cwd)
-    from ..submit import submit as send
+        planned = make_plan(job, settings=chosen, run_id=run_id, cwd=cwd)
+    at = _found_by(planned.store.url, at, chosen.store if plan_file is None else planned.store.url, cwd)
+    return carry_out(planned, at, seconds, on_signal, detach, pull_to, verbose, json, screen)
 
+
+def carry_out(
+    planned: Plan,
+    at: Where,
+    timeout: float | None,
+    on_signal: str,
+    detach: bool,
+    pull_to: str | None,
+    verbose: bool,
+    json: bool,
+    screen: Screen,
+) -> int:
+    """Send the plan and, unless detached, follow it to its end; ``at`` is where the next commands find its store."""
     screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
-    _say_limits(planned.job, screen)
+    say_limits(planned.job, screen)
+    say_price(planned, screen)
     for note in planned.request.notes:
         screen.talk(f"note: {note}")
+    for number, further in enumerate(planned.further, 2):
+        screen.talk(show.place(number, further.document()))
+        for note in further.request.notes:
+            screen.talk(f"note: {note}")
+    with stoppable():
+        try:
+            run = _send(planned, verbose, screen)
+        except CloudtrainError as exc:
+            if exc.refusals:
+                screen.about["refusals"] = [dict(item) for item in exc.refusals]
+            raise
+        except KeyboardInterrupt:
+            if on_signal != "cancel":
+                raise
+            return _cancel(planned, at, json, screen)
+        if detach:
+            return _detached(run, at, json, screen)
+        try:
+            return _follow(run, at, timeout, on_signal, pull_to, json, screen)
+        except KeyboardInterrupt:  # it came between two steps of waiting
+            return stopped(run, run.run_id, at, on_signal, json, screen)
+
+
+def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
+    from ..fallback import submit as send
+
     with screen.progress() as say:
         moved = show.Moved("uploaded", say if screen.interactive else None)
-        run = send(planned, environ=os.environ, progress=say, moved=moved)
-    screen.talk(show.sent(planned.run_id, planned.provider_name, run.url, run.staged, pace=moved.pace, verbose=verbose))
-    store = _store_flag(run, store, chosen.store if plan_file is None else run.store.url, cwd)
-    if detach:
-        return _detached(run, store, json, screen)
-    return _follow(run, store, pull_to, json, screen)
+        run = send(planned, environ=os.environ, progress=say, moved=moved, note=screen.talk)
+    name = planned.provider_name
+    if planned.further:  # it may have come to another place
+        name = run.provider_name
+        screen.about |= {"run": run.url, "provider": name}
+    screen.talk(show.sent(planned.run_id, name, run.url, run.staged, pace=moved.pace, verbose=verbose))
+    return run
+
+
+def _cancel(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
+    """A signal came while the job was being sent: stop what there is of it."""
+    from ..submit import handle
+
+    run = handle(planned)
+    try:
+        return stopped(run, run.run_id, at, "cancel", json, screen)
+    except NotFoundError:
+        code = EXIT_CODES["cancelled"]
+        screen.talk("nothing was sent")
+        if json:
+            screen.emit({**screen.about, "error": "interrupted; nothing was sent", "exit_code": code})
+        return code
 
 
 def plan(
@@ -93,9 +159,9 @@ def plan(
     /,
     *,
     module: Module = None,
-    flags: Flags = _NO_FLAGS,
+    flags: Flags = NO_FLAGS,
     provider: Provider = None,
-    store: Store = None,
+    at: At = HERE,
     run_id: RunId = None,
     settings: Set = None,
     verbose: Verbose = False,
@@ -105,11 +171,11 @@ def plan(
 ) -> int:
     """The files that would ship and why others not, sizes, digest, instance, limits, and the exact request."""
     cwd = Path.cwd()
-    chosen = Settings.load(overrides=_settings(settings), cwd=cwd, provider=provider, store=store)
+    chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
     job = job_of(script, module, flags, args, cwd=cwd)
-    from ..submit import make_plan
+    from ..fallback import make_plan
 
-    planned = make_plan(job, settings=chosen, provider=provider, run_id=run_id, cwd=cwd, preview=True)
+    planned = make_plan(job, settings=chosen, run_id=run_id, cwd=cwd, preview=True)
     document = planned.document()
     if json:
         screen.emit(document, indent=2)
@@ -117,12 +183,13 @@ def plan(
         screen.data(show.plan_text(document, verbose=verbose))
     if run_id is None:
         screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
-    _say_limits(planned.job, screen)
+    say_limits(planned.job, screen)
     screen.talk("to send exactly this: add --json > plan.json, then cloudtrain submit --plan plan.json")
     return 0
 
 
-def _settings(texts: list[str] | None) -> dict[str, str]:
+def settings_pairs(texts: list[str] | None) -> dict[str, str]:
+    """What ``--set`` was given, by key. Raises `SpecError` for what is not KEY=VALUE."""
     return pairs("--set", texts or (), field="settings")
 
 
@@ -141,60 +208,70 @@ def _nothing_but_a_plan(
         raise SpecError(f"a saved plan is sent as it is; leave out {', '.join(given)}", field="plan")
 
 
-def _say_limits(job: Job, screen: Screen) -> None:
-    """The limits that nobody chose."""
+def say_limits(job: Job, screen: Screen) -> None:
+    """The limits that nobody chose, on one line."""
+    words = []
     if job.max_runtime == DEFAULT_MAX_RUNTIME:
-        screen.talk(show.max_runtime(job.max_runtime, is_default=True))
+        words.append(show.max_runtime(job.max_runtime, is_default=True))
     if job.stall_timeout == DEFAULT_STALL_TIMEOUT:
-        screen.talk(show.stall_timeout(job.stall_timeout, is_default=True))
+        words.append(show.stall_timeout(job.stall_timeout, is_default=True))
+    if words:
+        screen.talk(f"limits: {', '.join(words)}")
 
 
-def _store_flag(run: Run, given: str | None, meant: str, cwd: Path) -> str | None:
-    """What ``--store`` the next commands need: none when they would find the run's store by themselves."""
+def say_price(planned: Plan, screen: Screen) -> None:
+    """The most that it may cost; nothing where this machine is the platform and has no price."""
+    price, types = planned.price(), planned.request.instance_types
+    if price is not None or types:
+        screen.talk("price: " + show.price(price, types).removeprefix("price "))
+
+
+def _found_by(store: str, at: Where, meant: str, cwd: Path) -> Where:
+    """What the next commands need to find the store at the URL ``store``: none where they find it by themselves."""
     from ..disk import normalize
 
-    found = Settings.load(cwd=cwd).store
-    if meant == found or normalize(found, cwd=cwd) == run.store.url:
-        return None
-    return given or run.store.url
+    found = Where(profile=at.profile).settings(cwd=cwd).store
+    if meant == found or normalize(found, cwd=cwd) == store:
+        return dataclasses.replace(at, store=None)
+    return dataclasses.replace(at, store=at.store or store)
 
 
-def _detached(run: Run, store: str | None, json: bool, screen: Screen) -> int:
-    screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], store=store)
+def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
+    screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], where=at.flags)
     if json:
-        screen.emit({**screen.about, **_uploaded(run), "state": "pending", "exit_code": 0})
+        ended = run.store.result(run.run_id)  # a run that was sent before
+        state = ended["state"] if ended else "cancelled" if run.store.cancelled(run.run_id) else "pending"
+        refusals = run.refusals(run.store.attempts(run.run_id)[-1:])
+        told = {"refusals": refusals} if refusals else {}
+        screen.emit({**screen.about, **_uploaded(run), **told, "state": state, "exit_code": 0})
     else:
         screen.data(run.url)
     return 0
 
 
-def _follow(run: Run, store: str | None, pull_to: str | None, json: bool, screen: Screen) -> int:
+def _follow(
+    run: Run, at: Where, timeout: float | None, on_signal: str, pull_to: str | None, json: bool, screen: Screen
+) -> int:
     """Log lines until the end, then the outcome; Ctrl-C leaves the run alone."""
-    from ..submit import Retry
+    from ..fallback import Onward
 
     write = screen.talk if json else screen.data
     many = ranks(run.job) > 1
     try:
         result = run.wait(
+            timeout=timeout,
             on_line=lambda line: write(log_line(line, many=many)),
             on_status=show.Changes(screen.talk),
-            retry=Retry(run, screen.talk),
+            retry=Onward(run, screen.talk),
         )
     except KeyboardInterrupt:
-        screen.talk("\ndetached; the run goes on")
-        screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], store=store)
-        if json:
-            screen.emit({**screen.about, "error": "interrupted; the run goes on", "exit_code": EXIT_DETACHED})
-        return EXIT_DETACHED
-    except LostContactError:
-        screen.next(["status", run.run_id], ["logs", "-f", run.run_id], ["wait", run.run_id], store=store)
-        raise
-    return _finish(run, result, store, pull_to, json, screen)
+        return stopped(run, run.run_id, at, on_signal, json, screen)
+    except (AuthError, LostContactError) as exc:
+        raise left(exc, run, run.run_id, at, screen) from None
+    return _finish(run, result, at, pull_to, json, screen)
 
 
-def _finish(
-    run: Run, result: Mapping[str, Any], store: str | None, pull_to: str | None, json: bool, screen: Screen
-) -> int:
+def _finish(run: Run, result: Mapping[str, Any], at: Where, pull_to: str | None, json: bool, screen: Screen) -> int:
     code = int(result["exit_code"])
     extra: dict[str, Any] = {}
     screen.talk(show.outcome(result))
@@ -205,8 +282,7 @@ def _finish(
             screen.talk(f"error: pull: {exc}")
             code = code or exc.exit_code
             extra |= {"error": f"pull: {exc}", "exit_code": code}
-    first = [] if pull_to is not None else [["pull", run.run_id]]
-    screen.next(*first, ["status", run.run_id], ["logs", run.run_id], store=store)
+    screen.next(*after(result, run.run_id, pulled=pull_to is not None), where=at.flags)
     if json:
         screen.emit({**result, **_uploaded(run), **extra})
     return code

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Changes",
-    "Moved", "came", "collected", "collected_line", "duration", "leftovers", "max_runtime", "outcome", "plan_text",
-    "pulled", "sent", "size", "stall_timeout", "status_text", "table",
+    "Moved", "came", "collected", "collected_line", "duration", "leftovers", "max_runtime", "outcome", "place",
+    "plan_text", "price", "pulled", "sent", "size", "stall_timeout", "status_text", "still_pending", "table",
 ]  # fmt: skip
 
 
@@ -42,20 +42,49 @@ def size(count: float) -> str:
 
 WINDOW = 5.0
 """Seconds over which a rate is taken."""
+LONG = 60.0
+"""Seconds of waiting after which one wants to know what for."""
 
 
 class Changes:
-    """Says a status whenever its state, reason or attempt is another one; the end is for `outcome` to tell."""
+    """Says a status whenever its state, reason or attempt is another one; the end is for `outcome` to tell.
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._last = say, ""
+    Once a run has been pending for `LONG`, it says why, in the platform's own words, and where to look: once for each
+    time that it waits.
+    """
+
+    every = True
+    """It is to be told of every look: that nothing changes is what it waits for."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock, self._last = say, clock, ""
+        self._since: float | None = None
+        self._told = False
+        self.heard = False
+        """Whether there was any status yet."""
 
     def __call__(self, status: Status) -> None:
+        self.heard = True
         attempt = f" (attempt {status.attempts[-1].number})" if len(status.attempts) > 1 else ""
         text = f"{status.state}{attempt}" + (f": {status.reason}" if status.reason else "")
         if text != self._last and not status.final:
             self._say(text)
         self._last = text
+        if status.state != "pending":
+            self._since, self._told = None, False
+            return
+        self._since = self._clock() if self._since is None else self._since
+        if not self._told and (waited := self._clock() - self._since) >= LONG:
+            self._told = True
+            self._say(still_pending(status, waited))
+
+
+def still_pending(status: Status, waited: float) -> str:
+    """Why a run has been pending for ``waited`` seconds, as far as the platform says: its word, reason (which names the
+    quota, where one is short), and link."""
+    kind = f" ({status.category})" if status.category else ""
+    why = f"{status.native or 'no state of its own'}{kind}: {status.reason or 'the platform gives no reason'}"
+    return f"still pending after {duration(waited)}: {why}" + (f"; see {status.url}" if status.url else "")
 
 
 class Moved:
@@ -115,10 +144,10 @@ def sent(run_id: str, provider: str, url: str, staged: Any, *, pace: str = "", v
     """What was submitted, and what had to be uploaded for it, with `Moved.pace`; ``verbose``: by what."""
     text = f"submitted {run_id} to {provider}: {url}"
     if staged is not None:
-        text += (
-            f"\nuploaded {size(staged.code_bytes)} of code, {size(staged.runtime_bytes)} of runtime,"
-            f" {size(staged.data_bytes)} of data{pace}{_by(staged.mover, verbose)}"
-        )
+        counts = {"code": staged.code_bytes, "runtime": staged.runtime_bytes, "data": staged.data_bytes}
+        words = [f"{size(count)} of {what}" for what, count in counts.items() if count]
+        new = ", ".join(words) or "nothing, the store has all of it"
+        text += f"\nuploaded {new}{pace}{_by(staged.mover, verbose)}"
     return text
 
 
@@ -173,7 +202,9 @@ def status_text(result: Mapping[str, Any]) -> str:
 def _cost(cost: Mapping[str, Any]) -> str:
     """``1h2m of machine time billed, 0.40 USD, spot saved 63 %``; what nobody tells is left out."""
     words = [f"{duration(cost['billed_s'])} of machine time billed"] if cost.get("billed_s") is not None else []
-    words += [f"about {cost['estimate_usd']:.2f} USD"] if cost.get("estimate_usd") is not None else []
+    if cost.get("estimate_usd") is not None:
+        words.append(f"about {cost['estimate_usd']:.2f} USD" + (f" ({cost['priced_on']})" if cost["priced_on"] else ""))
+    words += [f"{cost['gpu_hours']:.2f} GPU hours"] if cost.get("gpu_hours") else []
     words += [f"spot saved {cost['saved']:.0%}"] if cost.get("saved") is not None else []
     return ", ".join(words)
 
@@ -303,6 +334,10 @@ def plan_text(document: Mapping[str, Any], *, verbose: bool = False) -> str:
         _plan_excluded(document["code"], limit),
         "request\n" + _json(document["request"]["body"]),
         "context\n" + _json(document["request"]["context"]),
+        *(
+            f"{place(number, further)}\nrequest\n{_json(further['request']['body'])}"
+            for number, further in enumerate(document.get("fallbacks", ()), 2)
+        ),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -322,15 +357,25 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         words = [item["mode"], *(["sharded"] if item["shard"] else [])]
         words += [f"copied from {without_secrets(item['source'])}, through this machine"] if item.get("source") else []
         rows.append((f"input {name}", f"{item['url']} ({', '.join(words)})"))
+    if resume := document["layout"]["resume"]:
+        source = document["layout"]["resume_source"]
+        how = f" (the newest checkpoint copied from {source}, through this machine)" if source else ""
+        rows.append(("resumes from", f"{without_secrets(resume)}{how}"))
     rows += [
         ("instance", _plan_instance(document["resources"])),
-        *([("price", _plan_price(document["resources"]["price"]))] if document["resources"]["instance_types"] else []),
+        *_plan_price(document["resources"]),
         ("limits", _plan_limits(document["limits"])),
         ("retries", _plan_retries(document["retries"])),
         ("disk", _plan_disk(document["disk"])),
         ("sends", f"{request['operation']} (attempt {request['attempt']})"),
     ]
     return rows + [("warning", text) for text in [*code["warnings"], *request.get("notes", ())]]
+
+
+def place(number: int, document: Mapping[str, Any]) -> str:
+    """A place that a job comes to where those before have no machines: its plan in one line."""
+    found = f"{document['provider']}: {_plan_instance(document['resources'])}, {document['run']}"
+    return f"place {number}: {found}; {price(document['resources']['price'], document['resources']['instance_types'])}"
 
 
 def _plan_instance(resources: Mapping[str, Any]) -> str:
@@ -343,12 +388,20 @@ def _plan_instance(resources: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _plan_price(price: Mapping[str, Any] | None) -> str:
-    """An estimate, and whose: nobody may take it for a bill."""
+def _plan_price(resources: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """None where this machine starts the nodes and nobody gave it a price."""
+    types = resources["instance_types"]
+    return [("price", price(resources["price"], types))] if types or resources["price"] else []
+
+
+def price(price: Mapping[str, Any] | None, machines: Sequence[str] = ()) -> str:
+    """An estimate, of what, and whose: nobody may take it for a bill."""
     if price is None:
-        return "not known here"
-    hourly = f"about {price['usd_per_hour']:.2f} USD an hour with {price['instance_type']}"
-    words = f"{hourly}, {price['usd_for_max_runtime']:.2f} USD for max_runtime"
+        how = f" (--set prices.{machines[0]}=USD says it)" if machines else ""
+        return f"price unknown{how}"
+    count, name = price["machines"], price["instance_type"]
+    hourly = f"about {price['usd_per_hour']:.2f} USD an hour for {count} x {name}"
+    words = f"{hourly}, {price['usd_for_hard_limit']:.2f} USD until the hard limit of {duration(price['hard_limit_s'])}"
     whose = price["source"] + (f", {price['date']}" if price["date"] else "")
     return f"{words}: an estimate by {whose}" + ("" if price["of_service"] else "; not the service's own price")
 
@@ -360,6 +413,8 @@ def _plan_limits(limits: Mapping[str, Any]) -> str:
         words.append(f"max_wait {duration(limits['max_wait_s'])}{waits}")
     if limits.get("max_cost_usd") is not None:
         words.append(f"max_cost {limits['max_cost_usd']:.2f} USD")
+    if limits.get("max_gpu_hours") is not None:
+        words.append(f"max_gpu_hours {limits['max_gpu_hours']:g}")
     words.append(stall_timeout(limits["stall_timeout_s"], is_default=limits["stall_timeout_is_default"]))
     words.append(f"code {size(limits['max_code_bytes'])}")
     return ", ".join(words)

@@ -1,0 +1,77 @@
+"""The verbs that show a run to a person: report and watch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ..disk import disk_errors, settle, temp_file
+from ..errors import SpecError
+from ..provider import FINAL
+from ..seen import plain as tame
+from . import show
+from .screen import Screen, plain
+from .verbs import EXIT_DETACHED, Json, Ours, Ref, _open
+from .where import HERE, At, stoppable
+
+__all__ = ["report", "watch"]
+
+Out = Annotated[str | None, Parameter(help="file to write; default: ./<run id>.html")]
+
+
+def report(run: Ref, /, *, out: Out = None, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
+    """One HTML page about the run, that opens without a network."""
+    from ..report import report as page_of
+
+    handle = _open(run, at, screen)
+    path = Path(out or ".")
+    if path.is_dir():
+        path /= f"{handle.run_id}.html"
+    if not path.parent.is_dir():
+        raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
+    result = handle.result()
+    text = page_of(handle, result)
+    with disk_errors(path), temp_file(path) as temp:
+        temp.write_text(text, encoding="utf-8")
+        settle(temp, path)
+    screen.next(["pull" if result["state"] in FINAL else "watch", run], ["logs", run], where=at.flags)
+    if json:
+        screen.emit({**screen.about, "report": str(path), "exit_code": 0})
+    else:
+        screen.data(str(path))
+    return 0
+
+
+def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
+    """A live view of the run until it ends; on no terminal, or for JSON, a plain line for each change."""
+    from .watch import Watch, follow, on_terminal
+
+    with stoppable():
+        handle = _open(run, at, screen)
+        try:
+            if (
+                not json
+                and screen.out.isatty()
+                and os.environ.get("TERM", "") not in ("", "unknown")
+                and not plain(os.environ)
+            ):
+                from rich.console import Console
+
+                last = on_terminal(lambda draw: Watch(handle, on_picture=draw), Console(file=screen.out))
+            else:
+                last = follow(lambda draw: Watch(handle, on_picture=draw), screen.talk if json else screen.data)
+        except KeyboardInterrupt:
+            screen.talk("\nno longer watching; the run goes on")
+            screen.next(["watch", run], ["wait", run], ["cancel", run], where=at.flags)
+            if json:
+                screen.emit({**screen.about, "error": "interrupted; the run goes on", "exit_code": EXIT_DETACHED})
+            return EXIT_DETACHED
+    if last.result and last.result["state"] != "succeeded":
+        screen.talk("\n".join(tame(line) for line in show.outcome(last.result).split("\n")))
+    screen.next(["report", run], ["pull", run], ["logs", run], where=at.flags)
+    if json and last.result:
+        screen.emit(last.result)
+    return 0

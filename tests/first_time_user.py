@@ -1,0 +1,216 @@
+"""A stranger who has the README and nothing else: does what it says, and keeps what the terminal showed.
+
+    python tests/first_time_user.py FOLDER          # from a clean clone and a fresh venv; writes docs/first-run.md anew
+
+Every command is read out of the README. What each printed is a transcript, and docs/first-run.md is made of them: three
+that a test makes anew and compares, without what differs from run to run (`normal`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from test_docs import BIN, Block, blocks, page
+
+ROOT = Path(__file__).parents[1]
+PAGE = "docs/first-run.md"
+HOME = "/home/you/cloudtrain"
+"""What stands on the page in place of the folder of the clone."""
+SETUP, FIRST = "Two commands on a new machine", "Your first job"
+SECONDS = 1200
+"""For one command: the first one downloads torch."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """One command, all that it printed, and its exit code."""
+
+    command: str
+    output: str
+    code: int
+
+    def shown(self) -> str:
+        """As on the page."""
+        end = f"(exit code {self.code})\n" if self.code else ""
+        return f"$ {self.command}\n{self.output}{end}"
+
+
+class Terminal:
+    """A shell that keeps its folder and its environment from one command to the next, as a terminal does."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str], state: Path) -> None:
+        self.folder, self.environ, self._state = folder, dict(environ), state
+
+    def type(self, command: str) -> Said:
+        keep = f"code=$?; {{ pwd; env -0; }} > {self._state}; exit $code"
+        done = subprocess.run(
+            ["sh", "-c", f"{command}\n{keep}"], cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+        where, _, variables = self._state.read_text().partition("\n")
+        self.folder = Path(where)
+        self.environ = dict(item.split("=", 1) for item in variables.split("\0") if "=" in item)
+        return Said(command, done.stdout, done.returncode)
+
+
+def steps(heading: str) -> list[Block]:
+    """What the README has under ``## heading``, in its order."""
+    wanted, here = f"## {heading}", ""
+    starts = {}
+    for number, line in enumerate(page("README.md").splitlines(), 1):
+        here = line if line.startswith("## ") else here
+        starts[number] = here
+    return [block for block in blocks("README.md") if starts[int(block.where.rpartition(":")[2])] == wanted]
+
+
+def commands(text: str) -> Iterator[str]:
+    """The lines of a shell block, those that go on put together, without remarks."""
+    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+        if command := re.sub(r"\s+# .*", "", line).strip():
+            yield command
+
+
+def follow(terminal: Terminal, todo: list[Block], *, by_hand: bool = False) -> Iterator[tuple[Block, list[Said]]]:
+    """Do what the blocks say, and what each command said. ``by_hand``: also those that no page's test runs, which
+    change the shell itself."""
+    for block in todo:
+        if name := block.value("file"):
+            (terminal.folder / name).write_text(block.text, encoding="utf-8")
+        elif block.language == "sh" and (block.run or by_hand):
+            said = [terminal.type(command) for command in commands(block.text)]
+            for one in said:
+                wanted = int(block.value("exit") or 0) if one is said[-1] else 0
+                assert one.code == wanted, f"{block.where}: exit {one.code}, not {wanted}\n{one.shown()}"
+            yield block, said
+
+
+def first_job(terminal: Terminal, *, by_hand: bool = False) -> tuple[list[Said], list[Said]]:
+    """The README's first job: what was said until the results were there, and from the row that was broken on."""
+    good: list[Said] = []
+    bad: list[Said] = []
+    for block, said in follow(terminal, steps(FIRST), by_hand=by_hand):
+        (bad if bad or block.value("exit") else good).extend(said)
+    return good, bad
+
+
+def set_up(terminal: Terminal) -> list[Said]:
+    """The README's first command of the two, which trains, too."""
+    [block] = steps(SETUP)
+    return [terminal.type(next(commands(block.text)))]
+
+
+def terminal_of(folder: Path, state: Path, *, path: str = "") -> Terminal:
+    """Somebody's own, with nothing in it that configures us; ``path`` comes first where programs are looked for."""
+    drop = re.compile(r"CLOUDTRAIN_|AWS_|AZURE_|GOOGLE_|PET_|TORCHELASTIC_|XDG_|.*RANK$|WORLD_SIZE$|MASTER_|PYTEST_")
+    also = re.compile(r"VIRTUAL_ENV|MAKE|MFLAGS|TORCH$|CI$|GITHUB_|GITLAB_")
+    environ = {key: value for key, value in os.environ.items() if not drop.match(key) and not also.match(key)}
+    environ["PATH"] = os.pathsep.join(filter(None, [path, environ.get("PATH", os.defpath)]))
+    return Terminal(folder, environ, state)
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def readable(said: list[Said], clone: Path) -> str:
+    """A transcript for the page: without the folders of this machine, and what its package index had to say."""
+    text = "".join(one.shown() for one in said)
+    for place in (str(clone.resolve()), str(clone)):
+        text = text.replace(place, HOME)
+    text = re.sub(r"/[^ \"]*/cloudtrain-[^/ ]+/[^/ ]+/code/", "/tmp/cloudtrain-…/code/", text)
+    return re.sub(r"(?m)^WARNING: .*\n", "", text)
+
+
+def normal(transcript: str) -> str:
+    """A transcript as it is every time: without times, sizes, rates, ports and ids, and what other ranks than the one
+    that failed first had begun to say, which is a race."""
+    text = re.sub(r"(?m)^\[n\d+ r(\d+)\] .*\n", lambda match: match[0] if match[1] in "03" else "", transcript)
+    text = re.sub(r"(?m)^\[n\d+ r0\] (\[rank0\]|\[W|W\d+ ).*\n", "", text)
+    text = re.sub(r"(?m)^.*?[~^]{2,}\s*$\n", "", text)  # below the lines of a traceback, from Python 3.11 on
+    text = re.sub(r"\d{8}-\d{6}-([a-z]+)-[0-9a-f]{4}", r"RUN-\1", text)
+    text = re.sub(r"\d+(\.\d+)? ([KMGT]i)?B\b", "SIZE", text)
+    text = re.sub(r"(?m)^(ok +\w+: ).*", r"\1…", text)  # what doctor finds is this machine's
+    text = re.sub(r", in \d+s, SIZE/s", "", text)  # told of what took a second or more
+    return re.sub(r"\d+\.\d+(e-?\d+)?|(?<=samples_per_s )\d+", "NUMBER", text)
+
+
+HEAD = """# What a first run prints
+
+Made by `python tests/first_time_user.py FOLDER`, which clones this repository into FOLDER, reads the README and does
+what it says; a test does the same and compares. Lines that differ each time are here as they came once: ids, sizes,
+rates.
+
+## From nothing to a trained model
+
+On a new machine, {python}:
+
+"""
+SECOND = """
+## A job of one's own, to pulled checkpoints
+
+The script is that of the [README](../README.md#your-first-job).
+
+"""
+THIRD = """
+## A failure, understood
+
+A row of the data is broken, and rank 3 reads it. The other three wait for it in a collective, where they would stay:
+they are stopped, and are not what the run is said to have failed of.
+
+"""
+TAIL = """
+What the last lines say, in their order: the category, which [exit-codes.md](exit-codes.md) explains (exit code 1: the
+job's own error, so the same job will fail again); rank and node; the exception; file and line in your code; the
+traceback; and where more of it is. A machine reads the same with `--json`, under `failure` ([json.md](json.md)).
+"""
+
+
+def text_of(demo: str, good: str, bad: str, python: str) -> str:
+    """The page."""
+    parts = [HEAD.format(python=python), SECOND, THIRD]
+    blocks = [f"```text example={name}\n{text}```\n" for name, text in zip(NAMES, (demo, good, bad), strict=True)]
+    return "".join(part + block for part, block in zip(parts, blocks, strict=True)) + TAIL
+
+
+NAMES = ("demo", "first-job", "failure")
+
+
+def on_page() -> dict[str, str]:
+    """The transcripts of docs/first-run.md, by name."""
+    return {name: block.text for block in blocks(PAGE) if (name := block.value("example"))}
+
+
+def whole(folder: Path) -> tuple[str, str, str]:
+    """All three transcripts, of a clean clone in ``folder``, which is new."""
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(folder)], check=True)
+    terminal = terminal_of(folder, folder.parent / f"{folder.name}.state")
+    demo = set_up(terminal)
+    assert demo[0].code == 0, demo[0].shown()
+    good, bad = first_job(terminal, by_hand=True)
+    return readable(demo, folder), readable(good, folder), readable(bad, folder)
+
+
+def short(folder: Path) -> tuple[str, str]:
+    """The last two, with the tools of this environment."""
+    terminal = terminal_of(folder, folder.parent / f"{folder.name}.state", path=str(BIN))
+    good, bad = first_job(terminal)
+    return readable(good, folder.parent), readable(bad, folder.parent)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        sys.stderr.write(f"{__doc__}\n")
+        return 2
+    demo, good, bad = whole(Path(argv[0]).resolve())
+    version = ".".join(map(str, sys.version_info[:2]))
+    (ROOT / PAGE).write_text(text_of(demo, good, bad, f"Python {version} on Linux"), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,505 @@
+"""The live view of a run: what it shows in which space, when it asks, and what becomes of the terminal."""
+
+from __future__ import annotations
+
+import codecs
+import fcntl
+import io
+import json
+import math
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from foldercloud import NAME, install
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from test_docs import blocks
+from test_report import again, rows
+from test_run import PENDING, RUNNING, SUCCEEDED, T0, World, failed, failure, numbered
+
+from cloudtrain import cli
+from cloudtrain.cli.watch import DOTS, Measured, Picture, Watch, braille, fair, follow, on_terminal, ramp, screen
+from cloudtrain.errors import LostContactError, StorageError
+from cloudtrain.follow import Line
+from cloudtrain.provider import AttemptInfo, Status
+from cloudtrain.seen import Node
+
+CLI = [sys.executable, "-m", "cloudtrain"]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(root=tmp_path / "store")
+
+
+def watched(world: World, take: Callable[[Picture], None] = lambda picture: None) -> tuple[Picture, list[Picture]]:
+    """The last picture, and all of them."""
+    seen: list[Picture] = []
+
+    def draw(picture: Picture) -> None:
+        seen.append(picture)
+        take(picture)
+
+    watch = Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw)
+    return watch.watch(), seen
+
+
+def training(world: World) -> World:
+    """Waits for 20 s, then trains for 60 s: a row and a line each second, a checkpoint after 30."""
+    world.recorded(max_runtime="2h").attempt(0, PENDING)
+
+    def starts() -> None:
+        world.start("0.0", started=T0 + 20)
+        world.platform.jobs["job-0"] = Status(state="running", started=T0 + 20)
+
+    def trains(second: int) -> None:
+        world.write("live/metrics/0.0-node-0.jsonl", rows(1, second))
+        world.write(f"live/logs/0.0/node-0/{second:09d}.log", numbered(second) + "\n")
+
+    def ends() -> None:
+        world.exit(outcome="succeeded", decided=True, ended=T0 + 80, lines=60)
+        world.platform.jobs["job-0"] = SUCCEEDED
+
+    world.time.at.append((20, starts))
+    world.time.at += [(20 + second, lambda second=second: trains(second)) for second in range(1, 61)]  # type: ignore[misc]
+    world.time.at.append((50, lambda: world.checkpoint("step-30", when=T0 + 50)))
+    world.time.at.append((80, ends))
+    return world
+
+
+# -------------------------------------------------------------------------------------------------------- when it asks
+
+
+def test_it_asks_the_platform_no_more_often_than_wait(world: World, tmp_path: Path) -> None:
+    other = training(World(root=tmp_path / "other"))
+    other.run().wait()
+    watched(training(world))
+    asked = [name for name in world.platform.asked if name.startswith("status")]
+    assert 10 < len(asked) <= len([name for name in other.platform.asked if name.startswith("status")])
+    assert {name.split()[0] for name in world.platform.asked} == {"status"}, "lines come from the store"
+
+
+def test_what_is_new_shows_within_seconds_and_nothing_is_written(world: World) -> None:
+    training(world)
+    last, pictures = watched(world)
+    for second in (10, 40, 60):
+        then = [picture for picture in pictures if T0 + 20 + second <= picture.when <= T0 + 26 + second]
+        assert any((picture.measured.step or 0) >= second for picture in then), second
+    assert [p.status.state for p in pictures if p.when < T0 + 19][-1] == "pending"
+    assert any(p.checkpoint is not None and p.when <= T0 + 57 for p in pictures)
+    assert (last.status.state, last.measured.step, last.lines[0][-1].text) == ("succeeded", 60, "line 60")
+    assert last.result is not None
+    assert last.result["state"] == "succeeded"
+    written = {path.relative_to(world.folder).parts[0] for path in world.folder.rglob("*") if path.is_file()}
+    assert written == {"run.json", "attempts", "live", "result.json"}
+    assert sorted(path.name for path in (world.folder / "attempts").rglob("*.json")) == [
+        "request.json",
+        "submitted.json",
+    ]
+
+
+def test_what_has_not_changed_is_not_read_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.recorded().attempt(0, RUNNING).start("0.0").segment([1, 2, 3])
+    world.write("live/metrics/0.0-node-0.jsonl", rows(1, 5))
+    world.time.at.append((100, lambda: world.platform.jobs.update({"job-0": SUCCEEDED})))
+    kind = type(world.store.files)
+    read, reads = kind.read, list[str]()
+    monkeypatch.setattr(kind, "read", lambda files, key: (reads.append(key), read(files, key))[1])
+    watched(world)
+    assert [key for key in reads if "/metrics/" in key or "/logs/" in key] == [
+        "runs/r1/live/logs/0.0/node-0/000000001.log",
+        "runs/r1/live/metrics/0.0-node-0.jsonl",
+    ]
+
+
+def test_a_store_that_does_not_answer_is_said_and_the_watching_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training(world)
+    kind = type(world.store.files)
+    entries = kind.entries
+
+    def broken(files: Any, prefix: str = "") -> Any:
+        if "/metrics" in prefix and T0 + 30 < world.time() < T0 + 45:
+            raise StorageError("the bucket is on fire\nand more")
+        return entries(files, prefix)
+
+    monkeypatch.setattr(kind, "entries", broken)
+    last, pictures = watched(world)
+    troubled = {picture.trouble for picture in pictures}
+    assert troubled == {"", "the bucket is on fire"}
+    assert last.measured.step == 60
+    text = screen(next(p for p in pictures if p.trouble), width=80, height=24, now=T0 + 40).plain
+    assert "the store does not answer: the bucket is on fire" in text
+
+
+def test_a_platform_that_is_silent_for_long_ends_the_watching(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.platform.status_error = LostContactError("no route")
+    with pytest.raises(LostContactError, match="no route"):
+        watched(world)
+
+
+# -------------------------------------------------------------------------------------------------------- what it shows
+
+
+def full() -> Picture:
+    """A picture of a run with everything."""
+    told = [
+        AttemptInfo(
+            number="0.0", started=T0, ended=T0 + 100, reason="spot capacity", lost={"steps": 4, "seconds": 2.0}
+        ),
+        AttemptInfo(number="1.0", started=T0 + 200, resumed_from="step-8"),
+    ]
+    lines = {
+        node: [
+            Line(attempt="1.0", node=node, rank=i % 4, seq=i, text=f"line {i} 漢字 \x1b[2Jéà" * 3)
+            for i in range(node, 60, 2)
+        ]
+        for node in (0, 1)
+    }
+    return Picture(
+        run_id="digits-1", provider="memory", when=T0 + 300, status=Status(state="running"), max_runtime=7200,
+        attempts=told, nodes=[Node(number=0, seen=T0 + 297), Node(number=1)], lines=lines,
+        measured=Measured(step=20, loss=("loss", 0.05), throughput=("samples_per_s", 800), name="loss",
+                          points=[(step, 1 / step) for step in range(1, 21)]),
+    )  # fmt: skip
+
+
+def test_everything_is_there_where_there_is_room() -> None:
+    text = screen(full(), width=100, height=40, now=T0 + 300).plain.split("\n")
+    assert text[:6] == [
+        "digits-1  running, attempt 1.0, on memory",
+        "step 20, loss 0.05, 1h56m left of 2h, samples_per_s 800",
+        "checkpoint: none complete yet",
+        "nodes: 0 wrote 3s ago, 1 nothing yet",
+        "attempt 0.0: from the beginning, spot capacity, lost 4 steps",
+        "attempt 1.0: resumed from step-8",
+    ]
+    assert text[6].startswith("── loss, step 1 to 20 ──")
+    assert text[7].startswith("   1 ")
+    assert text[16].startswith("0.05 ")
+    assert text[17].startswith("── last lines ──")
+    assert len(text) == 40
+    assert text[-1].startswith("n1 r3 | line 59 漢字 éà")
+
+
+@given(st.integers(1, 220), st.integers(1, 70), st.booleans())
+def test_it_fits_into_any_terminal(width: int, height: int, ascii_only: bool) -> None:
+    text = screen(full(), width=width, height=height, now=T0 + 300, ascii_only=ascii_only).plain
+    assert "\x1b" not in text
+    assert len(text.split("\n")) <= height
+    assert max(map(cell_len, text.split("\n"))) <= width
+    assert text.startswith("digits-1  running"[: width - 1])
+
+
+def test_a_small_terminal_has_what_matters() -> None:
+    text = screen(full(), width=40, height=10, now=T0 + 300).plain.split("\n")
+    assert len(text) == 10
+    assert text[0] == "digits-1  running, attempt 1.0, on memo…"
+    assert text[1] == "step 20, loss 0.05, 1h56m left of 2h, s…"
+    assert text[-1].startswith("n1 r3 | line 59")
+
+
+def test_a_terminal_that_knows_no_unicode_gets_ascii() -> None:
+    picture = full()
+    plain = Picture(**{**vars(picture), "lines": {0: [Line(attempt="1.0", node=0, rank=0, seq=1, text="plain")]}})
+    text = screen(plain, width=60, height=20, now=T0 + 300, ascii_only=True).plain
+    assert text.isascii()
+    assert "-- loss, step 1 to 20 --" in text
+    assert ramp([(0, 0.0), (1, 1.0)], 2) == ["_#"]
+
+
+def test_of_many_nodes_those_that_are_silent_are_named() -> None:
+    nodes = [Node(number=n, seen=T0 + 100 + n) for n in range(64)]
+    picture = Picture(**{**vars(full()), "nodes": nodes, "attempts": full().attempts[1:]})
+    text = screen(picture, width=200, height=20, now=T0 + 300).plain
+    assert "longest silent of 64 nodes: 0 wrote 3m20s ago, 1 wrote 3m19s ago" in text
+
+
+def test_each_node_has_a_fair_share_of_the_lines() -> None:
+    lines = {n: [Line(attempt="0.0", node=n, rank=n, seq=i, text="") for i in range(1, 1 + count)]
+             for n, count in ((0, 1), (1, 50), (2, 50), (3, 0))}  # fmt: skip
+    assert [(line.node, line.seq) for line in fair(lines, 7)] == [
+        (0, 1), (1, 48), (1, 49), (1, 50), (2, 48), (2, 49), (2, 50),
+    ]  # fmt: skip
+    assert [(line.node, line.seq) for line in fair(lines, 2)] == [(0, 1), (1, 50)]
+    assert len(fair(lines, 500)) == 101
+    assert fair({}, 3) == []
+
+
+def test_until_an_attempt_says_something_the_last_words_of_the_one_before_stay(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).start("0.0").start("0.1", after="0.0").segment([1, 2, 3])
+    last, _ = watched(world)
+    text = screen(last, width=60, height=20, now=T0).plain
+    assert "── last lines of attempt 0.0 ──" in text
+    assert text.endswith("r0 | line 3")
+
+
+def test_the_example_in_the_docs_is_what_it_shows(world: World) -> None:
+    """Of the training on that page, 46 steps on."""
+    cause = failure(node=0, rank=0, process_exit_code=-9)
+    world.recorded(max_runtime="5m").attempt(0, failed()).start("0.0", started=T0)
+    world.start("1.0", after="0.0", started=T0 + 6, resumed_from="step-30", lost={"steps": 7, "seconds": 0.9})
+    world.exit(attempt="0.0", decided=True, failure=cause, ended=T0 + 5).checkpoint("step-40", when=T0 + 10)
+    for attempt, first, last in (("0.0", 1, 37), ("1.0", 31, 46)):
+        steps = [(step, 2.3 * math.exp(-step / 20)) for step in range(first, last + 1)]
+        made = [json.dumps({"step": step, "loss": loss, "samples_per_s": 64 / 0.12}) for step, loss in steps]
+        world.write(f"live/metrics/{attempt}-node-0.jsonl", "\n".join(made) + "\n")
+        said = [f"[a{attempt} n0 r0 #{i}] step {step} loss {loss:.4f}" for i, (step, loss) in enumerate(steps, 1)]
+        world.write(f"live/logs/{attempt}/node-0/000000001.log", "\n".join(said) + "\n")
+    for path in world.folder.rglob("1.0*/**/*"):
+        os.utime(path, (T0 + 11, T0 + 11))
+    os.utime(world.folder / "live/metrics/1.0-node-0.jsonl", (T0 + 11, T0 + 11))
+    last, _ = watched(world)
+    live = replace(last, run_id="seen-1", provider="local", status=RUNNING, result=None)
+    [example] = [block.text for block in blocks("docs/watching.md") if "example=watch" in block.words]
+    assert screen(live, width=60, height=18, now=T0 + 13).plain + "\n" == example
+
+
+def test_a_loss_that_falls_by_decades_is_drawn_as_the_page_draws_it(world: World) -> None:
+    """Not as a corner with a flat line after it."""
+    world.recorded().attempt(0, SUCCEEDED).start("0.0")
+    world.write("live/metrics/0.0-node-0.jsonl", "".join(f'{{"step": {i}, "loss": 1e-{i}}}\n' for i in range(6)))
+    text = screen(watched(world)[0], width=40, height=20, now=T0).plain.split("\n")
+    at = next(i for i, line in enumerate(text) if line.startswith("── loss (logarithmic), step 0 to 5 ─"))
+    rows = text[at + 1 : at + 1 + sum("\u2800" <= line[-1:] <= "\u28ff" for line in text)]
+    fall = sorted(dots([row[6:] for row in rows]))
+    assert fall[0] == (0, 0)
+    assert fall[-1][1] == 4 * len(rows) - 1
+    middle = [y for x, y in fall if x == fall[-1][0] // 2]
+    assert all(abs(y - fall[-1][1] / 2) <= 2 for y in middle), "a straight line"
+
+
+def test_where_an_attempt_goes_on_from_is_not_said_before_its_nodes_say_it(world: World) -> None:
+    """The platform tells of the attempt before: it is no fresh start until then."""
+    again(world)
+    start = next((world.folder / "live" / "attempts").glob("1.0*.json"))
+    text = start.read_text()
+    start.unlink()
+    for path in (world.folder / "live" / "exit").glob("1.0-*.json"):
+        path.unlink()
+    told = (AttemptInfo(number="0.0", started=T0, ended=T0 + 6), AttemptInfo(number="1.0", started=T0 + 10))
+    world.attempt(0, replace(RUNNING, attempts=told))
+    world.time.at.append((20, lambda: start.write_text(text)))
+    world.time.at.append((40, lambda: world.platform.jobs.update({"job-0": replace(SUCCEEDED, attempts=told)})))
+    said: list[str] = []
+    pictures: list[Picture] = []
+
+    def watch(draw: Callable[[Picture], None]) -> Watch:
+        def both(picture: Picture) -> None:
+            pictures.append(picture)
+            draw(picture)
+
+        return Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=both)
+
+    follow(watch, said.append)
+    assert [line for line in said if line.startswith("attempt 1.0")] == ["attempt 1.0: resumed from step-8"]
+    drawn = [screen(picture, width=80, height=20, now=picture.when).plain for picture in pictures]
+    assert any("attempt 1.0: starting" in text for text in drawn)
+    assert not any("attempt 1.0: from the beginning" in text for text in drawn)
+
+
+def test_of_a_run_that_is_over_a_checkpoint_has_no_age(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).start("0.0").checkpoint("step-8", when=T0 - 3000)
+    assert "\ncheckpoint: step-8\n" in screen(watched(world)[0], width=80, height=20, now=T0).plain + "\n"
+
+
+def dots(chart: Sequence[str]) -> set[tuple[int, int]]:
+    """The dots of a chart: column from the left, row from the top."""
+    return {
+        (2 * column + x, 4 * row + y)
+        for row, line in enumerate(chart)
+        for column, char in enumerate(line)
+        for y in range(4)
+        for x in range(2)
+        if (ord(char) - 0x2800) & DOTS[y][x]
+    }
+
+
+def test_braille_draws_what_is_there() -> None:
+    assert dots(braille([(0, 0), (7, 7)], 4, 2)) == {(i, 7 - i) for i in range(8)}
+    assert dots(braille([(0, 1), (1, 1)], 2, 1)) == {(x, 2) for x in range(4)}, "a flat line in the middle"
+    assert len(dots(braille([(3, 3)], 5, 3))) == 1
+    spike = [(x, 100 if x == 777 else 0) for x in range(10_000)]
+    assert min(y for _, y in dots(braille(spike, 20, 5))) == 0, "no peak is lost"
+
+
+@given(st.lists(st.tuples(st.floats(-1e300, 1e300), st.floats(-1e308, 1e308)), min_size=1), st.integers(1, 30))
+def test_braille_takes_any_numbers(points: list[tuple[float, float]], width: int) -> None:
+    chart = braille(sorted(points), width, 3)
+    assert [len(row) for row in chart] == [width] * 3
+    assert dots(chart)
+
+
+# ------------------------------------------------------------------------------------------------- on and off terminals
+
+
+def test_without_a_terminal_it_is_a_line_for_each_change(world: World) -> None:
+    said: list[str] = []
+    training(world)
+    follow(lambda draw: Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), said.append)
+    assert said[:2] == ["pending", "running"]
+    assert said[-3:] == ["checkpoint step-30 is complete", said[-2], "succeeded"]
+    assert said[-2].startswith("step 60, loss 0.01667, ran ")
+    steps = [line for line in said if line.startswith("step")]
+    assert len(steps) == 2, "one a minute, and the last"
+
+
+def test_attempts_are_told_as_they_come(world: World) -> None:
+    said: list[str] = []
+    follow(
+        lambda draw: Watch(again(world).run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), said.append
+    )
+    assert said[0] == "attempt 0.0: from the beginning, spot capacity, lost 4 steps"
+    assert said[1] == "attempt 1.0: resumed from step-8"
+    assert said[-1] == "succeeded"
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_the_last_view_stays_on_the_terminal(world: World, monkeypatch: pytest.MonkeyPatch, no_color: str) -> None:
+    (monkeypatch.setenv if no_color else lambda *a: monkeypatch.delenv("NO_COLOR", raising=False))("NO_COLOR", no_color)
+    world.recorded().attempt(0, failed(reason="it broke"))
+    world.write("live/metrics/0.0-node-0.jsonl", rows(1, 12))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    console = Console(
+        file=out, force_terminal=True, width=60, height=20, _environ=dict(os.environ, TERM="xterm-256color")
+    )
+    on_terminal(
+        lambda draw: Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), console
+    )  # fmt: skip
+    out.flush()
+    text = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    live, _, left = text.partition("\x1b[?1049l")
+    assert "\x1b[?1049h" in live
+    assert "\x1b[?25h" in text, "the cursor is back"
+    assert "r1  failed, attempt 0.0, on memory" in left
+    assert "it broke" in left
+    assert "step 12, loss 0.08333" in left
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]", left)) is not bool(no_color)
+
+
+class Terminal:
+    """``cloudtrain watch`` on a terminal of its own, and what it has written there."""
+
+    def __init__(self, *argv: str, cwd: Path, columns: int = 80, lines: int = 24, **environ: str) -> None:
+        self.master, inner = pty.openpty()
+        self.size(columns, lines)
+        env = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            [*CLI, *argv], cwd=cwd, stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
+            env={**env, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ},
+        )  # fmt: skip
+        os.close(inner)
+        self.text, self.decoder = "", codecs.getincrementaldecoder("utf-8")()
+
+    def size(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def until(self, pattern: str, seconds: float = 60) -> None:
+        """Read until the text from here on matches."""
+        start, deadline = len(self.text), time.monotonic() + seconds
+        while not re.search(pattern, self.text[start:]):
+            assert time.monotonic() < deadline, self.text[start:]
+            if not self._read():
+                assert re.search(pattern, self.text[start:]), self.text[start:]
+                return
+
+    def _read(self) -> bool:
+        if not select.select([self.master], [], [], 1)[0]:
+            return True
+        try:
+            data = os.read(self.master, 65536)
+        except OSError:  # nobody has the other end any more
+            return False
+        self.text += self.decoder.decode(data)
+        return bool(data)
+
+    def end(self) -> int:
+        while self._read():
+            assert self.process.poll() is None or select.select([self.master], [], [], 0)[0]
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def cloud(tmp_path: Path) -> Iterator[tuple[World, Callable[..., Terminal]]]:
+    """A run of a platform that is a folder, and terminals to watch it on."""
+    world = World(root=tmp_path / "store").recorded(provider=NAME).attempt(0).start("0.0")
+    record = json.loads((world.folder / "run.json").read_text())
+    (tmp_path / "cloud").mkdir()
+    world.write("run.json", {**record, "settings": {"folder": str(tmp_path / "cloud")}})
+    (tmp_path / "cloud" / "job-0").write_text(json.dumps({"state": "running"}))
+    world.write("live/metrics/0.0-node-0.jsonl", rows(1, 12))
+    world.segment([1, 2, 3])
+    install(tmp_path / "site")
+    path = os.pathsep.join([str(tmp_path / "site"), *filter(None, sys.path)])
+    made: list[Terminal] = []
+
+    def open_(**more: Any) -> Terminal:
+        made.append(Terminal("watch", "r1", "--store", str(world.root), cwd=tmp_path, PYTHONPATH=path, **more))
+        return made[-1]
+
+    yield world, open_
+    for terminal in made:
+        terminal.close()
+
+
+def test_a_window_that_shrinks_and_ctrl_c(cloud: tuple[World, Callable[..., Terminal]]) -> None:
+    world, open_ = cloud
+    terminal = open_(columns=100, lines=30)
+    terminal.until("loss, step 1 to 12 ─{70,}")
+    terminal.size(40, 10)
+    terminal.until("loss, step 1 to 12 ─{18}\x1b")
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.end() == 7
+    *_, left = terminal.text.split("\x1b[?1049l")
+    assert "no longer watching; the run goes on" in left
+    assert "cloudtrain wait r1" in left
+    assert all(cell_len(line) <= 40 for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", left).split("\r\n")[:10])
+    assert "\x1b[?25h" in terminal.text
+    assert json.loads((world.root.parent / "cloud" / "job-0").read_text()) == {"state": "running"}
+    assert world.result() is None
+
+
+def test_a_dumb_terminal_gets_plain_lines_until_the_end(cloud: tuple[World, Callable[..., Terminal]]) -> None:
+    world, open_ = cloud
+    terminal = open_(TERM="dumb")
+    terminal.until("step 12, loss 0.08333")
+    (world.root.parent / "cloud" / "job-0").write_text(json.dumps({"state": "succeeded"}))
+    assert terminal.end() == 0
+    assert "\x1b" not in terminal.text
+    lines = terminal.text.split("\r\n")
+    assert lines[0] == "running"
+    assert "succeeded" in lines
+    assert world.result()["state"] == "succeeded"
+
+
+def test_with_json_the_result_comes_at_the_end(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    again(world).run().result()
+    world.write("run.json", {**json.loads((world.folder / "run.json").read_text()), "provider": "local"})
+    assert cli.main(["watch", "r1", "--store", str(world.root), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == world.run().result()
+    assert "attempt 1.0: resumed from step-8\n" in err
+    assert "cloudtrain report r1" in err
