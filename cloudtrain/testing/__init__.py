@@ -1,5 +1,14 @@
-"""The contract suite, for whoever writes a provider or wants to know that one keeps its word.
+"""Two things for tests: a kit for whoever submits jobs from code of their own, and the contract suite of providers.
 
+The kit is a plugin of pytest that comes with the package (docs/testing.md):
+
+* `cloudtrain.testing.plugin`: its fixtures ``fake_cloud``, ``cloudtrain_store``, ``cloudtrain_snapshot`` and
+  ``cloudtrain_offline``.
+* `cloudtrain.testing.clouds`: what takes a platform's place; `scripted` and `locally` are what its jobs do.
+* `cloudtrain.testing.places`, `memory`: where stores and settings then are; `network`: no way out of this machine.
+* `cloudtrain.testing.requests`: assertions on a planned request, golden files of plans.
+
+The contract suite is for whoever writes a provider or wants to know that one keeps its word.
 A provider's tests are a `World` (the platform, faked at the wire, or the true one) and a subclass of the suite::
 
     # tests/test_myprovider.py
@@ -18,7 +27,7 @@ A provider's tests are a `World` (the platform, faked at the wire, or the true o
 * `cloudtrain.testing.worlds`: what a World must give, and why it is so little.
 * `cloudtrain.testing.tables`: every field of a Job, with a change of it and where that change must show.
 * `cloudtrain.testing.contract`: the suite, made of its quick half in `planning` and the half that runs jobs in
-  `running`. These three import pytest, nothing else here does.
+  `running`. These three, `plugin` and `network` import pytest, nothing else here does.
 * `cloudtrain.testing.probe`: the script that the suite submits; it writes down what it sees.
 * ``python -m cloudtrain.testing.matrix``: what every provider does with every field, as a page.
 

@@ -1,24 +1,22 @@
 """What faked platforms share that really run what they are sent: faults on demand, an end of all that they have begun,
-their nodes as containers of this machine, and folders kept in step with a store."""
+and their nodes as containers of this machine. (Their folders are kept in step by `cloudtrain.engine.sync`.)"""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from ..engine import ENGINE_PREFIX, NodeHandle
+from ..engine import NodeHandle
 from ..engine.api import make_client
 from ..engine.containers import ContainerEngine
 
-__all__ = ["Fault", "Machines", "Objects", "Platform", "Printed", "Started", "Sync", "due"]
+__all__ = ["Fault", "Machines", "Platform", "Printed", "Started", "due"]
 
 T = TypeVar("T")
 
@@ -79,11 +77,10 @@ class Platform:
 
 
 class Machines(ContainerEngine):
-    """The engine, less what it tells its nodes of each other: no platform says that."""
+    """The engine as a rehearsal has it, in a process that outlives its run: what it opens is closed."""
 
-    def __init__(self, *, isolated: bool = False, **named: Any) -> None:
-        super().__init__(**named)
-        self._isolated = isolated
+    def __init__(self, **named: Any) -> None:
+        super().__init__(bare=True, **named)
         self._made: list[Any] = []
 
     def _client(self) -> Any:
@@ -102,18 +99,12 @@ class Machines(ContainerEngine):
                 return stream
 
             client.attach_socket = attach_socket
-            client.create_network = partial(client.create_network, internal=self._isolated)
         return self._local.api
 
     def clean(self) -> None:
         super().clean()
         for item in self._made:  # a supervisor, which ends with its run, does without
             item.close()
-
-    def _body(self, *args: Any, **named: Any) -> dict[str, Any]:
-        body = super()._body(*args, **named)
-        body["Env"] = [pair for pair in body["Env"] if not pair.startswith(ENGINE_PREFIX)]
-        return body
 
     def gateway(self) -> str:
         """This machine's address for the job's containers."""
@@ -232,98 +223,3 @@ class Started:
             thread.join()
         for tail in self._printed:
             tail.step()
-
-
-# ------------------------------------------------------------------------------------------------- folders and a store
-
-
-class Objects(Protocol):
-    """A store as a platform moves bytes to and from it; URLs are the platform's own."""
-
-    def fetch(self, url: str, folder: Path) -> list[str]:
-        """Download all below the URL; the names it got below ``folder``."""
-
-    def names(self, url: str) -> set[str]:
-        """What is below the URL, which ends with a slash."""
-
-    def put(self, url: str, data: bytes) -> None:
-        """Write one object."""
-
-    def delete(self, url: str) -> None:
-        """Remove one object."""
-
-
-class Sync:
-    """One node's folder and its prefix: all of it down at the start, changes up as they are seen.
-
-    What vanishes here is deleted there. ``lag`` is how many seconds old a change must be before it goes up; while
-    ``stale()``, a file that this node still has comes back in the store after a peer has deleted it there. Every
-    ``peers`` seconds (0: never) what others write and delete there appears and vanishes here, as in a mounted folder.
-    """
-
-    def __init__(
-        self,
-        store: Objects,
-        url: str,
-        folder: Path,
-        *,
-        lag: Callable[[], float],
-        stale: Callable[[], bool] = lambda: False,
-        peers: float = 0.0,
-    ) -> None:
-        self.store, self.url, self.folder = store, url.rstrip("/") + "/", folder
-        self._lag, self._stale, self._peers = lag, stale, peers
-        self._sent: dict[str, tuple[int, int]] = {}
-        self._looked = 0.0
-
-    def restore(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.store.fetch(self.url, self.folder)
-        self._sent = self._local()
-
-    def step(self, *, whole: bool = False) -> None:
-        """Once through the folder; ``whole``: the last changes too."""
-        local, now = self._local(), time.time()
-        for name, state in sorted(local.items()):
-            old = now - state[1] / 1e9 >= self._lag()
-            if self._sent.get(name) != state and (whole or old):
-                self._put(name)
-                self._sent[name] = state
-        for name in sorted(self._sent.keys() - local.keys()):
-            self.store.delete(self.url + name)
-            del self._sent[name]
-        if self._stale():
-            for name in sorted(self._sent.keys() - self.store.names(self.url)):
-                self._put(name)
-        elif self._peers and not whole and time.monotonic() - self._looked > self._peers:
-            self._follow(local)
-            self._looked = time.monotonic()
-
-    def _follow(self, local: dict[str, tuple[int, int]]) -> None:
-        there = self.store.names(self.url)
-        for name in sorted(there - local.keys() - self._sent.keys()):
-            aside = self.folder.with_name(f"{self.folder.name}.coming")
-            with contextlib.suppress(FileNotFoundError):
-                self.store.fetch(self.url + name, aside)
-                came, path = aside / name.rpartition("/")[2], self.folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                stat = came.stat()
-                self._sent[name] = (stat.st_size, stat.st_mtime_ns)
-                came.rename(path)
-        for name in sorted(self._sent.keys() - there):
-            if self._sent[name] == self._local().get(name):
-                (self.folder / name).unlink(missing_ok=True)
-                del self._sent[name]
-
-    def _put(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.store.put(self.url + name, (self.folder / name).read_bytes())
-
-    def _local(self) -> dict[str, tuple[int, int]]:
-        found = {}
-        for root, _, names in os.walk(self.folder):  # folders may vanish meanwhile
-            for path in (Path(root, name) for name in names):
-                with contextlib.suppress(OSError):
-                    stat = path.stat()
-                    found[path.relative_to(self.folder).as_posix()] = (stat.st_size, stat.st_mtime_ns)
-        return found

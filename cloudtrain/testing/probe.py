@@ -119,6 +119,9 @@ def main(environ: Mapping[str, str]) -> None:
     rank, world = seen["rank"], int(environ["WORLD_SIZE"])
     for number in range(LINES):
         say(f"probe {rank} line {number}")
+    secret = environ.get(SECRET, "")
+    if secret:  # what no script should do, and nobody may read
+        say(f"secret {secret} {secret!r} https://user:{secret}@example.org/")
     if "gloo" in words:
         seen["sum"] = all_reduce(rank)
     artifacts = Path(environ["CLOUDTRAIN_ARTIFACT_DIR"])
@@ -136,7 +139,7 @@ def main(environ: Mapping[str, str]) -> None:
         raise RuntimeError("the first attempt fails")
     if "fail-last" in words:
         if rank == world - 1:
-            raise ValueError("the last rank fails")
+            raise ValueError("the last rank fails", secret)
         time.sleep(HOLD_SECONDS)
     if "silent" in words:
         time.sleep(HOLD_SECONDS)

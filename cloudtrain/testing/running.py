@@ -21,7 +21,7 @@ from ..provider import STATES, LogLine, LogPage, Provider
 from ..run import Run
 from ..submit import Plan
 from ..transfer import files
-from .probe import LINES
+from . import probe
 from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen, settings_of
 from .worlds import Impossible, World, numbered
 
@@ -68,7 +68,8 @@ class Jobs:
         """What the run of one of `CASES` has shown, after what is done to it was done."""
         if name not in self._seen:
             case, world = CASES[name], self.world
-            run = self.run(name.replace("_", "-"), {"env": {"PROBE": case.probe}}, case.job)
+            secrets = {"secrets": {probe.SECRET: world.place.secret}} if name == "user_error" else {}
+            run = self.run(name.replace("_", "-"), {"env": {"PROBE": case.probe}}, case.job, secrets)
             if case.act:
                 world.await_line(run, "holding")
                 self.states[name] = [run.status().state]
@@ -182,11 +183,11 @@ class RunContract:
     def test_the_rank_that_failed_is_named(self, jobs: Jobs) -> None:
         failure = jobs.case("user_error").result["failure"]
         assert (failure["node"], failure["rank"], failure["process_exit_code"]) == (1, 3, 1)
-        assert failure["exception"] == "ValueError: the last rank fails"
+        assert failure["exception"] == f"ValueError: ('the last rank fails', '***{probe.SECRET}***')"
         assert failure["file"] == "train.py"
         lines = (jobs.world.place.code / "train.py").read_text().splitlines()
         assert "the last rank fails" in lines[failure["line"] - 1]
-        assert "ValueError: the last rank fails" in failure["traceback"]
+        assert failure["exception"] in failure["traceback"]
 
     @pytest.mark.slow
     def test_a_preempted_run_goes_on_where_it_was(self, jobs: Jobs) -> None:
@@ -239,7 +240,7 @@ class RunContract:
             assert sorted((*line.stream, line.seq) for line in lines if line.stream) == sorted(wanted)
             for rank in range(run.job.resources.instance_count * run.job.resources.processes()):
                 said = [line.text for line in lines if line.rank == rank and line.text.startswith("probe ")]
-                assert said == [f"probe {rank} line {i}" for i in range(LINES)]
+                assert said == [f"probe {rank} line {i}" for i in range(probe.LINES)]
 
     @pytest.mark.slow
     def test_a_cursor_goes_on_where_it_was(self, jobs: Jobs) -> None:
@@ -322,12 +323,18 @@ class RunContract:
 
     @pytest.mark.slow
     def test_no_secret_is_left_anywhere(self, jobs: Jobs) -> None:
-        jobs.script("torchrun")
-        run = jobs.run("earlier")
-        store = files(run.url)
-        holding = [key for key in store.list() if SECRET.encode() in store.read(key)]
-        assert holding == []
-        assert not any(SECRET in line.text for line in run.logs())
+        """Though the script prints it, and another one dies with it in its message."""
+        provider, shown = jobs.world.provider, f"***{probe.SECRET}***"
+        for seen, name in ((jobs.script("torchrun"), "earlier"), (jobs.case("user_error"), "user-error")):
+            run = jobs.run(name)
+            store, native = files(run.url), jobs.native(run)
+            holding = [key for key in store.list() if SECRET.encode() in store.read(key)]
+            pulled = [path for path in seen.folder.rglob("*") if path.is_file() and SECRET in path.read_text("latin-1")]
+            assert (holding, pulled) == ([], [])
+            texts = [line.text for line in run.logs()] + [line.text for line in _to_end(provider, native, None)[0]]
+            assert sum(f"secret {shown} '{shown}' https://user:{shown}@" in text for text in texts) >= len(seen.ranks)
+            assert not any(SECRET in text for text in (*texts, json.dumps(run.record), str(provider.status(native))))
+            assert SECRET not in json.dumps(seen.result)
 
     def test_categories_have_a_way_to_be_reached(self) -> None:
         reached = {case.category for case in CASES.values() if case.category} | {"stalled", *CASES} | set(FAULTS)

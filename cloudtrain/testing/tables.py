@@ -200,6 +200,7 @@ PLATFORM: dict[str, Row] = {
     "max_runtime": Row(change=_to(max_runtime=7200)),
     "max_wait": Row(change=_to(max_wait=9000)),
     "max_cost": Row(change=_to(max_cost=7.5)),
+    "max_gpu_hours": Row(base=_to(gpu=("T4:1",)), change=_to(max_gpu_hours=1.5)),
     "retries": Row(change=_to(retries=2)),
     "tags": Row(change=_to(tags={"team": "vision"})),
     "inputs.url": Row(base=_input(), change=lambda place: {"inputs": {"data": {"url": str(place.folder / "more")}}}),

@@ -99,6 +99,10 @@ class Blobs:
         container, path = place(url, self.containers)
         self.client(container).upload_blob(path, data, overwrite=True)
 
+    def send(self, url: str, path: Path) -> None:
+        """Write one object, of a file."""
+        self.put(url, path.read_bytes())
+
     def delete(self, url: str) -> None:
         """Remove one blob."""
         from azure.core.exceptions import ResourceNotFoundError

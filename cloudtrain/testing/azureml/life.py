@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine import NodeError, NodeHandle
+from ...engine.sync import Sync
 from ...provider import Mount, NodeSpec, Simulation
-from ..machines import POLL_SECONDS, Machines, Printed, Started, Sync
+from ..machines import POLL_SECONDS, Machines, Printed, Started
 from .blobs import AppendLog, iso
 
 if TYPE_CHECKING:

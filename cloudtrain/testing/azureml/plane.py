@@ -19,6 +19,7 @@ from ..machines import Platform
 from .blobs import ACCOUNT_HOST, Blobs, iso
 from .hosts import GRACE, reading
 from .life import CommandJob
+from .questions import Questions
 from .strict import broken_rules, model_errors
 from .wire import Answer, Call, Refusal, Wire
 
@@ -68,6 +69,7 @@ class Plane(Platform):
         self.datastore("workspaceblobstore", self.container)
         self.datastore("workspaceartifactstore", self.log_container)
         self._routes()
+        self.questions = Questions(self)
 
     # -------------------------------------------------------------------------------------------------- where it stands
 

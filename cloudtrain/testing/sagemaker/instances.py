@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...engine.sync import Sync
 from ...provider import Mount, NodeSpec, Rules, Simulation
-from ..machines import Sync
 from .strict import DEFAULT_CHECKPOINTS, DEFAULT_RUNTIME
 
 __all__ = ["GRACE", "Bucket", "Instance", "differences", "reading"]
@@ -208,6 +208,9 @@ class Bucket:
     def put(self, url: str, data: bytes) -> None:
         bucket, key = split(url)
         self.client.put_object(Bucket=bucket, Key=key, Body=data)
+
+    def send(self, url: str, path: Path) -> None:
+        self.put(url, path.read_bytes())
 
     def delete(self, url: str) -> None:
         bucket, key = split(url)

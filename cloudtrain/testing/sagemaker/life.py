@@ -200,7 +200,7 @@ class TrainingJob:
                 return "Stopped"
             for choice in wanted:
                 kind, count = chosen(self.body, choice)
-                if kind not in self.plane.no_capacity:
+                if kind not in self.plane.no_capacity and self.region not in self.plane.crowded:
                     self._choice = choice
                     if "InstancePreferences" in self.body["ResourceConfig"]:
                         selected = {"SelectedInstanceType": kind, "SelectedInstanceCount": count}

@@ -15,6 +15,7 @@ from ..machines import Platform
 from .cloudwatch import CloudWatch
 from .instances import GRACE, Bucket, reading
 from .life import TrainingJob
+from .questions import Questions
 from .secrets import Roles
 from .strict import broken_rules, model_errors
 from .wire import ACCOUNT, Caller, Refusal, Wire
@@ -32,9 +33,10 @@ class Plane(Platform):
     """An AWS account on loopback: SageMaker, CloudWatch Logs and a role's credentials here, all else at ``moto``.
 
     ``nodes`` says what a request starts; by default our own reading of AWS's pages. Faults: ``wire.faults`` and
-    ``wire.expired``; instance types in ``no_capacity`` (on-demand jobs fail after ``capacity_seconds``); ``quotas`` of
-    instances; ``unknown`` secondary statuses by job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers;
-    `TrainingJob.interrupt` and `TrainingJob.lose`. ``grace`` is the seconds from SIGTERM to SIGKILL.
+    ``wire.expired``; instance types in ``no_capacity``, and all in the regions ``crowded`` (on-demand jobs fail after
+    ``capacity_seconds``); ``quotas`` of instances, none in the regions ``capped``; ``unknown`` secondary statuses by
+    job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers; `TrainingJob.interrupt` and `TrainingJob.lose`.
+    ``grace`` is the seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -45,8 +47,11 @@ class Plane(Platform):
         self.wire.keys[KEY] = SECRET_KEY
         self.wire.services |= {"SageMaker": self._answer, "Logs_20140328": self._logs_answer}
         self.roles = Roles(self.wire)
+        self.questions = Questions(self)
         self.jobs: dict[tuple[str, str], TrainingJob] = {}
         self.no_capacity: set[str] = set()
+        self.crowded: set[str] = set()
+        self.capped: set[str] = set()
         self.capacity_seconds = 1.0
         self.quotas: dict[str, int] = {}
         self.unknown: dict[str, str] = {}
@@ -54,11 +59,11 @@ class Plane(Platform):
         self._logs: dict[str, CloudWatch] = {}
         self._lock = threading.RLock()
         self._engine: Any = connect() if runs else None
-        self.bucket = Bucket(self._client("s3"))
-        self._iam = self._client("iam")
+        self.bucket = Bucket(self.moto_client("s3"))
+        self.iam = self.moto_client("iam")
         self.url = self.wire.listen()
 
-    def _client(self, service: str) -> Any:
+    def moto_client(self, service: str, region: str = REGION) -> Any:
         """Of moto's."""
         import boto3
         from botocore.config import Config
@@ -66,7 +71,7 @@ class Plane(Platform):
         return boto3.client(
             service,
             endpoint_url=self.moto,
-            region_name=REGION,
+            region_name=region,
             aws_access_key_id=KEY,
             aws_secret_access_key=SECRET_KEY,
             config=Config(s3={"addressing_style": "path"}, max_pool_connections=32),
@@ -92,9 +97,9 @@ class Plane(Platform):
         trust = {"Effect": "Allow", "Principal": {"Service": principal}, "Action": "sts:AssumeRole"}
         policy = json.dumps({"Version": "2012-10-17", "Statement": [trust]})
         try:
-            made = self._iam.create_role(RoleName=name, AssumeRolePolicyDocument=policy)
-        except self._iam.exceptions.EntityAlreadyExistsException:
-            made = self._iam.get_role(RoleName=name)
+            made = self.iam.create_role(RoleName=name, AssumeRolePolicyDocument=policy)
+        except self.iam.exceptions.EntityAlreadyExistsException:
+            made = self.iam.get_role(RoleName=name)
         return str(made["Role"]["Arn"])
 
     def make_bucket(self, name: str) -> str:
@@ -144,7 +149,7 @@ class Plane(Platform):
             text = "Training job names must be unique within an AWS account and region, and a training job with this"
             raise Refusal("ResourceInUse", f"{text} name already exists ({self.jobs[region, name].arn})")
         self._check_role(request["RoleArn"])
-        self._check_quota(request)
+        self._check_quota(request, region)
         self._check_image(request["AlgorithmSpecification"]["TrainingImage"])
         self._check_inputs(request, region)
         self.jobs[region, name] = job = TrainingJob(self, request, region=region)
@@ -157,19 +162,19 @@ class Plane(Platform):
             "assume the role.",
         )
         try:
-            role = self._iam.get_role(RoleName=arn.rpartition("/")[2])["Role"]
-        except self._iam.exceptions.NoSuchEntityException:
+            role = self.iam.get_role(RoleName=arn.rpartition("/")[2])["Role"]
+        except self.iam.exceptions.NoSuchEntityException:
             raise refused from None
         trusted = json.dumps(role["AssumeRolePolicyDocument"])
         if role["Arn"] != arn or f'"{PRINCIPAL}"' not in trusted:
             raise refused
 
-    def _check_quota(self, request: Mapping[str, Any]) -> None:
+    def _check_quota(self, request: Mapping[str, Any], region: str) -> None:
         resources = request["ResourceConfig"]
         spot = "spot training job" if request.get("EnableManagedSpotTraining", False) else "training job"
         for item in resources.get("InstancePreferences", [resources]):
             kind, count = item.get("InstanceType", ""), item.get("InstanceCount", 1)
-            limit = self.quotas.get(kind, 1 << 30)
+            limit = 0 if region in self.capped else self.quotas.get(kind, 1 << 30)
             if count > limit:
                 raise Refusal(
                     "ResourceLimitExceeded",

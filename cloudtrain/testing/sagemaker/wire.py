@@ -1,4 +1,4 @@
-"""The server: JSON 1.1 as AWS's SDKs speak it, signatures checked, with faults on demand."""
+"""The server: JSON 1.1 and the query protocol as AWS's SDKs speak them, signatures checked, with faults on demand."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import re
 import threading
 import time
 import traceback
+import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from xml.sax.saxutils import escape
 
 from .. import machines
 
@@ -67,7 +69,8 @@ Service = Callable[[str, Mapping[str, Any], Caller], Mapping[str, Any]]
 
 
 class Wire:
-    """A server on loopback. ``services`` maps the prefix of X-Amz-Target to who answers, ``pages`` a path to a GET.
+    """A server on loopback. ``services`` maps the prefix of X-Amz-Target to who answers, ``Query`` where there is none;
+    ``pages`` a path to a GET.
 
     ``keys`` holds access key and secret of everyone who may call, ``expired`` the access keys that no longer count.
     ``faults`` come first to be served; ``calls`` is every call there was, in order, ``callers`` the access keys that
@@ -129,7 +132,8 @@ class Wire:
         caller = self._caller(headers, body, path)
         if service not in self.services:
             raise Refusal("UnknownOperationException", target)
-        result = self.services[service](operation, json.loads(body or b"{}"), caller)
+        request = dict(urllib.parse.parse_qsl(body.decode())) if service == "Query" else json.loads(body or b"{}")
+        result = self.services[service](operation, request, caller)
         if fault is None:
             return result
         if fault.error is None:
@@ -187,10 +191,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {name.lower(): value for name, value in self.headers.items()}
+        target = self.headers.get("X-Amz-Target") or ""
+        action = "" if target else dict(urllib.parse.parse_qsl(body.decode("utf-8", "replace"))).get("Action", "")
         try:
-            result = self.wire.answer(self.headers.get("X-Amz-Target") or "", body, headers, self.path)
+            result = self.wire.answer(target or f"Query.{action}", body, headers, self.path)
         except Refusal as exc:
-            self._send(exc.status, {"__type": exc.code, "message": exc.message})
+            error = {"Type": "Sender", "Code": exc.code, "Message": exc.message}
+            refused: Mapping[str, Any] = {"__type": exc.code, "message": exc.message}
+            self._send(exc.status, {"ErrorResponse": {"Error": error}} if action else refused, xml=bool(action))
             return
         except Exception:  # noqa: BLE001  a mistake of ours: the test that looks at `crashes` tells it
             self.wire.crashes.append(traceback.format_exc())
@@ -199,18 +207,28 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if result is None:
             self.close_connection = True
             return
-        self._send(200, result)
+        wrapped = {f"{action}Response": {f"{action}Result": result}}
+        self._send(200, wrapped if action else result, xml=bool(action))
 
-    def _send(self, status: int, value: Mapping[str, Any]) -> None:
-        data = json.dumps(value, default=_plain).encode()
+    def _send(self, status: int, value: Mapping[str, Any], *, xml: bool = False) -> None:
+        data = _xml(value).encode() if xml else json.dumps(value, default=_plain).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/x-amz-json-1.1")
+        self.send_header("Content-Type", "text/xml" if xml else "application/x-amz-json-1.1")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: tests say what matters."""
+
+
+def _xml(value: Any) -> str:
+    """In the query protocol: names as elements, lists of members."""
+    if isinstance(value, Mapping):
+        return "".join(f"<{name}>{_xml(item)}</{name}>" for name, item in value.items())
+    if isinstance(value, list):
+        return "".join(f"<member>{_xml(item)}</member>" for item in value)
+    return escape(str(value).lower() if isinstance(value, bool) else str(value))
 
 
 def _plain(value: Any) -> float:

@@ -212,7 +212,7 @@ class CustomJob:
         self._go("JOB_STATE_PENDING")
         self._say("Waiting for job to be provisioned.")
         began, scheduling = time.monotonic(), self.spec.scheduling
-        while self.plane.no_capacity:
+        while self.plane.no_capacity or self.name.split("/")[3] in self.plane.crowded:
             self._go("JOB_STATE_PENDING")
             if self._given is not None:
                 raise self._given

@@ -17,6 +17,7 @@ from .entries import Entries
 from .gcs import Gcs
 from .identity import Identity
 from .life import CustomJob
+from .questions import Questions
 from .replicas import GRACE, NUMBER
 from .strict import STANDARD, broken_rules, parsed
 from .wire import Answer, Call, Refusal, Wire
@@ -35,13 +36,14 @@ _CLAUSE = re.compile(r'\s*(labels\.[\w-]+|display_name|displayName|state)\s*=\s*
 
 
 class Plane(Platform):
-    """A project on loopback; in ``location`` it has quota and machines.
+    """A project on loopback; in ``location``, and in ``others``, it has quota and machines.
 
     Faults: ``wire.faults``, ``identity``'s and ``entries``' own; ``no_capacity``: a job of FLEX_START waits, any other
-    fails after ``capacity_seconds``; ``quotas`` by metric, of machines that run at a time; ``accounts`` that a caller
-    may give to a job; ``list_lag`` seconds until a listing has a job; ``error_late`` seconds between a job's end and
-    its error; ``unknown`` states by name, as numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_)
-    of a job whose time, or whose wait, was too long. ``grace`` is the seconds from SIGTERM to SIGKILL.
+    fails after ``capacity_seconds``, and so it is in the locations ``crowded``; ``quotas`` by metric, of machines that
+    run at a time, none in the locations ``capped``; ``accounts`` that a caller may give to a job; ``list_lag`` seconds
+    until a listing has a job; ``error_late`` seconds between a job's end and its error; ``unknown`` states by name, as
+    numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_) of a job whose time, or whose wait, was
+    too long. ``grace`` is the seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(self, folder: Path, *, project: str = PROJECT, location: str = LOCATION) -> None:
@@ -55,9 +57,13 @@ class Plane(Platform):
         self.quotas: dict[str, int] = {}
         self.unknown: dict[str, int] = {}
         self.no_capacity = False
+        self.others: set[str] = set()
+        self.crowded: set[str] = set()
+        self.capped: set[str] = set()
         self.capacity_seconds, self.list_lag, self.error_late, self.grace = 1.0, 0.0, 0.0, GRACE
         self.timed_out, self.waited_out = "CANCELLED", "EXPIRED"
         self._lock = threading.RLock()
+        self.questions = Questions(self)
         self.wire.route("POST", _JOBS, "POST customJobs", self._create)
         self.wire.route("GET", _JOBS, "GET customJobs", self._list)
         self.wire.route("GET", rf"{_JOBS}/([^/:]+)", "GET customJob", self._get)
@@ -129,7 +135,8 @@ class Plane(Platform):
         if account and account not in self.accounts:
             text = f"You do not have permission to act as service_account: {account}. (or it may not exist)."
             raise Refusal("PERMISSION_DENIED", text)
-        if over := [m for m, count in metrics(record).items() if count > self.quotas.get(m, count)]:
+        capped = parent.rpartition("/")[2] in self.capped
+        if over := [m for m, count in metrics(record).items() if capped or count > self.quotas.get(m, count)]:
             names = ",".join(f"aiplatform.googleapis.com/{metric}" for metric in sorted(over))
             raise Refusal("RESOURCE_EXHAUSTED", QUOTA.format(metrics=names))
         with self._lock:
@@ -141,7 +148,7 @@ class Plane(Platform):
         _, project, _, location = parent.split("/")
         if project not in (self.project, self.number):
             raise Refusal.denied(permission, f"{SERVICE}/{parent}")
-        if location != self.location:
+        if location not in {self.location, *self.others}:
             raise Refusal("INVALID_ARGUMENT", f"Location {location} is not one that this endpoint serves.")
 
     def over_quota(self, job: CustomJob) -> bool:

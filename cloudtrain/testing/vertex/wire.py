@@ -14,13 +14,14 @@ import traceback
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedIOBase
 from re import Pattern
 from re import compile as pattern
 from typing import Any
 
 from .. import machines
 
-__all__ = ["STATUS", "Answer", "Call", "Fault", "Refusal", "Wire"]
+__all__ = ["STATUS", "Answer", "Call", "Fault", "Refusal", "Wire", "unchunked"]
 
 STATUS = {
     "INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403,
@@ -217,6 +218,16 @@ class Wire:
         raise fault.error
 
 
+def unchunked(stream: BufferedIOBase) -> bytes:
+    """A body that comes in chunks (RFC 9112, 7.1), whole."""
+    parts = []
+    while size := int(stream.readline().split(b";")[0], 16):
+        parts.append(stream.read(size))
+        stream.readline()
+    stream.readline()
+    return b"".join(parts)
+
+
 class _Server(http.server.ThreadingHTTPServer):
     """Ends with all its connections: clients keep them, and a thread of ours with each."""
 
@@ -281,13 +292,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _body(self) -> bytes:
         """With a length, or in chunks."""
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = []
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
+            length = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(length)
+            if len(body) < length:
+                raise ConnectionError("the client has gone midway")  # and nothing is made of what it began to write
+            return body
+        return unchunked(self.rfile)
 
     def _send(self, answer: Answer) -> None:
         raw = isinstance(answer.value, bytes)

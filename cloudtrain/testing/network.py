@@ -1,0 +1,80 @@
+"""No way out of this machine for the Python of a test: whoever reaches for one fails the test, in one line."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """While it stands, sockets of Python reach loopback alone; libraries that bring sockets of their own (gRPC's,
+    obstore's) and other processes are not seen. A plugin of pytest, so that an attempt which the code under test
+    swallows fails the test all the same."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        self.item = item
+        self.reached: list[str] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Stand in the way of names that are looked up, and of addresses that are connected or sent to."""
+
+        def before(call: Callable[..., Any], at: int) -> Callable[..., Any]:
+            def guarded(sock: socket.socket, *args: Any) -> Any:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and len(args) > at:
+                    self._check(*args[at if at == 0 else -1][:2])
+                return call(sock, *args)
+
+            return guarded
+
+        for name, at in (("connect", 0), ("connect_ex", 0), ("sendto", 1)):
+            monkeypatch.setattr(socket.socket, name, before(getattr(socket.socket, name), at))
+        look_up = socket.getaddrinfo
+
+        def guarded_look_up(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+            if host:
+                self._check(host, port)
+            return look_up(host, port, *args, **kwargs)
+
+        monkeypatch.setattr(socket, "getaddrinfo", guarded_look_up)
+
+    def _check(self, host: Any, port: Any = None) -> None:
+        name = host.decode(errors="replace") if isinstance(host, bytes) else str(host)
+        if not _is_here(name):
+            place = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+            self.reached.append(place if port is not None else name)
+            # No Exception: what tries again on any of those must not try again on this.
+            pytest.fail(_said(self.reached), pytrace=False)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """A test that passed and yet reached out has failed."""
+        report = yield
+        if item is self.item and report.when == "call" and report.passed and self.reached:
+            report.outcome, report.longrepr = "failed", _said(self.reached)
+        return report
+
+
+def _said(reached: list[str]) -> str:
+    return f"cloudtrain: the test reached for the network, which it may not: {', '.join(dict.fromkeys(reached))}"
+
+
+def _is_here(name: str) -> bool:
+    if name.lower() in ("localhost", "", socket.gethostname().lower()):
+        return True
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback or address.is_unspecified

@@ -1,0 +1,76 @@
+"""The pytest plugin: fixtures with which a user's own code that submits jobs is tested offline (docs/testing.md).
+
+It is loaded wherever cloudtrain is installed, so this module imports next to nothing; what a fixture needs is imported
+by the fixture.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from .clouds import FakeCloud
+    from .places import Places
+
+__all__ = ["cloudtrain_offline", "cloudtrain_snapshot", "cloudtrain_store", "fake_cloud"]
+
+_BEFORE = frozenset(name for name in os.environ if name.startswith("CLOUDTRAIN_"))
+_KEPT = frozenset({"CLOUDTRAIN_DEBUG", "CLOUDTRAIN_SNAPSHOTS"})
+
+
+@pytest.fixture
+def cloudtrain_offline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Any connection of this Python but to this machine fails the test, in one line that says where to."""
+    from .network import Guard
+
+    guard = Guard(request.node)
+    guard.install(monkeypatch)
+    manager = request.config.pluginmanager
+    manager.register(guard)
+    yield
+    manager.unregister(guard)
+
+
+@pytest.fixture
+def cloudtrain_store(cloudtrain_offline: None, monkeypatch: pytest.MonkeyPatch) -> Places:
+    """An empty store in memory, the default one of the test; no file of settings and no ``CLOUDTRAIN_…`` variable that
+    was set before the tests counts. So is every bucket that the test names (``s3://…``, ``gs://…``, ``abfs://…``)."""
+    from .places import Places
+
+    for name in _BEFORE - _KEPT:
+        monkeypatch.delenv(name, raising=False)
+    return Places(monkeypatch)
+
+
+@pytest.fixture
+def fake_cloud(
+    cloudtrain_store: Places, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FakeCloud]:
+    """In place of every provider's platform: plans are the real ones, and what is sent is scripted or run here."""
+    from .clouds import FakeCloud
+
+    cloud = FakeCloud(tmp_path_factory.mktemp("cloudtrain", numbered=True))
+    cloud.install(monkeypatch)
+    yield cloud
+    cloud.close()
+
+
+@pytest.fixture
+def cloudtrain_snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """``cloudtrain_snapshot(plan, name=None)``: the plan is that of a golden file, less what changes by itself.
+
+    The file is ``snapshots/<name>.json`` beside the test's own (default: the test's name); it is written where
+    ``CLOUDTRAIN_SNAPSHOTS=write`` is set.
+    """
+    from .requests import compare
+
+    def check(planned: Any, name: str | None = None) -> None:
+        test = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in request.node.name)
+        compare(planned, Path(request.path).parent / "snapshots" / f"{name or test.strip('-')}.json")
+
+    return check

@@ -1,0 +1,662 @@
+"""The way over from SageMaker's SDK v2: every keyword of its PyTorch is carried over, refused with what to do instead,
+or without effect and said to be; what is carried over is seen in what would be sent."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloudtrain.compat.keywords import CARRIED, REFUSED, WITHOUT_EFFECT, inputs_of, keyword_of
+from cloudtrain.compat.sagemaker_v2 import NOT_CARRIED, FileSystemInput, PyTorch, TrainingInput
+from cloudtrain.errors import NotFoundError, SpecError
+from cloudtrain.estimator import RunFailedError
+from cloudtrain.job import Input
+from cloudtrain.runtime.launch import script_arguments
+
+#: The keywords of PyTorch, Framework and EstimatorBase in sagemaker 2.257.7, the last of that line, as its files have
+#: them: each calls the next with what it does not know itself.
+V2 = [
+    "entry_point",
+    "framework_version",
+    "py_version",
+    "source_dir",
+    "hyperparameters",
+    "image_uri",
+    "distribution",
+    "compiler_config",
+    "training_recipe",
+    "recipe_overrides",
+    "container_log_level",
+    "code_location",
+    "dependencies",
+    "enable_network_isolation",
+    "git_config",
+    "checkpoint_s3_uri",
+    "checkpoint_local_path",
+    "enable_sagemaker_metrics",
+    "role",
+    "instance_count",
+    "instance_type",
+    "keep_alive_period_in_seconds",
+    "volume_size",
+    "volume_kms_key",
+    "max_run",
+    "input_mode",
+    "output_path",
+    "output_kms_key",
+    "base_job_name",
+    "sagemaker_session",
+    "tags",
+    "subnets",
+    "security_group_ids",
+    "model_uri",
+    "model_channel_name",
+    "metric_definitions",
+    "encrypt_inter_container_traffic",
+    "use_spot_instances",
+    "max_wait",
+    "rules",
+    "debugger_hook_config",
+    "tensorboard_output_config",
+    "profiler_config",
+    "disable_profiler",
+    "environment",
+    "max_retry_attempts",
+    "instance_groups",
+    "training_repository_access_mode",
+    "training_repository_credentials_provider_arn",
+    "enable_infra_check",
+    "container_entry_point",
+    "container_arguments",
+    "disable_output_compression",
+    "enable_remote_debug",
+    "enable_session_tag_chaining",
+    "training_plan",
+    "instance_placement_config",
+]
+#: What else its instances have that is public.
+V2_METHODS = [
+    "training_image_uri",
+    "hyperparameters",
+    "enable_network_isolation",
+    "prepare_workflow_for_training",
+    "fit",
+    "compile_model",
+    "attach",
+    "logs",
+    "deploy",
+    "register",
+    "model_data",
+    "create_model",
+    "transformer",
+    "training_job_analytics",
+    "get_vpc_config",
+    "enable_default_profiling",
+    "disable_profiling",
+    "update_profiler",
+    "get_remote_debug_config",
+    "get_session_chaining_config",
+    "enable_remote_debug",
+    "disable_remote_debug",
+    "get_app_url",
+    "set_hyperparameters",
+    "latest_job_debugger_artifacts_path",
+    "latest_job_tensorboard_artifacts_path",
+    "latest_job_profiler_artifacts_path",
+]
+ROLE = "arn:aws:iam::123456789012:role/training"
+ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/trainer:1"
+KMS = "arn:aws:kms:eu-west-1:123456789012:key/11111111-2222-3333-4444-555555555555"
+PLAN = "arn:aws:sagemaker:eu-west-1:123456789012:training-plan/mine"
+LAMBDA = "arn:aws:lambda:eu-west-1:123456789012:function:login"
+VPC = {"subnets": ["subnet-1"], "security_group_ids": ["sg-1"]}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: a script, a source folder and a library; no settings but a region."""
+    for name in ("src", "lib"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.py").write_text("x = 1\n")
+    for script in (tmp_path / "train.py", tmp_path / "src/train.py"):
+        script.write_text("print('hello')\n")
+    (tmp_path / "notes.txt").write_text("not code")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_REGION", "eu-west-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    for name in ("AWS_PROFILE", "AWS_DEFAULT_REGION", "CLOUDTRAIN_STORE", "CLOUDTRAIN_PROVIDER"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def pytorch(**given: Any) -> PyTorch:
+    return PyTorch(**{"entry_point": "train.py", "role": ROLE, "instance_type": "ml.m5.xlarge", **given})
+
+
+def document(estimator: PyTorch, inputs: Any = None) -> dict[str, Any]:
+    """The plan as JSON; its request's body also as ``body``, its channels by their names as ``channels``."""
+    plan = estimator.plan(inputs).document()
+    body = plan["request"]["body"]
+    channels = {channel["ChannelName"]: channel for channel in body["InputDataConfig"]}
+    tags = {tag["Key"]: tag["Value"] for tag in body["Tags"]}
+    files = [file["path"] for file in plan["code"]["files"]]
+    return {**plan, "body": body, "channels": channels, "all_tags": tags, "names": files}
+
+
+def at(data: Any, path: str) -> Any:
+    return reduce(lambda value, key: value.get(key) if isinstance(value, Mapping) else None, path.split("/"), data)
+
+
+# ------------------------------------------------------------------------------------------------------- every keyword
+
+
+def test_every_keyword_of_v2_has_one_fate() -> None:
+    tables = [set(CARRIED), set(WITHOUT_EFFECT), set(REFUSED)]
+    assert set.union(*tables) == set(V2)
+    assert sum(map(len, tables)) == len(V2)
+
+
+SESSION = SimpleNamespace(
+    boto_region_name="eu-central-1",
+    boto_session=SimpleNamespace(profile_name="team", get_credentials=lambda: None),
+    _default_bucket_name_override="ours",
+    default_bucket_prefix="vision",
+)
+#: Keyword: what is given, where in `document` it is seen, and as what.
+SEEN: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "entry_point": ({"entry_point": "src/src.py"}, "request/context/entry_point", "src.py"),
+    "source_dir": ({"source_dir": "src"}, "names", ["src.py", "train.py"]),
+    "dependencies": ({"dependencies": ["lib"]}, "names", ["lib/lib.py", "train.py"]),
+    "hyperparameters": ({"hyperparameters": {"lr": 0.1}}, "request/context/hyperparameters", {"lr": 0.1}),
+    "environment": ({"environment": {"A": "b"}}, "request/context/env", {"A": "b"}),
+    "distribution": ({"distribution": {"torch_distributed": {"enabled": True}}}, "job/launcher", "torchrun"),
+    "instance_count": ({"instance_count": 3}, "body/ResourceConfig/InstanceCount", 3),
+    "instance_type": ({"instance_type": "ml.p4d.24xlarge"}, "body/ResourceConfig/InstanceType", "ml.p4d.24xlarge"),
+    "image_uri": ({"image_uri": ECR}, "body/AlgorithmSpecification/TrainingImage", ECR),
+    "framework_version": (
+        {"framework_version": "2.3", "py_version": "py311"},
+        "body/AlgorithmSpecification/TrainingImage",
+        "763104351884.dkr.ecr.eu-west-1.amazonaws.com/pytorch-training:2.3.0-cpu-py311",
+    ),
+    "py_version": ({"framework_version": "2.3", "py_version": "py311"}, "settings/framework_version", "2.3"),
+    "role": ({"role": ROLE + "-2"}, "body/RoleArn", ROLE + "-2"),
+    "volume_size": ({"volume_size": 77}, "body/ResourceConfig/VolumeSizeInGB", 77),
+    "volume_kms_key": ({"volume_kms_key": KMS}, "body/ResourceConfig/VolumeKmsKeyId", KMS),
+    "output_kms_key": ({"output_kms_key": KMS}, "body/OutputDataConfig/KmsKeyId", KMS),
+    "max_run": ({"max_run": 7200}, "body/StoppingCondition/MaxRuntimeInSeconds", 7200),
+    "max_wait": (
+        {"use_spot_instances": True, "max_run": 3600, "max_wait": 7200},
+        "body/StoppingCondition",
+        {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 7200},
+    ),
+    "use_spot_instances": ({"use_spot_instances": True}, "body/EnableManagedSpotTraining", True),
+    "max_retry_attempts": ({"max_retry_attempts": 7}, "body/RetryStrategy/MaximumRetryAttempts", 7),
+    "keep_alive_period_in_seconds": (
+        {"keep_alive_period_in_seconds": 600},
+        "body/ResourceConfig/KeepAlivePeriodInSeconds",
+        600,
+    ),
+    "output_path": (
+        {"output_path": "s3://mine/models"},
+        "body/OutputDataConfig/S3OutputPath",
+        "s3://mine/models/runs/train-plan/native/",
+    ),
+    "disable_output_compression": (
+        {"disable_output_compression": True},
+        "body/OutputDataConfig/CompressionType",
+        "NONE",
+    ),
+    "base_job_name": ({"base_job_name": "My_Job"}, "run_id", "my-job-plan"),
+    "tags": ({"tags": [{"Key": "team", "Value": "vision"}]}, "all_tags/team", "vision"),
+    "subnets": (VPC, "body/VpcConfig/Subnets", ["subnet-1"]),
+    "security_group_ids": (VPC, "body/VpcConfig/SecurityGroupIds", ["sg-1"]),
+    "encrypt_inter_container_traffic": (
+        {"encrypt_inter_container_traffic": True},
+        "body/EnableInterContainerTrafficEncryption",
+        True,
+    ),
+    "enable_network_isolation": ({"enable_network_isolation": True}, "body/EnableNetworkIsolation", True),
+    "enable_remote_debug": ({"enable_remote_debug": True}, "body/RemoteDebugConfig/EnableRemoteDebug", True),
+    "input_mode": ({"input_mode": "FastFile"}, "channels/training/InputMode", "FastFile"),
+    "model_uri": (
+        {"model_uri": "s3://b/model.tar.gz"},
+        "channels/model/DataSource/S3DataSource/S3Uri",
+        "s3://b/model.tar.gz",
+    ),
+    "model_channel_name": (
+        {"model_uri": "s3://b/weights/", "model_channel_name": "weights"},
+        "channels/weights/DataSource/S3DataSource/S3Uri",
+        "s3://b/weights/",
+    ),
+    "metric_definitions": (
+        {"metric_definitions": [{"Name": "loss", "Regex": "loss=(.*)"}]},
+        "body/AlgorithmSpecification/MetricDefinitions",
+        [{"Name": "loss", "Regex": "loss=(.*)"}],
+    ),
+    "enable_sagemaker_metrics": (
+        {"enable_sagemaker_metrics": True},
+        "body/AlgorithmSpecification/EnableSageMakerMetricsTimeSeries",
+        True,
+    ),
+    "enable_infra_check": ({"enable_infra_check": True}, "body/InfraCheckConfig/EnableInfraCheck", True),
+    "enable_session_tag_chaining": (
+        {"enable_session_tag_chaining": True},
+        "body/SessionChainingConfig/EnableSessionTagChaining",
+        True,
+    ),
+    "training_plan": ({"training_plan": PLAN}, "body/ResourceConfig/TrainingPlanArn", PLAN),
+    "instance_placement_config": (
+        {"instance_placement_config": {"EnableMultipleJobs": True}},
+        "body/ResourceConfig/InstancePlacementConfig",
+        {"EnableMultipleJobs": True},
+    ),
+    "training_repository_access_mode": (
+        {"training_repository_access_mode": "Vpc", "image_uri": ECR, **VPC},
+        "body/AlgorithmSpecification/TrainingImageConfig/TrainingRepositoryAccessMode",
+        "Vpc",
+    ),
+    "training_repository_credentials_provider_arn": (
+        {"training_repository_access_mode": "Vpc", "training_repository_credentials_provider_arn": LAMBDA, **VPC},
+        "body/AlgorithmSpecification/TrainingImageConfig/TrainingRepositoryAuthConfig",
+        {"TrainingRepositoryCredentialsProviderArn": LAMBDA},
+    ),
+    "sagemaker_session": ({"sagemaker_session": SESSION}, "layout/store", "s3://ours/vision/cloudtrain"),
+}
+
+
+def test_the_table_below_has_every_keyword_that_is_carried_over() -> None:
+    assert set(SEEN) == set(CARRIED)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """What is planned without the keyword; made once."""
+    return {}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_is_carried_over_is_seen_in_the_plan(name: str, plain: dict[str, Any]) -> None:
+    words, path, value = SEEN[name]
+    if not plain:
+        plain.update(document(pytorch(), "s3://b/data"))
+    if name not in ("py_version", "model_channel_name"):  # these are nothing without another
+        assert at(plain, path) != value
+    assert at(document(pytorch(**words), "s3://b/data"), path) == value
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_refused_in_one_line_that_says_what_to_do(name: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        pytorch(**{name: "something"})
+    assert caught.value.field == name
+    assert str(caught.value) == f"{name}: is not carried over: {REFUSED[name]}"
+    assert "\n" not in str(caught.value)
+    assert pytorch(**{name: None}).job == pytorch().job
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_what_has_no_effect_may_have_that_value_alone(name: str) -> None:
+    value, why = WITHOUT_EFFECT[name]
+    assert pytorch(**{name: 20 if value is ... else value}).job == pytorch().job
+    if value is not ...:
+        with pytest.raises(SpecError) as caught:
+            pytorch(**{name: "/elsewhere"})
+        assert (caught.value.field, why in str(caught.value)) == (name, True)
+
+
+def test_a_keyword_that_is_none_of_v2_names_the_nearest() -> None:
+    for name in ("instance_cuont", "train_instance_count"):
+        with pytest.raises(SpecError, match=r"no such keyword \(did you mean 'instance_count'\?\)") as caught:
+            pytorch(**{name: 1})
+        assert caught.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ({"role": "training"}, "role: 'training' is no ARN; this prints that of a role: aws iam get-role --role-name"),
+        ({"role": None}, "role: is not set; give the ARN"),
+        ({"entry_point": None}, "entry_point: is missing"),
+        ({"entry_point": "trian.py"}, "entry_point: 'trian.py' does not exist (did you mean 'train.py'?)"),
+        ({"source_dir": "s3://b/code.tar.gz"}, "source_dir: s3://b/code.tar.gz is no folder of this machine"),
+        ({"instance_type": None}, "instance_type: is missing"),
+        ({"instance_type": "local_gpu"}, "instance_type: which GPUs this machine has is yours to say"),
+        ({"instance_count": 0}, "instance_count: must be 1 or more"),
+        ({"max_run": "soon"}, "max_run: 'soon' is not a duration"),
+        ({"max_wait": 7200}, "max_wait: is for use_spot_instances=True"),
+        ({"use_spot_instances": True, "max_wait": 60}, "max_wait: counts the running time too"),
+        ({"environment": {"RANK": "1"}}, "environment: RANK is set by torchrun"),
+        ({"hyperparameters": {"lr": None}}, "hyperparameters.lr: has no value"),
+        ({"hyperparameters": {"f": print}}, "hyperparameters.f: "),
+        ({"image_uri": "team/trainer:1"}, "image_uri: not supported by provider sagemaker: it pulls from Amazon ECR"),
+        (
+            {"framework_version": "2.3", "py_version": "py310"},
+            "py_version: is py311 in AWS's image pytorch-training:2.3",
+        ),
+        ({"framework_version": "1.13"}, "framework_version: no PyTorch 1.13 image"),
+        ({"keep_alive_period_in_seconds": "x"}, "keep_alive_period_in_seconds: must be int"),
+        ({"tags": [{"team": "vision"}]}, "tags: must be a dict, or a list of"),
+        ({"input_mode": "Pipe"}, "input_mode: Pipe is not carried over: FastFile"),
+        ({"distribution": {"mpi": {"enabled": True}}}, "distribution.mpi: is not carried over: no mpirun"),
+        (
+            {"distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}},
+            "distribution.smdistributed: is not carried over: give {'torch_distributed': {'enabled': True}}; then init",
+        ),
+        (
+            {"distribution": {"pytorchddp": {"enabled": True, "custom_mpi_options": "-x A"}}},
+            "distribution.custom_mpi_options: is not carried over",
+        ),
+        ({"distribution": {"torch_distribtued": {}}}, "distribution: 'torch_distribtued' is not known (did you mean"),
+        ({"sagemaker_session": "eu-west-1"}, "sagemaker_session: must be a sagemaker.Session"),
+        ({"sagemaker_session": SimpleNamespace(local_mode=True)}, "sagemaker_session: is of the local mode"),
+        ({"sagemaker_session": type("PipelineSession", (), {})()}, "sagemaker_session: is of a pipeline"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_and_in_the_words_of_v2(words: dict[str, Any], line: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        pytorch(**words).plan("s3://b/data")
+    assert str(caught.value).startswith(line), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_field_of_ours_is_called_as_v2_calls_it() -> None:
+    assert keyword_of("resources.disk_gb") == "volume_size"
+    assert keyword_of("env.RANK") == "environment.RANK"
+    assert keyword_of("--set debug_shell") == "enable_remote_debug"
+    assert keyword_of("inputs.train") == "inputs.train"
+
+
+# ----------------------------------------------------------------------------------------------------- what they become
+
+
+@pytest.mark.parametrize(
+    ("distribution", "launcher", "ranks"),
+    [
+        ({"torch_distributed": {"enabled": True}}, "torchrun", 16),
+        ({"pytorchddp": {"enabled": True}}, "torchrun", 16),
+        ({"torch_distributed": {"enabled": False}}, "python", 16),
+        ({"mpi": {"enabled": False}}, "python", 16),
+        (None, "python", 16),
+    ],
+)
+def test_who_starts_the_ranks(distribution: Any, launcher: str, ranks: int) -> None:
+    plan = document(pytorch(instance_type="ml.p4d.24xlarge", instance_count=2, distribution=distribution))
+    assert plan["request"]["context"]["launcher"] == launcher
+    assert plan["resources"]["ranks"] == ranks
+
+
+def test_a_shell_script_is_a_command(here: Path) -> None:
+    (here / "run.sh").write_text("echo hello\n")
+    assert pytorch(entry_point="run.sh").plan().request.context["launcher"] == "command"
+    with pytest.raises(SpecError, match="distribution: starts Python, not a shell script"):
+        pytorch(entry_point="run.sh", distribution={"torch_distributed": {"enabled": True}})
+
+
+def test_without_a_source_folder_the_script_ships_alone(here: Path) -> None:
+    (here / "odd [1].py").write_text("print(1)\n")
+    for script in ("train.py", "odd [1].py"):
+        plan = pytorch(entry_point=script).plan()
+        assert [file.path for file in plan.bundle.files] == [script]
+
+
+def test_a_requirements_file_of_the_source_is_installed(here: Path) -> None:
+    assert pytorch(source_dir="src").job.source.requirements is None
+    (here / "src/requirements.txt").write_text("einops\n")
+    assert pytorch(source_dir=here / "src").job.source.requirements == "requirements.txt"
+
+
+VALUES = st.one_of(
+    st.integers(-(10**9), 10**9),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(string.printable, max_size=8).filter(lambda text: "{" not in text),
+    st.booleans(),
+    st.lists(st.one_of(st.integers(), st.booleans(), st.text("ab'", max_size=3)), min_size=1, max_size=3),
+    st.dictionaries(st.text("abc", min_size=1, max_size=2), st.integers(), min_size=1, max_size=3),
+)
+
+
+@given(st.dictionaries(st.text("abcdefgh_", min_size=1, max_size=4), VALUES, max_size=4))
+def test_a_script_gets_the_flags_of_awss_toolkit(values: dict[str, Any]) -> None:
+    """Its rule: by name, one dash before a single letter, a table as k=v,…, all else as Python writes it."""
+    flags: list[str] = []
+    for key in sorted(values):
+        value = values[key]
+        text = ",".join(f"{k}={v}" for k, v in sorted(value.items())) if isinstance(value, dict) else str(value)
+        flags += [("-" if len(key) == 1 else "--") + key, text]
+    job = PyTorch("train.py", hyperparameters=values, role=ROLE, instance_type="ml.m5.xlarge").job
+    context = {
+        "hyperparameters": dict(sorted(job.hyperparameters.items())),
+        "hyperparameter_style": job.hyperparameter_style,
+        "args": job.args,
+    }
+    assert script_arguments(context, {"resume_from": ""}) == flags
+    assert job.hyperparameters == values
+
+
+def test_metrics_are_kept_as_a_series_unless_told_not_to() -> None:
+    for told, kept in (({}, True), ({"enable_sagemaker_metrics": False}, False)):
+        made = pytorch(metric_definitions=[{"Name": "loss", "Regex": "loss=(.*)"}], **told)
+        assert at(made.plan().request.body, "AlgorithmSpecification/EnableSageMakerMetricsTimeSeries") is kept
+
+
+def test_spot_waits_as_long_as_v2_said() -> None:
+    wait = pytorch(use_spot_instances=True, max_run=3600, max_wait=3600).plan().request.body["StoppingCondition"]
+    assert wait == {"MaxRuntimeInSeconds": 3600, "MaxWaitTimeInSeconds": 3601}  # a wait is at least a second here
+
+
+def test_v2_s_positional_arguments() -> None:
+    made = PyTorch("train.py", "2.3", "py311", "src", {"lr": 1}, role=ROLE, instance_type="ml.m5.xlarge")
+    assert made.training_image_uri().endswith("pytorch-training:2.3.0-cpu-py311")
+    assert made.hyperparameters() == {"lr": 1}
+    assert not made.enable_network_isolation()
+
+
+# -------------------------------------------------------------------------------------------------------------- a store
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "store"),
+    [
+        ({}, "", "s3://sagemaker-eu-west-1-123456789012/cloudtrain"),
+        ({"role": "arn:aws-cn:iam::210987654321:role/a/b"}, "", "s3://sagemaker-eu-west-1-210987654321/cloudtrain"),
+        ({"sagemaker_session": SimpleNamespace(boto_region_name="us-east-1")}, "",
+         "s3://sagemaker-us-east-1-123456789012/cloudtrain"),
+        ({}, "s3://set/store", "s3://set/store"),
+        ({"output_path": "s3://mine/models/"}, "s3://set/store", "s3://mine/models"),
+    ],
+)  # fmt: skip
+def test_where_a_run_lies(
+    words: dict[str, Any], setting: str, store: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if setting:
+        (here / "cloudtrain.toml").write_text(f'store = "{setting}"\n')
+    assert pytorch(**words).plan().layout.store == store
+
+
+def test_without_a_region_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_REGION")
+    with pytest.raises(SpecError, match="output_path: the region is not known"):
+        pytorch().plan()
+
+
+def test_a_session_s_own_keys_are_no_way_back() -> None:
+    keys = SimpleNamespace(method="explicit")
+    session = SimpleNamespace(
+        boto_region_name="eu-west-1",
+        boto_session=SimpleNamespace(profile_name="default", get_credentials=lambda: keys),
+    )
+    made = pytorch(sagemaker_session=session)
+    assert made.settings["region"] == "eu-west-1"
+    assert "profile" not in made.settings
+    with pytest.raises(SpecError, match="sagemaker_session: holds keys that were given by hand"):
+        made.fit()
+    assert made.latest_training_job is None
+    with pytest.raises(SpecError, match="sagemaker_session: holds keys that were given by hand"):
+        PyTorch.attach("any", session)
+
+
+# -------------------------------------------------------------------------------------------------------------- inputs
+
+
+def theirs(cls: type[Any], **given: Any) -> Any:
+    """An input as that SDK itself would make it: of another class, its words in ``config``."""
+    return SimpleNamespace(config=cls(**given).config)
+
+
+FS = {"file_system_id": "fs-0123abcd", "directory_path": "/data/"}
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "expected"),
+    [
+        ("s3://b/x", None, {"training": Input(url="s3://b/x")}),
+        ("s3://b/x", "File", {"training": Input(url="s3://b/x")}),
+        ("s3://b/x", "FastFile", {"training": Input(url="s3://b/x", mode="mount")}),
+        ({"a": "s3://b/a", "b": "file:///b"}, None, {"a": Input(url="s3://b/a"), "b": Input(url="file:///b")}),
+        (theirs(TrainingInput, s3_data="s3://b/x"), None, {"training": Input(url="s3://b/x")}),
+        (
+            {"t": TrainingInput("s3://b/x", distribution="ShardedByS3Key", input_mode="FastFile", content_type="csv")},
+            "File",
+            {"t": Input(url="s3://b/x", mode="mount", shard=True)},
+        ),
+        (TrainingInput("s3://b/x", input_mode="File"), "FastFile", {"training": Input(url="s3://b/x")}),
+        (theirs(FileSystemInput, file_system_type="EFS", **FS), None,
+         {"training": Input(url="efs://fs-0123abcd/data")}),
+        (FileSystemInput(file_system_type="FSxLustre", **FS), "FastFile",
+         {"training": Input(url="fsx://fs-0123abcd/data")}),
+        (None, "FastFile", {}),
+    ],
+)  # fmt: skip
+def test_inputs(given: Any, mode: str | None, expected: dict[str, Input]) -> None:
+    assert inputs_of(given, input_mode=mode) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"compression": "Gzip"},
+        {"record_wrapping": "RecordIO"},
+        {"s3_data_type": "ManifestFile"},
+        {"instance_groups": ["a"]},
+        {"input_mode": "Pipe"},
+        {"attribute_names": ["a"]},
+        {"target_attribute_name": "a"},
+        {"shuffle_config": SimpleNamespace(seed=1)},
+        {"hub_access_config": {}},
+        {"model_access_config": {}},
+    ],
+)
+def test_what_a_channel_cannot_be_here_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match="not carried over: ") as caught:
+        inputs_of({"train": TrainingInput("s3://b/x", **given)})
+    assert caught.value.field == "inputs.train"
+
+
+def test_other_inputs_that_are_none() -> None:
+    rw = FileSystemInput(file_system_type="EFS", file_system_access_mode="rw", **FS)
+    for other, line in ((rw, "rw is not carried over"), (7, "must be a URL or a TrainingInput, not int")):
+        with pytest.raises(SpecError, match=line):
+            inputs_of(other)
+
+
+# -------------------------------------------------------------------------------------------------------------- methods
+
+
+def test_every_method_of_v2_is_there_or_says_what_to_do() -> None:
+    made = pytorch()
+    assert {name for name in V2_METHODS if not hasattr(PyTorch, name)} == set(NOT_CARRIED)
+    for name, why in NOT_CARRIED.items():
+        with pytest.raises(SpecError, match=name) as caught:
+            getattr(made, name)
+        assert str(caught.value) == f"{name}: is not carried over: {why}"
+        assert not hasattr(made, name)
+    with pytest.raises(AttributeError, match="did you mean 'deploy'"):
+        made.deplyo  # noqa: B018
+
+
+@pytest.mark.parametrize("what", ["model_data", "logs"])
+def test_before_a_job_there_is_nothing_to_tell(what: str) -> None:
+    with pytest.raises(SpecError, match="there is no job yet"):
+        getattr(pytorch(), what)()
+
+
+@pytest.mark.parametrize("name", ["My-Job", "a_b", "j" * 41])
+def test_a_job_name_is_a_run_id(name: str) -> None:
+    with pytest.raises(SpecError, match=f"job_name: '{name}' is not a run id: lower-case letters"):
+        pytorch().plan(job_name=name)
+
+
+def test_rules_have_no_logs() -> None:
+    for logs in (["All", "Rules"], "Everything"):
+        with pytest.raises(SpecError, match="logs: "):
+            pytorch().fit(logs=logs)
+
+
+# ----------------------------------------------------------------------------------------------------- on this machine
+
+
+SCRIPT = """
+import argparse, json, os
+flags = argparse.ArgumentParser()
+flags.add_argument("-e", type=int)
+flags.add_argument("--model-dir", default=os.environ["SM_MODEL_DIR"])
+flags.add_argument("--train", default=os.environ["SM_CHANNEL_TRAINING"])
+flags.add_argument("--amp", type=lambda text: text == "True")
+given = flags.parse_args()
+assert json.loads(os.environ["SM_HPS"]) == {"e": 3, "amp": True}, os.environ["SM_HPS"]
+assert os.environ["SM_NUM_GPUS"] == "0"
+words = open(os.path.join(given.train, "words")).read()
+print("trained", given.e, given.amp, words, flush=True)
+assert words == "good", "THE CAUSE"
+with open(os.path.join(given.model_dir, "model.txt"), "w") as model:
+    model.write("weights")
+"""
+
+
+@pytest.fixture
+def local(here: Path) -> Iterator[PyTorch]:
+    """An estimator of v2's local mode, and a script that reads what SageMaker's scripts read."""
+    (here / "train.py").write_text(SCRIPT)
+    for name in ("good", "bad"):
+        (here / name).mkdir()
+        (here / name / "words").write_text(name)
+    return pytorch(instance_type="local", hyperparameters={"e": 3, "amp": True}, max_run=60)
+
+
+def test_a_script_for_sagemaker_runs_here(local: PyTorch, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = local.fit(f"file://{here}/good", job_name="local-1")
+    assert "trained 3 True good" in capsys.readouterr().out
+    job = local.latest_training_job
+    assert job is not None
+    assert (job.name, job.job_name) == ("local-1", "local-1")
+    run.pull("pulled")
+    (model,) = (here / "pulled/artifacts").rglob("model.txt")
+    assert local.model_data == f"{run.url}/live/artifacts/node-0/"
+    assert model.read_text() == "weights"
+    again = PyTorch.attach("local-1")
+    assert (again.model_data, again.hyperparameters()) == (local.model_data, {"e": 3, "amp": True})
+    with pytest.raises(SpecError, match="whose code is not here"):
+        again.fit()
+    with pytest.raises(NotFoundError, match=r"training_job_name: no run 'local-2'.*; give the run's URL"):
+        PyTorch.attach("local-2")
+
+
+def test_a_job_that_fails_raises_and_is_still_the_latest(local: PyTorch) -> None:
+    with pytest.raises(RunFailedError, match="THE CAUSE"):
+        local.fit({"training": "bad"}, logs="None")
+    assert local.latest_training_job is not None
+    with pytest.raises(RunFailedError, match="THE CAUSE"):
+        PyTorch.attach(local.latest_training_job.run.url)
+
+
+def test_with_an_image_it_is_a_container_of_this_machine() -> None:
+    plan = pytorch(instance_type="local", image_uri="team/trainer:1").plan()
+    assert (plan.provider_name, plan.job.image) == ("docker", "team/trainer:1")
