@@ -12,17 +12,18 @@ import posixpath
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted, check_readable
+from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted, check_readable, clear_containers, image_id, origin_tags
 from ..errors import SpecError
 from ..provider import Layout, NodeSpec, Request, Site, Topology, python_command
 from ..values import nearest
 
 if TYPE_CHECKING:
+    from ..checks import Check
     from ..job import Job
 
 __all__ = ["SAMPLE", "Provider", "Settings"]
@@ -86,7 +87,6 @@ _REFUSED = {
     "options.docker.nodes.*.container.HostConfig.StorageOpt",
     "resources.spot": "this machine is never taken away",
     "max_wait": "containers start at once",
-    "max_cost": "this machine has no price",
 }
 
 
@@ -98,12 +98,14 @@ def _caller() -> str:
 class Settings:
     """``user`` (``uid[:gid]``, default: the caller's) runs the containers, on ``platform`` (default: the engine's).
 
-    ``state_dir`` holds the supervisor's files of runs whose store is elsewhere.
+    ``state_dir`` holds the supervisor's files of runs whose store is elsewhere. ``prices`` are US dollars for an hour
+    of this machine, ``localhost``, for ``max_cost`` and estimates.
     """
 
     user: str = field(default_factory=_caller)
     platform: str = ""
     state_dir: str = ""
+    prices: dict[str, Any] = field(default_factory=dict)
 
 
 class Provider(Hosted):
@@ -114,7 +116,10 @@ class Provider(Hosted):
     engine: ClassVar[str] = "containers"
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = Settings(**settings)
+        from ..limits import checked_prices
+
+        made = Settings(**settings)
+        self.settings = replace(made, prices=checked_prices(made.prices, self.name))
         if os.name == "posix" and not re.fullmatch(r"\d+(:\d+)?", self.settings.user):
             raise SpecError(f"must be uid or uid:gid in numbers, not {self.settings.user!r}", field="docker.user")
 
@@ -129,6 +134,7 @@ class Provider(Hosted):
                 raise SpecError(
                     "labels that begin with cloudtrain. are its own; choose another name", field=f"tags.{tag}"
                 )
+        labels = {**origin_tags(layout), **dict(sorted(job.tags.items()))}
         gpus = job.resources.gpus[choice] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt, root=ROOT)
         wanted = job.resources
@@ -146,7 +152,7 @@ class Provider(Hosted):
                 cpus=wanted.cpus,
                 memory=wanted.memory_gb * GIB if wanted.memory_gb else None,
                 shm=(wanted.shm_gb or SHM_GB) * GIB,
-                container={"Labels": dict(sorted(job.tags.items())), "HostConfig": {}},
+                container={"Labels": labels, "HostConfig": {}},
             )
             for number in range(wanted.instance_count)
         ]
@@ -159,7 +165,7 @@ class Provider(Hosted):
             body={"name": job.name, "gpu": gpus.name if gpus else None},
             owned=OWNED,
         )
-        _check_options(request.body)
+        _check_options(request.body, labels)
         return request
 
     def check(self, request: Request) -> None:
@@ -182,13 +188,18 @@ class Provider(Hosted):
         for node in nodes[:1]:
             check_image(api, str(node.image), node.platform)
 
+    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
+        """See `doctor`."""
+        from ..engine.checks import of_containers
+
+        yield from of_containers(request, self.check)
+
+    def image_digest(self, request: Request) -> str | None:
+        """The id of the image that this machine's engine has; None before it is pulled."""
+        return image_id(self.nodes(request))
+
     def _clear(self, folder: Path) -> None:
-        import contextlib
-
-        from ..engine.api import clear, connect, run_label
-
-        with contextlib.suppress(Exception):  # the run's end is to be told all the same
-            clear(connect(), run_label(json.loads((folder / "request.json").read_bytes())["run"]))
+        clear_containers(folder)
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
@@ -210,7 +221,7 @@ class Provider(Hosted):
         )
 
 
-def _check_options(body: Mapping[str, Any]) -> None:
+def _check_options(body: Mapping[str, Any], labels: Mapping[str, str]) -> None:
     """Raise `SpecError` for what the engine would ignore, and for what would hide the run's own folders from a node."""
     for node in body["nodes"]:
         container = node["container"]
@@ -230,8 +241,8 @@ def _check_options(body: Mapping[str, Any]) -> None:
                 raise SpecError(f"must be NAME=VALUE, not {item!r}", field=f"{_CONTAINER}Env")
             if item.startswith("CLOUDTRAIN_"):
                 raise SpecError(f"{item.partition('=')[0]} is set by cloudtrain itself", field=f"{_CONTAINER}Env")
-        for name in _table(container.get("Labels", {}), f"{_CONTAINER}Labels"):
-            if name.startswith("cloudtrain."):
+        for name, value in _table(container.get("Labels", {}), f"{_CONTAINER}Labels").items():
+            if name.startswith("cloudtrain.") and labels.get(name) != value:
                 raise SpecError(f"{name} is set by cloudtrain itself", field=f"{_CONTAINER}Labels")
 
 
@@ -278,6 +289,7 @@ def _texts(value: Any, field: str) -> list[str]:
 
 
 SAMPLE = {
+    "settings": {"prices": {"localhost": 1.5}},
     "job": {"image": "registry.example/team/trainer:1"},
     "rows": {
         "options": {

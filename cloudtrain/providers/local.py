@@ -10,16 +10,17 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted
+from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted, origin_tags
 from ..errors import SpecError
 from ..provider import Layout, NodeSpec, Request, Site, Topology
 
 if TYPE_CHECKING:
+    from ..checks import Check
     from ..job import Job
 
 __all__ = ["SAMPLE", "Provider", "Settings"]
@@ -38,16 +39,19 @@ _REFUSED = {
     "resources.shm_gb": "processes share /dev/shm of this machine",
     "resources.spot": "this machine is never taken away",
     "max_wait": "processes start at once",
-    "max_cost": "this machine has no price",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """``python`` runs the ranks; ``state_dir`` holds the supervisor's files of runs whose store is elsewhere."""
+    """``python`` runs the ranks; ``state_dir`` holds the supervisor's files of runs whose store is elsewhere.
+
+    ``prices`` are US dollars for an hour of this machine, ``localhost``, for ``max_cost`` and estimates.
+    """
 
     python: str = field(default_factory=lambda: sys.executable or "python3")
     state_dir: str = ""
+    prices: dict[str, Any] = field(default_factory=dict)
 
 
 class Provider(Hosted):
@@ -58,10 +62,16 @@ class Provider(Hosted):
     engine: ClassVar[str] = "processes"
 
     def __init__(self, **settings: Any) -> None:
-        self.settings = Settings(**settings)
+        from ..limits import checked_prices
+
+        made = Settings(**settings)
+        self.settings = replace(made, prices=checked_prices(made.prices, self.name))
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
         self._refuse(job, layout, _REFUSED)
+        for tag in job.tags:
+            if tag.startswith("cloudtrain."):
+                raise SpecError("tags that begin with cloudtrain. are its own", field=f"tags.{tag}")
         gpus = job.resources.gpus[choice] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt)
         node = NodeSpec(command=[self.settings.python, *words], mounts=mounts, gpus=gpus.count if gpus else 0)
@@ -71,7 +81,7 @@ class Provider(Hosted):
             attempt=attempt,
             choice=choice,
             nodes=[node] * job.resources.instance_count,
-            body={"name": job.name, "tags": job.tags, "gpu": gpus.name if gpus else None},
+            body={"name": job.name, "tags": {**origin_tags(layout), **job.tags}, "gpu": gpus.name if gpus else None},
             owned=OWNED,
         )
         for name in (name for spec in request.body["nodes"] for name in spec["env"]):
@@ -87,6 +97,12 @@ class Provider(Hosted):
             raise SpecError(f"there is no {nodes[0].command[0]} to run", field="local.python")
         if wanted := sum(node.gpus for node in nodes):
             check_gpus(wanted, str(request.body["gpu"]))
+
+    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
+        """See `doctor`."""
+        from ..engine.checks import of_processes
+
+        yield from of_processes(self.settings.python, request, self.check)
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
@@ -123,4 +139,7 @@ def _cpus() -> int:
         return os.cpu_count() or 1
 
 
-SAMPLE = {"rows": {"options": {"options": {"local": {"rules": {"max_restarts": 3}}}}}}
+SAMPLE = {
+    "settings": {"prices": {"localhost": 1.5}},
+    "rows": {"options": {"options": {"local": {"rules": {"max_restarts": 3}}}}},
+}

@@ -236,8 +236,9 @@ def test_limits() -> None:
     assert cluster.body["limits"] == {"timeout": 7200}
 
 
-def test_an_estimate_says_whose_it_is(tmp_path: Path) -> None:
+def test_an_estimate_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the account's own price, else by Azure ML's list of some date; and max_cost goes by the first alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no list that was read from a cloud here
     (tmp_path / "train.py").write_text("")
 
     def made(given: Mapping[str, Any], **fields: Any) -> tuple[dict[str, Any] | None, str]:
@@ -250,7 +251,7 @@ def test_an_estimate_says_whose_it_is(tmp_path: Path) -> None:
     listed, text = made({"prices": {}}, gpu="T4:1")
     assert listed is not None
     assert (listed["usd_per_hour"], listed["own"], listed["of_service"]) == (0.526, False, True)
-    assert "0.53 USD an hour with Standard_NC4as_T4_v3" in text
+    assert "0.53 USD an hour for 1 x Standard_NC4as_T4_v3" in text
     assert "Azure ML on demand, eastus" in text
     assert "not the service's own price" not in text
     own, text = made({}, gpu="T4:1")
@@ -259,8 +260,8 @@ def test_an_estimate_says_whose_it_is(tmp_path: Path) -> None:
     assert "by setting azureml.prices" in text
     cluster, text = made({**CLUSTER, "prices": {"gpu-cluster": 1}})
     assert cluster is not None
-    assert (cluster["usd_for_max_runtime"], cluster["instance_type"]) == (2.0, "gpu-cluster")
-    assert "not known here" in made({"prices": {}}, instance_type="Standard_D4ds_v4")[1]
+    assert (cluster["usd_for_hard_limit"], cluster["instance_type"]) == (2.0, "gpu-cluster")
+    assert "price unknown" in made({"prices": {}}, instance_type="Standard_D4ds_v4")[1]
     later, _ = made({"prices": {}}, gpu=["T4:1", "T4:4"])
     assert later is not None
     assert later["instance_type"] == "Standard_NC64as_T4_v3"
@@ -308,7 +309,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("secrets.T", {}, {"secrets": {"T": "azure:vault"}}, "VAULT/NAME"),
     ("secrets.T", {}, {"secrets": {"T": "azure:vault/a_b"}}, "VAULT/NAME"),
     ("tags.cloudtrain.run", {}, {"tags": {"cloudtrain.run": "x"}}, "not yours"),
-    ("tags", {}, {"tags": {f"k{i}": "" for i in range(45)}}, "at most 44"),
+    ("tags", {}, {"tags": {f"k{i}": "" for i in range(45)}}, "at most 42"),
     ("inputs.cloudtrain-code", {}, {"inputs": {"cloudtrain-code": f"{STORE}/x"}}, "own"),
     ("inputs.a", {}, {"inputs": {"a": "s3://b/x"}}, "s3:"),
     ("inputs.a", {}, {"inputs": {"a": "https://acct.blob.core.windows.net/c/x.csv?sig=abc"}}, "SAS"),

@@ -33,7 +33,7 @@ class DockerWorld(World):
     def __init__(self, folder: Path, *, engine: Any, image: str, store: str = "") -> None:
         super().__init__(
             folder,
-            provider=Provider(state_dir=str(folder / "state")),
+            provider=Provider(state_dir=str(folder / "state"), prices={"localhost": 1.5}),
             store=store or (folder / "store").as_uri(),
             nowhere=f"{socket.gethostname()}:/nowhere",
         )
@@ -96,7 +96,7 @@ def world(tmp_path: Path) -> World:
         ({"disk_gb": 1}, "resources.disk_gb", "StorageOpt"),
         ({"spot": True}, "resources.spot", "never taken away"),
         ({"max_wait": "1h"}, "max_wait", "start at once"),
-        ({"max_cost": 1}, "max_cost", "no price"),
+        ({"max_gpu_hours": 1}, "max_gpu_hours", "asks for no GPU"),
         ({"secrets": {"TOKEN": "aws:arn:aws:x"}}, "secrets.TOKEN", "only env:NAME"),
         ({"inputs": {"data": {"url": "s3://bucket/data", "mode": "mount"}}}, "inputs.data.mode", "use mode copy"),
         ({"inputs": {"data": "azureml:data:1"}}, "inputs.data", "cannot read azureml:"),

@@ -40,7 +40,7 @@ class LocalWorld(World):
     def __init__(self, folder: Path, provider: Provider | None = None, *, store: str = "") -> None:
         super().__init__(
             folder,
-            provider=provider or Provider(state_dir=str(folder / "state")),
+            provider=provider or Provider(state_dir=str(folder / "state"), prices={"localhost": 1.5}),
             store=store or (folder / "store").as_uri(),
             nowhere=f"{socket.gethostname()}:/nowhere",
         )
@@ -127,6 +127,23 @@ def world(tmp_path: Path) -> World:
     return LocalWorld(tmp_path)
 
 
+def test_limits_of_money_and_of_gpus(tmp_path: Path) -> None:
+    """By the machine's price, which is one however many nodes are on it, and by the GPUs of all nodes."""
+    world = LocalWorld(tmp_path)
+
+    def limit(**fields: Any) -> Any:
+        return world.plan(fields).request.body["rules"]["time_limit"]
+
+    assert limit(max_cost=3, instance_count=2) == 7200
+    assert limit(max_gpu_hours=8, gpu="A100:2", instance_count=2) == 7200
+    assert limit(max_gpu_hours=8, max_cost=1.5, gpu="A100:2", instance_count=2) == 3600
+    assert limit(max_gpu_hours=8, gpu=["A100:2", "A100:8"], instance_count=2) == 1800, "whichever it will have"
+    assert limit(max_gpu_hours=8, gpu="A100:2", max_runtime="1h") == 3600
+    without = LocalWorld(tmp_path / "without", Provider(state_dir=str(tmp_path)))
+    with pytest.raises(UnsupportedError, match=r"no price of localhost is known; set it: \[local.prices\]"):
+        without.plan({"max_cost": 1})
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
     [
@@ -138,7 +155,7 @@ def world(tmp_path: Path) -> World:
         ({"shm_gb": 1}, "resources.shm_gb", "share /dev/shm"),
         ({"spot": True}, "resources.spot", "never taken away"),
         ({"max_wait": "1h"}, "max_wait", "start at once"),
-        ({"max_cost": 1}, "max_cost", "no price"),
+        ({"max_gpu_hours": 1}, "max_gpu_hours", "asks for no GPU"),
         ({"secrets": {"TOKEN": "aws:arn:aws:x"}}, "secrets.TOKEN", "only env:NAME"),
         ({"inputs": {"data": {"url": "s3://bucket/data", "mode": "mount"}}}, "inputs.data.mode", "use mode copy"),
         ({"inputs": {"data": {"url": "s3://bucket/data", "shard": True}}}, "inputs.data.shard", "the same files"),

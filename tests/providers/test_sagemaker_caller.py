@@ -205,7 +205,10 @@ def test_a_saved_plan_is_sent_by_whoever_sends_it(account: Account, tmp_path: Pa
 def test_a_role_is_assumed_for_both(account: Account) -> None:
     run = submit(account.plan(account.settings(profile="ann", role_to_assume=ROLE)), environ={})
     assert run.status().state == "pending"
-    assert account.gate.keys("sts") == {ANN}
+    assumed = account.gate.keys("sts") - {ANN}
+    assert ANN in account.gate.keys("sts")
+    assert assumed <= account.signers(), "who it is that calls is asked as the role, too"
+    assert ":assumed-role/" in run.record["origin"]["principal"]
     for signers in (account.gate.keys("s3"), account.signers()):
         assert signers
         assert all(key.startswith("ASIA") for key in signers)

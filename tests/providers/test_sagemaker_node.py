@@ -90,6 +90,7 @@ def test_what_the_platform_gives(tmp_path: Path) -> None:
 
 def test_existing_scripts_find_their_variables(tmp_path: Path) -> None:
     context = {"hyperparameters": {"lr": 0.1, "data": "{inputs.train}", "it's": 'a "b"', "from": "{resume_from?}"}}
+    context["hyperparameters"]["epochs"] = "3"  # as the command line gives it
     words = site(
         tmp_path, host="algo-2", hosts=("algo-1", "algo-2"), channels=("cloudtrain-code", "train"), context=context
     ).export_env
@@ -101,7 +102,14 @@ def test_existing_scripts_find_their_variables(tmp_path: Path) -> None:
     assert (words["SM_CURRENT_HOST"], words["SM_CURRENT_HOST_RANK"], words["SM_HOST_COUNT"]) == ("algo-2", "1", "2")
     assert (words["SM_HP_LR"], words["SM_HP_DATA"], words["SM_HP_IT_S"]) == ("0.1", "{inputs.train}", 'a "b"')
     assert "SM_HP_FROM" not in words
-    assert json.loads(words["SM_HPS"])["it's"] == 'a "b"'
+    hps = json.loads(words["SM_HPS"])
+    assert hps["it's"] == 'a "b"'
+    assert (hps["lr"], hps["epochs"], words["SM_HP_EPOCHS"]) == (0.1, 3, "3")
+    told = json.loads(words["SM_TRAINING_ENV"])
+    assert (told["hyperparameters"], told["hosts"]) == (hps, json.loads(words["SM_HOSTS"]))
+    assert told["channel_input_dirs"] == {
+        name: words[f"SM_CHANNEL_{name.upper()}"] for name in json.loads(words["SM_CHANNELS"])
+    }
     assert "SM_CHANNEL_CLOUDTRAIN_CODE" not in words
 
 

@@ -333,7 +333,7 @@ def test_the_platform_itself_ends_a_wait_for_flexible_machines(idle: VertexWorld
 
 def test_another_gpu_of_the_list_follows_a_stockout(idle: VertexWorld) -> None:
     """Which comes as a refusal, or as the end of a job."""
-    from cloudtrain.submit import Retry
+    from cloudtrain.retry import Retry
 
     run = idle.send(idle.plan({"gpu": ["L4:1", "T4:1"]}, run_id="next"))
     first = only(idle)

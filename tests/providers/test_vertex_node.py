@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import free_port
 
 from cloudtrain import pyz
 from cloudtrain.bundle import build
+from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.job import Job, Source
 from cloudtrain.provider import PROTOCOL, Layout, Topology
@@ -488,7 +488,7 @@ def three(tmp_path: Path) -> Iterator[Callable[[], list[subprocess.Popen[str]]]]
     context = Provider(project="p", location="europe-west4").plan(job, layout).context
     (tmp_path / "context.json").write_text(json.dumps(context))
     (tmp_path / "key").write_bytes(b"k" * 32)
-    addresses = [f"127.0.0.1:{free_port()}", "127.0.0.1:1", "127.0.0.1:1"]
+    addresses = [f"127.0.0.1:{free_port_pair()}", "127.0.0.1:1", "127.0.0.1:1"]
     cluster = {"workerpool0": addresses[:1], "workerpool1": addresses[1:]}
     started: list[subprocess.Popen[str]] = []
 

@@ -274,7 +274,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("tags.team", {}, {"tags": {"team": "Vision"}}, "lower-case"),
     ("tags.goog-x", {}, {"tags": {"goog-x": "y"}}, "not yours"),
     ("tags.cloudtrain-run", {}, {"tags": {"cloudtrain-run": "y"}}, "not yours"),
-    ("tags", {}, {"tags": {f"t{n}": "" for n in range(59)}}, "at most 58"),
+    ("tags", {}, {"tags": {f"t{n}": "" for n in range(59)}}, "at most 56"),
 ]
 _SPEC = "options.vertex.jobSpec"
 OPTIONS: list[tuple[str, dict[str, Any], str]] = [

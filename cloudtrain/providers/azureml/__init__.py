@@ -7,17 +7,19 @@ Its Request is the document that ``az ml job create -f`` takes, as JSON. `plan` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...provider import Layout, LogPage, Request, Simulation, Site, Status
 
 if TYPE_CHECKING:
+    from ...checks import Check
     from ...job import Job
+    from ...prices import PriceList
     from .account import Account
 
-__all__ = ["SAMPLE", "Provider", "Settings"]
+__all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class Settings:
 
     subscription_id: str = ""
     resource_group: str = ""
-    workspace_name: str = ""
+    workspace_name: str = field(default="", metadata={"place": True})
     datastore: str = "workspaceblobstore"
     compute: str = ""
     environment: str = ""
@@ -111,6 +113,12 @@ class Provider:
     def cancel(self, native_id: str) -> None:
         self.account.cancel(native_id)
 
+    def principal(self) -> str | None:
+        """Who the token that calls Azure is for: a user's name, else an application's or object's id."""
+        from .account import named
+
+        return named(self.account.credential.get_token(self.account.cloud.scope).token)
+
     def storage(self, url: str) -> Mapping[str, Any]:
         import os
 
@@ -118,6 +126,18 @@ class Provider:
         from .urls import storage
 
         return storage(url, cloud_of(self.settings), os.environ)
+
+    def price_list(self, region: str) -> PriceList:
+        """What the cloud's own price API asks for in ``region``; see `cloudtrain.prices`."""
+        from .prices import price_list
+
+        return price_list(self.account, region)
+
+    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
+        """See `doctor`."""
+        from .checks import checks
+
+        yield from checks(self.account, store, request)
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
@@ -131,6 +151,12 @@ class Provider:
         return nodes(request, datastore=self.settings.datastore)
 
 
+DIFFERENCES = (
+    "mounts are folders of this machine, which every node sees at once, and in which appending works",
+    "a machine that is taken back fails the job, the harder of the two things that are told of Azure ML",
+    "there is no identity: nothing of Azure can be reached as it",
+)
+"""What a rehearsal does not show."""
 SAMPLE = {
     "settings": {
         "subscription_id": "11111111-2222-3333-4444-555555555555",

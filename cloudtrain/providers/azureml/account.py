@@ -7,6 +7,7 @@ expired token cost: patience is for `submit` and `run`. A host that asks to be l
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import re
@@ -26,7 +27,7 @@ from .words import TAG_BODY, TAG_RUN
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["FINAL", "Account", "job_of"]
+__all__ = ["FINAL", "Account", "job_of", "named"]
 
 TIMEOUT = 30
 FINAL = frozenset({"Completed", "Failed", "Canceled"})
@@ -42,6 +43,17 @@ def job_of(native_id: str) -> tuple[str, str]:
     """(path of the workspace, name) of a job's id; a bare name has an empty path."""
     match = _JOB.fullmatch(native_id)
     return (match["workspace"], match["name"]) if match else ("", native_id)
+
+
+def named(token: str) -> str | None:
+    """Who a token of Entra ID is for: the user's name, else the application's id, else the object's; None if unsaid."""
+    try:
+        body = token.split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+        said = [claims.get(name) for name in ("upn", "unique_name", "preferred_username", "appid", "oid")]
+    except (IndexError, ValueError, AttributeError):
+        return None
+    return next((name for name in said if name and isinstance(name, str)), None)
 
 
 class Account:
@@ -148,15 +160,16 @@ class Account:
             error = {}
         return refusal(answer.status_code, str(error.get("code") or ""), str(error.get("message") or ""), what=what)
 
-    def _url(self, path: str) -> str:
-        return f"{self.cloud.resource_manager}{quote(path)}?api-version={self.settings.api_version}"
+    def url(self, path: str, *, version: str = "") -> str:
+        """Of the resource manager; ``version`` of its API is by default the settings'."""
+        return f"{self.cloud.resource_manager}{quote(path)}?api-version={version or self.settings.api_version}"
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def job(self, native_id: str) -> dict[str, Any]:
         """The job as the resource manager has it. Raises `NotFoundError`."""
         workspace, name = job_of(native_id)
-        told: dict[str, Any] = self.call("GET", self._url(f"{workspace or self.workspace}/jobs/{name}"), what="get job")
+        told: dict[str, Any] = self.call("GET", self.url(f"{workspace or self.workspace}/jobs/{name}"), what="get job")
         return told
 
     def find(self, request: Request) -> str | None:
@@ -189,7 +202,7 @@ class Account:
         """Ask for it; one that has ended already stays as it is."""
         workspace, name = job_of(native_id)
         try:
-            self.call("POST", self._url(f"{workspace or self.workspace}/jobs/{name}/cancel"), what="cancel job")
+            self.call("POST", self.url(f"{workspace or self.workspace}/jobs/{name}/cancel"), what="cancel job")
         except NotFoundError:
             raise
         except SpecError:
@@ -199,7 +212,7 @@ class Account:
     def check_compute(self, name: str) -> str:
         """The size of a cluster's machines. Raises `SpecError` when there is none of that name."""
         try:
-            told = self.call("GET", self._url(f"{self.workspace}/computes/{name}"), what="get compute")
+            told = self.call("GET", self.url(f"{self.workspace}/computes/{name}"), what="get compute")
         except NotFoundError:
             how = "az ml compute list -o table names those there are; or leave it out, for serverless compute"
             raise SpecError(f"the workspace has no cluster {name!r}; {how}", field="azureml.compute") from None
@@ -208,7 +221,7 @@ class Account:
     def datastore(self, name: str) -> Mapping[str, Any]:
         """A datastore's properties: ``accountName``, ``containerName`` (``filesystem``), ``endpoint``."""
         try:
-            told = self.call("GET", self._url(f"{self.workspace}/datastores/{name}"), what="get datastore")
+            told = self.call("GET", self.url(f"{self.workspace}/datastores/{name}"), what="get datastore")
         except NotFoundError:
             how = "az ml datastore list -o table names those there are"
             raise SpecError(f"the workspace has no datastore {name!r}; {how}", field="azureml.datastore") from None
@@ -229,7 +242,7 @@ class Account:
     def _service(self, workspace: str) -> str:
         """The workspace's own service, which its discovery URL names."""
         if workspace not in self._services:
-            told = self.call("GET", self._url(workspace), what="get workspace")
+            told = self.call("GET", self.url(workspace), what="get workspace")
             self._services[workspace] = self.discovered(told["properties"]["discoveryUrl"])
         return self._services[workspace]
 

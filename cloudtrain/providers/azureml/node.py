@@ -39,6 +39,7 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         stop_grace=GRACE,
         exit_code={"succeeded": 0, "failed": 1, "preempted": PREEMPTED},
         secrets=lambda reference: secret(reference.partition(":")[2], environ),
+        folders={"outputs": "artifacts"},  # scripts write to ./outputs, which Azure ML keeps of its own folder alone
     )
 
 

@@ -14,12 +14,28 @@ from typing import TYPE_CHECKING, Any
 from ... import catalog
 from ...errors import SpecError, UnsupportedError
 from ...job import job_name, run_tag
-from ...provider import Layout, Request, check_inputs, context_of, merge_options
+from ...limits import checked_prices, hard_limit
+from ...options import merge_options
+from ...provider import Layout, Request, check_inputs, context_of
 from ...values import choice_of, url_scheme
 from .clouds import cloud_of
 from .preflight import check_document, check_options
 from .urls import FSSPEC, Blob, check_url, datastore_uri, for_job, storage
-from .words import LIVE, NAME, NODES, OWN_INPUTS, RESUME, TAG_ATTEMPT, TAG_BODY, TAG_GPU, TAG_NAME, TAG_RUN, TAG_RUN_ID
+from .words import (
+    LIVE,
+    NAME,
+    NODES,
+    OWN_INPUTS,
+    RESUME,
+    TAG_ATTEMPT,
+    TAG_BODY,
+    TAG_CI,
+    TAG_GPU,
+    TAG_NAME,
+    TAG_REVISION,
+    TAG_RUN,
+    TAG_RUN_ID,
+)
 
 if TYPE_CHECKING:
     from ...catalog import Machine
@@ -31,8 +47,10 @@ __all__ = ["checked", "input_name", "is_environment", "plan"]
 
 OPERATION = "az ml job create"
 SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
-TAG_COUNT = 44
-"""A resource of Azure has at most 50 tags, six of ours among them; that a job counts as one is unverified."""
+TAG_COUNT = 42
+"""A resource of Azure has at most 50 tags, eight of ours among them; that a job counts as one is unverified."""
+TAG_KEY, TAG_VALUE = re.compile(r"[^<>%&\\?/\x00-\x1f]{1,512}"), 256
+"""What a tag's name may be, and the characters of its value, of a resource again."""
 TIMEOUT = 60
 """Fewer seconds are refused: azure-ai-ml says of a sweep that the service makes 60 days of them (``job_limits.py``)."""
 SHM_GIB = 16
@@ -62,9 +80,6 @@ OWNED = (
 
 def checked(settings: Settings) -> Settings:
     """``settings`` with their workspace, and right in themselves. Raises `SpecError`."""
-    prices = settings.prices.values() if isinstance(settings.prices, Mapping) else [None]
-    if not all(isinstance(price, (int, float)) and not isinstance(price, bool) and price > 0 for price in prices):
-        raise SpecError("must be a table of US dollars an hour by instance type", field="azureml.prices")
     for name, choices in (("job_tier", JOB_TIERS), ("priority", PRIORITIES)):
         if value := getattr(settings, name):
             choice_of(value, choices, f"azureml.{name}")
@@ -87,7 +102,7 @@ def checked(settings: Settings) -> Settings:
     return dataclasses.replace(
         settings,
         cloud_metadata=dict(sorted(settings.cloud_metadata.items())),
-        prices=dict(sorted(settings.prices.items())),
+        prices=checked_prices(settings.prices, NAME),
         **found,
     )
 
@@ -154,7 +169,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     instance_type, known = _machine(settings, job, choice)
     notes: list[str] = []
     priced = instance_type or settings.compute  # a cluster has a price under its own name
-    timeout = _timeout(settings, job, priced, notes)
+    timeout = _timeout(settings, job, choice, notes)
     inputs, paths = _inputs(settings, layout)
     count = job.resources.instance_count
     body: dict[str, Any] = {
@@ -350,34 +365,41 @@ def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) 
     return {"type": kind, "mode": mode, "path": path if item.file or registered else f"{path}/"}
 
 
-def _timeout(settings: Settings, job: Job, instance_type: str, notes: list[str]) -> int:
-    """Seconds of running time: the hard limit, which `max_cost` makes shorter."""
-    seconds = job.max_runtime
-    if seconds < TIMEOUT:
+def _timeout(settings: Settings, job: Job, choice: int, notes: list[str]) -> int:
+    """Seconds of running time: the hard limit."""
+    if job.max_runtime < TIMEOUT:
         raise UnsupportedError(NAME, "max_runtime", f"a job's time limit is at least {TIMEOUT} s")
-    if job.max_cost is None:
-        return seconds
-    hourly = settings.prices.get(instance_type)
-    if hourly is None:
-        how = f'set it: [azureml.prices] "{instance_type}" = US dollars an hour'
-        raise UnsupportedError(NAME, "max_cost", f"no price of {instance_type} is known; {how}")
-    bought = int(job.max_cost / (hourly * job.resources.instance_count) * 3600)
-    if bought < TIMEOUT:
-        count = job.resources.instance_count
-        raise SpecError(f"does not pay for {TIMEOUT} s of {count} x {instance_type}", field="max_cost")
-    if bought < seconds:
-        notes.append(f"max_cost {job.max_cost:g} USD buys {bought} s of running time: that is the limit now")
-    return min(seconds, bought)
+    seconds, said = hard_limit(
+        job,
+        NAME,
+        lambda at: [_machine(settings, job, at)[0] or settings.compute],
+        choice=choice,
+        own=settings.prices,
+        least=TIMEOUT,
+    )
+    notes += said
+    return seconds
 
 
 def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
     for key in job.tags:
         if key.lower().startswith("cloudtrain."):
             raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
+        if not TAG_KEY.fullmatch(key):
+            raise SpecError("a tag's name has 512 characters at most, and none of < > % & \\ ? /", field=f"tags.{key}")
+        if len(job.tags[key]) > TAG_VALUE:
+            raise SpecError(f"has {len(job.tags[key])} characters, at most {TAG_VALUE}", field=f"tags.{key}")
     if len(job.tags) > TAG_COUNT:
         raise SpecError(f"has {len(job.tags)} entries, at most {TAG_COUNT}", field="tags")
     own = {TAG_RUN: run_tag(layout.run), TAG_RUN_ID: layout.run_id, TAG_ATTEMPT: str(attempt), TAG_NAME: job.name}
-    return {**own, **dict(sorted(job.tags.items()))}
+    origin = {TAG_REVISION: layout.origin.get("revision", "")[:TAG_VALUE], TAG_CI: _page(layout.origin)}
+    return {**own, **{key: text for key, text in origin.items() if text}, **dict(sorted(job.tags.items()))}
+
+
+def _page(origin: Mapping[str, str]) -> str:
+    """The CI run's page, or its number where that is too long for a tag's value."""
+    page = origin.get("ci_url", "")
+    return page if page and len(page) <= TAG_VALUE else origin.get("ci_run", "")[:TAG_VALUE]
 
 
 def _asked(settings: Settings, job: Job) -> dict[str, str]:

@@ -27,7 +27,7 @@ from .words import NAME, TAG_GPU
 if TYPE_CHECKING:
     from .account import Account
 
-__all__ = ["create"]
+__all__ = ["check_datastore", "create"]
 
 _ENVIRONMENT = threading.Lock()
 _SET_BY_SDK = "AZUREML_CURRENT_CLOUD"
@@ -38,7 +38,7 @@ def create(account: Account, request: Request) -> str:
     """The id of the one job of this request. Raises `ConflictError` when its name is another run's."""
     if (found := account.claimed(request)) is not None:
         return found
-    _check_datastore(account, request)
+    check_datastore(account, request.run)
     _check_cluster(account, request)
     name = request.body["name"]
     try:
@@ -51,9 +51,9 @@ def create(account: Account, request: Request) -> str:
     return account.native_id(name)
 
 
-def _check_datastore(account: Account, request: Request) -> None:
-    """The job would read and write another container than the store's, and find nothing there."""
-    name, store = account.settings.datastore, Blob.parse(request.run)
+def check_datastore(account: Account, url: str) -> None:
+    """A job would read and write another container than that of the store, in which ``url`` lies, and find nothing."""
+    name, store = account.settings.datastore, Blob.parse(url)
     told = account.datastore(name)
     container, owner = told.get("containerName") or told.get("filesystem"), told.get("accountName")
     if container != store.container or (store.host and store.host.partition(".")[0] != owner):

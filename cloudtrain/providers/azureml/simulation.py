@@ -59,10 +59,14 @@ def nodes(request: Request, *, datastore: str) -> Simulation:
 
 
 def _topology(body: Mapping[str, Any], number: int, hosts: list[str]) -> dict[str, str]:
-    """What a job with a PyTorch distribution is told on each node; others are told nothing."""
+    """What a job with a PyTorch distribution of one process a node is told there; others are told nothing.
+
+    By Azure ML's page on distributed training. What the ranks of torchrun are told goes over it.
+    """
     if "distribution" not in body:
         return {}
-    return {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(PORT), "NODE_RANK": str(number)}
+    words = {"MASTER_ADDR": hosts[0], "MASTER_PORT": str(PORT), "NODE_RANK": str(number)}
+    return {**words, "WORLD_SIZE": str(len(hosts)), "RANK": str(number), "LOCAL_RANK": "0"}
 
 
 def _places(

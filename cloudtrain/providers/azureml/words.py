@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "GRACE", "LIVE", "NAME", "NODES", "OWN_INPUTS", "PREEMPTED", "RESUME", "TAG_ATTEMPT", "TAG_BODY", "TAG_GPU",
-    "TAG_NAME", "TAG_RUN", "TAG_RUN_ID",
+    "GRACE", "LIVE", "NAME", "NODES", "OWN_INPUTS", "PREEMPTED", "RESUME", "TAG_ATTEMPT", "TAG_BODY", "TAG_CI",
+    "TAG_GPU", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID",
 ]  # fmt: skip
 
 NAME = "azureml"
@@ -18,6 +18,8 @@ GRACE = 30
 PREEMPTED = 75
 """Exit code of a node that was told to stop: the job must fail, as one that ends with 0 counts as Completed."""
 TAG_RUN, TAG_RUN_ID, TAG_ATTEMPT, TAG_NAME = (f"cloudtrain.{word}" for word in ("run", "run_id", "attempt", "name"))
+TAG_REVISION, TAG_CI = "cloudtrain.revision", "cloudtrain.ci"
+"""Where the run comes from: the commit, and the page of the CI run."""
 TAG_BODY = "cloudtrain.request"
 """Digest of the rest of the body: a run's id may come again after its records are gone, for another job."""
 TAG_GPU = "cloudtrain.gpu"

@@ -8,7 +8,7 @@ CloudWatch answer, `simulation` says what SageMaker would start, `node` is its o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,10 +17,12 @@ from ...provider import Layout, LogPage, Request, Simulation, Site, Status
 from ...values import url_scheme
 
 if TYPE_CHECKING:
+    from ...checks import Check
     from ...job import Job
+    from ...prices import PriceList
     from .account import Account
 
-__all__ = ["SAMPLE", "Provider", "Settings"]
+__all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
 CALLER = {"caller": True}
 
@@ -36,7 +38,7 @@ class Settings:
     ``prices`` are US dollars an hour by instance type, for ``max_cost`` and estimates.
     """
 
-    region: str = ""
+    region: str = field(default="", metadata={"place": True})
     profile: str = field(default="", metadata=CALLER)
     role: str = ""
     role_to_assume: str = field(default="", metadata=CALLER)
@@ -109,10 +111,26 @@ class Provider:
     def cancel(self, native_id: str) -> None:
         self.account.stop(native_id)
 
+    def principal(self) -> str:
+        """The ARN of the user, or of the role's session, that calls."""
+        return str(self.account.call("sts", "get_caller_identity")["Arn"])
+
     def storage(self, url: str) -> Mapping[str, Any]:
         from .caller import storage
 
         return storage(self.settings) if url_scheme(url) == "s3" else {}
+
+    def price_list(self, region: str) -> PriceList:
+        """What the cloud's own price API asks for in ``region``; see `cloudtrain.prices`."""
+        from .prices import price_list
+
+        return price_list(self.account, region)
+
+    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
+        """See `doctor`."""
+        from .checks import checks
+
+        yield from checks(self.account, store, request)
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
@@ -126,6 +144,11 @@ class Provider:
         return nodes(request, region=self.settings.region)
 
 
+DIFFERENCES = (
+    "how late S3 has what nodes write to their checkpoint folder is a guess, of 2 s; network isolation is left out",
+    "there is no role: nothing of AWS can be reached as it",
+)
+"""What a rehearsal does not show."""
 _ROLE = "arn:aws:iam::123456789012:role/training"
 _ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
 SAMPLE = {

@@ -62,7 +62,10 @@ CODES: Mapping[str, type[CloudtrainError]] = {
     "ResourceLimitExceeded": QuotaError,
     "ResourceInUse": ConflictError,
     "ResourceNotFound": NotFoundError,
-    "ResourceNotFoundException": NotFoundError,
+    **dict.fromkeys(
+        ("ResourceNotFoundException", "NoSuchEntity", "ImageNotFoundException", "RepositoryNotFoundException"),
+        NotFoundError,
+    ),
     "InvalidParameterException": SpecError,
     "ValidationException": SpecError,
 }
@@ -155,7 +158,7 @@ class Account:
     """One session, and its clients by service and region. A session whose credentials no longer count is made anew."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         self._session: Any = None
         self._clients: dict[tuple[str, str], Any] = {}
         self._lock = threading.RLock()
@@ -165,13 +168,13 @@ class Account:
     def call(self, service: str, operation: str, *, region: str = "", **arguments: Any) -> Any:
         """The answer. Raises our errors alone."""
         try:
-            return self._call(service, operation, region or self._settings.region, arguments)
+            return self._call(service, operation, region or self.settings.region, arguments)
         except AuthError as exc:
             if not any(code in str(exc) for code in STALE):
                 raise
             with self._lock:
                 self._session, self._clients = None, {}
-            return self._call(service, operation, region or self._settings.region, arguments)
+            return self._call(service, operation, region or self.settings.region, arguments)
 
     def _call(self, service: str, operation: str, region: str, arguments: Mapping[str, Any]) -> Any:
         with translated(error_of, needs="boto3", extra="sagemaker"):
@@ -190,9 +193,23 @@ class Account:
                     retries={"total_max_attempts": 1},
                     user_agent_extra="cloudtrain",
                 )
-                self._session = self._session or sign_in(self._settings, region)
+                self._session = self._session or sign_in(self.settings, region)
                 self._clients[service, region] = self._session.client(service, region_name=region, config=config)
             return self._clients[service, region]
+
+    def bucket_region(self, name: str) -> str:
+        """Where a bucket is: the answer says so that refuses, too. Empty when it does not. Raises `NotFoundError`."""
+        from botocore.exceptions import ClientError
+
+        with translated(error_of, needs="boto3", extra="sagemaker"):
+            try:
+                answer: Any = self._client("s3", self.settings.region).head_bucket(Bucket=name)
+            except ClientError as exc:
+                answer = exc.response
+                if str(answer.get("Error", {}).get("Code")) in ("404", "NoSuchBucket"):
+                    raise NotFoundError(f"there is no bucket {name}", field="store") from None
+        told = answer["ResponseMetadata"].get("HTTPHeaders") or {}
+        return str(told.get("x-amz-bucket-region") or "")
 
     # ---------------------------------------------------------------------------------------------------- training jobs
 

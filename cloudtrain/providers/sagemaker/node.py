@@ -26,6 +26,11 @@ SHUTDOWN = "110"
 """Seconds that torchrun leaves its ranks after SIGTERM; its own default, 30, would waste most of the grace."""
 OWN = frozenset({*CHANNELS.values(), RESUME})
 _LEFT_OUT = "{resume_from?}"
+_TRAINING_ENV = (
+    *("current_host", "hosts", "input_config_dir", "input_data_config", "input_dir", "log_level", "model_dir"),
+    *("network_interface_name", "num_cpus", "num_gpus", "output_data_dir", "output_dir", "resource_config"),
+)
+"""Of ``SM_TRAINING_ENV``, the toolkit's variables as one JSON object, what is called as they are."""
 
 
 def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
@@ -140,15 +145,30 @@ def _sm(
         "SM_RESOURCE_CONFIG": resources,
         "SM_INPUT_DATA_CONFIG": {name: channels[name] for name in users},
         "SM_CHANNELS": sorted(users),
-        "SM_HPS": hyperparameters,
+        "SM_HPS": {name: _decoded(value) for name, value in hyperparameters.items()},
         **{f"SM_CHANNEL_{_upper(name)}": path for name, path in users.items()},
         **{f"SM_HP_{_upper(name)}": value for name, value in hyperparameters.items()},
+    }
+    values["SM_TRAINING_ENV"] = {
+        "channel_input_dirs": users,
+        **{name: values[f"SM_{name.upper()}"] for name in _TRAINING_ENV},
+        "hyperparameters": values["SM_HPS"],
+        "is_master": topology.node_rank == 0,
+        "master_hostname": topology.master_addr,
     }
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
 
 
 def _upper(name: str) -> str:
     return re.sub(r"\W", "_", name).upper()
+
+
+def _decoded(value: Any) -> Any:
+    """A text that is JSON as what it says, as that toolkit reads hyperparameters: ``--hp epochs=3`` is a number."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _hyperparameters(base: str) -> dict[str, Any]:

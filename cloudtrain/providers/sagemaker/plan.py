@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from ... import catalog
 from ...errors import SpecError, UnsupportedError
 from ...job import job_name, run_tag
-from ...provider import Layout, Request, check_inputs, context_of, merge_options
+from ...limits import checked_prices, hard_limit
+from ...options import merge_options
+from ...provider import Layout, Request, check_inputs, context_of
 from ...values import url_scheme
 from .images import check_image, default_image
 from .preflight import Blame, check
@@ -26,7 +28,9 @@ from .words import (
     NAME,
     RESUME,
     TAG_ATTEMPT,
+    TAG_CI,
     TAG_NAME,
+    TAG_REVISION,
     TAG_RUN,
     TAG_RUN_ID,
 )
@@ -39,7 +43,8 @@ if TYPE_CHECKING:
 __all__ = ["checked", "plan"]
 
 OPERATION = "CreateTrainingJob"
-CHANNEL_COUNT, TAG_COUNT, PREFERENCES = 20, 50, 5
+CHANNEL_COUNT, TAG_COUNT, PREFERENCES = 20, 44, 5
+"""At most, of a job's tags the 50 that there may be less our own six, which are not always all there."""
 MAX_RUNTIME = 28 * 86400
 PENDING = (1800, 28 * 86400)
 """Least and most seconds of MaxPendingTimeInSeconds."""
@@ -55,6 +60,8 @@ FAMILIES = ("ml.m5.", "ml.c5.", "ml.r5.")
 """Where a wish for cores and memory is looked for: these are in every region."""
 ACCELERATED = re.compile(r"ml\.(p|g|trn)\d")
 ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")
+VALUE = re.compile(r"[\w .:/=+@-]{1,256}")
+"""What a tag may be worth; the model allows other kinds of spaces too."""
 OWNED = (
     *("TrainingJobName", "RoleArn", "Tags", "StoppingCondition", "CheckpointConfig", "EnableManagedSpotTraining"),
     *("VpcConfig", "EnableNetworkIsolation", "EnableInterContainerTrafficEncryption", "ServerlessJobConfig"),
@@ -84,9 +91,6 @@ OWNED = (
 
 def checked(settings: Settings) -> Settings:
     """``settings`` with their region, and right in themselves. Raises `SpecError`."""
-    prices = settings.prices.values() if isinstance(settings.prices, Mapping) else [None]
-    if not all(isinstance(price, (int, float)) and not isinstance(price, bool) and price > 0 for price in prices):
-        raise SpecError("must be a table of US dollars an hour by instance type", field="sagemaker.prices")
     if bool(settings.subnets) != bool(settings.security_group_ids):
         missing = "security_group_ids" if settings.subnets else "subnets"
         raise SpecError("a VPC takes both subnets and security_group_ids", field=f"sagemaker.{missing}")
@@ -95,7 +99,7 @@ def checked(settings: Settings) -> Settings:
         region=settings.region or _region(settings.profile, os.environ),
         subnets=tuple(settings.subnets),
         security_group_ids=tuple(settings.security_group_ids),
-        prices=dict(sorted(settings.prices.items())),
+        prices=checked_prices(settings.prices, NAME),
     )
 
 
@@ -157,7 +161,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     image = _image(settings, job, gpu=gpu, arch=arch)
     channels = _channels(layout)
     notes: list[str] = []
-    stopping, bounded = _stopping(settings, job, types)
+    stopping, bounded = _stopping(settings, job, types, choice)
     notes += bounded
     tags = _tags(job, layout, attempt)
     specification: dict[str, Any] = {"TrainingImage": image, "TrainingInputMode": "File", **_command(attempt)}
@@ -367,16 +371,18 @@ def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, An
     return {"ChannelName": name, "InputMode": "File", "DataSource": {"FileSystemDataSource": source}}
 
 
-def _stopping(settings: Settings, job: Job, types: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """The hard limits, and what there is to say of them."""
-    runtime, notes = job.max_runtime, []
-    if runtime > MAX_RUNTIME:
+def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int) -> tuple[dict[str, int], list[str]]:
+    """The hard limits, and what there is to say of them; a warm pool is paid for too."""
+    if job.max_runtime > MAX_RUNTIME:
         raise UnsupportedError(NAME, "max_runtime", "a training job runs for at most 28 days")
-    if job.max_cost is not None:
-        bought = _bought(settings, job, types)
-        if bought < runtime:
-            notes.append(f"max_cost {job.max_cost:g} USD buys {bought} s of running time: that is the limit now")
-            runtime = bought
+    runtime, notes = hard_limit(
+        job,
+        NAME,
+        lambda at: _instance_types(job, at),
+        choice=choice,
+        own=settings.prices,
+        held=settings.keep_alive_period,
+    )
     condition = {"MaxRuntimeInSeconds": runtime}
     if job.resources.spot:
         if job.max_wait is None:
@@ -392,25 +398,6 @@ def _stopping(settings: Settings, job: Job, types: Sequence[str]) -> tuple[dict[
     return condition, notes
 
 
-def _bought(settings: Settings, job: Job, types: Sequence[str]) -> int:
-    """Seconds that all nodes can run for ``max_cost``, at the price on demand; a warm pool is paid for too."""
-    hourly = max(_own_price(settings, name) for name in types) * job.resources.instance_count
-    seconds = int((job.max_cost or 0) / hourly * 3600) - settings.keep_alive_period
-    if seconds < 1:
-        raise SpecError(f"does not pay for one second of {job.resources.instance_count} x {types[0]}", field="max_cost")
-    return seconds
-
-
-def _own_price(settings: Settings, name: str) -> float:
-    """A limit of money rests on the account's own price alone: another list may be too low."""
-    known = catalog.price(NAME, name, settings.prices)
-    if known is not None and known.own:
-        return known.usd_per_hour
-    near = f" ({known.usd_per_hour:g} is {known.source.partition(' (')[0]}, not your own)" if known else ""
-    how = f'set it: [sagemaker.prices] "{name}" = US dollars an hour'
-    raise UnsupportedError(NAME, "max_cost", f"no price of {name} is known{near}; {how}")
-
-
 def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
     for key in job.tags:
         if key.lower().startswith(("aws:", "cloudtrain:")):
@@ -421,9 +408,16 @@ def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
         TAG_ATTEMPT: str(attempt),
         TAG_NAME: job.name,
     }
-    if len(job.tags) + len(own) > TAG_COUNT:
-        raise SpecError(f"has {len(job.tags)} entries, at most {TAG_COUNT - len(own)}", field="tags")
-    return {**own, **dict(sorted(job.tags.items()))}
+    if len(job.tags) > TAG_COUNT:
+        raise SpecError(f"has {len(job.tags)} entries, at most {TAG_COUNT}", field="tags")
+    return {**own, **_origin(layout.origin), **dict(sorted(job.tags.items()))}
+
+
+def _origin(origin: Mapping[str, str]) -> dict[str, str]:
+    """Where the run comes from, as far as a tag's value can say it: a URL with a query is none."""
+    pages = [text for key in ("ci_url", "ci_run") if (text := origin.get(key, "")) and VALUE.fullmatch(text)]
+    said = {TAG_REVISION: origin.get("revision", ""), TAG_CI: next(iter(pages), "")}
+    return {key: text for key, text in said.items() if VALUE.fullmatch(text)}
 
 
 def _switches(settings: Settings, job: Job) -> dict[str, Any]:

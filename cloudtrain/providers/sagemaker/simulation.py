@@ -15,6 +15,10 @@ __all__ = ["nodes"]
 GROUP = "homogeneousCluster"
 INTERFACE = "eth0"
 GIB = 1 << 30
+PREEMPTIONS = 1000
+"""How often managed spot training begins again: as long as max_wait lasts, of which a Simulation knows nothing."""
+SYNC_LAG = 2.0
+"""Seconds that a file of the checkpoint folder must be old before it is sent; unverified, no document says."""
 
 
 def nodes(request: Request, *, region: str) -> Simulation:
@@ -52,6 +56,9 @@ def nodes(request: Request, *, region: str) -> Simulation:
     rules = Rules(
         time_limit=stopping["MaxRuntimeInSeconds"],
         max_restarts=body.get("RetryStrategy", {}).get("MaximumRetryAttempts", 0),
+        preemptions=PREEMPTIONS,
+        losses=body.get("RetryStrategy", {}).get("MaximumRetryAttempts", 0),
+        sync_lag=SYNC_LAG,
         stop_grace=GRACE,
     )
     return Simulation(nodes=specs, rules=rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "CHANNELS", "CONTEXT", "FAILURE", "FAILURE_VARIABLE", "GRACE", "INPUTS", "LIVE", "NAME", "RESUME", "ROOT",
-    "TAG_ATTEMPT", "TAG_NAME", "TAG_RUN", "TAG_RUN_ID",
+    "TAG_ATTEMPT", "TAG_CI", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID",
 ]  # fmt: skip
 
 NAME = "sagemaker"
@@ -23,3 +23,5 @@ FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
 GRACE = 120
 """Seconds between SIGTERM and SIGKILL."""
 TAG_RUN, TAG_RUN_ID, TAG_ATTEMPT, TAG_NAME = (f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
+TAG_REVISION, TAG_CI = "cloudtrain:revision", "cloudtrain:ci"
+"""Where the run comes from: the commit, and the CI run as its URL, or as its number where that is no legal value."""

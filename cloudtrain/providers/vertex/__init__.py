@@ -8,7 +8,7 @@ create --config`` takes. `plan` and `preflight` make and check it, `account` sen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,10 +16,12 @@ from ...provider import Layout, LogPage, Request, Simulation, Site, Status
 from ...values import url_scheme
 
 if TYPE_CHECKING:
+    from ...checks import Check
     from ...job import Job
+    from ...prices import PriceList
     from .account import Account
 
-__all__ = ["SAMPLE", "Provider", "Settings"]
+__all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class Settings:
     """
 
     project: str = ""
-    location: str = ""
+    location: str = field(default="", metadata={"place": True})
     service_account: str = ""
     network: str = ""
     tensorboard: str = ""
@@ -100,6 +102,15 @@ class Provider:
     def cancel(self, native_id: str) -> None:
         self.account.cancel(native_id)
 
+    def principal(self) -> str | None:
+        """The service account that calls, or the user where gcloud has noted the name; else None."""
+        session = self.account.session
+        known = session.credentials
+        if getattr(known, "service_account_email", None) == "default":  # the machine's; its token says which
+            known.refresh(session._auth_request)
+        mail = getattr(known, "service_account_email", None) or getattr(known, "account", None)
+        return str(mail) if mail else None
+
     def storage(self, url: str) -> Mapping[str, Any]:
         if url_scheme(url) != "gs":
             return {}
@@ -107,6 +118,18 @@ class Provider:
 
         # Not gcsfs's own way, which ends with nobody's credentials, and a refusal that says nothing.
         return {"token": credentials()}
+
+    def price_list(self, region: str) -> PriceList:
+        """What the cloud's own price API asks for in ``region``; see `cloudtrain.prices`."""
+        from .prices import price_list
+
+        return price_list(self.account, region)
+
+    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
+        """See `doctor`."""
+        from .checks import checks
+
+        yield from checks(self.account, store, request)
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
@@ -120,6 +143,8 @@ class Provider:
         return nodes(request)
 
 
+DIFFERENCES = ("there is no service account, and no metadata server",)
+"""What a rehearsal does not show."""
 SAMPLE = {
     "settings": {
         "project": "contract",

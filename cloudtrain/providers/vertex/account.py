@@ -37,7 +37,16 @@ from .words import GCS, LABEL_JOB, LABEL_REQUEST, LABEL_RUN
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["FINAL", "Account", "credentials", "job_of", "logging_endpoint", "storage_endpoint"]
+__all__ = [
+    "FINAL",
+    "Account",
+    "billing_endpoint",
+    "credentials",
+    "endpoint",
+    "job_of",
+    "logging_endpoint",
+    "storage_endpoint",
+]
 
 TIMEOUT = 60
 """Seconds of one call."""
@@ -300,7 +309,7 @@ class Account:
         The store's is to be in the jobs'; others only in a single one.
         """
         store, location = urlsplit(request.run).netloc, _parent(request).split("/")[3]
-        there, kind = self._place(store, missing=True)
+        there, kind = self.place(store, missing=True)
         if kind != "region":
             why = f"gs://{store} is a {kind} bucket ({there}), which no job can mount"
             raise SpecError(f"{why}; make one in {location}: {_make(location)}", field="store")
@@ -308,12 +317,12 @@ class Account:
             why = f"gs://{store} is in {there}, and the jobs are in {location}"
             raise SpecError(f"{why}; set vertex.location, or make a bucket there: {_make(location)}", field="store")
         for field, bucket in _others(request):
-            there, kind = self._place(bucket)
+            there, kind = self.place(bucket)
             if kind != "region":
                 why = f"gs://{bucket} is a {kind} bucket ({there}), which no job can mount"
                 raise SpecError(f"{why}; copy what is needed into one in {location}", field=field)
 
-    def _place(self, bucket: str, *, missing: bool = False) -> tuple[str, str]:
+    def place(self, bucket: str, *, missing: bool = False) -> tuple[str, str]:
         """(location, kind) of a bucket; of one that we may not look at, ("", "region"): it is taken on trust."""
         if bucket not in self._places:
             what = f"{LOOK} gs://{bucket}"
@@ -360,17 +369,23 @@ def credentials() -> Any:
         return google.auth.default(scopes=[SCOPE])[0]
 
 
-def _endpoint(service: str, public: str) -> str:
+def endpoint(service: str, public: str) -> str:
+    """Where a service is: at ``public``, unless gcloud's own variable names another."""
     return (os.environ.get(_OVERRIDE + service) or public).rstrip("/")
 
 
 def _jobs_endpoint(location: str) -> str:
-    return _endpoint("AIPLATFORM", f"https://{location}-aiplatform.googleapis.com")
+    return endpoint("AIPLATFORM", f"https://{location}-aiplatform.googleapis.com")
 
 
 def logging_endpoint() -> str:
     """Where Cloud Logging is."""
-    return _endpoint("LOGGING", "https://logging.googleapis.com")
+    return endpoint("LOGGING", "https://logging.googleapis.com")
+
+
+def billing_endpoint() -> str:
+    """Where the Cloud Billing Catalog is."""
+    return endpoint("CLOUDBILLING", "https://cloudbilling.googleapis.com")
 
 
 def storage_endpoint() -> str:

@@ -85,7 +85,7 @@ def _unknown(name: str, gpu: Gpu | None) -> Machine:
 
 def accelerated(machine: Machine) -> str:
     """Why the machine cannot be had on demand; empty when it can. Source: Compute Engine's page on A3 machines."""
-    if re.fullmatch(r"a3-highgpu-[124]g", machine.instance_type):
+    if machine.spot_only:
         return f"{machine.instance_type} is for spot and FLEX_START only: set spot, a max_wait or vertex.strategy"
     return ""
 

@@ -13,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
 from ...job import job_name, run_tag
-from ...provider import Layout, Request, check_inputs, context_of, merge_options, python_command
+from ...limits import checked_prices, hard_limit
+from ...options import merge_options
+from ...provider import Layout, Request, check_inputs, context_of, python_command
 from ...values import choice_of, url_scheme
 from .machines import FLEXIBLE, accelerated, machine_of, machine_spec, priced
 from .preflight import check_body
 from .words import (
     GCS,
     LABEL_ATTEMPT,
+    LABEL_CI,
     LABEL_JOB,
     LABEL_NAME,
     LABEL_REQUEST,
+    LABEL_REVISION,
     LABEL_RUN,
     LABEL_RUN_ID,
     NAME,
@@ -38,7 +42,8 @@ if TYPE_CHECKING:
 
 __all__ = ["checked", "mounted", "parent_of", "plan"]
 
-LABEL_COUNT = 64
+LABEL_COUNT, VALUE_LENGTH = 56, 63
+"""At most, of a job's tags the 64 labels that there may be less our own eight; characters of a value."""
 DISK_GB = 100
 """Boot disk when the job does not say, as by the API itself. Its type is the machine's: not every one has pd-ssd."""
 STRATEGIES = ("STANDARD", "FLEX_START")
@@ -97,9 +102,6 @@ _AMISS = re.compile(r"[\x00-\x1f\x7f?#*\[\]]|\$\(")
 
 def checked(settings: Settings) -> Settings:
     """``settings``, right in themselves. Raises `SpecError`."""
-    prices = settings.prices.values() if isinstance(settings.prices, Mapping) else [None]
-    if not all(isinstance(price, (int, float)) and not isinstance(price, bool) and price > 0 for price in prices):
-        raise SpecError("must be a table of US dollars an hour by machine", field=f"{NAME}.prices")
     for name, (pattern, why) in _PATTERNS.items():
         value = getattr(settings, name)
         if value and not (isinstance(value, str) and re.fullmatch(pattern, value)):
@@ -112,7 +114,7 @@ def checked(settings: Settings) -> Settings:
         raise SpecError("a job with a tensorboard needs one", field=f"{NAME}.service_account")
     if isinstance(settings.log_drain, bool) or not isinstance(settings.log_drain, int) or settings.log_drain < 0:
         raise SpecError("must be a whole number of seconds", field=f"{NAME}.log_drain")
-    return dataclasses.replace(settings, prices=dict(sorted(settings.prices.items())))
+    return dataclasses.replace(settings, prices=checked_prices(settings.prices, NAME))
 
 
 def _check_account(settings: Settings, store: str) -> None:
@@ -155,7 +157,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     name = job_name(layout.run, attempt, choice)
     spec: dict[str, Any] = {
         "workerPoolSpecs": _pools(settings, job, layout, machine, attempt),
-        "scheduling": _scheduling(settings, job, machine, notes),
+        "scheduling": _scheduling(settings, job, machine, choice, notes),
         "baseOutputDirectory": {"outputUriPrefix": layout.native},
         **_switches(settings),
     }
@@ -290,8 +292,9 @@ def _file_systems(settings: Settings, layout: Layout) -> list[dict[str, str]]:
     return found
 
 
-def _scheduling(settings: Settings, job: Job, machine: Machine, notes: list[str]) -> dict[str, Any]:
-    seconds = _timeout(settings, job, machine, notes)
+def _scheduling(settings: Settings, job: Job, machine: Machine, choice: int, notes: list[str]) -> dict[str, Any]:
+    seconds, said = hard_limit(job, NAME, lambda at: [_priced(settings, job, at)], choice=choice, own=settings.prices)
+    notes += said
     strategy = _strategy(settings, job, machine, notes)
     if strategy == "FLEX_START" and seconds > FLEX_SECONDS:
         raise UnsupportedError(NAME, "max_runtime", "a job on FLEX_START runs for at most 7 days")
@@ -327,21 +330,12 @@ def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) 
     return ""
 
 
-def _timeout(settings: Settings, job: Job, machine: Machine, notes: list[str]) -> int:
-    """Seconds of running time: the hard limit, which `max_cost` makes shorter."""
-    if job.max_cost is None:
-        return job.max_runtime
-    name, count = priced(machine), job.resources.instance_count
-    hourly = settings.prices.get(name)
-    if hourly is None:
-        how = f'set it: [vertex.prices] "{name}" = US dollars an hour'
-        raise UnsupportedError(NAME, "max_cost", f"no price of {name} is known; {how}")
-    bought = int(job.max_cost / (hourly * count) * 3600)
-    if bought < 1:
-        raise SpecError(f"does not pay for one second of {count} x {name}", field="max_cost")
-    if bought < job.max_runtime:
-        notes.append(f"max_cost {job.max_cost:g} USD buys {bought} s of running time: that is the limit now")
-    return min(job.max_runtime, bought)
+def _priced(settings: Settings, job: Job, choice: int) -> str:
+    """The machine of that GPU of the list, as prices name it. Raises `SpecError` for one that it will not have."""
+    machine = machine_of(job, choice)
+    if _strategy(settings, job, machine, []) not in ("SPOT", "FLEX_START") and (why := accelerated(machine)):
+        raise UnsupportedError(NAME, "resources.gpu" if job.resources.gpu else "resources.instance_type", why)
+    return priced(machine)
 
 
 def _switches(settings: Settings) -> dict[str, Any]:
@@ -371,6 +365,14 @@ def _labels(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
             why = "a label, and its value, is lower-case letters, digits, _ and -, 63 at most; it begins with a letter"
             raise SpecError(why, field=field)
-    if len(job.tags) > LABEL_COUNT - len(own) - 1:
-        raise SpecError(f"has {len(job.tags)} entries, at most {LABEL_COUNT - len(own) - 1}", field="tags")
-    return {**own, **dict(sorted(job.tags.items()))}
+    if len(job.tags) > LABEL_COUNT:
+        raise SpecError(f"has {len(job.tags)} entries, at most {LABEL_COUNT}", field="tags")
+    return {**own, **_origin(layout.origin), **dict(sorted(job.tags.items()))}
+
+
+def _origin(origin: Mapping[str, str]) -> dict[str, str]:
+    """Where the run comes from, in a label's alphabet and length."""
+    commit, dash, dirty = origin.get("revision", "").partition("-")
+    page = "-".join(filter(None, (origin.get("ci"), origin.get("ci_run"))))
+    said = {LABEL_REVISION: commit[: VALUE_LENGTH - len(dash + dirty)] + dash + dirty, LABEL_CI: page}
+    return {key: re.sub(r"[^a-z0-9_-]", "-", text.lower())[:VALUE_LENGTH] for key, text in said.items() if text}

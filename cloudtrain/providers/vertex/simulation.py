@@ -20,6 +20,8 @@ TRANSIENT = (6, 11, AGAIN, 139)
 RESTARTS = 3
 """How often a job is started again that ended with an exit code which may pass: Vertex AI's page on its training
 service."""
+PREEMPTIONS = 6
+"""How often a job on spot machines is started again: Vertex AI's page on them."""
 GIB = 1 << 30
 
 
@@ -42,6 +44,10 @@ def nodes(request: Request) -> Simulation:
         time_limit=int(spec["scheduling"]["timeout"].removesuffix("s")),
         restart_on=again,
         max_restarts=RESTARTS if again else 0,
+        preemptions=PREEMPTIONS,
+        losses=RESTARTS if spec["scheduling"].get("restartJobOnWorkerRestart") else 0,
+        primary=0,
+        objects=GCS,
         stop_grace=GRACE,
     )
     return Simulation(nodes=specs, rules=rules)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "AGAIN", "GCS", "GRACE", "LABEL_ATTEMPT", "LABEL_JOB", "LABEL_NAME", "LABEL_REQUEST", "LABEL_RUN", "LABEL_RUN_ID",
-    "NAME", "NFS", "NODES", "PORT",
+    "AGAIN", "GCS", "GRACE", "LABEL_ATTEMPT", "LABEL_CI", "LABEL_JOB", "LABEL_NAME", "LABEL_REQUEST",
+    "LABEL_REVISION", "LABEL_RUN", "LABEL_RUN_ID", "NAME", "NFS", "NODES", "PORT",
 ]  # fmt: skip
 
 NAME = "vertex"
@@ -22,6 +22,8 @@ AGAIN = 134
 LABEL_RUN, LABEL_RUN_ID, LABEL_ATTEMPT, LABEL_NAME = (
     f"cloudtrain-{word}" for word in ("run", "run-id", "attempt", "name")
 )
+LABEL_REVISION, LABEL_CI = "cloudtrain-revision", "cloudtrain-ci"
+"""Where the run comes from: the commit, and the CI service with its number of the run; no label can be a URL."""
 LABEL_JOB = "cloudtrain-job"
 """`job_name` again: a list of jobs can be filtered by a label, and the service's own ids are its to choose."""
 LABEL_REQUEST = "cloudtrain-request"
