@@ -5,8 +5,10 @@ The bare loop does what a loop must: a batch, forward, backward, optimizer, no g
 up no loss, writes no metrics and nobody can stop it. A step's time is the median between the stamps that both write
 after each step, without the first ones.
 
-A save: the entry points' way, ``async_save`` with a stager that is used again, over ``dcp.save``, in one process group,
-in turn: how long the training loop stands still, with the disk at rest in between.
+A save: the entry points' way, ``async_save`` with a stager that copies beside the next passes, over ``dcp.save``, in
+one process group, in turn: how long the loop stands still (in the call, and before the optimizer, which waits for the
+copy), with the disk at rest in between. What copying and writing take from passes on the same cores is told beside it:
+those with a save over those without.
 """
 
 from __future__ import annotations
@@ -112,11 +114,17 @@ optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 model(torch.ones(2, width)).sum().backward()
 optimizer.step()
 aside = dist.new_group(backend="gloo")
-stager = DefaultStager(StagingOptions(False, False, False, False))  # as without a GPU
+stager = DefaultStager(StagingOptions(False, False, True, False))  # as without a GPU
 
 
 def state():
     return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def passes():
+    began = time.perf_counter()
+    model(torch.ones(64, width)).sum().backward()
+    return time.perf_counter() - began
 
 
 def slowest(seconds):
@@ -138,8 +146,13 @@ for number in range(-1, count):
             written = dcp.async_save(
                 state(), checkpoint_id=f"{folder}/{way}", process_group=aside, async_stager=stager
             )
-            row[way] = slowest(time.perf_counter() - began)
-            written.result()
+            stood = time.perf_counter() - began
+            beside = passes()
+            began = time.perf_counter()
+            stager.synchronize_staging()
+            row[way], row["beside"] = slowest(stood + time.perf_counter() - began), slowest(beside)
+            written.upload_completion.result()
+            row["alone"] = slowest(passes())
         dist.barrier()
         if dist.get_rank() == 0:
             shutil.rmtree(f"{folder}/{way}")
@@ -164,7 +177,7 @@ def main() -> int:
         (folder / "bare.py").write_text(BARE)
         (folder / "saves.py").write_text(SAVES)
         figures = [figure for name in ("ddp", "fsdp") for figure in steps(name, folder, chosen.pairs)]
-        figures.append(stall(folder, chosen.pairs))
+        figures += stall(folder, chosen.pairs)
     return report(figures, as_json=chosen.json)
 
 
@@ -200,24 +213,29 @@ def step_of(command: list[str], folder: Path) -> Cost:
     return Cost(wall=statistics.median(between), cpu=cost.cpu)
 
 
-def stall(folder: Path, count: int) -> Figure:
-    """How long an asynchronous save keeps the loop, over a synchronous one."""
+def stall(folder: Path, count: int) -> list[Figure]:
+    """How long an asynchronous save keeps the loop, over a synchronous one; passes beside it, over those alone."""
     words = [*TORCHRUN, str(folder / "saves.py"), str(folder / "saved"), str(200_000_000), str(count)]
     done = subprocess.run(words, cwd=folder, env=environ(), capture_output=True, text=True)
     line = next((text for text in done.stdout.splitlines() if text.startswith("saves ")), None)
     if done.returncode or line is None:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     rows = json.loads(line.removeprefix("saves "))
-    ratios = [row["async"] / row["sync"] for row in rows]
-    medians = {way: statistics.median(row[way] for row in rows) for way in ("async", "sync")}
-    return Figure(
-        name="stall of async_save / dcp.save, 200 MB, 2 processes",
-        value=statistics.median(ratios),
-        target=STALL_TARGET,
-        note=f"{medians['async']:.3f} s / {medians['sync']:.3f} s, {len(rows)} pairs "
-        f"{min(ratios):.3f}..{max(ratios):.3f}",
-        pairs=rows,
-    )
+    return [
+        Figure(name=name, value=statistics.median(ratios), target=target, note=note, pairs=rows)
+        for name, target, ratios, note in (
+            ("stall of async_save / dcp.save, 200 MB, 2 processes", STALL_TARGET, *compared(rows, "async", "sync")),
+            ("wall of passes beside a save / of those alone", None, *compared(rows, "beside", "alone")),
+        )
+    ]
+
+
+def compared(rows: list[dict[str, float]], ours: str, theirs: str) -> tuple[list[float], str]:
+    """The ratio in each pair, and the note of a figure made of them."""
+    ratios = [row[ours] / row[theirs] for row in rows]
+    medians = [statistics.median(row[side] for row in rows) for side in (ours, theirs)]
+    note = f"{medians[0]:.3f} s / {medians[1]:.3f} s, {len(rows)} pairs {min(ratios):.3f}..{max(ratios):.3f}"
+    return ratios, note
 
 
 if __name__ == "__main__":

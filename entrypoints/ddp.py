@@ -8,13 +8,13 @@ What a task has, tasks/digits.py tells. The global batch is the contract: howeve
 import argparse
 import importlib
 import json
-import math
 import os
 import shutil
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from math import cos, inf, isfinite, pi
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def arguments() -> tuple[Any, argparse.Namespace]:
     flags.add_argument("--max-steps", type=int, default=sys.maxsize, help="an earlier end")
     flags.add_argument("--save-every", type=int, default=sys.maxsize, help="steps; and at the end of each epoch")
     flags.add_argument("--lr", type=float, default=4e-3, help="the peak: 20 steps up to it, then half a cosine to 0")
-    flags.add_argument("--clip", type=float, default=math.inf, help="largest norm of the gradients")
+    flags.add_argument("--clip", type=float, default=inf, help="largest norm of the gradients")
     flags.add_argument("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of what is not weights")
     flags.add_argument("--compress", choices=["bf16", "fp16"], help="gradients, between processes")
     flags.add_argument("--workers", type=int, default=0, help="that read ahead, for each process")
@@ -86,8 +86,7 @@ def main() -> None:
     torch.set_num_threads(1)  # as their number orders float sums
     torch.cuda.set_device(local if gpus else -1)
     device = torch.device("cuda", local) if gpus else torch.device("cpu")
-    half = torch.float16 if args.precision == "fp16" else torch.bfloat16
-    say = print if rank == 0 else lambda *_, **__: None
+    half, say = {"fp16": torch.half}.get(args.precision, torch.bfloat16), print if rank == 0 else lambda *_, **__: None
     dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
     writers = dist.new_group(backend="gloo")  # of the threads that save: no collective of theirs may meet the loop's
 
@@ -139,7 +138,7 @@ def main() -> None:
         with suppress(FileNotFoundError):  # another process was first
             (folder / f".step-{step}.tmp").rename(folder / f"step-{step}")
 
-    stager, publisher = DefaultStager(StagingOptions(gpus > 0, False, False, False)), ThreadPoolExecutor(1)
+    stager, publisher = DefaultStager(StagingOptions(gpus > 0, False, True, gpus > 0)), ThreadPoolExecutor(1)
     saving, told, step = publisher.submit(lambda: None), False, notes["step"]
     loader = iter(DataLoader(train, micro, sampler=order(step), num_workers=args.workers, pin_memory=gpus > 0))
     while step < steps and not told:
@@ -155,8 +154,8 @@ def main() -> None:
             loss_sum += loss.detach()
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        lr = args.lr * min((step + 1) / 20, (1 + math.cos(math.pi * step / steps)) / 2)
-        optimizer.param_groups[0]["lr"] = lr
+        lr = optimizer.param_groups[0]["lr"] = args.lr * min((step + 1) / 20, (1 + cos(pi * step / steps)) / 2)
+        stager.synchronize_staging()  # a save copies what it changes beside the passes; what they change, at once
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -175,7 +174,7 @@ def main() -> None:
             say(" ".join(f"{name} {value:.4g}" for name, value in line.items() if name != "time"), flush=True)
         if rank == 0 and env.get("CLOUDTRAIN_METRICS_FILE"):
             with open(env["CLOUDTRAIN_METRICS_FILE"], "a") as metrics:
-                metrics.write(json.dumps({k: v if math.isfinite(v) else None for k, v in line.items()}) + "\n")
+                metrics.write(json.dumps({k: v if isfinite(v) else None for k, v in line.items()}) + "\n")
         if saves:
             saving.result()  # one at a time
             hidden = folder / f".step-{step}.tmp"
@@ -183,9 +182,10 @@ def main() -> None:
             if rank == 0:
                 hidden.mkdir(parents=True, exist_ok=True)
                 (hidden / "train.json").write_text(json.dumps(notes | {"step": step, "scaler": scaler.state_dict()}))
-            state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-            written = dcp.async_save(state, checkpoint_id=hidden, process_group=writers, async_stager=stager)
-            saving = publisher.submit(publish, written, step)
+            kept = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            kept["model"] |= {k: v.to("cpu", copy=True) for k, v in model.named_buffers() if k in kept["model"]}
+            written = dcp.async_save(kept, checkpoint_id=hidden, process_group=writers, async_stager=stager)
+            saving = publisher.submit(publish, written.upload_completion, step)
     saving.result()
     scores = () if told else [f"{name} {value:.4f}" for name, value in evaluate(test).items()]
     say(f"preempted at step {step} of {steps}, saved" if told else f"{' '.join(scores)} on {len(test)} held out")

@@ -7,7 +7,6 @@ What a task has, tasks/digits.py tells. The global batch is the contract: howeve
 
 import argparse
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -17,6 +16,7 @@ import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from importlib import import_module, util
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from typing import Any
@@ -72,7 +72,7 @@ def arguments() -> tuple[Any, argparse.Namespace]:
     path = flags.parse_known_args([word for word in sys.argv[1:] if word not in ("-h", "--help")])[0].task
     need(path.is_file(), f"--task {str(path)!r} is no file")
     sys.path.insert(0, str(path.parent.absolute()))  # as for a script: what it imports may lie beside it
-    task = importlib.import_module(path.stem)
+    task = import_module(path.stem)
     getattr(task, "add_arguments", lambda _: None)(flags)
     return task, flags.parse_args()
 
@@ -258,16 +258,13 @@ def main() -> None:
     step, best = notes["step"], notes.get("best", {"step": notes["step"], "loss": math.inf, "test": {}})
     statistics = [buffer for name, buffer in model.named_buffers() if name.endswith(("_mean", "_var", "_tracked"))]
     artifacts.mkdir(parents=True, exist_ok=True)
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        board = SummaryWriter(artifacts, purge_step=step + 1) if rank == 0 else None
-    except ImportError:
-        board = say("no event files: tensorboard is not installed")
+    there = getattr(util.find_spec("tensorboard"), "origin", 0) or say("no event files: tensorboard is not installed")
+    tensorboard = import_module("torch.utils.tensorboard") if there and rank == 0 else None
+    board = tensorboard.SummaryWriter(artifacts, purge_step=step + 1) if tensorboard else None
     peak = PEAK_FLOPS.get(torch.cuda.get_device_name(), 0) if gpus else 0
     flops = task.flops_per_item(model) if hasattr(task, "flops_per_item") and args.precision != "fp32" else 0
     profiler = torch.profiler.profile() if rank == 0 and step < first else None
-    stager, publisher = DefaultStager(StagingOptions(gpus > 0, False, False, False)), ThreadPoolExecutor(1)
+    stager, publisher = DefaultStager(StagingOptions(gpus > 0, False, True, gpus > 0)), ThreadPoolExecutor(1)
     saving, told = publisher.submit(lambda: None), False
     loader = iter(DataLoader(train, micro, sampler=order(step), num_workers=args.workers, pin_memory=gpus > 0))
     while step < steps and not told and step - best["step"] < max(1, args.patience) * per_epoch:
@@ -288,6 +285,7 @@ def main() -> None:
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor()
         warm, cosine = (step + 1) / max(1, args.warmup), (1 + math.cos(math.pi * step / steps)) / 2
         lr = optimizer.param_groups[0]["lr"] = args.lr * min(warm, cosine)
+        stager.synchronize_staging()  # a save copies what it changes beside the passes; what they change, at once
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -324,8 +322,10 @@ def main() -> None:
                 hidden.mkdir(parents=True, exist_ok=True)
                 more = {"step": step, "best": best, "scaler": scaler.state_dict()}
                 (hidden / "train.json").write_text(json.dumps(notes | more))
-            written = dcp.async_save(state(), checkpoint_id=hidden, process_group=aside, async_stager=stager)
-            saving = publisher.submit(publish, written, step, best["step"])
+            kept = state()
+            kept["model"] |= {k: v.to("cpu", copy=True) for k, v in model.named_buffers() if k in kept["model"]}
+            written = dcp.async_save(kept, checkpoint_id=hidden, process_group=aside, async_stager=stager)
+            saving = publisher.submit(publish, written.upload_completion, step, best["step"])
     saving.result()
     if board:
         board.close()
@@ -335,8 +335,8 @@ def main() -> None:
         whole = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = state_dict.get_model_state_dict(model, options=whole)
         weights = {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in weights.items()}
-        if rank == 0 and importlib.util.find_spec("safetensors"):
-            importlib.import_module("safetensors.torch").save_file(weights, artifacts / "model.safetensors")
+        if rank == 0 and util.find_spec("safetensors"):
+            import_module("safetensors.torch").save_file(weights, artifacts / "model.safetensors")
         elif rank == 0:
             torch.save(weights, artifacts / "model.pt")
             say("model.pt is in torch's own format: safetensors is not installed")

@@ -7,9 +7,11 @@ import argparse
 import json
 import os
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.utils.data import Dataset
 
 UNIT = "tokens"
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overflow", type=int, default=-1, help="the sample whose gradient is too large for float16")
     parser.add_argument("--late", type=int, default=0, help="passes of training until a second head is used, too")
     parser.add_argument("--frozen", action="store_true", help="the first layer learns nothing")
+    parser.add_argument("--copying", type=float, default=0.0, help="seconds until a save begins to copy")
     parser.add_argument("--full", default="", help="where rank 1 runs out of memory with more than 2 samples")
 
 
@@ -80,7 +83,15 @@ class Model(nn.Module):
 
 
 def build_model(args: argparse.Namespace) -> nn.Module:
-    """The model of the flags."""
+    """The model of the flags. What a save copies late is what it would be at once, if nobody changes it meanwhile."""
+    copy = DefaultStager._stage
+
+    def late(stager: DefaultStager, state: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(args.copying)
+        return copy(stager, state)
+
+    if args.copying:
+        DefaultStager._stage = late  # type: ignore[method-assign]
     return Model(args)
 
 

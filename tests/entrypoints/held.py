@@ -1,0 +1,56 @@
+"""A task of the entry points, ``--of digits`` or ``--of gpt``, as it is; with ``--hold``, one that waits.
+
+The first start of a run then reads nothing more once it has left a checkpoint, for so many seconds or until it is told
+to stop: what befalls it does so there, however slow the machine is. What it trains on, in which order, is the same.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+_flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+_flags.add_argument("--of", choices=["digits", "gpt"], default="digits")
+sys.path.insert(0, str(Path(__file__).parent / "tasks"))
+_task = importlib.import_module(_flags.parse_known_args()[0].of)
+build_model, compute_loss, count = _task.build_model, _task.compute_loss, _task.count
+globals().update({name: getattr(_task, name) for name in ("UNIT", "blocks", "flops_per_item") if hasattr(_task, name)})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The task's own, and whether to wait."""
+    _task.add_arguments(parser)
+    parser.add_argument("--of", choices=["digits", "gpt"], default="digits", help="the task")
+    parser.add_argument("--hold", type=float, default=0.0, help="seconds that the first start waits at its checkpoint")
+
+
+class Held(Dataset[Any]):
+    """The samples of the task, all of them only to whoever need not wait."""
+
+    def __init__(self, data: Any, seconds: float) -> None:
+        self.seconds, self.since = seconds, 0.0
+        self.data, self.saved = data, Path(os.environ.get("CLOUDTRAIN_CHECKPOINT_DIR") or "checkpoints")
+        self.told = os.environ.get("CLOUDTRAIN_PREEMPT_FILE", "")
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        while any(self.saved.glob("step-*")) and not os.path.exists(self.told):
+            self.since = self.since or time.monotonic()
+            if time.monotonic() - self.since > self.seconds:
+                break
+            time.sleep(0.05)
+        return self.data[index]
+
+
+def build_datasets(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """The task's; the one to train on may make wait."""
+    train, validation, test = _task.build_datasets(args)
+    waits = args.hold > 0 and os.environ.get("CLOUDTRAIN_ATTEMPT", "0.0") == "0.0"
+    return (Held(train, args.hold) if waits else train), validation, test
