@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -61,6 +61,10 @@ class Failure:
     @property
     def consequence(self) -> bool:
         return self.kind == "error" and bool(_CONSEQUENCE.search(self.exception))
+
+    def without_secrets(self, redact: Callable[[str], str]) -> Failure:
+        """The same, its texts as ``redact`` leaves them."""
+        return replace(self, exception=redact(self.exception), traceback=redact(self.traceback))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -66,6 +66,7 @@ Item = tuple[str, int, int]
 Signature = tuple[Item, ...]
 
 _FOLDER = re.compile(r"\d+\.\d+-\d+")
+_NODE = re.compile(r"node-\d+")
 _VANISHED = "\0"
 """Stands in the signature of an entry that changed under our eyes: never equal to another."""
 
@@ -505,7 +506,7 @@ def restore(checkpoint: Complete, target: Path, *, node: int) -> None:
     chosen: dict[Path, str] = {}
     for key in sorted(checkpoint.commit["files"], key=lambda k: k.startswith(f"node-{node}/")):
         parts = key.split("/")
-        if ".." in parts or len(parts) < 2 or parts[1] != checkpoint.name:
+        if ".." in parts or len(parts) < 2 or not _NODE.fullmatch(parts[0]) or parts[1] != checkpoint.name:
             raise DigestError(f"checkpoint {checkpoint.name} names the file {key!r} outside itself")
         chosen[building.joinpath(*parts[2:])] = key
 

@@ -36,7 +36,11 @@ _EXITED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+
 _CLOSING = re.compile(r"Sending process \d+ closing signal ")
 STACK_LINES = 20_000
 """Kept of what a rank prints after it was asked for its stacks; faulthandler prints half of it at most."""
-_TORCHRUN_NOISE = re.compile(r"^[EWI]\d{4} .*torch/distributed/|^Traceback \(most recent call last\)|elastic.*ERROR")
+_TORCHRUN_NOISE = re.compile(
+    r"^[EWI]\d{4} .*torch/distributed/|^Traceback \(most recent call last\)|elastic.*ERROR"
+    # Node 0's torchrun, which has the store, may be the first to go: then each other one prints a stack in C++.
+    r"|^\[[EW]\d{4} .*\bTCPStore\.cpp:.*(?i:(recv|send)\w* failed|closed)"
+)
 
 
 # ---------------------------------------------------------------------------------------------------- what is started

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from .redact import Redactor
+
 __all__ = ["LogWriter", "lines_of"]
 
 SEGMENT_SECONDS = 5.0
@@ -26,11 +28,15 @@ REDRAW_SECONDS = 1.0
 
 
 class LogWriter:
-    """Numbers the lines of a node's ranks. Lines wait until `begin` has said which attempt this is. Thread-safe."""
+    """Numbers the lines of a node's ranks. Lines wait until `begin` has said which attempt this is. Thread-safe.
+
+    What ``redact`` has learnt is in none of them.
+    """
 
     def __init__(self, *, node: int, out: int = 1) -> None:
         self._node, self._out = node, out
         self._lock = threading.Lock()
+        self.redact = Redactor()
         self._waiting: list[tuple[str, str]] | None = []
         self._folder: Path | None = None
         self._attempt = ""
@@ -52,6 +58,7 @@ class LogWriter:
 
     def write(self, rank: str, text: str) -> None:
         """One line (no newline in it) of rank ``rank``, ``-`` for the runtime itself."""
+        text = self.redact(text)
         with self._lock:
             if rank != "-":
                 self.last = time.monotonic()

@@ -110,7 +110,7 @@ class Mirror:
         self.idle = threading.Event()
         self.last = time.monotonic()
         """When bytes were last copied, here or on another node, or a checkpoint was committed."""
-        self._told_of_progress = 0.0
+        self._told_of_progress = self._passed_on = 0.0
         self._newest = self._stirred = 0.0
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
 
@@ -201,8 +201,7 @@ class Mirror:
             self._send(message["from"], {"t": "hold", **about, **self._hold(message["name"])})
         elif kind == "moving":
             self.last = time.monotonic()
-            for node in self._peers() - {self._node, message["from"]} if self._node == 0 else ():
-                self._send(node, {"t": "moving"})
+            self._pass_on(message["from"])
         elif kind == "copy":
             self._copy(message)
         elif kind == "committed":
@@ -378,6 +377,13 @@ class Mirror:
         if self.last - self._told_of_progress >= PROGRESS_SECONDS:
             self._told_of_progress = self.last
             self._send(0, {"t": "moving"})
+
+    def _pass_on(self, sender: int) -> None:
+        """Node 0: that ``sender``'s copies move, to all others; not for each of hundreds that say so at one moment."""
+        if self._node == 0 and self.last - self._passed_on >= PROGRESS_SECONDS / 2:
+            self._passed_on = self.last
+            for node in self._peers() - {self._node, sender}:
+                self._send(node, {"t": "moving"})
 
     def _written_to(self, entry: Entry) -> bool:
         """Whether the script has it open; after its end, nobody has."""

@@ -68,8 +68,7 @@ class Node:
         inbox: queue.SimpleQueue[tuple[int, Message]],
     ) -> None:
         self.context, self.site, self.k, self.inbox = context, site, attempt, inbox
-        self.topology = site.topology
-        self.me, self.nodes = site.topology.node_rank, site.topology.nodes
+        self.me, self.nodes, self.topology = site.topology.node_rank, site.topology.nodes, site.topology
         self.live = Path(site.paths["live"]).absolute()
         self.log = LogWriter(node=self.me)
         self.link = Link(
@@ -99,7 +98,7 @@ class Node:
         self.code: int | None = None
         self.peers: dict[int, Message] = {}
         self.gone: set[int] = set()
-        self.released = self.lost = False
+        self.released = self.lost = self.passed_on = False
         self.go: Message | None = None
         self.start: Start | None = None
         self.oom_before = oom_kills()
@@ -313,7 +312,8 @@ class Node:
         self._tell({"t": "preempt", "why": f"node {self.me} was told to stop", "node": self.me})
 
     def _on_preempt(self, sender: int, message: Message) -> None:
-        if self.me == 0:
+        if self.me == 0 and not self.passed_on:  # a platform tells all nodes at once, and each of them tells us
+            self.passed_on = True
             self.link.send_all(message)
         self._preempt(message["why"], message["node"])
 
@@ -407,6 +407,7 @@ class Node:
     # ------------------------------------------------------------------------------------------- failing and stopping
 
     def _fail(self, failure: Failure) -> None:
+        failure = failure.without_secrets(self.log.redact)
         if self.ranks is not None and failure.rank is not None:
             failure = replace(failure, notified=self.ranks.notified(failure.rank, failure.time_ns))
         self.failures.append(failure)
@@ -535,7 +536,9 @@ class Node:
             outcome = "preempted"
         cause = root_cause(self.failures, stopped_ns=self.stopped_ns) if outcome == "failed" else None
         mute = others - {n for n, m in self.peers.items() if "outcome" in m}  # lost, though the link may not know yet
-        self.lost = cause is not None and (cause.kind == "lost" or (cause.consequence and bool(mute)))
+        if cause is not None and cause.consequence and mute:
+            cause = self._lost("was lost: it has not said how it ended", min(mute))
+        self.lost = cause is not None and cause.kind == "lost"
         self.log.say(f"failed: {summary(cause)}" if cause is not None else outcome)
         if self.go is None and self.preempted is not None:
             self.link.shut()

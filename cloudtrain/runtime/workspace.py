@@ -10,6 +10,7 @@ import sys
 import venv
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,9 @@ class Workspace:
         """Code, inputs, requirements and the shim."""
         for folder in (self.checkpoints, self.artifacts, self._home, self.recorder.folder):
             folder.mkdir()
-        for known, ours in self._site.folders.items():
-            self._lead(Path(known), {"checkpoints": self.checkpoints, "artifacts": self.artifacts}[ours])
+        self._lead_folders(below_code=False)
         unpack(Path(self._site.paths["code"]), self.code, digest=self.context["code_digest"])
+        self._lead_folders(below_code=True)
         for name, path in self.inputs().items():
             if not os.path.exists(path):
                 raise StorageError(f"input {name} is not at {path}")
@@ -65,6 +66,22 @@ class Workspace:
         if self._site.groups_file:
             with open(self._site.groups_file, "a", encoding="ascii") as stream:
                 stream.write(f"{pid}\n")
+
+    def _lead_folders(self, *, below_code: bool) -> None:
+        for known, ours in self._site.folders.items():
+            if below_code is not os.path.isabs(known) and not (below_code and self._has_checkpoints(known)):
+                self._lead(self.code / known, {"checkpoints": self.checkpoints, "artifacts": self.artifacts}[ours])
+
+    def _has_checkpoints(self, known: str) -> bool:
+        """Whether the job has its checkpoints there: as artifacts too, a torn one would come back over a whole one."""
+        for pattern in self.context["checkpoint_paths"]:
+            if fnmatchcase(known, os.path.normpath(pattern).split("/")[0]):
+                self._log.say(
+                    f"./{known} is not kept as artifacts: checkpoint_paths has {pattern}; "
+                    "write artifacts to $CLOUDTRAIN_ARTIFACT_DIR"
+                )
+                return True
+        return False
 
     def _lead(self, known: Path, ours: Path) -> None:
         """Make a folder that scripts of this platform know a link to one of ours, so that what lands there is kept."""
@@ -282,6 +299,9 @@ class Workspace:
                 raise
             except Exception as exc:  # noqa: BLE001  a provider's own client may raise anything
                 raise StorageError(f"secret {name} cannot be read: {type(exc).__name__}: {exc}") from None
+        # A rehearsal has put values of this machine in their place, which are here already.
+        there = {name: os.environ[name] for name in self.context.get("masked", ()) if name in os.environ}
+        self._log.redact.learn({**out, **there})
         return out
 
 

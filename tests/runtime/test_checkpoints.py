@@ -290,7 +290,8 @@ def test_bytes_that_are_not_the_committed_ones_are_never_restored(tmp_path: Path
     assert tree(tmp_path / "ck") == {"step-1/old": b"keep me"}
 
 
-@pytest.mark.parametrize("key", ["node-0/../../evil", "node-0/other/x", "node-0", "node-0/step-1/../../evil", "evil"])
+@pytest.mark.parametrize("key", ["node-0/../../evil", "node-0/other/x", "node-0", "node-0/step-1/../../evil", "evil",
+                                 "/step-1/evil", "../step-1/evil", "x/step-1/evil"])  # fmt: skip
 def test_a_commit_cannot_name_what_is_outside_it(tmp_path: Path, key: str) -> None:
     one = committed(tmp_path / "live")
     commit = {

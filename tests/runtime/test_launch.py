@@ -348,6 +348,25 @@ def test_a_command_without_shim_is_logged_too(tmp_path: Path, start: Callable[..
     assert run.ranks.codes == {0: 3}
 
 
+def test_what_torchrun_says_of_a_store_that_is_gone_is_held_back(start: Callable[..., Started]) -> None:
+    """Node 0's went first, at the end of a run that went well: nobody needs to see 20 lines of C++."""
+    said = (
+        "[W1122 22:41:04.240865138 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3, addr=[::]"
+        ":47646): Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "Exception raised from recvBytes at Utils.hpp:787 (most recent call first):",
+        "frame #0: c10::Error::Error(c10::SourceLocation, std::__cxx11::basic_string<char>) + 0x9d",
+    )
+    lines = [
+        "[I1122 TCPStore.cpp:267] [c10d - debug] The server has started on port = 29500.",
+        "[W1122 TCPStore.cpp:340] [c10d] TCP client failed to connect/validate to host 10.0.0.1:29500 - retrying",
+        *said,
+    ]
+    run = start(["/bin/sh", "-c", f"cat <<'.'\n{chr(10).join(lines)}\n.", "torch.distributed.run"], shim=False)
+    run.until("ended")
+    assert run.out == f"[a0.0 n0 r- #1] {lines[0]}\n[a0.0 n0 r- #2] {lines[1]}\n"
+    assert run.ranks.unshown == list(said), "kept, for when torchrun itself fails"
+
+
 def test_a_command_that_is_not_there_raises(tmp_path: Path, start: Callable[..., Started]) -> None:
     with pytest.raises(FileNotFoundError):
         start(["/no/such/program"], shim=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import signal
 import threading
@@ -134,6 +135,24 @@ def test_without_a_notice_a_failure_is_one(head: Node) -> None:
     says(head, notified=False)
     assert head.stopping is not None
     assert head._outcome() == "failed"
+
+
+def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
+    head: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link may not know yet that it is gone: the failure is the platform's, no error of the user's script."""
+    monkeypatch.setattr(node, "PEERS_SECONDS", 0.1)
+    told: list[dict[str, object]] = []
+    monkeypatch.setattr("cloudtrain.runtime.link.Link.send_all", lambda _, message: told.append(message))
+    head.attempt, head.go = "0.0", {"t": "go"}
+    closed = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:1"
+    failure = Failure(kind="error", node=0, rank=0, time_ns=time.time_ns(), exception=closed, code=1)
+    head._fail(failure)
+    assert head._conclude() == "failed"
+    record = json.loads(Path(head.live, "exit", "0.0-node-0.json").read_text())
+    assert (record["category"], record["failure"]["node"], record["failure"]["rank"]) == ("infra", 1, None)
+    assert record["reason"] == "node 1 was lost: it has not said how it ended"
+    assert told[-1] == {"t": "exit", "outcome": "failed", "lost": True}
 
 
 # -------------------------------------------------------------------------------------------------- what to resume from

@@ -105,3 +105,31 @@ def test_a_folder_that_cannot_be_led_is_told_of(tmp_path: Path, capfd: pytest.Ca
     folder, space, said = known(tmp_path, capfd, made="there/already")
     assert f"{folder} cannot lead to {space.checkpoints}" in said
     assert (folder / "there" / "already").exists()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "leads"),
+    [
+        ("outputs/checkpoint-*", False),
+        ("./outputs/checkpoint-*", False),
+        ("**/checkpoint-*", False),
+        ("*/checkpoint-*", False),
+        ("runs/outputs/checkpoint-*", True),
+        ("checkpoint-*", True),
+    ],
+)
+def test_checkpoints_are_no_artifacts_too(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], pattern: str, leads: bool
+) -> None:
+    """As artifacts a torn one would come back over the whole one that was restored."""
+    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    site = Site(topology=topology, paths={}, scratch=[str(tmp_path)], folders={"outputs": "artifacts"})
+    log = LogWriter(node=0)
+    log.begin("0.0", tmp_path / "logs")
+    space = Workspace(context={"run_id": "r", "checkpoint_paths": [pattern]}, site=site, log=log)
+    space.artifacts.mkdir()
+    put(space.code / "train.py")
+    space._lead_folders(below_code=True)
+    put(space.code / "outputs" / "checkpoint-6" / "weights")
+    assert (space.artifacts / "checkpoint-6").exists() is leads
+    assert (f"checkpoint_paths has {pattern}" in capfd.readouterr().out) is not leads
