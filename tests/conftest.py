@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jobs import Once
 
-pytest_plugins = ["servers", "containers", "trainings", "trials", "clients"]
+pytest_plugins = ["servers", "containers", "trainings", "trials", "clients", "doctoring"]
 
 #: Examples of a property-based test that does not say how many it wants.
 EXAMPLES, PROOF_EXAMPLES = 50, 1000

@@ -12,12 +12,12 @@ if [ "$1" = stop ]; then
 fi
 
 : >"$pidfile"
-for tool in dockerd docker-compose mmdebstrap unshare; do
+for tool in dockerd docker-compose fusermount3 mmdebstrap unshare; do
     command -v "$tool" >/dev/null || missing="${missing:-} $tool"
 done
 if [ -n "${missing:-}" ]; then
     apt-get -qq update
-    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y docker.io docker-compose iptables mmdebstrap util-linux
+    DEBIAN_FRONTEND=noninteractive apt-get -qq install -y docker.io docker-compose fuse3 iptables mmdebstrap util-linux
 fi
 if ! docker version >/dev/null 2>&1; then
     nohup dockerd >"$pidfile.log" 2>&1 &

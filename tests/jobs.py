@@ -13,11 +13,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
+from cloudtrain import schemas
 from cloudtrain.run import Run, open_run
 
 CLI = [sys.executable, "-m", "cloudtrain"]
@@ -74,7 +77,7 @@ class Jobs:
     def cli(self, *argv: str, timeout: float = 120, **environ: str) -> Done:
         process = self.start(*argv, **environ)
         out, err = process.communicate(timeout=timeout)
-        return Done(process.returncode, out, err)
+        return Done(process.returncode, out, err, verb=argv[0])
 
     def submit(self, script: str, *flags: str, timeout: float = 120, **environ: str) -> Done:
         """Submit and wait; script arguments after ``--`` among the flags."""
@@ -157,9 +160,17 @@ class Jobs:
                 os.kill(pid, signal.SIGKILL)
 
 
+@cache
+def schema_of(verb: str) -> jsonschema.Draft202012Validator | None:
+    """The published schema of what the verb prints."""
+    return jsonschema.Draft202012Validator(schemas.load(verb)) if verb in schemas.names() else None
+
+
 class Done:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
+    """A command that has ended. The object that a ``verb`` printed is checked by its schema, whatever is tested."""
+
+    def __init__(self, code: int, out: str, err: str, verb: str = "") -> None:
+        self.code, self.out, self.err, self.verb = code, out, err, verb
 
     @property
     def json(self) -> dict[str, Any]:
@@ -167,6 +178,8 @@ class Done:
             found: dict[str, Any] = json.loads(self.out)
         except ValueError:
             raise AssertionError(f"exit {self.code}, no JSON: {self.out!r} {self.err}") from None
+        if (schema := schema_of(self.verb)) is not None:
+            schema.validate(found)
         return found
 
 

@@ -71,6 +71,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "max_runtime": ("12h", 43200),
     "max_wait": ("90", 90),
     "max_cost": ("12.5", 12.5),
+    "max_gpu_hours": ("64", 64.0),
     "retries": ("2", 2),
     "stall_timeout": ("0", 0),
     "debug_nccl": ("", True),
@@ -298,7 +299,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     for verb in cli.VERBS:
         code, out, _ = main_of(verb, "--help", capsys=capsys)
         assert code == 0
-        assert "--json" in out
+        assert "--json" in out or verb == "completion"
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["list", "--json"]])
@@ -525,6 +526,7 @@ def test_ctrl_c_detaches_and_the_run_goes_on(demo: Path) -> None:
         process.kill()
     assert process.returncode == 7, err
     assert json.loads(out)["run_id"] == "long-1"
+    assert json.loads(out).keys() == {"run", "run_id", "provider", "error", "field", "exit_code"}
     assert "cloudtrain logs -f long-1" in err
     assert json.loads(run_cli("status", "long-1", "--json", cwd=demo).stdout)["state"] == "running"
     waited = run_cli("wait", "long-1", "--timeout", "1s", "--json", cwd=demo)
@@ -569,7 +571,8 @@ def test_detach_another_store_and_ranks_in_the_lines(demo: Path, tmp_path: Path)
 def test_what_moved_the_bytes_is_said_to_who_asks() -> None:
     staged = Staged(code_bytes=1, mover="obstore")
     report = {"files": ["a"], "folder": "out", "transferred": 1, "mover": "fsspec"}
-    assert show.sent("r", "p", "s3://b/runs/r", staged, verbose=True).endswith("0 B of data, by obstore")
-    assert show.sent("r", "p", "s3://b/runs/r", staged).endswith("0 B of data")
+    assert show.sent("r", "p", "s3://b/runs/r", staged, verbose=True).endswith("uploaded 1 B of code, by obstore")
+    assert show.sent("r", "p", "s3://b/runs/r", staged).endswith("uploaded 1 B of code")
+    assert show.sent("r", "p", "s3://b/runs/r", Staged()).endswith("uploaded nothing, the store has all of it")
     assert show.pulled(report, verbose=True).endswith("1 B of it new, by fsspec")
     assert "fsspec" not in show.pulled(report)

@@ -10,6 +10,7 @@ The info string of a fenced block says what becomes of it, from the top of a pag
 ``python``                    must compile
 ``sh``                        each ``make`` target and each ``cloudtrain`` command line must exist; nothing is run
 ``text``                      free
+``text output``               all that the block run before printed; `…` stands for what differs, or for whole lines
 
 ``example=NAME`` marks a block that a test of its own compares with the code.
 """
@@ -70,6 +71,10 @@ class Block:
     def run(self) -> bool:
         return "run" in self.words
 
+    @property
+    def output(self) -> bool:
+        return "output" in self.words
+
     def value(self, name: str) -> str | None:
         return next((word.partition("=")[2] for word in self.words if word.startswith(f"{name}=")), None)
 
@@ -119,13 +124,17 @@ def table(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_block_says_what_it_is_and_is_right(name: str, tmp_path: Path) -> None:
+    ran = False
     for block in blocks(name):
         assert block.language in CHECKED, f"{block.where}: a block needs one of {', '.join(sorted(CHECKED))}"
         known = all(
-            word in ("run", "docker") or word.startswith(("file=", "exit=", "example=")) for word in block.words
+            word in ("run", "docker", "output") or word.startswith(("file=", "exit=", "example="))
+            for word in block.words
         )
         assert known, f"{block.where}: {' '.join(block.words)}"
         assert not block.run or block.language in RUN, f"{block.where}: {block.language} cannot be run"
+        assert not block.output or ran, f"{block.where}: output of what?"
+        ran = block.run
         try:
             check(block, tmp_path)
         except (errors.CloudtrainError, ValueError, SyntaxError) as exc:
@@ -138,7 +147,7 @@ def test_every_block_says_what_it_is_and_is_right(name: str, tmp_path: Path) -> 
     [
         pytest.param(name, marks=[pytest.mark.docker] if any("docker" in block.words for block in blocks(name)) else [])
         for name in PAGES
-        if any(block.run for block in blocks(name))
+        if name != "README.md" and any(block.run for block in blocks(name))  # that one: test_first_time_user.py
     ],
 )
 def test_what_a_page_tells_to_run_runs(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -147,8 +156,12 @@ def test_what_a_page_tells_to_run_runs(name: str, tmp_path: Path, request: pytes
     home.mkdir()
     if any("docker" in block.words for block in blocks(name)):
         request.getfixturevalue("images")("torch")
+    printed = ""
     for block in blocks(name):
-        if file := block.value("file"):
+        if block.output:
+            if not printed_as(block.text).fullmatch(printed):
+                pytest.fail(f"{block.where}: it printed\n{printed}", pytrace=False)
+        elif file := block.value("file"):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(block.text, encoding="utf-8")
         elif block.run:
@@ -166,11 +179,53 @@ def test_what_a_page_tells_to_run_runs(name: str, tmp_path: Path, request: pytes
             )
             wanted = int(block.value("exit") or 0)
             assert done.returncode == wanted, f"{block.where}: exit {done.returncode}, not {wanted}\n{done.stdout}"
+            printed = done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.proof
+def test_the_provider_of_the_page_passes_the_whole_suite(tmp_path: Path) -> None:
+    for block in blocks("docs/extending.md"):
+        if (file := block.value("file")) in ("spool.py", "nas.py", "test_spool.py", "pyproject.toml"):
+            (tmp_path / file).write_text(block.text, encoding="utf-8")
+    install = "pip install --quiet --no-deps --no-build-isolation --target site ."
+    done = subprocess.run(
+        ["sh", "-ec", f"{install}; PYTHONPATH=site python -m pytest -q test_spool.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    assert int(re.findall(r"(\d+) passed", done.stdout)[0]) > 130
+    assert "skipped" not in done.stdout
+
+
+def printed_as(text: str) -> re.Pattern[str]:
+    """What a page says is printed: `…` alone on a line is any lines, within one any text of that line."""
+    lines = [
+        r"(?:.*\n)*?" if line.strip() == "…" else ".*?".join(map(re.escape, line.split("…"))) + r"\n"
+        for line in text.splitlines()
+    ]
+    return re.compile("".join(lines))
+
+
+def test_output_is_compared_line_by_line() -> None:
+    said = printed_as("one\n…\nstep … loss 1\n")
+    assert said.fullmatch("one\nx\ny\nstep 3 loss 1\n")
+    assert said.fullmatch("one\nstep 3 loss 1\n")
+    assert not said.fullmatch("one\nstep 3 loss 1\nmore\n")
+    assert not said.fullmatch("one\nstep 3\n loss 1\n")
 
 
 def environment(home: Path) -> dict[str, str]:
     """A user's: this environment's tools first, nothing that configures us, and no way out to a network."""
-    drop = re.compile(r"CLOUDTRAIN_|AWS_|AZURE_|GOOGLE_|PET_|TORCHELASTIC_|XDG_|.*RANK$|.*WORLD_SIZE$|MASTER_|PYTEST_")
+    ours = (
+        r"CLOUDTRAIN_|AWS_|AZURE_|AZUREML_|ARM_|GOOGLE_|PET_|TORCHELASTIC_|XDG_|.*RANK$|.*WORLD_SIZE$|MASTER_|PYTEST_"
+    )
+    drop = re.compile(ours)
     env = {
         key: value for key, value in os.environ.items() if not drop.match(key) and not key.lower().endswith("_proxy")
     }
@@ -302,9 +357,8 @@ def codes() -> set[int]:
     return {0, cli.EXIT_DETACHED, *errors.EXIT_CODES.values(), *(kind.exit_code for kind in kinds)}
 
 
-@pytest.mark.parametrize(("name", "heading"), [("README.md", "Use"), ("docs/cli.md", "Exit codes")])
-def test_the_exit_codes_are_those_of_the_errors(name: str, heading: str) -> None:
-    assert [int(row[0]) for row in table(section(name, heading))] == sorted(codes())
+def test_the_exit_codes_are_those_of_the_errors() -> None:
+    assert [int(row[0]) for row in table(section("docs/cli.md", "Exit codes"))] == sorted(codes())
 
 
 def test_each_category_stands_at_its_exit_code() -> None:
@@ -361,11 +415,16 @@ def test_the_other_flags_are_told_as_they_are() -> None:
         for flag in arguments(verb):
             if not flag.job:
                 verbs.setdefault((flag.cell(), flag.help), []).append(verb)
-    rows = [
-        f"| {cell} | {', '.join(of) if len(of) < len(cli.VERBS) else 'all'} | {text} |"
-        for (cell, text), of in verbs.items()
-    ]
+    rows = [f"| {cell} | {these(of)} | {text} |" for (cell, text), of in verbs.items()]
     is_the_table("Other flags", "| flag | of | meaning |", rows)
+
+
+def these(verbs: list[str]) -> str:
+    """Their names, or those of the few that are left out."""
+    others = [verb for verb in cli.VERBS if verb not in verbs]
+    if len(others) < len(verbs) // 2:
+        return f"all but {', '.join(others)}" if others else "all"
+    return ", ".join(verbs)
 
 
 def test_the_settings_are_told_as_they_are() -> None:
@@ -391,7 +450,8 @@ def test_the_variables_of_a_script_are_those_that_a_node_sets() -> None:
     pattern = r"\bCLOUDTRAIN_(?:[A-Z]+_?)+"
     ours = variables() - {"CLOUDTRAIN_WORKER"}  # gone before the script's first line
     assert set(re.findall(pattern, page("docs/script.md"))) == ours
-    told = set(re.findall(pattern, section("README.md", "What a script sees")))
+    told = {re.sub(r"(?<=_INPUT_).+", "", name) for name in re.findall(pattern, page("README.md"))}  # of any channel
+    assert told, "a script of the README uses some"
     assert told <= ours, told - ours
 
 

@@ -27,28 +27,35 @@ ORDER: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "_version errors",
-        "ask values",
-        "job disk",
-        "catalog credential faults ignore provider transfer",
+        "ask options schemas values",
+        "job disk kinds preflight provenance",
+        "prices",
+        "catalog checks credential curves faults ignore provider transfer",
+        "limits",
         "tree follow settings engine pyz filesystem access lease digests swap",
-        "bundle store verdict providers runtime objects",
-        "tail pull max_wait remote",
+        "checkpoint",
+        "bundle markup schema store verdict providers runtime objects",
+        "tail pull max_wait moves remote cost seen",
         "run relay",
+        "report retry carry",
         "submit supervisor listing retention",
-        "reconcile",
+        "fallback",
+        "reconcile doctor rehearse",
         "estimator",
         "cli",
         "__main__",
-        "testing",
+        "compat testing",
     )
 )
 #: Narrower than the order: all that these may import of ours, whatever stands above them.
 ONLY: dict[str, frozenset[str]] = {
     "runtime": frozenset({"errors", "provider", "values"}),
-    "providers": frozenset({"ask", "catalog", "credential", "errors", "job", "provider", "values"}),
+    "providers": frozenset(
+        {"ask", "catalog", "checks", "credential", "errors", "job", "limits", "options", "prices", "provider", "values"}
+    ),
 }
-#: Providers whose nodes this machine itself starts.
-WITH_ENGINE = frozenset({"local", "docker"})
+#: Providers whose nodes this machine itself starts; nobody chooses one with an underscore, so it has no extra.
+WITH_ENGINE = frozenset({"local", "docker", "_rehearsal"})
 #: (importer, imported): the steps up, each from a function that picks one of several by a word it was given.
 PICKS = {
     ("provider", "providers"): "a provider is found in its folder by its name; none is imported by name",
@@ -62,6 +69,11 @@ NAMES_A_PROVIDER = {
     ("runtime/launch.py", "local"): "the same",
     ("engine/api.py", "docker"): "the package that talks to any engine of containers, and its variables",
     ("engine/containers.py", "docker"): "the same",
+    ("engine/fuse.py", "docker"): "one of those variables",
+    ("compat/keywords.py", "sagemaker"): "the words of that platform's own SDK, and whose options they become",
+    ("compat/sagemaker_v2.py", "sagemaker"): "the provider that scripts of its own SDK mean",
+    ("compat/sagemaker_v2.py", "local"): "that SDK's instance type `local`, and the provider that it is here",
+    ("compat/sagemaker_v2.py", "docker"): "the same, with an image",
 }
 #: Imported as something else than the distribution is called.
 DISTRIBUTIONS = {"tomli_w": "tomli-w"}
@@ -461,10 +473,11 @@ def test_dependencies_are_those_that_are_imported(project: dict[str, Any]) -> No
 
 
 def test_an_engine_needs_what_the_extra_of_its_provider_brings(project: dict[str, Any]) -> None:
+    """Or that of rehearsals."""
     extras = project["project"]["optional-dependencies"]
-    brought = {requirement(text) for name in WITH_ENGINE for text in extras[name]}
+    brought = {requirement(text) for name in (*(WITH_ENGINE & PROVIDERS), "rehearse") for text in extras[name]}
     assert {item.package for path in sources(PACKAGE / "engine") for item in imports(path) if third_party(item)} == (
-        brought - {"torch"}
+        brought - {"torch", "numpy", "cloudtrain"}
     )
 
 

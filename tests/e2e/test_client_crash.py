@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,6 +88,32 @@ def test_a_client_that_dies_leaves_nothing_or_a_run_that_goes_on(jobs: Jobs, ste
     third = jobs.cli(*submit(jobs))  # and once more, after the end
     assert third.json["state"] == "succeeded"
     assert starts(jobs) == 1
+    jobs.gone(3)
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(
+    ("step", "moment"),
+    [
+        pytest.param(step, moment, marks=[] if (step, moment) == ("submit", "after") else [pytest.mark.proof])
+        for step in STEPS
+        for moment in ("before", "after")
+    ],
+)
+def test_a_client_that_dies_leaves_no_second_run_in_containers(
+    jobs: Jobs, images: Callable[[str], str], nothing_left: None, step: str, moment: str
+) -> None:
+    jobs.write("train.py", "print('hello')\n")
+    words = [*submit(jobs), "--provider", "docker", "--image", images("py313"), "--launcher", "python"]
+    first = jobs.start(*words, "--detach", python=dying(STEPS[step].replace("local", "docker"), moment))
+    first.communicate(timeout=60)
+    assert first.returncode == 99, "the wrapped call was never made"
+    for _ in range(2):
+        again = jobs.cli(*words)
+        assert (again.code, [a["number"] for a in again.json["attempts"]]) == (0, ["0.0"]), again.err
+    assert jobs.runs() == ["the-one"]
+    printed = [path.read_text() for path in jobs.store.glob("runs/the-one/supervisor/out/*/*.log")]
+    assert "".join(printed).count("hello") == 1
     jobs.gone(3)
 
 
