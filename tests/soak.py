@@ -263,13 +263,13 @@ class Trial:
         self.soak, self.place, self.id = soak, place, f"t{number}-{place.name}"
         self.nodes, self.steps = draw.choice([1, 1, 2]), draw.choice([20, 40, 60])
         if soak.short:
-            self.nodes, self.steps = 1, 20
+            self.nodes, self.steps = 1, 40
         words = ["--nodes", str(self.nodes), "--launcher", "python", "--retries", "3", "--max-runtime", "20m"]
         words += ["--provider", place.name, "--store", place.store, "--run-id", self.id, "--json", *place.flags]
         script = ["--", str(self.steps), str(draw.choice([0.05, 0.2]))]
         self.words = ["submit", "train.py", *words, *(["--detach"] if draw.random() < 0.3 else []), *script]
         self.began = time.monotonic()
-        kills, latest = (1, 6) if soak.short else (draw.choice([0, 1, 1, 2, 3]), 25)
+        kills, latest = (1, 1) if soak.short else (draw.choice([0, 1, 1, 2, 3]), 25)
         self.client_kills = sorted(draw.uniform(0, latest) for _ in range(kills))
         self.node_kill = draw.uniform(0.0, 8.0) if draw.random() < 0.35 and not soak.short else None
         self.cancel_at = draw.uniform(0, 20) if draw.random() < 0.1 else None
@@ -286,6 +286,14 @@ class Trial:
     def age(self) -> float:
         return time.monotonic() - self.began
 
+    @property
+    def _clock(self) -> float:
+        """By which its clients are killed. Of a short one it begins with the job: who dies before may have been about to
+        create it, and the next client then waits out the lease of five minutes."""
+        if not self.soak.short:
+            return self.age
+        return 0.0 if self.running is None else time.monotonic() - self.running
+
     def handle(self) -> Run | None:
         """Once it is recorded, as seen past all that breaks."""
         with contextlib.suppress(Exception):
@@ -295,7 +303,7 @@ class Trial:
     def step(self) -> bool:
         """What is due now; whether it is over."""
         if self.client is not None and self.client.poll() is None:
-            if self.client_kills and self.age > self.client_kills[0] and not self.soak.calm:
+            if self.client_kills and self._clock > self.client_kills[0] and not self.soak.calm:
                 self.client_kills.pop(0)
                 os.killpg(self.client.pid, signal.SIGKILL)
                 self._end_client()
@@ -359,11 +367,11 @@ class Trial:
             )  # fmt: skip
             self.cancelled = run.store.cancelled(self.id)
             self.soak.count["cancelled"] += self.cancelled
-        if self.node_kill is None:
-            return
         if self.running is None and run.store.files.list(f"runs/{self.id}/live/attempts"):
             self.running = time.monotonic()
-        if self.running is not None and time.monotonic() - self.running > self.node_kill:
+        if self.node_kill is None or self.running is None:
+            return
+        if time.monotonic() - self.running > self.node_kill:
             self.node_kill = None
             if self._kill_node(run, self.draw.randrange(self.nodes)):
                 self.killed_nodes += 1
@@ -465,7 +473,7 @@ def _gaps(seen: Sequence[int]) -> str:
 
 class Soak:
     """Trials on all ``places`` until time is up, and then their ends. ``count`` is the report. ``short`` ones have one
-    node, whose client is killed, and a few steps."""
+    node, a few steps, and a client that is killed while their job runs."""
 
     def __init__(self, folder: Path, seed: str, engine: Any, *, short: bool = False) -> None:
         self.folder, self.seed, self.engine, self.short = folder, seed, engine, short
