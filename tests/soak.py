@@ -288,8 +288,8 @@ class Trial:
 
     @property
     def _clock(self) -> float:
-        """By which its clients are killed. Of a short one it begins with the job: who dies before may have been about to
-        create it, and the next client then waits out the lease of five minutes."""
+        """By which its clients are killed. Of a short one it begins with the job: who dies before may have been about
+        to create it, and the next client then waits out the lease of five minutes."""
         if not self.soak.short:
             return self.age
         return 0.0 if self.running is None else time.monotonic() - self.running
