@@ -101,9 +101,12 @@ def read() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, str]:
-    told = machine()
-    hardware = told["machine"].rpartition(", ")[0]  # another kernel computes the same bits
-    return {"machine": f"{hardware}, {platform.system()}", "python": told["python"], "torch": told["torch"]}
+    """Another kernel computes the same bits; other vector instructions, which a processor's name does not tell, do not."""
+    import torch
+
+    told, vectors = machine(), torch.backends.cpu.get_cpu_capability()
+    hardware = f"{told['machine'].rpartition(', ')[0]} with {vectors}, {platform.system()}"
+    return {"machine": hardware, "python": told["python"], "torch": told["torch"]}
 
 
 def wrong(record: Mapping[str, Any], cell: Cell) -> str:
