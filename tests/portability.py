@@ -101,7 +101,7 @@ def read() -> dict[str, Any]:
 
 
 def _machine() -> dict[str, str]:
-    """Another kernel computes the same bits; other vector instructions, which a processor's name does not tell, do not."""
+    """Another kernel computes the same bits; other vector instructions, which no name of a processor tells, do not."""
     import torch
 
     told, vectors = machine(), torch.backends.cpu.get_cpu_capability()
