@@ -15,13 +15,23 @@ NUMPY=numpy==2.4.6
 PIP=pip==26.3
 PACKAGES=/usr/local/lib/python3.11/dist-packages # on sys.path of bookworm's python3 without any variable set
 
-# What an image was made from: all of it stands in this file.
+# What an image was made from: see `digest`.
 LABEL=cloudtrain-test.inputs
-inputs=$(sha256sum "$0" | cut -d ' ' -f 1)
 
 die() {
     echo "build.sh: $*" >&2
     exit 1
+}
+
+# digest NAME: of what the image is made from, which is its part of this file; a new image leaves the others as they are.
+digest() {
+    local made pin
+    made=$(declare -f "build_$1" packages debian on_torch)
+    for pin in TORCH NUMPY PIP PACKAGES; do
+        case $made in *"\$$pin"* | *"\${$pin"*) made+=$(declare -p "$pin") ;; esac
+    done
+    case $(declare -f "build_$1") in *on_torch*) made+=$(digest torch) ;; esac
+    sha256sum <<<"$made" | cut -d ' ' -f 1
 }
 
 # silently WHAT COMMAND…: shows nothing, and on failure the one line of the output that names the cause. In the
@@ -148,7 +158,8 @@ build_arm64() {
 # Builds the image NAME unless it is up to date, or was built by this very run.
 done=()
 ensure() {
-    local name=$1 began=$SECONDS found
+    local name=$1 began=$SECONDS found inputs
+    inputs=$(digest "$name")
     [[ " ${done[*]} " != *" $name "* ]] || return 0
     found=$(docker image inspect --format "{{index .Config.Labels \"$LABEL\"}}" "$IMAGE:$name" 2>/dev/null) || found=
     if [ "$found" != "$inputs" ] || [[ " ${forced[*]} " == *" $name "* ]]; then
