@@ -138,15 +138,23 @@ def test_it_is_mounted_outside_the_store_where_only_its_user_gets_to(seen: Seen)
     assert not mounts(seen.mounted._folder.resolve())
 
 
-def test_nothing_is_appended_to_an_object(seen: Seen) -> None:
+def test_an_object_that_is_appended_to_is_written_anew_whole(seen: Seen) -> None:
+    """As loggers do it, line after line."""
     with open(seen.node / "log", "a") as stream:  # there is none yet
         stream.write("1\n")
-    with pytest.raises(OSError, match="not supported") as caught:
-        open(seen.node / "log", "a")  # noqa: SIM115
-    assert caught.value.errno == errno.EOPNOTSUPP
-    with open(seen.node / "log", "r+") as stream:  # written anew, whole
-        stream.write("2")
-    assert (seen.real / "log").read_text() == "2\n"
+    number = (seen.real / "log").stat().st_ino
+    with open(seen.node / "log", "a") as stream:
+        for text in ("2\n", "3\n"):
+            stream.write(text)
+            stream.flush()
+        assert (seen.peer / "log").read_text() == "1\n", "it is not closed yet"
+    assert (seen.peer / "log").read_text() == (seen.real / "log").read_text() == "1\n2\n3\n"
+    assert (seen.real / "log").stat().st_ino != number
+    with open(seen.peer / "log", "a") as stream:  # another node goes on at its end
+        stream.write("4\n")
+    with open(seen.node / "log", "r+") as stream:
+        stream.write("0")
+    assert (seen.real / "log").read_text() == "0\n2\n3\n4\n"
 
 
 def test_an_object_is_cut_by_its_name_and_while_it_is_open(seen: Seen) -> None:
@@ -279,13 +287,14 @@ def test_any_user_of_any_image_works_in_it(seen: Seen, engine: Any, images: Call
         "import os; from pathlib import Path; at = Path('/gcs/a')\n"
         "(at / 'x').write_text('1'); os.chmod(at / 'x', 0o600)\n"
         "(at / 'x').rename(at / 'y')\n"
-        "try: open(at / 'y', 'a')\n"
+        "with open(at / 'y', 'a') as stream: stream.write('2')\n"
+        "try: os.link(at / 'y', at / 'z')\n"
         "except OSError as exc: print(exc.errno)"
     )
     words = ["docker", "run", "--rm", "--network", "none", "--user", user, "--volume", f"{seen.node}:/gcs/a"]
     done = subprocess.run([*words, images("py313"), "python3", "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, f"{errno.EOPNOTSUPP}\n"), done.stderr
-    assert (seen.real / "y").read_text() == "1"
+    assert (seen.real / "y").read_text() == "12"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Folders of this machine as nodes see an object store that their platform mounts: by FUSE, on Linux.
 
 As Cloud Storage's own mount has it: an object is there whole once it is closed, or not at all; a rename is a copy and
-a removal; a folder that holds something cannot be renamed; there are no hard links, no owners and no modes. Appending
-to an object is refused: that mount would fetch it and write it anew, whole, each time. Its caches are not shown.
+a removal; a folder that holds something cannot be renamed; there are no hard links, no owners and no modes. What is
+appended to is fetched and written anew, whole, each time. Its caches are not shown.
 
 The file system is a process of its own, `serve`, which unmounts it when the supervisor is gone, however that ended.
 """
@@ -197,10 +197,7 @@ class Objects:
             draft = self._drafts.get(path)
             if flags & os.O_ACCMODE == os.O_RDONLY:
                 return self._handle(draft if draft is not None else os.open(self._there(path), os.O_RDONLY))
-            real = self._place(path)
-            size = os.fstat(draft.fd).st_size if draft is not None else real.stat().st_size
-            if flags & os.O_APPEND and not flags & os.O_TRUNC and size:
-                raise OSError(errno.EOPNOTSUPP, "objects cannot be appended to", path)
+            self._place(path)
             draft = draft or self._draft(path)
             if flags & os.O_TRUNC:
                 os.ftruncate(draft.fd, 0)
