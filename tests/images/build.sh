@@ -7,21 +7,35 @@
 set -euo pipefail
 
 IMAGE=cloudtrain-test
-NAMES=(torch pip py313 python user nopython arm64)
+NAMES=(torch pip lightning py313 python user nopython arm64)
 
 # The local version keeps pip from ever choosing a CUDA build of several GB.
 TORCH=torch==2.13.0+cpu
 NUMPY=numpy==2.4.6
 PIP=pip==26.3
+# Without what the torch image has, and with nothing else that they ask for: aiohttp is for checkpoints at a URL.
+LIGHTNING=(
+    lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 packaging==26.3 PyYAML==6.0.3 tqdm==4.70.1
+)
 PACKAGES=/usr/local/lib/python3.11/dist-packages # on sys.path of bookworm's python3 without any variable set
 
-# What an image was made from: all of it stands in this file.
+# What an image was made from: see `digest`.
 LABEL=cloudtrain-test.inputs
-inputs=$(sha256sum "$0" | cut -d ' ' -f 1)
 
 die() {
     echo "build.sh: $*" >&2
     exit 1
+}
+
+# digest NAME: of what the image is made from, which is its part of this file; a new image leaves the others as they are.
+digest() {
+    local made pin
+    made=$(declare -f "build_$1" packages debian on_torch)
+    for pin in TORCH NUMPY PIP LIGHTNING PACKAGES; do
+        case $made in *"\$$pin"* | *"\${$pin"*) made+=$(declare -p "$pin") ;; esac
+    done
+    case $(declare -f "build_$1") in *on_torch*) made+=$(digest torch) ;; esac
+    sha256sum <<<"$made" | cut -d ' ' -f 1
 }
 
 # silently WHAT COMMAND…: shows nothing, and on failure the one line of the output that names the cause. In the
@@ -98,6 +112,16 @@ build_pip() {
 	END
 }
 
+build_lightning() {
+    mkdir "$tmp/lightning"
+    packages "$tmp/lightning/packages" --no-deps "${LIGHTNING[@]}"
+    on_torch lightning "$tmp/lightning" <<-END
+		FROM $IMAGE:torch
+		COPY packages $PACKAGES
+		RUN env -i PATH=/usr/bin:/bin python3 -c "import lightning.pytorch.strategies"
+	END
+}
+
 build_py313() {
     debian py313 --variant minbase --include python3 trixie
 }
@@ -148,7 +172,8 @@ build_arm64() {
 # Builds the image NAME unless it is up to date, or was built by this very run.
 done=()
 ensure() {
-    local name=$1 began=$SECONDS found
+    local name=$1 began=$SECONDS found inputs
+    inputs=$(digest "$name")
     [[ " ${done[*]} " != *" $name "* ]] || return 0
     found=$(docker image inspect --format "{{index .Config.Labels \"$LABEL\"}}" "$IMAGE:$name" 2>/dev/null) || found=
     if [ "$found" != "$inputs" ] || [[ " ${forced[*]} " == *" $name "* ]]; then
