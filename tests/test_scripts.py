@@ -152,6 +152,7 @@ def test_lightning_that_starts_its_own_processes(lightning: Theirs, target: str)
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("target", "flags", "checkpoints"),
     [
