@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -62,6 +63,7 @@ IMAGES = {
     "torch": "Debian 12, Python 3.11 and torch",
     "python": "its interpreter is `python` alone",
     "user": "runs as uid 4242, which has no name and no home",
+    "lightning": "PyTorch Lightning, without what it reads URLs with",
     "pip": "has pip, with which the job's requirements are installed",
     "py313": "Debian 13, Python 3.13, nothing else",
     "nopython": "busybox: to be refused by name",
@@ -81,7 +83,7 @@ NOT = {
     "cut off/local": "its nodes share this machine's network",
 }
 """Cells that are none, and why."""
-OPEN = ("no way out/azureml", "no way out/vertex", "full disk/", "slow store/")
+OPEN = ("no way out/azureml", "no way out/vertex", "full disk/", "slow store/", "image lightning/")
 """What names of cells begin with that the record may lack; the page says that they have not run."""
 
 
@@ -115,10 +117,15 @@ def _all() -> Iterator[Cell]:
 CELLS = {cell.name: cell for cell in _all()}
 
 
+@functools.cache
+def _image_digest(tag: str) -> str:
+    return subprocess.check_output([BUILD, "--digest", tag], text=True).strip()
+
+
 def job_digest(cell: Cell) -> str:
     """Of all that a cell runs, less cloudtrain: script, tasks, data, flags, or how the image is made."""
     if cell.kind == "image":
-        what, paths = [TINY, BACKEND], [BUILD]
+        what, paths = [TINY, BACKEND, _image_digest(cell.row.removeprefix("image "))], []
     else:
         told = TRAININGS[cell.script]
         what, paths = [told, SHAPE], [ROOT / "entrypoints" / told["entry_point"], ROOT / "tests/entrypoints/held.py"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import re
@@ -31,7 +32,7 @@ class Theirs:
         (tmp_path / "rows").mkdir()
         (tmp_path / "rows" / "rows").write_text(ROWS)
 
-    def rehearse(self, target: str, script: str, *flags: str) -> Done:
+    def rehearse(self, target: str, script: str, *flags: str, timeout: float = 240) -> Done:
         shutil.copy(SCRIPTS / script, self.jobs.code)
         sample, data = importlib.import_module(f"cloudtrain.providers.{target}").SAMPLE, DATA[target]
         words = ["--provider", target, "--store", sample["store"], "--image", sample["job"]["image"], "--nodes", "2"]
@@ -39,7 +40,7 @@ class Theirs:
         words += ["--input", f"train={data}", "--map", f"{data}={self.jobs.tmp / 'rows'}", "--max-runtime", "10m"]
         for name, value in sample["settings"].items():
             words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-        done = self.jobs.cli("rehearse", script, *words, *flags, timeout=240)
+        done = self.jobs.cli("rehearse", script, *words, *flags, timeout=timeout)
         assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
         return done
 
@@ -52,6 +53,13 @@ class Theirs:
 @pytest.fixture
 def theirs(tmp_path: Path, images: Callable[[str], str], nothing_left: None) -> Iterator[Theirs]:
     made = Theirs(tmp_path, images("torch"))
+    yield made
+    made.jobs.close()
+
+
+@pytest.fixture
+def lightning(tmp_path: Path, images: Callable[[str], str], nothing_left: None) -> Iterator[Theirs]:
+    made = Theirs(tmp_path, images("lightning"))
     yield made
     made.jobs.close()
 
@@ -105,3 +113,67 @@ def test_azureml_s_variables_and_outputs(theirs: Theirs) -> None:
         ("node-0", 1, 0),
     ]
     assert told[0]["run"] == told[1]["run"] != ""
+
+
+# ----------------------------------------------------------------------------------------------------------- Lightning
+
+#: Where a user of that cloud finds what Lightning has left below the folder that the script chose there.
+KEPT = {
+    "sagemaker": ("native", r"[^/]+/output/data/"),
+    "azureml": ("live/artifacts", r"node-0/"),
+    "vertex": ("native", r"model/"),
+}
+EPOCHS = 15
+LIGHTNING = ("--", "--data", "{inputs.train}", "--nodes", "2")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("target", DATA)
+def test_lightning_under_torchrun(lightning: Theirs, target: str) -> None:
+    logs = ("--logs", "{artifact_dir}") if target == "vertex" else ()  # a bucket cannot be appended to
+    done = lightning.rehearse(target, "lightning_ddp.py", *LIGHTNING, *logs)
+    assert set(re.findall(r"epoch 1 loss \d+\.\d+ on (\d) of 2", done.err)) == {"0", "1"}
+    folder, below = KEPT[target]
+    kept = {re.sub(f"^{below}", "", name): path for name, path in lightning.kept(folder).items()}
+    assert kept.keys() >= {"checkpoints/epoch=0-step=2.ckpt", "checkpoints/last.ckpt"}
+    kept |= {name.removeprefix("node-0/"): path for name, path in lightning.kept("live/artifacts").items()}
+    assert "csv/version_0/hparams.yaml" in kept
+    rows = list(csv.DictReader(kept["csv/version_0/metrics.csv"].read_text().splitlines()))
+    assert [row["step"] for row in rows if row["train_loss_step"]] == ["0", "1", "2", "3"]
+    assert [row["epoch"] for row in rows if row["train_loss_epoch"]] == ["0", "1"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("target", DATA)
+def test_lightning_that_starts_its_own_processes(lightning: Theirs, target: str) -> None:
+    """One process a node, as python starts it; the Trainer starts the other one of each."""
+    words = ("--launcher", "python", "--nproc-per-node", "2")
+    own = ("--devices", "2", "--logs", "{artifact_dir}")
+    done = lightning.rehearse(target, "lightning_ddp.py", *words, *LIGHTNING, *own)
+    assert set(re.findall(r"epoch 1 loss \d+\.\d+ on (\d) of 4", done.err)) == {"0", "1", "2", "3"}
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("target", "flags", "checkpoints"),
+    [
+        ("sagemaker", ("--spot",), "/opt/ml/checkpoints"),
+        ("azureml", ("--retries", "1"), "{checkpoint_dir}"),
+        ("vertex", ("--spot",), "{checkpoint_dir}"),
+    ],
+)
+def test_lightning_goes_on_from_its_own_last_checkpoint(
+    lightning: Theirs, target: str, flags: tuple[str, ...], checkpoints: str
+) -> None:
+    own = ("--checkpoints", checkpoints, "--logs", "{artifact_dir}", "--epochs", str(EPOCHS), "--pause", "1")
+    words = (*flags, "--preempt", "node=1,after=checkpoint", *LIGHTNING, *own)
+    done = lightning.rehearse(target, "lightning_ddp.py", *words, timeout=500)
+    first, last = done.json["attempts"]
+    assert (first["category"], last["reason"]) == ("preempted", "succeeded"), done.json["attempts"]
+    assert re.fullmatch(r"last\.ckpt|epoch=\d+-step=\d+\.ckpt", last["resumed_from"])
+    again = done.err.partition("Restored all states from the checkpoint at ")[2]
+    assert re.match(r"\S+/last\.ckpt\n", again), done.err
+    begun = {rank: int(epoch) for epoch, rank in reversed(re.findall(r"epoch (\d+) loss \S+ on (\d) of 2", again))}
+    assert begun["0"] == begun["1"] > 0, begun
+    assert set(re.findall(rf"done at epoch {EPOCHS} on (\d) of 2", again)) == {"0", "1"}

@@ -47,14 +47,17 @@ class Resume:
     def candidates(self) -> Iterator[tuple[str, float, Message]]:
         """Name, time of saving and message for every node, best first: this run's own, then what was given.
 
-        The message also names the checkpoints that the script's pointers hold.
+        The message also names the checkpoints that the script's pointers hold, and of each whose name has no number the
+        newest: a script that looks for its ``last.ckpt`` would begin afresh without one.
         """
         for root in ("own", "given"):
             folder = self._root(root)
             found = checkpoints.complete(folder, say=self._say) if folder else []
             by_name = {item.name: item for item in found}  # the newest of each
             named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
-            for item in reversed(checkpoints.resumable(found)):
+            states = checkpoints.resumable(found)
+            named |= {item.name for item in states if family(item.name) == item.name}
+            for item in reversed(states):
                 also = [by_name[name] for name in sorted(named & by_name.keys() - {item.name})] if root == "own" else []
                 place, *more = (c.folder.relative_to(folder).as_posix() if folder else "" for c in (item, *also))
                 saved = checkpoints.sort_key(item.commit)[2]
@@ -89,17 +92,17 @@ class Resume:
         What an earlier try put in place goes.
         """
         self.clear()
-        try:
-            self._place(message["root"], message["folder"], space)
-        except DigestError as exc:
-            return str(exc), True
-        except StorageError as exc:
-            return str(exc), False
         for folder in message["also"]:
             try:
                 self._place(message["root"], folder, space)
             except (DigestError, StorageError) as exc:
                 self._say(f"{exc}; left out")
+        try:  # last, so that it is also the newest by its time
+            self._place(message["root"], message["folder"], space)
+        except DigestError as exc:
+            return str(exc), True
+        except StorageError as exc:
+            return str(exc), False
         if message["root"] == "own":
             self._point(space)
         return "", False

@@ -3,16 +3,21 @@
 # container needs a network: Debian comes from mmdebstrap, Python packages from the pip of this machine.
 #
 #   tests/images/build.sh [--force] [NAME…]     # all without a NAME; only what is absent or out of date without --force
+#   tests/images/build.sh --digest NAME         # of what it is made from
 # shellcheck disable=SC2016 # the $1 in a hook is for mmdebstrap to give
 set -euo pipefail
 
 IMAGE=cloudtrain-test
-NAMES=(torch pip py313 python user nopython arm64)
+NAMES=(torch pip lightning py313 python user nopython arm64)
 
 # The local version keeps pip from ever choosing a CUDA build of several GB.
 TORCH=torch==2.13.0+cpu
 NUMPY=numpy==2.4.6
 PIP=pip==26.3
+# Without what the torch image has, and with nothing else that they ask for: aiohttp is for checkpoints at a URL.
+LIGHTNING=(
+    lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0 packaging==26.3 PyYAML==6.0.3 tqdm==4.70.1
+)
 PACKAGES=/usr/local/lib/python3.11/dist-packages # on sys.path of bookworm's python3 without any variable set
 
 # What an image was made from: see `digest`.
@@ -27,7 +32,7 @@ die() {
 digest() {
     local made pin
     made=$(declare -f "build_$1" packages debian on_torch)
-    for pin in TORCH NUMPY PIP PACKAGES; do
+    for pin in TORCH NUMPY PIP LIGHTNING PACKAGES; do
         case $made in *"\$$pin"* | *"\${$pin"*) made+=$(declare -p "$pin") ;; esac
     done
     case $(declare -f "build_$1") in *on_torch*) made+=$(digest torch) ;; esac
@@ -105,6 +110,16 @@ build_pip() {
     on_torch pip "$tmp/pip" <<-END
 		FROM $IMAGE:torch
 		COPY packages $PACKAGES
+	END
+}
+
+build_lightning() {
+    mkdir "$tmp/lightning"
+    packages "$tmp/lightning/packages" --no-deps "${LIGHTNING[@]}"
+    on_torch lightning "$tmp/lightning" <<-END
+		FROM $IMAGE:torch
+		COPY packages $PACKAGES
+		RUN env -i PATH=/usr/bin:/bin python3 -c "import lightning.pytorch.strategies"
 	END
 }
 
@@ -188,6 +203,12 @@ can_build() {
     fi
     "$python" -m pip --version >/dev/null 2>&1 || die "$python has no pip: set PYTHON to a Python that has"
 }
+
+if [ "${1:-}" = --digest ]; then
+    [[ " ${NAMES[*]} " == *" ${2:-} "* ]] || die "no image ${2:-}; there are: ${NAMES[*]}"
+    digest "$2"
+    exit
+fi
 
 names=() forced=() force=
 for argument; do

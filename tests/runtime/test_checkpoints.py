@@ -36,6 +36,7 @@ from cloudtrain.runtime.checkpoints import (
     sort_key,
     write_pointers,
 )
+from cloudtrain.runtime.resume import Resume
 from cloudtrain.values import family
 
 
@@ -372,6 +373,20 @@ def test_a_pointer_stays_one_when_its_target_is_deleted(tmp_path: Path) -> None:
     (tmp_path / "step-1").unlink()
     assert watch.entries() == {}
     assert watch.pointers()["best"].target == "step-1"
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "last"])
+def test_a_checkpoint_without_a_number_comes_back_beside_the_newest(tmp_path: Path, name: str) -> None:
+    """As Lightning's ``last.ckpt``, which was being written when the run ended: the one before it is there."""
+    below = "/model.ckpt" if name == "last" else ""
+    kinds = [("epoch=1", 1, 1.0), (name, 2, 2.0), (name, 3, 3.0), ("epoch=2", 4, 4.0)]
+    for kind, seq, saved in kinds:
+        entry = kind if kind == name else f"{kind}{'' if below else '.ckpt'}"
+        committed(tmp_path / "checkpoints", entry, f"0.0-{seq}", {f"node-0/{entry}{below}": b"A"}, saved=saved)
+    resume = Resume(live=tmp_path, given=None, url=None, say=print)
+    first, second, *_ = resume.candidates()
+    assert (first[0].partition(".")[0], first[2]["also"]) == ("epoch=2", [f"{name}/0.0-3"])
+    assert (second[0], second[2]["folder"], second[2]["also"]) == (name, f"{name}/0.0-3", [])
 
 
 @pytest.mark.parametrize("link", [True, False])
