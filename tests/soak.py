@@ -231,7 +231,11 @@ class Place:
         return list(jobs)
 
     def api_fault(self, draw: random.Random, *, creating: bool) -> str:
-        """The next calls of some operation, perhaps of ``creating`` a job, break; what they are told."""
+        """The next calls of some operation, perhaps of ``creating`` a job, break: what they are told.
+
+        Nothing where calls of that operation are to break already: one that is asked less often than it breaks would
+        never answer again.
+        """
         kinds: dict[str, tuple[Any, tuple[str, ...], str]] = {
             "sagemaker": (aws_wire.Fault, ("FilterLogEvents", "DescribeTrainingJob"), "CreateTrainingJob"),
             "azureml": (azure_wire.Fault, ("GET details", "GET run", "GET job"), "PUT job"),
@@ -241,6 +245,8 @@ class Place:
         operation = draw.choice([*reads, reads[0], *([creates] if creating else [])])
         kind = draw.choice(["throttled", "broken", "cut", "answer lost"])
         times = draw.randrange(1, 4)
+        if any(item.operation == operation and item.times > 0 for item in self.world.plane.wire.faults):
+            return ""
         made = {
             "throttled": lambda: fault.throttled(operation, times),
             "broken": lambda: fault.broken(operation, times),
@@ -509,7 +515,8 @@ class Soak:
                 if not self.calm and time.monotonic() > next_fault:
                     next_fault = time.monotonic() + self.draw.uniform(0.5, 4.0)
                     worlds = [place for place in self.places if place.world is not None]
-                    self.count[self.draw.choice(worlds).api_fault(self.draw, creating=not self.short)] += 1
+                    if kind := self.draw.choice(worlds).api_fault(self.draw, creating=not self.short):
+                        self.count[kind] += 1
                 for trial in [trial for trial in active if trial.step()]:
                     active.remove(trial)
                     trial.check()
