@@ -43,7 +43,7 @@ from .submit import submit as send
 from .transfer import Progress
 from .values import without_secrets
 
-__all__ = ["Onward", "make_plan", "name_of", "only_first", "submit"]
+__all__ = ["Onward", "make_plan", "name_of", "only_first", "submit", "where"]
 
 _KINDS: Mapping[str, type[CloudtrainError]] = {
     "quota": QuotaError,
@@ -92,13 +92,17 @@ def only_first(settings: Settings) -> tuple[Settings, str]:
     return places[0], f"this is the first of {len(places)} places, {first}; not looked at: {', '.join(others)}"
 
 
-def _named(settings: Settings) -> str:
-    """A place, for people, before anything is planned there."""
+def where(settings: Settings) -> str:
+    """A place, before anything is planned there: a region, empty where none is told; its store, where that is all."""
     try:
-        place = place_of(settings.make_provider())
+        return place_of(settings.make_provider())
     except CloudtrainError:
-        place = without_secrets(settings.store)
-    return " ".join(filter(None, [settings.provider, place]))
+        return without_secrets(settings.store)
+
+
+def _named(settings: Settings) -> str:
+    """The same, for people."""
+    return " ".join(filter(None, [settings.provider, where(settings)]))
 
 
 def name_of(plan: Plan) -> str:

@@ -25,6 +25,7 @@ from earlier import Ran
 from foldercloud import NAME, Provider
 
 from cloudtrain import cli, moves, pyz, relay, retry
+from cloudtrain.checks import Check, failed, ok
 from cloudtrain.cli.watch import Watch
 from cloudtrain.errors import (
     AuthError,
@@ -485,6 +486,56 @@ def test_what_looks_at_the_first_place_alone_says_so(
     assert others == [f"this is the first of 3 places, {NAME} {first}; not looked at: {NAME} {second}, local"]
     assert cli.main(["doctor", "local"]) in (0, 2)
     assert "not looked at" not in capsys.readouterr().err
+
+
+def test_the_doctor_looks_at_every_place_and_says_once_what_is_the_same(
+    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = places.listed(monkeypatch)
+
+    def checks(self: Provider, store: str, request: Any) -> Iterator[Check]:
+        yield ok("sdk", "folders 1.0")
+        yield ok("caller", f"who may write to {self.settings.folder}")
+
+    monkeypatch.setattr(Provider, "checks", checks, raising=False)
+    assert cli.main(["doctor", NAME]) == 0
+    heads, names = list[str](), list[list[str]]()
+    for line in capsys.readouterr().out.splitlines():
+        if line.endswith(":"):
+            heads.append(line)
+            names.append([])
+        else:
+            names[-1].append(line.split()[1])
+    assert heads == [f"{NAME} {first}:", f"{NAME} {second}:"]
+    assert names == [["settings:", "plan:", "sdk:", "caller:", "store:"], ["settings:", "caller:", "store:"]]
+    assert cli.main(["doctor", NAME, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["provider"], told["place"]) == (NAME, first)
+    assert [(item["provider"], item["place"]) for item in told["fallbacks"]] == [(NAME, second)]
+    rows = [[row["name"] for row in item["checks"]] for item in (told, *told["fallbacks"])]
+    assert rows == [["settings", "plan", "sdk", "caller", "store"]] * 2, "each place's are whole"
+
+
+def test_the_doctor_s_exit_code_is_that_of_the_gravest_failure_of_all_places(
+    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, second = places.listed(monkeypatch)
+
+    def checks(self: Provider, store: str, request: Any) -> Iterator[Check]:
+        quota = failed("quota", "there is none", fix="ask for more", code=QuotaError.exit_code)
+        role = failed("role", "nobody knows it", fix="make it", code=AuthError.exit_code)
+        yield role if self.settings.folder == second else quota
+
+    monkeypatch.setattr(Provider, "checks", checks, raising=False)
+    assert cli.main(["doctor", NAME, "--json"]) == AuthError.exit_code
+    told = json.loads(capsys.readouterr().out)
+    assert told["exit_code"] == told["fallbacks"][0]["exit_code"] == AuthError.exit_code
+    assert {row["exit_code"] for row in told["checks"]} == {0, QuotaError.exit_code}
+    (places.code / "cloudtrain.toml").write_text(tomli_w.dumps({NAME: {"folder": ["a", "b"]}}))
+    assert cli.main(["doctor", NAME, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in told["checks"]] == ["settings"]
+    assert "fallbacks" not in told
 
 
 def test_any_handle_and_id_leads_to_the_newest(places: Places) -> None:
