@@ -215,11 +215,13 @@ def make_plan(
     run_id: str | None = None,
     cwd: Path,
     preview: bool = False,
+    follows: bool = False,
 ) -> Plan:
     """The plan of ``job`` on ``provider`` (default: the setting). Reads files; no network, no credentials, no SDK.
 
-    With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one. Raises `SpecError`, `UnsupportedError`
-    and `StorageError`.
+    With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one. ``follows``: the store of the run to
+    resume from is asked where it has moved to; else this machine's own files are. Raises `SpecError`,
+    `UnsupportedError` and `StorageError`.
     """
     chosen = settings.make_provider(provider)
     _check_names(job)
@@ -236,7 +238,7 @@ def make_plan(
         inputs=inputs,
         origin=origin_of(bundle.git, os.environ),
     )
-    layout = _resumed(layout, job.resume_from, store, chosen, settings, cwd, ask=not preview)
+    layout = _resumed(layout, job.resume_from, store, chosen, settings, cwd, ask=not preview, follows=follows)
     dependencies = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
     source = dataclasses.replace(
         job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=dependencies
@@ -287,7 +289,15 @@ def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request
 
 
 def _resumed(
-    layout: Layout, given: str | None, store: Store, provider: Provider, settings: Settings, cwd: Path, *, ask: bool
+    layout: Layout,
+    given: str | None,
+    store: Store,
+    provider: Provider,
+    settings: Settings,
+    cwd: Path,
+    *,
+    ask: bool,
+    follows: bool,
 ) -> Layout:
     """``layout`` with the folder URL that ``resume_from`` means, and with the one that it is a copy of, if so.
 
@@ -304,7 +314,7 @@ def _resumed(
         url = normalize(settings.resolved(given, ask=ask), cwd=cwd)
     except SpecError as exc:
         raise SpecError(exc.message, field="resume_from") from None
-    url = followed(url, settings, ask=ask)
+    url = followed(url, settings, ask=follows)
     if "/runs/" in url and "/" not in url.rpartition("/runs/")[2]:
         url = f"{url}/live/checkpoints"
     path = local_path(url)

@@ -696,6 +696,24 @@ def test_a_checkpoint_that_is_damaged_in_the_place_before_comes_from_the_run_its
     assert copied(places) == given != saved
 
 
+def test_another_version_brings_the_submitter_s_runtime_over_or_says_in_a_line_that_it_cannot(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.submit()
+    places.clouds[0].stand("r.0", **NONE)
+    (key,) = places.stores[0].files.list("runtime")
+    data = places.stores[0].files.read(key)
+    places.stores[0].files.remove(key)
+    monkeypatch.setattr(pyz, "digest", lambda provider=None: "0" * 64)
+    (row,) = places.reconcile()
+    assert row["exit_code"] == StorageError.exit_code
+    assert f"{places.stores[0].url}/{key} is not there" in str(row["error"])
+    assert moves.next_of(places.stores[0], "r") is None
+    places.stores[0].files.write(key, data)
+    assert places.reconcile()[0]["error"] is None
+    assert places.stores[1].files.read(key) == data
+
+
 def test_the_id_of_a_run_with_other_places_is_not_given_away(places: Places) -> None:
     places.submit()
     places.clouds, places.stores = places.clouds[:1], places.stores[:1]
