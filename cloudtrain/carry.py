@@ -16,16 +16,18 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .checkpoint import Checkpoint, resumable
-from .errors import DigestError, SpecError, StorageError, scrubbed
+from .disk import local_path
+from .errors import CloudtrainError, DigestError, SpecError, StorageError, scrubbed
 from .job import is_run_id
+from .moves import next_of
 from .provider import Layout
-from .relay import Copy, address_of, version_of
+from .relay import Copy, Held, address_of, version_of
 from .settings import Caller, Settings
 from .store import Store
 from .transfer import Entry, Moving, Progress
 from .values import json_loads, url_scheme
 
-__all__ = ["carry", "place_for"]
+__all__ = ["carry", "followed", "place_for"]
 
 FIELD = "resume_from"
 COMMIT = "commit.json"
@@ -34,6 +36,7 @@ LOOKS = 4
 _ORIGIN = "resumed from "
 """Put before a URL to make an address of it, so that no input has the same."""
 _BELOW = "live/checkpoints"
+_WITHIN = re.compile(r"(.+)/runs/([^/]+)(/.*)?")
 _RUN = re.compile(rf"(.+)/runs/([^/]+)/({_BELOW}(?:/[^/]+){{0,2}})")
 
 
@@ -48,6 +51,28 @@ class _Place(NamedTuple):
 def _place(url: str) -> _Place | None:
     match = _RUN.fullmatch(url)
     return _Place(*match.groups()) if match and is_run_id(match[2]) else None
+
+
+def followed(url: str, settings: Settings, *, ask: bool) -> str:
+    """``url``, of a run or of what lies in its folder, in the place that the run has come to.
+
+    Without ``ask`` as far as this machine's own files tell. A store that this client may not read tells nothing: nodes
+    may read what it cannot.
+    """
+    while (match := _WITHIN.fullmatch(url)) and is_run_id(match[2]) and (ask or local_path(url) is not None):
+        look = partial(_next, match[1], match[2], settings.mover)
+        try:
+            noted = settings.let_in(match[1], look)
+        except CloudtrainError:
+            break
+        if noted is None:
+            break
+        url = f"{noted['run']}{match[3] or ''}"
+    return url
+
+
+def _next(store: str, run_id: str, mover: str, caller: Caller) -> dict[str, Any] | None:
+    return next_of(Store(store, storage=caller, moving=Moving(mover=mover)), run_id)
 
 
 def place_for(url: str, store: Store, schemes: Collection[str]) -> str | None:
@@ -70,20 +95,34 @@ def carry(
     layout: Layout,
     *,
     settings: Settings,
+    left: Store | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
     """Copy what ``layout.resume_source`` means, unless the store has it; bytes that had to move.
 
     The source's store is opened as ``settings`` say. One whose file is not what was committed is passed over, and
-    ``say`` is told. Raises `SpecError` where nothing complete is left, `ConflictError`, `StorageError`, `AuthError`.
+    ``say`` is told. What ``left``, the store of the place that a run leaves, has a copy of comes from there, whoever
+    moves it: the run goes on from the checkpoint that it was given. Raises `SpecError` where nothing complete is left,
+    `ConflictError`, `StorageError`, `AuthError`.
     """
     place = _place(layout.resume_source or "")
     if place is None or layout.resume is None:
         return 0
     say = say or (lambda _: None)
-    source = settings.let_in(place.store, partial(_opened, place, settings.mover))
     address = address_of(store, layout.resume)
+    if (held := Held.of(left, address, name=_Chosen.name, field=FIELD)) is not None:
+        try:
+            return Copy(store, layout.run_id, address, held, progress, say).run()
+        except DigestError as exc:
+            say(f"{exc}; it is copied from where it came from")
+    try:
+        source = settings.let_in(place.store, partial(_opened, place, settings.mover))
+    except SpecError as exc:
+        if left is None:
+            raise
+        why = f"{exc.message}, and {left.url} has no copy of it that is whole; submit the same job again"
+        raise StorageError(f"{FIELD}: {why} with --run-id {layout.run_id} where the run can be read") from None
     known = (store.record(f"data/manifests/{address}.json") or {}).get("damaged")
     damaged = {str(mark) for mark in known} if isinstance(known, list) else set()
     for _ in range(LOOKS):

@@ -1,8 +1,8 @@
 """Whether a job could be sent: settings, a plan, what the provider can tell of its platform, a round trip of the store.
 
-Nothing is created but one small object in the store, which is removed again. `Doctor.checks` yields each check as soon
-as it is done; `prepared` makes the plan of the all-nodes job that ``doctor --job`` sends, and `judged` reads what it
-found.
+Nothing is created but one small object in each store, which is removed again. `Doctor.places` yields each place that a
+job tries, with its checks; `prepared` makes the plan of the all-nodes job that ``doctor --job`` sends, and `judged`
+reads what it found.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from . import catalog, preflight
 from .checks import Check, failed, failure, ok, skipped
 from .disk import local_path, normalize
 from .errors import AuthError, CloudtrainError, NotFoundError, SpecError, StorageError
-from .fallback import only_first
+from .fallback import where
 from .job import Job
 from .provider import Provider, Request
 from .settings import Settings
@@ -30,7 +31,7 @@ from .submit import Plan, make_plan
 from .transfer import Files, files
 from .values import without_secrets
 
-__all__ = ["PREFLIGHT", "Doctor", "expected_gpus", "judged", "prepared", "round_trip"]
+__all__ = ["PREFLIGHT", "Doctor", "Place", "expected_gpus", "judged", "prepared", "round_trip"]
 
 PREFLIGHT = "preflight.json"
 """What the job leaves among its artifacts."""
@@ -41,11 +42,20 @@ _NOBODY = re.compile(r"expired|(no|locate|find).{0,20} credentials", re.IGNORECA
 _ABSENT = re.compile(r"no ?such ?bucket|bucket( or container)? does not exist|container ?not ?found|there is no ", re.I)
 
 
-class Doctor:
-    """``provider`` None is the setting; ``fields`` are flat ones of a Job: its machine and image.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a job may run: a provider, None where none is told, and its region. Each check is made when it is taken."""
 
-    Once there was a check, ``others`` says which places were not looked at, where there are several.
-    """
+    provider: str | None
+    region: str
+    checks: Iterator[Check]
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, [self.provider, self.region]))
+
+
+class Doctor:
+    """``provider`` None is the setting; ``fields`` are flat ones of a Job: its machine and image."""
 
     def __init__(
         self,
@@ -57,20 +67,25 @@ class Doctor:
         cwd: Path,
         profile: str | None = None,
     ) -> None:
-        self._profile = profile
-        self.name, self._store, self._given, self._fields, self._cwd = provider, store, settings, dict(fields), cwd
-        self.others = ""
+        self._profile, self._name, self._store = profile, provider, store
+        self._given, self._fields, self._cwd = settings, dict(fields), cwd
 
-    def checks(self) -> Iterator[Check]:
-        """Each check, when it is done."""
+    def places(self) -> Iterator[Place]:
+        """Each place that a job tries, in order; settings that cannot be read are one, with a check that says so."""
         try:
             chosen = Settings.load(
-                overrides=self._given, cwd=self._cwd, profile=self._profile, provider=self.name, store=self._store
+                overrides=self._given, cwd=self._cwd, profile=self._profile, provider=self._name, store=self._store
             )
-            settings, self.others = only_first(chosen)
-            self.name = settings.provider
-            made = settings.make_provider()
-            moving = settings.moving
+            found = chosen.candidates()
+        except CloudtrainError as exc:
+            yield Place(provider=self._name, region="", checks=iter([failure("settings", exc)]))
+            return
+        for own in found:
+            yield Place(provider=own.provider, region=where(own), checks=self._checks(own))
+
+    def _checks(self, settings: Settings) -> Iterator[Check]:
+        try:
+            made, moving = settings.make_provider(), settings.moving
         except CloudtrainError as exc:
             yield failure("settings", exc)
             return

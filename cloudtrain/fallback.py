@@ -43,7 +43,7 @@ from .submit import submit as send
 from .transfer import Progress
 from .values import without_secrets
 
-__all__ = ["Onward", "make_plan", "name_of", "only_first", "submit"]
+__all__ = ["Onward", "make_plan", "name_of", "only_first", "submit", "where"]
 
 _KINDS: Mapping[str, type[CloudtrainError]] = {
     "quota": QuotaError,
@@ -63,13 +63,13 @@ def make_plan(
 ) -> Plan:
     """The plan of ``job`` in the first place that ``settings`` name, which knows those of the others (``further``).
 
-    As `cloudtrain.submit.make_plan`, and as pure; what is wrong with a later place is said now, not when its turn has
-    come.
+    As `cloudtrain.submit.make_plan`, and with ``preview`` as pure; else the store of a run to resume from is asked
+    where that is now. What is wrong with a later place is said now, not when its turn has come.
     """
     plans: list[Plan] = []
     for place, own in enumerate(settings.candidates()):
         try:
-            plans.append(plan_of(job, settings=own, run_id=run_id, cwd=cwd, preview=preview))
+            plans.append(plan_of(job, settings=own, run_id=run_id, cwd=cwd, preview=preview, follows=not preview))
         except SpecError as exc:
             if not place:
                 raise
@@ -92,13 +92,17 @@ def only_first(settings: Settings) -> tuple[Settings, str]:
     return places[0], f"this is the first of {len(places)} places, {first}; not looked at: {', '.join(others)}"
 
 
-def _named(settings: Settings) -> str:
-    """A place, for people, before anything is planned there."""
+def where(settings: Settings) -> str:
+    """A place, before anything is planned there: a region, empty where none is told; its store, where that is all."""
     try:
-        place = place_of(settings.make_provider())
+        return place_of(settings.make_provider())
     except CloudtrainError:
-        place = without_secrets(settings.store)
-    return " ".join(filter(None, [settings.provider, place]))
+        return without_secrets(settings.store)
+
+
+def _named(settings: Settings) -> str:
+    """The same, for people."""
+    return " ".join(filter(None, [settings.provider, where(settings)]))
 
 
 def name_of(plan: Plan) -> str:
@@ -241,7 +245,7 @@ class Onward(Retry):
         if not refusals:
             request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
             refusals.append(run.refusal(result, request.choice if request is not None else 0))
-        plan = dataclasses.replace(self._following(), refusals=tuple(refusals))
+        plan = dataclasses.replace(self._following(), refusals=tuple(refusals), left=run.store)
         self._say(f"{_told(refusals[-1])}; going on to {name_of(plan)}")
 
         def leave() -> None:
@@ -285,7 +289,7 @@ class Onward(Retry):
         provider = settings.provider_of(record)
         layout, job = Layout.from_dict(record["layout"]), Job.from_dict(record["job"])
         store = Store(layout.store, storage=provider.storage, moving=settings.moving)
-        runtime = partial(self._run.store.files.read, f"runtime/{layout.runtime_digest}/cloudtrain.pyz")
+        runtime = partial(self._held, f"runtime/{layout.runtime_digest}/cloudtrain.pyz")
         plan = Plan(
             job=job,
             source=Source(path=".", entry_point=record["code"]["entry_point"]),
@@ -297,7 +301,7 @@ class Onward(Retry):
                 files=(),
                 git=record["code"]["git"],
                 known=record["code"],
-                fetch=partial(self._run.store.files.read, f"code/{layout.code_digest}/code.tar.gz"),
+                fetch=partial(self._held, f"code/{layout.code_digest}/code.tar.gz"),
             ),
             layout=layout,
             request=noted(provider.plan(job, layout), layout),
@@ -316,6 +320,16 @@ class Onward(Retry):
             store.withdraw(plan.run_id)
             raise
         return plan
+
+    def _held(self, key: str) -> bytes:
+        """What the store of the place before has at ``key``; `StorageError` where it has nothing: this version of
+        cloudtrain is another one than the submitter's, and a third party's provider needs a runtime of its own."""
+        run = self._run
+        try:
+            return run.store.files.read(key)
+        except FileNotFoundError:
+            why = f"{run.store.url}/{key} is not there, from where it was to be brought on; submit the same job again"
+            raise StorageError(f"{why} with --run-id {run.run_id}, by the same version of cloudtrain") from None
 
     def _bring(self, digest: str, store: Store, name: str) -> None:
         """Copy a tree of data from this run's store into ``store``, each file proved; a whole one is left alone."""

@@ -5,7 +5,8 @@ The address of a copy is made of its source's URL, so that a plan knows it witho
 again, also not after a copy that was broken off. A source that has changed brings its copy up to date in place, unless
 a run that is not over was given it. One client at a time copies to an address, by a lease; others wait, and find it.
 
-`bring` does so for remote inputs; a `Source` says what else there may be (`carry`: the checkpoint of another run).
+`bring` does so for remote inputs; a `Source` says what else there may be (`carry`: the checkpoint of another run). A
+run that goes on to another place brings what the store that it leaves has (`Held`): who moves it needs no source.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .store import Store, expect, to_json
 from .transfer import PIECE, Entry, Moving, Progress, parallel
 from .values import url_scheme, without_secrets
 
-__all__ = ["Copy", "Source", "address_of", "bring", "version_of"]
+__all__ = ["Copy", "Held", "Source", "address_of", "bring", "version_of"]
 
 LEASE = 60.0
 """Seconds after which another client may go on with a copy whose maker has gone."""
@@ -49,19 +50,24 @@ def bring(
     store: Store,
     layout: Layout,
     *,
+    left: Store | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
     """Copy what the store lacks of the inputs of ``layout`` that have a ``source``; bytes that had to move.
 
-    Sources are reached as fsspec does by itself. `SpecError` for one that holds no file, `ConflictError` for one that
-    changed since a run that goes on was given its copy, `StorageError` for one that changes meanwhile; `AuthError`.
+    Sources are reached as fsspec does by itself; what ``left``, the store of the place before, has a whole copy of
+    comes from there. `SpecError` for one that holds no file, `ConflictError` for one that changed since a run that
+    goes on was given its copy, `StorageError` for one that changes meanwhile; `AuthError`.
     """
     wanted = {item.url: (name, item) for name, item in layout.inputs.items() if item.source is not None}
-    copies = [
-        Copy(store, layout.run_id, address_of(store, item.url), _Input(name, item, store.moving.mover), progress, say)
-        for name, item in wanted.values()
-    ]
+    copies = []
+    for name, item in wanted.values():
+        address = address_of(store, item.url)
+        held = Held.of(left, address, name=name, field=f"inputs.{name}")
+        copies.append(
+            Copy(store, layout.run_id, address, held or _Input(name, item, store.moving.mover), progress, say)
+        )
     return sum(copy.run() for copy in copies)
 
 
@@ -132,6 +138,44 @@ class _Input:
 
     def check(self, path: str, sha256: str) -> None:
         """Nobody promised anything."""
+
+
+class Held:
+    """The whole copy that another store has at the same address, each file proved by the manifest there."""
+
+    instead, tries = "", 2
+
+    def __init__(self, store: Store, address: str, manifest: Mapping[str, Any], *, name: str, field: str) -> None:
+        self.name, self.field, self.shown = name, field, f"{store.url}/data/{address}"
+        self._store, self._address, self._files = store, address, manifest["files"]
+        self.last = str(manifest.get("last") or "")
+        own = ("protocol", "source", "complete", "files")
+        self.facts: Mapping[str, Any] = {key: value for key, value in manifest.items() if key not in own}
+
+    @classmethod
+    def of(cls, store: Store | None, address: str, *, name: str, field: str) -> Held | None:
+        """What ``store`` has there; None where it has nothing whole, or there is no such store."""
+        manifest = _manifest(store, address) if store is not None else None
+        return cls(store, address, manifest, name=name, field=field) if store is not None and manifest else None
+
+    def entries(self) -> dict[str, Entry]:
+        manifest = _manifest(self._store, self._address)
+        if manifest is None or manifest["files"] != self._files:
+            raise StorageError(f"{self.shown} is no longer what it was; start again")
+        return {path: Entry(item["size"], item["version"] or item["sha256"], 0.0) for path, item in self._files.items()}
+
+    def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
+        return self._store.files.pieces(f"data/{self._address}/{path}", entry.size)
+
+    def check(self, path: str, sha256: str) -> None:
+        if sha256 != self._files[path]["sha256"]:
+            raise DigestError(f"{self.shown}/{path} is not what was copied there")
+
+
+def _manifest(store: Store, address: str) -> dict[str, Any] | None:
+    """Of a whole copy, else None."""
+    record = store.record(f"data/manifests/{address}.json")
+    return record if record is not None and record.get("complete") is True else None
 
 
 class Copy:
@@ -352,6 +396,7 @@ class Copy:
     def _save(self, sole: Sole, *, complete: bool) -> None:
         with self._lock:
             record = {"protocol": 1, "source": self._shown, "complete": complete, "files": dict(self._done)}
+            record |= {"last": self._source.last} if self._source.last else {}
             record |= self._source.facts
             sole.check()
             self._store.files.write(self._manifest, to_json(record))

@@ -68,7 +68,8 @@ class Plan:
     provider whose code the nodes need, where that is not ``provider``; ``settings`` say as whom another store is read.
     ``further`` are the plans of the places that follow where this one has no machines, ``rest`` such as a run.json has
     recorded them; ``first`` is the URL of the run in the first place, of any other, and ``refusals`` say why those
-    before had none. ``runtime`` gives cloudtrain.pyz where it is not to be made.
+    before had none. ``left`` is the store of the place before, which has what was copied for the run, ``runtime`` gives
+    cloudtrain.pyz where it is not to be made.
     """
 
     job: Job
@@ -88,6 +89,7 @@ class Plan:
     rest: tuple[Mapping[str, Any], ...] = ()
     first: str = ""
     refusals: tuple[Mapping[str, Any], ...] = ()
+    left: Store | None = None
     runtime: Callable[[], bytes] | None = None
 
     @property
@@ -213,11 +215,13 @@ def make_plan(
     run_id: str | None = None,
     cwd: Path,
     preview: bool = False,
+    follows: bool = False,
 ) -> Plan:
     """The plan of ``job`` on ``provider`` (default: the setting). Reads files; no network, no credentials, no SDK.
 
-    With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one. Raises `SpecError`, `UnsupportedError`
-    and `StorageError`.
+    With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one. ``follows``: the store of the run to
+    resume from is asked where it has moved to; else this machine's own files are. Raises `SpecError`,
+    `UnsupportedError` and `StorageError`.
     """
     chosen = settings.make_provider(provider)
     _check_names(job)
@@ -234,7 +238,7 @@ def make_plan(
         inputs=inputs,
         origin=origin_of(bundle.git, os.environ),
     )
-    layout = _resumed(layout, job.resume_from, store, chosen, settings, cwd, ask=not preview)
+    layout = _resumed(layout, job.resume_from, store, chosen, settings, cwd, ask=not preview, follows=follows)
     dependencies = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
     source = dataclasses.replace(
         job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=dependencies
@@ -285,15 +289,23 @@ def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request
 
 
 def _resumed(
-    layout: Layout, given: str | None, store: Store, provider: Provider, settings: Settings, cwd: Path, *, ask: bool
+    layout: Layout,
+    given: str | None,
+    store: Store,
+    provider: Provider,
+    settings: Settings,
+    cwd: Path,
+    *,
+    ask: bool,
+    follows: bool,
 ) -> Layout:
     """``layout`` with the folder URL that ``resume_from`` means, and with the one that it is a copy of, if so.
 
-    It is a run's complete checkpoints, or a folder of the user's own.
+    It is a run's complete checkpoints, in the place that the run has come to, or a folder of the user's own.
     """
     if given is None:
         return layout
-    from .carry import place_for
+    from .carry import followed, place_for
 
     if is_bare(given, cwd):
         check_run_id(given)
@@ -302,6 +314,7 @@ def _resumed(
         url = normalize(settings.resolved(given, ask=ask), cwd=cwd)
     except SpecError as exc:
         raise SpecError(exc.message, field="resume_from") from None
+    url = followed(url, settings, ask=follows)
     if "/runs/" in url and "/" not in url.rpartition("/runs/")[2]:
         url = f"{url}/live/checkpoints"
     path = local_path(url)
@@ -309,6 +322,14 @@ def _resumed(
         raise SpecError(f"there is no {path}", field="resume_from")
     there = place_for(url, store, provider.schemes)
     return dataclasses.replace(layout, resume=there or url, resume_source=url if there else None)
+
+
+def _check_resumed(url: str | None, settings: Settings) -> None:
+    """Raise `SpecError` where the run that a saved plan resumes from has gone on to another place."""
+    from .carry import followed
+
+    if url and (now := followed(url, settings, ask=True)) != url:
+        raise SpecError(f"{url} went on to {now}; plan again with that", field="resume_from")
 
 
 def is_bare(given: str, cwd: Path) -> bool:
@@ -350,6 +371,7 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
     if inputs != dict(layout.inputs):
         raise SpecError("an input has changed since it was planned; plan again", field="plan")
+    _check_resumed(layout.resume_source or layout.resume, settings)
     return Plan(
         job=job,
         source=source,
@@ -482,8 +504,8 @@ def _copied(plan: Plan, moved: Progress | None, say: Callable[[str], None]) -> i
     from .relay import bring
 
     try:
-        copied = bring(store, layout, progress=moved, say=say)
-        return copied + carry(store, layout, settings=plan.settings, progress=moved, say=say)
+        copied = bring(store, layout, left=plan.left, progress=moved, say=say)
+        return copied + carry(store, layout, settings=plan.settings, left=plan.left, progress=moved, say=say)
     except BaseException:
         store.withdraw(plan.run_id)
         raise

@@ -26,7 +26,7 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-PROFILE = os.environ.get("CLOUDTRAIN_PROFILE", "default")
+PROFILE = os.environ.get("CLOUDTRAIN_TEST_PROFILE", "default")
 settings.load_profile(PROFILE)
 
 _REFUSED = "CLOUDTRAIN_REQUIRE_ALL=1 lets nothing be skipped: "

@@ -108,7 +108,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 def trials(count: int, seed: int, *, minutes: float = MINUTES, workers: int = 1, select: str = "") -> Part:
     """Every test marked proof, and under the proof profile every property-based one, ``count`` trials each."""
     words = {
-        "CLOUDTRAIN_PROFILE": "proof",
+        "CLOUDTRAIN_TEST_PROFILE": "proof",
         "CLOUDTRAIN_TRIALS": str(count),
         "CLOUDTRAIN_SEED": str(seed),
         "CLOUDTRAIN_SOAK_MINUTES": f"{minutes:g}",

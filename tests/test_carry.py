@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
 import signal
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from earlier import Ran
 from jobs import Jobs
 from trials import SEED, TRIALS
 
@@ -31,40 +31,13 @@ from cloudtrain.runtime import checkpoints
 from cloudtrain.settings import Settings
 from cloudtrain.store import Store
 from cloudtrain.submit import load_plan, make_plan
-from cloudtrain.transfer import Moving, files
+from cloudtrain.transfer import Moving
 
 MIB = 1 << 20
 NONE = Settings()
 PAIRS = [("local", "s3"), ("s3", "gcs"), ("gcs", "azure"), ("azure", "local")]
 #: What nodes read whose store is of each kind.
 SCHEMES = {"local": {"file"}, "s3": {"s3"}, "gcs": {"gs"}, "azure": {"abfs"}}
-
-
-class Ran:
-    """A run ``first`` in the store at ``url``, with checkpoints as node 0 commits them."""
-
-    def __init__(self, url: str) -> None:
-        self.files, self.url = files(url), f"{url}/runs/first"
-        self.files.write("runs/first/run.json", b'{"protocol": 1}')
-
-    def save(self, step: int, attempt: str = "0.0", size: int = 5) -> dict[str, bytes]:
-        """A checkpoint of two nodes; what a node that goes on from it has."""
-        name, key = f"step-{step}", f"runs/first/live/checkpoints/step-{step}/{attempt}-{step}"
-        data = {f"node-{n}/{name}/shard-{n}.pt": os.urandom(size * (n + 1)) for n in (0, 1)}
-        data[f"node-0/{name}/a b%+.json"] = b""
-        for path, content in data.items():
-            self.files.write(f"{key}/{path}", content)
-        entries = {path: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for path, c in data.items()}
-        commit = {"protocol": 1, "name": name, "place": None, "attempt": attempt, "seq": step, "nodes": 2}
-        commit |= {"saved": 100.0 + step, "time": 101.0 + step, "files": entries}
-        self.files.write(f"{key}/commit.json", json.dumps(commit).encode())
-        return {path.partition("/")[2].partition("/")[2]: content for path, content in data.items()}
-
-    def spoil(self, step: int, attempt: str = "0.0") -> None:
-        """A byte of a shard is another one; its size is the same."""
-        key = f"runs/first/live/checkpoints/step-{step}/{attempt}-{step}/node-1/step-{step}/shard-1.pt"
-        data = self.files.read(key)
-        self.files.write(key, data[:-1] + bytes([data[-1] ^ 1]))
 
 
 class Target:

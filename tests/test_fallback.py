@@ -6,9 +6,11 @@ has the clouds.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +21,11 @@ from typing import Any
 import foldercloud
 import pytest
 import tomli_w
+from earlier import Ran
 from foldercloud import NAME, Provider
 
-from cloudtrain import cli, moves, pyz, retry
+from cloudtrain import cli, moves, pyz, relay, retry
+from cloudtrain.checks import Check, failed, ok
 from cloudtrain.cli.watch import Watch
 from cloudtrain.errors import (
     AuthError,
@@ -40,8 +44,11 @@ from cloudtrain.reconcile import reconcile
 from cloudtrain.run import Run
 from cloudtrain.settings import Settings
 from cloudtrain.store import Store
+from cloudtrain.submit import load_plan
 from cloudtrain.transfer import LocalFiles
 
+built = cache(pyz.build)
+"""What it takes is no part of these trials."""
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
 NONE = {"state": "failed", "category": "capacity", "reason": "no machines came"}
@@ -77,6 +84,13 @@ class Places:
         url = self.stores[0].url
         return reconcile(f"{url}/runs/r", settings=Settings(), cwd=self.folder, environ={})
 
+    def listed(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """From now on this folder's settings list the places; their names."""
+        table = {"folder": [cloud.settings.folder for cloud in self.clouds], "store": [s.url for s in self.stores]}
+        (self.code / "cloudtrain.toml").write_text(tomli_w.dumps({NAME: table}))
+        monkeypatch.chdir(self.code)
+        return table["folder"]
+
     def jobs(self) -> list[list[str]]:
         return [cloud.jobs() for cloud in self.clouds]
 
@@ -95,6 +109,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     foldercloud.install(tmp_path / "site")
     (tmp_path / "site/foldercloud.py").unlink()  # the module is that of this process
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setattr(pyz, "build", built)
     monkeypatch.chdir(tmp_path)
 
 
@@ -315,6 +330,68 @@ def test_the_id_of_a_run_to_resume_from_means_one_of_the_first_place_s_store(pla
     assert places.submit(resume_from="old").url == run.url
 
 
+def ran_elsewhere(places: Places) -> tuple[str, dict[str, bytes]]:
+    """A run ``old`` of the first place that has run in the second; its URL there, and the checkpoint that it saved."""
+    places.clouds[0].refuse("quota", "no more")
+    url = places.estimator().fit(wait=False, run_id="old").url
+    assert url == f"{places.stores[1].url}/runs/old"
+    saved = Ran(places.stores[1].url, "old").save(6)
+    places.clouds[1].stand("old.0", state="succeeded")
+    places.clouds[0].refuse()
+    return url, saved
+
+
+NAMES: list[Callable[[Places], str]] = [
+    lambda places: "old",
+    lambda places: f"{places.stores[0].url}/runs/old",
+    lambda places: f"{places.stores[1].url}/runs/old",
+    lambda places: str(places.folder / "store-0/runs/old/live/checkpoints"),
+]
+
+
+@pytest.mark.parametrize("named", NAMES, ids=["id", "first", "second", "folder"])
+def test_a_run_that_has_moved_is_resumed_from_where_it_ended_up(
+    places: Places, named: Callable[[Places], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, saved = ran_elsewhere(places)
+    there = f"{url}/live/checkpoints"
+    estimator = places.estimator(resume_from=named(places))
+    assert [estimator.plan().layout.resume, *(plan.layout.resume for plan in estimator.plan().further)] == [there] * 2
+    assert places.submit(resume_from=named(places)).record["layout"]["resume"] == there
+    monkeypatch.setattr(Provider, "schemes", frozenset({"gs"}))
+    plan = estimator.plan()
+    assert (plan.layout.resume_source, plan.further[0].layout.resume) == (there, there)
+    estimator.fit(wait=False, run_id="copied")
+    assert copied(places, 0, "copied") == saved
+
+
+def test_the_command_line_resumes_a_run_that_has_moved(
+    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, _ = ran_elsewhere(places)
+    table = {"folder": places.clouds[0].settings.folder}
+    (places.code / "cloudtrain.toml").write_text(tomli_w.dumps({"provider": NAME, NAME: table}))
+    monkeypatch.chdir(places.code)
+    words = ["train.py", "--store", places.stores[0].url, "--resume-from", "old", "--max-runtime", "1h"]
+    assert cli.main(["submit", *words, "--run-id", "new", "--detach", "--json"]) == 0
+    assert places.stores[0].run("new")["layout"]["resume"] == f"{url}/live/checkpoints"
+    capsys.readouterr()
+    assert cli.main(["plan", *words, "--run-id", "new", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["resume"] == f"{url}/live/checkpoints"
+
+
+def test_a_saved_plan_of_a_run_that_has_moved_since_is_refused_with_where_it_is(places: Places) -> None:
+    old = places.estimator().fit(wait=False, run_id="old")
+    (places.folder / "store-0/runs/old/live/checkpoints").mkdir(parents=True)
+    saved = places.folder / "plan.json"
+    saved.write_text(json.dumps(places.estimator(resume_from=old.url).plan(run_id="r").document()))
+    load_plan(saved, settings=Settings(), cwd=places.folder)
+    places.clouds[0].stand("old.0", **NONE)
+    old.reconcile(retry=Onward(old))
+    with pytest.raises(SpecError, match=r"^resume_from: \S+store-0/runs/old/\S+ went on to \S+store-1/runs/old/\S+;"):
+        load_plan(saved, settings=Settings(), cwd=places.folder)
+
+
 def test_a_gpu_that_the_provider_cannot_plan_follows_no_other(
     tmp_path: Path, installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -395,23 +472,71 @@ def test_a_refusal_that_cannot_be_noted_is_what_submit_says(places: Places, monk
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["doctor", f"{NAME},local"], ""),
+        (["doctor", f"{NAME},local", "--job", "--run-id", "no id"], "run_id"),
         (["rehearse", "train.py", "--provider", f"{NAME},local", "--local-store", "s3://no/folder"], "local_store"),
     ],
 )
 def test_what_looks_at_the_first_place_alone_says_so(
     places: Places, argv: list[str], error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = {"folder": [cloud.settings.folder for cloud in places.clouds], "store": [s.url for s in places.stores]}
-    (places.code / "cloudtrain.toml").write_text(tomli_w.dumps({NAME: table}))
-    monkeypatch.chdir(places.code)
+    first, second = places.listed(monkeypatch)
     code = cli.main(argv)
     err = capsys.readouterr().err
-    assert (code, error in err) == (2 if error else 0, True), err
-    (first, second), others = table["folder"], [line for line in err.splitlines() if "not looked at" in line]
+    assert (code, error in err) == (2, True), err
+    others = [line for line in err.splitlines() if "not looked at" in line]
     assert others == [f"this is the first of 3 places, {NAME} {first}; not looked at: {NAME} {second}, local"]
     assert cli.main(["doctor", "local"]) in (0, 2)
     assert "not looked at" not in capsys.readouterr().err
+
+
+def test_the_doctor_looks_at_every_place_and_says_once_what_is_the_same(
+    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = places.listed(monkeypatch)
+
+    def checks(self: Provider, store: str, request: Any) -> Iterator[Check]:
+        yield ok("sdk", "folders 1.0")
+        yield ok("caller", f"who may write to {self.settings.folder}")
+
+    monkeypatch.setattr(Provider, "checks", checks, raising=False)
+    assert cli.main(["doctor", NAME]) == 0
+    heads, names = list[str](), list[list[str]]()
+    for line in capsys.readouterr().out.splitlines():
+        if line.endswith(":"):
+            heads.append(line)
+            names.append([])
+        else:
+            names[-1].append(line.split()[1])
+    assert heads == [f"{NAME} {first}:", f"{NAME} {second}:"]
+    assert names == [["settings:", "plan:", "sdk:", "caller:", "store:"], ["settings:", "caller:", "store:"]]
+    assert cli.main(["doctor", NAME, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["provider"], told["place"]) == (NAME, first)
+    assert [(item["provider"], item["place"]) for item in told["fallbacks"]] == [(NAME, second)]
+    rows = [[row["name"] for row in item["checks"]] for item in (told, *told["fallbacks"])]
+    assert rows == [["settings", "plan", "sdk", "caller", "store"]] * 2, "each place's are whole"
+
+
+def test_the_doctor_s_exit_code_is_that_of_the_gravest_failure_of_all_places(
+    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, second = places.listed(monkeypatch)
+
+    def checks(self: Provider, store: str, request: Any) -> Iterator[Check]:
+        quota = failed("quota", "there is none", fix="ask for more", code=QuotaError.exit_code)
+        role = failed("role", "nobody knows it", fix="make it", code=AuthError.exit_code)
+        yield role if self.settings.folder == second else quota
+
+    monkeypatch.setattr(Provider, "checks", checks, raising=False)
+    assert cli.main(["doctor", NAME, "--json"]) == AuthError.exit_code
+    told = json.loads(capsys.readouterr().out)
+    assert told["exit_code"] == told["fallbacks"][0]["exit_code"] == AuthError.exit_code
+    assert {row["exit_code"] for row in told["checks"]} == {0, QuotaError.exit_code}
+    (places.code / "cloudtrain.toml").write_text(tomli_w.dumps({NAME: {"folder": ["a", "b"]}}))
+    assert cli.main(["doctor", NAME, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in told["checks"]] == ["settings"]
+    assert "fallbacks" not in told
 
 
 def test_any_handle_and_id_leads_to_the_newest(places: Places) -> None:
@@ -508,6 +633,85 @@ def test_without_the_code_whoever_attaches_brings_it_over(places: Places, monkey
     request = places.stores[1].attempt_request("r", 0)
     assert request is not None
     assert places.stores[1].context(Layout.from_dict(places.stores[1].run("r")["layout"])) == request.context
+
+
+def resumed(places: Places) -> dict[str, bytes]:
+    """The job waits for too long in the first place, having been given a checkpoint of a run that is gone by now; the
+    checkpoint's files, by their path in its copy."""
+    ran = Ran(f"file://{places.folder}/theirs")
+    saved = ran.save(6)
+    places.submit(max_wait=3600, resume_from=ran.url)
+    shutil.rmtree(places.folder / "theirs")
+    places.long_ago()
+    return saved
+
+
+def copied(places: Places, place: int = 1, run_id: str = "r") -> dict[str, bytes]:
+    """What the nodes there are given to go on from: files that commit.json proves, by their path below the step."""
+    store = places.stores[place]
+    key = str(store.run(run_id)["layout"]["resume"]).removeprefix(f"{store.url}/")
+    (commit,) = [name for name in store.files.list(key) if name.endswith("/commit.json")]
+    found = {}
+    for path, item in json.loads(store.files.read(commit))["files"].items():
+        found[path.split("/", 2)[2]] = store.files.read(commit.replace("commit.json", path))
+        assert hashlib.sha256(found[path.split("/", 2)[2]]).hexdigest() == item["sha256"]
+    return found
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes read no file of this machine: what a run is given has to be copied for them."""
+    monkeypatch.setattr(Provider, "schemes", frozenset({"gs"}))
+
+
+def test_who_cannot_read_the_run_that_was_resumed_brings_the_checkpoint_from_the_place_before(
+    tmp_path: Path, installed: None, apart: None
+) -> None:
+    places = Places(tmp_path / "three", count=3)
+    saved = resumed(places)
+    places.clouds[1].refuse("quota", "no more")
+    (row,) = places.reconcile()
+    assert row["error"] is None
+    assert row["run"] == f"{places.stores[2].url}/runs/r"
+    assert places.alive() == [2]
+    assert [copied(places, place) for place in range(3)] == [saved] * 3
+    assert [store.files.names("staging") for store in places.stores] == [[], [], []]
+
+
+def test_a_checkpoint_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
+    places: Places, apart: None
+) -> None:
+    saved = resumed(places)
+    store = places.stores[0]
+    shards = [key for key in store.files.list("data") if key.endswith(".pt")]
+    store.files.write(shards[0], bytes(len(store.files.read(shards[0]))))
+    (row,) = places.reconcile()
+    assert row["exit_code"] == StorageError.exit_code
+    assert "submit the same job again with --run-id r where the run can be read" in str(row["error"])
+    assert moves.next_of(store, "r") is None
+    assert places.stores[1].runs() == []
+    again = Ran(f"file://{places.folder}/theirs")
+    given = again.save(6)
+    assert places.reconcile()[0]["error"] is None
+    assert copied(places) == given != saved
+
+
+def test_another_version_brings_the_submitter_s_runtime_over_or_says_in_a_line_that_it_cannot(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places.submit()
+    places.clouds[0].stand("r.0", **NONE)
+    (key,) = places.stores[0].files.list("runtime")
+    data = places.stores[0].files.read(key)
+    places.stores[0].files.remove(key)
+    monkeypatch.setattr(pyz, "digest", lambda provider=None: "0" * 64)
+    (row,) = places.reconcile()
+    assert row["exit_code"] == StorageError.exit_code
+    assert f"{places.stores[0].url}/{key} is not there" in str(row["error"])
+    assert moves.next_of(places.stores[0], "r") is None
+    places.stores[0].files.write(key, data)
+    assert places.reconcile()[0]["error"] is None
+    assert places.stores[1].files.read(key) == data
 
 
 def test_the_id_of_a_run_with_other_places_is_not_given_away(places: Places) -> None:
@@ -642,10 +846,13 @@ def move(places: Places, kind: str) -> None:
 
 
 def begun(folder: Path, kind: str) -> Places:
-    """The first place has no machines: it refuses, or has taken a job and lets it wait for too long."""
+    """The first place has no machines: it refuses, or has taken a job and lets it wait for too long; one that was given
+    a checkpoint which only the copy there still holds, if it is resumed."""
     places = Places(folder)
     if kind == "refused":
         places.clouds[0].refuse("quota", "no more")
+    elif kind == "resumed":
+        resumed(places)
     else:
         places.submit(max_wait=3600)
         places.long_ago()
@@ -665,6 +872,8 @@ def one_job(places: Places) -> None:
     left = places.stores[0].result("r")
     assert left is not None
     assert left["state"] == "failed"
+    if places.stores[0].run("r")["layout"]["resume"]:
+        assert copied(places) == copied(places, 0)
     assert not any("/sending/" in key for store in places.stores for key in store.files.list("runs"))
 
 
@@ -676,7 +885,6 @@ def places_category(places: Places) -> str:
 def boundaries(installed: None, monkeypatch: pytest.MonkeyPatch) -> Boundaries:
     monkeypatch.setattr(moves, "IN_FLIGHT", 0.0)
     monkeypatch.setattr(moves, "_PAUSE", 0.005)
-    monkeypatch.setattr(pyz, "build", cache(pyz.build))  # what it takes is no part of this
     return Boundaries(monkeypatch)
 
 
@@ -710,6 +918,21 @@ def deaths(boundaries: Boundaries, folder: Path, kind: str, most: int) -> None:
 
 
 KINDS = ["refused", "waited"]
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(max(20, TRIALS // 10), marks=pytest.mark.proof, id="many")])
+def test_a_client_that_dies_while_it_brings_a_checkpoint_over_is_gone_on_from(
+    boundaries: Boundaries, apart: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(relay, "LEASE", 2.0)
+    deaths(boundaries, tmp_path / "deaths", "resumed", count)
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(max(20, TRIALS // 10), marks=pytest.mark.proof, id="many")])
+def test_two_clients_at_once_bring_one_checkpoint(
+    boundaries: Boundaries, apart: None, tmp_path: Path, count: int
+) -> None:
+    meetings(boundaries, tmp_path / "meetings", "resumed", count, stalls=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

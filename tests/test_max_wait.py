@@ -54,6 +54,18 @@ def test_what_does_not_end_is_cancelled_again_after_a_while_and_by_any_other_cli
     assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, PENDING) == WHY
 
 
+def test_one_that_has_started_by_the_platform_s_word_alone_waits_since_it_was_seen_to(tmp_path: Path) -> None:
+    """It lost its machines before its nodes had left a word."""
+    wait, store, clock = begun(tmp_path)
+    again = Status(state="pending", started=T0 + 1)
+    clock.now = T0 + 10 * LIMIT
+    assert wait.ends(0, again) == ""
+    clock.now += LIMIT
+    assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, again) == ""
+    clock.now += 1
+    assert wait.ends(0, again) == WHY
+
+
 @pytest.mark.parametrize("state", ["running", "succeeded", "failed", "cancelled"])
 def test_what_does_not_wait_is_left_alone(tmp_path: Path, state: str) -> None:
     wait, store, clock = begun(tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +21,8 @@ from .verbs import Json, Ours, left, stopped
 from .where import HERE, At, Where, stoppable
 
 if TYPE_CHECKING:
+    from ..checks import Check
+    from ..doctor import Doctor, Place
     from ..settings import Settings
 
 __all__ = ["doctor"]
@@ -68,22 +70,44 @@ def doctor(
     from ..doctor import Doctor
 
     looking = Doctor(provider=provider, store=at.store, profile=at.profile, settings=given, fields=fields, cwd=cwd)
-    found = []
-    for check in looking.checks():
-        found.append(check)
-        if not json:
-            screen.data(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
-            if check.fix:
-                screen.data(f"{'':<{WIDTH}}  fix: {check.fix}")
-    if looking.others:
-        screen.talk(looking.others)
-    code = gravest(found)
+    found = _looked(looking, None if json else screen)
+    code = gravest(check for _, checks in found for check in checks)
     if json:
-        rows = [dataclasses.asdict(check) for check in found]
-        screen.emit({"provider": looking.name, "checks": rows, "exit_code": code})
+        (first, checks), *later = found
+        screen.emit({
+            "provider": first.provider, **({"place": first.region} if later else {}),
+            "checks": [dataclasses.asdict(check) for check in checks],
+            **({"fallbacks": [_told(*item) for item in later]} if later else {}), "exit_code": code,
+        })  # fmt: skip
     elif code == 0 and not fields:
         screen.next(["doctor", *([provider] if provider else []), "--job"], where=at.flags)
     return code
+
+
+def _looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Check]]]:
+    """Each place and its checks, told as they are made. Of several places each is named, and what was told of an
+    earlier one of the provider, word for word, is not told again."""
+    found: list[tuple[Place, list[Check]]] = []
+    told: set[tuple[str | None, Check]] = set()
+    places = list(looking.places())
+    for place in places:
+        if screen is not None and len(places) > 1:
+            screen.data(f"{place}:")
+        found.append((place, []))
+        for check in place.checks:
+            found[-1][1].append(check)
+            if screen is not None and (place.provider, check) not in told:
+                told.add((place.provider, check))
+                screen.data(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
+                if check.fix:
+                    screen.data(f"{'':<{WIDTH}}  fix: {check.fix}")
+    return found
+
+
+def _told(place: Place, checks: Sequence[Check]) -> dict[str, Any]:
+    """A place that follows, as ``--json`` has it."""
+    rows = [dataclasses.asdict(check) for check in checks]
+    return {"provider": place.provider, "place": place.region, "checks": rows, "exit_code": gravest(checks)}
 
 
 def _on_nodes(

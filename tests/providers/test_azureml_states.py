@@ -74,6 +74,20 @@ def test_what_never_had_a_machine_costs_nothing() -> None:
     assert said("Running").cost_usd is None
 
 
+@pytest.mark.parametrize("logs", [{}, {"system_logs/lifecycler.log": "https://x"}, None])
+def test_a_start_without_a_log_of_the_script_is_none(logs: Any) -> None:
+    """Azure's time of a start may be that of a job that only waited: neither a time limit nor a price comes of it."""
+    times = {"startTimeUtc": "2026-11-22T00:00:00Z", "endTimeUtc": "2026-11-22T00:20:00Z"}
+    properties = {"resources": {"instanceType": "Standard_DS3_v2"}, "limits": {"timeout": "PT10M"}}
+    told = {"properties": {"status": "Canceled", **properties}}
+    found = status_of(told, {**times, "logFiles": logs}, prices={"Standard_DS3_v2": 0.6})
+    assert (found.category, found.started, found.cost_usd) == ("cancelled", None, 0.0)
+    ran = status_of(told, {**times, "logFiles": {"user_logs/std_log_process_0.txt": "https://x"}})
+    assert (ran.category, ran.started) == ("timeout", 1795305600.0)
+    running = {"properties": {"status": "Running", **properties}}
+    assert status_of(running, {**times, "logFiles": logs}).started == 1795305600.0
+
+
 def test_the_time_limit_is_no_users_cancel() -> None:
     """Azure ML cancels a job that is over its limit: no word may be said."""
     assert said("Canceled", seconds=600).category == "timeout"
@@ -134,6 +148,8 @@ CATEGORIES = [
     ("AuthorizationPermissionMismatch: This request is not authorized to perform this operation", "auth"),
     ("UserError: Access denied to datastore", "auth"),
     ("UserError: StreamAccess(NotFound)", "user_error"),
+    ("UserError: StreamAccess(NotFound) azureml://x/paths/quota/runs/quota-1/data", "user_error"),
+    ("FailedPullingImage: Unable to pull docker image team/quota-app:1", "image"),
     ("ServiceError: InternalServerError", "infra"),
     ("", "infra"),
 ]
@@ -171,7 +187,9 @@ REFUSALS: list[tuple[int, str, str, type[CloudtrainError], str]] = [
     ),
     (404, "UserError", "Job r-1 was not found", NotFoundError, "r-1"),
     (404, "NotFound", "Job r-1 is not found in workspace w.", NotFoundError, "r-1"),
+    (404, "NotFound", "Job quota is not found in workspace quota.", NotFoundError, "workspace quota"),
     (409, "Conflict", "exists", ConflictError, "run_id: "),
+    (409, "UserError", "A job with the name quota-6efb67b1542dbfb0 already exists", ConflictError, "run_id: "),
     (400, "UserError", "A job with this name already exists.", ConflictError, "run_id: "),
     (400, "JobNodeCountExceedsCoreQuota", DP100, QuotaError, "at least 4 dedicated vCPUs"),
     (403, "QuotaExceeded", INNER_EYE, QuotaError, "at least 24"),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from earlier import Ran
 
 from cloudtrain import cli
 from cloudtrain.errors import LostContactError
@@ -138,6 +141,42 @@ def test_a_wait_for_machines_that_is_too_long_ends_for_certain_then_the_next_beg
     assert clouds.jobs() == LOCATIONS[1:]
     (refusal,) = run.result()["refusals"]
     assert (refusal["place"], refusal["category"]) == (LOCATIONS[0], "capacity")
+
+
+def given(run: Run) -> dict[str, bytes]:
+    """What the nodes of the run are given to go on from, by the path below the checkpoint's name."""
+    key = str(run.record["layout"]["resume"]).removeprefix(f"{run.store.url}/")
+    (commit,) = [name for name in run.store.files.list(key) if name.endswith("/commit.json")]
+    listed = json.loads(run.store.files.read(commit))["files"]
+    return {path.split("/", 2)[2]: run.store.files.read(commit.replace("commit.json", path)) for path in listed}
+
+
+def test_a_checkpoint_goes_along_and_a_run_that_moved_is_resumed_in_another_cloud(
+    clouds: Clouds, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a client that cannot read the run which was resumed: only the machine that submitted had it."""
+    theirs = clouds.code.parent / "theirs"
+    saved = Ran(f"file://{theirs}").save(6)
+    assert clouds.submit(GOOGLE, "--max-wait", "1h", "--resume-from", str(theirs / "runs/first")) == 0
+    run = clouds.attach(GOOGLE)
+    assert given(run) == saved
+    clouds.long_ago(run)
+    shutil.rmtree(theirs)
+    deadline = time.monotonic() + 60
+    while not clouds.attach(GOOGLE).led:
+        assert time.monotonic() < deadline
+        assert cli.main(["reconcile", f"{clouds.stores[GOOGLE][0]}/runs/r"]) == 0, capsys.readouterr()
+    assert clouds.jobs() == LOCATIONS[1:]
+    moved = clouds.attach(GOOGLE)
+    assert moved.url == f"{clouds.stores[GOOGLE][1]}/runs/r"
+    assert given(moved) == saved
+    newer = Ran(moved.store.url, "r").save(8)
+    words = [word if word != "r" else "s" for word in clouds.words(AWS)]
+    first = f"{clouds.stores[GOOGLE][0]}/runs/r"
+    assert cli.main(["submit", "--detach", *words, "--resume-from", first]) == 0
+    resumed = Estimator.attach("s", store=clouds.stores[AWS][0])
+    assert resumed.record["layout"]["resume_source"] == f"{moved.url}/live/checkpoints"
+    assert given(resumed) == newer
 
 
 @pytest.mark.parametrize("provider", [AWS, GOOGLE])

@@ -260,6 +260,7 @@ def test_a_job_that_had_machines_has_not_waited_for_them(word: str) -> None:
         ("ClientError: Data download failed: AccessDenied (403): not authorized", "auth"),
         ("ClientError: Data download failed: NoSuchBucket", "user_error"),
         ('ClientError: Data download failed:No S3 objects found under S3 URL "s3://b/imagenet/"', "user_error"),
+        ('ClientError: Data download failed:No S3 objects found under S3 URL "s3://b/quota/x"', "user_error"),
         ("ClientError: Please use an instance type with more memory, exit code: 137", "oom"),
         ("AlgorithmError: ValueError: the quota, insufficient capacity, internal server error", "user_error"),
         ("CapacityError: Unable to provision requested ML compute capacity. Please retry.", "capacity"),

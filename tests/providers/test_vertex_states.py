@@ -120,6 +120,7 @@ def test_what_it_cost_and_where_it_is() -> None:
         ("FAILED", (3, EXIT.format(127, "no python")), 60, "image"),
         ("FAILED", (3, NO_MEMORY), 60, "oom"),
         ("FAILED", (3, PULL), None, "image"),
+        ("FAILED", (3, "Failed to pull image europe-docker.pkg.dev/p/quota/quota-app:1"), None, "image"),
         ("FAILED", (8, STOCKOUT), None, "capacity"),
         ("FAILED", (8, QUOTA), None, "quota"),
         ("FAILED", (8, "something"), None, "capacity"),

@@ -24,9 +24,10 @@ from ...errors import (
 __all__ = ["CAPACITY", "HELP", "QUOTA", "error_of", "quota_hint", "refusal", "translated"]
 
 QUOTA = re.compile(
-    r"quota|ClusterQuotaReached|JobNodeCountExceedsCoreQuota|exceeds? (the )?(core|vCPU) limit", re.IGNORECASE
+    r"(?<![\w/.-])quotas?(?![\w/-])|(?-i:[a-z]Quota|Quota[A-Z])|exceeds? (the )?(core|vCPU) limit", re.IGNORECASE
 )
-"""Texts from public issues: mslearn-dp100 #35, InnerEye #253, azure-docs #121466 and #17809."""
+"""Texts from public issues: mslearn-dp100 #35, InnerEye #253, azure-docs #121466 and #17809. A word or a code, and no
+part of a name that a user has given: of a job, a path, an image."""
 CAPACITY = re.compile(
     r"(Allocation|OverconstrainedAllocation|ZonalAllocation)Failed|SkuNotAvailable|OutOfCapacity"
     r"|(not enough|insufficient|lack of|no) (available )?capacity",
@@ -81,14 +82,14 @@ def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainErr
         return AuthError(f"{text}: {HELP['role']}")
     if field := _place(status, code, said):
         return SpecError(f"{said}; check subscription, group and workspace", field=field)
+    if status == 404:  # before words that the name of what is not there may hold
+        return NotFoundError(text)
     if QUOTA.search(f"{code} {said}"):
         return QuotaError(f"{text}: {quota_hint(said)}")
     if CAPACITY.search(f"{code} {said}"):
         return CapacityError(f"{text}: another size, region or time, or a longer max_wait")
     if status == 409 or _TAKEN.search(said):
         return ConflictError(text, field="run_id")
-    if status == 404:
-        return NotFoundError(text)
     if _NO_COMPUTE.search(f"{code} {said}"):
         return SpecError(text, field="azureml.compute")
     return SpecError(text) if 400 <= status < 500 else PlatformError(text)

@@ -11,6 +11,7 @@ from ...provider import Status
 from ...values import unix_seconds
 from .account import FINAL
 from .errors import CAPACITY, QUOTA, quota_hint
+from .pages import FILES
 
 if TYPE_CHECKING:
     from .account import Account
@@ -93,6 +94,8 @@ def status_of(
     resources = properties.get("resources") or {}
     started, ended = _time(details.get("startTimeUtc")), _time(details.get("endTimeUtc"))
     final = native in FINAL
+    if final and _never_ran(details):
+        started = None
     span = max(0.0, ended - started) if final and started is not None and ended is not None else None
     state, category, reason = _state(native, details, _limit(properties), span)
     machine = str(resources.get("instanceType") or str(properties.get("computeId") or "").rpartition("/")[2])
@@ -109,6 +112,15 @@ def status_of(
         instance_type=machine,
         cost_usd=round(hours * (prices or {})[machine], 4) if priced else None,
     )
+
+
+def _never_ran(details: Mapping[str, Any]) -> bool:
+    """Whether the history of a job that is over lists no log of its script.
+
+    Of startTimeUtc Azure says no more than "when the run was started", and of the state Starting, in which a job still
+    waits for machines, "run has started": so the time alone does not tell that it had any.
+    """
+    return "logFiles" in details and not any(FILES.fullmatch(name) for name in details["logFiles"] or ())
 
 
 def _state(native: str, details: Mapping[str, Any], limit: float | None, span: float | None) -> tuple[str, str, str]:

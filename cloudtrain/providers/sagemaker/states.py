@@ -40,7 +40,7 @@ _CATEGORIES: tuple[tuple[str, str], ...] = (
     (r"^AlgorithmError", "user_error"),
     (r"^InternalServerError", "infra"),
     (r"^CapacityError|insufficient.{0,20}capacity|unable to provision requested ML compute capacity", "capacity"),
-    (r"^ResourceLimitExceeded|service limit|\bquota\b", "quota"),
+    (r"^ResourceLimitExceeded|service limit|(?<![\w/.-])quotas?(?![\w/-])", "quota"),  # no part of a user's name
     (r"^ClientError.*(instance type with more memory|out of memory|exit code:? ?137\b)", "oom"),
     (r"^ClientError.*(AccessDenied|access denied|not authorized|assume role|permission|forbidden|\bKMS\b)", "auth"),
     (r"^ClientError: *Data download failed", "user_error"),

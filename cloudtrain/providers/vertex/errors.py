@@ -34,7 +34,8 @@ RATE = re.compile(r"per.?(minute|second|user)\b|\brate.?limit", re.IGNORECASE)
 """A quota of calls, which is full again in a minute."""
 MACHINES = re.compile(r"custom_model_training_\w+", re.IGNORECASE)
 """The metrics that machines count against (Vertex AI's page of quotas): such a refusal is never of calls."""
-QUOTA = re.compile(rf"quota|{MACHINES.pattern}", re.IGNORECASE)
+QUOTA = re.compile(rf"(?<![\w/.-])quotas?(?![\w/-])|(?-i:QUOTA_|_QUOTA)|{MACHINES.pattern}", re.IGNORECASE)
+"""The word and Google's codes, and no part of a name that a user has given."""
 READ, CLAIM, LOOK = "read the log", "claim the creation of the job", "look at"
 """Calls that need other roles than those of jobs."""
 _METRIC = re.compile(r"aiplatform\.googleapis\.com/(?P<metric>\w+)")

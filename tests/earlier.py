@@ -1,0 +1,38 @@
+"""A run that has saved checkpoints, for what another run goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+from cloudtrain.transfer import files
+
+__all__ = ["Ran"]
+
+
+class Ran:
+    """A run in the store at ``url``, made unless it is there, with checkpoints as node 0 commits them."""
+
+    def __init__(self, url: str, run_id: str = "first") -> None:
+        self.files, self.url, self.key = files(url), f"{url}/runs/{run_id}", f"runs/{run_id}"
+        self.files.create(f"{self.key}/run.json", b'{"protocol": 1}')
+
+    def save(self, step: int, attempt: str = "0.0", size: int = 5) -> dict[str, bytes]:
+        """A checkpoint of two nodes; what a node that goes on from it has."""
+        name, key = f"step-{step}", f"{self.key}/live/checkpoints/step-{step}/{attempt}-{step}"
+        data = {f"node-{n}/{name}/shard-{n}.pt": os.urandom(size * (n + 1)) for n in (0, 1)}
+        data[f"node-0/{name}/a b%+.json"] = b""
+        for path, content in data.items():
+            self.files.write(f"{key}/{path}", content)
+        entries = {path: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for path, c in data.items()}
+        commit = {"protocol": 1, "name": name, "place": None, "attempt": attempt, "seq": step, "nodes": 2}
+        commit |= {"saved": 100.0 + step, "time": 101.0 + step, "files": entries}
+        self.files.write(f"{key}/commit.json", json.dumps(commit).encode())
+        return {path.partition("/")[2].partition("/")[2]: content for path, content in data.items()}
+
+    def spoil(self, step: int, attempt: str = "0.0") -> None:
+        """A byte of a shard is another one; its size is the same."""
+        key = f"{self.key}/live/checkpoints/step-{step}/{attempt}-{step}/node-1/step-{step}/shard-1.pt"
+        data = self.files.read(key)
+        self.files.write(key, data[:-1] + bytes([data[-1] ^ 1]))
