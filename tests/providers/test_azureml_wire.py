@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,7 +40,7 @@ from cloudtrain.testing.azureml.life import CommandJob
 from cloudtrain.testing.azureml.plane import SUBSCRIPTION, Plane
 from cloudtrain.testing.azureml.wire import Answer, Call, Fault, Refusal, Wire
 
-HOUR = 3600
+HOUR, SOME = 3600, 1 << 20
 ACTION = "Microsoft.MachineLearningServices/workspaces/jobs/write"
 
 
@@ -487,6 +488,35 @@ def test_a_log_is_read_on_from_its_cursor_without_a_token(plane: Plane) -> None:
     read = [call for call in plane.wire.calls if call.operation == "GET blob"]
     assert all(call.token is None for call in read)
     assert {call.headers["user-agent"].split("/")[0].split(" ")[0] for call in read} == {"cloudtrain"}
+
+
+def test_an_answer_that_is_asked_for_in_pieces_comes_in_pieces(plane: Plane) -> None:
+    """The second is sent once the first has been read: none of it waits for all of it."""
+    read, seen = threading.Event(), list[bool]()
+
+    def pieces() -> Iterator[bytes]:
+        yield b"x" * SOME
+        seen.append(read.wait(20))
+        yield b"y"
+
+    plane.wire.route("GET", "/slow", "GET slow", lambda call: Answer(pieces(), length=SOME + 1), open=True)
+    answer = client(plane).account.fetch(f"{plane.api}/slow", what="read it", stream=True)
+    found = answer.iter_bytes()
+    size = len(next(found))
+    read.set()
+    assert size + sum(map(len, found)) == SOME + 1
+    assert seen == [True]
+
+
+def test_a_place_that_does_not_answer_is_told_by_what_was_asked(plane: Plane) -> None:
+    account = client(plane).account
+    plane.wire.faults += [Fault("GET discovery"), Fault("GET discovery")]
+    for call, what in (
+        (lambda url: account.fetch(url, what="look"), "look"),
+        (account.discovered, "discover the workspace"),
+    ):
+        with pytest.raises(LostContactError, match=rf"^Azure does not answer: {what}: "):
+            call(f"{plane.api}/discovery/workspaces/w-1")
 
 
 @pytest.mark.parametrize(
