@@ -35,6 +35,7 @@ from cloudtrain.errors import (
 )
 from cloudtrain.provider import Request
 from cloudtrain.providers.azureml import Provider
+from cloudtrain.providers.azureml import account as module
 from cloudtrain.providers.azureml.account import named
 from cloudtrain.testing.azureml.life import CommandJob
 from cloudtrain.testing.azureml.plane import SUBSCRIPTION, Plane
@@ -488,6 +489,22 @@ def test_a_log_is_read_on_from_its_cursor_without_a_token(plane: Plane) -> None:
     read = [call for call in plane.wire.calls if call.operation == "GET blob"]
     assert all(call.token is None for call in read)
     assert {call.headers["user-agent"].split("/")[0].split(" ")[0] for call in read} == {"cloudtrain"}
+
+
+def test_a_service_that_never_answers_is_given_up(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After half a minute; here sooner."""
+    gone = threading.Event()
+    assert module.TIMEOUT == 30
+    monkeypatch.setattr(module, "TIMEOUT", 1.0)
+
+    def stall(call: Call) -> Answer:
+        gone.wait(20)
+        return Answer()
+
+    plane.wire.route("GET", "/never", "GET never", stall, open=True)
+    with pytest.raises(LostContactError, match=r"^Azure does not answer: look: "):
+        client(plane).account.fetch(f"{plane.api}/never", what="look")
+    gone.set()
 
 
 def test_an_answer_that_is_asked_for_in_pieces_comes_in_pieces(plane: Plane) -> None:

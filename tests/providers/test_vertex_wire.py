@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -328,6 +329,23 @@ def test_every_refusal_is_one_of_ours(plane: Plane, refusal: Refusal | None, kin
     assert "\n" not in str(caught.value)
 
 
+def test_a_service_that_never_answers_is_given_up(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a minute; here sooner."""
+    provider, gone = client(), threading.Event()
+    native = provider.submit(PLANS.planned())
+    assert own.TIMEOUT == 60
+    after(plane, "POST object", lambda: monkeypatch.setattr(own, "TIMEOUT", 0.2))
+    for operation in ("POST customJobs", "GET customJob"):
+        after(plane, operation, lambda: gone.wait(20))
+    for call, what in (
+        (lambda: provider.submit(PLANS.planned(attempt=1)), "create job"),
+        (lambda: provider.status(native), "get job"),
+    ):
+        with pytest.raises(LostContactError, match=rf"^Google Cloud does not answer: {what}: "):
+            call()
+    gone.set()
+
+
 def test_each_call_says_what_it_was_for(plane: Plane) -> None:
     refused = Refusal("INVALID_ARGUMENT", "no")
     request, provider = PLANS.planned(), client()
@@ -503,10 +521,49 @@ def test_a_store_that_jobs_cannot_mount_is_refused_before_anything_is_made(
     plane: Plane, place: tuple[str, str], says: str
 ) -> None:
     plane.gcs.places[BUCKET] = place
+    assert client().account.place(BUCKET) == (place[0].lower(), place[1])
+    plane.wire.calls.clear()
     with pytest.raises(SpecError) as caught:
         client().submit(PLANS.planned())
     assert str(caught.value) == says
     assert operations(plane) == ["GET bucket"]
+
+
+def instead(plane: Plane, said: Any) -> None:
+    """Serve each call, and answer all but those for tokens with this."""
+    wire, served = plane.wire, plane.wire.answer
+
+    def answer(*words: Any) -> Answer | None:
+        found = served(*words)
+        return found if wire.calls[-1].operation == "POST token" else Answer(said)
+
+    wire.answer = answer  # type: ignore[method-assign]
+
+
+def test_a_page_of_a_proxys_in_place_of_an_answer_is_one_line(plane: Plane) -> None:
+    request, provider = PLANS.planned(), client()
+    native = provider.submit(request)
+    instead(plane, b"<html>")
+    for call, what in (
+        (lambda: provider.status(native), "get job"),
+        (lambda: provider.account.claimed(request), "list jobs"),
+        (lambda: client().account.place(BUCKET), f"look at gs://{BUCKET}"),
+        (lambda: provider.account._claim(PLANS.planned(attempt=1)).take(), "claim the creation of the job"),
+    ):
+        with pytest.raises(PlatformError, match=rf"^{what}: the answer is not JSON$"):
+            call()
+
+
+def test_a_page_of_a_proxys_in_place_of_a_token_is_one_line(plane: Plane) -> None:
+    plane.wire.answer = lambda *words: Answer(b"<html>")  # type: ignore[method-assign]
+    why = r"^Google Cloud does not answer: get job: the answer to a sign-in is not JSON$"
+    with pytest.raises(LostContactError, match=why):
+        client().status(NOWHERE)
+
+
+def test_a_bucket_of_which_nothing_is_said_is_taken_on_trust(plane: Plane) -> None:
+    instead(plane, {})
+    assert client().account.place(BUCKET) == ("", "region")
 
 
 def test_a_store_in_a_bucket_that_is_none(plane: Plane) -> None:
