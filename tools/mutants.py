@@ -164,8 +164,10 @@ def spent(seconds: float) -> str:
     return f"{sum(runs) / 60:.0f} min" + (f" in {len(runs)} runs" if len(runs) > 1 else "")
 
 
-def page(options: argparse.Namespace, rows: Mapping[str, Tried], left: Sequence[Survivor], took: str) -> str:
-    """The report as Markdown."""
+def page(
+    options: argparse.Namespace, rows: Mapping[str, Tried], left: Sequence[Survivor], *, took: str, missed: int
+) -> str:
+    """The report as Markdown; ``missed`` of the sample were not tried."""
     today = datetime.datetime.now(datetime.timezone.utc)
     total, tried, killed = (
         sum(row.mutants for row in rows.values()),
@@ -173,6 +175,7 @@ def page(options: argparse.Namespace, rows: Mapping[str, Tried], left: Sequence[
         sum(row.killed for row in rows.values()),
     )
     share = f"{tried} of {total} mutants ({tried / total:.1%}), {options.share:.0%} of each file, seed {options.seed}"
+    share += f"; {missed} more of that sample were not tried" if missed else ""
     text = [
         f"# Mutants of {today:%Y-%m-%d %H:%M} UTC",
         "",
@@ -228,9 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = generate()
     if options.only:
         names = {file: of for file, of in names.items() if any(fnmatch.fnmatch(file, glob) for glob in options.only)}
-    tried = sample(names, options.share, options.seed)
+    tried, missed = sample(names, options.share, options.seed), 0
     if options.page:
         done = {name for ends in results().values() for name, code in ends.items() if code is not None}
+        missed = len({*tried} - done)
         tried = [name for name in tried if name in done]
     run = [] if options.page else [item.name for item in survivors({*tried})] if options.again else tried
     began = time.monotonic()
@@ -244,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("mutants: not all could be tried; mutants/run.log says why\n")
         return NOTHING
     left = list(survivors({*tried}))
-    text = page(options, rows, left, took)
+    text = page(options, rows, left, took=took, missed=missed)
     sys.stdout.write(text)
     if options.report:
         path = ROOT / "docs" / "proof" / f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}-mutants.md"
