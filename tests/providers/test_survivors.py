@@ -95,6 +95,7 @@ def test_a_container_is_told_which_node_it_is_and_the_secrets(monkeypatch: pytes
 def test_a_single_node_of_azureml_needs_no_word_of_ours() -> None:
     words = {"AZUREML_NODE_COUNT": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-0"}
     assert (AzureML.site(words, {}).topology.nodes, AzureML.site(words, {}).topology.node_rank) == (2, 1)
+    assert AzureML.site(words, {}).folders == {"outputs": "artifacts"}
     with pytest.raises(SpecError, match=r"which it is: MASTER_ADDR or .* is not set"):
         AzureML.site({"CLOUDTRAIN_NODES": "2", "NODE_RANK": "1"}, {})
     with pytest.raises(SpecError, match=r"which it is: NODE_RANK or AZUREML_CR_NODE_RANK is not set"):
