@@ -3,9 +3,9 @@
     .venv-mutants/bin/python tools/mutants.py [--share 0.05] [--seed 0] [--only GLOB …] [--again] [--no-report]
 
 mutmut makes the mutants and runs, for each, the tests of ``tests/providers`` that reach its function and need no engine
-of containers (``[tool.mutmut]`` in pyproject.toml says which). ``--share`` of each file's mutants are tried, drawn by
-``--seed``; ``--again`` tries those that survived the run before. Exit code 0: every survivor is explained in
-``tools/survivors.toml``; 1: some is not; 2: nothing was tried.
+of containers and no emulator but ours (``[tool.mutmut]`` in pyproject.toml says which). ``--share`` of each file's
+mutants are tried, drawn by ``--seed``; ``--again`` tries those that survived the run before. Exit code 0: every
+survivor is explained in ``tools/survivors.toml``; 1: some is not; 2: nothing was tried.
 
 What mutmut leaves alone: module and class level (the tables of native states, prices, regions), functions with a
 decorator other than classmethod and staticmethod (properties), annotations, and what runs in another process.
@@ -156,8 +156,18 @@ def table(tried: set[str]) -> dict[str, Tried]:
     return rows
 
 
-def page(options: argparse.Namespace, rows: Mapping[str, Tried], left: Sequence[Survivor], seconds: float) -> str:
-    """The report as Markdown."""
+def spent(seconds: float) -> str:
+    """How long it took, with what was tried before: all runs since ``mutants/`` was made are noted there."""
+    noted = Path("mutants/runs.json")
+    runs = [*(json.loads(noted.read_text(encoding="utf-8")) if noted.exists() else ()), *([seconds] if seconds else ())]
+    noted.write_text(json.dumps(runs), encoding="utf-8")
+    return f"{sum(runs) / 60:.0f} min" + (f" in {len(runs)} runs" if len(runs) > 1 else "")
+
+
+def page(
+    options: argparse.Namespace, rows: Mapping[str, Tried], left: Sequence[Survivor], *, took: str, missed: int
+) -> str:
+    """The report as Markdown; ``missed`` of the sample were not tried."""
     today = datetime.datetime.now(datetime.timezone.utc)
     total, tried, killed = (
         sum(row.mutants for row in rows.values()),
@@ -165,6 +175,7 @@ def page(options: argparse.Namespace, rows: Mapping[str, Tried], left: Sequence[
         sum(row.killed for row in rows.values()),
     )
     share = f"{tried} of {total} mutants ({tried / total:.1%}), {options.share:.0%} of each file, seed {options.seed}"
+    share += f"; {missed} more of that sample were not tried" if missed else ""
     text = [
         f"# Mutants of {today:%Y-%m-%d %H:%M} UTC",
         "",
@@ -175,11 +186,12 @@ def page(options: argparse.Namespace, rows: Mapping[str, Tried], left: Sequence[
         f"| tool | mutmut {importlib.metadata.version('mutmut')}, Python {sys.version.split()[0]} |",
         f"| commit | {commit()} |",
         f"| extent | {share} |",
-        f"| machine | {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; {seconds / 60:.0f} min |",
+        f"| machine | {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end; {took} |",
         "",
         "`killed`: a test failed. `timeout`: the tests used 30 times the processor time that they need; seen, too.",
         "`survived`: every test passed. `no tests`: none of the tests that were run reaches the function. Module level",
-        "(tables) and decorated functions are not mutated; tests that need an engine of containers were not run.",
+        "(tables) and decorated functions are not mutated; tests that need an engine of containers, or an emulator",
+        "that is not ours, were not run.",
         "",
         "| file | mutants | tried | killed | timeout | survived | no tests |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -219,9 +231,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = generate()
     if options.only:
         names = {file: of for file, of in names.items() if any(fnmatch.fnmatch(file, glob) for glob in options.only)}
-    tried = sample(names, options.share, options.seed)
+    tried, missed = sample(names, options.share, options.seed), 0
     if options.page:
         done = {name for ends in results().values() for name, code in ends.items() if code is not None}
+        missed = len({*tried} - done)
         tried = [name for name in tried if name in done]
     run = [] if options.page else [item.name for item in survivors({*tried})] if options.again else tried
     began = time.monotonic()
@@ -229,12 +242,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *run]
         with open("mutants/run.log", "w", encoding="utf-8") as log:
             subprocess.run(command, stdout=log, stderr=log, check=False)
+    took = spent(time.monotonic() - began if run else 0.0)
     rows = {file: row for file, row in table({*tried}).items() if row.ends.total()}
     if not rows or any(row.ends["not checked"] for row in rows.values()):
         sys.stderr.write("mutants: not all could be tried; mutants/run.log says why\n")
         return NOTHING
     left = list(survivors({*tried}))
-    text = page(options, rows, left, time.monotonic() - began)
+    text = page(options, rows, left, took=took, missed=missed)
     sys.stdout.write(text)
     if options.report:
         path = ROOT / "docs" / "proof" / f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d}-mutants.md"

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
+import io
 import json
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from plans import Plans
 
-from cloudtrain.errors import SpecError, UnsupportedError
+from cloudtrain.errors import AuthError, NotFoundError, PlatformError, SpecError, UnsupportedError
+from cloudtrain.provider import Topology
 from cloudtrain.providers import local
 from cloudtrain.providers.azureml import Provider as AzureML
 from cloudtrain.providers.azureml import states as azureml
 from cloudtrain.providers.azureml.plan import TAG_VALUE, _page
+from cloudtrain.providers.docker import ENGINE_PREFIX, PORT, PREEMPTED, STOP_GRACE
+from cloudtrain.providers.docker import Provider as Docker
 from cloudtrain.providers.local import Provider as Local
 from cloudtrain.providers.sagemaker import Provider as SageMaker
+from cloudtrain.providers.sagemaker import account as aws
 from cloudtrain.providers.sagemaker import states as sagemaker
 from cloudtrain.providers.vertex import Provider as Vertex
 from cloudtrain.providers.vertex import states as vertex
 from cloudtrain.providers.vertex.plan import LABEL_COUNT, _origin
+from cloudtrain.testing.vertex.wire import Answer, Wire
 
 ARN = "arn:aws:sagemaker:eu-west-1:123456789012:training-job/run-a0"
 IN_VERTEX = Plans(Vertex, {"project": "p", "location": "europe-west4"}, "gs://b/s", {"image": "team/trainer:1"})
 ROLE = "arn:aws:iam::123456789012:role/cloudtrain"
-IN_SAGEMAKER = Plans(SageMaker, {"role": ROLE, "region": "eu-west-1"}, "s3://bucket/store")
+OF_SAGEMAKER = {"role": ROLE, "region": "eu-west-1"}
+ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
+IN_SAGEMAKER = Plans(SageMaker, OF_SAGEMAKER, "s3://bucket/store")
+TIER = {"job_tier": "spot"}
+WORKSPACE = {"subscription_id": "1-2-3", "resource_group": "training", "workspace_name": "vision"}
+IN_AZURE = Plans(AzureML, WORKSPACE, "abfs://c@account.dfs.core.windows.net/store", {"image": "team/trainer:1"})
 
 
 # ------------------------------------------------------------------------------------------------------------ on a node
@@ -65,11 +79,69 @@ def test_nodes_on_one_machine_share_its_cores(
     assert Local.site({f"{prefix}{name}": str(value) for name, value in told.items()}, {}).cpus == each
 
 
+def test_a_container_is_told_which_node_it_is_and_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values come over its standard input, where no other process can read them."""
+    monkeypatch.setattr("sys.stdin", io.StringIO('{"HF": "hush"}\nmore'))
+    told = {"NODES": 3, "NODE": 2, "CPUS": 4, "ATTEMPT": "1.0", "SECRETS": 1}
+    found = Docker.site({f"{ENGINE_PREFIX}{name}": str(value) for name, value in told.items()}, {"live": "/live"})
+    assert found.topology == Topology(nodes=3, node_rank=2, master_addr="node-0", master_port=PORT)
+    assert (found.paths, found.scratch, found.cpus, found.attempt) == ({"live": "/live"}, (), 4, "1.0")
+    assert found.exit_code == {"succeeded": 0, "failed": 1, "preempted": PREEMPTED}
+    assert (found.stop_grace, found.secrets("env:HF")) == (STOP_GRACE, "hush")
+    bare = {f"{ENGINE_PREFIX}{name}": "1" for name in ("NODES", "CPUS")}
+    assert Docker.site({**bare, f"{ENGINE_PREFIX}NODE": "0"}, {}).attempt == ""
+
+
 def test_a_single_node_of_azureml_needs_no_word_of_ours() -> None:
     words = {"AZUREML_NODE_COUNT": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-0"}
     assert (AzureML.site(words, {}).topology.nodes, AzureML.site(words, {}).topology.node_rank) == (2, 1)
-    with pytest.raises(SpecError, match=r"MASTER_ADDR or .* is not set"):
+    assert AzureML.site(words, {}).folders == {"outputs": "artifacts"}
+    with pytest.raises(SpecError, match=r"which it is: MASTER_ADDR or .* is not set"):
         AzureML.site({"CLOUDTRAIN_NODES": "2", "NODE_RANK": "1"}, {})
+    with pytest.raises(SpecError, match=r"which it is: NODE_RANK or AZUREML_CR_NODE_RANK is not set"):
+        AzureML.site({"CLOUDTRAIN_NODES": "2", "MASTER_ADDR": "node-0"}, {})
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    """A server without a route."""
+    wire = Wire()
+    yield wire
+    wire.close()
+    assert wire.crashes == []
+
+
+def test_a_reference_to_a_secret_keeps_all_its_colons(wire: Wire) -> None:
+    """An ARN, and a project of a domain."""
+    name, arn = "projects/example.com:p/secrets/s", "arn:aws:ssm:eu-west-1:123456789012:parameter/x"
+    token, value = Answer({"access_token": "t"}), {"payload": {"data": base64.b64encode(b"hush").decode()}}
+    wire.route("GET", "/computeMetadata/.*", "GET token", lambda call: token, open=True)
+    wire.route("GET", f"/v1/{name}/versions/latest:access", "GET secret", lambda call: Answer(value), open=True)
+    wire.route(
+        "POST", "/", "POST secret", lambda call: Answer({"Parameter": {"Value": call.json()["Name"]}}), open=True
+    )
+    url = wire.listen()
+    google = {"GCE_METADATA_HOST": url.removeprefix("http://"), "CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER": url}
+    assert Vertex.site(google, {}).secrets(f"gcp:{name}") == "hush"
+    assert secrets_of_sagemaker(url)(f"aws:{arn}") == arn
+
+
+def secrets_of_sagemaker(url: str) -> Any:
+    """How a node of it reads secrets, of a service at ``url``."""
+    with tempfile.TemporaryDirectory() as base:
+        config = Path(base) / "input/config/resourceconfig.json"
+        config.parent.mkdir(parents=True)
+        config.write_text(json.dumps({"current_host": "algo-1", "hosts": ["algo-1"]}))
+        keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL_SSM": url}
+        return SageMaker.site({"SAGEMAKER_BASE_DIR": base, **keys}, {}).secrets
+
+
+@pytest.mark.parametrize("word", ["replicas", "hosts"])
+def test_a_cluster_in_the_other_shape_names_its_members_by_either_word(word: str) -> None:
+    pools = [{word: ["a:3333"]}, {word: ["b:3333", "c:3333"]}]
+    told = {"cluster": {"worker_pools": pools}, "task": {"worker_pool_index": 1, "replica_index": 1}}
+    found = Vertex.site({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": json.dumps(told)}, {}).topology
+    assert (found.nodes, found.node_rank, found.master_addr, found.master_port) == (3, 2, "a", 3333)
 
 
 # -------------------------------------------------------------------------------------------------------- how it stands
@@ -115,7 +187,162 @@ def test_vertex_without_a_reason_says_so() -> None:
     assert found.reason == "Vertex AI gives no reason; Vertex AI itself failed; submit it again"
 
 
+def test_vertex_that_finds_no_machines_says_what_to_try() -> None:
+    found = vertex.status_of({"state": "JOB_STATE_EXPIRED"})
+    waited = "no machines within max_wait (maxWaitDuration); try another machine, location or time, a reservation"
+    assert (found.category, found.reason.partition(", or a max_wait")[0]) == ("capacity", waited)
+
+
+def test_azureml_says_what_lay_inside_an_error_without_a_text() -> None:
+    told = {"code": "UserError", "innerError": {"code": "BadArgument", "innerError": {"code": "BadImage"}}}
+    found = azureml.status_of({"properties": {"status": "Failed"}}, {"error": told})
+    assert found.reason.startswith("UserError/BadArgument/BadImage")
+
+
+def test_a_hint_follows_what_was_said_less_its_full_stop() -> None:
+    told = {"error": {"code": "ServiceError", "message": "It broke."}}
+    found = azureml.status_of({"properties": {"status": "Failed"}}, told)
+    assert found.reason == "It broke; Azure ML itself failed; submit it again"
+    failed = of_sagemaker(TrainingJobStatus="Failed", FailureReason="InternalServerError: ...it broke.")
+    assert failed.reason == "InternalServerError: ...it broke; SageMaker itself failed; submit it again"
+
+
+@pytest.mark.parametrize(
+    ("said", "category"),
+    [("CapacityError: Unable to provision.", "capacity"), ("ResourceLimitExceeded: too many.", "quota")],
+)
+def test_sagemaker_that_stops_a_job_itself_says_for_want_of_what(said: str, category: str) -> None:
+    found = of_sagemaker(TrainingJobStatus="Stopped", SecondaryStatus="Stopped", FailureReason=said)
+    assert (found.state, found.category) == ("failed", category)
+    assert found.reason.startswith(said.rstrip(".") + "; ")
+
+
+# ---------------------------------------------------------------------------------------------------- what AWS answers
+
+
+def test_an_answer_of_aws_that_says_nothing_is_told_by_its_status() -> None:
+    from botocore.exceptions import ClientError
+
+    found = aws.error_of(ClientError({"ResponseMetadata": {"HTTPStatusCode": 418}}, "DescribeIt"))
+    assert (type(found), str(found)) == (PlatformError, "DescribeIt: status 418")
+
+
+def test_a_profile_that_is_none_is_told_of_by_its_field() -> None:
+    from botocore.exceptions import ProfileNotFound
+
+    found = aws.error_of(ProfileNotFound(profile="p"))
+    assert isinstance(found, SpecError)
+    assert (found.field, "aws configure list-profiles" in str(found)) == ("sagemaker.profile", True)
+
+
+@pytest.fixture
+def account(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> aws.Account:
+    """An account whose calls of SageMaker go to the server."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL_SAGEMAKER": wire.listen()}.items():
+        monkeypatch.setenv(name, value)
+    return SageMaker(**OF_SAGEMAKER).account
+
+
+def test_a_refusal_that_new_keys_cannot_help_is_heard_once(wire: Wire, account: aws.Account) -> None:
+    refused = Answer({"__type": "AccessDeniedException", "message": "you may not"}, 400)
+    wire.route("POST", "/", "POST", lambda call: refused, open=True)
+    with pytest.raises(AuthError, match="you may not"):
+        account.describe("a-job")
+    assert wire.count("POST") == 1
+
+
+def test_a_job_that_is_being_deleted_is_none(wire: Wire, account: aws.Account) -> None:
+    told = {"TrainingJobArn": ARN, "TrainingJobName": "run-a0", "TrainingJobStatus": "Deleting"}
+    wire.route("POST", "/", "POST", lambda call: Answer(told), open=True)
+    with pytest.raises(SpecError) as caught:
+        account.describe(ARN)
+    assert (caught.value.field, str(caught.value)) == ("run", "run: SageMaker is deleting the training job run-a0")
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "region"),
+    [(200, "eu-west-1", "eu-west-1"), (301, "us-west-2", "us-west-2"), (403, "eu-west-3", "eu-west-3"), (403, "", "")],
+)
+def test_where_a_bucket_is_a_refusal_says_too(
+    wire: Wire, account: aws.Account, monkeypatch: pytest.MonkeyPatch, status: int, told: str, region: str
+) -> None:
+    headers = {"x-amz-bucket-region": told} if told else {}
+    wire.route("HEAD", "/bucket", "HEAD bucket", lambda call: Answer(None, status, headers), open=True)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", wire.listen())
+    assert account.bucket_region("bucket") == region
+    with pytest.raises(NotFoundError) as caught:
+        account.bucket_region("none")
+    assert str(caught.value) == "store: there is no bucket none"
+    assert {call.headers["host"] for call in wire.calls} == {wire.listen().removeprefix("http://")}
+
+
+def test_a_store_of_sagemakers_is_reached_in_its_region(account: aws.Account) -> None:
+    found = SageMaker(**OF_SAGEMAKER)
+    assert found.storage("s3://bucket/x") == {"client_kwargs": {"region_name": "eu-west-1"}}
+    assert found.storage("/a/folder") == {}
+
+
+def test_a_call_of_aws_waits_for_half_a_minute_and_is_made_once(account: aws.Account) -> None:
+    config = account._client("sagemaker", "eu-west-1").meta.config
+    assert (config.connect_timeout, config.read_timeout) == (30, 30)
+    assert config.retries["total_max_attempts"] == 1
+
+
 # ------------------------------------------------------------------------------------------------------ what is planned
+
+
+def test_a_size_that_is_too_small_is_told_with_what_it_has() -> None:
+    for plans, machine, has in (
+        (IN_AZURE, "Standard_DS3_v2", "4 cores and 14 GiB"),
+        (IN_SAGEMAKER, "ml.m5.xlarge", "4 cores and 16 GiB"),
+    ):
+        found = plans.refused(instance_type=machine, memory_gb=999)
+        assert f"{machine} has {has}; leave one of the two out" in str(found)
+
+
+def test_a_vault_is_named_with_its_port() -> None:
+    secret = "azure:vault.example.net:8443/name"
+    assert IN_AZURE.planned(secrets={"T": secret}).context["secrets"] == {"T": secret}
+
+
+def test_spot_machines_are_asked_for_by_either_word_or_both() -> None:
+    wanted = [IN_AZURE.planned(given, spot=spot) for given, spot in (({}, True), (TIER, False), (TIER, True))]
+    assert [request.body["queue_settings"] for request in wanted] == [TIER] * 3
+    assert IN_AZURE.refused({"job_tier": "premium"}, spot=True).field == "azureml.job_tier"
+
+
+def test_a_machine_with_neuron_needs_an_image() -> None:
+    fields = {"instance_type": "ml.trn9.48xlarge", "nproc_per_node": 4}
+    found = IN_SAGEMAKER.refused(**fields)
+    assert str(found) == "image: ml.trn9.48xlarge needs an image with AWS Neuron; give one"
+    assert IN_SAGEMAKER.planned(**fields, image=f"{ECR}/neuron:1").instance_types == ("ml.trn9.48xlarge",)
+
+
+def test_a_local_request_is_called_what_its_job_is() -> None:
+    assert Plans(Local, {}, "/tmp/store", {"name": "mine"}).planned().body["name"] == "mine"
+
+
+def test_a_container_that_could_not_write_is_refused_and_an_image_is_looked_for(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an engine of containers of our own making; a user may be named with a group."""
+    image = {"Os": "linux", "Architecture": "amd64"}
+    wire.route("GET", "/version", "GET version", lambda call: Answer({"ApiVersion": "1.44", **image}), open=True)
+    wire.route("GET", r"/v1\.44/version", "GET version", lambda call: Answer({"Arch": "amd64"}), open=True)
+    wire.route("GET", r"/v1\.44/images/(.+)/json", "GET image", lambda call: Answer(image), open=True)
+    monkeypatch.setenv("DOCKER_HOST", wire.listen().replace("http://", "tcp://"))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for user, refused in (("4321:100", True), ("4321", True), ("1000:100", False), ("1000", False)):
+        made, request = Docker(user=user), Plans(Docker, {"user": user}, "/tmp/store", {"image": "a/b:1"}).planned()
+        if not refused:
+            made.check(request)
+            continue
+        with pytest.raises(SpecError, match=r"^docker.user: uid 4321 could not write the run's folder"):
+            made.check(request)
+    assert [call.words for call in wire.calls if call.operation == "GET image"] == [("a/b:1",)] * 2
 
 
 def test_as_many_labels_as_vertex_takes() -> None:

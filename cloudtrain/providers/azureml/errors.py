@@ -43,6 +43,8 @@ _NO_WORKSPACE = re.compile(
 _NO_COMPUTE = re.compile(
     r"unknown compute|compute( target)?\b.{0,120}(not found|does ?n[o']t exist)|ComputeNotFound", re.IGNORECASE
 )
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+"""What azure-ai-ml puts around the parts of a long refusal, wherever it goes."""
 _PLACES: Mapping[str, str] = {
     "SubscriptionNotFound": "azureml.subscription_id",
     "InvalidSubscriptionId": "azureml.subscription_id",
@@ -111,7 +113,7 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     """Our error for one of Azure's libraries, or None when it is none of them."""
     import azure.core.exceptions as known
 
-    text = " ".join(str(exc).split())
+    text = " ".join(_COLOUR.sub("", str(exc)).split())
     if isinstance(exc, known.ClientAuthenticationError) and exc.status_code in (None, 400):
         # 400 is how the token service refuses a secret or a refresh token (AADSTS…).
         return AuthError(f"no Azure credentials: {HELP['none']} ({_shortest(exc)})")
@@ -124,10 +126,11 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
         if not status:
             return PlatformError(f"{what}: {text}")
         return refusal(status, code, message, what=what)
-    if isinstance(exc, known.AzureError):
-        return PlatformError(f"{what}: {type(exc).__name__}: {text}")
+    # Before the base of all: that is a base of MlException, too.
     if any(base.__name__ in ("MlException", "ValidationError") for base in type(exc).__mro__):
         return SpecError(f"the installed azure-ai-ml refuses this request: {text}"[:900], field="options")
+    if isinstance(exc, known.AzureError):
+        return PlatformError(f"{what}: {type(exc).__name__}: {text}")
     return None
 
 

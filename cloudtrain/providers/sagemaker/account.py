@@ -129,7 +129,7 @@ def _refusal(exc: Any) -> CloudtrainError:
         kind = next((other for pattern, other in _SAID if pattern.search(message)), SpecError)
     if kind is None:
         kind = LostContactError if status >= 500 or status == 429 else PlatformError
-    text = f"{exc.operation_name}: {message or code}"
+    text = f"{exc.operation_name}: {message or code or f'status {status}'}"
     if kind is SpecError:
         return _blamed(text)
     if kind is AuthError and "not authorized to perform" in message and "PassRole" not in message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -144,6 +145,9 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
         return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
     if isinstance(exc, auth.GoogleAuthError):
         return AuthError(f"{what}: the credentials are refused ({text[:200]}): {HELP['expired']}")
+    if isinstance(exc, TypeError) and _raised_in(exc).startswith("google.oauth2."):
+        # It looks for a token in whatever came with 200, a proxy's page too.
+        return LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
     if isinstance(exc, http.RequestException):
         return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
     # By name: a status does not import what only a creation raises.
@@ -158,6 +162,12 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     if "GoogleAPIError" in names:
         return PlatformError(f"{what}: {type(exc).__name__}: {text[:300]}")
     return None
+
+
+def _raised_in(exc: Exception) -> str:
+    """The module whose code raised it."""
+    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")) if frames else ""
 
 
 def _refused(exc: Any, what: str) -> CloudtrainError:
