@@ -30,6 +30,8 @@ _TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
             }
         ),
     ),
+    # Of paramiko; what these are made of may pass.
+    ("auth", frozenset(), frozenset({"AuthenticationException", "BadHostKeyException"})),
     (
         "transient",
         frozenset({408, 425, 429, 500, 502, 503, 504}),
@@ -46,6 +48,8 @@ _TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
                 "ServiceRequestError", "ServiceResponseError",
                 # google-auth, gcsfs
                 "TransportError", "ChecksumError",
+                # paramiko, ftplib: a connection that is gone
+                "SSHException", "NoValidConnectionsError", "EOFError",
             }
         ),
     ),
@@ -69,6 +73,8 @@ _TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
     ),
 )  # fmt: skip
 _DISK_ERRNOS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+#: Of FTP's replies: no login, no login that may, no such file.
+_FTP = {"530": 401, "532": 401, "550": 404}
 _AUTH_WORDS = ("forbidden", "credential", "expiredtoken", "accessdenied", "unauthorized", "not authorized")
 
 
@@ -86,13 +92,15 @@ def _chain(exc: BaseException) -> Iterator[BaseException]:
 
 
 def _status(exc: BaseException) -> int | None:
-    """The HTTP status that an exception of any of the client libraries carries."""
+    """The HTTP status that an exception of any of the client libraries carries, or that one of ftplib comes to."""
+    if type(exc).__module__ == "ftplib":
+        return _FTP.get(str(exc)[:3], 503 if str(exc).startswith("4") else None)
     response = getattr(exc, "response", None)
     if isinstance(response, Mapping):
         status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status if isinstance(status, int) else None
     for name in ("status_code", "status", "code"):
-        value = getattr(exc, name, None)
+        value = getattr(exc, name, None) or getattr(response, name, None)
         if str(value).isdigit() and 100 <= int(str(value)) < 600:
             return int(str(value))
     return None
@@ -105,6 +113,8 @@ def classify(exc: BaseException) -> str:
             link.errno in _DISK_ERRNOS or (isinstance(link, PermissionError) and link.filename)
         ):
             return "disk"
+        if "No authentication methods" in str(link):  # paramiko, to whom nobody gave a key; of the class of what passes
+            return "auth"
         names = {base.__name__ for base in type(link).__mro__}
         status = _status(link)
         for kind, statuses, classes in _TABLE:
@@ -113,6 +123,8 @@ def classify(exc: BaseException) -> str:
         if _is_bare_refusal(link):
             return "auth"
     text = str(exc).lower()
+    if "socket is closed" in text:  # paramiko's word for a connection that another call has lost
+        return "transient"
     return "auth" if any(word in text for word in _AUTH_WORDS) else "other"
 
 

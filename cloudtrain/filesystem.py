@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
+import functools
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .credential import Credential
-from .disk import parts_of
-from .errors import AuthError, SpecError, StorageError
-from .faults import Retries
+from .backends import (
+    BUCKETS,
+    SFTP,
+    STREAMED,
+    WEB,
+    Clients,
+    Placing,
+    encryption,
+    get_range,
+    open_url,
+    placing_of,
+    plain,
+    put_pieces,
+    streamed,
+    tree,
+)
+from .disk import TEMP, parts_of
+from .errors import AuthError, StorageError
+from .faults import Retries, classify
 from .transfer import MOST_PIECES, PIECE, Entry, Moving, Names
 from .values import unix_seconds, url_scheme
 
@@ -24,186 +38,238 @@ SMALL = 4 << 20
 _PATTERN = re.compile(r"[*?\[]")
 _VERSION_FIELDS = (
     "ETag", "etag", "md5Hash", "content_md5", "generation", "VersionId", "LastModified", "last_modified", "updated",
-    "mtime", "created", "blob_id", "Last-Modified", "modify",
+    "mtime", "created", "blob_id", "Last-Modified", "modify", "modified",
 )  # fmt: skip
 
 
 class FsspecMover:
-    """A `Mover` of the file system ``fs``, below its path ``root``."""
+    """A `Mover` of the file systems ``clients``, below their path ``root``."""
 
     name = "fsspec"
 
-    def __init__(self, *, url: str, fs: Any, root: str, retries: Retries) -> None:
-        self.url, self.fs, self.root, self.retries = url, fs, root, retries
+    def __init__(self, *, url: str, clients: Clients, retries: Retries) -> None:
+        self.url, self.clients, self.root, self.retries = url, clients, clients.root, retries
+        self._scheme = url_scheme(url)
 
     @classmethod
     def open(cls, url: str, options: Mapping[str, Any], *, moving: Moving, retries: Retries) -> FsspecMover:
-        """The file system of ``url``. `SpecError` when its package is not installed."""
-        fs, root = _open(url, {**_plain(options), **_encryption(url, options, moving)})
-        return cls(url=url, fs=fs, root=root, retries=retries)
+        """The file systems of ``url``. `SpecError` when their package is not installed."""
+        given = {**plain(options), **encryption(url, options, moving)}
+        return cls(url=url, clients=open_url(url, given, most=moving.concurrency), retries=retries)
 
     def at(self, key: str) -> str:
         """The file system's own path of ``key``."""
         return "/".join([self.root, *parts_of(key)])
 
+    @functools.cached_property
+    def _placing(self) -> Placing:
+        """How files come to be here; asked before the first of them. `SpecError` where this can be no store."""
+        placing = placing_of(self.url, self.clients.kind)
+        with self.clients.one() as fs:
+            placing.prove(fs, self.url, self.root)
+        return placing
+
+    @contextlib.contextmanager
+    def _placed(self, key: str, *, new: bool = False) -> Iterator[tuple[Any, str]]:
+        """A file system, and the path to which a file is written that is then the one of ``key``."""
+        placing = self._placing
+        with self.clients.one() as fs, placing.at(fs, self.at(key), new=new) as path:
+            yield fs, path
+
+    @contextlib.contextmanager
+    def _looking(self, *, afresh: bool = True) -> Iterator[Any]:
+        """A file system that, ``afresh``, remembers nothing.
+
+        Some call whatever keeps a server from answering a missing file; what it was stands behind it.
+        """
+        with self.clients.one() as fs:
+            if afresh and self.clients.shared is None:
+                fs.invalidate_cache()
+            try:
+                yield fs
+            except FileNotFoundError as exc:
+                cause = exc.__cause__
+                kind = classify(cause) if isinstance(cause, Exception) and self._scheme not in BUCKETS else "missing"
+                if kind in ("transient", "auth") or (kind != "missing" and self._scheme in WEB):
+                    raise cause from None  # type: ignore[misc]
+                if cause is not None and self._scheme == "hf":  # of a file that is not there it has none
+                    raise StorageError(f"{self.url}: {exc}") from exc
+                raise
+
     def read(self, key: str) -> bytes:
-        return bytes(self.fs.cat_file(self.at(key)))
+        with self._looking() as fs:
+            return bytes(fs.cat_file(self.at(key)))
 
     def write(self, key: str, data: bytes) -> None:
-        self.fs.pipe_file(self.at(key), data)
+        with self._placed(key) as (fs, path):
+            self._put(fs, path, data)
+
+    def _put(self, fs: Any, path: str, data: bytes) -> None:
+        if self._scheme in SFTP:
+            put_pieces(fs, path, iter([data]), len(data))
+        else:
+            fs.pipe_file(path, data)
 
     def create(self, key: str, data: bytes, writer: str) -> None:
-        self.fs.pipe_file(self.at(key), data, mode="create")
+        if self._placing.rename is not None:
+            with self._placed(key, new=True) as (fs, path):
+                self._put(fs, path, data)
+            return
+        with self.clients.one() as fs:
+            fs.pipe_file(self.at(key), data, mode="create")
 
     def wrote(self, key: str, writer: str) -> bool:
         """Nobody knows: no file system of fsspec's notes who wrote a file."""
         return False
 
     def entry(self, key: str) -> Entry | None:
-        try:
-            info = self.fs.info(self.at(key))
-        except FileNotFoundError as exc:
-            # Whatever keeps a web server from answering is called so; what it was stands behind it.
-            if url_scheme(self.url) in ("http", "https") and isinstance(exc.__cause__, Exception):
-                raise exc.__cause__ from None
-            raise
-        if info.get("type") != "file":
-            return None
-        return Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))
+        with self._looking() as fs:
+            info = fs.info(self.at(key))
+        return _entry(info) if info.get("type") == "file" else None
 
     def entries(self, prefix: str) -> dict[str, Entry]:
-        try:
-            found = self.fs.find(self.at(prefix), detail=True)
-        except FileNotFoundError:
-            found = {}
+        found: Mapping[str, Mapping[str, Any]] = {}
+        with contextlib.suppress(FileNotFoundError), self._looking() as fs:
+            found = self._found(fs, self.at(prefix))
         if not found:
             self._check_bucket()
-        if not isinstance(found, Mapping):  # adlfs answers a list when the path is itself a file
-            return {}
         return {
-            self._key(name): Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))
+            self._key(name): _entry(info)
             for name, info in found.items()
-            if info.get("type") == "file" and not name.endswith("/") and name != self.root
+            if info.get("type") == "file" and not name.endswith("/") and name != self.root and not _is_unfinished(name)
         }
+
+    def _found(self, fs: Any, path: str) -> Mapping[str, Mapping[str, Any]]:
+        from fsspec import AbstractFileSystem
+
+        if type(fs).find is not AbstractFileSystem.find or self.clients.shared is not None:
+            found = fs.find(path, detail=True)
+            return found if isinstance(found, Mapping) else {}  # adlfs answers a list when the path is itself a file
+        if fs.info(path or "/")["type"] != "directory":
+            return {}
+        return {info["name"]: info for info in tree(fs, path)}
 
     def names(self, prefix: str) -> Names:
         try:
-            found = self.fs.ls(self.at(prefix), detail=False)
+            with self._looking() as fs:
+                found = fs.ls(self.at(prefix), detail=self.clients.shared is None)
         except (FileNotFoundError, NotADirectoryError):
             self._check_bucket()
             return []
-        return [self._key(path).rstrip("/") for path in found]
+        paths = [str(item["name"] if isinstance(item, Mapping) else item) for item in found]
+        return [self._key(path).rstrip("/") for path in paths if not _is_unfinished(path)]
 
     def _key(self, path: str) -> str:
         return path[len(self.root) + 1 :] if path.startswith(self.root + "/") else path.lstrip("/")
 
     def _check_bucket(self) -> None:
         """A folder that is not there is empty; a bucket that is not there is a mistake."""
-        if self.root.startswith("/"):
-            return  # a file system of paths, without buckets
+        if self._scheme not in BUCKETS or self.root.startswith("/"):
+            return
         bucket = self.root.split("/")[0]
         try:
-            with contextlib.suppress(AuthError):  # may list this folder, not the bucket; `exists` says no to that
-                self.retries(self.url, lambda: self.fs.info(bucket))
+            with contextlib.suppress(AuthError), self.clients.one() as fs:  # may list this folder, not the bucket;
+                self.retries(self.url, lambda: fs.info(bucket))  # `exists` says no to that
         except FileNotFoundError:
             raise StorageError(f"{self.url}: the bucket or container does not exist") from None
 
     def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
-        self.fs.put_file(str(path), self.at(key), callback=_callback(report))
+        with self._placed(key) as (fs, target):
+            fs.put_file(str(path), target, callback=_callback(report))
 
     def content(self, key: str, most: int) -> None:
         """Nobody knows how much it is before it has all come."""
 
     def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
         at, large = self.at(key), size is None or size > SMALL
-        before = _version(self.fs.info(at)) if large else ""
-        self.fs.get_file(at, str(temp), callback=_callback(report))
-        if large and _version(self.fs.info(at)) != before:
-            raise ConnectionError("another object has come to the key meanwhile")
+        with self._looking(afresh=large) as fs:
+            before = _version(fs.info(at)) if large else ""
+            fs.get_file(at, str(temp), callback=_callback(report))
+            if not large:
+                return
+        with self._looking() as fs:
+            if _version(fs.info(at)) != before:
+                raise ConnectionError("another object has come to the key meanwhile")
 
     def piece(self, key: str, start: int, end: int) -> bytes:
-        return bytes(self.fs.cat_file(self.at(key), start=start, end=end))
+        with self.clients.one() as fs:
+            if self._scheme in SFTP:
+                return get_range(fs, self.at(key), start, end)
+            return bytes(fs.cat_file(self.at(key), start=start, end=end))
+
+    @property
+    def streams(self) -> bool:
+        """Whether `stream` is for it, and not `piece`."""
+        return self._scheme in STREAMED
 
     def stream(self, key: str, size: int) -> Generator[bytes, None, None]:
-        """All of a web server's file by one request, ``size`` bytes at a time."""
-        with self.fs.open(self.at(key), "rb", block_size=0) as answer:
-            while data := answer.read(size):
-                yield bytes(data)
+        """All of a file by one request, ``size`` bytes at a time."""
+        with self.clients.one() as fs:
+            yield from streamed(fs, self.at(key), size)
 
     def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
         if size <= PIECE:
             self.write(key, b"".join(pieces))
             return
-        out = self.fs.open(self.at(key), "wb", block_size=PIECE * -(-size // (PIECE * MOST_PIECES)))
-        try:
-            for piece in pieces:
-                out.write(piece)
-            out.close()
-        except BaseException:
-            with contextlib.suppress(Exception):  # not every file system's can
-                out.discard()
-            with contextlib.suppress(AttributeError):
-                out.closed = True  # else what has come is stored when it is collected
-            raise
+        with self._placed(key) as (fs, path):
+            if self._scheme in SFTP:
+                put_pieces(fs, path, pieces, size)
+                return
+            out = fs.open(path, "wb", block_size=PIECE * -(-size // (PIECE * MOST_PIECES)))
+            try:
+                for piece in pieces:
+                    out.write(piece)
+                out.close()
+            except BaseException:
+                with contextlib.suppress(Exception):  # not every file system's can
+                    out.discard()
+                with contextlib.suppress(AttributeError):
+                    out.closed = True  # else what has come is stored when it is collected
+                raise
+
+    @property
+    def copies(self) -> bool:
+        """Whether `copy` moves no bytes through this machine."""
+        from fsspec import AbstractFileSystem
+
+        return self.clients.shared is not None or self.clients.kind.cp_file is not AbstractFileSystem.cp_file
 
     def copy(self, source: str, target: str) -> None:
-        self.fs.cp_file(self.at(source), self.at(target))
+        with self._placed(target) as (fs, path):
+            fs.cp_file(self.at(source), path)
 
     def remove(self, prefix: str) -> None:
-        self.fs.rm(self.at(prefix), recursive=True)
+        at, placing = self.at(prefix), self._placing
+        with self.clients.one() as fs:
+            if placing.rename is None:
+                fs.rm(at, recursive=True)
+            elif fs.info(at)["type"] != "directory":
+                fs.rm_file(at)
+            else:
+                for info in [*tree(fs, at), {"name": at, "type": "directory"}]:
+                    with contextlib.suppress(FileNotFoundError):
+                        (fs.rmdir if info["type"] == "directory" else fs.rm_file)(info["name"])
 
     def discard(self, keys: Sequence[str]) -> None:
         odd = [key for key in keys if _PATTERN.search(key)]  # which `rm` takes for a pattern of names
-        plain = [key for key in keys if key not in odd]
-        try:
-            if plain:
-                self.fs.rm([self.at(key) for key in plain])
-        except FileNotFoundError:  # of all that are gone the first ends it
-            odd = [*odd, *plain]
-        for key in odd:
-            with contextlib.suppress(FileNotFoundError):
-                self.fs.rm_file(self.at(key))
+        known = [key for key in keys if key not in odd]
+        with self.clients.one() as fs:
+            try:
+                if known:
+                    fs.rm([self.at(key) for key in known])
+            except FileNotFoundError:  # of all that are gone the first ends it
+                odd = [*odd, *known]
+            for key in odd:
+                with contextlib.suppress(FileNotFoundError):
+                    fs.rm_file(self.at(key))
 
 
-def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    scheme = url_scheme(url)
-    if os.environ.get("STORAGE_EMULATOR_HOST"):
-        # gcsfs's probe of the bucket's type speaks gRPC over TLS, which no emulator answers: 60 s an operation.
-        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    try:
-        import fsspec.core
-        from fsspec.registry import get_filesystem_class, known_implementations
-    except ImportError as exc:
-        raise SpecError(f"{scheme}: URLs need fsspec; pip install fsspec ({exc})", field="store") from exc
-    package = str(known_implementations.get(scheme, {}).get("class", "")).split(".")[0]
-    logging.getLogger(package or scheme).addHandler(logging.NullHandler())  # they print tracebacks of what they raise
-    try:
-        get_filesystem_class(scheme)
-    except ImportError as exc:
-        raise SpecError(f"{exc}: pip install {package} ({exc.__cause__})", field="store") from exc
-    except ValueError as exc:
-        raise SpecError(f"no file system is known for {scheme}: URLs", field="store") from exc
-    # Another machine writes to the same store: a listing that is remembered is wrong. A remembered instance keeps
-    # credentials that have expired.
-    fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
-    return fs, str(root).rstrip("/")
+def _entry(info: Mapping[str, Any]) -> Entry:
+    return Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.fsspec() if isinstance(value, Credential) else value for name, value in options.items()}
-
-
-def _encryption(url: str, options: Mapping[str, Any], moving: Moving) -> dict[str, Any]:
-    """s3fs's words for how every object that is written is to be encrypted."""
-    if not moving.sse:
-        return {}
-    words = {"ServerSideEncryption": moving.sse}
-    if moving.sse_kms_key_id:
-        words["SSEKMSKeyId"] = moving.sse_kms_key_id
-    from fsspec.config import conf
-
-    name = "s3_additional_kwargs"  # among the options it takes the place of what fsspec is configured with
-    return {name: {**conf.get("s3", {}).get(name, {}), **options.get(name, {}), **words}}
+def _is_unfinished(path: str) -> bool:
+    return path.rstrip("/").rpartition("/")[2].startswith(TEMP)
 
 
 def _version(info: Mapping[str, Any]) -> str:
@@ -211,8 +277,8 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def _modified(info: Mapping[str, Any]) -> float:
-    """By the names that s3fs, gcsfs, adlfs, the file systems of paths, and memory have for it."""
-    found = (info.get(name) for name in ("LastModified", "updated", "last_modified", "mtime", "created"))
+    """By the names that s3fs, gcsfs, adlfs, the file systems of paths, WebDAV, and memory have for it."""
+    found = (info.get(name) for name in ("LastModified", "updated", "last_modified", "mtime", "modified", "created"))
     return next((unix_seconds(value) for value in found if value is not None), 0.0)
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
+from .backends import STREAMED
 from .disk import safe
 from .errors import CloudtrainError, ConflictError, DigestError, SpecError, StorageError
 from .faults import TransientError, translate
@@ -42,7 +43,7 @@ MEMORY = 160 << 20
 ANNOUNCED = 86400.0
 """Seconds for which somebody who has staged a copy may still be about to record the run that needs it."""
 TRIES = 4
-"""Of a web server's file, whose stream begins anew; a range is tried again where it is asked for."""
+"""Of a file that comes as a stream, which begins anew; a range is tried again where it is asked for."""
 _TAG = re.compile(r"\bETag=(?:W/)?\"?([^\"\s]+)", re.IGNORECASE)
 
 
@@ -114,14 +115,21 @@ class _Input:
         assert item.source is not None
         self.name, self._file, self._url, self._mover = name, item.file, item.source, mover
         self.shown, self.field = without_secrets(item.source), f"inputs.{name}"
-        self.tries = TRIES if url_scheme(item.source) in ("http", "https") else 1
+        self.tries = TRIES if url_scheme(item.source) in STREAMED else 1
         self._source = self._opened()
 
     def _opened(self) -> RemoteFiles:
         return RemoteFiles(url=self._url if self._file else self._url.rstrip("/"), moving=Moving(mover=self._mover))
 
     def entries(self) -> dict[str, Entry]:
-        source = self._opened()
+        try:
+            return self._entries(self._opened())
+        except SpecError as exc:
+            if exc.field != "store":  # as it is called of any URL that cannot be opened
+                raise
+            raise SpecError(exc.message, field=self.field) from exc
+
+    def _entries(self, source: RemoteFiles) -> dict[str, Entry]:
         if self._file is None:
             found = source.entries()
             if not found:

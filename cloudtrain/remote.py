@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from .access import Unproven, find_access
 from .disk import check_promise, disk_errors, parts_of, put, settle, temp_file, verify
-from .errors import CloudtrainError, SpecError, StorageError
+from .errors import SpecError, StorageError
 from .faults import Retries, TransientError, classify, translate
 from .filesystem import FsspecMover
 from .transfer import PIECE, Entry, Moving, Names, Progress, Storage, Trees
@@ -145,11 +145,12 @@ class RemoteFiles(Trees):
         return opened
 
     def _made(self) -> Mover:
+        if self._given is not None:
+            return self._given
+        retries = self._retries or Retries()  # a file system may connect when it is made
         try:
-            return self._given or self._choose(self._storage(self._url) if self._storage else {})
-        except CloudtrainError:
-            raise
-        except Exception as exc:  # back ends raise anything; the table sorts it
+            return retries(self._url, lambda: self._choose(self._storage(self._url) if self._storage else {}))
+        except (TypeError, AttributeError) as exc:  # which `Retries` takes for ours
             raise translate(exc, self._url) from exc
 
     def _choose(self, options: Mapping[str, Any]) -> Mover:
@@ -319,11 +320,12 @@ class RemoteFiles(Trees):
     def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
         """The content of the file of ``size`` bytes in order, `AHEAD` parts of `PIECE` bytes before its taker.
 
-        Of a web server one stream, whose failures come out as they are: not all answer ranges.
+        Of a web or FTP server one stream, whose failures come out as they are: not all answer ranges.
         """
         parts_of(key)
-        if url_scheme(self._url) in ("http", "https"):
-            yield from self._stream(key, size)
+        mover = self._open().mover
+        if isinstance(mover, FsspecMover) and mover.streams:
+            yield from self._stream(mover, key, size)
             return
 
         over = threading.Event()
@@ -352,9 +354,7 @@ class RemoteFiles(Trees):
             over.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _stream(self, key: str, size: int) -> Generator[bytes, None, None]:
-        mover = self._open().mover
-        assert isinstance(mover, FsspecMover)  # nothing else speaks to web servers
+    def _stream(self, mover: FsspecMover, key: str, size: int) -> Generator[bytes, None, None]:
         count = 0
         with contextlib.closing(mover.stream(key, PIECE)) as answer:
             for data in answer:
@@ -377,7 +377,10 @@ class RemoteFiles(Trees):
 
     @property
     def copies(self) -> bool:
-        return url_scheme(self._url) not in _LAZY_COPY
+        if url_scheme(self._url) in _LAZY_COPY:
+            return False
+        mover = self._open().mover
+        return not isinstance(mover, FsspecMover) or mover.copies
 
     def copy(self, source: str, target: str) -> None:
         parts_of(source)

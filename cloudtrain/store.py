@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf"})
+RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes of remote data that can be copied into a store, where nodes cannot read them."""
 
 _COPIED = "copied from "

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from servers import race
 
+from cloudtrain.backends import Clients
 from cloudtrain.disk import _unnameable, inside, local_path, normalize, safe, sha256_file, walk
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
 from cloudtrain.faults import Retries, classify
@@ -597,7 +598,8 @@ def flaky(memory: RemoteFiles) -> Callable[..., tuple[RemoteFiles, Flaky, list[f
     def make(*errors: Exception, **options: Any) -> tuple[RemoteFiles, Flaky, list[float]]:
         fs, waits = Flaky(list(errors), **options), list[float]()
         retries = Retries(tries=4, sleep=waits.append)
-        mover = FsspecMover(url=memory.url, fs=fs, root="/bucket/store", retries=retries)
+        clients = Clients(lambda: (fs, "/bucket/store"), most=8)
+        mover = FsspecMover(url=memory.url, clients=clients, retries=retries)
         return RemoteFiles(url=memory.url, given=mover, retries=retries), fs, waits
 
     return make

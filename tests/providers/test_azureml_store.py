@@ -98,7 +98,8 @@ def provider(**given: Any) -> Provider:
 
 def opened(url: str, **given: Any) -> Any:
     """adlfs's own file system for ``url``, as a store opens it."""
-    return RemoteFiles(url=url, storage=provider(**given).storage, moving=Moving(mover="fsspec"))._open().mover.fs  # type: ignore[attr-defined]
+    tree = RemoteFiles(url=url, storage=provider(**given).storage, moving=Moving(mover="fsspec"))
+    return tree._open().mover.clients.shared  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,254 @@
+"""An SFTP server on loopback, of paramiko's, an FTP server, of pyftpdlib's, and a file system that somebody else wrote.
+
+The SFTP server renames as OpenSSH's does: by a hard link where the name must not be taken, which the kernel decides.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import paramiko
+import pytest
+from fsspec.config import conf
+from paramiko import SFTPAttributes, SFTPServer
+
+USER, PASSWORD = "trainer", "w0rd-of-sftp"
+
+
+class Folder(paramiko.SFTPServerInterface):
+    """What clients may do with the files. ``overwrites``: it renames over what is there, as some servers do."""
+
+    overwrites = False
+
+    def __init__(self, server: Any, *args: Any, root: Path, **kwargs: Any) -> None:
+        super().__init__(server, *args, **kwargs)
+        self.root = root
+
+    def _at(self, path: str) -> str:
+        return str(self.root) + self.canonicalize(path)
+
+    def _do(self, work: Any) -> Any:
+        try:
+            return work()
+        except OSError as exc:
+            return SFTPServer.convert_errno(exc.errno or errno.EIO)
+
+    def _done(self, work: Any) -> int:
+        found = self._do(work)
+        return found if isinstance(found, int) else paramiko.SFTP_OK
+
+    def list_folder(self, path: str) -> Any:
+        def names() -> list[SFTPAttributes]:
+            with os.scandir(self._at(path)) as items:
+                return [SFTPAttributes.from_stat(item.stat(follow_symlinks=False), item.name) for item in items]
+
+        return self._do(names)
+
+    def stat(self, path: str) -> Any:
+        return self._do(lambda: SFTPAttributes.from_stat(os.stat(self._at(path))))
+
+    def lstat(self, path: str) -> Any:
+        return self._do(lambda: SFTPAttributes.from_stat(os.lstat(self._at(path))))
+
+    def open(self, path: str, flags: int, attr: Any) -> Any:
+        def opened() -> paramiko.SFTPHandle:
+            mode = "rb" if not flags & (os.O_WRONLY | os.O_RDWR) else "wb" if flags & os.O_TRUNC else "rb+"
+            handle = paramiko.SFTPHandle(flags)
+            file = os.fdopen(os.open(self._at(path), flags, 0o666), mode)
+            handle.readfile = handle.writefile = file
+            handle.stat = lambda: SFTPAttributes.from_stat(os.fstat(file.fileno()))
+            return handle
+
+        return self._do(opened)
+
+    def remove(self, path: str) -> int:
+        return self._done(lambda: os.remove(self._at(path)))
+
+    def rename(self, old: str, new: str) -> int:
+        def rename() -> None:
+            if self.overwrites:
+                os.replace(self._at(old), self._at(new))
+                return
+            os.link(self._at(old), self._at(new))
+            os.unlink(self._at(old))
+
+        return self._done(rename)
+
+    def posix_rename(self, old: str, new: str) -> int:
+        return self._done(lambda: os.replace(self._at(old), self._at(new)))
+
+    def mkdir(self, path: str, attr: Any) -> int:
+        return self._done(lambda: os.mkdir(self._at(path)))
+
+    def rmdir(self, path: str) -> int:
+        return self._done(lambda: os.rmdir(self._at(path)))
+
+
+class Overwriting(Folder):
+    """A server that does not keep the protocol's word."""
+
+    overwrites = True
+
+
+class _Login(paramiko.ServerInterface):
+    def check_auth_password(self, username: str, password: str) -> int:
+        known = (username, password) == (USER, PASSWORD)
+        return paramiko.AUTH_SUCCESSFUL if known else paramiko.AUTH_FAILED
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return paramiko.OPEN_SUCCEEDED
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "password"
+
+
+class Server:
+    """It listens on ``port``. `hang_up` breaks every connection that there is."""
+
+    def __init__(self, root: Path, kind: type[Folder] = Folder) -> None:
+        self.root, self._kind = root, kind
+        self._key = paramiko.ECDSAKey.generate()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = int(self._listener.getsockname()[1])
+        self._transports: list[paramiko.Transport] = []
+        self.logins = 0
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"sftp://127.0.0.1:{self.port}"
+
+    def _listen(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as OpenSSH does
+        transport = paramiko.Transport(connection)
+        self._transports.append(transport)
+        transport.add_server_key(self._key)
+        transport.set_subsystem_handler("sftp", SFTPServer, self._kind, root=self.root)
+        with suppress(paramiko.SSHException, EOFError, OSError):
+            transport.start_server(server=_Login())
+            self.logins += 1
+
+    def hang_up(self) -> None:
+        for transport in self._transports:
+            transport.close()
+        self._transports.clear()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.hang_up()
+
+
+#: A package of somebody else's: all that fsspec asks of a file system, and no more.
+PLAIN = """
+import os
+from fsspec import AbstractFileSystem
+
+class PlainFileSystem(AbstractFileSystem):
+    protocol = "plain"
+
+    def _at(self, path):
+        return os.path.join(os.environ["PLAIN_ROOT"], self._strip_protocol(path).strip("/"))
+
+    def ls(self, path, detail=True, **kwargs):
+        path, found = self._strip_protocol(path).rstrip("/"), []
+        if not os.path.isdir(self._at(path)):
+            raise FileNotFoundError(path)
+        for item in os.scandir(self._at(path)):
+            kind = "directory" if item.is_dir() else "file"
+            found.append({"name": f"{path}/{item.name}".lstrip("/"), "size": item.stat().st_size, "type": kind})
+        return found if detail else [item["name"] for item in found]
+
+    def _open(self, path, mode="rb", **kwargs):
+        if mode != "rb":
+            os.makedirs(os.path.dirname(self._at(path)), exist_ok=True)
+        return open(self._at(path), mode)
+
+    def _rm(self, path):
+        (os.rmdir if os.path.isdir(self._at(path)) else os.remove)(self._at(path))
+"""
+#: What makes a better one of it.
+EXCLUSIVE = """
+    def _place(self, path, value, put):
+        os.makedirs(os.path.dirname(self._at(path)), exist_ok=True)
+        temp = self._at("tmp-" + os.urandom(8).hex())
+        with open(temp, "wb") as file:
+            file.write(value)
+        try:
+            put(temp, self._at(path))
+        finally:
+            if os.path.exists(temp):
+                os.remove(temp)
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs):
+        self._place(path, value, os.link if mode == "create" else os.replace)
+
+    def put_file(self, lpath, rpath, **kwargs):
+        with open(lpath, "rb") as file:
+            self._place(rpath, file.read(), os.replace)
+"""
+
+
+def install_plain(site: Path, text: str) -> None:
+    """The package in the folder ``site``, registered as one that pip installs is."""
+    (site / "plainfs-1.dist-info").mkdir(parents=True)
+    (site / "plainfs.py").write_text(text)
+    (site / "plainfs-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: plainfs\nVersion: 1\n")
+    (site / "plainfs-1.dist-info/entry_points.txt").write_text("[fsspec.specs]\nplain = plainfs:PlainFileSystem\n")
+
+
+@contextmanager
+def served_sftp(root: Path, kind: type[Folder] = Folder) -> Iterator[Server]:
+    """An SFTP server on the folder ``root``, and the environment that lets clients in."""
+    logging.getLogger("paramiko").addHandler(logging.NullHandler())
+    with pytest.MonkeyPatch.context() as patch:
+        login(patch, USER, PASSWORD)
+        server = Server(root, kind)
+        yield server
+        server.close()
+
+
+def login(patch: pytest.MonkeyPatch, user: str, password: str) -> None:
+    """Let fsspec, here and in what is started from here, log in so: it reads its environment once, when imported."""
+    patch.setenv("FSSPEC_SFTP_USERNAME", user)
+    patch.setenv("FSSPEC_SFTP_PASSWORD", password)
+    patch.setitem(conf, "sftp", {"username": user, "password": password})
+
+
+@contextmanager
+def served_ftp(root: Path) -> Iterator[str]:
+    """The URL of an FTP server on the folder ``root``, for anybody to read and for nobody to write without a login."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it stands on asyncore, which left Python with 3.12
+        from pyftpdlib.authorizers import DummyAuthorizer
+        from pyftpdlib.handlers import FTPHandler
+        from pyftpdlib.servers import ThreadedFTPServer
+
+    logger = logging.getLogger("pyftpdlib")
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        authorizer = DummyAuthorizer()
+        authorizer.add_anonymous(str(root), perm="elradfmwMT")
+    handler = type("Handler", (FTPHandler,), {"authorizer": authorizer})
+    server = ThreadedFTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"timeout": 0.05, "handle_exit": False}, daemon=True)
+    thread.start()
+    yield f"ftp://127.0.0.1:{server.address[1]}"
+    server.close_all()
+    thread.join(10)

@@ -1,0 +1,545 @@
+"""Stores and inputs on other schemes than those of the three clouds: SFTP, FTP, a hub, somebody else's file system.
+
+Real clients and real servers; the hub alone is our own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fileservers import EXCLUSIVE, PLAIN, Overwriting, Server, install_plain, login, served_ftp, served_sftp
+from fsspec.config import conf
+from hub import Hub, served_hub
+from jobs import Done, Jobs
+
+from cloudtrain.errors import AuthError, CloudtrainError, SpecError, StorageError
+from cloudtrain.job import Job
+from cloudtrain.provider import Layout
+from cloudtrain.relay import bring
+from cloudtrain.store import Staged, Store
+from cloudtrain.transfer import Files, Moving, files, parallel
+
+pytestmark = pytest.mark.remote
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sftp(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "sftp").mkdir()
+    with served_sftp(tmp_path / "sftp") as server:
+        yield server
+
+
+@pytest.fixture
+def ftp(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    (tmp_path / "ftp").mkdir()
+    with served_ftp(tmp_path / "ftp") as url:
+        yield tmp_path / "ftp", url
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """``plain(text)`` registers the file system of that source, and gives the URL of an empty folder of it."""
+
+    def made(text: str) -> str:
+        from fsspec.registry import _registry
+
+        monkeypatch.setenv("PLAIN_ROOT", str(tmp_path / "plain"))
+        install_plain(tmp_path / "site", text)
+        spec = importlib.util.spec_from_file_location("plainfs", tmp_path / "site/plainfs.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setitem(_registry, "plain", module.PlainFileSystem)
+        return f"plain://team-{uuid.uuid4().hex[:8]}/store"  # what a supervisor remembers, it does by the URL
+
+    return made
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "0")
+    with served_hub() as found:
+        # Its client reads HF_ENDPOINT once, when it is imported; what is started from here does.
+        monkeypatch.setitem(conf, "hf", {"endpoint": found.url})
+        yield found
+
+
+def below(root: Path) -> list[str]:
+    """All files, finished or not."""
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+# ------------------------------------------------------------------------------------------------------ a tree of files
+
+
+@pytest.fixture(params=["sftp", "plain"])
+def tree(request: pytest.FixtureRequest) -> Files:
+    """An empty store of each scheme that can be one."""
+    if request.param == "sftp":
+        return files(request.getfixturevalue("sftp").url + "/team/store")
+    return files(request.getfixturevalue("plain")(PLAIN + EXCLUSIVE))
+
+
+def test_keys(tree: Files) -> None:
+    assert tree.list() == {}
+    assert tree.names() == []
+    assert tree.size("nothing") is None
+    odd = {"a/b": b"1", "a/c/d": b"22", "ab": b"333", "empty": b"", "ü/x y+z%20#&": b"odd"}
+    for key, data in odd.items():
+        tree.write(key, data)
+        assert (tree.read(key), tree.size(key)) == (data, len(data))
+    assert tree.list() == {key: len(data) for key, data in odd.items()}
+    assert tree.list("a") == {"a/b": 1, "a/c/d": 2}
+    assert tree.list("ab") == {}
+    assert tree.names() == ["a", "ab", "empty", "ü"]
+    assert tree.names("a") == ["b", "c"]
+    assert tree.size("a") is None
+    tree.write("ab", b"4444")
+    assert tree.read("ab") == b"4444"
+    tree.copy("a/b", "x/y")
+    assert tree.read("x/y") == b"1"
+    tree.remove("a")
+    tree.remove("a")
+    assert tree.list("a") == {}
+    tree.discard(["gone", "ab", "ü/x y+z%20#&"])
+    assert list(tree.list()) == ["empty", "x/y"]
+    for attempt in (tree.read, lambda key: tree.copy(key, "y")):
+        with pytest.raises(FileNotFoundError):
+            attempt("nothing")
+
+
+def test_large_files_and_trees_there_and_back(tree: Files, tmp_path: Path) -> None:
+    data = {"large": os.urandom(9 * MIB + 3), "sub/small": b"1", "sub/none": b""}
+    for name, content in data.items():
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    tree.upload_tree(tmp_path / "in", "tree")
+    assert tree.download_tree("tree", tmp_path / "out") == sorted(data)
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in data} == data
+    assert b"".join(tree.pieces("tree/large", len(data["large"]))) == data["large"]
+
+
+def test_of_many_who_create_one_does(tree: Files) -> None:
+    trees = [tree, files(tree.url)]
+    for number in range(5):
+        won = parallel(lambda i, key=f"runs/{number}": trees[i % 2].create(key, b"%d" % i), list(range(8)))
+        assert tree.read(f"runs/{number}") == b"%d" % won.index(True)
+        assert sum(won) == 1
+
+
+def test_a_reader_sees_all_of_the_old_or_of_the_new(tree: Files) -> None:
+    contents, over = [bytes([n]) * 300_000 for n in range(2)], threading.Event()
+    tree.write("record", contents[0])
+    seen: list[bytes] = []
+
+    def read() -> None:
+        while not over.is_set():
+            seen.append(tree.read("record"))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(20):
+            tree.write("record", contents[number % 2])
+    finally:
+        over.set()
+        reader.join()
+    assert all(data in contents for data in seen)
+    assert seen
+
+
+def test_what_is_broken_off_leaves_nothing(sftp: Server) -> None:
+    tree = files(f"{sftp.url}/store")
+    tree.write("kept", b"old")
+
+    def pieces() -> Iterator[bytes]:
+        yield bytes(8 * MIB)
+        raise StorageError("the source has gone")
+
+    for key in ("kept", "new"):
+        with pytest.raises(StorageError, match="has gone"):
+            tree.receive(key, 20 * MIB, pieces)
+    assert tree.read("kept") == b"old"
+    assert below(sftp.root) == ["store/kept"]
+
+
+def test_a_connection_that_is_lost_is_made_again(sftp: Server) -> None:
+    tree = files(f"{sftp.url}/store")
+    parallel(lambda n: tree.write(f"a/{n}", b"1"), list(range(8)))
+    for look in (lambda: len(tree.list()), lambda: len(tree.names("a")), lambda: 8 * len(tree.read("a/1"))):
+        before = sftp.logins
+        sftp.hang_up()
+        assert look() == 8  # not the empty folder for which fsspec takes it
+        assert sftp.logins > before
+
+
+def test_several_threads_have_connections_of_their_own(sftp: Server) -> None:
+    """Of two that share one, paramiko gives one the other's answer, or none for ever."""
+    tree = files(f"{sftp.url}/store", moving=Moving(concurrency=3))
+    data = {f"{n}": os.urandom(50_000) for n in range(24)}
+    parallel(lambda key: tree.write(key, data[key]), list(data), jobs=12)
+    assert parallel(lambda key: tree.read(key) == data[key], list(data), jobs=12) == [True] * 24
+    assert sftp.logins <= 3
+
+
+def test_who_is_not_let_in_is_told_so(sftp: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    monkeypatch.setitem(conf, "sftp", {})
+    with pytest.raises(AuthError, match="no access: No authentication methods available"):
+        files(f"{sftp.url}/store").list()
+    login(monkeypatch, "trainer", "wr0ng")
+    with pytest.raises(AuthError, match=r"sftp://127.0.0.1:\d+/store: no access: Authentication failed") as told:
+        files(f"{sftp.url}/store").list()
+    assert "wr0ng" not in str(told.value)
+
+
+# ---------------------------------------------------------------------------------------------------- what is no store
+
+
+def refused(url: str) -> str:
+    """Why nothing can be written to ``url``."""
+    tree, told = files(url), []
+    for attempt in (lambda: tree.write("k", b"1"), lambda: tree.create("k", b"1"), lambda: tree.remove("k")):
+        with pytest.raises(SpecError) as found:
+            attempt()
+        assert "\n" not in str(found.value)
+        told.append(found.value.message)
+    assert len(set(told)) == 1
+    return told[0]
+
+
+def test_an_sftp_server_that_renames_over_a_file_is_no_store(tmp_path: Path) -> None:
+    with served_sftp(tmp_path, Overwriting) as server:
+        why = refused(f"{server.url}/store")
+        assert below(tmp_path) == []
+    assert "cannot be a store: its server renames over a file that is there, so that two clients could start" in why
+
+
+def test_what_cannot_create_exclusively_is_no_store(ftp: tuple[Path, str], plain: Callable[[str], str]) -> None:
+    root, url = ftp
+    for place, kind in ((f"{url}/store", "FTPFileSystem"), (plain(PLAIN), "PlainFileSystem")):
+        assert refused(place) == (
+            f'{place} cannot be a store: {kind} cannot create a file exclusively (it takes no mode="create"), '
+            "so that two clients could start one run; use another one"
+        )
+    assert below(root) == []
+
+
+def test_a_class_that_swallows_the_mode_is_not_believed(plain: Callable[[str], str], tmp_path: Path) -> None:
+    swallows = "\n    def pipe_file(self, path, value, **kwargs):\n        super().pipe_file(path, value)\n"
+    assert "cannot create a file exclusively" in refused(plain(PLAIN + swallows))
+    assert not (tmp_path / "plain").exists()
+
+
+def test_submit_says_so_before_anything_is_sent(ftp: tuple[Path, str], jobs: Jobs) -> None:
+    jobs.write("train.py", "print('never')")
+    done = jobs.cli("submit", "train.py", "--store", f"{ftp[1]}/store")
+    assert done.code == 2
+    assert [line for line in done.err.splitlines() if "error" in line] == [
+        f"error: store: {ftp[1]}/store cannot be a store: FTPFileSystem cannot create a file exclusively (it takes no "
+        'mode="create"), so that two clients could start one run; use another one'
+    ]
+    assert "Traceback" not in done.err
+    assert below(ftp[0]) == []
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "smbclient", None)
+    for url, words in {
+        "smb://host/share": r"store: SMB requires \"smbprotocol\".* installed",
+        "sftp:///folder": r"missing 1 required positional argument: 'host'; fsspec reads options from FSSPEC_SFTP_",
+        "nothing://x/y": r"store: no file system is known for nothing: URLs",
+    }.items():
+        with pytest.raises(SpecError, match=words):
+            files(url).list()
+
+
+# ----------------------------------------------------------------------------------------------------------- a store
+
+
+def test_a_second_client_uploads_nothing(tree: Files, tmp_path: Path) -> None:
+    (tmp_path / "data/sub").mkdir(parents=True)
+    (tmp_path / "data/sub/x.bin").write_bytes(os.urandom(MIB))
+    (tmp_path / "data/copy.bin").write_bytes((tmp_path / "data/sub/x.bin").read_bytes())
+    staged, created = [], []
+    for run_id in ("one", "two", "one"):
+        store = Store(tree.url)
+        job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": str(tmp_path / "data")}})
+        placed, trees = store.inputs(job, frozenset({"none"}), cwd=tmp_path)
+        layout = store.layout(run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
+        staged.append(store.stage(layout, archive=lambda: b"code", pyz=b"runtime", trees=trees))
+        created.append(store.create_run(layout, {"protocol": 1}))
+    assert staged == [Staged(code_bytes=4, runtime_bytes=7, data_bytes=2 * MIB), Staged(), Staged()]
+    assert created == [True, True, False]
+    assert Store(tree.url).runs() == ["one", "two"]
+    assert files(tree.url).names("staging") == []
+
+
+SCRIPT = """
+    import os
+    from pathlib import Path
+
+    rank, data = os.environ["RANK"], Path(os.environ["CLOUDTRAIN_INPUT_TRAIN"])
+    size = sum(path.stat().st_size for path in data.rglob("*") if path.is_file())
+    print("rank", rank, "of", os.environ["WORLD_SIZE"], "has", size, flush=True)
+    folder = Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"], "step-1")
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(8):
+        (folder / f"part-{rank}-{number}").write_bytes(bytes([int(rank)]) * 1_000_000)
+"""
+
+
+def submit(jobs: Jobs, store: str, source: str, run_id: str, nodes: int) -> Done:
+    """A run on provider local with that store that has succeeded; ``source`` holds one file of 100,000 bytes."""
+    jobs.write("train.py", SCRIPT)
+    words = ["submit", "train.py", "--store", store, "--input", f"train={source}", "--run-id", run_id, "--json"]
+    done = jobs.cli(*words, "--nodes", str(nodes), "--max-runtime", "10m", timeout=240)
+    assert (done.code, done.json.get("state")) == (0, "succeeded"), done.err
+    for rank in range(nodes):
+        assert f"rank {rank} of {nodes} has 100000" in done.err
+    assert (done.json["checkpoint"] or {}).get("name") == "step-1", (done.out, done.err)
+    return done
+
+
+@pytest.fixture
+def source(ftp: tuple[Path, str]) -> str:
+    """What a run trains on, at another scheme than its store's."""
+    (ftp[0] / "set").mkdir()
+    (ftp[0] / "set/x.bin").write_bytes(bytes(100_000))
+    return f"{ftp[1]}/set/"
+
+
+@pytest.mark.slow
+def test_a_run(sftp: Server, source: str, jobs: Jobs) -> None:
+    store = f"{sftp.url}/team/store"
+    assert submit(jobs, store, source, "one", 1).json["uploaded"]["code_bytes"] > 0
+    assert [found.name for found in Store(store).checkpoints("one")] == ["step-1"]
+    assert not [name for name in below(sftp.root) if ".cloudtrain-tmp-" in name]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("scheme", ["sftp", "plain"])
+def test_a_run_and_all_that_comes_after(
+    scheme: str, request: pytest.FixtureRequest, source: str, tmp_path: Path
+) -> None:
+    if scheme == "sftp":
+        store = request.getfixturevalue("sftp").url + "/team/store"
+    else:
+        store = request.getfixturevalue("plain")(PLAIN + EXCLUSIVE)
+        request.getfixturevalue("monkeypatch").setenv("PYTHONPATH", str(tmp_path / "site"))
+    jobs: Jobs = request.getfixturevalue("jobs")
+    submit(jobs, store, source, "one", 2)
+    again = submit(jobs, store, source, "two", 2)
+    assert {again.json["uploaded"][name] for name in ("code_bytes", "runtime_bytes", "data_bytes")} == {0}
+    listed = jobs.cli("list", "--store", store, "--json")
+    assert sorted(run["run_id"] for run in listed.json["runs"]) == ["one", "two"]
+    followed = jobs.cli("logs", "-f", "two", "--store", store)
+    assert "rank 1 of 2" in followed.out
+    pulled = jobs.cli("pull", "one", str(tmp_path / "out"), "--store", store, "--json")
+    assert pulled.code == 0, pulled.err
+    for rank in range(2):
+        for number in range(8):
+            part = tmp_path / f"out/checkpoints/step-1/part-{rank}-{number}"
+            assert part.read_bytes() == bytes([rank]) * 1_000_000
+    kept = jobs.cli("gc", "--store", store, "--json")
+    assert kept.code == 0, kept.err
+    assert jobs.cli("status", "one", "--store", store).code == 0
+    _check_killed_pull(jobs, store)
+
+
+def _check_killed_pull(jobs: Jobs, store: str) -> None:
+    """What a pull that was killed had fetched whole of a checkpoint is not fetched again."""
+    out = jobs.tmp / "killed"
+    process = jobs.start("pull", "two", str(out), "--store", store)
+    Jobs.wait_for(lambda: len(list(out.rglob("part-*"))) > 2 or process.poll() is not None)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    there = {path.name: path.stat().st_mtime_ns for path in out.rglob("part-*")}
+    assert len(there) > 2
+    done = jobs.cli("pull", "two", str(out), "--store", store, "--json")
+    assert done.code == 0, done.err
+    whole = {path.name: path.stat().st_mtime_ns for path in (out / "checkpoints/step-1").iterdir()}
+    assert len(whole) == 16
+    assert {name: whole[name] for name in there} == there
+    assert not [name for name in below(out) if ".cloudtrain-tmp-" in name]
+
+
+# ----------------------------------------------------------------------------------------------------- remote inputs
+
+
+class Brought:
+    """An input at ``source`` that no node reads, and the store that gets a copy of it."""
+
+    def __init__(self, source: str, store: str) -> None:
+        self.source, self.store, self.scheme = source, Store(store), store.partition(":")[0]
+        self.said: list[str] = []
+
+    def layout(self, run_id: str) -> Layout:
+        job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": self.source}})
+        placed, _ = self.store.inputs(job, frozenset({self.scheme}), cwd=Path.cwd())
+        return self.store.layout(run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
+
+    def bring(self, run_id: str = "run-1") -> int:
+        try:
+            return bring(self.store, self.layout(run_id), say=self.said.append)
+        finally:
+            self.store.withdraw(run_id)
+
+    def copied(self) -> dict[str, bytes]:
+        tree = files(self.layout("x").inputs["train"].url)
+        return {key: tree.read(key) for key in tree.list()}
+
+
+def check_copied_once(brought: Brought, data: dict[str, bytes], change: Callable[[str, bytes], None]) -> None:
+    """All of ``data`` comes once, what is changed once more."""
+    size = sum(map(len, data.values()))
+    assert brought.bring() == size
+    assert brought.copied() == data
+    assert (brought.bring("run-2"), len(brought.said)) == (0, 1)
+    change("sub/b.txt", b"changed")
+    assert brought.bring("run-3") == 7
+    assert brought.copied() == {**data, "sub/b.txt": b"changed"}
+
+
+SET = {"a.bin": os.urandom(9 * MIB + 3), "sub/b.txt": b"hello", "sub/c d+%.txt": b"x", "empty": b""}
+
+
+def _fill(root: Path) -> Callable[[str, bytes], None]:
+    def write(name: str, data: bytes) -> None:
+        path = root / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    for name, data in SET.items():
+        write(name, data)
+    return write
+
+
+def test_a_tree_on_an_ftp_server(ftp: tuple[Path, str], s3_url: str) -> None:
+    write = _fill(ftp[0])
+    check_copied_once(Brought(f"{ftp[1]}/set", s3_url), SET, write)
+    one = Brought(f"{ftp[1]}/set/sub/b.txt", s3_url)
+    assert (one.bring(), one.bring("run-2")) == (7, 0)
+    for url, words in {
+        f"{ftp[1]}/nothing": "inputs.train: .*/nothing holds no file",
+        f"{ftp[1]}/nothing.csv": "inputs.train: there is no file .*/nothing.csv",
+        f"{ftp[1].replace('//', '//u:s3cret@')}/set": "530",
+    }.items():
+        with pytest.raises(CloudtrainError, match=words) as told:
+            Brought(url, s3_url).bring()
+        assert "s3cret" not in str(told.value)
+
+
+def test_a_tree_on_an_sftp_server(sftp: Server, s3_url: str) -> None:
+    write = _fill(sftp.root)
+    check_copied_once(Brought(f"{sftp.url}/set", s3_url), SET, write)
+
+
+# ---------------------------------------------------------------------------------------------------------- the hub
+
+
+def test_a_data_set_of_the_hub(hub: Hub, s3_url: str) -> None:
+    content = {f"folder/{name}": data for name, data in SET.items()} | {"README.md": b"not this"}
+    hub.commit("org/name", content, "v1")
+
+    def change(name: str, data: bytes) -> None:
+        hub.commit("org/name", content | {f"folder/{name}": data}, "v1")
+
+    check_copied_once(Brought("hf://datasets/org/name@v1/folder", s3_url), SET, change)
+    asked = hub.files_asked()
+    assert asked.count("folder/sub/b.txt") == 2  # at first, and when it had changed
+    assert asked.count("folder/sub/c d+%.txt") == 1
+    assert "README.md" not in asked
+    hub.commit("org/name", {"x.csv": b"main"})
+    hub.commit("org/name", {"x.csv": b"of a pull request"}, "refs/pr/1")
+    for revision, size in (("", 4), ("@refs/pr/1", 17)):
+        one = Brought(f"hf://datasets/org/name{revision}/x.csv", s3_url)
+        assert (one.bring(), one.bring("run-2")) == (size, 0)
+
+
+def test_a_hub_that_is_busy_is_asked_again(hub: Hub, s3_url: str) -> None:
+    hub.commit("org/name", {"x.csv": b"data"})
+    hub.faults = [503]
+    brought = Brought("hf://datasets/org/name/x.csv", s3_url)
+    assert brought.bring() == 4
+    assert hub.faults == []
+
+
+def test_a_token_is_sent_and_never_shown(
+    hub: Hub, s3_url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.commit("org/gated", {"x.csv": b"data"})
+    hub.gated.add("org/gated")
+    hub.token = "hf_s3cretOfMine"
+    brought = Brought("hf://datasets/org/gated/x.csv", s3_url)
+    with pytest.raises(AuthError, match=r"hf://datasets/org/gated/x.csv: no access: .*gated"):
+        brought.bring()
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    assert brought.bring() == 4
+    assert {given for path, given in hub.asked[-3:]} == {f"Bearer {hub.token}"}
+    monkeypatch.setenv("HF_TOKEN", "hf_wr0ngOne")
+    with pytest.raises(AuthError, match=r"no access: .*401.*Invalid credentials") as told:
+        brought.bring("run-2")
+    shown = f"{told.value} {capfd.readouterr()} {brought.said}"
+    kept = [brought.store.files.read(key) for key in brought.store.files.list() if key.endswith(".json")]
+    assert kept
+    for secret in ("hf_s3cretOfMine", "hf_wr0ngOne"):
+        assert secret not in shown
+        assert not [data for data in kept if secret.encode() in data]
+
+
+@pytest.mark.parametrize("below", ["", "/x.csv"])
+def test_what_the_hub_does_not_have_is_one_line(
+    below: str, hub: Hub, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.commit("org/name", {"y.csv": b"1"})
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    for name, words in {
+        "org/none": "repository not found",
+        "org/name@v9": "revision not found",
+        "name@v1": "must be 'namespace/name'",
+    }.items():
+        with pytest.raises(StorageError, match=words) as told:
+            Brought(f"hf://datasets/{name}{below}", s3_url).bring()
+        assert "\n" not in str(told.value)
+    with pytest.raises(SpecError, match=r"inputs.train: (there is no file|.* holds no file)"):
+        Brought(f"hf://datasets/org/name/none{below}", s3_url).bring()
+    assert not [key for key in files(s3_url).list() if key.startswith("data/")]
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(AuthError, match="Repository Not Found"):
+        Brought(f"hf://datasets/org/none{below}", s3_url).bring()
+
+
+def test_a_run_here_reads_the_hub(hub: Hub, jobs: Jobs) -> None:
+    """With provider local its supervisor fetches it."""
+    hub.commit("org/name", {"set/a.bin": os.urandom(5 * MIB), "set/sub/b": b"22"}, "v1")
+    jobs.write("train.py", "import os, pathlib; print(sorted(p.stat().st_size for p in "
+               "pathlib.Path(os.environ['CLOUDTRAIN_INPUT_TRAIN']).rglob('*') if p.is_file()))")  # fmt: skip
+    flags = ("--input", "train=hf://datasets/org/name@v1/set")
+    done = jobs.submit("train.py", *flags, HF_ENDPOINT=hub.url, HF_TOKEN="hf_mine")
+    assert done.code == 0, done.err
+    assert f"[2, {5 * MIB}]" in done.err
+    assert "Bearer hf_mine" in {given for _, given in hub.asked}
+    assert "hf_mine" not in done.err + json.dumps(done.json)
