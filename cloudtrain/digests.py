@@ -54,6 +54,7 @@ class Digests:
         self._file = (cache_folder(os.environ) if folder is None else folder) / f"{name}.json"
         self._known: dict[str, Any] = self._read()
         self._used: set[str] = set()
+        self._telling: dict[int, bool] = {}
         self._changed = False
 
     def find(self, path: str, status: os.stat_result) -> str | None:
@@ -61,7 +62,10 @@ class Digests:
         key = self._key(path)
         self._used.add(key)
         known = self._known.get(key)
-        if not isinstance(known, list) or not _tells(status.st_dev):
+        tells = self._telling.get(status.st_dev)
+        if tells is None:
+            tells = self._telling[status.st_dev] = _tells(status.st_dev)
+        if not isinstance(known, list) or not tells:
             return None
         try:
             seemed, digest, seen, read = known
@@ -205,26 +209,27 @@ class LocalTree:
 def hash_tree(path: Path, where: str) -> LocalTree:
     """The tree at ``path``, a folder or a file. `SpecError`, naming the field ``where``."""
     known = Digests(path)
+    seen: dict[str, tuple[str, os.stat_result, str | None]] = {}
     try:
-        found = {name: os.fspath(item) for name, item in (walk if path.is_file() else scan)(path).items()}
-        looks = {name: os.stat(file) for name, file in found.items()}
-        digests = {name: known.find(file, looks[name]) for name, file in found.items()}
-        unread = [name for name, digest in digests.items() if digest is None]
-        digests.update(zip(unread, parallel(lambda name: known.of(found[name], looks[name]), unread), strict=True))
-        unknown = set(unread)
+        for name, item in (walk if path.is_file() else scan)(path).items():
+            file = os.fspath(item)
+            status = os.stat(file)
+            seen[name] = (file, status, known.find(file, status))
+        unread = [name for name, (_, _, digest) in seen.items() if digest is None]
+        read = dict(zip(unread, parallel(lambda name: known.of(*seen[name][:2]), unread), strict=True))
     except (StorageError, OSError) as exc:
         raise SpecError(f"{path}: {exc}" if isinstance(exc, OSError) else str(exc), field=where) from exc
-    if not found:
+    if not seen:
         raise SpecError(f"{path} holds no file", field=where)
     hashed = tuple(
         TreeFile(
             path=name,
-            size=looks[name].st_size,
-            sha256=str(digest),
-            mtime_ns=looks[name].st_mtime_ns,
-            read=name in unknown,
+            size=status.st_size,
+            sha256=digest or read[name],
+            mtime_ns=status.st_mtime_ns,
+            read=digest is None,
         )
-        for name, digest in digests.items()
+        for name, (_, status, digest) in seen.items()
     )
     lines = json.dumps([[item.path, item.size, item.sha256] for item in hashed], separators=(",", ":"))
     root = path.parent if path.is_file() else path
