@@ -156,12 +156,14 @@ def table(tried: set[str]) -> dict[str, Tried]:
     return rows
 
 
-def spent(seconds: float) -> str:
-    """How long it took, with what was tried before: all runs since ``mutants/`` was made are noted there."""
-    noted = Path("mutants/runs.json")
-    runs = [*(json.loads(noted.read_text(encoding="utf-8")) if noted.exists() else ()), *([seconds] if seconds else ())]
+def spent(options: argparse.Namespace, seconds: float) -> str:
+    """How long it took, with earlier runs of the same sample: ``mutants/`` notes all since it was made."""
+    noted, sample = Path("mutants/runs.json"), [options.only, options.share, options.seed]
+    runs = json.loads(noted.read_text(encoding="utf-8")) if noted.exists() else []
+    runs += [[sample, seconds]] if seconds else []
     noted.write_text(json.dumps(runs), encoding="utf-8")
-    return f"{sum(runs) / 60:.0f} min" + (f" in {len(runs)} runs" if len(runs) > 1 else "")
+    took = [each for of, each in runs if of == sample]
+    return f"{sum(took) / 60:.0f} min" + (f" in {len(took)} runs" if len(took) > 1 else "")
 
 
 def page(
@@ -242,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "mutmut", "run", "--max-children", "1", *run]
         with open("mutants/run.log", "w", encoding="utf-8") as log:
             subprocess.run(command, stdout=log, stderr=log, check=False)
-    took = spent(time.monotonic() - began if run else 0.0)
+    took = spent(options, time.monotonic() - began if run else 0.0)
     rows = {file: row for file, row in table({*tried}).items() if row.ends.total()}
     if not rows or any(row.ends["not checked"] for row in rows.values()):
         sys.stderr.write("mutants: not all could be tried; mutants/run.log says why\n")

@@ -31,11 +31,11 @@ die() {
 # digest NAME: of what the image is made from, which is its part of this file; a new image leaves the others as they are.
 digest() {
     local made pin
-    made=$(declare -f "build_$1" packages debian on_torch)
+    made=$(sed -n "/^\(build_$1\|packages\|debian\|on_torch\)() {/,/^}/p" "$0")
     for pin in TORCH NUMPY PIP LIGHTNING PACKAGES; do
-        case $made in *"\$$pin"* | *"\${$pin"*) made+=$(declare -p "$pin") ;; esac
+        case $made in *"\$$pin"* | *"\${$pin"*) made+=$(sed -n "/^$pin=(/,/)/p; /^$pin=[^(]/p" "$0") ;; esac
     done
-    case $(declare -f "build_$1") in *on_torch*) made+=$(digest torch) ;; esac
+    [ "$1" = torch ] || [[ $(sed -n "/^build_$1() {/,/^}/p" "$0") != *on_torch* ]] || made+=$(digest torch)
     sha256sum <<<"$made" | cut -d ' ' -f 1
 }
 
