@@ -229,7 +229,7 @@ def _left(job: Job, result: Mapping[str, Any], now: float) -> tuple[Job | None, 
         most = getattr(job, name)
         if most is None:
             continue
-        spent = result["cost"][told]
+        spent = result["cost"][told] if result["attempts"] or result["native_id"] else 0.0  # all were refused
         if spent is None:
             return None, f"nobody knows what is left of {name}"
         if spent >= most:

@@ -328,6 +328,15 @@ def test_a_quota_of_nothing_for_one_gpu_leads_to_the_next(tmp_path: Path) -> Non
     assert [(r.attempt, r.choice) for r in platform.sent] == [(2, 2)]
 
 
+@pytest.mark.parametrize("limit", [{"max_gpu_hours": 4}, {"max_cost": 100}])
+def test_where_all_was_refused_nothing_is_spent(limit: dict[str, Any], tmp_path: Path) -> None:
+    run, platform = begun(tmp_path, DONE, DONE, gpu=["H100:8", "A10G:4"], **limit)
+    (tmp_path / "runs/r/attempts/0/submitted.json").unlink()
+    run.store.write_refused("r", 0, category="capacity", reason="there is none")
+    assert waited(run)["state"] == "succeeded"
+    assert [(r.attempt, r.choice) for r in platform.sent] == [(1, 1)]
+
+
 @pytest.mark.parametrize(
     ("exc", "category"), [(QuotaError("no"), "quota"), (SpecError("no"), "user_error"), (PlatformError("no"), "infra")]
 )
