@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, DigestError, StorageError
-from ..values import family
+from ..values import family, unversioned
 from . import checkpoints
 from .checkpoints import Complete, shape_of
 from .direct import Direct, RefusedError
@@ -47,21 +48,29 @@ class Resume:
     def candidates(self) -> Iterator[tuple[str, float, Message]]:
         """Name, time of saving and message for every node, best first: this run's own, then what was given.
 
-        The message also names the checkpoints that the script's pointers hold, and of each whose name has no number the
-        newest: a script that looks for its ``last.ckpt`` would begin afresh without one.
+        The message also names the checkpoints that the script's pointers hold, and of each whose name has no number but
+        a version the newest: a script that looks for its ``last.ckpt`` would begin afresh without one, and go on from
+        an old one beside which it had written ``last-v1.ckpt``.
         """
         for root in ("own", "given"):
             folder = self._root(root)
             found = checkpoints.complete(folder, say=self._say) if folder else []
-            by_name = {item.name: item for item in found}  # the newest of each
-            named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
             states = checkpoints.resumable(found)
-            named |= {item.name for item in states if family(item.name) == item.name}
             for item in reversed(states):
-                also = [by_name[name] for name in sorted(named & by_name.keys() - {item.name})] if root == "own" else []
+                also = self._beside(item, found, states) if root == "own" else []
                 place, *more = (c.folder.relative_to(folder).as_posix() if folder else "" for c in (item, *also))
                 saved = checkpoints.sort_key(item.commit)[2]
                 yield item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
+
+    def _beside(self, item: Complete, found: Sequence[Complete], states: Sequence[Complete]) -> list[Complete]:
+        """What comes back beside ``item``, oldest first; all that is given is so."""
+        by_name = {other.name: other for other in found}  # the newest of each
+        named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
+        newest = {unversioned(other.name): other.name for other in states}
+        newest.pop(unversioned(item.name), None)
+        named |= {name for kind, name in newest.items() if not re.search(r"\d", kind)}
+        also = [by_name[name] for name in named & by_name.keys() - {item.name}]
+        return sorted(also, key=lambda other: checkpoints.sort_key(other.commit))
 
     def direct(self, space: Workspace) -> Direct | None:
         """The newest that the script wrote to the store by itself.
