@@ -63,14 +63,14 @@ class Resume:
                 yield item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
 
     def _beside(self, item: Complete, found: Sequence[Complete], states: Sequence[Complete]) -> list[Complete]:
-        """What comes back beside ``item``, oldest first; all that is given is so."""
+        """What comes back beside ``item``, newest first; all that is given is oldest first."""
         by_name = {other.name: other for other in found}  # the newest of each
         named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
         newest = {unversioned(other.name): other.name for other in states}
         newest.pop(unversioned(item.name), None)
         named |= {name for kind, name in newest.items() if not re.search(r"\d", kind)}
         also = [by_name[name] for name in named & by_name.keys() - {item.name}]
-        return sorted(also, key=lambda other: checkpoints.sort_key(other.commit))
+        return sorted(also, key=lambda other: checkpoints.sort_key(other.commit), reverse=True)
 
     def direct(self, space: Workspace) -> Direct | None:
         """The newest that the script wrote to the store by itself.
@@ -98,20 +98,24 @@ class Resume:
     def restore(self, message: Mapping[str, Any], space: Workspace) -> tuple[str, bool]:
         """(why not, whether it is damaged) of the checkpoint of ``message``; ("", False) when it is in place here.
 
-        What an earlier try put in place goes.
+        What an earlier try put in place goes. By the times of change it is the newest here, as a script may look for
+        that, and what comes back beside it is older.
         """
         self.clear()
-        for folder in message["also"]:
-            try:
-                self._place(message["root"], folder, space)
-            except (DigestError, StorageError) as exc:
-                self._say(f"{exc}; left out")
-        try:  # last, so that it is also the newest by its time
+        try:  # first, as there may be no room for more
             self._place(message["root"], message["folder"], space)
         except DigestError as exc:
             return str(exc), True
         except StorageError as exc:
             return str(exc), False
+        for folder in message["also"]:
+            try:
+                self._place(message["root"], folder, space)
+            except (DigestError, StorageError) as exc:
+                self._say(f"{exc}; left out")
+        now = time.time()
+        for age, path in enumerate(self._placed):  # in whole seconds, as some file systems know no others
+            checkpoints.date(path, now - age)
         if message["root"] == "own":
             self._point(space)
         return "", False
@@ -163,7 +167,7 @@ class Resume:
         checkpoints.restore(checkpoint, target, node=space.node)
         self._placed.append(target)
         if own := written.get(space.node):
-            self.shapes[family(checkpoint.name)] = shape_of(own)
+            self.shapes.setdefault(family(checkpoint.name), shape_of(own))  # that of the first one, the best
         here = range(space.nodes) if space.node == 0 else written.keys()
         others = set[str]().union(*(paths for node, paths in written.items() if node in here))
         self._foreign[checkpoint.name] = others - (own or set())

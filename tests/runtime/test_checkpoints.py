@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -453,10 +454,62 @@ def test_the_newest_of_a_checkpoint_s_versions_comes_back(tmp_path: Path) -> Non
     assert next(resume.candidates())[2]["also"] == []
 
 
-def test_what_comes_back_beside_the_newest_does_so_in_order_of_age(tmp_path: Path) -> None:
-    resume = resuming(tmp_path, "z.ckpt 0.0-1 0", "step-1.ckpt 0.0-2 1", "a.ckpt 1.0-1 2", "step-2.ckpt 1.0-2 3")
-    write_pointers(tmp_path, 0, {"best": Pointer(target="step-1.ckpt", link=False)})
-    assert next(resume.candidates())[2]["also"] == ["z.ckpt/0.0-1", "step-1.ckpt/0.0-2", "a.ckpt/1.0-1"]
+@pytest.mark.parametrize("below", ["", "/model.pt"])
+def test_what_comes_back_is_as_old_as_its_kind_by_its_time(tmp_path: Path, below: str) -> None:
+    """A script that takes the newest file, or the newest of a kind, finds the right one, however small they are."""
+    names = ["z-last", "step-1", "a-last", "step-2"]
+    for seq, name in enumerate(names, start=1):
+        committed(tmp_path / "checkpoints", name, f"0.0-{seq}", {f"node-0/{name}{below}": b"A"}, saved=float(seq))
+    write_pointers(tmp_path, 0, {"best": Pointer(target="step-1", link=True)})
+    resume, space = resuming(tmp_path), workspace(tmp_path / "scratch")
+    message = next(resume.candidates())[2]
+    assert message["also"] == ["a-last/0.0-3", "step-1/0.0-2", "z-last/0.0-1"]  # where there is no room, the older go
+    assert resume.restore(message, space) == ("", False)
+    assert os.readlink(space.checkpoints / "best") == "step-1"
+    for kind in {"", below}:
+        paths = [Path(f"{space.checkpoints / name}{kind}") for name in names]
+        times = [int(path.stat().st_mtime) for path in paths]  # on a file system that keeps whole seconds
+        assert times == sorted(set(times)), kind
+        assert times[-1] <= time.time()
+
+
+def test_what_cannot_come_back_beside_the_newest_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = resuming(tmp_path, "last.ckpt 0.0-1 0", "final.ckpt 0.0-2 1", "step-1.ckpt 0.0-3 2")
+    write(tmp_path / "checkpoints/last.ckpt/0.0-1/node-0/last.ckpt", b"X")
+    space = workspace(tmp_path / "scratch")
+    assert resume.restore(next(resume.candidates())[2], space) == ("", False)
+    assert tree(space.checkpoints) == {"final.ckpt": b"1", "step-1.ckpt": b"2"}
+    said = "checkpoint last.ckpt: node-0/last.ckpt is not what was committed; left out\n"
+    assert capsys.readouterr().out == said
+
+
+def test_the_newest_has_the_room_that_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = 300_000
+    for seq, name in enumerate(["last.ckpt", "step-1.ckpt"], start=1):
+        committed(tmp_path / "checkpoints", name, f"0.0-{seq}", {f"node-0/{name}": bytes(size)}, saved=float(seq))
+    with small_disk(tmp_path / "larger", f"{3 * size // 2}") as disk:
+        resume, space = resuming(tmp_path), workspace(disk)
+        assert resume.restore(next(resume.candidates())[2], space) == ("", False)
+        assert tree(space.checkpoints) == {"step-1.ckpt": bytes(size)}
+    assert capsys.readouterr().out.endswith("last.ckpt: No space left on device; left out\n")
+    with small_disk(tmp_path / "smaller", f"{size // 2}") as disk:
+        why, damaged = resume.restore(next(resume.candidates())[2], workspace(disk))
+    assert (damaged, why.endswith("step-1.ckpt: No space left on device")) == (False, True)
+    assert capsys.readouterr().out == ""
+
+
+def test_of_one_kind_the_shape_is_the_newest_s(tmp_path: Path) -> None:
+    """Another one of the kind, which comes back as the script's best, had more files."""
+    for seq, files in enumerate((["a", "b"], ["a"]), start=1):
+        name = f"step-{seq}"
+        committed(tmp_path / "checkpoints", name, f"0.0-{seq}", {f"node-0/{name}/{f}": b"A" for f in files})
+    write_pointers(tmp_path, 0, {"best": Pointer(target="step-1", link=False)})
+    resume, space = resuming(tmp_path), workspace(tmp_path / "scratch")
+    assert resume.restore(next(resume.candidates())[2], space) == ("", False)
+    assert tree(space.checkpoints).keys() == {"best", "step-1/a", "step-1/b", "step-2/a"}
+    assert resume.shapes == {"step-#": {"a": 1}}
 
 
 # ---------------------------------------------------------------------------------------------- many files, and trouble
