@@ -63,10 +63,10 @@ class Resume:
                 yield item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
 
     def _beside(self, item: Complete, found: Sequence[Complete], states: Sequence[Complete]) -> list[Complete]:
-        """What comes back beside ``item``, newest first; all that is given is oldest first."""
-        by_name = {other.name: other for other in found}  # the newest of each
+        """What comes back beside ``item``, newest first, without what is known to be damaged; given is oldest first."""
+        by_name = {other.name: other for other in found if other.folder not in self.damaged}  # the newest of each
         named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
-        newest = {unversioned(other.name): other.name for other in states}
+        newest = {unversioned(other.name): other.name for other in states if other.folder not in self.damaged}
         newest.pop(unversioned(item.name), None)
         named |= {name for kind, name in newest.items() if not re.search(r"\d", kind)}
         also = [by_name[name] for name in named & by_name.keys() - {item.name}]

@@ -485,6 +485,22 @@ def test_what_cannot_come_back_beside_the_newest_is_left_out(
     assert capsys.readouterr().out == said
 
 
+def test_what_was_found_damaged_does_not_come_back_beside_an_older_one(tmp_path: Path) -> None:
+    saved = ("last.ckpt 0.0-1 0", "last-v1.ckpt 1.0-1 1", "step-1.ckpt 1.0-2 2", "last-v1.ckpt 1.0-3 3")
+    resume = resuming(tmp_path, *saved)
+    also = {}
+    for name, _, message in resume.candidates():
+        also[message["folder"]] = message["also"]
+        if name != "last.ckpt":
+            resume.pass_over(message)
+    assert also == {
+        "last-v1.ckpt/1.0-3": [],
+        "step-1.ckpt/1.0-2": ["last-v1.ckpt/1.0-1"],
+        "last-v1.ckpt/1.0-1": [],
+        "last.ckpt/0.0-1": [],
+    }
+
+
 def test_the_newest_has_the_room_that_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = 300_000
     for seq, name in enumerate(["last.ckpt", "step-1.ckpt"], start=1):
