@@ -39,6 +39,7 @@ __all__ = [
     "toml_loads",
     "training_states",
     "unix_seconds",
+    "unversioned",
     "url_scheme",
     "whole_number",
     "without_secrets",
@@ -263,7 +264,7 @@ _BESIDE = frozenset(
 )
 """Suffixes of what scripts write beside their checkpoints: settings, logs, pictures, programs."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
-_VERSION = re.compile(r"(?<![a-z0-9])v\d+", re.IGNORECASE)
+_VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
 _NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
 
 
@@ -283,6 +284,11 @@ def newer_than_metadata(times: Mapping[str, float]) -> str:
 def family(name: str) -> str:
     """``name`` with its numbers left out: that of every checkpoint, or file, that a script writes in the same place."""
     return re.sub(r"\d+", "#", name)
+
+
+def unversioned(name: str) -> str:
+    """``name`` with its version left out: ``last.ckpt`` of ``last-v1.ckpt``, which is written beside an older one."""
+    return _VERSION.sub("", name)
 
 
 def step_of(name: str) -> int | None:
@@ -308,7 +314,7 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
     if numbered := {key for key in folders if re.search(r"\d", states[key][0])}:
         known = {family(path) for key in numbered for path in states[key][1] if not _beside(path)}
         return numbered | {key for key in folders if known & {family(path) for path in states[key][1]}}
-    if numbered := {key for key in files if re.search(r"\d", _VERSION.sub("", states[key][0]))}:
+    if numbered := {key for key in files if re.search(r"\d", unversioned(states[key][0]))}:
         suffixes = {PurePosixPath(states[key][0]).suffix for key in numbered}
         return {key for key in files if PurePosixPath(states[key][0]).suffix in suffixes}
     return set(states)

@@ -40,7 +40,8 @@ class Theirs:
         words += ["--input", f"train={data}", "--map", f"{data}={self.jobs.tmp / 'rows'}", "--max-runtime", "10m"]
         for name, value in sample["settings"].items():
             words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-        done = self.jobs.cli("rehearse", script, *words, *flags, timeout=timeout)
+        entry = () if "command" in flags else (script,)
+        done = self.jobs.cli("rehearse", *entry, *words, *flags, timeout=timeout)
         assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
         return done
 
@@ -146,10 +147,11 @@ def test_lightning_under_torchrun(lightning: Theirs, target: str) -> None:
 @pytest.mark.proof
 @pytest.mark.parametrize("target", DATA)
 def test_lightning_that_starts_its_own_processes(lightning: Theirs, target: str) -> None:
-    """One process a node, as python starts it; the Trainer starts the other one of each."""
-    words = ("--launcher", "python", "--nproc-per-node", "2")
+    """One process a node, which is no rank that somebody has started; the Trainer starts the other one of each."""
+    words = ("--launcher", "command", "--nproc-per-node", "2")
+    command = ("--", "env", "-u", "LOCAL_RANK", "python3", "lightning_ddp.py")
     own = ("--devices", "2", "--logs", "{artifact_dir}")
-    done = lightning.rehearse(target, "lightning_ddp.py", *words, *LIGHTNING, *own)
+    done = lightning.rehearse(target, "lightning_ddp.py", *words, *command, *LIGHTNING[1:], *own)
     assert set(re.findall(r"epoch 1 loss \d+\.\d+ on (\d) of 4", done.err)) == {"0", "1", "2", "3"}
 
 

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from cloudtrain.values import family, step_of, training_states, unix_seconds, without_secrets
+from cloudtrain.values import family, step_of, training_states, unix_seconds, unversioned, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,16 @@ def test_a_family_is_a_name_without_its_numbers() -> None:
 
 
 HF = ["model.safetensors", "optimizer.pt", "rng_state_0.pth", "trainer_state.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [("last.ckpt", "last.ckpt"), ("last-v1.ckpt", "last.ckpt"), ("last-v12.ckpt", "last.ckpt"), ("last_V2", "last"),
+     ("last.v3.pt", "last.pt"), ("epoch=2-v1.ckpt", "epoch=2.ckpt"),
+     ("conv2.pt", "conv2.pt"), ("last-v.pt", "last-v.pt")],
+)  # fmt: skip
+def test_a_version_is_no_part_of_the_name(name: str, plain: str) -> None:
+    assert unversioned(name) == plain
 
 
 @pytest.mark.parametrize(

@@ -147,14 +147,14 @@ def environment_of(
         # One process a node: it gets the words torchrun would give the only rank of each node.
         env.update(
             RANK=str(topology.node_rank),
+            LOCAL_RANK="0",
             WORLD_SIZE=str(topology.nodes),
+            LOCAL_WORLD_SIZE="1",
             GROUP_RANK=str(topology.node_rank),
             NODE_RANK=str(topology.node_rank),
             MASTER_ADDR=topology.master_addr,
             MASTER_PORT=str(topology.master_port),
         )
-        if context["processes"] == 1:  # else it is no rank, but what starts them: Lightning does so without LOCAL_RANK
-            env.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     return env
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, DigestError, StorageError
-from ..values import family
+from ..values import family, unversioned
 from . import checkpoints
 from .checkpoints import Complete, shape_of
 from .direct import Direct, RefusedError
@@ -47,21 +48,29 @@ class Resume:
     def candidates(self) -> Iterator[tuple[str, float, Message]]:
         """Name, time of saving and message for every node, best first: this run's own, then what was given.
 
-        The message also names the checkpoints that the script's pointers hold, and of each whose name has no number the
-        newest: a script that looks for its ``last.ckpt`` would begin afresh without one.
+        The message also names the checkpoints that the script's pointers hold, and of each whose name has no number but
+        a version the newest: a script that looks for its ``last.ckpt`` would begin afresh without one, and go on from
+        an old one beside which it had written ``last-v1.ckpt``.
         """
         for root in ("own", "given"):
             folder = self._root(root)
             found = checkpoints.complete(folder, say=self._say) if folder else []
-            by_name = {item.name: item for item in found}  # the newest of each
-            named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
             states = checkpoints.resumable(found)
-            named |= {item.name for item in states if family(item.name) == item.name}
             for item in reversed(states):
-                also = [by_name[name] for name in sorted(named & by_name.keys() - {item.name})] if root == "own" else []
+                also = self._beside(item, found, states) if root == "own" else []
                 place, *more = (c.folder.relative_to(folder).as_posix() if folder else "" for c in (item, *also))
                 saved = checkpoints.sort_key(item.commit)[2]
                 yield item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
+
+    def _beside(self, item: Complete, found: Sequence[Complete], states: Sequence[Complete]) -> list[Complete]:
+        """What comes back beside ``item``, newest first, without what is known to be damaged; given is oldest first."""
+        by_name = {other.name: other for other in found if other.folder not in self.damaged}  # the newest of each
+        named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
+        newest = {unversioned(other.name): other.name for other in states if other.folder not in self.damaged}
+        newest.pop(unversioned(item.name), None)
+        named |= {name for kind, name in newest.items() if not re.search(r"\d", kind)}
+        also = [by_name[name] for name in named & by_name.keys() - {item.name}]
+        return sorted(also, key=lambda other: checkpoints.sort_key(other.commit), reverse=True)
 
     def direct(self, space: Workspace) -> Direct | None:
         """The newest that the script wrote to the store by itself.
@@ -89,20 +98,24 @@ class Resume:
     def restore(self, message: Mapping[str, Any], space: Workspace) -> tuple[str, bool]:
         """(why not, whether it is damaged) of the checkpoint of ``message``; ("", False) when it is in place here.
 
-        What an earlier try put in place goes.
+        What an earlier try put in place goes. By the times of change it is the newest here, as a script may look for
+        that, and what comes back beside it is older.
         """
         self.clear()
-        for folder in message["also"]:
-            try:
-                self._place(message["root"], folder, space)
-            except (DigestError, StorageError) as exc:
-                self._say(f"{exc}; left out")
-        try:  # last, so that it is also the newest by its time
+        try:  # first, as there may be no room for more
             self._place(message["root"], message["folder"], space)
         except DigestError as exc:
             return str(exc), True
         except StorageError as exc:
             return str(exc), False
+        for folder in message["also"]:
+            try:
+                self._place(message["root"], folder, space)
+            except (DigestError, StorageError) as exc:
+                self._say(f"{exc}; left out")
+        now = time.time()
+        for age, path in enumerate(self._placed):  # in whole seconds, as some file systems know no others
+            checkpoints.date(path, now - age)
         if message["root"] == "own":
             self._point(space)
         return "", False
@@ -154,7 +167,7 @@ class Resume:
         checkpoints.restore(checkpoint, target, node=space.node)
         self._placed.append(target)
         if own := written.get(space.node):
-            self.shapes[family(checkpoint.name)] = shape_of(own)
+            self.shapes.setdefault(family(checkpoint.name), shape_of(own))  # that of the first one, the best
         here = range(space.nodes) if space.node == 0 else written.keys()
         others = set[str]().union(*(paths for node, paths in written.items() if node in here))
         self._foreign[checkpoint.name] = others - (own or set())

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disks import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.errors import DigestError, StorageError
+from cloudtrain.provider import Site, Topology
 from cloudtrain.runtime import checkpoints
 from cloudtrain.runtime.checkpoints import (
     COMMIT,
@@ -36,7 +38,9 @@ from cloudtrain.runtime.checkpoints import (
     sort_key,
     write_pointers,
 )
+from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.resume import Resume
+from cloudtrain.runtime.workspace import Workspace
 from cloudtrain.values import family
 
 
@@ -375,20 +379,6 @@ def test_a_pointer_stays_one_when_its_target_is_deleted(tmp_path: Path) -> None:
     assert watch.pointers()["best"].target == "step-1"
 
 
-@pytest.mark.parametrize("name", ["last.ckpt", "last"])
-def test_a_checkpoint_without_a_number_comes_back_beside_the_newest(tmp_path: Path, name: str) -> None:
-    """As Lightning's ``last.ckpt``, which was being written when the run ended: the one before it is there."""
-    below = "/model.ckpt" if name == "last" else ""
-    kinds = [("epoch=1", 1, 1.0), (name, 2, 2.0), (name, 3, 3.0), ("epoch=2", 4, 4.0)]
-    for kind, seq, saved in kinds:
-        entry = kind if kind == name else f"{kind}{'' if below else '.ckpt'}"
-        committed(tmp_path / "checkpoints", entry, f"0.0-{seq}", {f"node-0/{entry}{below}": b"A"}, saved=saved)
-    resume = Resume(live=tmp_path, given=None, url=None, say=print)
-    first, second, *_ = resume.candidates()
-    assert (first[0].partition(".")[0], first[2]["also"]) == ("epoch=2", [f"{name}/0.0-3"])
-    assert (second[0], second[2]["folder"], second[2]["also"]) == (name, f"{name}/0.0-3", [])
-
-
 @pytest.mark.parametrize("link", [True, False])
 def test_a_pointer_is_made_again_as_it_was(tmp_path: Path, link: bool) -> None:
     (tmp_path / "step-1").write_text("weights")
@@ -406,6 +396,136 @@ def test_pointers_that_cannot_be_read_name_nothing(tmp_path: Path) -> None:
         (tmp_path / f"pointers/node-{node}.json").write_text(text)
     (tmp_path / "pointers/node-x.json").write_text("{}")
     assert read_pointers(tmp_path) == {0: {"best": Pointer(target="step-1", link=False)}}
+
+
+# ------------------------------------------------------------------------------------------ what comes back at a resume
+
+
+def workspace(scratch: Path) -> Workspace:
+    scratch.mkdir(parents=True, exist_ok=True)
+    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    site = Site(topology=topology, paths={}, scratch=[str(scratch)])
+    return Workspace(context={"run_id": "r", "checkpoint_paths": []}, site=site, log=LogWriter(node=0))
+
+
+def resuming(live: Path, *saved: str) -> Resume:
+    """A run with these checkpoints of one file each, oldest first: name, folder and content."""
+    for time_, (name, folder, data) in enumerate(map(str.split, saved), start=1):
+        committed(live / "checkpoints", name, folder, {f"node-0/{name}": data.encode()}, saved=float(time_))
+    return Resume(live=live, given=None, url=None, say=print)
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "last"])
+def test_a_checkpoint_without_a_number_comes_back_beside_the_newest(tmp_path: Path, name: str) -> None:
+    """As Lightning's ``last.ckpt``, which was being written when the run ended: the one before it is there."""
+    below = "/model.ckpt" if name == "last" else ""
+    kinds = [("epoch=1", 1, 1.0), (name, 2, 2.0), (name, 3, 3.0), ("epoch=2", 4, 4.0)]
+    for kind, seq, saved in kinds:
+        entry = kind if kind == name else f"{kind}{'' if below else '.ckpt'}"
+        committed(tmp_path / "checkpoints", entry, f"0.0-{seq}", {f"node-0/{entry}{below}": b"A"}, saved=saved)
+    resume = Resume(live=tmp_path, given=None, url=None, say=print)
+    first, second, *_ = resume.candidates()
+    assert (first[0].partition(".")[0], first[2]["also"]) == ("epoch=2", [f"{name}/0.0-3"])
+    assert (second[0], second[2]["folder"], second[2]["also"]) == (name, f"{name}/0.0-3", [])
+
+
+def test_the_newest_of_a_checkpoint_s_versions_comes_back(tmp_path: Path) -> None:
+    """Lightning, resumed twice: each time it writes another ``last-v1.ckpt``, and looks for the newest ``last*``."""
+
+    def last(space: Workspace) -> str:
+        found = [path for path in space.checkpoints.iterdir() if path.name.startswith("last")]
+        return max(found, key=lambda path: path.stat().st_mtime_ns).read_text()
+
+    resume = resuming(tmp_path, "epoch=0.ckpt 0.0-1 0", "last.ckpt 0.0-2 0")
+    name, _, message = next(resume.candidates())
+    space = workspace(tmp_path / "first")
+    assert (name, resume.restore(message, space), last(space)) == ("last.ckpt", ("", False), "0")
+
+    more = ("epoch=1.ckpt 1.0-1 1", "last-v1.ckpt 1.0-2 1", "epoch=2.ckpt 1.0-3 2")
+    resume = resuming(tmp_path, "epoch=0.ckpt 0.0-1 0", "last.ckpt 0.0-2 0", *more)
+    name, _, message = next(resume.candidates())
+    space = workspace(tmp_path / "second")
+    assert (name, resume.restore(message, space), last(space)) == ("epoch=2.ckpt", ("", False), "1")
+    assert tree(space.checkpoints) == {"epoch=2.ckpt": b"2", "last-v1.ckpt": b"1"}
+
+    resume = resuming(tmp_path / "more", *more, "last.ckpt 2.0-1 2", "epoch=3.ckpt 2.0-2 3")
+    assert next(resume.candidates())[2]["also"] == ["last.ckpt/2.0-1"]
+    resume = resuming(tmp_path / "none", *more[:2])
+    assert next(resume.candidates())[2]["also"] == []
+
+
+@pytest.mark.parametrize("below", ["", "/model.pt"])
+def test_what_comes_back_is_as_old_as_its_kind_by_its_time(tmp_path: Path, below: str) -> None:
+    """A script that takes the newest file, or the newest of a kind, finds the right one, however small they are."""
+    names = ["z-last", "step-1", "a-last", "step-2"]
+    for seq, name in enumerate(names, start=1):
+        committed(tmp_path / "checkpoints", name, f"0.0-{seq}", {f"node-0/{name}{below}": b"A"}, saved=float(seq))
+    write_pointers(tmp_path, 0, {"best": Pointer(target="step-1", link=True)})
+    resume, space = resuming(tmp_path), workspace(tmp_path / "scratch")
+    message = next(resume.candidates())[2]
+    assert message["also"] == ["a-last/0.0-3", "step-1/0.0-2", "z-last/0.0-1"]  # where there is no room, the older go
+    assert resume.restore(message, space) == ("", False)
+    assert os.readlink(space.checkpoints / "best") == "step-1"
+    for kind in {"", below}:
+        paths = [Path(f"{space.checkpoints / name}{kind}") for name in names]
+        times = [int(path.stat().st_mtime) for path in paths]  # on a file system that keeps whole seconds
+        assert times == sorted(set(times)), kind
+        assert times[-1] <= time.time()
+
+
+def test_what_cannot_come_back_beside_the_newest_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resume = resuming(tmp_path, "last.ckpt 0.0-1 0", "final.ckpt 0.0-2 1", "step-1.ckpt 0.0-3 2")
+    write(tmp_path / "checkpoints/last.ckpt/0.0-1/node-0/last.ckpt", b"X")
+    space = workspace(tmp_path / "scratch")
+    assert resume.restore(next(resume.candidates())[2], space) == ("", False)
+    assert tree(space.checkpoints) == {"final.ckpt": b"1", "step-1.ckpt": b"2"}
+    said = "checkpoint last.ckpt: node-0/last.ckpt is not what was committed; left out\n"
+    assert capsys.readouterr().out == said
+
+
+def test_what_was_found_damaged_does_not_come_back_beside_an_older_one(tmp_path: Path) -> None:
+    saved = ("last.ckpt 0.0-1 0", "last-v1.ckpt 1.0-1 1", "step-1.ckpt 1.0-2 2", "last-v1.ckpt 1.0-3 3")
+    resume = resuming(tmp_path, *saved)
+    also = {}
+    for name, _, message in resume.candidates():
+        also[message["folder"]] = message["also"]
+        if name != "last.ckpt":
+            resume.pass_over(message)
+    assert also == {
+        "last-v1.ckpt/1.0-3": [],
+        "step-1.ckpt/1.0-2": ["last-v1.ckpt/1.0-1"],
+        "last-v1.ckpt/1.0-1": [],
+        "last.ckpt/0.0-1": [],
+    }
+
+
+def test_the_newest_has_the_room_that_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = 300_000
+    for seq, name in enumerate(["last.ckpt", "step-1.ckpt"], start=1):
+        committed(tmp_path / "checkpoints", name, f"0.0-{seq}", {f"node-0/{name}": bytes(size)}, saved=float(seq))
+    with small_disk(tmp_path / "larger", f"{3 * size // 2}") as disk:
+        resume, space = resuming(tmp_path), workspace(disk)
+        assert resume.restore(next(resume.candidates())[2], space) == ("", False)
+        assert tree(space.checkpoints) == {"step-1.ckpt": bytes(size)}
+    assert capsys.readouterr().out.endswith("last.ckpt: No space left on device; left out\n")
+    with small_disk(tmp_path / "smaller", f"{size // 2}") as disk:
+        why, damaged = resume.restore(next(resume.candidates())[2], workspace(disk))
+    assert (damaged, why.endswith("step-1.ckpt: No space left on device")) == (False, True)
+    assert capsys.readouterr().out == ""
+
+
+def test_of_one_kind_the_shape_is_the_newest_s(tmp_path: Path) -> None:
+    """Another one of the kind, which comes back as the script's best, had more files."""
+    for seq, files in enumerate((["a", "b"], ["a"]), start=1):
+        name = f"step-{seq}"
+        committed(tmp_path / "checkpoints", name, f"0.0-{seq}", {f"node-0/{name}/{f}": b"A" for f in files})
+    write_pointers(tmp_path, 0, {"best": Pointer(target="step-1", link=False)})
+    resume, space = resuming(tmp_path), workspace(tmp_path / "scratch")
+    assert resume.restore(next(resume.candidates())[2], space) == ("", False)
+    assert tree(space.checkpoints).keys() == {"best", "step-1/a", "step-1/b", "step-2/a"}
+    assert resume.shapes == {"step-#": {"a": 1}}
 
 
 # ---------------------------------------------------------------------------------------------- many files, and trouble

@@ -249,7 +249,8 @@ def test_strange_variables_arrive_unchanged(variables: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "topology", "rank", "world"),
-    [({"launcher": "python", "processes": 1}, TWO, "1", "2"), ({"launcher": "command", "processes": 1}, TWO, "1", "2"),
+    [({"launcher": "python"}, TWO, "1", "2"), ({"launcher": "command"}, TWO, "1", "2"),
+     ({"launcher": "python", "processes": 8}, TWO, "1", "2"), ({"launcher": "command", "processes": 8}, TWO, "1", "2"),
      ({"processes": 1}, ONE, "0", "1")],
 )  # fmt: skip
 def test_a_lone_process_gets_the_words_torchrun_would_give(
@@ -258,15 +259,6 @@ def test_a_lone_process_gets_the_words_torchrun_would_give(
     env = environment({"RANK": "9"}, topology=topology, **changes)
     assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == (rank, world, "0", "1")
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (topology.master_addr, "5000")
-
-
-@pytest.mark.parametrize("launcher", ["python", "command"])
-def test_what_starts_several_ranks_itself_is_told_of_its_node_alone(launcher: str) -> None:
-    """With LOCAL_RANK it would take itself for one of them, that another had started."""
-    env = environment({"LOCAL_RANK": "9"}, topology=TWO, launcher=launcher, processes=4)
-    assert (env["RANK"], env["NODE_RANK"], env["GROUP_RANK"], env["WORLD_SIZE"]) == ("1", "1", "1", "2")
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == (TWO.master_addr, "5000")
-    assert not {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(env)
 
 
 def test_under_torchrun_its_words_are_its_own() -> None:
