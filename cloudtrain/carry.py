@@ -21,7 +21,7 @@ from .errors import CloudtrainError, DigestError, SpecError, StorageError, scrub
 from .job import is_run_id
 from .moves import next_of
 from .provider import Layout
-from .relay import Copy, Held, address_of, version_of
+from .relay import Copy, Held, Left, address_of, version_of
 from .settings import Caller, Settings
 from .store import Store
 from .transfer import Entry, Moving, Progress
@@ -95,14 +95,14 @@ def carry(
     layout: Layout,
     *,
     settings: Settings,
-    left: Store | None = None,
+    left: Left | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
     """Copy what ``layout.resume_source`` means, unless the store has it; bytes that had to move.
 
     The source's store is opened as ``settings`` say. One whose file is not what was committed is passed over, and
-    ``say`` is told. What ``left``, the store of the place that a run leaves, has a copy of comes from there, whoever
+    ``say`` is told. What a run was given a copy of in ``left``, the place that it leaves, comes from there, whoever
     moves it: the run goes on from the checkpoint that it was given. Raises `SpecError` where nothing complete is left,
     `ConflictError`, `StorageError`, `AuthError`.
     """
@@ -110,7 +110,7 @@ def carry(
     if place is None or layout.resume is None:
         return 0
     say = say or (lambda _: None)
-    address = address_of(store, layout.resume)
+    address = address_of(store.url, layout.resume)
     if (held := Held.of(left, address, name=_Chosen.name, field=FIELD)) is not None:
         try:
             return Copy(store, layout.run_id, address, held, progress, say).run()
@@ -121,7 +121,7 @@ def carry(
     except SpecError as exc:
         if left is None:
             raise
-        why = f"{exc.message}, and {left.url} has no copy of it that is whole; submit the same job again"
+        why = f"{exc.message}, and {left.store.url} has no copy of it that is whole; submit the same job again"
         raise StorageError(f"{FIELD}: {why} with --run-id {layout.run_id} where the run can be read") from None
     known = (store.record(f"data/manifests/{address}.json") or {}).get("damaged")
     damaged = {str(mark) for mark in known} if isinstance(known, list) else set()

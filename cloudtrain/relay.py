@@ -19,7 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .backends import STREAMED
 from .disk import safe
@@ -32,7 +32,7 @@ from .store import Store, expect, to_json
 from .transfer import PIECE, Entry, Moving, Progress, parallel
 from .values import url_scheme, without_secrets
 
-__all__ = ["Copy", "Held", "Source", "address_of", "bring", "version_of"]
+__all__ = ["Copy", "Held", "Left", "Source", "address_of", "bring", "version_of"]
 
 LEASE = 60.0
 """Seconds after which another client may go on with a copy whose maker has gone."""
@@ -47,24 +47,37 @@ TRIES = 4
 _TAG = re.compile(r"\bETag=(?:W/)?\"?([^\"\s]+)", re.IGNORECASE)
 
 
+class Left(NamedTuple):
+    """The place that a run leaves for another one: its store, and where that run was told to find what it needs."""
+
+    store: Store
+    layout: Layout
+
+    def gave(self, address: str) -> bool:
+        """Whether the run was given the copy at ``address``. Any other there is of whatever its source was once."""
+        resume = self.layout.resume if self.layout.resume_source is not None else None
+        inputs = [item.url for item in self.layout.inputs.values() if item.source is not None]
+        return address in {address_of(self.layout.store, url) for url in (resume, *inputs) if url is not None}
+
+
 def bring(
     store: Store,
     layout: Layout,
     *,
-    left: Store | None = None,
+    left: Left | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
     """Copy what the store lacks of the inputs of ``layout`` that have a ``source``; bytes that had to move.
 
-    Sources are reached as fsspec does by itself; what ``left``, the store of the place before, has a whole copy of
-    comes from there. `SpecError` for one that holds no file, `ConflictError` for one that changed since a run that
+    Sources are reached as fsspec does by itself; what the run was given in ``left``, the place before, comes from its
+    whole copy there. `SpecError` for one that holds no file, `ConflictError` for one that changed since a run that
     goes on was given its copy, `StorageError` for one that changes meanwhile; `AuthError`.
     """
     wanted = {item.url: (name, item) for name, item in layout.inputs.items() if item.source is not None}
     copies = []
     for name, item in wanted.values():
-        address = address_of(store, item.url)
+        address = address_of(store.url, item.url)
         held = Held.of(left, address, name=name, field=f"inputs.{name}")
         copies.append(
             Copy(store, layout.run_id, address, held or _Input(name, item, store.moving.mover), progress, say)
@@ -72,9 +85,9 @@ def bring(
     return sum(copy.run() for copy in copies)
 
 
-def address_of(store: Store, url: str) -> str:
-    """The name below ``data/`` of what the store has at ``url``."""
-    return url[len(store.url) + 1 :].split("/")[1]
+def address_of(store: str, url: str) -> str:
+    """The name below ``data/`` of what the store at ``store`` has at ``url``."""
+    return url[len(store) + 1 :].split("/")[1]
 
 
 class Source(Protocol):
@@ -161,10 +174,12 @@ class Held:
         self.facts: Mapping[str, Any] = {key: value for key, value in manifest.items() if key not in own}
 
     @classmethod
-    def of(cls, store: Store | None, address: str, *, name: str, field: str) -> Held | None:
-        """What ``store`` has there; None where it has nothing whole, or there is no such store."""
-        manifest = _manifest(store, address) if store is not None else None
-        return cls(store, address, manifest, name=name, field=field) if store is not None and manifest else None
+    def of(cls, left: Left | None, address: str, *, name: str, field: str) -> Held | None:
+        """What the run was given there; None where that is not whole, nothing was given, or no place is left."""
+        if left is None or not left.gave(address):
+            return None
+        manifest = _manifest(left.store, address)
+        return cls(left.store, address, manifest, name=name, field=field) if manifest else None
 
     def entries(self) -> dict[str, Entry]:
         manifest = _manifest(self._store, self._address)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import random
@@ -24,8 +25,9 @@ from cloudtrain.cli.show import plan_text
 from cloudtrain.disk import local_path
 from cloudtrain.errors import ConflictError, SpecError
 from cloudtrain.job import Job
-from cloudtrain.provider import Layout
+from cloudtrain.provider import Layout, LayoutInput
 from cloudtrain.rehearse import plan_rehearsal
+from cloudtrain.relay import Left
 from cloudtrain.retention import collect
 from cloudtrain.runtime import checkpoints
 from cloudtrain.settings import Settings
@@ -157,6 +159,39 @@ def test_a_newer_one_comes_unless_a_run_has_the_older(here: tuple[Ran, Target], 
     assert target.restored(ran.url, tmp_path) == {"step-6": newer}, "and no other"
 
 
+@pytest.fixture
+def moving(here: tuple[Ran, Target], tmp_path: Path) -> tuple[Ran, Target, Target]:
+    """A run with step 6, a place whose store has a copy of that, and the place that a run goes on to from there."""
+    ran, before = here
+    ran.save(6)
+    before.carry(ran.url, "old")
+    return ran, before, Target(f"file://{tmp_path}/next", {"s3"})
+
+
+def test_who_moves_takes_along_only_what_that_run_was_given(moving: tuple[Ran, Target, Target], tmp_path: Path) -> None:
+    """A copy that another run was given is of what the source was then."""
+    ran, before, after = moving
+    newest = ran.save(12)
+    given = before.layout(ran.url)
+    in_place = dataclasses.replace(given, resume=given.resume_source, resume_source=None)
+    assert after.carry(ran.url, left=Left(before.store, in_place)) > 0
+    assert after.restored(ran.url, tmp_path) == {"step-12": newest}
+    data = LayoutInput(url=f"{before.store.url}/data/{relay.address_of(before.store.url, given.resume or '')}")
+    others = [LayoutInput(url="s3://elsewhere/set"), dataclasses.replace(data, url=f"{data.url}-not", source="s3://x")]
+    assert not Left(before.store, dataclasses.replace(in_place, inputs=dict(zip("ab", others, strict=True)))).gave(
+        data.url.rpartition("/")[2]
+    )
+
+
+def test_who_moves_takes_along_what_that_run_was_given_though_there_is_a_newer_one(
+    moving: tuple[Ran, Target, Target], tmp_path: Path
+) -> None:
+    ran, before, after = moving
+    ran.save(12)
+    assert after.carry(ran.url, left=Left(before.store, before.layout(ran.url))) > 0
+    assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
+
+
 def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple[Ran, Target], tmp_path: Path) -> None:
     """A run that goes on keeps only so many."""
     ran, target = here
@@ -206,7 +241,7 @@ def test_gc_keeps_what_a_run_names(here: tuple[Ran, Target]) -> None:
     ran.save(4)
     layout = target.layout(ran.url)
     target.carry(ran.url)
-    address = relay.address_of(target.store, layout.resume or "")
+    address = relay.address_of(target.store.url, layout.resume or "")
     assert {item.key for item in collect(target.store, older_than=0).found} == {f"data/{address}"}
     record = {"protocol": 1, "layout": {"code_digest": "c", "resume": layout.resume}}
     assert target.store.create_run(layout, record)
