@@ -21,7 +21,7 @@ from .errors import CloudtrainError, DigestError, SpecError, StorageError, scrub
 from .job import is_run_id
 from .moves import next_of
 from .provider import Layout
-from .relay import Copy, Held, Left, address_of, version_of
+from .relay import Copy, Left, address_of, from_left, version_of
 from .settings import Caller, Settings
 from .store import Store
 from .transfer import Entry, Moving, Progress
@@ -111,11 +111,10 @@ def carry(
         return 0
     say = say or (lambda _: None)
     address = address_of(store.url, layout.resume)
-    if (held := Held.of(left, address, name=_Chosen.name, field=FIELD)) is not None:
-        try:
-            return Copy(store, layout.run_id, address, held, progress, say).run()
-        except DigestError as exc:
-            say(f"{exc}; it is copied from where it came from")
+    copy = partial(Copy, store, layout.run_id, address, progress=progress, say=say)
+    moved = from_left(left, address, copy, name=_Chosen.name, field=FIELD, say=say)
+    if moved is not None:
+        return moved
     try:
         source = settings.let_in(place.store, partial(_opened, place, settings.mover))
     except SpecError as exc:
@@ -132,7 +131,7 @@ def carry(
                 if found.mark in damaged:
                     say(f"{found.shown} was not what was committed when it was copied last; the one before it is taken")
                     continue
-                return Copy(store, layout.run_id, address, found, progress, say).run()
+                return copy(found).run()
             except _DamagedError as exc:
                 say(f"{exc}; the one before it is taken")
                 damaged.add(found.mark)

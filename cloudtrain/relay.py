@@ -6,7 +6,7 @@ again, also not after a copy that was broken off. A source that has changed brin
 a run that is not over was given it. One client at a time copies to an address, by a lease; others wait, and find it.
 
 `bring` does so for remote inputs; a `Source` says what else there may be (`carry`: the checkpoint of another run). A
-run that goes on to another place brings what the store that it leaves has (`Held`): who moves it needs no source.
+run that goes on to another place brings what the store that it leaves has (`Left`): who moves it needs no source.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from .backends import STREAMED
@@ -32,7 +33,7 @@ from .store import Store, expect, to_json
 from .transfer import PIECE, Entry, Moving, Progress, parallel
 from .values import url_scheme, without_secrets
 
-__all__ = ["Copy", "Held", "Left", "Source", "address_of", "bring", "version_of"]
+__all__ = ["Copy", "Left", "Source", "address_of", "bring", "from_left", "version_of"]
 
 LEASE = 60.0
 """Seconds after which another client may go on with a copy whose maker has gone."""
@@ -71,18 +72,48 @@ def bring(
     """Copy what the store lacks of the inputs of ``layout`` that have a ``source``; bytes that had to move.
 
     Sources are reached as fsspec does by itself; what the run was given in ``left``, the place before, comes from its
-    whole copy there. `SpecError` for one that holds no file, `ConflictError` for one that changed since a run that
-    goes on was given its copy, `StorageError` for one that changes meanwhile; `AuthError`.
+    copy there, unless that is not whole or damaged. `SpecError` for one that holds no file, `ConflictError` for one
+    that changed since a run that goes on was given its copy, `StorageError` for one that changes meanwhile;
+    `AuthError`.
     """
     wanted = {item.url: (name, item) for name, item in layout.inputs.items() if item.source is not None}
-    copies = []
-    for name, item in wanted.values():
-        address = address_of(store.url, item.url)
-        held = Held.of(left, address, name=name, field=f"inputs.{name}")
-        copies.append(
-            Copy(store, layout.run_id, address, held or _Input(name, item, store.moving.mover), progress, say)
-        )
-    return sum(copy.run() for copy in copies)
+    return sum(_brought(store, layout, name, item, left, progress, say) for name, item in wanted.values())
+
+
+def _brought(
+    store: Store,
+    layout: Layout,
+    name: str,
+    item: LayoutInput,
+    left: Left | None,
+    progress: Progress | None,
+    say: Callable[[str], None] | None,
+) -> int:
+    address = address_of(store.url, item.url)
+    copy = partial(Copy, store, layout.run_id, address, progress=progress, say=say)
+    moved = from_left(left, address, copy, name=name, field=f"inputs.{name}", say=say)
+    return copy(_Input(name, item, store.moving.mover)).run() if moved is None else moved
+
+
+def from_left(
+    left: Left | None,
+    address: str,
+    copy: Callable[[Source], Copy],
+    *,
+    name: str,
+    field: str,
+    say: Callable[[str], None] | None,
+) -> int | None:
+    """Copy what the run was given at ``address`` of ``left``; bytes that had to move. None where it is to come from
+    its source: it was given nothing there, or that is not whole, or damaged, of which ``say`` is told."""
+    if (held := _Held.of(left, address, name=name, field=field)) is None:
+        return None
+    try:
+        return copy(held).run()
+    except DigestError as exc:
+        if say is not None:
+            say(f"{exc}; it is copied from where it came from")
+        return None
 
 
 def address_of(store: str, url: str) -> str:
@@ -161,7 +192,7 @@ class _Input:
         """Nobody promised anything."""
 
 
-class Held:
+class _Held:
     """The whole copy that another store has at the same address, each file proved by the manifest there."""
 
     instead, tries = "", 2
@@ -174,7 +205,7 @@ class Held:
         self.facts: Mapping[str, Any] = {key: value for key, value in manifest.items() if key not in own}
 
     @classmethod
-    def of(cls, left: Left | None, address: str, *, name: str, field: str) -> Held | None:
+    def of(cls, left: Left | None, address: str, *, name: str, field: str) -> _Held | None:
         """What the run was given there; None where that is not whole, nothing was given, or no place is left."""
         if left is None or not left.gave(address):
             return None
@@ -188,7 +219,10 @@ class Held:
         return {path: Entry(item["size"], item["version"] or item["sha256"], 0.0) for path, item in self._files.items()}
 
     def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
-        return self._store.files.pieces(f"data/{self._address}/{path}", entry.size)
+        key = f"data/{self._address}/{path}"
+        if (size := self._store.files.size(key)) != entry.size:  # as whoever breaks off a removal leaves it
+            raise DigestError(f"{self.shown}/{path} {'has gone' if size is None else 'is not what was copied there'}")
+        yield from self._store.files.pieces(key, entry.size)
 
     def check(self, path: str, sha256: str) -> None:
         if sha256 != self._files[path]["sha256"]:

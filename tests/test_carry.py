@@ -192,6 +192,24 @@ def test_who_moves_takes_along_what_that_run_was_given_though_there_is_a_newer_o
     assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
 
 
+@pytest.mark.parametrize("fault", ["gone", "short", "spoiled"])
+def test_a_copy_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
+    moving: tuple[Ran, Target, Target], tmp_path: Path, fault: str
+) -> None:
+    ran, before, after = moving
+    (shard,) = [key for key in before.store.files.list("data") if key.endswith("shard-1.pt")]
+    data = before.store.files.read(shard)
+    if fault == "gone":
+        before.store.files.remove(shard)
+    else:
+        before.store.files.write(shard, data[:-1] if fault == "short" else bytes(len(data)))
+    newest = ran.save(12)
+    left = Left(before.store, before.layout(ran.url))
+    assert after.carry(ran.url, left=left) > 0
+    assert after.restored(ran.url, tmp_path) == {"step-12": newest}
+    assert "; it is copied from where it came from" in after.said[1]
+
+
 def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple[Ran, Target], tmp_path: Path) -> None:
     """A run that goes on keeps only so many."""
     ran, target = here
