@@ -170,7 +170,7 @@ class _GoneError(StorageError):
 class _Chosen:
     """One checkpoint as a `relay.Source`. Its files' versions are their digests: they never change."""
 
-    name, field, tries = "the checkpoint", FIELD, 2
+    name, field, tries, given = "the checkpoint", FIELD, 2, False
 
     def __init__(self, source: Store, place: _Place, checkpoint: Checkpoint, damaged: Iterable[str]) -> None:
         self._files, self._key = source.files, checkpoint.key

@@ -138,6 +138,8 @@ class Source(Protocol):
     """The file that makes the others count, if one does."""
     facts: Mapping[str, Any]
     """What the manifest is to say beside the files."""
+    given: bool
+    """Whether it is a copy that a run was given: it stays as it is, while what it was made of may have gone on."""
 
     def entries(self) -> dict[str, Entry]:
         """Its files by their paths in the copy, with nothing remembered of what was there."""
@@ -153,6 +155,7 @@ class _Input:
     """A channel's data, reached as fsspec does by itself."""
 
     instead = last = ""
+    given = False
     facts: Mapping[str, Any] = {}
 
     def __init__(self, name: str, item: LayoutInput, mover: str) -> None:
@@ -195,7 +198,7 @@ class _Input:
 class _Held:
     """The whole copy that another store has at the same address, each file proved by the manifest there."""
 
-    instead, tries = "", 2
+    instead, tries, given = "", 2, True
 
     def __init__(self, store: Store, address: str, manifest: Mapping[str, Any], *, name: str, field: str) -> None:
         self.name, self.field, self.shown = name, field, f"{store.url}/data/{address}"
@@ -325,15 +328,18 @@ class Copy:
         self._store.files.write(self._manifest, to_json({**record, "complete": False}))
         runs = [run_id for run_id in self._store.runs() if run_id != self._run_id]
         users = [run_id for run_id, used in zip(runs, parallel(self._uses, runs), strict=True) if used]
-        then = "which is not over, was given a copy of it; wait, or cancel it (ended unseen: cloudtrain reconcile {})"
+        then = "which is not over, was given {}; wait, or cancel it (ended unseen: cloudtrain reconcile {})"
         if not users and record.get("complete") is True:
-            users, then = self._announced(), "which is being submitted, or was given up, counts on a copy; try later"
+            users, then = self._announced(), "which is being submitted, or was given up, counts on {}; try later"
         if not users:
             return
         self._store.files.write(self._manifest, to_json(record))
         what = "has changed" if all(entry.version for entry in found.values()) else "may have changed (it has no ETag)"
+        what, copy = f"{what} since", "a copy of it"
+        if self._source.given:
+            what, copy = f"is another version than {self._store.url} has:", "that one"
         raise ConflictError(
-            f"{self._shown} {what} since {users[0]}, {then.format(users[0])}{self._source.instead}",
+            f"{self._shown} {what} {users[0]}, {then.format(copy, users[0])}{self._source.instead}",
             field=self._source.field,
         )
 

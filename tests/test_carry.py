@@ -192,6 +192,22 @@ def test_who_moves_takes_along_what_that_run_was_given_though_there_is_a_newer_o
     assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
 
 
+def test_another_run_s_checkpoint_in_the_next_place_is_left_alone_and_called_what_it_is(
+    moving: tuple[Ran, Target, Target], tmp_path: Path
+) -> None:
+    ran, before, after = moving
+    newest = ran.save(12)
+    after.carry(ran.url, "uses-it")
+    assert after.store.create_run(after.layout(ran.url, "uses-it"), {"layout": after.layout(ran.url).resume})
+    words = rf"{before.store.url}/data/\w+ is another version than {after.store.url} has: uses-it, which is not over, "
+    with pytest.raises(ConflictError, match=rf"^resume_from: {words}was given that one; wait, or cancel it \(.*\)$"):
+        after.carry(ran.url, left=Left(before.store, before.layout(ran.url)))
+    assert after.restored(ran.url, tmp_path) == {"step-12": newest}
+    after.store.write_result("uses-it", {})
+    assert after.carry(ran.url, left=Left(before.store, before.layout(ran.url))) > 0
+    assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
+
+
 @pytest.mark.parametrize("fault", ["gone", "short", "spoiled"])
 def test_a_copy_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
     moving: tuple[Ran, Target, Target], tmp_path: Path, fault: str

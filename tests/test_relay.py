@@ -456,7 +456,7 @@ class Slow:
     """A source of one file whose second half comes when it is let."""
 
     name = shown = "slow"
-    field, tries, instead, last, facts = "inputs.slow", 1, "", "", dict[str, Any]()
+    field, tries, instead, last, facts, given = "inputs.slow", 1, "", "", dict[str, Any](), False
 
     def __init__(self, content: bytes, version: str) -> None:
         self.content, self.version = content, version
