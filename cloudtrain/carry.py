@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from .checkpoint import Checkpoint, resumable
 from .disk import local_path
-from .errors import CloudtrainError, DigestError, SpecError, StorageError, scrubbed
+from .errors import AuthError, DigestError, SpecError, StorageError, scrubbed
 from .job import is_run_id
 from .moves import next_of
 from .provider import Layout
@@ -56,18 +56,22 @@ def _place(url: str) -> _Place | None:
 def followed(url: str, settings: Settings, *, ask: bool) -> str:
     """``url``, of a run or of what lies in its folder, in the place that the run has come to.
 
-    Without ``ask`` as far as this machine's own files tell. A store that this client may not read tells nothing: nodes
-    may read what it cannot.
+    Without ``ask`` as far as this machine's own files tell. A store that this client may not read, or that is none,
+    tells nothing: nodes may read what it cannot. `StorageError` where one does not answer, or leads in a circle.
     """
+    been = {url}
     while (match := _WITHIN.fullmatch(url)) and is_run_id(match[2]) and (ask or local_path(url) is not None):
         look = partial(_next, match[1], match[2], settings.mover)
         try:
             noted = settings.let_in(match[1], look)
-        except CloudtrainError:
+        except (AuthError, SpecError):
             break
         if noted is None:
             break
         url = f"{noted['run']}{match[3] or ''}"
+        if url in been:
+            raise StorageError(f"{FIELD}: the run at {url} went on to another place, and that one back to it")
+        been.add(url)
     return url
 
 

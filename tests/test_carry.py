@@ -20,10 +20,10 @@ from jobs import Jobs
 from trials import SEED, TRIALS
 
 from cloudtrain import relay, remote
-from cloudtrain.carry import carry, place_for
+from cloudtrain.carry import carry, followed, place_for
 from cloudtrain.cli.show import plan_text
 from cloudtrain.disk import local_path
-from cloudtrain.errors import ConflictError, SpecError
+from cloudtrain.errors import ConflictError, SpecError, StorageError
 from cloudtrain.job import Job
 from cloudtrain.provider import Layout, LayoutInput
 from cloudtrain.rehearse import plan_rehearsal
@@ -332,6 +332,39 @@ def test_a_client_that_is_killed_leaves_right_bytes_or_nothing_and_the_next_one_
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def left_for(folder: Path, following: str) -> str:
+    """The URL of a run in a store there that was left for the one at ``following``."""
+    store = Store(f"file://{folder}")
+    assert store.files.create("runs/old/next.json", json.dumps({"run": following, "result": {}}).encode())
+    return f"{store.url}/runs/old"
+
+
+@pytest.mark.parametrize("ask", [True, False])
+def test_where_a_run_went_is_followed_to_its_end_and_nothing_else_is_taken_for_it(tmp_path: Path, ask: bool) -> None:
+    first = left_for(tmp_path / "a", left_for(tmp_path / "b", f"file://{tmp_path}/c/runs/old"))
+    assert followed(first, NONE, ask=ask) == f"file://{tmp_path}/c/runs/old"
+    assert followed(f"{first}/live/x", NONE, ask=ask) == f"file://{tmp_path}/c/runs/old/live/x"
+    around = f"file://{tmp_path}/d/runs/old"
+    assert left_for(tmp_path / "d", left_for(tmp_path / "e", around)) == around
+    with pytest.raises(StorageError, match=rf"^resume_from: the run at {around} went on to another place, and that"):
+        followed(around, NONE, ask=ask)
+    foreign = tmp_path / "f/runs/old/next.json"
+    foreign.parent.mkdir(parents=True)
+    for text in ('{"x": 1}', '{"run": 7, "result": {}}', '{"run": "s3://b/runs/old"}'):
+        foreign.write_text(text)
+        with pytest.raises(StorageError, match=r"/f/runs/old/next.json does not say where the run went on"):
+            followed(f"file://{tmp_path}/f/runs/old", NONE, ask=ask)
+
+
+@pytest.mark.parametrize("ask", [True, False])
+def test_a_store_that_fails_is_not_one_that_says_nothing(tmp_path: Path, ask: bool) -> None:
+    (tmp_path / "a/runs/old/next.json").mkdir(parents=True)  # what no read gives
+    with pytest.raises(StorageError, match=r"a/runs/old/next.json"):
+        followed(f"file://{tmp_path}/a/runs/old", NONE, ask=ask)
+    for nowhere in (f"file://{tmp_path}/b/runs/old", "nosuch://b/runs/old"):
+        assert followed(nowhere, NONE, ask=True) == nowhere
 
 
 def planned(tmp_path: Path, resume_from: str, provider: str = "vertex", **settings: Any) -> Any:
