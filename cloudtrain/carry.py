@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from .checkpoint import Checkpoint, resumable
 from .disk import local_path
-from .errors import CloudtrainError, DigestError, SpecError, StorageError, scrubbed
+from .errors import AuthError, DigestError, SpecError, StorageError, scrubbed
 from .job import is_run_id
 from .moves import next_of
 from .provider import Layout
-from .relay import Copy, Held, address_of, version_of
+from .relay import Copy, Left, address_of, from_left, version_of
 from .settings import Caller, Settings
 from .store import Store
 from .transfer import Entry, Moving, Progress
@@ -56,18 +56,22 @@ def _place(url: str) -> _Place | None:
 def followed(url: str, settings: Settings, *, ask: bool) -> str:
     """``url``, of a run or of what lies in its folder, in the place that the run has come to.
 
-    Without ``ask`` as far as this machine's own files tell. A store that this client may not read tells nothing: nodes
-    may read what it cannot.
+    Without ``ask`` as far as this machine's own files tell. A store that this client may not read, or that is none,
+    tells nothing: nodes may read what it cannot. `StorageError` where one does not answer, or leads in a circle.
     """
+    been = {url}
     while (match := _WITHIN.fullmatch(url)) and is_run_id(match[2]) and (ask or local_path(url) is not None):
         look = partial(_next, match[1], match[2], settings.mover)
         try:
             noted = settings.let_in(match[1], look)
-        except CloudtrainError:
+        except (AuthError, SpecError):
             break
         if noted is None:
             break
         url = f"{noted['run']}{match[3] or ''}"
+        if url in been:
+            raise StorageError(f"{FIELD}: the run at {url} went on to another place, and that one back to it")
+        been.add(url)
     return url
 
 
@@ -95,14 +99,14 @@ def carry(
     layout: Layout,
     *,
     settings: Settings,
-    left: Store | None = None,
+    left: Left | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
     """Copy what ``layout.resume_source`` means, unless the store has it; bytes that had to move.
 
     The source's store is opened as ``settings`` say. One whose file is not what was committed is passed over, and
-    ``say`` is told. What ``left``, the store of the place that a run leaves, has a copy of comes from there, whoever
+    ``say`` is told. What a run was given a copy of in ``left``, the place that it leaves, comes from there, whoever
     moves it: the run goes on from the checkpoint that it was given. Raises `SpecError` where nothing complete is left,
     `ConflictError`, `StorageError`, `AuthError`.
     """
@@ -110,18 +114,17 @@ def carry(
     if place is None or layout.resume is None:
         return 0
     say = say or (lambda _: None)
-    address = address_of(store, layout.resume)
-    if (held := Held.of(left, address, name=_Chosen.name, field=FIELD)) is not None:
-        try:
-            return Copy(store, layout.run_id, address, held, progress, say).run()
-        except DigestError as exc:
-            say(f"{exc}; it is copied from where it came from")
+    address = address_of(store.url, layout.resume)
+    copy = partial(Copy, store, layout.run_id, address, progress=progress, say=say)
+    moved = from_left(left, address, copy, name=_Chosen.name, field=FIELD, say=say)
+    if moved is not None:
+        return moved
     try:
         source = settings.let_in(place.store, partial(_opened, place, settings.mover))
     except SpecError as exc:
         if left is None:
             raise
-        why = f"{exc.message}, and {left.url} has no copy of it that is whole; submit the same job again"
+        why = f"{exc.message}, and {left.store.url} has no copy of it that is whole; submit the same job again"
         raise StorageError(f"{FIELD}: {why} with --run-id {layout.run_id} where the run can be read") from None
     known = (store.record(f"data/manifests/{address}.json") or {}).get("damaged")
     damaged = {str(mark) for mark in known} if isinstance(known, list) else set()
@@ -132,7 +135,7 @@ def carry(
                 if found.mark in damaged:
                     say(f"{found.shown} was not what was committed when it was copied last; the one before it is taken")
                     continue
-                return Copy(store, layout.run_id, address, found, progress, say).run()
+                return copy(found).run()
             except _DamagedError as exc:
                 say(f"{exc}; the one before it is taken")
                 damaged.add(found.mark)
@@ -171,7 +174,7 @@ class _GoneError(StorageError):
 class _Chosen:
     """One checkpoint as a `relay.Source`. Its files' versions are their digests: they never change."""
 
-    name, field, tries = "the checkpoint", FIELD, 2
+    name, field, tries, given = "the checkpoint", FIELD, 2, False
 
     def __init__(self, source: Store, place: _Place, checkpoint: Checkpoint, damaged: Iterable[str]) -> None:
         self._files, self._key = source.files, checkpoint.key

@@ -245,7 +245,10 @@ class Onward(Retry):
         if not refusals:
             request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
             refusals.append(run.refusal(result, request.choice if request is not None else 0))
-        plan = dataclasses.replace(self._following(), refusals=tuple(refusals), left=run.store)
+        from .relay import Left
+
+        left = Left(run.store, Layout.from_dict(run.record["layout"]))
+        plan = dataclasses.replace(self._following(), refusals=tuple(refusals), left=left)
         self._say(f"{_told(refusals[-1])}; going on to {name_of(plan)}")
 
         def leave() -> None:

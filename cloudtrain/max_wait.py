@@ -52,7 +52,8 @@ class MaxWait:
         """Unix seconds: since it was submitted, or, of one that has had its machines, since it lost them."""
         begun = [info for info in status.attempts if info.started is not None]
         known = [r for r in self._store.starts(self._run_id) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
-        if starts := max(len(begun), len(known), int(status.started is not None)):
+        starts = max(len(begun), len(known))
+        if starts or status.started is not None:  # of none by the platform's word alone: before its nodes left one
             lost = begun[-1].ended if begun else None
             return self._store.waits_since(self._run_id, attempt, starts, self._clock()) if lost is None else lost
         submitted = self._store.submitted(self._run_id, attempt)

@@ -149,8 +149,15 @@ def _self() -> dict[str, str]:
 
 
 def next_of(store: Store, run_id: str) -> dict[str, Any] | None:
-    """The decision to leave the run: ``run``, the URL of the one that follows it, and its ``result``; None: none."""
-    return store.record(f"{run_folder(run_id)}/next.json")
+    """The decision to leave the run: ``run``, the URL of the one that follows it, and its ``result``; None: none.
+
+    `StorageError` for a file that says neither.
+    """
+    key = f"{run_folder(run_id)}/next.json"
+    noted = store.record(key)
+    if noted is not None and not (isinstance(noted.get("run"), str) and isinstance(noted.get("result"), dict)):
+        raise StorageError(f"{store.url}/{key} does not say where the run went on; it is none of cloudtrain's")
+    return noted
 
 
 def decide(store: Store, run_id: str, following: str, result: Record) -> bool:

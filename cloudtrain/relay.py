@@ -6,7 +6,7 @@ again, also not after a copy that was broken off. A source that has changed brin
 a run that is not over was given it. One client at a time copies to an address, by a lease; others wait, and find it.
 
 `bring` does so for remote inputs; a `Source` says what else there may be (`carry`: the checkpoint of another run). A
-run that goes on to another place brings what the store that it leaves has (`Held`): who moves it needs no source.
+run that goes on to another place brings what the store that it leaves has (`Left`): who moves it needs no source.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 from .backends import STREAMED
 from .disk import safe
@@ -32,7 +33,7 @@ from .store import Store, expect, to_json
 from .transfer import PIECE, Entry, Moving, Progress, parallel
 from .values import url_scheme, without_secrets
 
-__all__ = ["Copy", "Held", "Source", "address_of", "bring", "version_of"]
+__all__ = ["Copy", "Left", "Source", "address_of", "bring", "from_left", "version_of"]
 
 LEASE = 60.0
 """Seconds after which another client may go on with a copy whose maker has gone."""
@@ -47,34 +48,77 @@ TRIES = 4
 _TAG = re.compile(r"\bETag=(?:W/)?\"?([^\"\s]+)", re.IGNORECASE)
 
 
+class Left(NamedTuple):
+    """The place that a run leaves for another one: its store, and where that run was told to find what it needs."""
+
+    store: Store
+    layout: Layout
+
+    def gave(self, address: str) -> bool:
+        """Whether the run was given the copy at ``address``. Any other there is of whatever its source was once."""
+        resume = self.layout.resume if self.layout.resume_source is not None else None
+        inputs = [item.url for item in self.layout.inputs.values() if item.source is not None]
+        return address in {address_of(self.layout.store, url) for url in (resume, *inputs) if url is not None}
+
+
 def bring(
     store: Store,
     layout: Layout,
     *,
-    left: Store | None = None,
+    left: Left | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
     """Copy what the store lacks of the inputs of ``layout`` that have a ``source``; bytes that had to move.
 
-    Sources are reached as fsspec does by itself; what ``left``, the store of the place before, has a whole copy of
-    comes from there. `SpecError` for one that holds no file, `ConflictError` for one that changed since a run that
-    goes on was given its copy, `StorageError` for one that changes meanwhile; `AuthError`.
+    Sources are reached as fsspec does by itself; what the run was given in ``left``, the place before, comes from its
+    copy there, unless that is not whole or damaged. `SpecError` for one that holds no file, `ConflictError` for one
+    that changed since a run that goes on was given its copy, `StorageError` for one that changes meanwhile;
+    `AuthError`.
     """
     wanted = {item.url: (name, item) for name, item in layout.inputs.items() if item.source is not None}
-    copies = []
-    for name, item in wanted.values():
-        address = address_of(store, item.url)
-        held = Held.of(left, address, name=name, field=f"inputs.{name}")
-        copies.append(
-            Copy(store, layout.run_id, address, held or _Input(name, item, store.moving.mover), progress, say)
-        )
-    return sum(copy.run() for copy in copies)
+    return sum(_brought(store, layout, name, item, left, progress, say) for name, item in wanted.values())
 
 
-def address_of(store: Store, url: str) -> str:
-    """The name below ``data/`` of what the store has at ``url``."""
-    return url[len(store.url) + 1 :].split("/")[1]
+def _brought(
+    store: Store,
+    layout: Layout,
+    name: str,
+    item: LayoutInput,
+    left: Left | None,
+    progress: Progress | None,
+    say: Callable[[str], None] | None,
+) -> int:
+    address = address_of(store.url, item.url)
+    copy = partial(Copy, store, layout.run_id, address, progress=progress, say=say)
+    moved = from_left(left, address, copy, name=name, field=f"inputs.{name}", say=say)
+    return copy(_Input(name, item, store.moving.mover)).run() if moved is None else moved
+
+
+def from_left(
+    left: Left | None,
+    address: str,
+    copy: Callable[[Source], Copy],
+    *,
+    name: str,
+    field: str,
+    say: Callable[[str], None] | None,
+) -> int | None:
+    """Copy what the run was given at ``address`` of ``left``; bytes that had to move. None where it is to come from
+    its source: it was given nothing there, or that is not whole, or damaged, of which ``say`` is told."""
+    if (held := _Held.of(left, address, name=name, field=field)) is None:
+        return None
+    try:
+        return copy(held).run()
+    except DigestError as exc:
+        if say is not None:
+            say(f"{exc}; it is copied from where it came from")
+        return None
+
+
+def address_of(store: str, url: str) -> str:
+    """The name below ``data/`` of what the store at ``store`` has at ``url``."""
+    return url[len(store) + 1 :].split("/")[1]
 
 
 class Source(Protocol):
@@ -94,6 +138,8 @@ class Source(Protocol):
     """The file that makes the others count, if one does."""
     facts: Mapping[str, Any]
     """What the manifest is to say beside the files."""
+    given: bool
+    """Whether it is a copy that a run was given: it stays as it is, while what it was made of may have gone on."""
 
     def entries(self) -> dict[str, Entry]:
         """Its files by their paths in the copy, with nothing remembered of what was there."""
@@ -109,6 +155,7 @@ class _Input:
     """A channel's data, reached as fsspec does by itself."""
 
     instead = last = ""
+    given = False
     facts: Mapping[str, Any] = {}
 
     def __init__(self, name: str, item: LayoutInput, mover: str) -> None:
@@ -148,10 +195,10 @@ class _Input:
         """Nobody promised anything."""
 
 
-class Held:
+class _Held:
     """The whole copy that another store has at the same address, each file proved by the manifest there."""
 
-    instead, tries = "", 2
+    instead, tries, given = "", 2, True
 
     def __init__(self, store: Store, address: str, manifest: Mapping[str, Any], *, name: str, field: str) -> None:
         self.name, self.field, self.shown = name, field, f"{store.url}/data/{address}"
@@ -161,10 +208,12 @@ class Held:
         self.facts: Mapping[str, Any] = {key: value for key, value in manifest.items() if key not in own}
 
     @classmethod
-    def of(cls, store: Store | None, address: str, *, name: str, field: str) -> Held | None:
-        """What ``store`` has there; None where it has nothing whole, or there is no such store."""
-        manifest = _manifest(store, address) if store is not None else None
-        return cls(store, address, manifest, name=name, field=field) if store is not None and manifest else None
+    def of(cls, left: Left | None, address: str, *, name: str, field: str) -> _Held | None:
+        """What the run was given there; None where that is not whole, nothing was given, or no place is left."""
+        if left is None or not left.gave(address):
+            return None
+        manifest = _manifest(left.store, address)
+        return cls(left.store, address, manifest, name=name, field=field) if manifest else None
 
     def entries(self) -> dict[str, Entry]:
         manifest = _manifest(self._store, self._address)
@@ -173,7 +222,10 @@ class Held:
         return {path: Entry(item["size"], item["version"] or item["sha256"], 0.0) for path, item in self._files.items()}
 
     def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
-        return self._store.files.pieces(f"data/{self._address}/{path}", entry.size)
+        key = f"data/{self._address}/{path}"
+        if (size := self._store.files.size(key)) != entry.size:  # as whoever breaks off a removal leaves it
+            raise DigestError(f"{self.shown}/{path} {'has gone' if size is None else 'is not what was copied there'}")
+        yield from self._store.files.pieces(key, entry.size)
 
     def check(self, path: str, sha256: str) -> None:
         if sha256 != self._files[path]["sha256"]:
@@ -276,15 +328,18 @@ class Copy:
         self._store.files.write(self._manifest, to_json({**record, "complete": False}))
         runs = [run_id for run_id in self._store.runs() if run_id != self._run_id]
         users = [run_id for run_id, used in zip(runs, parallel(self._uses, runs), strict=True) if used]
-        then = "which is not over, was given a copy of it; wait, or cancel it (ended unseen: cloudtrain reconcile {})"
+        then = "which is not over, was given {}; wait, or cancel it (ended unseen: cloudtrain reconcile {})"
         if not users and record.get("complete") is True:
-            users, then = self._announced(), "which is being submitted, or was given up, counts on a copy; try later"
+            users, then = self._announced(), "which is being submitted, or was given up, counts on {}; try later"
         if not users:
             return
         self._store.files.write(self._manifest, to_json(record))
         what = "has changed" if all(entry.version for entry in found.values()) else "may have changed (it has no ETag)"
+        what, copy = f"{what} since", "a copy of it"
+        if self._source.given:
+            what, copy = f"is another version than {self._store.url} has:", "that one"
         raise ConflictError(
-            f"{self._shown} {what} since {users[0]}, {then.format(users[0])}{self._source.instead}",
+            f"{self._shown} {what} {users[0]}, {then.format(copy, users[0])}{self._source.instead}",
             field=self._source.field,
         )
 

@@ -43,6 +43,7 @@ from .values import nearest, url_scheme, without_secrets
 
 if TYPE_CHECKING:
     from .bundle import Bundle
+    from .relay import Left
 
 __all__ = [
     "Plan",
@@ -68,7 +69,7 @@ class Plan:
     provider whose code the nodes need, where that is not ``provider``; ``settings`` say as whom another store is read.
     ``further`` are the plans of the places that follow where this one has no machines, ``rest`` such as a run.json has
     recorded them; ``first`` is the URL of the run in the first place, of any other, and ``refusals`` say why those
-    before had none. ``left`` is the store of the place before, which has what was copied for the run, ``runtime`` gives
+    before had none. ``left`` is the place before, which may have what was copied for the run, ``runtime`` gives
     cloudtrain.pyz where it is not to be made.
     """
 
@@ -89,7 +90,7 @@ class Plan:
     rest: tuple[Mapping[str, Any], ...] = ()
     first: str = ""
     refusals: tuple[Mapping[str, Any], ...] = ()
-    left: Store | None = None
+    left: Left | None = None
     runtime: Callable[[], bytes] | None = None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import random
@@ -19,13 +20,14 @@ from jobs import Jobs
 from trials import SEED, TRIALS
 
 from cloudtrain import relay, remote
-from cloudtrain.carry import carry, place_for
+from cloudtrain.carry import carry, followed, place_for
 from cloudtrain.cli.show import plan_text
 from cloudtrain.disk import local_path
-from cloudtrain.errors import ConflictError, SpecError
+from cloudtrain.errors import ConflictError, SpecError, StorageError
 from cloudtrain.job import Job
-from cloudtrain.provider import Layout
+from cloudtrain.provider import Layout, LayoutInput
 from cloudtrain.rehearse import plan_rehearsal
+from cloudtrain.relay import Left
 from cloudtrain.retention import collect
 from cloudtrain.runtime import checkpoints
 from cloudtrain.settings import Settings
@@ -157,6 +159,73 @@ def test_a_newer_one_comes_unless_a_run_has_the_older(here: tuple[Ran, Target], 
     assert target.restored(ran.url, tmp_path) == {"step-6": newer}, "and no other"
 
 
+@pytest.fixture
+def moving(here: tuple[Ran, Target], tmp_path: Path) -> tuple[Ran, Target, Target]:
+    """A run with step 6, a place whose store has a copy of that, and the place that a run goes on to from there."""
+    ran, before = here
+    ran.save(6)
+    before.carry(ran.url, "old")
+    return ran, before, Target(f"file://{tmp_path}/next", {"s3"})
+
+
+def test_who_moves_takes_along_only_what_that_run_was_given(moving: tuple[Ran, Target, Target], tmp_path: Path) -> None:
+    """A copy that another run was given is of what the source was then."""
+    ran, before, after = moving
+    newest = ran.save(12)
+    given = before.layout(ran.url)
+    in_place = dataclasses.replace(given, resume=given.resume_source, resume_source=None)
+    assert after.carry(ran.url, left=Left(before.store, in_place)) > 0
+    assert after.restored(ran.url, tmp_path) == {"step-12": newest}
+    data = LayoutInput(url=f"{before.store.url}/data/{relay.address_of(before.store.url, given.resume or '')}")
+    others = [LayoutInput(url="s3://elsewhere/set"), dataclasses.replace(data, url=f"{data.url}-not", source="s3://x")]
+    assert not Left(before.store, dataclasses.replace(in_place, inputs=dict(zip("ab", others, strict=True)))).gave(
+        data.url.rpartition("/")[2]
+    )
+
+
+def test_who_moves_takes_along_what_that_run_was_given_though_there_is_a_newer_one(
+    moving: tuple[Ran, Target, Target], tmp_path: Path
+) -> None:
+    ran, before, after = moving
+    ran.save(12)
+    assert after.carry(ran.url, left=Left(before.store, before.layout(ran.url))) > 0
+    assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
+
+
+def test_another_run_s_checkpoint_in_the_next_place_is_left_alone_and_called_what_it_is(
+    moving: tuple[Ran, Target, Target], tmp_path: Path
+) -> None:
+    ran, before, after = moving
+    newest = ran.save(12)
+    after.carry(ran.url, "uses-it")
+    assert after.store.create_run(after.layout(ran.url, "uses-it"), {"layout": after.layout(ran.url).resume})
+    words = rf"{before.store.url}/data/\w+ is another version than {after.store.url} has: uses-it, which is not over, "
+    with pytest.raises(ConflictError, match=rf"^resume_from: {words}was given that one; wait, or cancel it \(.*\)$"):
+        after.carry(ran.url, left=Left(before.store, before.layout(ran.url)))
+    assert after.restored(ran.url, tmp_path) == {"step-12": newest}
+    after.store.write_result("uses-it", {})
+    assert after.carry(ran.url, left=Left(before.store, before.layout(ran.url))) > 0
+    assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
+
+
+@pytest.mark.parametrize("fault", ["gone", "short", "spoiled"])
+def test_a_copy_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
+    moving: tuple[Ran, Target, Target], tmp_path: Path, fault: str
+) -> None:
+    ran, before, after = moving
+    (shard,) = [key for key in before.store.files.list("data") if key.endswith("shard-1.pt")]
+    data = before.store.files.read(shard)
+    if fault == "gone":
+        before.store.files.remove(shard)
+    else:
+        before.store.files.write(shard, data[:-1] if fault == "short" else bytes(len(data)))
+    newest = ran.save(12)
+    left = Left(before.store, before.layout(ran.url))
+    assert after.carry(ran.url, left=left) > 0
+    assert after.restored(ran.url, tmp_path) == {"step-12": newest}
+    assert "; it is copied from where it came from" in after.said[1]
+
+
 def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple[Ran, Target], tmp_path: Path) -> None:
     """A run that goes on keeps only so many."""
     ran, target = here
@@ -206,7 +275,7 @@ def test_gc_keeps_what_a_run_names(here: tuple[Ran, Target]) -> None:
     ran.save(4)
     layout = target.layout(ran.url)
     target.carry(ran.url)
-    address = relay.address_of(target.store, layout.resume or "")
+    address = relay.address_of(target.store.url, layout.resume or "")
     assert {item.key for item in collect(target.store, older_than=0).found} == {f"data/{address}"}
     record = {"protocol": 1, "layout": {"code_digest": "c", "resume": layout.resume}}
     assert target.store.create_run(layout, record)
@@ -263,6 +332,39 @@ def test_a_client_that_is_killed_leaves_right_bytes_or_nothing_and_the_next_one_
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def left_for(folder: Path, following: str) -> str:
+    """The URL of a run in a store there that was left for the one at ``following``."""
+    store = Store(f"file://{folder}")
+    assert store.files.create("runs/old/next.json", json.dumps({"run": following, "result": {}}).encode())
+    return f"{store.url}/runs/old"
+
+
+@pytest.mark.parametrize("ask", [True, False])
+def test_where_a_run_went_is_followed_to_its_end_and_nothing_else_is_taken_for_it(tmp_path: Path, ask: bool) -> None:
+    first = left_for(tmp_path / "a", left_for(tmp_path / "b", f"file://{tmp_path}/c/runs/old"))
+    assert followed(first, NONE, ask=ask) == f"file://{tmp_path}/c/runs/old"
+    assert followed(f"{first}/live/x", NONE, ask=ask) == f"file://{tmp_path}/c/runs/old/live/x"
+    around = f"file://{tmp_path}/d/runs/old"
+    assert left_for(tmp_path / "d", left_for(tmp_path / "e", around)) == around
+    with pytest.raises(StorageError, match=rf"^resume_from: the run at {around} went on to another place, and that"):
+        followed(around, NONE, ask=ask)
+    foreign = tmp_path / "f/runs/old/next.json"
+    foreign.parent.mkdir(parents=True)
+    for text in ('{"x": 1}', '{"run": 7, "result": {}}', '{"run": "s3://b/runs/old"}'):
+        foreign.write_text(text)
+        with pytest.raises(StorageError, match=r"/f/runs/old/next.json does not say where the run went on"):
+            followed(f"file://{tmp_path}/f/runs/old", NONE, ask=ask)
+
+
+@pytest.mark.parametrize("ask", [True, False])
+def test_a_store_that_fails_is_not_one_that_says_nothing(tmp_path: Path, ask: bool) -> None:
+    (tmp_path / "a/runs/old/next.json").mkdir(parents=True)  # what no read gives
+    with pytest.raises(StorageError, match=r"a/runs/old/next.json"):
+        followed(f"file://{tmp_path}/a/runs/old", NONE, ask=ask)
+    for nowhere in (f"file://{tmp_path}/b/runs/old", "nosuch://b/runs/old"):
+        assert followed(nowhere, NONE, ask=True) == nowhere
 
 
 def planned(tmp_path: Path, resume_from: str, provider: str = "vertex", **settings: Any) -> Any:

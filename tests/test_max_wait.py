@@ -66,6 +66,22 @@ def test_one_that_has_started_by_the_platform_s_word_alone_waits_since_it_was_se
     assert wait.ends(0, again) == WHY
 
 
+def test_machines_that_are_lost_again_are_waited_for_anew_though_nodes_left_no_word_the_first_time(
+    tmp_path: Path,
+) -> None:
+    wait, store, clock = begun(tmp_path)
+    lost = Status(state="pending", started=T0 + 1)
+    clock.now = T0 + 2
+    assert wait.ends(0, lost) == ""
+    store.files.write("runs/r/live/attempts/0.0.json", json.dumps({"attempt": "0.0", "started": T0 + 60}).encode())
+    clock.now = T0 + 18_000  # when it has run for hours
+    assert wait.ends(0, lost) == ""
+    clock.now += LIMIT
+    assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, lost) == ""
+    clock.now += 1
+    assert wait.ends(0, lost) == WHY
+
+
 @pytest.mark.parametrize("state", ["running", "succeeded", "failed", "cancelled"])
 def test_what_does_not_wait_is_left_alone(tmp_path: Path, state: str) -> None:
     wait, store, clock = begun(tmp_path)

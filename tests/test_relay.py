@@ -25,7 +25,7 @@ from cloudtrain import lease, relay, remote
 from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
 from cloudtrain.job import Job
 from cloudtrain.provider import Layout
-from cloudtrain.relay import LEASE, _Room, bring
+from cloudtrain.relay import LEASE, Left, _Room, bring
 from cloudtrain.remote import RemoteFiles
 from cloudtrain.store import Store
 from cloudtrain.transfer import Entry, Moving, files, parallel
@@ -180,6 +180,38 @@ def test_a_copy_that_a_run_was_given_stays_as_it_is(gcs_url: str, s3_url: str) -
     assert place.store.create_run(place.layout("uses-it-too"), {"layout": layout})
     assert place.bring("other") == 0  # who was about to change it was killed
     assert json.loads(place.store.files.read(manifest)) == record
+
+
+@pytest.mark.parametrize("fault", ["gone", "short", "spoiled"])
+def test_a_copy_that_is_damaged_in_the_place_before_comes_from_its_source(
+    gcs_url: str, s3_url: str, azure_url: str, fault: str
+) -> None:
+    place, after = Place(f"{gcs_url}/set", s3_url), Place(f"{gcs_url}/set", azure_url)
+    files(place.source).write("x", b"first")
+    files(place.source).write("y", b"other")
+    place.bring()
+    left, key = Left(place.store, place.layout()), f"data/{address(place)}/x"
+    if fault == "gone":
+        place.store.files.remove(key)
+    else:
+        place.store.files.write(key, b"" if fault == "short" else b"tsrif")
+    said: list[str] = []
+    assert after.bring(left=left, say=said.append) > 0
+    assert after.copied() == {"x": b"first", "y": b"other"}
+    assert [text for text in said if text.endswith("; it is copied from where it came from")]
+
+
+def test_a_copy_in_the_place_before_needs_no_source(gcs_url: str, s3_url: str, azure_url: str) -> None:
+    place, after = Place(f"{gcs_url}/set", s3_url), Place(f"{gcs_url}/set", azure_url)
+    files(place.source).write("x", b"first")
+    place.bring()
+    left = Left(place.store, place.layout())
+    files(place.source).write("x", b"newer")
+    unlike = Left(place.store, place.store.layout(run_id="r", code_digest="c", runtime_digest="f", inputs={}))
+    assert after.bring(left=left) == 5
+    assert after.copied() == {"x": b"first"}
+    assert after.bring(left=unlike) == 5, "another run's copy"
+    assert after.copied() == {"x": b"newer"}
 
 
 def test_any_number_at_once_copy_once(gcs_url: str, s3_url: str) -> None:
@@ -424,7 +456,7 @@ class Slow:
     """A source of one file whose second half comes when it is let."""
 
     name = shown = "slow"
-    field, tries, instead, last, facts = "inputs.slow", 1, "", "", dict[str, Any]()
+    field, tries, instead, last, facts, given = "inputs.slow", 1, "", "", dict[str, Any](), False
 
     def __init__(self, content: bytes, version: str) -> None:
         self.content, self.version = content, version

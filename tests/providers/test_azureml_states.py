@@ -74,7 +74,7 @@ def test_what_never_had_a_machine_costs_nothing() -> None:
     assert said("Running").cost_usd is None
 
 
-@pytest.mark.parametrize("logs", [{}, {"system_logs/lifecycler.log": "https://x"}, None])
+@pytest.mark.parametrize("logs", [{}, {"system_logs/lifecycler.log": "https://x"}])
 def test_a_start_without_a_log_of_the_script_is_none(logs: Any) -> None:
     """Azure's time of a start may be that of a job that only waited: neither a time limit nor a price comes of it."""
     times = {"startTimeUtc": "2026-11-22T00:00:00Z", "endTimeUtc": "2026-11-22T00:20:00Z"}
@@ -84,6 +84,10 @@ def test_a_start_without_a_log_of_the_script_is_none(logs: Any) -> None:
     assert (found.category, found.started, found.cost_usd) == ("cancelled", None, 0.0)
     ran = status_of(told, {**times, "logFiles": {"user_logs/std_log_process_0.txt": "https://x"}})
     assert (ran.category, ran.started) == ("timeout", 1795305600.0)
+    for unknown in (times, {**times, "logFiles": None}):
+        assert status_of(told, unknown).category == "timeout", "a history that is behind"
+    seen = status_of(told, {**times, "logFiles": logs}, ran=True)
+    assert (seen.category, seen.started) == ("timeout", 1795305600.0)
     running = {"properties": {"status": "Running", **properties}}
     assert status_of(running, {**times, "logFiles": logs}).started == 1795305600.0
 

@@ -126,6 +126,16 @@ def test_azure_s_job_whose_script_has_a_log_stays_where_it_ran(azure: Waiting) -
     assert run.result()["state"] == "failed"
 
 
+def test_azure_s_job_that_was_seen_to_run_has_run_though_the_history_lists_no_log_yet(azure: Waiting) -> None:
+    run, job = on_azure(azure, "behind", "Running", started=True)
+    assert not azure.look(run)
+    del azure.world.plane.unknown[job.name]
+    job.end("Failed", "UserError", QUOTA.format(family="x", limit=0, nodes=1, wanted=4))
+    native = run.store.submitted(run.run_id, 0)
+    assert native is not None
+    assert run.provider.status(str(native["native_id"])).started == pytest.approx(job.started, abs=1)
+
+
 @pytest.mark.parametrize("ran", [False, True])
 def test_azure_s_word_on_a_quota_counts_unless_the_script_ran(azure: Waiting, ran: bool) -> None:
     run, job = on_azure(azure, "quota", "Queued", started=True)

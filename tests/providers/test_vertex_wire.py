@@ -561,6 +561,17 @@ def test_a_page_of_a_proxys_in_place_of_a_token_is_one_line(plane: Plane) -> Non
         client().status(NOWHERE)
 
 
+@pytest.mark.parametrize("wrong", [[], "x", {"expiry": 5}, {"type": "external_account", "audience": 5}])
+def test_a_file_of_credentials_that_is_none_is_no_silent_cloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any
+) -> None:
+    kept = {"type": "authorized_user", "client_id": "a", "client_secret": "b", "refresh_token": "c"}
+    (tmp_path / "key.json").write_text(json.dumps({**kept, **wrong} if isinstance(wrong, dict) else wrong))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    with pytest.raises(AuthError, match=r"^\S+ \S+: the credentials cannot be used \(\w+Error: .*\): sign in "):
+        client().status(NOWHERE)
+
+
 def test_a_bucket_of_which_nothing_is_said_is_taken_on_trust(plane: Plane) -> None:
     instead(plane, {})
     assert client().account.place(BUCKET) == ("", "region")

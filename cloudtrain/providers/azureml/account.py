@@ -73,6 +73,7 @@ class Account:
         self._held: dict[str, float] = {}
         self.details: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self.started: dict[str, Any] = {}
+        self.ran: set[str] = set()
 
     # -------------------------------------------------------------------------------------------------- what calls need
 

@@ -58,6 +58,8 @@ def status(account: Account, native_id: str) -> Status:
     """How the job stands: one call while it waits or runs, and the history's once more where that alone tells."""
     told = account.job(native_id)
     native = str(told["properties"].get("status") or "Unknown")
+    if native == "Running":
+        account.ran.add(native_id)
     details: Mapping[str, Any] = {}
     if native not in PENDING and (native in FINAL or native_id not in account.started):
         try:
@@ -67,7 +69,7 @@ def status(account: Account, native_id: str) -> Status:
         if details.get("startTimeUtc"):
             account.started[native_id] = details["startTimeUtc"]
     details = {"startTimeUtc": account.started.get(native_id), **details}
-    return status_of(told, details, prices=account.settings.prices)
+    return status_of(told, details, prices=account.settings.prices, ran=native_id in account.ran)
 
 
 def category_of(text: str) -> str:
@@ -83,9 +85,14 @@ def category_of(text: str) -> str:
 
 
 def status_of(
-    told: Mapping[str, Any], details: Mapping[str, Any], *, prices: Mapping[str, float] | None = None
+    told: Mapping[str, Any],
+    details: Mapping[str, Any],
+    *,
+    prices: Mapping[str, float] | None = None,
+    ran: bool = False,
 ) -> Status:
-    """``told`` is the resource manager's job, ``details`` the history's; empty where it was not asked.
+    """``told`` is the resource manager's job, ``details`` the history's; empty where it was not asked. ``ran``: it was
+    seen to run, whatever the history lists.
 
     What Azure bills it does not tell: the cost is that of all nodes from start to end, at ``prices`` an hour.
     """
@@ -94,7 +101,7 @@ def status_of(
     resources = properties.get("resources") or {}
     started, ended = _time(details.get("startTimeUtc")), _time(details.get("endTimeUtc"))
     final = native in FINAL
-    if final and _never_ran(details):
+    if final and not ran and _never_ran(details):
         started = None
     span = max(0.0, ended - started) if final and started is not None and ended is not None else None
     state, category, reason = _state(native, details, _limit(properties), span)
@@ -115,12 +122,13 @@ def status_of(
 
 
 def _never_ran(details: Mapping[str, Any]) -> bool:
-    """Whether the history of a job that is over lists no log of its script.
+    """Whether the history of a job that is over lists no log of its script. One that has no list says nothing.
 
     Of startTimeUtc Azure says no more than "when the run was started", and of the state Starting, in which a job still
     waits for machines, "run has started": so the time alone does not tell that it had any.
     """
-    return "logFiles" in details and not any(FILES.fullmatch(name) for name in details["logFiles"] or ())
+    files = details.get("logFiles")
+    return files is not None and not any(FILES.fullmatch(name) for name in files)
 
 
 def _state(native: str, details: Mapping[str, Any], limit: float | None, span: float | None) -> tuple[str, str, str]:

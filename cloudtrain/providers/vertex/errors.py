@@ -35,10 +35,13 @@ RATE = re.compile(r"per.?(minute|second|user)\b|\brate.?limit", re.IGNORECASE)
 """A quota of calls, which is full again in a minute."""
 MACHINES = re.compile(r"custom_model_training_\w+", re.IGNORECASE)
 """The metrics that machines count against (Vertex AI's page of quotas): such a refusal is never of calls."""
-QUOTA = re.compile(rf"(?<![\w/.-])quotas?(?![\w/-])|(?-i:QUOTA_|_QUOTA)|{MACHINES.pattern}", re.IGNORECASE)
+_SPENT = r"(?-i:\b[qQ]uota(?:Exceeded|Failure)\b)"
+"""What Google's older APIs, and the details of newer ones, call it."""
+QUOTA = re.compile(rf"(?<![\w/.-])quotas?(?![\w/-])|(?-i:QUOTA_|_QUOTA)|{_SPENT}|{MACHINES.pattern}", re.IGNORECASE)
 """The word and Google's codes, and no part of a name that a user has given."""
 READ, CLAIM, LOOK = "read the log", "claim the creation of the job", "look at"
 """Calls that need other roles than those of jobs."""
+_SIGN_IN = ("google.auth.", "google.oauth2.")
 _METRIC = re.compile(r"aiplatform\.googleapis\.com/(?P<metric>\w+)")
 _ACT_AS = re.compile(r"act as( service_account| service account)?|actAs|iam\.serviceAccounts\.", re.IGNORECASE)
 _ACCOUNT = re.compile(r"[\w.-]+@[\w.-]+\.iam\.gserviceaccount\.com")
@@ -74,6 +77,8 @@ def refusal(status: int, message: str, *, what: str, reason: str = "") -> Cloudt
     if CAPACITY.search(told):
         return CapacityError(f"{text}: {HELP['capacity']}")
     if status == 429 and (MACHINES.search(told) or (QUOTA.search(told) and not RATE.search(told))):
+        return QuotaError(f"{text}: {quota_hint(said)}")
+    if status == 403 and re.fullmatch(_SPENT, reason) and not RATE.search(said):
         return QuotaError(f"{text}: {quota_hint(said)}")
     if status in (408, 429) or status >= 500 or reason == "ABORTED":  # of two at once, one is to try again
         return LostContactError(f"Google Cloud does not answer now: {text} (status {status})")
@@ -145,9 +150,10 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
         return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
     if isinstance(exc, auth.GoogleAuthError):
         return AuthError(f"{what}: the credentials are refused ({text[:200]}): {HELP['expired']}")
-    if isinstance(exc, TypeError) and _raised_in(exc).startswith("google.oauth2."):
-        # It looks for a token in whatever came with 200, a proxy's page too.
-        return LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
+    if isinstance(exc, (TypeError, AttributeError)) and (module := _raised_in(exc)).startswith(_SIGN_IN):
+        if module == "google.oauth2._client":  # it looks for a token in whatever came with 200, a proxy's page too
+            return LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
+        return AuthError(f"{what}: the credentials cannot be used ({type(exc).__name__}: {text[:200]}): {HELP['none']}")
     if isinstance(exc, http.RequestException):
         return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
     # By name: a status does not import what only a creation raises.
