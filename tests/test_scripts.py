@@ -168,6 +168,8 @@ def test_lightning_that_starts_its_own_processes(lightning: Theirs, target: str)
 def test_lightning_goes_on_from_its_own_last_checkpoint(
     lightning: Theirs, target: str, flags: tuple[str, ...], checkpoints: str
 ) -> None:
+    import torch
+
     own = ("--checkpoints", checkpoints, "--logs", "{artifact_dir}", "--epochs", str(EPOCHS), "--pause", "1")
     words = (*flags, "--preempt", "node=1,after=checkpoint", *LIGHTNING, *own)
     done = lightning.rehearse(target, "lightning_ddp.py", *words, timeout=500)
@@ -178,4 +180,8 @@ def test_lightning_goes_on_from_its_own_last_checkpoint(
     assert re.match(r"\S+/last\.ckpt\n", again), done.err
     begun = {rank: int(epoch) for epoch, rank in reversed(re.findall(r"epoch (\d+) loss \S+ on (\d) of 2", again))}
     assert begun["0"] == begun["1"] > 0, begun
+    left = lightning.kept("live/checkpoints/last.ckpt").items()
+    states = {int(match[1]): path for name, path in left if (match := re.match(r"0\.0-(\d+)/node-0/", name))}
+    if states or checkpoints == "{checkpoint_dir}":  # else Lightning writes that file again, of which two are kept
+        assert begun["0"] == torch.load(states[max(states)], weights_only=False)["epoch"] + 1
     assert set(re.findall(rf"done at epoch {EPOCHS} on (\d) of 2", again)) == {"0", "1"}
