@@ -83,7 +83,7 @@ NOT = {
     "cut off/local": "its nodes share this machine's network",
 }
 """Cells that are none, and why."""
-OPEN = ("no way out/azureml", "no way out/vertex", "full disk/", "slow store/", "image lightning/")
+OPEN = ("no way out/azureml", "no way out/vertex", "full disk/", "slow store/")
 """What names of cells begin with that the record may lack; the page says that they have not run."""
 
 
