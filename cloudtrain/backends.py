@@ -14,7 +14,8 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from .credential import Credential
@@ -44,6 +45,12 @@ __all__ = [
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 """Schemes of object stores, whose URLs begin with a bucket or container that nothing here creates."""
 SFTP = frozenset({"sftp", "ssh"})
+_BLOCK = 32_768
+"""Bytes of one write over SFTP; servers need not take more."""
+_SILENCE = 60.0
+"""Seconds that an SFTP server may be silent before its connection counts as lost."""
+_ALIVE = 30
+"""Seconds between signs of life over an SFTP connection that rests; firewalls drop what has none for some minutes."""
 WEB = frozenset({"http", "https"})
 STREAMED = WEB | {"ftp"}
 """Schemes of servers whose files come as one stream: not all of them answer ranges, or only by breaking off."""
@@ -91,6 +98,9 @@ def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
         # credentials that have expired. Of the rest many hand what they do not know to their client.
         known = {"use_listings_cache": False} if kind.async_impl else {}
         fs, root = url_to_fs(url, skip_instance_cache=True, **known, **options)
+        if scheme in SFTP:  # its client waits for ever
+            fs.ftp.get_channel().settimeout(_SILENCE)
+            fs.client.get_transport().set_keepalive(_ALIVE)
         return fs, str(root).rstrip("/")
 
     return Clients(make, most=most)
@@ -129,6 +139,7 @@ class Clients:
         self.kind: type[Any] = type(first)
         self.shared: Any = first if getattr(first, "async_impl", False) else None
         self._idle = [] if self.shared is not None else [first]
+        weakref.finalize(self, _close_all, self._idle, os.getpid())
 
     @contextlib.contextmanager
     def one(self) -> Iterator[Any]:
@@ -145,17 +156,30 @@ class Clients:
             except (FileNotFoundError, FileExistsError):
                 self._keep(fs)
                 raise
-            except Exception as exc:
+            except BaseException as exc:
                 # In the midst of something: nobody knows what its next answer would be to.
-                if classify(exc) == "transient":
+                gone = [fs]
+                if isinstance(exc, Exception) and classify(exc) == "transient":
                     with self._lock:
-                        self._idle.clear()  # they were made when this one was
+                        gone += self._idle  # they were made when this one was
+                        self._idle.clear()
+                _close_all(gone, os.getpid())
                 raise
             self._keep(fs)
 
     def _keep(self, fs: Any) -> None:
         with self._lock:
             self._idle.append(fs)
+
+
+def _close_all(clients: list[Any], owner: int) -> None:
+    """End their connections, which have threads of their own; a forked child leaves those of its parent alone."""
+    if os.getpid() != owner:
+        return
+    for fs in clients:
+        with contextlib.suppress(Exception):
+            getattr(fs, "client", None) and fs.client.close()
+    clients.clear()
 
 
 # -------------------------------------------------------------------------------------------------- what can be a store
@@ -210,7 +234,7 @@ class Placing:
         except OSError as exc:
             if classify(exc) != "other":
                 raise
-            why = f"its server does not rename as a store needs it ({exc})"
+            why = f"its server cannot be written to, or does not rename as a store needs it ({exc})"
             raise SpecError(f"{url} cannot be a store: {why}", field="store") from exc
         finally:
             with contextlib.suppress(Exception):
@@ -274,31 +298,28 @@ def tree(fs: Any, path: str) -> Generator[Mapping[str, Any], None, None]:
         yield info
 
 
-def put_pieces(fs: Any, path: str, pieces: Iterator[bytes], size: int) -> None:
-    """Write a file over SFTP without waiting for the answer to each 32 KiB, as its file object does."""
-    fs.ftp.putfo(_Reader(pieces), path, file_size=size)
+def put_pieces(fs: Any, path: str, pieces: Iterable[bytes], size: int) -> None:
+    """Write a file over SFTP without waiting for the answer to each 32 KiB, but at the end for all of them.
+
+    paramiko's own ``putfo`` asks for none of them: a block that the server could not write stays a hole.
+    """
+    with fs.ftp.open(path, "wb") as out:
+        out.set_pipelined(True)
+        last = b""
+        for piece in pieces:
+            for start in range(0, len(piece), _BLOCK):
+                out.write(last)
+                last = piece[start : start + _BLOCK]
+        out.set_pipelined(False)  # the write that follows waits for the answers to those before it, too
+        out.write(last)
+    if (there := fs.ftp.stat(path).st_size) != size:
+        raise OSError(f"{path} has {there} bytes after {size} were written")
 
 
 def get_range(fs: Any, path: str, start: int, end: int) -> bytes:
     """Bytes of a file over SFTP, asked for at once."""
     with fs.ftp.open(path, "rb") as file:
         return b"".join(file.readv([(start, end - start)]))
-
-
-class _Reader:
-    """``pieces`` as a file that is read."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._rest = pieces, memoryview(b"")
-
-    def read(self, size: int) -> bytes:
-        while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return b""
-            self._rest = memoryview(piece)
-        data, self._rest = self._rest[:size], self._rest[size:]
-        return bytes(data)
 
 
 def streamed(fs: Any, path: str, size: int) -> Generator[bytes, None, None]:

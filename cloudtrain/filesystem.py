@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from .values import unix_seconds, url_scheme
 
 __all__ = ["FsspecMover"]
 
+_READ = 1 << 20
+"""Bytes of a local file that are in memory at a time, of what is sent over SFTP."""
 SMALL = 4 << 20
 """Bytes of a file that is taken to come in one answer; a larger one may come in ranges of whatever is there."""
 _PATTERN = re.compile(r"[*?\[]")
@@ -50,24 +52,28 @@ class FsspecMover:
     def __init__(self, *, url: str, clients: Clients, retries: Retries) -> None:
         self.url, self.clients, self.root, self.retries = url, clients, clients.root, retries
         self._scheme = url_scheme(url)
+        self._proved: Placing | None = None
 
     @classmethod
     def open(cls, url: str, options: Mapping[str, Any], *, moving: Moving, retries: Retries) -> FsspecMover:
         """The file systems of ``url``. `SpecError` when their package is not installed."""
         given = {**plain(options), **encryption(url, options, moving)}
-        return cls(url=url, clients=open_url(url, given, most=moving.concurrency), retries=retries)
+        # One more than a large file holds for as long as it moves: a lease beside it is to be kept.
+        return cls(url=url, clients=open_url(url, given, most=max(2, moving.concurrency)), retries=retries)
 
     def at(self, key: str) -> str:
         """The file system's own path of ``key``."""
         return "/".join([self.root, *parts_of(key)])
 
-    @functools.cached_property
+    @property
     def _placing(self) -> Placing:
         """How files come to be here; asked before the first of them. `SpecError` where this can be no store."""
-        placing = placing_of(self.url, self.clients.kind)
-        with self.clients.one() as fs:
-            placing.prove(fs, self.url, self.root)
-        return placing
+        if self._proved is None:  # two at once may both prove it
+            placing = placing_of(self.url, self.clients.kind)
+            with self.clients.one() as fs:
+                placing.prove(fs, self.url, self.root)
+            self._proved = placing
+        return self._proved
 
     @contextlib.contextmanager
     def _placed(self, key: str, *, new: bool = False) -> Iterator[tuple[Any, str]]:
@@ -147,7 +153,19 @@ class FsspecMover:
             return found if isinstance(found, Mapping) else {}  # adlfs answers a list when the path is itself a file
         if fs.info(path or "/")["type"] != "directory":
             return {}
-        return {info["name"]: info for info in tree(fs, path)}
+        return {info["name"]: self._followed(fs, info) for info in tree(fs, path)}
+
+    def _followed(self, fs: Any, info: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Of a link what it leads to, a file; it is not left out of what counts as the whole."""
+        if info["type"] != "link":
+            return info
+        try:
+            there = fs.info(info["name"])
+        except FileNotFoundError:
+            there = {}
+        if there.get("type") != "file":
+            raise StorageError(f"{info['name']}: a symbolic link, and not to a file; nothing follows it here")
+        return {**there, "name": info["name"]}
 
     def names(self, prefix: str) -> Names:
         try:
@@ -175,7 +193,11 @@ class FsspecMover:
 
     def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
         with self._placed(key) as (fs, target):
-            fs.put_file(str(path), target, callback=_callback(report))
+            if self._scheme in SFTP:
+                with open(path, "rb") as stream:
+                    put_pieces(fs, target, _told(iter(partial(stream.read, _READ), b""), report), size)
+            else:
+                fs.put_file(str(path), target, callback=_callback(report))
 
     def content(self, key: str, most: int) -> None:
         """Nobody knows how much it is before it has all come."""
@@ -280,6 +302,15 @@ def _modified(info: Mapping[str, Any]) -> float:
     """By the names that s3fs, gcsfs, adlfs, the file systems of paths, WebDAV, and memory have for it."""
     found = (info.get(name) for name in ("LastModified", "updated", "last_modified", "mtime", "modified", "created"))
     return next((unix_seconds(value) for value in found if value is not None), 0.0)
+
+
+def _told(pieces: Iterable[bytes], report: Callable[[int], None]) -> Iterator[bytes]:
+    """``report`` is told how many bytes have moved in all."""
+    moved = 0
+    for piece in pieces:
+        yield piece
+        moved += len(piece)
+        report(moved)
 
 
 def _callback(report: Callable[[int], None]) -> Any:

@@ -99,6 +99,17 @@ class Overwriting(Folder):
     overwrites = True
 
 
+class Patchy(Folder):
+    """A server that cannot write the sixth block of a file, and all others."""
+
+    def open(self, path: str, flags: int, attr: Any) -> Any:
+        handle = super().open(path, flags, attr)
+        if not isinstance(handle, int):
+            write = handle.write
+            handle.write = lambda at, data: paramiko.SFTP_FAILURE if at == 5 * 32_768 else write(at, data)
+        return handle
+
+
 class _Login(paramiko.ServerInterface):
     def check_auth_password(self, username: str, password: str) -> int:
         known = (username, password) == (USER, PASSWORD)
@@ -142,6 +153,11 @@ class Server:
         with suppress(paramiko.SSHException, EOFError, OSError):
             transport.start_server(server=_Login())
             self.logins += 1
+
+    @property
+    def connections(self) -> int:
+        """How many there are now."""
+        return sum(transport.is_active() for transport in self._transports)
 
     def hang_up(self) -> None:
         for transport in self._transports:

@@ -5,18 +5,20 @@ Real clients and real servers; the hub alone is our own.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
 import signal
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fileservers import EXCLUSIVE, PLAIN, Overwriting, Server, install_plain, login, served_ftp, served_sftp
+from fileservers import EXCLUSIVE, PLAIN, Overwriting, Patchy, Server, install_plain, login, served_ftp, served_sftp
 from fsspec.config import conf
 from hub import Hub, served_hub
 from jobs import Done, Jobs
@@ -182,6 +184,36 @@ def test_what_is_broken_off_leaves_nothing(sftp: Server) -> None:
             tree.receive(key, 20 * MIB, pieces)
     assert tree.read("kept") == b"old"
     assert below(sftp.root) == ["store/kept"]
+
+
+def test_a_block_that_could_not_be_written_is_no_hole(tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    (tmp_path / "file").write_bytes(os.urandom(20 * MIB))
+    with served_sftp(tmp_path / "server", Patchy) as server:
+        tree = files(f"{server.url}/store")
+        for write in (
+            lambda: tree.write("a", bytes(MIB)),
+            lambda: tree.upload(tmp_path / "file", "b"),
+            lambda: tree.receive("c", 20 * MIB, lambda: (bytes(MIB) for _ in range(20))),
+        ):
+            with pytest.raises(StorageError, match="Failure"):
+                write()
+        assert below(tmp_path / "server") == []
+
+
+def test_what_is_not_used_any_more_keeps_no_connection(tmp_path: Path) -> None:
+    with served_sftp(tmp_path, Patchy) as server:
+        for _ in range(3):
+            files(f"{server.url}/store").write("a", b"1")
+        tree = files(f"{server.url}/store")
+        for _ in range(3):
+            with pytest.raises(StorageError, match="Failure"):
+                tree.write("b", bytes(MIB))
+        gc.collect()
+        until = time.monotonic() + 20
+        while server.connections > 1 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert (server.logins > 4, server.connections <= 1) == (True, True)
 
 
 def test_a_connection_that_is_lost_is_made_again(sftp: Server) -> None:
@@ -455,6 +487,21 @@ def test_a_tree_on_an_ftp_server(ftp: tuple[Path, str], s3_url: str) -> None:
 def test_a_tree_on_an_sftp_server(sftp: Server, s3_url: str) -> None:
     write = _fill(sftp.root)
     check_copied_once(Brought(f"{sftp.url}/set", s3_url), SET, write)
+
+
+def test_a_link_on_an_sftp_server_is_what_it_leads_to(sftp: Server) -> None:
+    (sftp.root / "set").mkdir()
+    (sftp.root / "big").write_bytes(b"12345")
+    (sftp.root / "set" / "link").symlink_to("../big")
+    tree = files(f"{sftp.url}/set")
+    assert {key: entry.size for key, entry in tree.entries().items()} == {"link": 5}
+    (sftp.root / "set" / "folder").symlink_to("..")
+    with pytest.raises(StorageError, match=r"/set/folder: a symbolic link, and not to a file"):
+        tree.entries()
+    (sftp.root / "set" / "folder").unlink()
+    (sftp.root / "set" / "gone").symlink_to("nowhere")
+    with pytest.raises(StorageError, match=r"/set/gone: a symbolic link"):
+        tree.entries()
 
 
 # ---------------------------------------------------------------------------------------------------------- the hub
