@@ -54,7 +54,6 @@ class Digests:
         self._file = (cache_folder(os.environ) if folder is None else folder) / f"{name}.json"
         self._known: dict[str, Any] = self._read()
         self._used: set[str] = set()
-        self._telling: dict[int, bool] = {}
         self._changed = False
 
     def find(self, path: str, status: os.stat_result) -> str | None:
@@ -62,10 +61,7 @@ class Digests:
         key = self._key(path)
         self._used.add(key)
         known = self._known.get(key)
-        tells = self._telling.get(status.st_dev)
-        if tells is None:
-            tells = self._telling[status.st_dev] = _tells(status.st_dev)
-        if not isinstance(known, list) or not tells:
+        if not isinstance(known, list) or not _tells(status.st_dev):
             return None
         try:
             seemed, digest, seen, read = known

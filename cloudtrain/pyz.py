@@ -50,6 +50,7 @@ _CLIENT_ONLY = frozenset(
         "fallback",
         "listing",
         "reconcile",
+        "relay",
         "rehearse",
         "retention",
     )
