@@ -139,7 +139,8 @@ class Clients:
         self.kind: type[Any] = type(first)
         self.shared: Any = first if getattr(first, "async_impl", False) else None
         self._idle = [] if self.shared is not None else [first]
-        weakref.finalize(self, _close_all, self._idle, os.getpid())
+        self._owner = os.getpid()
+        weakref.finalize(self, _close_all, self._idle, self._owner)
 
     @contextlib.contextmanager
     def one(self) -> Iterator[Any]:
@@ -163,7 +164,7 @@ class Clients:
                     with self._lock:
                         gone += self._idle  # they were made when this one was
                         self._idle.clear()
-                _close_all(gone, os.getpid())
+                _close_all(gone, self._owner)
                 raise
             self._keep(fs)
 
@@ -177,8 +178,8 @@ def _close_all(clients: list[Any], owner: int) -> None:
     if os.getpid() != owner:
         return
     for fs in clients:
-        with contextlib.suppress(Exception):
-            getattr(fs, "client", None) and fs.client.close()
+        with contextlib.suppress(Exception):  # most have none
+            fs.client.close()
     clients.clear()
 
 

@@ -18,7 +18,7 @@ from .disk import cache_home
 from .errors import SpecError, StorageError
 from .values import is_price
 
-__all__ = ["PriceList", "check_region", "read_lists", "save_list"]
+__all__ = ["PriceList", "certain", "check_region", "read_lists", "save_list"]
 
 FORMAT = 1
 _REGION = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -49,6 +49,11 @@ class PriceList:
     def told_by(self) -> str:
         """As a `catalog.Price` says its source."""
         return f"{self.list}, {self.region} ({self.source})"
+
+
+def certain(found: Mapping[str, set[float]]) -> dict[str, float]:
+    """The price of each machine that has exactly one, by name."""
+    return {name: next(iter(prices)) for name, prices in sorted(found.items()) if len(prices) == 1}
 
 
 def check_region(region: str) -> str:

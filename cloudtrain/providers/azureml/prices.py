@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from ...errors import PlatformError, SpecError
-from ...prices import PriceList
+from ...prices import PriceList, certain
 from .errors import refusal
 from .words import NAME
 
@@ -41,8 +41,7 @@ def price_list(account: Account, region: str) -> PriceList:
             continue
         table = spot if "spot" in words else found
         table.setdefault(str(item["armSkuName"]), set()).add(float(item["retailPrice"]))
-    usd = {name: prices.pop() for name, prices in sorted(found.items()) if len(prices) == 1}
-    cheap = {name: prices.pop() for name, prices in sorted(spot.items()) if len(prices) == 1}
+    usd, cheap = certain(found), certain(spot)
     left = sorted(name for name in found if name not in usd)
     if not usd:
         raise SpecError(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import PlatformError, SpecError
-from ...prices import PriceList
+from ...prices import PriceList, certain
 from .words import NAME
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def price_list(account: Account, region: str) -> PriceList:
         match = _TRAINING.fullmatch(str(product.get("product", {}).get("attributes", {}).get("usagetype", "")))
         if match:
             found.setdefault(match[1], set()).update(_hourly(product))
-    usd = {name: prices.pop() for name, prices in sorted(found.items()) if len(prices) == 1}
+    usd = certain(found)
     left = sorted(name for name in found if name not in usd)
     if not usd:
         raise SpecError(
