@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import os
 import re
 import secrets
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 TEMP = ".cloudtrain-tmp-"
+#: What a temporary file is called behind that: by process, as a folder may be shared, also by one that is forked off.
+_HERE, _NUMBERS = secrets.token_hex(8), itertools.count()
 _CHUNK = 1 << 20
 _DRIVE = re.compile(r"[A-Za-z]:")
 _PLAIN = re.compile(r"\w[\w. -]*(/\w[\w. -]*)*", re.ASCII)
@@ -238,7 +241,7 @@ def temp_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
 
 
 def _open_temp(path: Path, mode: int) -> tuple[Path, int]:
-    temp = path.with_name(TEMP + secrets.token_hex(8))
+    temp = path.with_name(f"{TEMP}{_HERE}-{os.getpid():x}-{next(_NUMBERS):x}")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
     try:
         return temp, os.open(temp, flags, mode)

@@ -30,7 +30,10 @@ __all__ = ["ObstoreMover", "check_usable"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-CHUNK = 1 << 20
+CHUNK = 256 << 10
+"""Bytes that are taken in and written at once: few enough to stay in a core's cache between the two."""
+AT_ONCE = 1 << 20
+"""Bytes that any server takes within `SILENCE`."""
 SLOTS = 16
 LARGE = 2
 PARTS = 6
@@ -173,7 +176,7 @@ class ObstoreMover:
     @_apart
     def write(self, key: str, data: bytes) -> None:
         with self._told() as obs:
-            client = self._store if len(data) <= CHUNK else self._sender
+            client = self._store if len(data) <= AT_ONCE else self._sender
             obs.put(client, self._at(key), data, use_multipart=False)
 
     @_apart
@@ -333,7 +336,7 @@ class ObstoreMover:
                 part = begun.pop() if begun else self._get(wanted.key, range=(at, end), **condition)
                 if part.meta["e_tag"] != wanted.tag:
                     raise _Replaced  # a server that ignores the condition
-                self._pour(part, wanted.temp, out, done)
+                self._pour(part, wanted.temp, out, done, early=True)
             done.check(end - start)
 
         try:
@@ -343,14 +346,16 @@ class ObstoreMover:
                 raise _Replaced from exc
             raise
 
-    def _pour(self, answer: Any, temp: Path, out: FileIO, moved: _Sum) -> None:
+    def _pour(self, answer: Any, temp: Path, out: FileIO, moved: _Sum, *, early: bool = False) -> None:
+        """``early``: have the disk begin at once. Of a small file that takes longer than to flush it at its end."""
         with self._told():
             for chunk in answer.stream(CHUNK):
                 with disk_errors(temp):
                     rest, at = memoryview(chunk), out.tell()
                     while rest:
                         rest = rest[out.write(rest) :]
-                    write_back(out.fileno(), at, out.tell())
+                    if early:
+                        write_back(out.fileno(), at, out.tell())
                 moved.add(len(chunk))
 
     @_apart

@@ -60,6 +60,7 @@ def s3(wire: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fault
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setattr(objects, "PIECE", 1 << 15)
     monkeypatch.setattr(objects, "CHUNK", 1 << 13)
+    monkeypatch.setattr(objects, "AT_ONCE", 1 << 13)
     monkeypatch.setattr(remote, "SMALL", 1 << 12)
     monkeypatch.setattr(filesystem, "SMALL", -1)
     wire.clear()
@@ -210,8 +211,8 @@ def test_a_range_that_fails_after_its_last_byte_is_whole(
     s3.put("store/key", data := os.urandom(100_000))
     pour, cut = objects.ObstoreMover._pour, iter([True])
 
-    def poured(*args: Any) -> None:
-        pour(*args)
+    def poured(*args: Any, **words: Any) -> None:
+        pour(*args, **words)
         if next(cut, False):
             raise ConnectionError("cut")
 
