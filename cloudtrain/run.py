@@ -44,9 +44,11 @@ from .verdict import (
     without_machines,
 )
 
-__all__ = ["NOT_RETRIED", "NO_MACHINES", "NO_SETTINGS", "Run", "open_run", "overtaken"]
+__all__ = ["NEXT_SECONDS", "NOT_RETRIED", "NO_MACHINES", "NO_SETTINGS", "Run", "open_run", "overtaken"]
 
 FIRST_POLL, NO_SETTINGS = 0.1, Settings()
+NEXT_SECONDS = 120.0
+"""How long whoever only looks waits for the attempt that another client may begin."""
 T = TypeVar("T")
 Record = Mapping[str, Any]
 Result = dict[str, Any]
@@ -290,6 +292,7 @@ class Run(Moving):
     def logs(self, *, follow: bool = False, poll: float | None = None, patience: float = PATIENCE) -> Iterator[Line]:
         """Every line of every node, each once and in order for each node; ``follow``: until the run has ended.
 
+        Of a run that a waiting client may retry a follower waits `NEXT_SECONDS` for the next attempt.
         Looks at the platform every 0.1 s while lines come, at most ``poll`` seconds apart while none do (default: what
         the provider says). When the platform has not answered for ``patience`` seconds, what the store itself holds is
         given and then `LostContactError` raised; without ``follow``, the store's own copy steps in at once.
@@ -413,17 +416,20 @@ class Run(Moving):
         """Statuses and lines until the run has ended; the final status comes before the last lines.
 
         ``acts``: whoever waits also stops what has waited for machines for too long, and by ``retry`` sends what a
-        client that died has recorded.
+        client that died has recorded. Whoever does not sees more than one final status where another attempt follows.
         """
         longest = self.provider.poll if poll is None else poll
         contact = Contact(clock=self._clock, patience=patience)
         first = min(max(FIRST_POLL, self.provider.pace), longest)
         due, every, pause = self._clock(), first, first
         status, natives = Status(state="pending"), dict[int, str]()
+        ended, over = None, False
         while True:
             if self._clock() >= due:
                 with self._listening(contact):
                     status, natives = self._current()
+                    ended = (ended or self._clock()) if status.final else None
+                    over = ended is not None and (acts or not self._may_be_followed(status, natives, ended))
                     resend = getattr(retry, "resend", None) if self._unsent is not None else None
                     if acts:
                         self._expire(status, natives)
@@ -434,7 +440,7 @@ class Run(Moving):
                         raise LostContactError(status.reason)
                 every = min(longest, every * 1.25)
                 due = self._clock() + every
-            if status.final:
+            if over:
                 yield from tail.end(natives) if tail is not None else ()
                 return
             if tail is not None:
@@ -451,6 +457,12 @@ class Run(Moving):
             until = min(self._clock() + wait, due, due if deadline is None else deadline)
             if until > self._clock():
                 self._sleep(until - self._clock())
+
+    def _may_be_followed(self, status: Status, natives: Mapping[int, str], since: float) -> bool:
+        """Whether another client may soon begin another attempt of a run that has stood so ``since`` then."""
+        if self._clock() - since >= NEXT_SECONDS or self.store.result(self.run_id) is not None:
+            return False
+        return self._may_go_on(self._compute(status, natives))
 
     @contextlib.contextmanager
     def _listening(self, contact: Contact, *, resets: bool = True) -> Iterator[None]:

@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import http.client
-import http.server
 import itertools
 import json
 import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import tempfile
-import threading
 import time
-import urllib.parse
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +29,7 @@ from typing import Any
 
 from containers import left
 from jobs import CLI, Jobs
+from proxy import Proxy
 
 from cloudtrain.disk import TEMP
 from cloudtrain.run import Run, open_run
@@ -71,141 +67,6 @@ for step in range(first + 1, steps + 1):
 def state(step: int, node: str) -> str:
     """What the script writes into a checkpoint."""
     return f"{step} of {node}\n" * 500
-
-
-# ------------------------------------------------------------------------------------------------ stores that break
-
-FAULTS = ("refused", "cut before", "answer lost", "slow", "half an answer", "half a write", "stale listing")
-"""What becomes of a request to a store."""
-STALE_SECONDS = 10.0
-
-
-class Proxy(http.server.ThreadingHTTPServer):
-    """What is sent here goes to ``target`` (http://…), but for one request in ``one_in``, to which a fault comes.
-
-    ``count`` says how many of which. A listing of what nodes leave may be one of `STALE_SECONDS` ago; of records none
-    is, as no store's are.
-    """
-
-    daemon_threads = True
-    request_queue_size = 256
-
-    def __init__(self, target: str, draw: random.Random, one_in: int) -> None:
-        parts = urllib.parse.urlsplit(target)
-        self.host, self.port = str(parts.hostname), int(parts.port or 80)
-        self.draw, self.one_in, self.calm = draw, one_in, False
-        self.count: Counter[str] = Counter()
-        self.listings: dict[str, tuple[float, tuple[int, list[tuple[str, str]], bytes]]] = {}
-        self.lock = threading.Lock()
-        super().__init__(("127.0.0.1", 0), _Passing)
-        self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-    def fault(self, possible: Sequence[str]) -> str:
-        with self.lock:
-            if self.calm or self.draw.randrange(self.one_in):
-                return ""
-            chosen = self.draw.choice(possible)
-            self.count[f"store: {chosen}"] += 1
-            return chosen
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or was sent away, is what this is about."""
-
-    def close(self) -> None:
-        self.shutdown()
-        self.server_close()
-        self._thread.join()
-
-
-class _Passing(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16
-    server: Proxy
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
-
-    def _pass(self) -> None:
-        body = self._body()
-        query = urllib.parse.unquote(self.path.partition("?")[2])
-        lists = self.command == "GET" and "prefix=" in query and "/live" in query
-        possible = [*FAULTS[:4], *(["half an answer"] if self.command == "GET" else [])]
-        possible += ["half a write"] if self.command in ("PUT", "POST") and len(body) > 1 else []
-        fault = self.server.fault([*possible, *(["stale listing"] if lists else [])])
-        if fault == "cut before":
-            self.close_connection = True
-            return
-        if fault == "refused":
-            self._answer((503, [("Retry-After", "0")], b""))
-            return
-        if fault == "slow":
-            time.sleep(self.server.draw.uniform(0.2, 3.0))
-        if fault == "half a write":
-            self._half(body)
-            self.close_connection = True
-            return
-        answer = self._asked(body)
-        if lists:
-            when, old = self.server.listings.get(self.path, (0.0, answer))
-            if fault == "stale listing" and time.monotonic() - when < STALE_SECONDS:
-                answer = old
-            else:
-                self.server.listings[self.path] = (time.monotonic(), answer)
-        if fault == "answer lost":
-            self.close_connection = True
-            return
-        self._answer(answer, half=fault == "half an answer")
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _pass
-
-    def _body(self) -> bytes:
-        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        return google_wire.unchunked(self.rfile)
-
-    def _sent(self) -> dict[str, str]:
-        """The headers that are passed on, but for the length, which whoever sends them tells."""
-        ours = ("connection", "transfer-encoding", "expect", "content-length")
-        return {name: value for name, value in self.headers.items() if name.lower() not in ours}
-
-    def _asked(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        there = http.client.HTTPConnection(self.server.host, self.server.port, timeout=60)
-        try:
-            headers = {**self._sent(), "Connection": "close"}
-            if body or self.command in ("PUT", "POST"):
-                headers["Content-Length"] = str(len(body))
-            there.request(self.command, self.path, body=body, headers=headers)
-            told = there.getresponse()
-            drop = ("connection", "transfer-encoding", "keep-alive")
-            return told.status, [(k, v) for k, v in told.getheaders() if k.lower() not in drop], told.read()
-        finally:
-            there.close()
-
-    def _half(self, body: bytes) -> None:
-        """The service gets half of what was announced, and then nothing."""
-        head = "".join(f"{k}: {v}\r\n" for k, v in self._sent().items())
-        text = f"{self.command} {self.path} HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n"
-        with contextlib.suppress(OSError), socket.create_connection((self.server.host, self.server.port), 10) as there:
-            there.sendall(text.encode("latin-1") + body[: len(body) // 2])
-
-    def _answer(self, answer: tuple[int, list[tuple[str, str]], bytes], *, half: bool = False) -> None:
-        status, headers, data = answer
-        self.send_response_only(status)
-        for name, value in headers:
-            if name.lower() != "content-length" or self.command == "HEAD":
-                self.send_header(name, value)
-        if self.command != "HEAD" and status not in (204, 304):
-            self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data[: len(data) // 2] if half else data)
-        if half:
-            self.close_connection = True
 
 
 # ---------------------------------------------------------------------------------------------------------- the places

@@ -26,7 +26,7 @@ from cloudtrain.follow import Line
 from cloudtrain.job import Job
 from cloudtrain.listing import list_runs
 from cloudtrain.provider import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Simulation, Site, Status
-from cloudtrain.run import Run, open_run
+from cloudtrain.run import NEXT_SECONDS, Run, open_run
 from cloudtrain.store import Store
 from cloudtrain.verdict import iso_time
 
@@ -772,6 +772,35 @@ def test_following_an_attempt_and_the_next(world: World) -> None:
         ("", "the last words"),
         ("1.0", "line 1"),
     ]
+
+
+def test_following_waits_for_the_attempt_that_another_client_begins(world: World) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=1).attempt(0, RUNNING)
+
+    def next_attempt() -> None:
+        world.attempt(1, RUNNING)
+        world.says(numbered(1, attempt="1.0"), attempt=1)
+
+    world.says(numbered(1))
+    world.time.at = [
+        (5, lambda: world.platform.jobs.update({"job-0": failed()})),
+        (5 + NEXT_SECONDS - 10, next_attempt),
+        (300, lambda: world.platform.jobs.update({"job-1": SUCCEEDED})),
+    ]
+    lines = list(world.run().logs(follow=True))
+    assert [(line.attempt, line.text) for line in lines] == [("0.0", "line 1"), ("1.0", "line 1")]
+    assert world.time.now - T0 >= 300
+
+
+@pytest.mark.parametrize(("retries", "seconds"), [(0, 5), (1, 5 + NEXT_SECONDS)])
+def test_following_ends_where_nobody_begins_another_attempt(world: World, retries: int, seconds: float) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=retries).attempt(0, RUNNING)
+    world.says(numbered(1))
+    world.time.at = [(5, lambda: world.platform.jobs.update({"job-0": failed()}))]
+    assert [line.seq for line in world.run().logs(follow=True)] == [1]
+    assert seconds <= world.time.now - T0 < seconds + 5
 
 
 def test_a_short_silence_of_the_platform_costs_nothing(world: World) -> None:
