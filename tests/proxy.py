@@ -46,6 +46,7 @@ class Proxy(http.server.ThreadingHTTPServer):
         self.count: Counter[str] = Counter()
         self.listings: dict[str, tuple[float, tuple[int, list[tuple[str, str]], bytes]]] = {}
         self.lock = threading.Lock()
+        self.under_way, self.still = 0, threading.Condition()
         super().__init__(("127.0.0.1", 0), _Passing)
         self._thread = threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -68,6 +69,11 @@ class Proxy(http.server.ThreadingHTTPServer):
             self.count[f"store: {chosen}"] += 1
             return chosen
 
+    def settle(self) -> None:
+        """Wait until what nobody waits for any more has been carried out, too."""
+        with self.still:
+            assert self.still.wait_for(lambda: not self.under_way, timeout=60)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away, or was sent away, is what this is about."""
 
@@ -84,6 +90,16 @@ class _Passing(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Nobody reads it."""
+
+    def _counted(self) -> None:
+        with self.server.still:
+            self.server.under_way += 1
+        try:
+            self._pass()
+        finally:
+            with self.server.still:
+                self.server.under_way -= 1
+                self.server.still.notify_all()
 
     def _pass(self) -> None:
         body = self._body()
@@ -122,7 +138,7 @@ class _Passing(http.server.BaseHTTPRequestHandler):
             answer = (*answer[:2], answer[2][:at] + bytes([answer[2][at] ^ 1]) + answer[2][at + 1 :])
         self._answer(answer, half=fault == "half an answer")
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _pass
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_PATCH = _counted
 
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
