@@ -34,7 +34,7 @@ from .values import unix_seconds, url_scheme
 __all__ = ["FsspecMover"]
 
 _READ = 1 << 20
-"""Bytes of a local file that are in memory at a time, of what is sent over SFTP."""
+"""Bytes of a local file that are read at a time, of what is sent in pieces."""
 SMALL = 4 << 20
 """Bytes of a file that is taken to come in one answer; a larger one may come in ranges of whatever is there."""
 _PATTERN = re.compile(r"[*?\[]")
@@ -192,12 +192,16 @@ class FsspecMover:
             raise StorageError(f"{self.url}: the bucket or container does not exist") from None
 
     def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
+        from fsspec import AbstractFileSystem
+
+        # fsspec's own way closes what it was writing when it fails, and so leaves a part that looks whole.
+        default = self.clients.shared is None and self.clients.kind.put_file is AbstractFileSystem.put_file
+        if default or self._scheme in SFTP:
+            with open(path, "rb") as stream:
+                self.receive(key, _told(iter(partial(stream.read, _READ), b""), report), size)
+            return
         with self._placed(key) as (fs, target):
-            if self._scheme in SFTP:
-                with open(path, "rb") as stream:
-                    put_pieces(fs, target, _told(iter(partial(stream.read, _READ), b""), report), size)
-            else:
-                fs.put_file(str(path), target, callback=_callback(report))
+            fs.put_file(str(path), target, callback=_callback(report))
 
     def content(self, key: str, most: int) -> None:
         """Nobody knows how much it is before it has all come."""

@@ -15,18 +15,32 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from fileservers import EXCLUSIVE, PLAIN, Overwriting, Patchy, Server, install_plain, login, served_ftp, served_sftp
+from fileservers import (
+    BUFFERED,
+    EXCLUSIVE,
+    PLAIN,
+    Overwriting,
+    Patchy,
+    Server,
+    install_plain,
+    login,
+    served_ftp,
+    served_sftp,
+)
 from fsspec.config import conf
 from hub import Hub, served_hub
 from jobs import Done, Jobs
 
 from cloudtrain.errors import AuthError, CloudtrainError, SpecError, StorageError
+from cloudtrain.faults import Retries
 from cloudtrain.job import Job
 from cloudtrain.provider import Layout
 from cloudtrain.relay import bring
+from cloudtrain.remote import RemoteFiles
 from cloudtrain.store import Staged, Store
 from cloudtrain.transfer import Files, Moving, files, parallel
 
@@ -277,6 +291,18 @@ def test_what_cannot_create_exclusively_is_no_store(ftp: tuple[Path, str], plain
             "so that two clients could start one run; use another one"
         )
     assert below(root) == []
+
+
+def test_a_file_whose_upload_fails_is_not_there(plain: Callable[[str], str], tmp_path: Path) -> None:
+    """fsspec's default would close the part that it has written, for whole."""
+    (tmp_path / "large").write_bytes(data := os.urandom((20 << 20) + 1))
+    tree = RemoteFiles(url=plain(PLAIN + BUFFERED), retries=Retries(tries=1))
+    kind = tree._open().mover.clients.kind  # type: ignore[attr-defined]
+    for kind.cut in (True, False):
+        with pytest.raises(StorageError, match="cut") if kind.cut else nullcontext():
+            tree.upload(tmp_path / "large", "a/large")
+        assert tree.list() == ({} if kind.cut else {"a/large": len(data)})
+    assert tree.read("a/large") == data
 
 
 def test_a_class_that_swallows_the_mode_is_not_believed(plain: Callable[[str], str], tmp_path: Path) -> None:
