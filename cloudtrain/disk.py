@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 TEMP = ".cloudtrain-tmp-"
-#: What a temporary file is called behind that: by process, as a folder may be shared, also by one that is forked off.
+#: What a temporary file is called behind that, with the process in between: a folder may be shared by many.
 _HERE, _NUMBERS = secrets.token_hex(8), itertools.count()
 _CHUNK = 1 << 20
 _DRIVE = re.compile(r"[A-Za-z]:")
@@ -245,6 +245,8 @@ def _open_temp(path: Path, mode: int) -> tuple[Path, int]:
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
     try:
         return temp, os.open(temp, flags, mode)
+    except FileExistsError:  # one that was forked off and killed, under a number that comes again
+        temp = path.with_name(TEMP + secrets.token_hex(16))
     except (FileNotFoundError, NotADirectoryError):
         pass  # its folder is there most often, and costs nothing then
     try:

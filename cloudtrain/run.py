@@ -79,6 +79,8 @@ class Run(Moving):
         self._refused: set[int] = set()  # attempts that were, and that another one has followed
         self._unsent: int | None = None  # the newest attempt, when it was last seen recorded and not submitted
         self._max_wait: MaxWait | None = None
+        self._over: dict[int, float] = {}  # by attempt, when it was first seen over
+        self._retried: dict[int, bool] = {}  # by attempt that was over, whether another one may follow
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"
@@ -416,31 +418,29 @@ class Run(Moving):
         """Statuses and lines until the run has ended; the final status comes before the last lines.
 
         ``acts``: whoever waits also stops what has waited for machines for too long, and by ``retry`` sends what a
-        client that died has recorded. Whoever does not sees more than one final status where another attempt follows.
+        client that died has recorded. For whoever does not, an attempt that may be followed is none that is over.
         """
         longest = self.provider.poll if poll is None else poll
         contact = Contact(clock=self._clock, patience=patience)
         first = min(max(FIRST_POLL, self.provider.pace), longest)
         due, every, pause = self._clock(), first, first
         status, natives = Status(state="pending"), dict[int, str]()
-        ended, over = None, False
         while True:
             if self._clock() >= due:
                 with self._listening(contact):
-                    status, natives = self._current()
-                    ended = (ended or self._clock()) if status.final else None
-                    over = ended is not None and (acts or not self._may_be_followed(status, natives, ended))
+                    found, natives = self._current()
+                    status = found if acts else self._between(found, natives)
                     resend = getattr(retry, "resend", None) if self._unsent is not None else None
                     if acts:
                         self._expire(status, natives)
                         if self._unsent is not None and not status.final and resend:
                             resend(self._unsent, self._clock())
                     yield status
-                    if not natives and not status.final and resend is None:
-                        raise LostContactError(status.reason)
+                    if not status.final and resend is None and (not natives or self._unsent is not None):
+                        raise LostContactError(status.reason)  # which nobody may ever send
                 every = min(longest, every * 1.25)
                 due = self._clock() + every
-            if over:
+            if status.final:
                 yield from tail.end(natives) if tail is not None else ()
                 return
             if tail is not None:
@@ -458,11 +458,25 @@ class Run(Moving):
             if until > self._clock():
                 self._sleep(until - self._clock())
 
-    def _may_be_followed(self, status: Status, natives: Mapping[int, str], since: float) -> bool:
-        """Whether another client may soon begin another attempt of a run that has stood so ``since`` then."""
-        if self._clock() - since >= NEXT_SECONDS or self.store.result(self.run_id) is not None:
+    def _between(self, status: Status, natives: Mapping[int, str]) -> Status:
+        """``status`` as whoever only looks takes it: pending while another client may soon begin the next attempt."""
+        newest, now = max(natives, default=0), self._clock()
+        since = min(self._over.setdefault(newest, now), status.finished or now) if status.final else now
+        if not status.final or now - since >= NEXT_SECONDS or not self._may_be_followed(status, natives):
+            return status
+        reason = f"attempt {newest} ended: {status.reason or status.native}; another one may follow"
+        return replace(status, state="pending", reason=reason, category="", finished=None)
+
+    def _may_be_followed(self, status: Status, natives: Mapping[int, str]) -> bool:
+        """Whether a waiting client may still retry it. What is read for that is read once an attempt."""
+        if self.provider.retried_by != "client" or self.store.result(self.run_id) is not None:
             return False
-        return self._may_go_on(self._compute(status, natives))
+        if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
+            return False
+        newest = max(natives, default=0)
+        if newest not in self._retried:
+            self._retried[newest] = self.may_retry(self._compute(status, natives))
+        return self._retried[newest] and not self.store.cancelled(self.run_id)
 
     @contextlib.contextmanager
     def _listening(self, contact: Contact, *, resets: bool = True) -> Iterator[None]:

@@ -142,7 +142,10 @@ class _Passing(http.server.BaseHTTPRequestHandler):
 
     def _body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.rfile.read(length := int(self.headers.get("Content-Length") or 0))
+            if len(body) < length:
+                raise ConnectionError("whoever sent it was killed")
+            return body
         return google_wire.unchunked(self.rfile)
 
     def _sent(self) -> dict[str, str]:

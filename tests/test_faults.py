@@ -39,13 +39,15 @@ pytestmark = [
 ]
 
 PIECE, SMALL = 1 << 18, 1 << 12
-"""Bytes; Cloud Storage takes parts of no other multiple."""
+"""Bytes of a part that obstore sends or asks for, and of what is one answer."""
 PLACES = [("abfs", "fsspec"), ("abfs", "obstore"), ("gs", "fsspec")]
 """obstore speaks another API with Cloud Storage, which no emulator knows."""
 NAMES = ["-".join(place) for place in PLACES]
 
 plans = st.lists(st.sampled_from([*PLANNED, None, None]), max_size=8)
 sizes = st.sampled_from([0, 1, 1000, SMALL, SMALL + 1, PIECE, PIECE + 1, 3 * PIECE + 7])
+sent = sizes | st.just((5 << 20) + 1)
+"""gcsfs sends more than 5 MiB in parts."""
 trial = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -134,7 +136,7 @@ def test_a_target_holds_the_right_bytes_or_what_it_held(
 
 
 @trial
-@given(faults=plans, size=sizes, seed=st.integers(0, 99))
+@given(faults=plans, size=sent, seed=st.integers(0, 99))
 def test_a_key_holds_the_whole_file_or_what_it_held(
     place: Broken, tmp_path: Path, faults: list[str | None], size: int, seed: int
 ) -> None:
@@ -164,6 +166,7 @@ def test_a_creation_has_one_winner_at_most(place: Broken, faults: list[str | Non
         parallel(create, list(range(3)), jobs=3)
     winners = [number for number, won in told.items() if won]
     assert len(winners) <= 1
+    assert winners or any(faults)
     if winners:
         assert place.there.read("run.json") == b"%d" % winners[0]
 
@@ -198,17 +201,19 @@ def test_clients_that_push_and_pull_the_same_object_at_once(
             path.unlink()
 
 
-KILLED = """
+KILLED = f"""
 import sys
 from pathlib import Path
+from cloudtrain import objects
 from cloudtrain.transfer import Moving, files
+objects.PIECE = {PIECE}
 url, mover, folder = sys.argv[1:]
 tree = files(url, moving=Moving(mover=mover))
 tree.list()
 print("begun", flush=True)
 for number in range(1000):
-    tree.upload(Path(folder, "source"), f"pushed/{number}")
-    tree.download("key", Path(folder, f"pulled-{number}"), size=Path(folder, "source").stat().st_size)
+    tree.upload(Path(folder, "source"), f"pushed/{{number}}")
+    tree.download("key", Path(folder, f"pulled-{{number}}"), size=Path(folder, "source").stat().st_size)
 """
 
 
@@ -217,7 +222,8 @@ for number in range(1000):
 )
 def test_kill_nine_at_any_byte(place: Broken, tmp_path: Path, trials: int) -> None:
     draw = random.Random(SEED)
-    data = draw.randbytes(3 << 20)
+    data = draw.randbytes((6 << 20) + 1)
+    came = 0
     place.there.write("key", data)
     (tmp_path / "source").write_bytes(data)
     command = [sys.executable, "-c", KILLED, place.there.url, place.tree._moving.mover, str(tmp_path)]
@@ -227,13 +233,14 @@ def test_kill_nine_at_any_byte(place: Broken, tmp_path: Path, trials: int) -> No
         ) as client:
             assert client.stdout is not None
             assert client.stdout.readline() == "begun\n"
-            time.sleep(draw.uniform(0, 0.6))
+            time.sleep(draw.uniform(0, 0.8))
             client.send_signal(signal.SIGKILL)
         pulled = list(tmp_path.glob("pulled-*"))
         for key in place.there.list("pushed"):
             assert place.there.read(key) == data
         for path in pulled:
             assert path.read_bytes() == data
+        came += len(pulled)
         # A second run finishes the job.
         place.tree.upload(tmp_path / "source", "pushed/0")
         place.tree.download("key", tmp_path / "pulled-0", size=len(data))
@@ -242,3 +249,4 @@ def test_kill_nine_at_any_byte(place: Broken, tmp_path: Path, trials: int) -> No
         for path in tmp_path.iterdir():
             if path.name != "source":
                 path.unlink()
+    assert came or trials == 1

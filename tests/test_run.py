@@ -26,7 +26,7 @@ from cloudtrain.follow import Line
 from cloudtrain.job import Job
 from cloudtrain.listing import list_runs
 from cloudtrain.provider import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Simulation, Site, Status
-from cloudtrain.run import NEXT_SECONDS, Run, open_run
+from cloudtrain.run import NEXT_SECONDS, NOT_RETRIED, Run, open_run
 from cloudtrain.store import Store
 from cloudtrain.verdict import iso_time
 
@@ -793,14 +793,69 @@ def test_following_waits_for_the_attempt_that_another_client_begins(world: World
     assert world.time.now - T0 >= 300
 
 
-@pytest.mark.parametrize(("retries", "seconds"), [(0, 5), (1, 5 + NEXT_SECONDS)])
-def test_following_ends_where_nobody_begins_another_attempt(world: World, retries: int, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("retries", "ended", "seconds"),
+    [
+        (0, failed(), 5),
+        (1, failed(), 5 + NEXT_SECONDS),
+        (1, failed(finished=T0 - 60), 5 + NEXT_SECONDS - 65),
+        (1, failed(finished=T0 - 1000), 5),
+        (1, failed(min(NOT_RETRIED)), 5),
+        (1, SUCCEEDED, 5),
+        (1, Status(state="cancelled"), 5),
+    ],
+)
+def test_following_ends_where_nobody_begins_another_attempt(
+    world: World, retries: int, ended: Status, seconds: float
+) -> None:
     world.platform = ClientRetried()
     world.recorded(retries=retries).attempt(0, RUNNING)
     world.says(numbered(1))
-    world.time.at = [(5, lambda: world.platform.jobs.update({"job-0": failed()}))]
+    world.time.at = [(5, lambda: world.platform.jobs.update({"job-0": ended}))]
     assert [line.seq for line in world.run().logs(follow=True)] == [1]
     assert seconds <= world.time.now - T0 < seconds + 5
+
+
+def test_following_bears_a_store_that_does_not_answer_between_two_attempts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=1).attempt(0, RUNNING)
+    run, exits = world.run(), Store.exits
+
+    def silent(store: Store, run_id: str) -> Any:
+        if 5 <= world.time.now - T0 < 30:
+            raise StorageError("503")
+        return exits(store, run_id)
+
+    monkeypatch.setattr(Store, "exits", silent)
+    monkeypatch.setattr("cloudtrain.run.local_path", lambda url: None)  # a remote one, which may come back
+    world.time.at = [
+        (5, lambda: world.platform.jobs.update({"job-0": failed()})),
+        (60, lambda: (world.attempt(1, RUNNING), world.says(numbered(1, attempt="1.0"), attempt=1))),
+        (70, lambda: world.platform.jobs.update({"job-1": SUCCEEDED})),
+    ]
+    assert [line.attempt for line in run.logs(follow=True)] == ["1.0"]
+
+
+def test_following_ends_where_the_next_attempt_is_recorded_and_never_sent(world: World) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=1).attempt(0, RUNNING)
+    world.time.at = [
+        (5, lambda: world.platform.jobs.update({"job-0": failed()})),
+        (9, lambda: world.attempt(1, submitted=False)),
+    ]
+    with pytest.raises(LostContactError, match="attempt 1 is recorded but not submitted yet"):
+        list(world.run().logs(follow=True))
+    assert 600 <= world.time.now - T0 < 700
+
+
+def test_between_two_attempts_a_run_is_pending_to_whoever_looks(world: World) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=1).attempt(0, failed())
+    seen = [(status.state, status.reason) for status in world.run()._along()]
+    told = ("pending", "attempt 0 ended: exit status 1; another one may follow")
+    assert seen == [*[told] * (len(seen) - 1), ("failed", "exit status 1")]
 
 
 def test_a_short_silence_of_the_platform_costs_nothing(world: World) -> None:
