@@ -184,20 +184,26 @@ class Trial:
         if self.client is None and result is not None:
             return self.follower is None or self.follower.poll() is not None
         if self.client is None:
-            self._begin(recorded=run is not None)
+            self._begin(run)
         if run is not None:
             self._befall(run)
         if self.age > PATIENCE:
             raise AssertionError(f"{self.id}: no result after {PATIENCE:.0f} s; its client: {self.said[-1500:]}")
         return False
 
-    def _begin(self, *, recorded: bool) -> None:
-        """The next client: the same command again, or what somebody does who finds the run there."""
+    def _begin(self, run: Run | None) -> None:
+        """The next client: the same command again, or what somebody does who finds the run there.
+
+        Of one that was never sent `wait` says for ten minutes that the same command must be given again.
+        """
         again = [["wait", self.id, "--store", self.place.store, "--json"], ["reconcile", self._url, "--json"]]
-        words = self.draw.choice([self.words, *again]) if recorded and self.started else self.words
-        self.client = self._start(*words)
+        if run is None or not self.started:
+            again = []
+        elif run.store.submitted(self.id, 0) is None:
+            again = again[1:]
+        self.client = self._start(*self.draw.choice([self.words, *again]))
         self.started += 1
-        if recorded and self.follower is None and self.draw.random() < 0.5:
+        if run is not None and self.follower is None and self.draw.random() < 0.5:
             self.follower = self._start("logs", "-f", self.id, "--store", self.place.store, "--json")
 
     @property
