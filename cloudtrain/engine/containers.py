@@ -392,13 +392,12 @@ class ContainerNode:
 
     def _follow(self) -> None:
         try:
-            while True:
-                with open(self._out, "ab", buffering=0) as out:
+            with contextlib.closing(Printed(self._out)) as out:
+                while True:
                     for data in _frames(self._stream):
-                        out.write(data)
-                state = self._settled()
-                if state is None:
-                    break
+                        out.add(data)
+                    if self._settled() is None:
+                        break
         except Exception as exc:  # noqa: BLE001  whatever it is, a node that nobody watches has no end
             self.trouble = ("infra", f"{self.name} can no longer be watched: {why(exc)}")
             self._code = GONE
@@ -460,6 +459,36 @@ class ContainerNode:
 
 
 # -------------------------------------------------------------------------------------------------------------- pieces
+
+
+class Printed:
+    """What a node prints, kept in the file ``path``. While that cannot be written, as on a full disk, whole lines are
+    lost there: the node goes on, and keeps its lines by itself."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._size = self._whole = self._file.tell()
+        self._lost = False
+
+    def add(self, data: bytes) -> None:
+        if self._lost:  # the rest of a line whose beginning is not here
+            data = data[data.find(b"\n") + 1 :] if b"\n" in data else b""
+        rest, whole = data, data.rfind(b"\n") + 1
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._lost = True
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._whole)
+                self._size = self._whole
+            return
+        if whole:
+            self._whole, self._lost = self._size + whole, False
+        self._size += len(data)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _frames(stream: Any) -> Iterator[bytes]:

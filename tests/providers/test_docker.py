@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 from containers import left
+from disks import small_disk
 
 from cloudtrain.engine import ENGINE_PREFIX
 from cloudtrain.engine.api import API_SECONDS, _address, _is_remote, check_image, clear, make_client, why
+from cloudtrain.engine.containers import Printed
 from cloudtrain.engine.hosted import check_readable
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.provider import Request
@@ -347,6 +349,23 @@ def test_an_image_is_for_a_platform_or_not(image: str, variant: str, platform: s
     else:
         with pytest.raises(SpecError, match=f"x is for linux/{image}"):
             check_image(engine, "x", platform)
+
+
+def test_what_a_node_prints_while_the_disk_is_full_costs_whole_lines_alone(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "64k") as disk:
+        with contextlib.closing(Printed(disk / "node-0.log")) as out:
+            out.add(b"one\ntw")
+            out.add(b"o\nthr")
+            with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(1 << 12))
+            out.add(b"ee\n" + b"x" * 8192 + b"\nfo")
+            assert (disk / "node-0.log").read_bytes() == b"one\ntwo\n"
+            (disk / "filler").unlink()
+            out.add(b"ur, still")
+            out.add(b" four\nfive\nsi")
+            out.add(b"x\n")
+        assert (disk / "node-0.log").read_bytes() == b"one\ntwo\nfive\nsix\n"
 
 
 def test_why_tells_the_cause_and_never_what_was_left_behind() -> None:
