@@ -151,7 +151,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.fault in ("replace", "shrink", "grow") and self.key in self.server.objects:
             old = self.server.objects[self.key].data
             new = bytes([old[-1] ^ 1]) + old[-2::-1] if len(old) > 1 else b"!"
-            self.server.put(self.key, {"replace": new, "shrink": new[: len(new) // 9], "grow": new * 9}[self.fault])
+            larger = new * 9 if len(new) < 1 << 18 else new + b"!"  # it may grow more than once
+            self.server.put(self.key, {"replace": new, "shrink": new[: len(new) // 9], "grow": larger}[self.fault])
         found = self.server.objects.get(self.key)
         if found is None:
             return self._refusal(404, "NoSuchKey")
