@@ -29,8 +29,7 @@ _INTRO = """# Portability: the same job, five ways, under fire
 
 One job file, the same code and the same data: as processes (`local`), in containers (`docker`), and as what SageMaker,
 Azure ML and Vertex AI would start for the very request that they would be sent ([rehearse.md](rehearse.md)). Nothing
-here was run on a cloud. Every cell that says something really ran: {passed} of {run} did what they must; {left} have
-not been run yet.
+here was run on a cloud. Every cell that says something really ran: {passed} of {run} did what they must.
 """
 _TRAININGS = """
 ## Training
@@ -53,10 +52,9 @@ _END = """
 ## How old this is
 
 `python tests/portability.py` runs it anew, and so does `make proof`. A test fails when this page is not made of its
-record, when the code has a provider, a scenario, an image or a fixture that the record has not (but for the cells that
-are known as not yet run), and when what a cell runs (entry point, task, data, flags, image) is other than it was. A
-change of cloudtrain itself does not make it stale: the commit of each cell is below, and the suite runs a few of the
-cells every time.
+record, when the code has a provider, a scenario, an image or a fixture that the record has not, and when what a cell
+runs (entry point, task, data, flags, image) is other than it was. A change of cloudtrain itself does not make it stale:
+the commit of each cell is below, and the suite runs a few of the cells every time.
 """
 
 
@@ -126,7 +124,7 @@ def wrong(record: Mapping[str, Any], cell: Cell) -> str:
 
 def stale(record: Mapping[str, Any]) -> list[str]:
     """Why the record is not of the code as it is; empty when it is."""
-    told = [f"{name} was never run" for name in CELLS if name not in record and not name.startswith(cells.OPEN)]
+    told = [f"{name} was never run" for name in CELLS if name not in record]
     told += [f"{name} is no cell any more" for name in record if name not in CELLS]
     old = [name for name, cell in CELLS.items() if name in record and record[name]["job"] != cells.job_digest(cell)]
     return told + ([f"of {len(old)} cells, as {old[0]}, what they run has changed since"] if old else [])
@@ -140,7 +138,7 @@ def page(record: Mapping[str, Any]) -> str:
     notes: list[str] = []
     ran = [cell for cell in CELLS.values() if cell.name in record]
     fine = sum(not wrong(record, cell) for cell in ran)
-    parts = [_INTRO.format(passed=fine, run=len(ran), left=len(CELLS) - len(ran)), _TRAININGS, "\n"]
+    parts = [_INTRO.format(passed=fine, run=len(ran)), _TRAININGS, "\n"]
     trainings = {f"{s} {w}": f"`{s}.py`, {w}: {why}" for s in TRAININGS for w, why in SCENARIOS.items()}
     parts += _table(record, trainings, notes)
     parts += [f"\nThe job, of `{script}`:\n\n" + _job(script) for script in TRAININGS]
