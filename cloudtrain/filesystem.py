@@ -241,6 +241,8 @@ class FsspecMover:
             if self._scheme in SFTP:
                 put_pieces(fs, path, pieces, size)
                 return
+            if self.clients.shared is None:
+                fs.mkdirs(path.rpartition("/")[0], exist_ok=True)
             out = fs.open(path, "wb", block_size=PIECE * -(-size // (PIECE * MOST_PIECES)))
             try:
                 for piece in pieces:

@@ -199,6 +199,8 @@ class Moving:
     _refused: set[int]
     _unsent: int | None
     _max_wait: object | None
+    _over: dict[int, float]
+    _retried: dict[int, bool]
     led: bool = False
     """Whether it came here from another place, so that it is decided that the run goes on here."""
 
@@ -265,8 +267,8 @@ class Moving:
             self._provider = self._settings.provider_of(record)
             self.store = Store(record["layout"]["store"], storage=self._provider.storage, moving=self._settings.moving)
             self._record, self.led, moved = None, True, True
-            self._natives.clear()
-            self._refused.clear()
+            for known in (self._natives, self._refused, self._over, self._retried):
+                known.clear()
             self._unsent = self._max_wait = None  # they are of the place that was left
             if left.result(self.run_id) is None:
                 self._close(left, noted["result"])

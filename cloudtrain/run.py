@@ -460,20 +460,20 @@ class Run(Moving):
 
     def _between(self, status: Status, natives: Mapping[int, str]) -> Status:
         """``status`` as whoever only looks takes it: pending while another client may soon begin the next attempt."""
-        newest, now = max(natives, default=0), self._clock()
-        since = min(self._over.setdefault(newest, now), status.finished or now) if status.final else now
-        if not status.final or now - since >= NEXT_SECONDS or not self._may_be_followed(status, natives):
+        if not status.final or self.provider.retried_by != "client" or self.store.result(self.run_id) is not None:
+            return status
+        newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
+        since = self._over.setdefault(newest, now)
+        since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
+        if now - since >= NEXT_SECONDS or not self._may_be_followed(newest, status, natives):
             return status
         reason = f"attempt {newest} ended: {status.reason or status.native}; another one may follow"
         return replace(status, state="pending", reason=reason, category="", finished=None)
 
-    def _may_be_followed(self, status: Status, natives: Mapping[int, str]) -> bool:
-        """Whether a waiting client may still retry it. What is read for that is read once an attempt."""
-        if self.provider.retried_by != "client" or self.store.result(self.run_id) is not None:
-            return False
+    def _may_be_followed(self, newest: int, status: Status, natives: Mapping[int, str]) -> bool:
+        """Whether a waiting client may still retry it. What takes many reads is asked once an attempt."""
         if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
             return False
-        newest = max(natives, default=0)
         if newest not in self._retried:
             self._retried[newest] = self.may_retry(self._compute(status, natives))
         return self._retried[newest] and not self.store.cancelled(self.run_id)

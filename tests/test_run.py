@@ -850,6 +850,19 @@ def test_following_ends_where_the_next_attempt_is_recorded_and_never_sent(world:
     assert 600 <= world.time.now - T0 < 700
 
 
+def test_the_clock_of_an_attempt_that_was_refused_is_its_own(world: World) -> None:
+    world.platform = ClientRetried()
+    world.recorded(retries=2).attempt(0, RUNNING)
+    refusal = {"category": "infra", "reason": "no", "time": T0}
+    world.time.at = [
+        (5, lambda: world.platform.jobs.update({"job-0": failed(finished=T0 + 5)})),
+        (100, lambda: (world.attempt(1, submitted=False), world.write("attempts/1/refused.json", refusal))),
+        (200, lambda: (world.attempt(2, RUNNING), world.says(numbered(1, attempt="2.0"), attempt=2))),
+        (210, lambda: world.platform.jobs.update({"job-2": SUCCEEDED})),
+    ]
+    assert [line.attempt for line in world.run().logs(follow=True)] == ["2.0"]
+
+
 def test_between_two_attempts_a_run_is_pending_to_whoever_looks(world: World) -> None:
     world.platform = ClientRetried()
     world.recorded(retries=1).attempt(0, failed())

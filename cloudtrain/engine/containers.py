@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -466,29 +467,47 @@ class Printed:
     lost there: the node goes on, and keeps its lines by itself."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
-        self._size = self._whole = self._file.tell()
-        self._lost = False
+        self._path = path
+        self._file: FileIO | None = None
+        self._size = self._whole = 0
+        self._lost = self._torn = False
+        self.add(b"")
 
     def add(self, data: bytes) -> None:
         if self._lost:  # the rest of a line whose beginning is not here
-            data = data[data.find(b"\n") + 1 :] if b"\n" in data else b""
-        rest, whole = data, data.rfind(b"\n") + 1
+            _, found, data = data.partition(b"\n")
+            if not found:
+                return
+            self._lost = False
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            self._write(data)
         except OSError:
-            self._lost = True
+            self._lost, self._torn = bool(data) and not data.endswith(b"\n"), True
             with contextlib.suppress(OSError):
-                self._file.truncate(self._whole)
-                self._size = self._whole
-            return
-        if whole:
-            self._whole, self._lost = self._size + whole, False
+                self._mend()
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None:
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
+            self._size = self._whole = self._file.tell()
+        self._mend()
+        rest = data
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        if whole := data.rfind(b"\n") + 1:
+            self._whole = self._size + whole
         self._size += len(data)
 
+    def _mend(self) -> None:
+        """Take away what was left of a line."""
+        if self._torn and self._file is not None:
+            self._file.truncate(self._whole)
+            self._size, self._torn = self._whole, False
+
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):
+            if self._file is not None:
+                self._file.close()
 
 
 def _frames(stream: Any) -> Iterator[bytes]:
