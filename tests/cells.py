@@ -26,6 +26,7 @@ from containers import BUILD, IMAGE, left
 from jobs import CLI, Done, Jobs
 
 from cloudtrain.engine.api import connect, run_label
+from cloudtrain.errors import StorageError
 from cloudtrain.runtime.checkpoints import complete
 
 ROOT = Path(__file__).parents[1]
@@ -84,8 +85,6 @@ NOT = {
     "cut off/local": "its nodes share this machine's network",
 }
 """Cells that are none, and why."""
-FULL = 8
-"""The exit code of a client that could not write to its store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,7 +411,7 @@ def _fixture(site: Site) -> dict[str, Any]:
     if name == "full disk":
         with site.small_disk() as fill:
             done = site.run(meanwhile=fill)
-            if done.code == FULL and "No space left on device" in done.json["error"]:
+            if done.code == StorageError.exit_code and "No space left on device" in done.json["error"]:
                 done = site.jobs.cli("wait", RUN, "--store", str(site.jobs.store), "--json", timeout=PATIENCE)
             return _losses(site, done, attempts=1)
     with site.slow_disk():
