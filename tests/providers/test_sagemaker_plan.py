@@ -20,7 +20,7 @@ from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job import Job, check_run_id, job_name
 from cloudtrain.provider import Request
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
-from cloudtrain.providers.sagemaker.images import images
+from cloudtrain.providers.sagemaker.images import CAPABILITIES, images
 from cloudtrain.providers.sagemaker.preflight import broken, limits, translated
 from cloudtrain.providers.sagemaker.states import attempt_of
 from cloudtrain.settings import Settings
@@ -249,6 +249,59 @@ def test_images_of_aws() -> None:
     assert ".amazonaws.com.cn/" in image({"region": "cn-north-1"})
     assert refused({"framework_version": "1.5"}).field == "sagemaker.framework_version"
     assert refused({"region": "mars-1"}).field == "image"
+
+
+# The newest image of the region whose CUDA serves the GPU: CUDA 13 dropped Volta (pytorch/pytorch#172352).
+SERVING = [
+    ("eu-west-1", {"gpu": "V100-16GB:8"}, "pytorch-training:2.6.0-gpu-py312"),
+    ("eu-west-1", {"instance_type": "ml.p3dn.24xlarge"}, "pytorch-training:2.6.0-gpu-py312"),
+    ("cn-north-1", {"gpu": "V100-16GB:1"}, "pytorch-training:2.6.0-gpu-py312"),
+    ("us-gov-west-1", {"instance_type": "ml.p3.16xlarge"}, "pytorch-training:2.6.0-gpu-py312"),
+    ("us-iso-east-1", {"gpu": "V100-16GB:1"}, "pytorch-training:2.3.0-gpu-py311"),
+    ("eu-west-1", {"gpu": ["H100:8", "V100-16GB:8"]}, "pytorch-training:2.6.0-gpu-py312"),
+    ("eu-west-1", {"gpu": "T4:4"}, "pytorch:2.14-cu133-amzn2023-sagemaker"),
+    ("eu-west-1", {"gpu": "A10G:1"}, "pytorch:2.14-cu133-amzn2023-sagemaker"),
+    ("eu-west-1", {"gpu": "H100:8"}, "pytorch:2.14-cu133-amzn2023-sagemaker"),
+    ("eu-west-1", {"gpu": "B300:8"}, "pytorch:2.14-cu133-amzn2023-sagemaker"),
+    ("cn-north-1", {"gpu": "A10G:1"}, "pytorch:2.13-cu133-amzn2023-sagemaker"),
+    ("us-gov-west-1", {"gpu": "H100:8"}, "pytorch:2.13-cu133-amzn2023-sagemaker"),
+]
+
+
+@pytest.mark.parametrize(("region", "fields", "image"), SERVING)
+def test_the_image_serves_the_gpu(region: str, fields: dict[str, Any], image: str) -> None:
+    body = planned({"region": region}, **fields).body
+    assert body["AlgorithmSpecification"]["TrainingImage"].rpartition("/")[2] == image
+
+
+UNSERVED = [
+    ({}, {"gpu": "K80:1"}, "image", "serves K80"),
+    ({}, {"instance_type": "ml.p2.xlarge"}, "image", "serves K80"),
+    ({}, {"gpu": ["V100-16GB:8", "B200:8"]}, "image", "serves V100-16GB and B200"),
+    ({"region": "eusc-de-east-1"}, {"gpu": "V100-16GB:1"}, "image", "serves V100"),
+    ({"framework_version": "2.14"}, {"gpu": "V100-16GB:1"}, "sagemaker.framework_version", "CUDA 13.3.* set 2.6.0"),
+    ({"framework_version": "2.5"}, {"gpu": "B200:8"}, "sagemaker.framework_version", "CUDA 12.4.* set 2.14"),
+]
+
+
+@pytest.mark.parametrize(("given", "fields", "field", "says"), UNSERVED)
+def test_no_image_serves_the_gpu(given: dict[str, Any], fields: dict[str, Any], field: str, says: str) -> None:
+    error = refused(given, **fields)
+    assert error.field == field
+    assert re.search(says, str(error))
+    region = given.get("region", "eu-west-1")
+    planned({"region": region}, **fields, image=f"123456789012.dkr.ecr.{region}.amazonaws.com/mine:1")
+
+
+def test_every_gpu_of_the_catalogue_has_a_compute_capability() -> None:
+    assert {machine.gpu for machine in catalog.machines("sagemaker") if machine.gpu} <= CAPABILITIES.keys()
+
+
+def test_every_image_has_a_cuda_version() -> None:
+    """A tag that names CUDA is right about it; the table of the tool knows all others."""
+    cuda_of = tool("sagemaker_tables").cuda_of
+    for number, told in images()["versions"].items():
+        assert told["cuda"] == cuda_of(number, told["gpu"])
 
 
 def test_settings_reach_the_request() -> None:

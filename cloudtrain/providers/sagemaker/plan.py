@@ -158,7 +158,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     arch = known[0].arch if known else "x86_64"
     _check_unknown(job, [name for name in types if catalog.machine(NAME, name) is None])
     gpu = any(m.gpu for m in known) or bool(job.resources.gpu) or any(map(ACCELERATED.match, types))
-    image = _image(settings, job, gpu=gpu, arch=arch)
+    image = _image(settings, job, gpus=[m.gpu for m in known if m.gpu], accelerated=gpu, arch=arch)
     channels = _channels(layout)
     notes: list[str] = []
     stopping, bounded = _stopping(settings, job, types, choice)
@@ -293,12 +293,13 @@ def _resources(settings: Settings, job: Job, types: Sequence[str]) -> dict[str, 
     return config
 
 
-def _image(settings: Settings, job: Job, *, gpu: bool, arch: str) -> str:
+def _image(settings: Settings, job: Job, *, gpus: Sequence[str], accelerated: bool, arch: str) -> str:
     if job.image:
         return job.image
     if arch != "x86_64":
         raise SpecError("AWS's PyTorch images are for x86-64; give one for linux/arm64", field="image")
-    return default_image(settings.region, gpu=gpu, version=settings.framework_version)
+    version = settings.framework_version
+    return default_image(settings.region, gpus=gpus, accelerated=accelerated, version=version)
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a body
