@@ -265,7 +265,8 @@ class Site:
     node that is no container. ``cpus`` are this node's cores, where several nodes share a machine. ``attempt`` is
     ``k.r``, where the platform itself counts its starts. ``folders`` are what scripts written for this platform know,
     absolute or below their own folder, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
-    ``export_env`` may hold placeholders.
+    ``export_env`` may hold placeholders. ``cuda_compat`` is the folder of CUDA's forward compatibility libraries, which
+    the ranks use where the node's driver is older than the image's CUDA.
     """
 
     topology: Topology
@@ -281,6 +282,7 @@ class Site:
     cpus: int | None = None
     attempt: str = ""
     folders: Mapping[str, str] = field(default_factory=dict)
+    cuda_compat: str = ""
 
 
 # ------------------------------------------------------------------------------------------ what an engine starts: data

@@ -25,8 +25,18 @@ NO_REQUEST = frozenset({"ServerlessJobConfig", "SelectedInstanceType", "Selected
 OLDEST = (2, 0)
 """The first version whose images have the Python that a node needs."""
 CUDA = {
-    "2.0.0": "11.8", "2.0.1": "11.8", "2.1.0": "12.1", "2.2.0": "12.1", "2.3.0": "12.1", "2.4.0": "12.4",
-    "2.5.1": "12.4", "2.6.0": "12.6", "2.7.1": "12.8", "2.8.0": "12.9", "2.9.0": "13.0", "2.10.0": "13.0",
+    "2.0.0": "11.8",
+    "2.0.1": "11.8",
+    "2.1.0": "12.1",
+    "2.2.0": "12.1",
+    "2.3.0": "12.1",
+    "2.4.0": "12.4",
+    "2.5.1": "12.4",
+    "2.6.0": "12.6",
+    "2.7.1": "12.8",
+    "2.8.0": "12.9",
+    "2.9.0": "13.0",
+    "2.10.0": "13.0",
 }
 """CUDA of the images whose tag does not name it: the folders ``pytorch/training/docker/VERSION/py3/cuNNN`` of
 aws/deep-learning-containers."""

@@ -21,7 +21,10 @@ CAPABILITIES = {
     **dict.fromkeys(("H100", "H200"), (9, 0)),
     **dict.fromkeys(("B200", "GB200"), (10, 0)),
     **dict.fromkeys(("RTXPRO4500", "RTXPRO6000"), (12, 0)),
-    "K80": (3, 7), "T4": (7, 5), "A10G": (8, 6), "B300": (10, 3),
+    "K80": (3, 7),
+    "T4": (7, 5),
+    "A10G": (8, 6),
+    "B300": (10, 3),
 }
 """Compute capability of each GPU in the catalogue: developer.nvidia.com/cuda-gpus and cuda-legacy-gpus."""
 SERVED = (((12, 7), (7, 5), 12), ((0, 0), (5, 0), 9))
