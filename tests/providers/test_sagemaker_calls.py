@@ -17,6 +17,7 @@ from botocore.awsrequest import AWSResponse
 
 from cloudtrain.errors import (
     AuthError,
+    CapacityError,
     CloudtrainError,
     ConflictError,
     LostContactError,
@@ -278,6 +279,54 @@ def test_a_failure_has_a_category_and_a_way_on(reason: str, category: str) -> No
     assert HINTS.get(category, "") in status.reason
 
 
+# What SageMaker really said, and where: S is aws/sagemaker-python-sdk, E amazon-sagemaker-examples, X the guide.
+REAL_REASONS = [
+    (
+        "S#1968, S#57",
+        "ClientError: Cannot pull algorithm container. Either the image does not exist or its permissions are "
+        "incorrect.",
+        "image",
+    ),
+    (
+        "X",
+        "ClientError: Cannot find repository: team/trainer in registry ID: 123456789012 Please check if your ECR "
+        "repository exists and role arn:aws:iam::123456789012:role/training has proper pull permissions for SageMaker: "
+        "ecr:BatchCheckLayerAvailability, ecr:BatchGetImage, ecr:GetDownloadUrlForLayer",
+        "image",
+    ),
+    (
+        "X",
+        "AlgorithmError: CannotStartContainerError. Please make sure the container can be run with 'docker run <image> "
+        "train'. The entrypoint is not properly defined, or missing permissions., exit code: 127",
+        "image",
+    ),
+    (
+        "X",
+        'ClientError: Data download failed:No S3 objects found under S3 URL "s3://b/none/" given in input data source. '
+        "Please ensure that the bucket exists in the selected region (eu-west-1), that objects exist under that S3 "
+        'prefix, and that the role "arn:aws:iam::123456789012:role/training" has "s3:ListBucket" permissions on bucket '
+        '"b".',
+        "user_error",
+    ),
+    ("X", "ClientError: Artifact upload failed:Error 7: The credentials received has been expired", "infra"),
+    ("X", "ClientError: Artifact upload failed:Insufficient disk space", "user_error"),
+    ("X", "ClientError: Data download failed:Could not download s3://b/x: insufficient permissions", "auth"),
+    ("E#1001", "The requested resource training-job/ml.p2.xlarge is not available in this region", "capacity"),
+    (
+        "X",
+        "CapacityError: Unable to provision requested ML compute capacity. Please retry using a different ML",
+        "capacity",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "reason", "category"), REAL_REASONS)
+def test_real_texts_have_their_category(source: str, reason: str, category: str) -> None:
+    status = status_of(described("j", "Failed", "Failed", FailureReason=reason))
+    assert status.category == category, source
+    assert HINTS.get(category, "") in status.reason
+
+
 def test_a_deleted_job_is_not_found(aws: Aws) -> None:
     aws.answer = lambda operation, body: (200, described("j", "Deleting", "Stopped"))
     with pytest.raises(NotFoundError):
@@ -343,6 +392,14 @@ REFUSALS: list[tuple[Exception, type[CloudtrainError], str]] = [
         "resources.instance_type: CreateTrainingJob: Value 'ml.x' at",
     ),
     (refusal("ResourceLimitExceeded", "The account-level service limit 'ml.p5' is 0"), QuotaError, "service-quotas"),
+    (
+        refusal(
+            "ResourceLimitExceeded",
+            "The requested resource training-job/ml.p2.xlarge is not available in this region",
+        ),
+        CapacityError,
+        "another region or type",
+    ),
     (refusal("SomethingNew", status=503), LostContactError, ""),
     (refusal("SomethingNew"), PlatformError, ""),
     (raised.NoCredentialsError(), AuthError, "aws configure"),

@@ -36,12 +36,19 @@ HINTS = {
 _CATEGORIES: tuple[tuple[str, str], ...] = (
     # What the script itself has said comes behind AlgorithmError: none of it is the service's word.
     (r"^AlgorithmError.*(out of memory|OutOfMemory|MemoryError|oom.?kill|exit code:? ?137\b)", "oom"),
-    (r"^AlgorithmError[^,]*, exit code:? ?12[67]\b", "image"),  # of the shell that starts us: we end with 0 or 1
+    # 126 and 127 are the shell's that starts us: our own codes are 0 and 1. A job that never started has no other text.
+    (r"^AlgorithmError[^,]*, exit code:? ?12[67]\b", "image"),
+    (r"^AlgorithmError: *CannotStartContainer", "image"),
     (r"^AlgorithmError", "user_error"),
     (r"^InternalServerError", "infra"),
     (r"^CapacityError|insufficient.{0,20}capacity|unable to provision requested ML compute capacity", "capacity"),
+    (r"requested resource \S+ is not available in this region", "capacity"),
     (r"^ResourceLimitExceeded|service limit|(?<![\w/.-])quotas?(?![\w/-])", "quota"),  # no part of a user's name
     (r"^ClientError.*(instance type with more memory|out of memory|exit code:? ?137\b)", "oom"),
+    # These name permissions among other reasons, or a user's own key, so they stand before the rules of both.
+    (r"^ClientError.*(Cannot pull algorithm container|Cannot find repository)", "image"),
+    (r"^ClientError.*No S3 objects found under S3 URL", "user_error"),
+    (r"^ClientError: *Artifact upload failed.*credentials", "infra"),
     (r"^ClientError.*(AccessDenied|access denied|not authorized|assume role|permission|forbidden|\bKMS\b)", "auth"),
     (r"^ClientError: *Data download failed", "user_error"),
     (r"^ClientError.*(\bpull(ing)?\b|\bimage\b|\bECR\b|\bmanifest\b|exec format|entrypoint)", "image"),
