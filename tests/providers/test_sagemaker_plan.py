@@ -304,6 +304,22 @@ def test_every_image_has_a_cuda_version() -> None:
         assert told["cuda"] == cuda_of(number, told["gpu"])
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_runtime": "6d"}, "max_runtime is above 5 days"),
+        ({"instance_count": 21}, "21 nodes are above 20 a job"),
+        ({"disk_gb": 2000}, "disk_gb is above 1024 GB"),
+        ({"gpu": ["H100:8", "A100-80GB:8"], "instance_count": 21}, "21 nodes are above 20"),
+        ({"max_runtime": "5d", "instance_count": 20, "disk_gb": 1024}, ""),
+    ],
+)
+def test_a_plan_says_what_an_account_may_not_have_yet(fields: dict[str, Any], says: str) -> None:
+    notes = [note for note in planned(**fields).notes if "quota" in note]
+    assert says in " ".join(notes)
+    assert bool(notes) == bool(says)
+
+
 def test_settings_reach_the_request() -> None:
     given = {
         **VPC, "output_kms_key": "alias/out", "volume_kms_key": "alias/disk", "keep_alive_period": 600,

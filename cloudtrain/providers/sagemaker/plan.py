@@ -46,6 +46,8 @@ OPERATION = "CreateTrainingJob"
 CHANNEL_COUNT, TAG_COUNT, PREFERENCES = 20, 44, 5
 """At most, of a job's tags the 50 that there may be less our own six, which are not always all there."""
 MAX_RUNTIME = 28 * 86400
+DEFAULT_RUNTIME, DEFAULT_NODES, DEFAULT_VOLUME_GB = 5 * 86400, 20, 1024
+"""Quotas of an account that has asked for no more: Service Quotas, applied values of a new account, January 2026."""
 PENDING = (1800, 28 * 86400)
 """Least and most seconds of MaxPendingTimeInSeconds."""
 SPOT_WAIT = 86400
@@ -188,6 +190,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
     notes += check(body, blame)
     _check_rules(settings, job, layout, body, known)
+    notes += _beyond_defaults(body)
     return Request(
         provider=NAME,
         operation=OPERATION,
@@ -397,6 +400,20 @@ def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int) -
             raise UnsupportedError(NAME, "max_wait", "it must be between 30 minutes and 28 days")
         condition["MaxPendingTimeInSeconds"] = job.max_wait
     return condition, notes
+
+
+def _beyond_defaults(body: Mapping[str, Any]) -> list[str]:
+    """Return a note for each part of ``body`` above what AWS lets an account have that has asked for no more."""
+    resources = body["ResourceConfig"]
+    count = int(resources.get("InstancePreferences", [resources])[0]["InstanceCount"])
+    asked = {
+        f"max_runtime is above {DEFAULT_RUNTIME // 86400} days": body["StoppingCondition"]["MaxRuntimeInSeconds"]
+        > DEFAULT_RUNTIME,
+        f"{count} nodes are above {DEFAULT_NODES} a job": count > DEFAULT_NODES,
+        f"disk_gb is above {DEFAULT_VOLUME_GB} GB": resources["VolumeSizeInGB"] > DEFAULT_VOLUME_GB,
+    }
+    why = "an account's quota until you ask for more; cloudtrain doctor looks it up"
+    return [f"{what}, {why}" for what, above in asked.items() if above]
 
 
 def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
