@@ -134,6 +134,15 @@ def test_modes_and_shards_of_inputs() -> None:
     assert kinds == ["FullyReplicated", "FullyReplicated", "ShardedByS3Key"]
 
 
+def test_one_object_is_copied_never_mounted() -> None:
+    """FastFile's prefixes must not be part of a folder's name, and an object's key is."""
+    one = {"url": "s3://data/x/z.csv", "mode": "mount"}
+    error = refused(inputs={"a": one})
+    assert error.field == "inputs.a.mode"
+    assert "s3://data/x/" in str(error)
+    assert channels(planned(inputs={"a": {**one, "mode": "copy"}}))["a"]["InputMode"] == "File"
+
+
 def test_file_systems_are_mounted_in_their_vpc() -> None:
     inputs = {"a": "efs://fs-0123abcd/data", "b": "fsx://fs-0123abcd/mount/data"}
     found = channels(planned(VPC, inputs=inputs))
@@ -318,6 +327,12 @@ def test_a_plan_says_what_an_account_may_not_have_yet(fields: dict[str, Any], sa
     notes = [note for note in planned(**fields).notes if "quota" in note]
     assert says in " ".join(notes)
     assert bool(notes) == bool(says)
+
+
+def test_a_warm_pool_for_a_list_of_machines_is_a_warning() -> None:
+    two = ["H100:8", "A100-80GB:8"]
+    assert "warm pool" in " ".join(planned({"keep_alive_period": 600}, gpu=two).notes)
+    assert "warm pool" not in " ".join(planned({"keep_alive_period": 600}, gpu=two[0]).notes)
 
 
 def test_settings_reach_the_request() -> None:

@@ -190,7 +190,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
     notes += check(body, blame)
     _check_rules(settings, job, layout, body, known)
-    notes += _beyond_defaults(body)
+    notes += _warnings(body)
     return Request(
         provider=NAME,
         operation=OPERATION,
@@ -340,6 +340,10 @@ def _channels(layout: Layout) -> list[dict[str, Any]]:
         if url_scheme(item.url) in ("fsx", "efs"):
             channels.append(_file_system(name, item.url, mode=item.mode, shard=item.shard))
             continue
+        if item.file and item.mode == "mount":
+            folder = item.url.rpartition("/")[0]
+            why = f"FastFile mounts folders, not one object; use mode copy, or name the folder {folder}/"
+            raise UnsupportedError(NAME, f"{field}.mode", why)
         # The prefix of a folder ends with a slash, or it would match its neighbours too.
         uri = item.url if item.file else f"{item.url.rstrip('/')}/"
         mode = {"mount": "FastFile"}.get(item.mode, "File")
@@ -402,8 +406,8 @@ def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int) -
     return condition, notes
 
 
-def _beyond_defaults(body: Mapping[str, Any]) -> list[str]:
-    """Return a note for each part of ``body`` above what AWS lets an account have that has asked for no more."""
+def _warnings(body: Mapping[str, Any]) -> list[str]:
+    """Return a note for each part of ``body`` that an account's quotas, or its warm pools, may not serve."""
     resources = body["ResourceConfig"]
     count = int(resources.get("InstancePreferences", [resources])[0]["InstanceCount"])
     asked = {
@@ -413,7 +417,11 @@ def _beyond_defaults(body: Mapping[str, Any]) -> list[str]:
         f"disk_gb is above {DEFAULT_VOLUME_GB} GB": resources["VolumeSizeInGB"] > DEFAULT_VOLUME_GB,
     }
     why = "an account's quota until you ask for more; cloudtrain doctor looks it up"
-    return [f"{what}, {why}" for what, above in asked.items() if above]
+    notes = [f"{what}, {why}" for what, above in asked.items() if above]
+    if "KeepAlivePeriodInSeconds" in resources and "InstancePreferences" in resources:
+        why = "AWS does not say whether a warm pool serves a list of machines"
+        notes.append(f"keep_alive_period: {why}; name one GPU to have the next job find it")
+    return notes
 
 
 def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
