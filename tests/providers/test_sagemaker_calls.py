@@ -351,6 +351,24 @@ def test_attempts_are_the_platforms_own_starts() -> None:
     assert status_of(described("j")).attempts == ()
 
 
+@pytest.mark.parametrize(
+    ("partition", "region", "url"),
+    [
+        ("aws", "eu-west-1", "https://eu-west-1.console.aws.amazon.com/sagemaker/home?region=eu-west-1#/jobs/j"),
+        ("aws-cn", "cn-north-1", "https://cn-north-1.console.amazonaws.cn/sagemaker/home?region=cn-north-1#/jobs/j"),
+        (
+            "aws-us-gov",
+            "us-gov-west-1",
+            "https://us-gov-west-1.console.amazonaws-us-gov.com/sagemaker/home?region=us-gov-west-1#/jobs/j",
+        ),
+        ("aws-iso", "us-iso-east-1", ""),
+    ],
+)
+def test_the_console_of_each_partition(partition: str, region: str, url: str) -> None:
+    arn = f"arn:{partition}:sagemaker:{region}:123456789012:training-job/j"
+    assert status_of({**described("j"), "TrainingJobArn": arn}).url == url
+
+
 def test_what_is_billed() -> None:
     more = {"BillableTimeInSeconds": 900, "TrainingTimeInSeconds": 3600, "EnableManagedSpotTraining": True}
     status = status_of(described("j", "Completed", "Completed", **more))

@@ -302,6 +302,19 @@ def test_no_image_serves_the_gpu(given: dict[str, Any], fields: dict[str, Any], 
     planned({"region": region}, **fields, image=f"123456789012.dkr.ecr.{region}.amazonaws.com/mine:1")
 
 
+@pytest.mark.parametrize(
+    ("region", "host"),
+    [
+        ("cn-north-1", "cn-north-1.amazonaws.com.cn"),
+        ("us-gov-west-1", "us-gov-west-1.amazonaws.com"),
+        ("us-iso-east-1", "us-iso-east-1.c2s.ic.gov"),
+        ("eusc-de-east-1", "eusc-de-east-1.amazonaws.eu"),
+    ],
+)
+def test_the_commands_that_copy_an_image_name_the_registry_of_the_partition(region: str, host: str) -> None:
+    assert f"push $ACCOUNT.dkr.ecr.{host}/a/b:1" in str(refused({"region": region}, image="ghcr.io/a/b:1"))
+
+
 def test_every_gpu_of_the_catalogue_has_a_compute_capability() -> None:
     assert {machine.gpu for machine in catalog.machines("sagemaker") if machine.gpu} <= CAPABILITIES.keys()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import SpecError, UnsupportedError
 from ...values import nearest
+from .words import DNS
 
 __all__ = ["check_image", "default_image", "images"]
 
@@ -116,7 +117,8 @@ def _copy(name: str, region: str, *, source: str) -> str:
     path = name.removeprefix(_PUBLIC_ECR)
     first, _, rest = path.partition("/")
     path = rest if rest and ("." in first or ":" in first) else path
-    registry = f"$ACCOUNT.dkr.ecr.{region}.amazonaws.com" + (".cn" if region.startswith("cn-") else "")
+    suffix = images()["registries"].get(region, "").partition(f".{region}.")[2] or DNS["aws"]
+    registry = f"$ACCOUNT.dkr.ecr.{region}.{suffix}"
     repository = re.split("[:@]", path)[0]
     target = f"{registry}/{path.partition('@')[0]}"
     return " && ".join(

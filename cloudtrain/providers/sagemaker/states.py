@@ -25,6 +25,13 @@ RESTARTED = PENDING - {"Downloading", "DownloadingTrainingImage"}
 """Between two starts of the script; Updating is no such thing."""
 WITH_MACHINES = frozenset({"Downloading", "DownloadingTrainingImage", "Training"})
 """The first of these ends the wait for machines."""
+CONSOLES = {
+    "aws": "console.aws.amazon.com",
+    "aws-cn": "console.amazonaws.cn",
+    "aws-us-gov": "console.amazonaws-us-gov.com",
+    "aws-eusc": "console.amazonaws-eusc.eu",
+}
+"""Host of the web console by partition, behind the region."""
 LIMITS = {"MaxRuntimeExceeded": "timeout", "MaxWaitTimeExceeded": "capacity", "MaxPendingTimeExceeded": "capacity"}
 HINTS = {
     "capacity": "try another instance type or region, a later time, or allow a longer max_wait",
@@ -96,11 +103,17 @@ def status_of(told: Mapping[str, Any]) -> Status:
         attempts=attempts,
         started=_time(told.get("TrainingStartTime")),
         finished=finished,
-        url=f"https://{region}.console.aws.amazon.com/sagemaker/home?region={region}#/jobs/{name}",
+        url=_console(str(told["TrainingJobArn"]), region, name),
         instance_type=str(resources.get("SelectedInstanceType") or resources.get("InstanceType") or ""),
         billed_s=float(billed * count) if billed is not None else None,
         saved=round(1 - billed / trained, 4) if spot and billed is not None and trained else None,
     )
+
+
+def _console(arn: str, region: str, name: str) -> str:
+    """Return the page of a job; empty in a partition whose console is not public."""
+    host = CONSOLES.get(arn.split(":")[1])
+    return f"https://{region}.{host}/sagemaker/home?region={region}#/jobs/{name}" if host else ""
 
 
 def _state(told: Mapping[str, Any], primary: str, secondary: str) -> tuple[str, str, str]:
