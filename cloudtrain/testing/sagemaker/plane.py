@@ -48,10 +48,10 @@ class Plane(Platform):
     ``nodes`` says what a request starts; by default our own reading of AWS's pages. Faults: ``wire.faults`` and
     ``wire.expired``; instance types in ``no_capacity``, and all in the regions ``crowded`` (on-demand jobs fail after
     ``capacity_seconds``); ``quotas`` of instances by type, ``quota`` of any other, and none in the regions ``capped``;
-    ``limits`` of the account (`new_account` sets those that AWS gives); ``creates_a_second``, above which
-    CreateTrainingJob is throttled (0: never; AWS has 1); ``unknown`` secondary statuses by job; ``sync_lag`` seconds of
-    checkpoints; ``stale_copies`` of peers; `TrainingJob.interrupt` and `TrainingJob.lose`. ``grace`` is the seconds
-    from SIGTERM to SIGKILL.
+    the regions ``absent`` have no machine of any type; ``limits`` of the account (`new_account` sets those that AWS
+    gives); ``creates_a_second``, above which CreateTrainingJob is throttled (0: never; AWS has 1); ``unknown``
+    secondary statuses by job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers; `TrainingJob.interrupt`
+    and `TrainingJob.lose`. ``grace`` is the seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Plane(Platform):
         self.no_capacity: set[str] = set()
         self.crowded: set[str] = set()
         self.capped: set[str] = set()
+        self.absent: set[str] = set()
         self.capacity_seconds = 1.0
         self.quotas: dict[str, int] = {}
         self.quota = PLENTY
@@ -204,6 +205,9 @@ class Plane(Platform):
         resources, usage = request["ResourceConfig"], _usage(request)
         for item in resources.get("InstancePreferences", [resources]):
             kind, count = item.get("InstanceType", ""), item.get("InstanceCount", 1)
+            if region in self.absent:
+                text = f"The requested resource training-job/{kind} is not available in this region"
+                raise Refusal("ResourceLimitExceeded", text)
             limit = 0 if region in self.capped else self.quotas.get(kind, self.quota)
             _check_limit(f"{kind} for {usage} usage", limit, "Instances", asked=count)
         count = _instances(request)
