@@ -70,12 +70,13 @@ def _number(text: str) -> tuple[int, ...]:
 
 
 def trouble(
-    python: str, environ: Mapping[str, str], *, folder: Path, say: Callable[[str], None]
+    python: str, environ: Mapping[str, str], *, folder: Path, say: Callable[[str], None], needed: bool = True
 ) -> tuple[str, str] | None:
     """Return why PyTorch cannot use this node's GPUs, and the category of that failure; None where it can.
 
     ``environ`` is the environment of the ranks and ``folder`` a folder without modules. Returns None, too, where
-    ``python`` has no PyTorch, where the job hides all GPUs, and after `CHECK_SECONDS`.
+    ``python`` has no PyTorch, where the job hides all GPUs, and after `CHECK_SECONDS`. Where the GPUs need not be
+    PyTorch's (``needed`` is False), a PyTorch without CUDA is only said.
     """
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return None
@@ -93,6 +94,9 @@ def trouble(
         return None
     first = error.splitlines()[0]
     built = f"PyTorch in the image is built for CUDA {cuda}" if cuda else "PyTorch in the image is built without CUDA"
+    if not cuda and not needed:
+        say(f"{built}, and this node has {count()} GPUs; the script must use them by other means")
+        return None
     facts = f"driver {driver_version() or 'unknown'}; {built}"
     category = "infra" if _BROKEN.search(error) else "image"
     return f"PyTorch cannot use the {count()} GPUs of this node: {first} ({facts})", category

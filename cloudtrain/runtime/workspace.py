@@ -74,7 +74,8 @@ class Workspace:
         if not gpus.count() or self._site.groups_file or self.context["launcher"] == "command":
             return None
         environ = {**os.environ, **self._export, **self.context["env"]}
-        return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say)
+        needed = self.context["launcher"] == "torchrun"  # a script of JAX may load its data with a PyTorch for CPUs
+        return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, needed=needed)
 
     def note_group(self, pid: int) -> None:
         """A process group that was started here, for an engine whose nodes are no containers."""

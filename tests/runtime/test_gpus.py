@@ -108,6 +108,16 @@ def test_gpus_that_pytorch_cannot_use(machine: Path, error: str, cuda: str, cate
     assert "\n" not in found[0]
 
 
+def test_a_pytorch_for_cpus_may_be_there_for_the_data(machine: Path) -> None:
+    """As of a script of JAX, which ``launcher = "python"`` starts; a driver that is too old is trouble all the same."""
+    said: list[str] = []
+    environ = torch(machine, error="Torch not compiled with CUDA enabled", cuda="None")
+    assert gpus.trouble(sys.executable, environ, folder=machine, say=said.append, needed=False) is None
+    assert "built without CUDA" in said[0]
+    environ = torch(machine, error=TOO_OLD)
+    assert gpus.trouble(sys.executable, environ, folder=machine, say=said.append, needed=False) is not None
+
+
 def test_what_tells_nothing_is_no_trouble(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = torch(machine, error=TOO_OLD)
     assert trouble(machine, {**broken, "CUDA_VISIBLE_DEVICES": ""}) is None
