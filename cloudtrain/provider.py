@@ -276,6 +276,8 @@ class Site:
     ``link_port`` is the port of the node link; None is ``master_port + 1``. ``join_timeout`` is the seconds that nodes
     wait for each other before the first rank starts. ``restarts_in_place`` says that the platform starts a failed
     container again by itself, before it ends the job: such a start must not run the script a second time.
+    ``cuda_compat`` is the folder of CUDA's forward compatibility libraries, which the ranks use where the node's driver
+    is older than the image's CUDA.
     """
 
     topology: Topology
@@ -294,6 +296,7 @@ class Site:
     link_port: int | None = None
     join_timeout: float = JOIN_TIMEOUT
     restarts_in_place: bool = False
+    cuda_compat: str = ""
 
 
 # ------------------------------------------------------------------------------------------ what an engine starts: data

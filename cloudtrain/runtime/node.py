@@ -148,6 +148,8 @@ class Node:
         try:
             self.space = Workspace(context=self.context, site=self.site, log=self.log)
             self.space.fill()
+            if found := self.space.gpu_trouble():
+                self._fail(self._setup(*found))
         except CloudtrainError as exc:
             self._fail(self._setup(str(exc), "user_error" if isinstance(exc, SpecError) else "infra"))
         if self.me != 0:
