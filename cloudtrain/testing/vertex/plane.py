@@ -131,6 +131,8 @@ class Plane(Platform):
             raise Refusal("INVALID_ARGUMENT", str(exc)) from None
         if problems := broken_rules(record):
             raise Refusal("INVALID_ARGUMENT", " ".join(problems))
+        if any(pool.WhichOneof("task") == "python_package_spec" for pool in record.job_spec.worker_pool_specs):
+            raise Refusal("UNIMPLEMENTED", "This fake runs containers, no Python packages.")
         account = record.job_spec.service_account
         if account and account not in self.accounts:
             text = f"You do not have permission to act as service_account: {account}. (or it may not exist)."

@@ -26,7 +26,7 @@ __all__ = ["STATUS", "Answer", "Call", "Fault", "Refusal", "Wire", "unchunked"]
 STATUS = {
     "INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404, "ALREADY_EXISTS": 409, "ABORTED": 409, "RESOURCE_EXHAUSTED": 429, "INTERNAL": 500,
-    "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
+    "UNIMPLEMENTED": 501, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
 }  # fmt: skip
 """HTTP status by canonical code (google/rpc/code.proto)."""
 CONSOLE = "https://console.developers.google.com/apis/api"
