@@ -157,6 +157,9 @@ def test_what_the_script_said_is_not_the_services_word() -> None:
 def test_a_hint_names_the_quota() -> None:
     assert "custom_model_training_nvidia_l4_gpus" in said("FAILED", error=(8, QUOTA)).reason
     assert "console's page of quotas" in quota_hint("some quota")
+    both = "ask for more of custom_model_training_nvidia_t4_gpus and custom_model_training_cpus on"
+    assert quota_hint(QUOTA.replace("l4", "t4")).startswith(both)
+    assert isinstance(refusal(429, "restricted_image_training_nvidia_a100_80gb_gpus", what="create job"), QuotaError)
 
 
 def test_how_long_a_job_has_been_over() -> None:

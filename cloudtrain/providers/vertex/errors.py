@@ -33,7 +33,7 @@ CAPACITY = re.compile(
 """Before `QUOTA`: a lack of machines, too, comes as RESOURCE_EXHAUSTED (openreview-expertise #401)."""
 RATE = re.compile(r"per.?(minute|second|user)\b|\brate.?limit", re.IGNORECASE)
 """A quota of calls, which is full again in a minute."""
-MACHINES = re.compile(r"custom_model_training_\w+", re.IGNORECASE)
+MACHINES = re.compile(r"(custom_model|restricted_image)_training_\w+", re.IGNORECASE)
 """The metrics that machines count against (Vertex AI's page of quotas): such a refusal is never of calls."""
 _SPENT = r"(?-i:\b[qQ]uota(?:Exceeded|Failure)\b)"
 """What Google's older APIs, and the details of newer ones, call it."""
@@ -64,10 +64,10 @@ HELP: Mapping[str, str] = {
 
 def quota_hint(text: str) -> str:
     """Which quota to ask for, as exactly as ``text`` tells it."""
-    found = _METRIC.search(text)
-    if found is None:
+    found = " and ".join(dict.fromkeys(_METRIC.findall(text)))
+    if not found:
         return HELP["quota"]
-    return f"ask for more of {found['metric']} on the console's page of quotas, or choose another machine or location"
+    return f"ask for more of {found} on the console's page of quotas, or choose another machine or location"
 
 
 def refusal(status: int, message: str, *, what: str, reason: str = "") -> CloudtrainError:
