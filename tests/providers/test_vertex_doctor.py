@@ -11,7 +11,7 @@ from doctoring import Examiner
 
 from cloudtrain.testing.vertex.plane import metrics as taken
 from cloudtrain.testing.vertex.strict import parsed
-from cloudtrain.testing.vertex.wire import Fault, Refusal
+from cloudtrain.testing.vertex.wire import Fault, Refusal, off
 from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
 
 pytestmark = [pytest.mark.remote]
@@ -48,6 +48,8 @@ def test_all_is_well(world: VertexWorld, examiner: Examiner) -> None:
     assert found.code == 0
     assert "tester@contract" in found.rows["credentials"]["detail"]
     assert "custom_model_training_cpus: 20, the job takes 4" in found.rows["quota"]["detail"]
+    agent = f"service-{world.plane.number}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
+    assert f"jobs pull it as {agent}" in found.rows["image"]["detail"]
 
 
 def test_no_credentials(world: VertexWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +99,27 @@ def test_all_that_can_be_wrong_with_a_project(world: VertexWorld, examiner: Exam
     found.failed("image", "has no", fix="docker push", code=2)
     assert (found.code, found.status("store")) == (3, "ok")
     assert world.plane.gcs.names("far-away") == []
+
+
+def test_an_image_of_another_project_names_who_pulls_it(world: VertexWorld, examiner: Examiner) -> None:
+    """Never the job's service account, and the caller's own look at the image says nothing of it."""
+    world.plane.questions.images.add("other/europe-west4/team/trainer:1")
+    found = examiner("--image", OWN.replace("contract", "other"))
+    assert (found.status("image"), found.code) == ("unknown", 0)
+    agent = f"service-{world.plane.number}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
+    command = "gcloud artifacts repositories add-iam-policy-binding team --project other --location europe-west4"
+    assert (
+        f"jobs pull images as {agent}; let it: {command} --member serviceAccount:{agent}"
+        in found.rows["image"]["detail"]
+    )
+
+
+def test_the_one_api_that_is_off_is_named(world: VertexWorld, examiner: Examiner) -> None:
+    refusal = off("Cloud Quotas API", "cloudquotas.googleapis.com", "contract")
+    world.plane.wire.faults.append(Fault("GET quotas", refusal))
+    found = examiner(*PUBLIC)
+    command = "gcloud services enable cloudquotas.googleapis.com --project contract"
+    assert found.rows["quota"]["detail"].endswith(command), found.rows["quota"]
 
 
 def test_a_bucket_of_several_regions_and_an_account_that_there_is_none(world: VertexWorld, examiner: Examiner) -> None:

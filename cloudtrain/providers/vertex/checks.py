@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from ...checks import Check, failed, installed, ok, skipped, tried, unknown
-from ...errors import AuthError, NotFoundError, QuotaError, SpecError, StorageError
+from ...errors import AuthError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
 from ...values import url_scheme
 from .account import endpoint
-from .errors import HELP, decoded, translated
+from .errors import AGENT, HELP, decoded, pull_hint, translated
 from .quotas import metrics
 
 if TYPE_CHECKING:
@@ -207,4 +207,19 @@ def _image(account: Account, image: str) -> Check:
     except NotFoundError:
         fix = f"push it: docker push {image}; or name another with --image"
         return failed("image", f"Artifact Registry has no {image}", fix=fix, code=SpecError.exit_code)
-    return ok("image", f"Artifact Registry has {image}")
+    agent = _agent(account)
+    if match["project"] == account.settings.project:
+        return ok("image", f"Artifact Registry has {image}; jobs pull it as {agent}")
+    where = f"projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
+    told = f"Artifact Registry has {image}, in another project; whether jobs may pull it is not known"
+    return unknown("image", f"{told}: {pull_hint(where, agent)}")
+
+
+def _agent(account: Account) -> str:
+    """Return the account that pulls images for jobs; its number is a placeholder where the caller may not look."""
+    base = endpoint("CLOUDRESOURCEMANAGER", "https://cloudresourcemanager.googleapis.com")
+    try:
+        told = _get(account, "projects", f"{base}/v1/projects/{account.settings.project}", what="get project")
+    except CloudtrainError:
+        told = {}
+    return AGENT.format(told.get("projectNumber") or "PROJECT_NUMBER")

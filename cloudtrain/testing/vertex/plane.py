@@ -19,8 +19,8 @@ from .identity import Identity
 from .life import CustomJob
 from .questions import Questions
 from .replicas import GRACE, NUMBER
-from .strict import STANDARD, broken_rules, parsed
-from .wire import Answer, Call, Refusal, Wire
+from .strict import STANDARD, UNSUPPORTED, broken_rules, parsed
+from .wire import Answer, Call, Refusal, Wire, no_consumer, off
 
 __all__ = ["LOCATION", "PROJECT", "Plane"]
 
@@ -40,10 +40,11 @@ class Plane(Platform):
 
     Faults: ``wire.faults``, ``identity``'s and ``entries``' own; ``no_capacity``: a job of FLEX_START waits, any other
     fails after ``capacity_seconds``, and so it is in the locations ``crowded``; ``quotas`` by metric, of machines that
-    run at a time, none in the locations ``capped``; ``accounts`` that a caller may give to a job; ``list_lag`` seconds
-    until a listing has a job; ``error_late`` seconds between a job's end and its error; ``unknown`` states by name, as
-    numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_) of a job whose time, or whose wait, was
-    too long. ``grace`` is the seconds from SIGTERM to SIGKILL.
+    run at a time, none in the locations ``capped``; ``lacking`` are locations without machines that have GPUs;
+    ``consumer`` False: the caller may not have its calls counted against the project; ``accounts`` that a caller may
+    give to a job; ``list_lag`` seconds until a listing has a job; ``error_late`` seconds between a job's end and its
+    error; ``unknown`` states by name, as numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_) of
+    a job whose time, or whose wait, was too long. ``grace`` is the seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(self, folder: Path, *, project: str = PROJECT, location: str = LOCATION) -> None:
@@ -60,10 +61,13 @@ class Plane(Platform):
         self.others: set[str] = set()
         self.crowded: set[str] = set()
         self.capped: set[str] = set()
+        self.lacking: set[str] = set()
+        self.consumer = True
         self.capacity_seconds, self.list_lag, self.error_late, self.grace = 1.0, 0.0, 0.0, GRACE
         self.timed_out, self.waited_out = "CANCELLED", "EXPIRED"
         self._lock = threading.RLock()
         self.questions = Questions(self)
+        self.wire.charged = self._charged
         self.wire.route("POST", _JOBS, "POST customJobs", self._create)
         self.wire.route("GET", _JOBS, "GET customJobs", self._list)
         self.wire.route("GET", rf"{_JOBS}/([^/:]+)", "GET customJob", self._get)
@@ -131,20 +135,35 @@ class Plane(Platform):
             raise Refusal("INVALID_ARGUMENT", str(exc)) from None
         if problems := broken_rules(record):
             raise Refusal("INVALID_ARGUMENT", " ".join(problems))
+        location = parent.rpartition("/")[2]
+        for pool in record.job_spec.worker_pool_specs:
+            if location in self.lacking and pool.machine_spec.accelerator_count:
+                raise Refusal("INVALID_ARGUMENT", UNSUPPORTED.format(pool.machine_spec.machine_type))
         if any(pool.WhichOneof("task") == "python_package_spec" for pool in record.job_spec.worker_pool_specs):
             raise Refusal("UNIMPLEMENTED", "This fake runs containers, no Python packages.")
         account = record.job_spec.service_account
         if account and account not in self.accounts:
             text = f"You do not have permission to act as service_account: {account}. (or it may not exist)."
             raise Refusal("PERMISSION_DENIED", text)
-        capped = parent.rpartition("/")[2] in self.capped
+        capped = location in self.capped
         if over := [m for m, count in metrics(record).items() if capped or count > self.quotas.get(m, count)]:
             names = ",".join(f"aiplatform.googleapis.com/{metric}" for metric in sorted(over))
             raise Refusal("RESOURCE_EXHAUSTED", QUOTA.format(metrics=names))
         with self._lock:
-            name = f"{parent}/customJobs/{secrets.randbelow(9 * 10**18) + 10**18}"
+            name = f"{self._numbered(parent)}/customJobs/{secrets.randbelow(9 * 10**18) + 10**18}"
             made = self.jobs[name] = CustomJob(self, name, record)
         return Answer(made.described(numbers=_numbers(call)))
+
+    def _charged(self, project: str) -> None:
+        """A call whose caller names the project against which it counts: no other has the APIs enabled."""
+        if project not in (self.project, self.number):
+            raise off("Vertex AI API", "aiplatform.googleapis.com", project)
+        if not self.consumer:
+            raise no_consumer(project)
+
+    def _numbered(self, name: str) -> str:
+        """As the service names things: by the project's number, as every recorded name has it."""
+        return name.replace(f"projects/{self.project}/", f"projects/{self.number}/", 1)
 
     def _check_parent(self, parent: str, permission: str) -> None:
         _, project, _, location = parent.split("/")
@@ -166,7 +185,7 @@ class Plane(Platform):
     def _found(self, call: Call, permission: str) -> CustomJob:
         parent, number = call.words
         self._check_parent(parent, permission)
-        name = f"{parent}/customJobs/{number}"
+        name = f"{self._numbered(parent)}/customJobs/{number}"
         if name not in self.jobs:
             raise Refusal("NOT_FOUND", NO_JOB.format(name=name))
         return self.jobs[name]
@@ -190,7 +209,7 @@ class Plane(Platform):
         wanted = _wanted(call.query.get("filter", ""))
         now = time.time()
         with self._lock:
-            jobs = [job for job in self.jobs.values() if job.name.startswith(f"{parent}/")]
+            jobs = [job for job in self.jobs.values() if job.name.startswith(f"{self._numbered(parent)}/")]
         found = [job for job in reversed(jobs) if now - job.created >= self.list_lag and wanted(job)]
         start = int(base64.b64decode(call.query.get("pageToken") or "MA=="))
         end = start + min(int(call.query.get("pageSize") or PAGE), PAGE)
