@@ -38,7 +38,7 @@ from cloudtrain.provider import LayoutInput, Request
 from cloudtrain.providers.vertex import Provider, claims
 from cloudtrain.providers.vertex import account as own
 from cloudtrain.testing.vertex.life import CustomJob
-from cloudtrain.testing.vertex.plane import Plane
+from cloudtrain.testing.vertex.plane import OTHER, Plane
 from cloudtrain.testing.vertex.wire import Answer, Fault, Refusal
 
 PARENT = "projects/contract/locations/europe-west4"
@@ -552,7 +552,7 @@ def users(plane: Plane, monkeypatch: pytest.MonkeyPatch, quota: str | None) -> N
 
     def default(scopes: Any, quota_project_id: str | None = None) -> tuple[Any, str]:
         found = Token(plane.identity.issue(plane.identity.email), quota_project_id=quota_project_id or quota)
-        return found, "another-project"
+        return found, OTHER
 
     monkeypatch.setattr("google.auth.default", default)
 
@@ -565,7 +565,7 @@ def test_calls_count_against_our_project_whatever_the_credentials_name(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """gcloud notes another project with a user's credentials, in which Vertex AI may be off."""
-    users(plane, monkeypatch, "other")
+    users(plane, monkeypatch, OTHER)
     native = client().submit(PLANS.planned())
     assert client().status(native).state == "pending"
     assert set(consumers(plane)) == {"contract"}
@@ -587,11 +587,9 @@ def test_a_caller_that_may_not_count_calls_against_our_project_does_without(
 
 
 def test_another_quota_project_that_has_no_vertex_is_named(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    users(plane, monkeypatch, "other")
+    users(plane, monkeypatch, OTHER)
     plane.consumer = False
-    with pytest.raises(
-        AuthError, match=r"switch it on: gcloud services enable aiplatform.googleapis.com --project other$"
-    ):
+    with pytest.raises(AuthError, match=f": gcloud services enable aiplatform.googleapis.com --project {OTHER}$"):
         client().status(NOWHERE)
 
 

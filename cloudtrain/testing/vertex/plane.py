@@ -22,9 +22,11 @@ from .replicas import GRACE, NUMBER
 from .strict import STANDARD, UNSUPPORTED, broken_rules, parsed
 from .wire import Answer, Call, Refusal, Wire, no_consumer, off
 
-__all__ = ["LOCATION", "PROJECT", "Plane"]
+__all__ = ["LOCATION", "OTHER", "PROJECT", "Plane"]
 
 PROJECT, LOCATION = "contract", "europe-west4"
+OTHER = "another-project"
+"""A project of the same caller, in which no API is enabled."""
 SERVICE = "//aiplatform.googleapis.com"
 AGENT = f"service-{NUMBER}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
 """Who a job is that names no service account: the custom code service agent."""
@@ -92,7 +94,7 @@ class Plane(Platform):
             "STORAGE_EMULATOR_HOST": self.url,
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
             "NO_GCE_CHECK": "true",
-            "GOOGLE_CLOUD_PROJECT": "another-project",
+            "GOOGLE_CLOUD_PROJECT": OTHER,
         }
 
     def job(self, name: str) -> CustomJob:
@@ -155,10 +157,10 @@ class Plane(Platform):
         return Answer(made.described(numbers=_numbers(call)))
 
     def _charged(self, project: str) -> None:
-        """A call whose caller names the project against which it counts: no other has the APIs enabled."""
-        if project not in (self.project, self.number):
+        """A call whose caller names the project against which it counts. The caller has one more, without the APIs."""
+        if project == OTHER:
             raise off("Vertex AI API", "aiplatform.googleapis.com", project)
-        if not self.consumer:
+        if project not in (self.project, self.number) or not self.consumer:
             raise no_consumer(project)
 
     def _numbered(self, name: str) -> str:
