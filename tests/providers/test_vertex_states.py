@@ -22,7 +22,7 @@ from cloudtrain.errors import (
 )
 from cloudtrain.provider import FINAL, Status
 from cloudtrain.providers.vertex import pages
-from cloudtrain.providers.vertex.errors import error_of, quota_hint, refusal
+from cloudtrain.providers.vertex.errors import answered, error_of, quota_hint, refusal
 from cloudtrain.providers.vertex.states import category_of, over_for, status_of
 from cloudtrain.verdict import with_start
 
@@ -53,6 +53,10 @@ NO_MEMORY = "The replica workerpool0-0 ran out of memory and exited with a non-z
 PULL = (
     "The replica workerpool0-0 exited with a non-zero status of 128. Termination reason: ErrImagePull."
     ' Termination log message: Failed to pull image "a/b:1"'
+)
+AGENT_TEXT = (
+    "Vertex AI Service Agent service-123@gcp-sa-aiplatform-cc.iam.gserviceaccount.com does not have permission to"
+    " access Artifact Registry repository projects/my/locations/l/repositories/nas."
 )
 DENIED = (
     "Permission 'aiplatform.customJobs.create' denied on resource"
@@ -128,6 +132,11 @@ def test_when_it_ran_and_where_it_is() -> None:
         ("FAILED", (3, NO_MEMORY), 60, "oom"),
         ("FAILED", (3, PULL), None, "image"),
         ("FAILED", (3, "Failed to pull image europe-docker.pkg.dev/p/quota/quota-app:1"), None, "image"),
+        ("FAILED", (5, 'Image "us-docker.pkg.dev/p/r/train:1" not found.'), None, "image"),
+        ("FAILED", (5, "Image gcr.io/p/i@sha256:0 does not exist"), None, "image"),
+        ("FAILED", (5, "something"), None, "infra"),
+        ("FAILED", (7, AGENT_TEXT), None, "auth"),
+        ("FAILED", (3, AGENT_TEXT), None, "auth"),
         ("FAILED", (8, STOCKOUT), None, "capacity"),
         ("FAILED", (8, QUOTA), None, "quota"),
         ("FAILED", (8, "QuotaFailure: too much"), None, "quota"),
@@ -200,6 +209,51 @@ def test_what_the_script_said_is_not_the_services_word() -> None:
 def test_a_hint_names_the_quota() -> None:
     assert "custom_model_training_nvidia_l4_gpus" in said("FAILED", error=(8, QUOTA)).reason
     assert "console's page of quotas" in quota_hint("some quota")
+    both = "ask for more of custom_model_training_nvidia_t4_gpus and custom_model_training_cpus on"
+    assert quota_hint(QUOTA.replace("l4", "t4")).startswith(both)
+    assert isinstance(refusal(429, "restricted_image_training_nvidia_a100_80gb_gpus", what="create job"), QuotaError)
+
+
+def test_a_hint_names_the_agent_that_pulls_images() -> None:
+    reason = said("FAILED", error=(7, AGENT_TEXT)).reason
+    assert "jobs pull images as service-123@gcp-sa-aiplatform-cc.iam.gserviceaccount.com; let it: gcloud art" in reason
+    other = "Permission artifactregistry.repositories.downloadArtifacts denied"
+    assert "service-PROJECT_NUMBER@gcp-sa-aiplatform-cc" in said("FAILED", error=(7, other)).reason
+
+
+@pytest.mark.parametrize(
+    ("error", "command"),
+    [
+        # of google.rpc.ErrorInfo, as doctor's own services answer
+        (
+            {
+                "message": "Cloud Quotas API has not been used in project 42 before or it is disabled.",
+                "details": [
+                    {
+                        "reason": "SERVICE_DISABLED",
+                        "metadata": {"service": "cloudquotas.googleapis.com", "consumer": "projects/42"},
+                    }
+                ],
+            },
+            "gcloud services enable cloudquotas.googleapis.com --project 42",
+        ),
+        # of the older form, which names it in its text alone
+        (
+            {
+                "message": "Cloud Resource Manager API has not been used in project 42 before or it is disabled. Enable"
+                " it by visiting https://console.developers.google.com/apis/api/cloudresourcemanager.googleapis.com/overview"
+                "?project=42 then retry.",
+                "errors": [{"reason": "accessNotConfigured"}],
+            },
+            "gcloud services enable cloudresourcemanager.googleapis.com --project 42",
+        ),
+        ({"message": "it is disabled"}, "gcloud services enable aiplatform.googleapis.com"),
+    ],
+)
+def test_a_disabled_service_is_named_alone(error: dict[str, Any], command: str) -> None:
+    message, reason, metadata = answered(json.dumps({"error": error}).encode())
+    text = str(refusal(403, message, what="list quotas", reason=reason, metadata=metadata))
+    assert text.endswith(f"switch it on: {command}")
 
 
 def test_how_long_a_job_has_been_over() -> None:
@@ -225,7 +279,21 @@ def test_how_long_a_job_has_been_over() -> None:
         (403, "Too much.", "quotaExceeded", QuotaError, 4, "console's page of quotas"),
         (403, "Too much.", "QuotaExceeded", QuotaError, 4, "console's page of quotas"),
         (403, READS, "rateLimitExceeded", AuthError, 3, "Vertex AI User"),
-        (403, "This API requires a quota project.", "PERMISSION_DENIED", AuthError, 3, "Vertex AI User"),
+        (403, "This API requires a quota project.", "PERMISSION_DENIED", AuthError, 3, "serviceUsageConsumer"),
+        (
+            403,
+            "Caller does not have required permission to use p.",
+            "USER_PROJECT_DENIED",
+            AuthError,
+            3,
+            "Usage Consumer",
+        ),
+        (400, AGENT_TEXT, "FAILED_PRECONDITION", AuthError, 3, "add-iam-policy-binding nas --project my --location l "),
+        (400, AGENT_TEXT, "", AuthError, 3, "--member serviceAccount:service-123@gcp-sa-aiplatform-cc.iam."),
+        (400, "Machine type a3-highgpu-8g is not supported.", "", CapacityError, 4, "asia-northeast1, asia-northeast3"),
+        (400, "Machine type n1-standard-8 is not supported.", "", CapacityError, 4, "asia-east1"),
+        (400, "Machine type c3-standard-8 is not supported.", "", SpecError, 2, "resources.instance_type: "),
+        (404, "Image us-docker.pkg.dev/p/r/i:1 not found.", "NOT_FOUND", SpecError, 2, "image: Image us-docker"),
         (429, "no bucket myquotaExceeded", "", LostContactError, 7, "status 429"),
         (503, "The service is currently unavailable.", "UNAVAILABLE", LostContactError, 7, "status 503"),
         (401, "Request had invalid authentication credentials.", "", AuthError, 3, "application-default login"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...provider import Status
 from ...values import unix_seconds
-from .errors import CAPACITY, HELP, QUOTA, quota_hint
+from .errors import CAPACITY, HELP, PULL, QUOTA, pull_hint, quota_hint
 from .machines import priced, told_as
 
 __all__ = ["PENDING", "category_of", "over_for", "status_of"]
@@ -28,9 +28,10 @@ _REASON = re.compile(r"Termination reason: *(\w+)")
 """The kubelet's word; what comes behind it may be the script's."""
 _IMAGE = re.compile(
     r"ErrImage|ImagePull|failed to pull|unable to pull|pull access denied|manifest unknown|exec format error"
-    r"|StartError",
+    r"|StartError|\bimage\b.{0,300}\b(not found|does not exist)",
     re.IGNORECASE,
 )
+"""The last comes with code 5 (NOT_FOUND) on the job."""
 _EXITS = {126: "image", 127: "image", 134: "infra"}
 """Exit codes of our command: a shell that found no Python, and what a node ends with that only lost another."""
 CODES = {3: "user_error", 4: "timeout", 7: "auth", 8: "capacity", 13: "infra", 14: "infra", 16: "auth"}
@@ -56,6 +57,8 @@ def category_of(code: int, message: str) -> str:
         return "capacity"
     if QUOTA.search(message):
         return "quota"
+    if PULL.search(message):
+        return "auth"
     for pattern, category in ((_IMAGE, "image"), (_PREEMPTED, "preempted"), (_TIMEOUT, "timeout"), (_AUTH, "auth")):
         if pattern.search(message):
             return category
@@ -112,6 +115,8 @@ def _state(native: str, told: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _hinted(reason: str, category: str) -> str:
+    if category == "auth" and PULL.search(reason):
+        return f"{reason.rstrip('.')}; {pull_hint(reason)}"
     hint = quota_hint(reason) if category == "quota" else HINTS.get(category)
     return f"{reason.rstrip('.')}; {hint}" if hint else reason
 
