@@ -266,12 +266,19 @@ class Site:
     ``k.r``, where the platform itself counts its starts. ``folders`` are what scripts written for this platform know,
     absolute or below their own folder, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
     ``export_env`` may hold placeholders.
+
+    ``hidden_env`` lists prefixes of the node's variables that ranks do not get. ``notes`` are lines for the node's log.
+    ``flush_seconds`` is the time between two writes of metrics, and of log lines, into ``live``. An object store makes
+    a whole new object of each, which costs money.
     """
 
     topology: Topology
     paths: Mapping[str, str]
     scratch: Sequence[str]
     export_env: Mapping[str, str] = field(default_factory=dict)
+    hidden_env: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    flush_seconds: float = 5.0
     stop_grace: float = 30.0
     failure_file: str | None = None
     exit_code: Mapping[str, int] = field(default_factory=lambda: {"succeeded": 0, "failed": 1, "preempted": 75})

@@ -23,7 +23,8 @@ ASK_SECONDS = 60.0
 """For how long one call that a platform throttles, or does not answer, is made again."""
 LONGEST_PAUSE = 10.0
 SEGMENT_POLL = 5.0
-"""Seconds between two looks at the segments while they stand in for the platform's log; nodes write one every 5 s."""
+"""Seconds between two looks at the segments while they stand in for the platform's log; nodes write one every 5 s or
+more (`flush_seconds` of their Site)."""
 STALLS = 5
 """Answers in a row with nothing but the same place, before a platform that says "more" is taken to have no more."""
 _SEGMENT = re.compile(r"(?:.*/)?logs/([0-9]+\.[0-9]+)/node-([0-9]+)/([0-9]+)\.log")

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from ... import catalog
 from ...errors import SpecError, UnsupportedError
+from .fabric import SCRIPTS, TRANSPORTS
 from .words import NAME
 
 if TYPE_CHECKING:
     from ...catalog import Machine
     from ...job import Gpu, Job
 
-__all__ = ["FLEXIBLE", "accelerated", "machine_of", "machine_spec", "priced", "told_as"]
+__all__ = ["FLEXIBLE", "accelerated", "machine_of", "machine_spec", "notes_of", "priced", "told_as"]
 
 FIRST = "n1-standard-4"
 """The smallest machine for training; part of its memory is the system's own."""
@@ -23,6 +24,8 @@ ATTACHED = "n1-"
 """The family whose machines are with and without GPUs; elsewhere the machine's name says them."""
 CORES = 4
 """Cores a GPU where neither job nor machine says: eight GPUs would starve on the four cores that are allowed."""
+STARVED = 4
+"""So few vCPUs, beside a GPU, may stop the log of a job that goes on. Google names n1-highmem-2 as an example."""
 ACCELERATED = re.compile(r"(a\d+x?|g\d+)-")
 TPU = re.compile(r"(ct|tpu)", re.IGNORECASE)
 FLEXIBLE = frozenset(
@@ -88,6 +91,17 @@ def accelerated(machine: Machine) -> str:
     if machine.spot_only:
         return f"{machine.instance_type} is for spot and FLEX_START only: set spot, a max_wait or vertex.strategy"
     return ""
+
+
+def notes_of(machine: Machine, nodes: int) -> list[str]:
+    """Return what the user should know of this machine. Source: Vertex AI's page on compute resources."""
+    notes = []
+    if nodes > 1 and (transport := TRANSPORTS.get(machine.accelerator)):
+        notes.append(f"{transport} between nodes: each node sources {SCRIPTS[transport]}, if it is there")
+    if machine.instance_type.startswith(ATTACHED) and machine.gpu and (machine.vcpus or 0) <= STARVED:
+        few = f"{machine.instance_type} has {machine.vcpus} vCPUs for its GPUs and for Vertex AI's logging agent"
+        notes.append(f"{few}: if the log stops, take a machine with more")
+    return notes
 
 
 def machine_spec(machine: Machine) -> dict[str, Any]:

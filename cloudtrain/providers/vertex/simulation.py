@@ -11,7 +11,7 @@ from typing import Any
 from ...provider import Mount, NodeSpec, Request, Rules, Simulation
 from .machines import told_as
 from .plan import mounted
-from .words import AGAIN, GCS, GRACE, NFS, PORT
+from .words import AGAIN, GCS, NFS, PORT, grace_of
 
 __all__ = ["nodes"]
 
@@ -48,7 +48,7 @@ def nodes(request: Request) -> Simulation:
         losses=RESTARTS if spec["scheduling"].get("restartJobOnWorkerRestart") else 0,
         primary=0,
         objects=GCS,
-        stop_grace=GRACE,
+        stop_grace=grace_of(spec["scheduling"].get("strategy", "")),
     )
     return Simulation(nodes=specs, rules=rules)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "AGAIN", "GCS", "GRACE", "LABEL_ATTEMPT", "LABEL_CI", "LABEL_JOB", "LABEL_NAME", "LABEL_REQUEST",
-    "LABEL_REVISION", "LABEL_RUN", "LABEL_RUN_ID", "NAME", "NFS", "NODES", "PORT",
+    "AGAIN", "GCS", "GRACE", "GRACE_PATH", "LABEL_ATTEMPT", "LABEL_CI", "LABEL_JOB", "LABEL_NAME", "LABEL_REQUEST",
+    "LABEL_REVISION", "LABEL_RUN", "LABEL_RUN_ID", "NAME", "NFS", "NODES", "PORT", "grace_of",
 ]  # fmt: skip
 
 NAME = "vertex"
@@ -15,8 +15,11 @@ NODES = "CLOUDTRAIN_NODES"
 """Variable with the number of nodes: without CLUSTER_SPEC, which is promised for several only, a node knows of none."""
 PORT = 2222
 """The port of CLUSTER_SPEC's addresses; the node link takes the next one. That both are free is unverified."""
-GRACE = 30
-"""Seconds between SIGTERM and SIGKILL, as of a machine of Compute Engine; unverified for a container."""
+GRACE, SPOT_GRACE = 30, 15
+"""Seconds between SIGTERM and SIGKILL, and on spot machines: jobs are pods of Google Kubernetes Engine, which leaves 15
+of a spot machine's 30 s to pods that are not its own. Unverified for Vertex AI."""
+GRACE_PATH = "grace"
+"""The ``--path`` that tells a node its grace. It is an argument, which options cannot change."""
 AGAIN = 134
 """Exit code (SIGABRT) that Vertex takes for a failure that may pass: it starts the whole job again, at most 3 times."""
 LABEL_RUN, LABEL_RUN_ID, LABEL_ATTEMPT, LABEL_NAME = (
@@ -28,3 +31,8 @@ LABEL_JOB = "cloudtrain-job"
 """`job_name` again: a list of jobs can be filtered by a label, and the service's own ids are its to choose."""
 LABEL_REQUEST = "cloudtrain-request"
 """Digest of the rest of the body: a run's id may come again after its records are gone, for another job."""
+
+
+def grace_of(strategy: str) -> int:
+    """Return the grace of a job with this scheduling strategy."""
+    return SPOT_GRACE if strategy == "SPOT" else GRACE

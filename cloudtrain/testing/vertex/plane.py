@@ -18,7 +18,7 @@ from .gcs import Gcs
 from .identity import Identity
 from .life import CustomJob
 from .questions import Questions
-from .replicas import GRACE, NUMBER
+from .replicas import NUMBER
 from .strict import STANDARD, broken_rules, parsed
 from .wire import Answer, Call, Refusal, Wire
 
@@ -43,7 +43,7 @@ class Plane(Platform):
     run at a time, none in the locations ``capped``; ``accounts`` that a caller may give to a job; ``list_lag`` seconds
     until a listing has a job; ``error_late`` seconds between a job's end and its error; ``unknown`` states by name, as
     numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_) of a job whose time, or whose wait, was
-    too long. ``grace`` is the seconds from SIGTERM to SIGKILL.
+    too long. ``grace`` is the most seconds from SIGTERM to SIGKILL, where a job's strategy gives more.
     """
 
     def __init__(self, folder: Path, *, project: str = PROJECT, location: str = LOCATION) -> None:
@@ -60,7 +60,7 @@ class Plane(Platform):
         self.others: set[str] = set()
         self.crowded: set[str] = set()
         self.capped: set[str] = set()
-        self.capacity_seconds, self.list_lag, self.error_late, self.grace = 1.0, 0.0, 0.0, GRACE
+        self.capacity_seconds, self.list_lag, self.error_late, self.grace = 1.0, 0.0, 0.0, float("inf")
         self.timed_out, self.waited_out = "CANCELLED", "EXPIRED"
         self._lock = threading.RLock()
         self.questions = Questions(self)
