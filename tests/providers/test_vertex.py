@@ -141,7 +141,8 @@ class TestWholeRuns:
         else:
             assert done.code == 1
             assert [line[:17] for line in told["problems"]] == ["node 0 was killed", "node 1 was killed"]
-            assert all(not row["recorded"] and 4 < row["seconds"] <= 7 for row in rows)
+            seconds = [row["seconds"] for row in rows if not row["recorded"]]
+            assert [2 < each < 10 for each in seconds] == [True, True], seconds
 
     @pytest.mark.proof
     def test_a_node_0_that_is_done_long_before_its_peers_loses_nothing(self, client: Client) -> None:
