@@ -212,6 +212,7 @@ def test_a_node_is_told_its_grace_where_its_options_cannot_change_it() -> None:
         request = planned(spot=spot)
         assert Provider().nodes(request).rules.stop_grace == seconds
         assert Provider.site({}, paths(request)).stop_grace == seconds
+        assert all(mount.path.startswith("/gcs/") for mount in Provider().nodes(request).nodes[0].mounts)
 
 
 @pytest.mark.parametrize(
