@@ -16,7 +16,7 @@ from ...errors import SpecError
 from ...provider import Site, Topology
 from .fabric import fabric_env
 from .secrets import secret
-from .words import AGAIN, GRACE, GRACE_PATH, NODES, PORT
+from .words import AGAIN, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
 
 __all__ = ["site"]
 
@@ -47,6 +47,9 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         notes=notes,
         flush_seconds=FLUSH_SECONDS,
         stop_grace=grace,
+        link_port=LINK_PORT,
+        join_timeout=JOIN_TIMEOUT,
+        restarts_in_place=True,
         # A peer that is lost is no failure of the script's, and the exit code 1 of any node ends the job for good.
         exit_code={"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN},
         secrets=lambda reference: secret(reference.partition(":")[2], environ),
