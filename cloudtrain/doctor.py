@@ -2,7 +2,7 @@
 
 Nothing is created but one small object in each store, which is removed again. `Doctor.places` yields each place that a
 job tries, with its checks; `prepared` makes the plan of the all-nodes job that ``doctor --job`` sends, and `judged`
-reads what it found.
+reads what it found. `Grace` measures how long its nodes live after the stop signal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,16 @@ from .checks import Check, failed, failure, ok, skipped
 from .disk import local_path, normalize
 from .errors import AuthError, CloudtrainError, NotFoundError, SpecError, StorageError
 from .fallback import where
+from .follow import Line
 from .job import Job
 from .provider import Provider, Request
+from .run import Run
 from .settings import Settings
 from .submit import Plan, make_plan
 from .transfer import Files, files
 from .values import without_secrets
 
-__all__ = ["PREFLIGHT", "Doctor", "Place", "expected_gpus", "judged", "prepared", "round_trip"]
+__all__ = ["PREFLIGHT", "Doctor", "Grace", "Place", "expected_gpus", "judged", "prepared", "round_trip"]
 
 PREFLIGHT = "preflight.json"
 """What the job leaves among its artifacts."""
@@ -231,12 +233,26 @@ def _as_it_was(url: str) -> Iterator[None]:
 
 
 @contextmanager
-def prepared(settings: Settings, fields: Mapping[str, Any], *, run_id: str | None, cwd: Path) -> Iterator[Plan]:
-    """The plan of the job that looks at every node, as long as its source is there: until it has been sent."""
+def prepared(
+    settings: Settings, fields: Mapping[str, Any], *, run_id: str | None, cwd: Path, grace: bool = False
+) -> Iterator[Plan]:
+    """The plan of the job that looks at every node, as long as its source is there: until it has been sent.
+
+    With ``grace`` its nodes then wait to be stopped. A provider may name ports to try in its attribute ``probe_ports``.
+    """
+    ports: Sequence[int] = getattr(settings.make_provider(), "probe_ports", ())
+    args = [*(["--ports", ",".join(map(str, ports))] if ports else []), *(["--grace"] if grace else [])]
     with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
         name = Path(preflight.__file__).name
         Path(folder, name).write_bytes(Path(preflight.__file__).read_bytes())
-        given = {"name": "doctor", "max_runtime": MAX_RUNTIME, **fields, "entry_point": name, "source_dir": folder}
+        given = {
+            "name": "doctor",
+            "max_runtime": MAX_RUNTIME,
+            **fields,
+            "entry_point": name,
+            "source_dir": folder,
+            "args": args,
+        }
         yield make_plan(Job.from_dict(given), settings=settings, run_id=run_id, cwd=cwd)
 
 
@@ -262,3 +278,40 @@ def judged(folder: Path, *, nodes: int, gpus: int | None) -> tuple[dict[str, Any
     except (KeyError, TypeError, AttributeError, ValueError) as exc:
         what = f"the job's {PREFLIGHT} is damaged ({type(exc).__name__}: {exc}); its logs say why"
         raise NotFoundError(what) from None
+
+
+class Grace:
+    """A measurement of the time between the stop signal and the kill: it gets each log line of ``run``.
+
+    Once the job has written its report, the run is cancelled. Then each node prints, again and again, how long ago the
+    signal came. ``seconds`` has the last such time of each node.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.asked = False
+        self.seconds: dict[int, float] = {}
+
+    def __call__(self, line: Line) -> None:
+        if not self.asked and preflight.READY in line.text:
+            self.asked = True
+            self._run.cancel()
+        elif line.attempt and (found := preflight.SINCE.search(line.text)):
+            self.seconds[int(line.node)] = max(float(found[1]), self.seconds.get(int(line.node), 0.0))
+
+    def judged(self, nodes: int, reckoned: float) -> tuple[dict[str, Any], list[str]]:
+        """Return what was measured, by node, and what is wrong with it. ``reckoned`` are the seconds in which
+        cloudtrain mirrors what is left and records how the node ended; it then ends the node itself."""
+        recorded = {int(record["node"]) for record in self._run.store.exits(self._run.run_id)}
+        rows, wrong = {}, []
+        for node in range(nodes):
+            seconds = self.seconds.get(node)
+            rows[str(node)] = {"seconds": seconds, "recorded": node in recorded}
+            if seconds is None:
+                wrong.append(f"node {node} has not said that it got a stop signal; see its log")
+            elif node not in recorded:
+                lost = "what it saved last, and the record of its end, are lost"
+                wrong.append(
+                    f"node {node} was killed {seconds:.1f} s after SIGTERM, of {reckoned:g} s reckoned: {lost}"
+                )
+        return {"reckoned": reckoned, "nodes": rows}, wrong

@@ -151,13 +151,14 @@ class CapacityError(CloudtrainError):
 class LostContactError(CloudtrainError):
     """The platform could not be reached for too long; a submitted run goes on.
 
-    ``passing`` is False when asking again from here cannot help.
+    ``passing`` is False when asking again from here cannot help. ``throttled`` is True when the platform answers that
+    it was asked too often; the message says why.
     """
 
     exit_code = 7
 
-    def __init__(self, message: str, *, passing: bool = True) -> None:
-        self.passing = passing
+    def __init__(self, message: str, *, passing: bool = True, throttled: bool = False) -> None:
+        self.passing, self.throttled = passing, throttled
         super().__init__(message)
 
 

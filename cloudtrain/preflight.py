@@ -1,29 +1,37 @@
 """What ``cloudtrain doctor --job`` runs on every node: this one file, by the launcher that a training has.
 
-Each node tells its versions, its GPUs, /dev/shm and its clock, and connects to every other on a port that the system
-chose, as NCCL and gloo do. Then all ranks time all-reduces. Rank 0 writes ``preflight.json`` among the artifacts and a
-table on stdout. The standard library, and torch where there is one; it knows nothing of cloudtrain.
+Each node tells its versions, its GPUs, its folders and its clock, and connects to every other on a port that the system
+chose, as NCCL and gloo do. It also tries further ports of node 0 (``--ports``), by the name that all nodes were given
+and by node 0's own address. Then all ranks time all-reduces. Rank 0 writes ``preflight.json`` among the artifacts and a
+table on stdout. With ``--grace`` each node then waits for the stop signal, and prints how long ago that was until it is
+killed. The standard library, and torch where there is one; it knows nothing of cloudtrain.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import errno
 import importlib
 import json
 import os
 import platform
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["facts", "main", "problems", "table"]
+__all__ = ["READY", "SINCE", "facts", "main", "problems", "table"]
 
 MIB = 1 << 20
 GPU_SIZES = tuple(MIB << shift for shift in range(0, 9, 2))
@@ -38,6 +46,17 @@ SKEW = 1.0
 """Seconds by which two clocks may differ: beyond that, tokens and signatures of requests begin to be refused."""
 SMALL_SHM = 64 * MIB
 """What an engine of containers gives when nobody asks: DataLoader's workers die of it."""
+SETTLE = 5.0
+"""Seconds from the report to the line that it is there: by then it has been copied out of the node."""
+HOLD = 300.0
+"""Seconds for which the stop signal, and then the kill, is waited for."""
+BEAT = 0.5
+READY = "preflight: the report is written; waiting for the stop signal"
+SINCE = re.compile(r"preflight: (\d+\.\d) s since the stop signal")
+OWN = ("checkpoints", "artifacts", "temporary files")
+"""Folders without which no training works."""
+SHARED = re.compile(r"fuse|nfs|lustre|cifs|smb|ceph|9p|gpfs|beegfs|weka|virtiofs")
+"""File systems by which a platform shows a store to its nodes, or by which nodes share files."""
 ALIKE = ("driver", "torch", "cuda", "nccl", "python", "machine")
 
 
@@ -53,6 +72,7 @@ def facts() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         "shm_bytes": _shm(),
+        "folders": folders(),
         "driver": _driver(),
         **dict.fromkeys(("torch", "cuda", "nccl")),
         "gpus": 0,
@@ -73,6 +93,48 @@ def _shm() -> int | None:
         return shutil.disk_usage("/dev/shm").total
     except OSError:
         return None
+
+
+def folders(mounts: Path = Path("/proc/mounts")) -> dict[str, dict[str, Any]]:
+    """The folders that a script has, and what is mounted here of other machines, by name. ``writable``: a file can be
+    created there; in what is mounted nothing is created, so there it is what the file system says."""
+    named = {
+        "checkpoints": os.environ.get("CLOUDTRAIN_CHECKPOINT_DIR"),
+        "artifacts": os.environ.get("CLOUDTRAIN_ARTIFACT_DIR"),
+        "current folder": os.getcwd(),
+        "home": os.environ.get("HOME"),
+        "temporary files": tempfile.gettempdir(),
+        "shared memory": "/dev/shm",
+    }
+    kinds = _mounted(mounts)
+    found = {name: _folder(path, kinds, create=True) for name, path in named.items() if path}
+    mounted = sorted(path for path, kind in kinds.items() if SHARED.search(kind) and os.path.isdir(path))
+    return {**found, **{path: _folder(path, kinds, create=False) for path in mounted}}
+
+
+def _mounted(mounts: Path) -> dict[str, str]:
+    """The kind of file system by the folder where it is mounted."""
+    kinds = {}
+    with suppress(OSError):
+        for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
+            _, path, kind, *_ = line.split(" ")
+            kinds[re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)] = kind
+    return kinds
+
+
+def _folder(path: str, kinds: Mapping[str, str], *, create: bool) -> dict[str, Any]:
+    real = os.path.realpath(path)
+    above = [at for at in kinds if real == at or real.startswith(at.rstrip("/") + "/")]
+    kind = kinds[max(above, key=len)] if above else None
+    try:
+        free: int | None = shutil.disk_usage(real).free
+        writable = os.access(real, os.W_OK)
+        if create:
+            with tempfile.TemporaryFile(dir=real):
+                writable = True
+    except OSError:
+        free, writable = None, False
+    return {"path": path, "kind": kind, "free_bytes": free, "writable": writable}
 
 
 def _driver() -> str | None:
@@ -97,13 +159,16 @@ def _nccl(torch: Any) -> str | None:
 
 
 class Door:
-    """A listener on a port that the system chose: it answers each line with this node's number and clock."""
+    """A listener on ``port``, 0: one that the system chooses. It answers each line with this node's number and clock.
 
-    def __init__(self, node: int) -> None:
+    Raises `OSError` for a port that it may not have.
+    """
+
+    def __init__(self, node: int, port: int = 0) -> None:
         self._node = node
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+        self._server = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
         self._server.settimeout(0.2)
         self.port = int(self._server.getsockname()[1])
         self._over = threading.Event()
@@ -155,17 +220,54 @@ def look_in(node: int, address: str, port: int) -> dict[str, Any]:
                 if best is None or took / 2 < best[1]:
                     best = told["time"] - (asked + took / 2), took / 2
     except (OSError, ValueError, KeyError) as exc:
-        return {"error": f"{address}:{port}: {getattr(exc, 'strerror', None) or exc or type(exc).__name__}"}
+        return {"error": f"{address}:{port}: {_why(exc)}"}
     assert best is not None
     return {"error": "", "skew_s": round(best[0], 6), "within_s": round(best[1], 6)}
 
 
-def own_address(node: int) -> str:
-    """How the others reach this node: node 0 by the name that they were all given, another from where it calls."""
-    main = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    if node == 0:
-        return main
-    family, kind, _, _, place = socket.getaddrinfo(main, 9, type=socket.SOCK_DGRAM)[0]
+def _why(exc: Exception) -> str:
+    return str(getattr(exc, "strerror", None) or exc or type(exc).__name__)
+
+
+def knock(address: str, port: int) -> str:
+    """Connect, and say nothing: empty where somebody listens, else why not."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT).close()
+    except OSError as exc:
+        return _why(exc)
+    return ""
+
+
+def knock_at_all(doors: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """`knock` at each port of node 0, by its name and by its address; all at once, since a filtered one takes long."""
+    with ThreadPoolExecutor(32) as pool:
+        tries = {
+            way: {port: pool.submit(knock, doors[way], int(port)) for port in doors["ports"]}
+            for way in ("name", "address")
+        }
+        return {way: {port: one.result() for port, one in row.items()} for way, row in tries.items()}
+
+
+@contextmanager
+def doors_of(ports: Sequence[int], free: int) -> Iterator[dict[str, str]]:
+    """Listen on each of ``ports`` that nobody has; what each is, by port. ``free`` is one that the system chose."""
+    with ExitStack() as stack:
+        found = {}
+        for port in ports:
+            try:
+                stack.callback(Door(0, port).close)
+                found[str(port)] = "free"
+            except OSError as exc:
+                found[str(port)] = "in use" if exc.errno == errno.EADDRINUSE else os.strerror(exc.errno or 0)
+        yield {**found, str(free): "chosen by the system"}
+
+
+def address_towards(other: str) -> str:
+    """This node's own address, from which it calls ``other``: by it others reach it on any port, as NCCL does.
+
+    A name may be that of a service which forwards some ports only.
+    """
+    family, kind, _, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(place)  # of a datagram: nothing is sent, the system only chooses from where it would
         return str(probe.getsockname()[0])
@@ -174,10 +276,14 @@ def own_address(node: int) -> str:
 # ------------------------------------------------------------------------------------------------------------ all nodes
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """One rank's part. 0 when it could look; what was found is for whoever reads the report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ports", default="", help="ports of node 0 to try, with commas between")
+    parser.add_argument("--grace", action="store_true", help="then wait for the stop signal")
+    options = parser.parse_args(words)
     rank, node = int(os.environ.get("RANK", "0")), int(os.environ.get("GROUP_RANK", "0"))
-    leads = os.environ.get("LOCAL_RANK", "0") == "0"
+    told = _await_signal() if options.grace else None
     mine = facts()
     if mine["torch"] is None:
         bare = {"nodes": {str(node): mine}, "links": {}, "allreduce": None, "error": "this image has no torch"}
@@ -187,22 +293,14 @@ def main() -> int:
     wait = datetime.timedelta(seconds=PATIENCE)
     store, rank, world = next(dist.rendezvous("env://", timeout=wait))
     store.set_timeout(wait)
-    with _listening(node) if leads else _nobody() as door:
-        if door is not None:
-            store.set(f"node{node}", json.dumps({**mine, "address": own_address(node), "port": door.port}))
-        count = _nodes(store, world)
-        nodes = {number: json.loads(store.get(f"node{number}")) for number in range(count)}
-        if leads:
-            others = {n: look_in(n, at["address"], at["port"]) for n, at in nodes.items() if n != node}
-            store.set(f"links{node}", json.dumps(others))
-        links = {number: json.loads(store.get(f"links{number}")) for number in nodes}
-        report: dict[str, Any] = {"nodes": nodes, "links": links, "allreduce": None, "error": ""}
+    report = between(store, rank, world, mine, [int(port) for port in options.ports.split(",") if port])
+    if told is None:
         _write(report if rank == 0 else None)  # of a hang in what follows, too, the run has this to show
-        if any(link["error"] for row in links.values() for link in row.values()):
-            report["error"] = "no all-reduce: some nodes cannot reach others"
-        else:
-            gpus = all(at["gpus"] >= at["ranks"] for at in nodes.values())
-            report["allreduce"] = allreduce(store, rank, world, "nccl" if gpus else "gloo")
+    if any(link["error"] for row in report["links"].values() for link in row.values()):
+        report["error"] = "no all-reduce: some nodes cannot reach others"
+    else:
+        gpus = all(at["gpus"] >= at["ranks"] for at in report["nodes"].values())
+        report["allreduce"] = allreduce(store, rank, world, "nccl" if gpus else "gloo")
     store.set(f"done{rank}", "")
     if rank == 0:  # in whose process the store may be
         for number in range(world):
@@ -212,7 +310,60 @@ def main() -> int:
     if rank == 0:
         sys.stdout.write(table(report) + "\n")
         sys.stdout.flush()
+    if told is not None:
+        _hold(told, says=os.environ.get("LOCAL_RANK", "0") == "0", first=rank == 0)
     return 0
+
+
+def between(store: Any, rank: int, world: int, mine: dict[str, Any], ports: Sequence[int]) -> dict[str, Any]:
+    """The report, less the all-reduce: what each node tells, whom it reaches, and by which ports it reaches node 0."""
+    node, leads = int(os.environ.get("GROUP_RANK", "0")), os.environ.get("LOCAL_RANK", "0") == "0"
+    name, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    count = _nodes(store, world)
+    with ExitStack() as stack:
+        if leads:
+            door = stack.enter_context(_listening(node))
+            towards = json.loads(store.get("node1"))["address"] if node == 0 and count > 1 else name
+            mine |= {"address": address_towards(towards), "port": door.port}
+            if node == 0:
+                tried = sorted({*ports, *((port, port + 1) if port else ())})
+                opened = stack.enter_context(doors_of(tried, door.port))
+                store.set("doors", json.dumps({"name": name, "address": mine["address"], "ports": opened}))
+            store.set(f"node{node}", json.dumps(mine))
+        nodes = {number: json.loads(store.get(f"node{number}")) for number in range(count)}
+        doors = json.loads(store.get("doors"))
+        if leads:
+            others = {n: look_in(n, at["address"], at["port"]) for n, at in nodes.items() if n != node}
+            store.set(f"links{node}", json.dumps([others, knock_at_all(doors) if node else None]))
+        found = {number: json.loads(store.get(f"links{number}")) for number in nodes}
+    return {
+        "nodes": nodes,
+        "links": {number: links for number, (links, _) in found.items()},
+        "ports": {**doors, "from": {number: tried for number, (_, tried) in found.items() if number}},
+        "allreduce": None,
+        "error": "",
+    }
+
+
+def _await_signal() -> list[float]:
+    """Let no stop signal end this process; its first moment (monotonic seconds), once there is one, is in the list."""
+    told: list[float] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(time.monotonic()))
+    return told
+
+
+def _hold(told: Sequence[float], *, says: bool, first: bool) -> None:
+    """Wait for the stop signal, then print how long ago it was; who is killed meanwhile has printed it to the last."""
+    time.sleep(SETTLE)
+    end = time.monotonic() + HOLD
+    if first:
+        sys.stdout.write(f"{READY}\n")
+        sys.stdout.flush()
+    while time.monotonic() < (told[0] + HOLD if told else end):
+        if told and says:
+            sys.stdout.write(f"preflight: {time.monotonic() - told[0]:.1f} s since the stop signal\n")
+            sys.stdout.flush()
+        time.sleep(BEAT)
 
 
 def _nodes(store: Any, world: int) -> int:
@@ -223,17 +374,12 @@ def _nodes(store: Any, world: int) -> int:
 
 
 @contextmanager
-def _listening(node: int) -> Iterator[Door | None]:
+def _listening(node: int) -> Iterator[Door]:
     door = Door(node)
     try:
         yield door
     finally:
         door.close()
-
-
-@contextmanager
-def _nobody() -> Iterator[Door | None]:
-    yield None
 
 
 def allreduce(store: Any, rank: int, world: int, backend: str) -> dict[str, Any]:
@@ -314,6 +460,11 @@ def problems(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> list
                 way = "ahead of" if link["skew_s"] > 0 else "behind"
                 fix = "let the nodes keep time (chrony, NTP)"
                 found.append(f"the clock of node {other} is {abs(link['skew_s']):.1f} s {way} that of node 0; {fix}")
+    for number, row in rows.items():
+        closed = [name for name in OWN if not row.get("folders", {}).get(name, {"writable": True})["writable"]]
+        if closed:
+            fix = "make room there, or let its user write"
+            found.append(f"node {number} cannot write to its {', '.join(closed)}: {fix}")
     speeds = report.get("allreduce")
     if speeds is not None and not speeds["right"]:
         found.append("an all-reduce gave a wrong sum; do not train on these nodes")
@@ -338,6 +489,9 @@ def table(report: Mapping[str, Any]) -> str:
     closed = [pair for pair in pairs if report["links"][pair[0]][pair[1]]["error"]]
     if pairs:
         lines.append(f"connections between nodes: {len(pairs) - len(closed)} of {len(pairs)}")
+    lines += _ports(report.get("ports") or {})
+    lines += _folders(report["nodes"])
+    lines += _grace(report.get("grace") or {})
     if any((row["shm_bytes"] or SMALL_SHM + 1) <= SMALL_SHM for row in report["nodes"].values()):
         lines.append("note: /dev/shm is small; DataLoader's workers may die of it (shm_gb)")
     if speeds := report.get("allreduce"):
@@ -345,6 +499,46 @@ def table(report: Mapping[str, Any]) -> str:
         body = [(f"{r['bytes'] / MIB:g} MiB", f"{r['algbw']:.3g}", f"{r['busbw']:.3g}") for r in speeds["rows"]]
         lines += _columns([("size", "algbw GB/s", "busbw GB/s"), *body])
     return "\n".join(lines)
+
+
+def _ports(found: Mapping[str, Any]) -> list[str]:
+    """How many of the other nodes reach each port of node 0, and why the first of the rest does not."""
+    tries: Mapping[str, Mapping[str, Mapping[str, str]]] = found.get("from") or {}
+    if not tries:
+        return []
+
+    def reached(way: str, port: str) -> str:
+        errors = [tried[way][port] for tried in tries.values()]
+        wrong = next(filter(None, errors), "")
+        return f"{errors.count('')} of {len(errors)}" + (f" ({wrong})" if wrong else "")
+
+    rows = [(port, what, reached("name", port), reached("address", port)) for port, what in found["ports"].items()]
+    head = f"ports of node 0, and how many other nodes reach them by its name ({found['name']}) and by its address"
+    return [f"{head} ({found['address']}):", *_columns([("port", "on node 0", "by name", "by address"), *rows])]
+
+
+def _grace(found: Mapping[str, Any]) -> list[str]:
+    """How long each node lived after the stop signal."""
+    rows = []
+    for number, row in (found.get("nodes") or {}).items():
+        seconds = "-" if row["seconds"] is None else f"at least {row['seconds']:.1f} s"
+        rows.append((number, seconds, "its own, in time" if row["recorded"] else "killed"))
+    head = f"from SIGTERM to SIGKILL ({found['reckoned']:g} s are reckoned with):" if rows else ""
+    return [head, *_columns([("node", "time", "end"), *rows])] if rows else []
+
+
+def _folders(nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The folders of the nodes, those that are alike in one row."""
+    alike: dict[tuple[str, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
+    for number, node in nodes.items():
+        for name, row in (node.get("folders") or {}).items():
+            alike.setdefault((name, row["kind"] or "-", "yes" if row["writable"] else "no"), []).append((number, row))
+    rows = []
+    for (name, kind, writable), of in sorted(alike.items()):
+        free = min((row["free_bytes"] for _, row in of if row["free_bytes"] is not None), default=None)
+        where = "all" if len(of) == len(nodes) else ", ".join(number for number, _ in of)
+        rows.append((name, where, kind, "-" if free is None else f"{free / 1e9:.1f} GB", writable, of[0][1]["path"]))
+    return _columns([("folder", "nodes", "file system", "free", "writable", "path"), *rows]) if rows else []
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

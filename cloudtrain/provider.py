@@ -273,6 +273,10 @@ class Site:
     absolute or below their own folder, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
     ``export_env`` may hold placeholders.
 
+    ``hidden_env`` lists prefixes of the node's variables that ranks do not get. ``notes`` are lines for the node's log.
+    ``flush_seconds`` is the time between two writes of metrics, and of log lines, into ``live``. An object store makes
+    a whole new object of each, which costs money.
+
     ``link_port`` is the port of the node link; None is ``master_port + 1``. ``join_timeout`` is the seconds that nodes
     wait for each other before the first rank starts. ``restarts_in_place`` says that the platform starts a failed
     container again by itself, before it ends the job: such a start must not run the script a second time.
@@ -284,6 +288,9 @@ class Site:
     paths: Mapping[str, str]
     scratch: Sequence[str]
     export_env: Mapping[str, str] = field(default_factory=dict)
+    hidden_env: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    flush_seconds: float = 5.0
     stop_grace: float = 30.0
     failure_file: str | None = None
     exit_code: Mapping[str, int] = field(default_factory=lambda: {"succeeded": 0, "failed": 1, "preempted": 75})

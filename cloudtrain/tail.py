@@ -23,7 +23,8 @@ ASK_SECONDS = 60.0
 """For how long one call that a platform throttles, or does not answer, is made again."""
 LONGEST_PAUSE = 10.0
 SEGMENT_POLL = 5.0
-"""Seconds between two looks at the segments while they stand in for the platform's log; nodes write one every 5 s."""
+"""Seconds between two looks at the segments while they stand in for the platform's log; nodes write one every 5 s or
+more (`flush_seconds` of their Site)."""
 STALLS = 5
 """Answers in a row with nothing but the same place, before a platform that says "more" is taken to have no more."""
 _SEGMENT = re.compile(r"(?:.*/)?logs/([0-9]+\.[0-9]+)/node-([0-9]+)/([0-9]+)\.log")
@@ -97,7 +98,7 @@ class Tail:
         self._cursors: dict[str, Any] = {}
         self._midway: set[str] = set()
         self._stalls = 0
-        self._given_up = False
+        self._given_up = self._told_why_late = False
         self._segments_due = 0.0
 
     def round(self, natives: Mapping[int, str]) -> Iterator[Line]:
@@ -129,8 +130,7 @@ class Tail:
     def give_up(self, error: CloudtrainError) -> Iterator[Line]:
         """No more pages: segments stand in. Says so, once."""
         if not self._given_up:
-            text = f"[… the platform's log does not answer; lines come from the store: {first_line(str(error))}]"
-            yield Line(attempt="", node="", rank=None, seq=0, text=text)
+            yield _marker(f"the platform's log does not answer; lines come from the store: {first_line(str(error))}")
         self._given_up = True
 
     def _to_end(self, native: str) -> Iterator[Line]:
@@ -157,6 +157,9 @@ class Tail:
                 raise
             if final or self._contact.lost:
                 yield from self.give_up(exc)
+            elif isinstance(exc, LostContactError) and exc.throttled and not self._told_why_late:
+                self._told_why_late = True
+                yield _marker(f"the platform's log comes late: {first_line(str(exc))}")
             return
         self._contact.heard(None)
         self._cursors[native] = page.cursor
@@ -203,3 +206,8 @@ class Tail:
             except FileNotFoundError:
                 continue
             yield from self._follower.segment(text.split("\n"))
+
+
+def _marker(text: str) -> Line:
+    """Return a line of cloudtrain's own about the log."""
+    return Line(attempt="", node="", rank=None, seq=0, text=f"[… {text}]")

@@ -147,7 +147,7 @@ class Fleet:
     """``nodes`` nodes whose ranks do what ``train`` says; ``live`` is the folder that the platform keeps in step.
 
     Their clocks are up to two seconds apart, and they come at moments up to half a second apart; ``late`` says of some
-    how many seconds later.
+    how many seconds later. ``stop_grace`` and ``flush_seconds`` are those of each node's Site.
     """
 
     nodes: int
@@ -161,6 +161,8 @@ class Fleet:
     handles_notice: bool = False
     late: Mapping[int, float] = field(default_factory=dict)
     attempt: int = 0
+    stop_grace: float = 120.0
+    flush_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         skews = random.Random(self.seed)
@@ -172,7 +174,7 @@ class Fleet:
         self.running: dict[int, node.Node] = {}
         self.inboxes: dict[int, Any] = {}
         writer = logs.LogWriter
-        self.patch.setattr(node, "LogWriter", lambda *, node: writer(node=node, out=node))
+        self.patch.setattr(node, "LogWriter", lambda *, node, **more: writer(node=node, out=node, **more))
         self.patch.setattr(logs, "os", _Output(self.said))
         self.patch.setattr(node, "reap", lambda: None)
         self.patch.setattr(checkpoints, "open_for_writing", lambda entries: set())
@@ -183,7 +185,13 @@ class Fleet:
     def site(self, number: int) -> Site:
         topology = Topology(nodes=self.nodes, node_rank=number, master_addr="node-0", master_port=PORT)
         paths = {"live": str(self.live), "code": str(self.code)}
-        return Site(topology=topology, paths=paths, scratch=[str(self.folder)], stop_grace=120.0)
+        return Site(
+            topology=topology,
+            paths=paths,
+            scratch=[str(self.folder)],
+            stop_grace=self.stop_grace,
+            flush_seconds=self.flush_seconds,
+        )
 
     def _node(self, number: int) -> None:
         site, inbox = self.site(number), self.world.queue.SimpleQueue()

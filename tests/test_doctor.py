@@ -18,8 +18,9 @@ from faulty import FaultyS3
 from cloudtrain import cli, preflight
 from cloudtrain.checks import Check, failure, gravest, ok, tried
 from cloudtrain.cli import show
-from cloudtrain.doctor import expected_gpus, judged, round_trip
+from cloudtrain.doctor import Grace, expected_gpus, judged, round_trip
 from cloudtrain.errors import AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
+from cloudtrain.follow import Line
 from cloudtrain.job import Job
 from cloudtrain.provider import Request, Status, find_provider
 from cloudtrain.transfer import LocalFiles, Moving, files
@@ -367,6 +368,86 @@ def test_doors_between_nodes() -> None:
     assert "refused" in preflight.look_in(3, "127.0.0.1", port)["error"]
 
 
+def test_ports_by_name_and_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may lead to a service that forwards some ports only; here it leads nowhere."""
+    monkeypatch.setattr(preflight, "CONNECT", 2.0)
+    with socket.create_server(("", 0)) as server, socket.create_server(("", 0)) as closed:
+        taken, shut = server.getsockname()[1], closed.getsockname()[1]
+        closed.close()
+        with preflight.doors_of([taken, shut], 1) as found:
+            assert found == {str(taken): "in use", str(shut): "free", "1": "chosen by the system"}
+            doors = {"name": "no-such-host.invalid", "address": "127.0.0.1", "ports": found}
+            tried = preflight.knock_at_all(doors)
+    assert [tried["address"][port] for port in found] == ["", "", "Connection refused"]
+    assert all(tried["name"].values())
+    told = preflight.table(report({}, {}, ports={**doors, "from": {"1": tried}}))
+    assert f"{taken}" in told
+    [row] = [line for line in told.splitlines() if line.startswith("1  ") and "chosen" in line]
+    assert row.endswith("0 of 1 (Connection refused)")
+
+
+def test_folders_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket, mounts = tmp_path / "gcs bucket", tmp_path / "mounts"
+    bucket.mkdir()
+    told = str(bucket).replace(" ", "\\040")
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\ngcsfuse {told} fuse.gcsfuse rw 0 0\nproc /proc proc rw 0 0\n")
+    monkeypatch.setenv("CLOUDTRAIN_CHECKPOINT_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("CLOUDTRAIN_ARTIFACT_DIR", str(tmp_path))
+    found = preflight.folders(mounts)
+    assert (found["artifacts"]["kind"], found["artifacts"]["writable"]) == ("ext4", True)
+    assert (found["checkpoints"]["writable"], found["checkpoints"]["free_bytes"]) == (False, None)
+    assert (found[str(bucket)]["kind"], found[str(bucket)]["writable"]) == ("fuse.gcsfuse", True)
+    assert "/proc" not in found
+    assert os.listdir(bucket) == []
+    one = report({"folders": found}, {"folders": {**found, "checkpoints": found["artifacts"]}})
+    [wrong] = preflight.problems(one, nodes=2, gpus=8)
+    assert wrong.startswith("node 0 cannot write to its checkpoints: ")
+    rows = [line.split() for line in preflight.table(one).splitlines() if line.startswith("checkpoints")]
+    assert [(row[1], row[2], row[-2]) for row in rows] == [("0", "ext4", "no"), ("1", "ext4", "yes")]
+
+
+class Cancelled:
+    """A run that is stopped when it is asked to be, of which node 0 alone has recorded its end."""
+
+    run_id = "r"
+
+    def __init__(self) -> None:
+        self.store, self.cancels = self, 0
+
+    def cancel(self) -> None:
+        self.cancels += 1
+
+    def exits(self, run_id: str) -> list[dict[str, Any]]:
+        return [{"node": 0}]
+
+
+def test_the_grace_is_the_last_that_a_node_says() -> None:
+    run: Any = Cancelled()
+    grace = Grace(run)
+
+    def says(node: int | str, text: str, attempt: str = "0.0") -> None:
+        grace(Line(attempt=attempt, node=node, rank=0, seq=1, text=text))
+
+    says("service", "of the platform itself", attempt="")
+    assert (run.cancels, grace.asked) == (0, False)
+    for _ in range(2):
+        says(0, preflight.READY)
+    assert (run.cancels, grace.asked) == (1, True)
+    for node, seconds in ((0, 0.0), (1, 0.5), (1, 15.0), (0, 22.5)):
+        says(node, f"preflight: {seconds:.1f} s since the stop signal")
+    found, wrong = grace.judged(3, 30.0)
+    assert [found["nodes"][str(node)]["seconds"] for node in range(3)] == [22.5, 15.0, None]
+    assert [line[:6] for line in wrong] == ["node 1", "node 2"]
+    assert "killed 15.0 s after SIGTERM, of 30 s reckoned" in wrong[0]
+    told = preflight.table(report({}, {}, grace=found))
+    assert "1     at least 15.0 s  killed" in told
+
+
+def test_only_a_job_has_a_grace(examiner: Examiner, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "local", "--measure-grace"]) == 2
+    assert "only --job" in capsys.readouterr().err
+
+
 def check_report(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
@@ -375,6 +456,11 @@ def check_report(done: subprocess.CompletedProcess[str]) -> None:
     assert set(found["nodes"]) == {"0", "1"}
     assert {row["ranks"] for row in found["nodes"].values()} == {2}
     assert found["links"]["0"]["1"]["error"] == found["links"]["1"]["0"]["error"] == ""
+    ports = found["ports"]
+    assert set(ports["ports"].values()) == {"in use", "chosen by the system"}
+    assert ports["from"] == {"1": {way: dict.fromkeys(ports["ports"], "") for way in ("name", "address")}}
+    folders = found["nodes"]["1"]["folders"]
+    assert all(folders[name]["writable"] for name in ("checkpoints", "artifacts", "current folder"))
     speeds = found["allreduce"]
     assert (speeds["backend"], speeds["ranks"], speeds["right"]) == ("gloo", 4, True)
     assert [row["bytes"] for row in speeds["rows"]] == list(preflight.CPU_SIZES)
@@ -388,6 +474,19 @@ def test_all_nodes_are_looked_at(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cloudtrain", "doctor", "local", "--job", *SHAPE, "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     check_report(done)
+
+
+@pytest.mark.proof
+def test_the_grace_of_this_machine_is_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cloudtrain", "doctor", "local", "--job", "--measure-grace", *SHAPE, "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["state"], told["problems"]) == ("cancelled", [])
+    grace = told["report"]["grace"]
+    assert {row["recorded"] for row in grace["nodes"].values()} == {True}
+    assert all(0.5 * grace["reckoned"] < row["seconds"] < grace["reckoned"] for row in grace["nodes"].values())
+    assert told["report"]["allreduce"]["right"]
 
 
 @pytest.mark.slow

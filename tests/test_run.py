@@ -973,6 +973,23 @@ def test_when_only_the_log_is_silent_the_segments_stand_in(world: World) -> None
     assert 800 <= seen[3][1] < 810
 
 
+def test_a_log_that_is_throttled_says_once_why_it_comes_late(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.says(numbered(1))
+
+    def throttled(wrong: bool) -> Callable[[], None]:
+        error = LostContactError("60 reads a minute are shared", throttled=True)
+        return lambda: setattr(world.platform, "logs_error", error if wrong else None)
+
+    world.time.at = [
+        (10, throttled(True)), (70, throttled(False)), (71, lambda: world.says(numbered(2))),
+        (100, throttled(True)), (160, throttled(False)),
+        (200, lambda: world.platform.jobs.update({"job-0": SUCCEEDED})),
+    ]  # fmt: skip
+    seen = texts(list(world.run().logs(follow=True)))
+    assert seen == ["line 1", "[… the platform's log comes late: 60 reads a minute are shared]", "line 2"]
+
+
 def test_another_error_of_a_log_that_is_followed_is_raised(world: World) -> None:
     world.recorded().attempt(0, RUNNING)
     world.platform.logs_error = AuthError("expired")

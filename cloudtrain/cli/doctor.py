@@ -22,8 +22,10 @@ from .where import HERE, At, Where, stoppable
 
 if TYPE_CHECKING:
     from ..checks import Check
-    from ..doctor import Doctor, Place
+    from ..doctor import Doctor, Grace, Place
+    from ..run import Run
     from ..settings import Settings
+    from ..submit import Plan
 
 __all__ = ["doctor"]
 
@@ -31,6 +33,10 @@ Which = Annotated[str | None, Parameter(help="where jobs run; default: setting p
 Flags = Annotated[JobFlags, Parameter(name="*")]
 OnNodes = Annotated[
     bool, Parameter(name="--job", negative="", show_default=False, help="send a job that looks at every node")
+]
+
+Measure = Annotated[
+    bool, Parameter(negative="", show_default=False, help="with --job: then cancel it, and measure SIGTERM to SIGKILL")
 ]
 
 _NO_FLAGS = JobFlags()
@@ -45,6 +51,7 @@ def doctor(
     /,
     *,
     on_nodes: OnNodes = False,
+    measure_grace: Measure = False,
     flags: Flags = _NO_FLAGS,
     at: At = HERE,
     run_id: RunId = None,
@@ -64,7 +71,9 @@ def doctor(
         chosen, others = only_first(at.settings(overrides=given, cwd=cwd, provider=provider))
         if others:
             screen.talk(others)
-        return _on_nodes(chosen, fields, run_id, at, cwd, json, screen)
+        return _on_nodes(chosen, fields, run_id, measure_grace, at, cwd, json, screen)
+    if measure_grace:
+        raise SpecError("only --job has nodes whose grace could be measured", field="measure_grace")
     if run_id is not None:
         raise SpecError("only --job starts a run", field="run_id")
     from ..doctor import Doctor
@@ -114,17 +123,18 @@ def _on_nodes(
     chosen: Settings,
     fields: Mapping[str, Any],
     run_id: str | None,
+    measure: bool,
     at: Where,
     cwd: Path,
     json: bool,
     screen: Screen,
 ) -> int:
     """Send the job by the way of every other, wait for it, and say what it found."""
-    from ..doctor import expected_gpus, judged, prepared
+    from ..doctor import Grace, prepared
     from ..retry import Retry
     from ..submit import submit
 
-    with prepared(chosen, fields, run_id=run_id, cwd=cwd) as planned:
+    with prepared(chosen, fields, run_id=run_id, cwd=cwd, grace=measure) as planned:
         screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
         say_limits(planned.job, screen)
         say_price(planned, screen)
@@ -133,28 +143,18 @@ def _on_nodes(
         with stoppable():
             run = submit(planned, environ=os.environ, progress=screen.talk)
             screen.talk(show.sent(planned.run_id, planned.provider_name, run.url, run.staged))
+            grace = Grace(run) if measure else None
             try:
-                result = run.wait(on_status=show.Changes(screen.talk), retry=Retry(run, screen.talk))
+                result = run.wait(on_line=grace, on_status=show.Changes(screen.talk), retry=Retry(run, screen.talk))
             except KeyboardInterrupt:
                 return stopped(run, run.run_id, at, "detach", json, screen)
             except (AuthError, LostContactError) as exc:
                 raise left(exc, run, run.run_id, at, screen) from None
-    if result["state"] != "succeeded":
+    code = 0 if grace is not None and grace.asked and result["state"] == "cancelled" else int(result["exit_code"])
+    if code:
         screen.talk(show.outcome(result))
-    newest = max(run.store.attempts(run.run_id), default=0)  # which may have another GPU of the list
-    wanted = expected_gpus(
-        planned.job, planned.provider, run.store.attempt_request(run.run_id, newest) or planned.request
-    )
-    with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
-        run.pull(folder, what="artifacts")
-        found: dict[str, Any] | None = None
-        wrong: list[str] = []
-        try:
-            found, wrong = judged(Path(folder), nodes=planned.job.resources.instance_count, gpus=wanted)
-        except SpecError:
-            if result["exit_code"] == 0:
-                raise
-    code = int(result["exit_code"]) or (EXIT_UNLIKE if wrong else 0)
+    found, wrong = _found(planned, run, grace, must=code == 0)
+    code = code or (EXIT_UNLIKE if wrong else 0)
     if json:
         told = {name: result[name] for name in ("state", "category", "reason")}
         screen.emit({**screen.about, **told, "report": found, "problems": wrong, "exit_code": code})
@@ -167,3 +167,25 @@ def _on_nodes(
     if code:
         screen.next(["logs", run.run_id], ["status", run.run_id], where=at.flags)
     return code
+
+
+def _found(planned: Plan, run: Run, grace: Grace | None, *, must: bool) -> tuple[dict[str, Any] | None, list[str]]:
+    """The job's report and what is wrong with it, a line each. Without a report None, or an error if there ``must`` be
+    one."""
+    from ..doctor import expected_gpus, judged
+
+    newest = max(run.store.attempts(run.run_id), default=0)  # which may have another GPU of the list
+    request = run.store.attempt_request(run.run_id, newest) or planned.request
+    nodes = planned.job.resources.instance_count
+    with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
+        run.pull(folder, what="artifacts")
+        try:
+            found, wrong = judged(Path(folder), nodes=nodes, gpus=expected_gpus(planned.job, planned.provider, request))
+        except SpecError:
+            if must:
+                raise
+            return None, []
+    if grace is not None and grace.asked:
+        found["grace"], late = grace.judged(nodes, planned.provider.nodes(request).rules.stop_grace)
+        wrong += late
+    return found, wrong

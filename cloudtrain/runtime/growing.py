@@ -1,6 +1,6 @@
 """Files that change while the script runs, mirrored whole into ``live/`` by a thread of their own, one after another.
 
-Artifacts are copied every `GROWING_SECONDS`; what is small and tells how far a run is (metrics) every `SMALL_SECONDS`.
+Artifacts are copied every `GROWING_SECONDS`; the small file that tells how far a run is (metrics) more often.
 No file takes more than a tenth of the time: one that took long is left alone for as long as it deserves.
 """
 
@@ -19,7 +19,6 @@ from .checkpoints import each, modest, replace_file
 __all__ = ["Growing"]
 
 GROWING_SECONDS = 30.0
-SMALL_SECONDS = 5.0
 SMALL_BYTES = 1 << 20
 RETRY_SECONDS = 1.0
 WALK_SHARE = 20
@@ -31,7 +30,8 @@ _State = tuple[int, int]
 
 
 class Growing:
-    """``places`` maps a folder, or a file, to where it goes in ``live/``; ``small`` is the one of them that is small.
+    """``places`` maps a folder, or a file, to where it goes in ``live/``; ``small`` is the one of them that is small,
+    copied every ``small_seconds``.
 
     ``moved`` is told of every block that is copied: the file, and how many of its bytes have ever arrived. ``complain``
     is told of what fails; it is tried again, but what can never arrive is not waited for.
@@ -42,10 +42,11 @@ class Growing:
         places: Mapping[Path, Path],
         *,
         small: Path,
+        small_seconds: float,
         moved: Callable[[Path, int], None],
         complain: Callable[[str], None],
     ) -> None:
-        self._places, self._small = places, small
+        self._places, self._small, self._small_seconds = places, small, small_seconds
         self._moved, self._complain = moved, complain
         self._copied: dict[Path, _State] = {}
         self._arrived: dict[Path, int] = {}
@@ -138,7 +139,8 @@ class Growing:
             return True
         if state:
             self._copied[file], self._arrived[file] = state, before + state[0]
-            every = SMALL_SECONDS if file == self._small and state[0] <= SMALL_BYTES else GROWING_SECONDS
+            small = file == self._small and state[0] <= SMALL_BYTES
+            every = self._small_seconds if small else GROWING_SECONDS
             now = time.monotonic()
             self._next[file] = now + max(every, SHARE * (now - began))
         return True

@@ -17,7 +17,8 @@ from .redact import Redactor
 
 __all__ = ["LogWriter", "lines_of"]
 
-SEGMENT_SECONDS = 5.0
+RETRY_SECONDS = 5.0
+"""Pause after a segment that could not be written."""
 SEGMENT_BYTES = 1 << 20
 KEPT_BYTES = 16 << 20
 """Of a segment that cannot be written; what is older is lost to the store, not to the platform's own log."""
@@ -30,11 +31,11 @@ REDRAW_SECONDS = 1.0
 class LogWriter:
     """Numbers the lines of a node's ranks. Lines wait until `begin` has said which attempt this is. Thread-safe.
 
-    What ``redact`` has learnt is in none of them.
+    What ``redact`` has learnt is in none of them. A segment holds the lines of ``flush_seconds``.
     """
 
-    def __init__(self, *, node: int, out: int = 1) -> None:
-        self._node, self._out = node, out
+    def __init__(self, *, node: int, out: int = 1, flush_seconds: float = 5.0) -> None:
+        self._node, self._out, self._flush_seconds = node, out, flush_seconds
         self._lock = threading.Lock()
         self.redact = Redactor()
         self._waiting: list[tuple[str, str]] | None = []
@@ -90,7 +91,7 @@ class LogWriter:
     def tick(self) -> None:
         """Write the segment once it is old enough; called a few times a second."""
         with self._lock:
-            if self._segment and time.monotonic() - self._segment_since >= SEGMENT_SECONDS:
+            if self._segment and time.monotonic() - self._segment_since >= self._flush_seconds:
                 self._flush()
 
     def flush(self) -> None:
@@ -107,7 +108,7 @@ class LogWriter:
             (self._folder / f"{self._segment_first:09d}.log").write_bytes(data)
         except OSError:
             # Kept in memory for the next try, under the same first number; not without end: training goes on.
-            self._retry_at = time.monotonic() + SEGMENT_SECONDS
+            self._retry_at = time.monotonic() + RETRY_SECONDS
             if self._segment_bytes < KEPT_BYTES:
                 return
         self._segment, self._segment_bytes = [], 0

@@ -53,7 +53,8 @@ class Mirror:
 
     ``say`` prints a line; ``peers()`` are the nodes now alive, this one included; ``keep`` is how many checkpoints stay
     (0: all), ``damaged`` the folders of those that could not be restored; ``skip`` is what was restored, ``shapes``
-    what this node had written of it, by `family`; ``links`` is a folder on the script's disk, for what is being copied.
+    what this node had written of it, by `family`; ``links`` is a folder on the script's disk, for what is being copied;
+    metrics are written every ``flush_seconds``.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Mirror:
         peers: Callable[[], set[int]],
         say: Callable[[str], None],
         links: Path,
+        flush_seconds: float,
         keep: int = 0,
         damaged: Sequence[Path] = (),
         skip: Mapping[str, Signature] | None = None,
@@ -90,7 +92,9 @@ class Mirror:
         self._working = 0
         places = {artifacts: live / "artifacts" / f"node-{node}"}
         places[metrics] = live / "metrics" / f"{attempt}-node-{node}.jsonl"
-        self._growing = Growing(places, small=metrics, moved=self._moved, complain=self._complain)
+        self._growing = Growing(
+            places, small=metrics, small_seconds=flush_seconds, moved=self._moved, complain=self._complain
+        )
         self._commits: Commits | None = None
         if node == 0:
             self._commits = Commits(

@@ -71,7 +71,7 @@ class Node:
         self.context, self.site, self.k, self.inbox = context, site, attempt, inbox
         self.me, self.nodes, self.topology = site.topology.node_rank, site.topology.nodes, site.topology
         self.live = Path(site.paths["live"]).absolute()
-        self.log = LogWriter(node=self.me)
+        self.log = LogWriter(node=self.me, flush_seconds=site.flush_seconds)
         self.link = Link(
             node=self.me,
             nodes=self.nodes,

@@ -51,6 +51,8 @@ class Workspace:
 
     def fill(self) -> None:
         """Code, inputs, requirements and the shim."""
+        for note in self._site.notes:
+            self._log.say(note)
         for folder in (self.checkpoints, self.artifacts, self._home, self.recorder.folder):
             folder.mkdir()
         self._lead_folders(below_code=False)
@@ -216,6 +218,7 @@ class Workspace:
             watch=watch,
             artifacts=self.artifacts,
             metrics=self.metrics,
+            flush_seconds=self._site.flush_seconds,
             send=send,
             peers=peers,
             say=self._log.say,
@@ -242,7 +245,7 @@ class Workspace:
         environment = launch.environment_of(
             context,
             topology,
-            base=os.environ,
+            base={name: os.environ[name] for name in os.environ if not name.startswith(tuple(self._site.hidden_env))},
             export=self._export,
             own=self._own(values, inputs, attempt),
             secrets=self._secrets(),

@@ -159,6 +159,37 @@ class TestWholeRuns:
         assert int(second["resumed_from"].removeprefix("step-")) >= 22 * epoch
         assert client.losses("spot") == whole
 
+    @pytest.mark.parametrize("grace", [6.0, None])
+    def test_the_doctor_looks_at_ports_folders_and_grace(self, client: Client, grace: float | None) -> None:
+        """Two small machines. A service that kills early is told of; one that keeps its word is not."""
+        plane = client.world.plane
+        kept, plane.grace = plane.grace, plane.grace if grace is None else grace
+        try:
+            words = [word for word in client.flags if word != "--provider"][1:]
+            done = client.jobs.cli("doctor", "vertex", "--job", "--measure-grace", *words, timeout=PATIENCE)
+        finally:
+            plane.grace = kept
+        told = done.json
+        report = told["report"]
+        assert told["state"] == "cancelled", done.err
+        assert {2222, 2223, 3333, 6000, 29500} <= {int(port) for port in report["ports"]["ports"]}
+        tried = report["ports"]["from"]["1"]
+        assert set(tried["address"].values()) == {""}
+        assert [tried["name"][port] for port in ("2222", "3333", "6000")] == ["", "", ""]
+        assert report["ports"]["name"].startswith("cmle-training-workerpool0-")
+        assert report["allreduce"]["right"]
+        assert all(row["folders"]["checkpoints"]["writable"] for row in report["nodes"].values())
+        rows = report["grace"]["nodes"].values()
+        assert report["grace"]["reckoned"] == 30
+        if grace is None:
+            assert (done.code, told["problems"]) == (0, []), done.err
+            assert all(row["recorded"] and 20 < row["seconds"] < 30 for row in rows)
+        else:
+            assert done.code == 1
+            assert [line[:17] for line in told["problems"]] == ["node 0 was killed", "node 1 was killed"]
+            seconds = [row["seconds"] for row in rows if not row["recorded"]]
+            assert [2 < each < 10 for each in seconds] == [True, True], seconds
+
     @pytest.mark.proof
     def test_a_node_0_that_is_done_long_before_its_peers_loses_nothing(self, client: Client) -> None:
         """The service takes its end for the job's, and kills the others at once."""

@@ -27,8 +27,8 @@ from cloudtrain.bundle import build
 from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.job import Job, Source
-from cloudtrain.provider import PROTOCOL, Layout, Topology
-from cloudtrain.providers.vertex import Provider, bootstrap, prepare, words
+from cloudtrain.provider import PROTOCOL, Layout, Site, Topology
+from cloudtrain.providers.vertex import Provider, bootstrap, fabric, prepare, words
 from cloudtrain.providers.vertex.secrets import secret, token
 
 HOSTS = [f"cmle-training-workerpool{pool}-ab-{i}:2222" for pool, i in ((0, 0), (1, 0), (1, 1))]
@@ -125,6 +125,99 @@ def test_paths_and_exit_codes() -> None:
     assert Provider.site({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, {}).export_env == {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"
     }
+
+
+def test_a_spot_node_is_told_that_it_has_less_time() -> None:
+    assert Provider.site({}, {"live": "/l"}).stop_grace == 30
+    spot = Provider.site({}, {"live": "/l", "grace": "15"})
+    assert (spot.stop_grace, spot.paths) == (15, {"live": "/l"})
+    assert int(spot.export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 15
+
+
+# ----------------------------------------------------------------------------------------------------------- GPUDirect
+
+RDMA = """
+export NCCL_NET=gIB NCCL_IB_TC=52
+export LD_LIBRARY_PATH="/usr/local/gib/lib64:${LD_LIBRARY_PATH}"
+export NCCL_DEBUG=WARN
+echo "it says something"
+[ -n "$NOTHING" ] && export NOTHING
+"""
+TCPXO = 'export NCCL_TUNER_CONFIG_PATH="${NCCL_LIB_DIR}/a3plus_tuner_config.textproto" NCCL_FASTRAK_USE_LLCM=1\n'
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Where the machine has its scripts; neither is there yet."""
+    found = {name: tmp_path / f"{name}.sh" for name in fabric.SCRIPTS}
+    monkeypatch.setattr(fabric, "SCRIPTS", {name: str(path) for name, path in found.items()})
+    return found
+
+
+def site_of_two(**environ: str) -> Site:
+    given = {"CLOUDTRAIN_NODES": "2", "CLUSTER_SPEC": spec("workerpool0", 0).replace(f', "{HOSTS[2]}"', "")}
+    return Provider.site({"PATH": os.environ["PATH"], **given, **environ}, {})
+
+
+@pytest.mark.parametrize("bash", [True, False])
+def test_ranks_get_what_the_script_for_rdma_sets(
+    scripts: dict[str, Path], monkeypatch: pytest.MonkeyPatch, bash: bool
+) -> None:
+    """What the image or an option has set stays, unless the script has extended it."""
+    if not bash:
+        monkeypatch.setattr(fabric.shutil, "which", lambda name: None)
+    scripts["GPUDirect-RDMA"].write_text(RDMA)
+    site = site_of_two(LD_LIBRARY_PATH="/usr/local/cuda/lib64", NCCL_DEBUG="INFO")
+    assert {name: site.export_env[name] for name in site.export_env if not name.startswith("TORCH_")} == {
+        "NCCL_NET": "gIB",
+        "NCCL_IB_TC": "52",
+        "LD_LIBRARY_PATH": "/usr/local/gib/lib64:/usr/local/cuda/lib64",
+    }
+    [note] = site.notes
+    assert note.startswith(
+        f"GPUDirect-RDMA: sourced {scripts['GPUDirect-RDMA']}, which sets LD_LIBRARY_PATH, NCCL_IB_TC"
+    )
+    assert note.endswith("; NCCL_DEBUG stays as it was set before")
+
+
+def test_the_script_for_tcpxo_is_told_where_its_plug_in_is(scripts: dict[str, Path]) -> None:
+    scripts["GPUDirect-TCPXO"].write_text(TCPXO)
+    site = site_of_two()
+    folder = scripts["GPUDirect-TCPXO"].parent
+    assert site.export_env["NCCL_TUNER_CONFIG_PATH"] == f"{folder}/a3plus_tuner_config.textproto"
+    assert site.export_env["NCCL_LIB_DIR"] == str(folder)
+
+
+def test_without_a_script_nothing_is_said(scripts: dict[str, Path]) -> None:
+    site = site_of_two()
+    assert (site.notes, set(site.export_env)) == ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"})
+
+
+def test_one_node_needs_no_fabric(scripts: dict[str, Path]) -> None:
+    scripts["GPUDirect-RDMA"].write_text(RDMA)
+    site = Provider.site({}, {})
+    assert (site.notes, set(site.export_env)) == ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("echo 'no such NIC' >&2; exit 3", "no such NIC"),
+        ("export X=1; exit 0", "the shell ended with 0"),
+        ("if then", "line 1: `if then"),
+        ("sleep 30", "timed out"),
+    ],
+)
+def test_a_script_that_fails_is_told_and_training_goes_on(
+    scripts: dict[str, Path], monkeypatch: pytest.MonkeyPatch, text: str, says: str
+) -> None:
+    monkeypatch.setattr(fabric, "TIMEOUT", 1.0)
+    scripts["GPUDirect-RDMA"].write_text(text)
+    site = site_of_two()
+    assert set(site.export_env) == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+    [note] = site.notes
+    assert "cannot be sourced, so NCCL may use TCP, which is slower: " in note
+    assert says in note
 
 
 # ----------------------------------------------------------------------------------------------- the services on a node
@@ -472,22 +565,50 @@ if rank == "1":
 """
 
 
-@pytest.fixture
-def three(tmp_path: Path) -> Iterator[Callable[[], list[subprocess.Popen[str]]]]:
-    """Three nodes of one job as processes of this machine, once each of their scripts holds."""
+def staged(tmp_path: Path, script: str, **fields: Any) -> None:
+    """What the nodes of a job find: its context, code and runtime."""
     (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "train.py").write_text(HOLD)
+    (tmp_path / "src" / "train.py").write_text(script)
     source = Source(path=str(tmp_path / "src"), entry_point="train.py")
     bundle = build(source, cwd=tmp_path, max_bytes=1 << 20)
     (tmp_path / "code.tar.gz").write_bytes(bundle.archive())
     (tmp_path / "cloudtrain.pyz").write_bytes(pyz.build())
-    job = Job.make(
-        entry_point="train.py", launcher="python", instance_count=3, image="team/trainer:1", args=[str(tmp_path / "go")]
-    )
+    job = Job.make(entry_point="train.py", launcher="python", image="team/trainer:1", **fields)
     layout = Layout(store="gs://bucket/store", run_id="r", code_digest=bundle.digest, runtime_digest=pyz.digest())
-    context = Provider(project="p", location="europe-west4").plan(job, layout).context
+    made = Provider(project="p", location="europe-west4", service_account="t@p.iam.gserviceaccount.com")
+    context = made.plan(job, layout).context
     (tmp_path / "context.json").write_text(json.dumps(context))
     (tmp_path / "key").write_bytes(b"k" * 32)
+
+
+SHOW = """
+import json, os
+print("environment", json.dumps(dict(os.environ)), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_does_not_take_itself_for_one_of_kubeflow(tmp_path: Path, service: Any) -> None:
+    """By the rule of Lightning 1.9 (`KubeflowEnvironment.detect`); 2.0 and later detect it no more. What the job itself
+    sets stays, and secrets still come by the metadata server."""
+    staged(tmp_path, SHOW, env={"KUBERNETES_MINE": "1"}, secrets={"TOKEN": "gcp:projects/p/secrets/s"})
+    words = [sys.executable, str(tmp_path / "cloudtrain.pyz"), "run", "--context", str(tmp_path / "context.json")]
+    words += ["--path", f"live={tmp_path / 'live'}", "--path", f"code={tmp_path / 'code.tar.gz'}"]
+    pod = {"KUBERNETES_PORT": "tcp://10.0.0.1:443", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    environ = {**os.environ, **service.environ, **pod}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [line] = [line for line in done.stdout.splitlines() if "] environment {" in line]
+    seen = json.loads(line.partition("environment ")[2])
+    assert {name for name in seen if name.startswith("KUBERNETES_")} == {"KUBERNETES_MINE"}
+    assert not {"KUBERNETES_PORT", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"} <= seen.keys()
+    assert seen["TOKEN"] == "***TOKEN***", "it is there, and hidden in the log"
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Callable[[], list[subprocess.Popen[str]]]]:
+    """Three nodes of one job as processes of this machine, once each of their scripts holds."""
+    staged(tmp_path, HOLD, instance_count=3, args=[str(tmp_path / "go")])
     addresses = [f"127.0.0.1:{free_port_pair()}", "127.0.0.1:1", "127.0.0.1:1"]
     cluster = {"workerpool0": addresses[:1], "workerpool1": addresses[1:]}
     started: list[subprocess.Popen[str]] = []

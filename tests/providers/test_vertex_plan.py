@@ -232,6 +232,44 @@ def test_reservation_none_goes_with_every_way_to_get_machines() -> None:
     assert scheduling({**own, "persistent_resource_id": "mine"}) == {"timeout": "86400s"}
 
 
+def test_a_node_is_told_its_grace_where_its_options_cannot_change_it() -> None:
+    assert paths(planned(spot=True))["grace"] == "15"
+    assert "grace" not in paths(planned())
+    for spot, seconds in ((True, 15), (False, 30)):
+        request = planned(spot=spot)
+        assert Provider().nodes(request).rules.stop_grace == seconds
+        assert Provider.site({}, paths(request)).stop_grace == seconds
+        assert all(mount.path.startswith("/gcs/") for mount in Provider().nodes(request).nodes[0].mounts)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "transport"),
+    [("H200:8", "RDMA: "), ("B200:8", "RDMA: "), ("H100:8", ""), ("A100-80GB:8", ""), ("T4:4", "")],
+)
+def test_the_transport_between_nodes_is_named(gpu: str, transport: str) -> None:
+    two = " ".join(planned(gpu=gpu, instance_count=2).notes)
+    assert ("GPUDirect-RDMA between nodes: each node sources /usr/local/gib/" in two) is bool(transport)
+    assert "GPUDirect" not in " ".join(planned(gpu=gpu).notes)
+
+
+def test_the_transport_of_mega_machines_is_tcpxo() -> None:
+    notes = planned(instance_type="a3-megagpu-8g", instance_count=2).notes
+    assert "GPUDirect-TCPXO between nodes: each node sources /usr/local/nvidia/lib64/" in " ".join(notes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "warned"),
+    [
+        ({"gpu": "T4:1"}, True),
+        ({"gpu": "T4:1", "cpus": 8}, False),
+        ({"gpu": "L4:1"}, False),
+        ({}, False),
+    ],
+)
+def test_a_machine_on_which_the_log_may_stop_is_named(fields: dict[str, Any], warned: bool) -> None:
+    assert ("logging agent" in " ".join(planned(**fields).notes)) is warned
+
+
 def test_limits() -> None:
     assert scheduling(max_runtime="2h") == {"timeout": "7200s"}
     # 0.75 USD an hour, two nodes

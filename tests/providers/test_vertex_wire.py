@@ -587,6 +587,21 @@ def test_another_quota_project_that_has_no_vertex_is_named(plane: Plane, monkeyp
         client().status(NOWHERE)
 
 
+def test_a_log_that_others_read_as_well_says_why_it_is_refused(plane: Plane) -> None:
+    provider = client()
+    native = provider.submit(PLANS.planned())
+    plane.entries.reads = 1
+    first = provider.logs(native)
+    for _ in range(2):  # refused by the service, then not even asked
+        with pytest.raises(LostContactError, match="60 reads a minute for a project") as caught:
+            provider.logs(native, first.cursor)
+        assert caught.value.throttled
+    plane.wire.faults.append(Fault("POST entries", Refusal("UNAVAILABLE", "down")))
+    with pytest.raises(LostContactError) as caught:
+        client().logs(native, first.cursor)
+    assert not caught.value.throttled
+
+
 # ------------------------------------------------------------------------------------------------------------- buckets
 
 

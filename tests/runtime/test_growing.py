@@ -30,6 +30,7 @@ class One:
         self.growing = Growing(
             {self.artifacts: self.live / "artifacts", self.metrics: self.live / "metrics.jsonl"},
             small=self.metrics,
+            small_seconds=0.05,
             moved=lambda source, done: self.moved.append((source.name, done)),
             complain=self.said.append,
         )
@@ -47,7 +48,7 @@ class One:
 
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[One]:
-    for name in ("GROWING_SECONDS", "SMALL_SECONDS", "RETRY_SECONDS"):
+    for name in ("GROWING_SECONDS", "RETRY_SECONDS"):
         monkeypatch.setattr(growing, name, 0.05)
     made = One(tmp_path)
     yield made
@@ -254,7 +255,11 @@ def test_what_was_brought_back_is_not_copied_again(tmp_path: Path) -> None:
     (artifacts / "new").write_text("new")
     moved: list[str] = []
     one = Growing(
-        {artifacts: target}, small=tmp_path / "none", moved=lambda file, _: moved.append(file.name), complain=print
+        {artifacts: target},
+        small=tmp_path / "none",
+        small_seconds=0.05,
+        moved=lambda file, _: moved.append(file.name),
+        complain=print,
     )
     one.start()
     one.finish()

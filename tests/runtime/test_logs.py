@@ -202,7 +202,7 @@ def test_segments_are_written_by_size_and_age_and_each_once(
     writer.write("0", "a")
     writer.tick()
     assert not folder.exists()  # not old enough
-    monkeypatch.setattr(logs, "SEGMENT_SECONDS", 0.0)
+    writer._flush_seconds = 0.0
     writer.tick()
     assert [p.name for p in folder.iterdir()] == ["000000001.log"]
     writer.tick()

@@ -47,7 +47,7 @@ class Cluster:
                 Mirror(
                     node=node, nodes=nodes, attempt=attempt, live=self.live, watch=watch,
                     artifacts=tmp_path / f"n{node}/artifacts",
-                    metrics=tmp_path / f"n{node}/metrics.jsonl", links=tmp_path / f"n{node}/links",
+                    metrics=tmp_path / f"n{node}/metrics.jsonl", links=tmp_path / f"n{node}/links", flush_seconds=0.2,
                     send=self._sender(node), peers=lambda: set(self.alive),
                     say=self.said.append, keep=keep, damaged=damaged, shapes=shapes,
                     skip={name: e.signature for name, e in watch.entries().items()},
@@ -894,7 +894,6 @@ def test_artifacts_and_metrics_are_mirrored_whole_now_and_at_the_end(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(growing, "GROWING_SECONDS", 0.2)
-    monkeypatch.setattr(growing, "SMALL_SECONDS", 0.2)
     monkeypatch.setattr(growing, "RETRY_SECONDS", 0.1)
     run = cluster(2)
     (run.tmp / "n1/artifacts/tensorboard").mkdir()

@@ -101,6 +101,16 @@ def test_a_folder_that_scripts_know_leads_to_ours(tmp_path: Path, capfd: pytest.
         assert said == ""
 
 
+def test_what_the_provider_notes_is_said_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    site = Site(topology=topology, paths={"code": str(tmp_path / "none")}, scratch=[str(tmp_path)], notes=["a note"])
+    log = LogWriter(node=0)
+    log.begin("0.0", tmp_path / "logs")
+    with pytest.raises(StorageError):
+        Workspace(context={"run_id": "r", "code_digest": "", "inputs": {}}, site=site, log=log).fill()
+    assert capfd.readouterr().out == "[a0.0 n0 r- #1] cloudtrain: a note\n"
+
+
 def test_a_folder_that_cannot_be_led_is_told_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder, space, said = known(tmp_path, capfd, made="there/already")
     assert f"{folder} cannot lead to {space.checkpoints}" in said

@@ -61,6 +61,8 @@ class Provider:
     max_wait_by: ClassVar[str] = "client"
     pace: ClassVar[float] = 2.0
     poll: ClassVar[float] = 10.0
+    probe_ports: ClassVar[tuple[int, ...]] = (2222, 2223, 3333, 6000, 29500)
+    """What ``doctor --job`` tries: ports that the chief's Service is known to forward, and two that it may not."""
 
     def __init__(self, **settings: Any) -> None:
         from .plan import checked

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import catalog
 from ...errors import SpecError, UnsupportedError
+from .fabric import SCRIPTS, TRANSPORTS
 from .words import NAME
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from ...job import Gpu, Job
 
 __all__ = [
-    "DISK_LIMITS_GB", "FLEXIBLE", "REGIONS", "advice", "machine_of", "machine_spec", "priced", "regions_of", "told_as",
-    "unavailable",
+    "DISK_LIMITS_GB", "FLEXIBLE", "REGIONS", "advice", "machine_of", "machine_spec", "notes_of", "priced", "regions_of",
+    "told_as", "unavailable",
 ]  # fmt: skip
 
 FIRST = "n1-standard-4"
@@ -28,6 +29,8 @@ CORES = 4
 """Cores a GPU where neither job nor machine says: eight GPUs would starve on the four cores that are allowed."""
 MEMORY_GB = 3
 """Gigabytes of memory a core beside a GPU where the job does not say: an n1-highcpu machine has less than one."""
+STARVED = 4
+"""So few vCPUs, beside a GPU, may stop the log of a job that goes on. Google names n1-highmem-2 as an example."""
 ACCELERATED = re.compile(r"(a\d+x?|g\d+)-")
 TPU = re.compile(r"(ct|tpu)", re.IGNORECASE)
 FLEXIBLE = frozenset(
@@ -173,6 +176,17 @@ def advice(machine: Machine, *, strategy: str, reserved: bool, location: str) ->
 def regions_of(machine: Machine) -> tuple[str, ...]:
     """Return the regions where training has the machine's GPU; empty for a machine without one."""
     return REGIONS.get(machine.accelerator, ())
+
+
+def notes_of(machine: Machine, nodes: int) -> list[str]:
+    """Return what the user should know of this machine. Source: Vertex AI's page on compute resources."""
+    notes = []
+    if nodes > 1 and (transport := TRANSPORTS.get(machine.accelerator)):
+        notes.append(f"{transport} between nodes: each node sources {SCRIPTS[transport]}, if it is there")
+    if machine.instance_type.startswith(ATTACHED) and machine.gpu and (machine.vcpus or 0) <= STARVED:
+        few = f"{machine.instance_type} has {machine.vcpus} vCPUs for its GPUs and for Vertex AI's logging agent"
+        notes.append(f"{few}: if the log stops, take a machine with more")
+    return notes
 
 
 def machine_spec(machine: Machine) -> dict[str, Any]:

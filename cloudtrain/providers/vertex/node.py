@@ -14,25 +14,39 @@ from typing import Any
 
 from ...errors import SpecError
 from ...provider import Site, Topology
+from .fabric import fabric_env
 from .secrets import secret
-from .words import AGAIN, GRACE, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
+from .words import AGAIN, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
 
 __all__ = ["site"]
 
-SHUTDOWN = "25"
-"""Seconds that torchrun leaves its ranks after SIGTERM; its own default is the whole grace."""
+SHUTDOWN = 5
+"""Seconds before the end of the grace at which torchrun kills its ranks; its own default is 30 s after SIGTERM."""
+FLUSH_SECONDS = 30.0
+"""Each write below /gcs is a whole new object, and a rename a copy and a removal: operations that cost money."""
+HIDDEN = ("KUBERNETES_",)
+"""Jobs are pods. Libraries take a script with these variables for one that Kubeflow has started: Lightning before 2.0
+did so where LOCAL_RANK is missing."""
 POOLS = ("workerpool0", "workerpool1")
 """The pools with nodes; any others are servers beside them."""
 
 
 def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
     """What Vertex AI gave this node."""
+    paths = _paths(argv)
+    grace = int(paths.pop(GRACE_PATH, GRACE))
+    topology = _topology(environ)
+    fabric, notes = fabric_env(environ) if topology.nodes > 1 else ({}, [])
+    shutdown = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace - SHUTDOWN))
     return Site(
-        topology=_topology(environ),
-        paths=_paths(argv),
+        topology=topology,
+        paths=paths,
         scratch=("/tmp",),  # on the boot disk, which is the one that a job can ask for
-        export_env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN)},
-        stop_grace=GRACE,
+        export_env={**fabric, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": shutdown},
+        hidden_env=HIDDEN,
+        notes=notes,
+        flush_seconds=FLUSH_SECONDS,
+        stop_grace=grace,
         link_port=LINK_PORT,
         join_timeout=JOIN_TIMEOUT,
         restarts_in_place=True,

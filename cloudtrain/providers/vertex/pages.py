@@ -35,6 +35,11 @@ LOOK = 6.0
 """Seconds between two looks while a log may still grow after its job's end, and between two whether that has come."""
 HELD = 60.0
 """Seconds for which a log that is refused is asked for again once its job is over: there is no later time."""
+SHARED = (
+    "Cloud Logging takes 60 reads a minute for a project, and everyone who follows a log of it shares them; "
+    "cloudtrain reads on as soon as it may"
+)
+"""Source: Cloud Logging's page on quotas."""
 _REPLICA = re.compile(r"workerpool(\d+)-(\d+)")
 
 
@@ -95,10 +100,11 @@ def _entries(account: Account, native_id: str, state: Mapping[str, Any], *, fina
     while True:
         try:
             return decoded(account.rest("logging", "POST", url, what=READ, body=body), what=READ)
-        except LostContactError:
-            wait = max(account.held("logging"), 1.0)
+        except LostContactError as exc:
+            held = account.held("logging")
+            wait = max(held, 1.0)
             if not final or time.monotonic() + wait > end:
-                raise
+                raise (LostContactError(f"{exc}: {SHARED}", throttled=True) if held > 0 else exc) from None
             time.sleep(wait)
 
 

@@ -17,10 +17,11 @@ from ...limits import checked_prices, hard_limit
 from ...options import merge_options
 from ...provider import Layout, Request, check_inputs, context_of, python_command
 from ...values import choice_of, url_scheme
-from .machines import DISK_LIMITS_GB, FLEXIBLE, advice, machine_of, machine_spec, priced, unavailable
+from .machines import DISK_LIMITS_GB, FLEXIBLE, advice, machine_of, machine_spec, notes_of, priced, unavailable
 from .preflight import check_body
 from .words import (
     GCS,
+    GRACE_PATH,
     LABEL_ATTEMPT,
     LABEL_CI,
     LABEL_JOB,
@@ -32,6 +33,7 @@ from .words import (
     NAME,
     NFS,
     NODES,
+    grace_of,
 )
 
 if TYPE_CHECKING:
@@ -175,7 +177,8 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         raise UnsupportedError(NAME, "resources.shm_gb", why)
     if not job.image:
         raise SpecError(IMAGE, field="image")
-    machine, notes = machine_of(job, choice), list[str]()
+    machine = machine_of(job, choice)
+    notes = notes_of(machine, job.resources.instance_count)
     name = job_name(layout.run, attempt, choice)
     spec: dict[str, Any] = {
         "workerPoolSpecs": _pools(settings, job, layout, machine, attempt),
@@ -232,7 +235,7 @@ def _processes(job: Job, choice: int, machine: Machine) -> int:
 def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attempt: int) -> list[dict[str, Any]]:
     """The primary, which is one, and all others: Vertex AI's page on distributed training."""
     count = job.resources.instance_count
-    words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(layout, attempt)])
+    words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(job, layout, attempt)])
     spec = machine_spec(machine)
     if settings.reservation:
         spec["reservationAffinity"] = _affinity(settings)
@@ -271,9 +274,11 @@ def mounted(url: str) -> str:
     return f"{GCS}/{url.removeprefix('gs://')}"
 
 
-def _arguments(layout: Layout, attempt: int) -> list[str]:
+def _arguments(job: Job, layout: Layout, attempt: int) -> list[str]:
     """The runtime's own; ``copy`` and ``copyfile`` are inputs that `prepare` copies to local disk first."""
     paths = {"code": mounted(layout.code), "live": mounted(layout.live)}
+    if job.resources.spot:
+        paths[GRACE_PATH] = str(grace_of("SPOT"))
     if layout.resume:
         if url_scheme(layout.resume) != "gs":
             raise UnsupportedError(NAME, "resume_from", f"its nodes see gs:// only, not {layout.resume}")

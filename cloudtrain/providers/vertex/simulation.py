@@ -11,7 +11,7 @@ from typing import Any
 from ...provider import Mount, NodeSpec, Request, Rules, Simulation
 from .machines import told_as
 from .plan import mounted
-from .words import AGAIN, FORWARDED, GCS, GRACE, NFS, PORT
+from .words import AGAIN, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 
 __all__ = ["nodes"]
 
@@ -48,7 +48,7 @@ def nodes(request: Request) -> Simulation:
         losses=RESTARTS if spec["scheduling"].get("restartJobOnWorkerRestart") else 0,
         primary=0,
         objects=GCS,
-        stop_grace=GRACE,
+        stop_grace=grace_of(spec["scheduling"].get("strategy", "")),
     )
     return Simulation(nodes=specs, rules=rules)
 
@@ -106,6 +106,8 @@ def _mounts(request: Request, pool: Mapping[str, Any]) -> Iterator[Mount]:
     yield Mount(url=base, path=mounted(base), kind="sync")
     pairs = (after.split("=", 1) for before, after in itertools.pairwise(words) if before == "--path")
     for name, path in pairs:
+        if name == GRACE_PATH:
+            continue
         place = path.rpartition("/")[0] if name == "code" else path
         url = servers[place] if place in servers else _url(place)
         yield Mount(url=url, path=place, kind="sync" if name == "live" else "mount")

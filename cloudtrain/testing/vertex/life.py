@@ -248,7 +248,7 @@ class CustomJob:
         started = Started(
             self.containers,
             [Printed(out / f"node-{n}.log", line.take) for n, line in enumerate(lines)],
-            grace=lambda: self.plane.grace,
+            grace=lambda: min(self.plane.grace, simulation.rules.stop_grace),
             first=lambda why: self._first_taken if why == "preempted" else None,
         )
         limit = simulation.rules.time_limit

@@ -18,7 +18,7 @@ from .gcs import Gcs
 from .identity import Identity
 from .life import CustomJob
 from .questions import Questions
-from .replicas import GRACE, NUMBER
+from .replicas import NUMBER
 from .strict import STANDARD, UNSUPPORTED, broken_rules, parsed
 from .wire import Answer, Call, Refusal, Wire, no_consumer, off
 
@@ -46,7 +46,8 @@ class Plane(Platform):
     ``consumer`` False: the caller may not have its calls counted against the project; ``accounts`` that a caller may
     give to a job; ``list_lag`` seconds until a listing has a job; ``error_late`` seconds between a job's end and its
     error; ``unknown`` states by name, as numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_) of
-    a job whose time, or whose wait, was too long. ``grace`` is the seconds from SIGTERM to SIGKILL,
+    a job whose time, or whose wait, was too long. ``grace`` is the most seconds from SIGTERM to SIGKILL, where its
+    strategy gives more,
     ``restart_seconds`` the time between a container's failure, after which its machine starts it again in place, and
     the end of the job.
     """
@@ -67,7 +68,7 @@ class Plane(Platform):
         self.capped: set[str] = set()
         self.lacking: set[str] = set()
         self.consumer = True
-        self.capacity_seconds, self.list_lag, self.error_late, self.grace = 1.0, 0.0, 0.0, GRACE
+        self.capacity_seconds, self.list_lag, self.error_late, self.grace = 1.0, 0.0, 0.0, float("inf")
         self.restart_seconds = 5.0
         self.timed_out, self.waited_out = "CANCELLED", "EXPIRED"
         self._lock = threading.RLock()

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...provider import Mount, NodeSpec, Rules, Simulation
-from .strict import parsed
+from .strict import SPOT, parsed
 
-__all__ = ["GRACE", "differences", "reading", "tasks"]
+__all__ = ["differences", "reading", "tasks"]
 
-GRACE = 30.0
-"""Seconds between SIGTERM and SIGKILL: those of a machine that Compute Engine takes back; unverified for jobs."""
+GRACE, SPOT_GRACE = 30.0, 15.0
+"""Seconds between SIGTERM and SIGKILL of a pod, and of one on a spot machine ("Spot VMs" of Google Kubernetes Engine);
+unverified for jobs."""
 PORT = 2222
 FORWARDED = (2222, 3333, 6000)
 """Ports of the Service that the chief's name is: TF_PORT, TRAINING_PORT, STATUSZ in the variables of real workers."""
@@ -32,7 +33,9 @@ TASKS = {"workerpool0": "chief", "workerpool1": "worker", "workerpool2": "ps", "
 """A pool's name in TF_CONFIG."""
 POISON = {"RANK": "7", "LOCAL_RANK": "7", "WORLD_SIZE": "77", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
 """Of the retired AI Platform Training, and wrong: whoever takes them for torchrun's trains nothing."""
-PLATFORM = re.compile(r"CLUSTER_SPEC|TF_CONFIG|(CLOUD_ML|AIP)_.*|HOSTNAME|" + "|".join(POISON))
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "KUBERNETES_SERVICE_PORT": "443", "KUBERNETES_PORT": "tcp://10.0.0.1:443"}
+"""A replica is a pod of Kubernetes, and this is how a program sees it."""
+PLATFORM = re.compile(r"CLUSTER_SPEC|TF_CONFIG|(CLOUD_ML|AIP)_.*|HOSTNAME|" + "|".join((*POISON, *POD)))
 """Variables that the platform sets besides, and no provider need say."""
 
 
@@ -66,7 +69,8 @@ def reading(name: str, job: Any) -> Simulation:
     scheduling = job.job_spec.scheduling
     limit = scheduling.timeout.ToTimedelta().total_seconds() if scheduling.HasField("timeout") else WEEK
     again = () if scheduling.disable_retries else TRANSIENT
-    rules = Rules(time_limit=limit, restart_on=again, max_restarts=RETRIES if again else 0, stop_grace=GRACE)
+    grace = SPOT_GRACE if scheduling.strategy == SPOT else GRACE
+    rules = Rules(time_limit=limit, restart_on=again, max_restarts=RETRIES if again else 0, stop_grace=grace)
     return Simulation(nodes=nodes, rules=rules)
 
 
@@ -91,6 +95,7 @@ def _platform(name: str, job: Any, task: tuple[int, int], where: Mapping[tuple[i
     _, _, _, location, _, id = name.split("/")
     env = {
         **POISON,
+        **POD,
         "CLUSTER_SPEC": json.dumps(spec),
         "CLOUD_ML_PROJECT_ID": NUMBER,
         "CLOUD_ML_JOB_ID": id,

@@ -1,0 +1,84 @@
+"""GPUDirect on nodes of provider ``vertex``: the variables that NCCL needs, from the machine's own script.
+
+Machines with H200, B200 and GB200 have GPUDirect-RDMA, machines with H100-mega have GPUDirect-TCPXO. For RDMA Google
+asks the user to source a script before the command: Vertex AI's page on compute resources. That page names no step for
+TCPXO. Its script is that of Google Kubernetes Engine's page on GPUDirect; that a job of Vertex AI has it is unverified.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+
+__all__ = ["SCRIPTS", "TRANSPORTS", "fabric_env"]
+
+RDMA, TCPXO = "GPUDirect-RDMA", "GPUDirect-TCPXO"
+TRANSPORTS: Mapping[str, str] = {
+    **dict.fromkeys(("NVIDIA_H200_141GB", "NVIDIA_B200", "NVIDIA_GB200"), RDMA),
+    "NVIDIA_H100_MEGA_80GB": TCPXO,
+}
+"""How machines with these accelerators exchange data between nodes; all others use TCP."""
+SCRIPTS: Mapping[str, str] = {
+    RDMA: "/usr/local/gib/scripts/set_nccl_env.sh",
+    TCPXO: "/usr/local/nvidia/lib64/nccl-env-profile.sh",
+}
+TIMEOUT = 30.0
+OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD", "LC_CTYPE")
+"""Variables that the shell, or Python as it starts, sets by itself."""
+_SHOW = "import json, os, sys; json.dump(dict(os.environ), sys.stdout)"
+
+
+def fabric_env(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return what the scripts that are on this node set, and lines for its log that say so.
+
+    A variable of ``environ`` keeps its value, which the image or an option has set, unless the script has extended it.
+    A script that fails sets nothing, and training goes on without it.
+    """
+    found: dict[str, str] = {}
+    notes = []
+    for transport, script in SCRIPTS.items():
+        if not os.path.exists(script):
+            continue
+        try:
+            changed = _sourced(script, environ)
+        except (OSError, ValueError, subprocess.SubprocessError) as exc:
+            why = " ".join(str(exc).split())[:300]
+            notes.append(f"{transport}: {script} cannot be sourced, so NCCL may use TCP, which is slower: {why}")
+            continue
+        new = {name: text for name, text in changed.items() if environ.get(name, "") in text}
+        found |= new
+        kept = sorted(changed.keys() - new.keys())
+        has = f"; {', '.join(kept)} stays as it was set before" if kept else ""
+        notes.append(f"{transport}: sourced {script}, which sets {', '.join(sorted(new)) or 'nothing new'}{has}")
+    return found, notes
+
+
+def _sourced(script: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what ``script`` changes, less `OF_THE_SHELL`. Raises `OSError`, `ValueError` or `SubprocessError`.
+
+    The status of a script that is sourced is that of its last line, often a test, so it says nothing.
+    """
+    shell = shutil.which("bash") or "/bin/sh"
+    # Google's script for TCPXO takes the folder of the plug-in from this variable.
+    before = {"NCCL_LIB_DIR": os.path.dirname(script), **environ} if script == SCRIPTS[TCPXO] else dict(environ)
+    done = subprocess.run(
+        [shell, "-c", '. "$1" >&2; exec "$2" -S -E -c "$3"', shell, script, sys.executable, _SHOW],
+        env=before,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    try:
+        after: dict[str, str] = json.loads(done.stdout)
+    except ValueError:
+        after = {}
+    changed = {n: text for n, text in after.items() if n not in OF_THE_SHELL and environ.get(n) != text}
+    if changed.keys() <= before.keys() - environ.keys():
+        last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise ValueError(last or (f"the shell ended with {done.returncode}" if not after else "it sets nothing"))
+    return changed
