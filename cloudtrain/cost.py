@@ -18,6 +18,9 @@ from .provider import AttemptInfo, Request, Status
 
 __all__ = ["Account", "cost_of", "seconds_of"]
 
+NEVER_RAN = frozenset({"cancelled", "capacity", "quota"})
+"""Categories of an attempt that had no machines, if neither its nodes nor a client know of a start."""
+
 Spans = Sequence[tuple[float | None, float | None]]
 
 
@@ -89,8 +92,11 @@ def _used(
     account: Account, status: Status, spans: Spans, request_of: Callable[[], Request | None], now: float
 ) -> _Used:
     began = any(start is not None for start, _ in spans)
-    if status.final and not status.native and not began and status.started is None:
-        return _Used()  # the platform has forgotten it, and no node left a word
+    if status.final and not began and status.started is None:
+        if not status.native:
+            return _Used()  # the platform has forgotten it, and no node left a word
+        if status.limit_s is not None and status.category not in NEVER_RAN:
+            return _Used()  # it may have had machines, and the platform does not tell since when
     until = status.finished if status.final and status.finished is not None else now
     seconds = seconds_of(spans if began else [(status.started, status.finished)], until)
     nodes = account.job.resources.instance_count

@@ -51,9 +51,9 @@ __all__ = [
 ]
 
 PROTOCOL = 1
+"""Version of context.json; the node refuses one it does not know."""
 JOIN_TIMEOUT = 1800.0
 """Seconds that nodes wait for each other: clouds start the nodes of one job many minutes apart."""
-"""Version of context.json; the node refuses one it does not know."""
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
 FINAL = ("succeeded", "failed", "cancelled")
@@ -203,8 +203,9 @@ class Status:
 
     ``billed_s`` is machine time that the platform bills, summed over nodes, ``saved`` the part of the running time (0
     to 1) that preemptible machines did not cost, ``cost_usd`` an estimate; None is what the platform does not tell.
-    ``limit_s`` is set by a platform that tells neither when a job began to run nor whether its time limit, which this
-    is, ended it: ``started`` is None then, and `cloudtrain.verdict.with_start` completes the status.
+    ``limit_s`` is the job's time limit in seconds. Only a platform sets it that tells neither when a job began to run
+    nor whether that limit ended it. `cloudtrain.verdict.with_start` then completes the status by the nodes' records;
+    ``started`` of a running job is the time since which it has run at the latest.
     """
 
     state: str

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from . import catalog
 from .checkpoint import Checkpoint
-from .cost import Account, cost_of
+from .cost import Account, cost_of, seconds_of
 from .disk import local_path
 from .errors import AuthError, CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from .follow import Line, attempt_key
@@ -190,34 +190,41 @@ class Run(Moving):
             state = "succeeded" if root["outcome"] == "succeeded" else "failed"
             return Status(state=state, native="gone", reason="the platform no longer knows the job")
 
-    def _told(self, attempt: int, status: Status) -> Status:
+    def _told(self, attempt: int, status: Status, exits: Sequence[Record] | None = None) -> Status:
         """The platform's word on an attempt; of one that a client, and no user, stopped for want of machines, that."""
-        if status.limit_s is not None and status.state != "pending":
-            stopped = status.final and self.store.cancelled(self.run_id)
-            status = with_start(status, self._began_at(attempt, status), cancelled=stopped)
-        by_us = status.state == "cancelled" and not self.store.cancelled(self.run_id)
+        cancelled = status.state == "cancelled" and self.store.cancelled(self.run_id)
+        by_us = status.state == "cancelled" and not cancelled
         expired = self.store.expired(self.run_id, attempt) if by_us else None
+        if status.limit_s is not None and status.state != "pending":
+            status = self._with_start(attempt, status, exits, stopped=cancelled or expired is not None)
         return without_machines(status, str(expired["reason"])) if expired else status
 
-    def _began_at(self, attempt: int, status: Status) -> float | None:
-        """Return when an attempt began to run: by its nodes' records, else when a client first saw it running.
+    def _with_start(self, attempt: int, status: Status, exits: Sequence[Record] | None, *, stopped: bool) -> Status:
+        """Return ``status`` with the moment at which the attempt began to run, and as a timeout if it was one.
 
-        The first client that sees it running notes that, unless it may only read.
+        The nodes' records say when it began. Without one it is when a client first saw the attempt running, by the
+        platform's clock where it tells a time; that client notes it, unless it may only read.
         """
-        if attempt in self._began and not status.final:
-            return self._began[attempt]
-        store, run_id = self.store, self.run_id
-        known = [began_at(attempt, store.starts(run_id), store.exits(run_id) if status.final else ())]
+        store, run_id, sight = self.store, self.run_id, status.started
+        if not status.final and attempt in self._began:
+            return replace(status, started=self._began[attempt])
+        starts = store.starts(run_id)
+        exits = (store.exits(run_id) if exits is None else exits) if status.final else ()
+        began = began_at(attempt, starts, exits)
+        if began is not None:
+            self._began[attempt] = began
+        elif status.final:
+            began = store.seen_running(run_id, attempt)
+        else:
+            began = self._clock() if sight is None else sight
+            with contextlib.suppress(AuthError, StorageError):
+                began = store.runs_since(run_id, attempt, began)
+        ran = 0.0
         if status.final:
-            known.append(store.seen_running(run_id, attempt))
-        elif known == [None]:
-            known = [self._clock()]
-            with contextlib.suppress(AuthError):
-                known = [store.runs_since(run_id, attempt, self._clock())]
-        times = [time for time in known if time is not None]
-        if times:
-            self._began[attempt] = min(times)
-        return min(times, default=None)
+            rows = attempts_of({"": replace(status, started=began)}, {attempt: ""}, exits, starts)
+            spans = [(row.started, row.ended) for row in rows if attempt_key(row.number)[:1] == (attempt,)]
+            ran = seconds_of(spans, status.finished or self._clock())
+        return with_start(status, began, ran=ran, stopped=stopped)
 
     def _expire(self, status: Status, natives: Mapping[int, str]) -> str:
         """Cancel an attempt that waits for machines longer than ``max_wait``, where no platform does: why, or empty."""
@@ -256,7 +263,9 @@ class Run(Moving):
         exits = self.store.exits(self.run_id)
         newest = natives[max(natives)] if natives else ""
         last = {native: k for k, native in natives.items()}
-        said = {native: status if native == newest else self._old_status(k, native) for native, k in last.items()}
+        said = {
+            native: status if native == newest else self._old_status(k, native, exits) for native, k in last.items()
+        }
         starts = self.store.starts(self.run_id)
         attempts = attempts_of(said, natives, exits, starts)
         verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
@@ -289,10 +298,10 @@ class Run(Moving):
         account = Account(job=self.job.at(name), provider=name, prices=prices, region=region)
         return cost_of(account, said, attempts, request_of, self._clock())
 
-    def _old_status(self, attempt: int, native: str) -> Status:
+    def _old_status(self, attempt: int, native: str, exits: Sequence[Record]) -> Status:
         """Of an earlier attempt: history, so a platform that has forgotten it or does not answer is no error."""
         try:
-            return self._told(attempt, self._patiently(lambda: self.provider.status(native)))
+            return self._told(attempt, self._patiently(lambda: self.provider.status(native)), exits)
         except CloudtrainError:
             return Status(state="failed")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -39,7 +39,7 @@ __all__ = [
 
 #: What the platform knows better than its nodes; of anything else the nodes know better.
 PLATFORM_DECIDES = frozenset({"cancelled", "timeout", "capacity", "quota", "auth", "image", "preempted"})
-#: What a platform may call the end of a job whose time was up, beside a cancel.
+#: Categories that a platform may give to a job whose time was up, in addition to a cancel.
 ENDED_BY_LIMIT = frozenset({"capacity", "infra", "preempted", "timeout"})
 #: Seconds by which a node's record of its start may be later than the moment from which the platform counts.
 LEAST_SLACK, MOST_SLACK = 5.0, 120.0
@@ -96,21 +96,19 @@ def began_at(attempt: int, starts: Sequence[Record], exits: Sequence[Record]) ->
     return min((float(r["started"]) for r in own if r.get("started")), default=None)
 
 
-def with_start(status: Status, began: float | None, *, cancelled: bool) -> Status:
+def with_start(status: Status, began: float | None, *, ran: float, stopped: bool) -> Status:
     """Complete the status of a platform that does not tell when a job began to run (`Status.limit_s` is set).
 
-    ``began`` is Unix seconds, None if the job never ran as far as anyone knows; ``cancelled``: a user did that through
-    cloudtrain. A job that ran for its whole time limit was ended by it, whatever the platform calls that.
+    ``began`` is Unix seconds, None if no node and no client knows of a start. ``ran`` is the running time of all starts
+    of the job in seconds, without what it waited between them. ``stopped``: cloudtrain asked the platform to cancel it.
+    The time limit ended a job that ran for so long, whatever the platform calls that.
     """
     if status.limit_s is None:
         return status
-    limit, finished = status.limit_s, status.finished
     status = replace(status, started=began)
-    if not status.final or began is None or finished is None or cancelled:
-        return status
-    slack = max(LEAST_SLACK, min(MOST_SLACK, limit / 10))
-    stopped = status.state == "cancelled" or status.category in ENDED_BY_LIMIT
-    if not stopped or finished - began < limit - slack:
+    slack = max(LEAST_SLACK, min(MOST_SLACK, status.limit_s / 10)) if status.limit_s else 0.0
+    ended = status.state == "cancelled" or (status.state == "failed" and status.category in ENDED_BY_LIMIT)
+    if stopped or not ended or began is None or ran < (status.limit_s or 0.0) - slack:
         return status
     said = first_line(status.reason) if status.state == "failed" and status.category != "capacity" else ""
     reason = "max_runtime is used up" + (f": {said}" if said else "")
@@ -156,11 +154,11 @@ def was_lost(failure: Record | None) -> bool:
     return failure is not None and failure["rank"] is None and str(failure["exception"] or "").startswith("was lost")
 
 
-def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Record] = ()) -> list[Record]:
-    """Return the attempt's exit records.
+def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Record] | None = None) -> list[Record]:
+    """Return the attempt's exit records. ``starts`` are the nodes' start records, None if the caller has none.
 
     A platform may start a failed container again before it ends the job. The nodes of such an attempt leave no start
-    record and decide nothing: what counts is the failure that was decided before it, of the same k. A platform may also
+    record and decide nothing, so the failure that was decided just before it counts. A platform may also
     count starts that never reached our runtime, which then numbered the attempt lower: so records of the same k that
     ended after the platform's attempt began are its records too.
     """
@@ -168,11 +166,12 @@ def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Reco
     if any(r.get("decided") for r in own):
         return own
     k = attempt_key(info.number)[:1]
-    if own and not any(r["attempt"] == info.number for r in starts):
-        same = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k]
-        before = [r for r in same if r.get("decided") and r["outcome"] == "failed" and not was_lost(r.get("failure"))]
-        if before:
-            return newest_of(before)
+    ghost = own and all(r["outcome"] == "stopped" for r in own)
+    if ghost and starts is not None and not any(r["attempt"] == info.number for r in starts):
+        decided = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k and r.get("decided")]
+        before = newest_of(decided)
+        if any(r["outcome"] == "failed" and not r.get("lost") for r in before):
+            return before
     if own or info.started is None:
         return own
     since = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k and (r.get("ended") or 0) >= info.started]
@@ -238,7 +237,7 @@ def attempts_of(
             continue
         told.add(native)
         said = statuses[native]
-        for info in said.attempts or attempts_within(k, said, known):
+        for info in said.attempts or attempts_within(k, said, known, {str(r["attempt"]) for r in exits}):
             infos.setdefault(info.number, replace(info, native_id=info.native_id or native))
     after = {str(record["after"]): record for record in before.values() if record.get("after")}
     for number in {*infos, *known}:
@@ -249,10 +248,14 @@ def attempts_of(
     return sorted(infos.values(), key=lambda info: attempt_key(info.number))
 
 
-def attempts_within(attempt: int, status: Status, known: Iterable[str]) -> tuple[AttemptInfo, ...]:
+def attempts_within(
+    attempt: int, status: Status, known: Iterable[str], exited: Collection[str] = ()
+) -> tuple[AttemptInfo, ...]:
     """The attempts of a native job whose platform tells of none; ``known`` are numbers that its nodes tell of.
 
-    The job's start is that of the first one, its end and reason those of the last.
+    The job's start is that of the first one, its end and reason those of the last. Where the platform does not tell
+    when the job ran (`Status.limit_s`), it may have waited for machines at last: an attempt of ``exited``, whose nodes
+    have told when they ended, ended then.
     """
     numbers = sorted({n for n in known if attempt_key(n)[:1] == (attempt,)} | {f"{attempt}.0"}, key=attempt_key)
     rows = [AttemptInfo(number=number) for number in numbers]
@@ -260,7 +263,8 @@ def attempts_within(attempt: int, status: Status, known: Iterable[str]) -> tuple
     if status.final:
         category = status.category if status.category in PLATFORM_DECIDES else ""
         rows[-1] = replace(rows[-1], reason=first_line(status.reason), category=category)
-    rows[-1] = replace(rows[-1], ended=status.finished)
+    if status.limit_s is None or rows[-1].number not in exited:
+        rows[-1] = replace(rows[-1], ended=status.finished)
     return tuple(rows)
 
 

@@ -581,6 +581,16 @@ def test_a_preemption_before_is_not_why_a_run_failed(world: World) -> None:
     assert world.run().result()["reason"] == "exit status 1"
 
 
+def test_a_failure_that_a_restart_had_recovered_from_is_not_why_a_run_failed(world: World) -> None:
+    world.recorded().attempt(0, failed()).start("0.0").exit(0, decided=True, failure=ROOT_CAUSE)
+    world.start("0.1", after="0.0").exit(0, attempt="0.1", outcome="preempted", decided=True)
+    world.exit(1, attempt="0.2", outcome="stopped")
+    assert world.run().result()["reason"] == "exit status 1"
+    world.exit(0, decided=True, failure=ROOT_CAUSE, lost=True)
+    (world.folder / "live/exit/0.1-node-0.json").unlink()
+    assert world.run().result()["reason"] == "exit status 1", "a lost node is restarted too"
+
+
 UNTOLD = {"native": "RUNNING", "limit_s": 600.0}
 """Of a platform that tells neither when a job began to run nor that its time was up."""
 
@@ -594,7 +604,7 @@ def test_a_start_that_no_platform_tells_is_when_a_client_first_saw_it_running(wo
     assert world.run().status().started == T0 + 7200
     world.time.now += 60
     assert world.run().status().started == T0 + 7200, "another client sees what the first one noted"
-    world.platform.jobs["job-0"] = Status(state="cancelled", finished=T0 + 7300, **UNTOLD)
+    world.platform.jobs["job-0"] = Status(state="cancelled", finished=T0 + 7300, category="cancelled", **UNTOLD)
     result = world.run().result()
     assert (result["state"], result["attempts"][0]["started"]) == ("cancelled", iso_time(T0 + 7200))
 
@@ -607,6 +617,38 @@ def test_the_nodes_know_it_better_than_a_client_that_came_late(world: World) -> 
     world.platform.jobs["job-0"] = Status(state="cancelled", finished=T0 + 630, **UNTOLD)
     result = world.run().result()
     assert (result["state"], result["category"]) == ("failed", "timeout")
+
+
+def test_what_a_job_waited_for_machines_again_is_neither_time_nor_money(world: World) -> None:
+    """It ran for 10 s of its ten minutes, was preempted, and stood in the queue until it was over 20 minutes later."""
+    world.recorded().start("0.0").exit(0, outcome="preempted", decided=True)
+    world.attempt(0, Status(state="failed", category="capacity", reason="none left", finished=T0 + 1200, **UNTOLD))
+    result = world.run().result()
+    assert (result["category"], result["attempts"][0]["ended"]) == ("capacity", iso_time(T0 + 10))
+    assert result["cost"]["gpu_hours"] == 0
+
+
+def test_an_expired_wait_for_machines_again_stays_one(world: World) -> None:
+    """A client cancelled it; that the attempt had run for long enough does not make it a timeout."""
+    world.recorded().start("0.0").exit(0, outcome="preempted", decided=True, ended=T0 + 590)
+    world.attempt(0, Status(state="cancelled", finished=T0 + 4200, **UNTOLD))
+    world.store.expire("r1", 0, "no machines within max_wait (1h)")
+    result = world.run().result()
+    assert (result["category"], result["reason"]) == ("capacity", "no machines within max_wait (1h)")
+
+
+@pytest.mark.parametrize(("category", "usd"), [("infra", None), ("image", None), ("capacity", 0), ("quota", 0)])
+def test_what_nobody_saw_run_cost_nothing_only_if_it_cannot_have_run(
+    world: World, category: str, usd: float | None
+) -> None:
+    world.recorded().attempt(0, Status(state="failed", category=category, finished=T0 + 7200, **UNTOLD))
+    assert world.run().result()["cost"]["estimate_usd"] == usd
+
+
+def test_the_platform_s_clock_says_when_it_was_seen_running(world: World) -> None:
+    world.recorded().attempt(0, Status(state="running", started=T0 - 30, **UNTOLD))
+    assert world.run().status().started == T0 - 30
+    assert world.store.seen_running("r1", 0) == T0 - 30
 
 
 def test_a_client_that_may_only_read_can_look_at_a_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ __all__ = ["ContainerEngine", "ContainerNode"]
 T = TypeVar("T")
 
 GONE = -9
-DEEP, JOINED = ("HostConfig", "Labels"), ("Mounts", "DeviceRequests", "SecurityOpt", "Env")
+DEEP, JOINED = ("HostConfig", "Labels"), ("Mounts", "DeviceRequests", "SecurityOpt", "Env", "ExtraHosts")
 """Fields of ContainerCreate in which what a user adds stands beside what we need."""
 LOG = {"Type": "json-file", "Config": {"max-size": "16m", "max-file": "1"}}
 """Bounded: the engine's own copy is for a look by hand, the stream is what is kept."""
@@ -201,8 +201,10 @@ class ContainerEngine:
     def _start_service(self, api: Any, spec: NodeSpec, number: int) -> str:
         """Start what answers for a node at its name, on its forwarded ports alone; return its address.
 
-        It runs in the node's own image, which has a Python; the address is empty where that does not start.
+        It runs in the node's own image, which has a Python. Raises `NodeError` for an image that cannot be started.
         """
+        import docker
+
         program = Path(__file__).with_name("forward.py").read_text(encoding="utf-8")
         find = 'exec "$(command -v python3 || command -v python)" -c "$0" "$@"'
         body = {
@@ -210,12 +212,18 @@ class ContainerEngine:
             "Entrypoint": ["/bin/sh", "-c", find],
             "Cmd": [program, _backend(spec), *map(str, spec.ports)],
             "Labels": self._labels(),
+            "Healthcheck": {"Test": ["NONE"]},
             "HostConfig": {"NetworkMode": self._network, "LogConfig": LOG},
         }
         self.await_network()
         name = f"{self._network}-service-{number}"  # of less than 64 characters, or its address has no name in DNS
-        made = str(api.create_container_from_config(body, name, platform=spec.platform)["Id"])
-        api.start(made)
+        try:
+            made = str(api.create_container_from_config(body, name, platform=spec.platform)["Id"])
+            api.start(made)
+        except docker.errors.APIError as exc:
+            if away(exc):
+                raise
+            raise _refused(exc, spec) from None
         networks = api.inspect_container(made)["NetworkSettings"]["Networks"]
         return str(networks.get(self._network, {}).get("IPAddress") or "")
 

@@ -1,34 +1,49 @@
 """Forward some TCP ports of a container to another one, as a Kubernetes Service does for a pod.
 
 A container runs this one file by ``python -c``, with the target's name and the ports as arguments; standard library
-alone. A connection that the target does not take is reset, so that whoever dials sees no server there.
+alone. A target that starts a moment later is waited for. A connection that it does not take is reset.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 
 __all__ = ["main"]
 
 CHUNK = 1 << 16
+PATIENCE = 10.0
+"""Seconds for which a connection waits for a target that does not listen yet."""
+
+
+async def _dial(target: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the target, again and again for `PATIENCE` seconds. Raises `OSError`."""
+    end = asyncio.get_running_loop().time() + PATIENCE
+    while True:
+        try:
+            return await asyncio.open_connection(target, port)
+        except OSError:
+            if asyncio.get_running_loop().time() > end:
+                raise
+            await asyncio.sleep(0.1)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the end of ``reader``, then say so to the other side, which may still answer."""
-    with contextlib.suppress(OSError):
+    """Copy until the end of ``reader``, which is passed on: the other side may still answer. A reset is passed on."""
+    try:
         while data := await reader.read(CHUNK):
             writer.write(data)
             await writer.drain()
         writer.write_eof()
+    except OSError:
+        writer.transport.abort()
 
 
 async def _serve(target: str, ports: list[int]) -> None:
     def handler(port: int) -> object:
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                there, back = await asyncio.open_connection(target, port)
+                there, back = await _dial(target, port)
             except OSError:
                 writer.transport.abort()
                 return

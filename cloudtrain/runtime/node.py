@@ -609,6 +609,7 @@ class Node:
             "told": self.told,
             "remarks": self.remarks,
             "decided": decided,
+            "lost": decided and self.lost,
             "exit_code": self._exit_code(outcome) if decided else None,
         }
         write_record(self.live, f"{self.attempt or self.k}-node-{self.me}", record, failure_file=self.site.failure_file)

@@ -116,8 +116,9 @@ class Machines(ContainerEngine):
 class RestartedInPlace:
     """A container that its machine starts again at once, one time, when it ends with another exit code than 0.
 
-    So does a kubelet, whatever the code says, until the platform has ended the job. A code of ``passing`` is left to
-    the platform. ``first_code`` is that of the first failure; `settle` says that the platform ends the job.
+    The kubelet of a Kubernetes node does that until the platform has ended the job. A code of ``passing``, a signal and
+    a lack of memory are left to the platform here. ``first_code`` is the code of the first failure; `settle` says that
+    the platform ends the job.
     """
 
     def __init__(self, node: ContainerNode, passing: Collection[int]) -> None:

@@ -96,7 +96,7 @@ PORTS = """
     import os, socket
     if os.environ["RANK"] == "2":
         name, found = os.environ["MASTER_ADDR"], {}
-        for port in (2222, 2223, 3333, 29500):
+        for port in (2222, 2223, 3333, 6000, 29500):
             try:
                 socket.create_connection((name, port), 10).close()
                 found[port] = "open"
@@ -122,7 +122,7 @@ class TestWholeRuns:
         script = client.jobs.write("ports/ports.py", PORTS)
         done = client.submit(str(script), "ports")
         assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
-        found = {2222: "open", 2223: "refused", 3333: "open", 29500: "refused"}
+        found = {2222: "open", 2223: "refused", 3333: "open", 6000: "open", 29500: "refused"}
         assert f"by name: {found}" in client.job("ports").printed()
 
     def test_a_script_that_fails_runs_once_though_its_container_is_started_again(self, client: Client) -> None:

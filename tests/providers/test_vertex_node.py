@@ -56,6 +56,15 @@ def test_ranks_go_through_the_pools(kind: str, index: int, rank: int) -> None:
     assert found == Topology(nodes=3, node_rank=rank, master_addr="cmle-training-workerpool0-ab-0", master_port=2222)
 
 
+@pytest.mark.parametrize(("port", "link"), [("2222", 3333), ("3333", 2222)])
+def test_the_link_has_a_port_that_the_chief_s_name_forwards(port: str, link: int) -> None:
+    text = spec("workerpool1", 0).replace(":2222", f":{port}")
+    site = Provider.site({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": text}, {})
+    assert (site.topology.master_port, site.link_port) == (int(port), link)
+    assert site.join_timeout >= 3600
+    assert site.restarts_in_place
+
+
 def test_the_other_shape_of_the_cluster() -> None:
     pools = [{"replicas": HOSTS[:1]}, {"replicas": HOSTS[1:]}]
     task = {"type": "workerpool1", "index": 1}

@@ -85,7 +85,7 @@ def said(state: str, *, error: tuple[int, str] = (0, ""), seconds: float | None 
     told: dict[str, Any] = {"name": NAME, "state": f"JOB_STATE_{state}", "jobSpec": spec, **times, **more}
     if error[0]:
         told["error"] = {"code": error[0], "message": error[1]}
-    return with_start(status_of(told), None if seconds is None else BEGAN, cancelled=False)
+    return with_start(status_of(told), None if seconds is None else BEGAN, ran=seconds or 0.0, stopped=False)
 
 
 # --------------------------------------------------------------------------------------------------------------- states
@@ -172,7 +172,7 @@ def test_recorded_jobs_never_ran(state: str, created: str, started: str, ended: 
     waiting, over = answer(state, created, started), answer("CANCELLED", created, started, ended, CANCELED)
     found = status_of(waiting)
     assert (found.state, found.native, found.started) == ("pending", state, None)
-    found = with_start(status_of(over), None, cancelled=False)
+    found = with_start(status_of(over), None, ran=0.0, stopped=False)
     assert (found.state, found.category, found.started) == ("cancelled", "cancelled", None)
 
 
@@ -189,7 +189,7 @@ def test_waiting_for_longer_than_the_time_limit_is_no_running(
     hours: float, state: str, error: tuple[int, str], wanted: tuple[str, str]
 ) -> None:
     """The job may run for an hour. As running time, its wait made each of these a timeout."""
-    found = with_start(status_of(after_waiting(hours, state, error)), None, cancelled=False)
+    found = with_start(status_of(after_waiting(hours, state, error)), None, ran=0.0, stopped=False)
     assert (found.state, found.category) == wanted
     assert found.started is None
 
@@ -197,8 +197,25 @@ def test_waiting_for_longer_than_the_time_limit_is_no_running(
 def test_a_cancel_by_cloudtrain_is_one_though_the_time_was_nearly_up() -> None:
     told = {"name": NAME, "state": "JOB_STATE_CANCELLED", "endTime": "2026-11-22T00:10:00Z"}
     told["jobSpec"] = {"workerPoolSpecs": [{}], "scheduling": {"timeout": "600s"}}  # type: ignore[assignment]
-    assert with_start(status_of(told), BEGAN, cancelled=True).state == "cancelled"
-    assert with_start(status_of(told), BEGAN, cancelled=False).category == "timeout"
+    assert with_start(status_of(told), BEGAN, ran=600, stopped=True).state == "cancelled"
+    assert with_start(status_of(told), BEGAN, ran=600, stopped=False).category == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "wanted"),
+    [
+        ("FAILED", (8, STOCKOUT), ("failed", "capacity")),
+        ("EXPIRED", (0, ""), ("failed", "capacity")),
+        ("CANCELLED", CANCELED, ("cancelled", "cancelled")),
+        ("FAILED", (13, "Internal error occurred for the current attempt."), ("failed", "infra")),
+    ],
+)
+def test_waiting_for_machines_again_is_no_running_either(
+    state: str, error: tuple[int, str], wanted: tuple[str, str]
+) -> None:
+    """It ran for ten minutes of its hour, lost its machines, and was over four hours later."""
+    found = with_start(status_of(after_waiting(4, state, error)), BEGAN, ran=600, stopped=False)
+    assert (found.state, found.category) == wanted
 
 
 def test_what_the_script_said_is_not_the_services_word() -> None:

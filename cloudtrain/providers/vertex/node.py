@@ -27,6 +27,8 @@ FLUSH_SECONDS = 30.0
 HIDDEN = ("KUBERNETES_",)
 """Jobs are pods. Libraries take a script with these variables for one that Kubeflow has started: Lightning before 2.0
 did so where LOCAL_RANK is missing."""
+OTHER_PORT = {PORT: LINK_PORT, LINK_PORT: PORT}
+"""The node link's port by that of torchrun's store: of a chief's two ports it is the one that is left."""
 POOLS = ("workerpool0", "workerpool1")
 """The pools with nodes; any others are servers beside them."""
 
@@ -47,7 +49,7 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         notes=notes,
         flush_seconds=FLUSH_SECONDS,
         stop_grace=grace,
-        link_port=LINK_PORT,
+        link_port=OTHER_PORT.get(topology.master_port),
         join_timeout=JOIN_TIMEOUT,
         restarts_in_place=True,
         # A peer that is lost is no failure of the script's, and the exit code 1 of any node ends the job for good.

@@ -70,7 +70,7 @@ def status_of(told: Mapping[str, Any]) -> Status:
 
     ``startTime`` is the moment when the job was taken in, 0.13 to 0.16 s after its creation in every recorded job, not
     when it first ran. So the status names no start, and its ``limit_s`` leaves it to the nodes' records when the job
-    began to run and whether its time was up.
+    began to run and whether its time was up. ``updateTime`` of a job that runs is when it began to, or later.
     """
     native = str(told.get("state") or "JOB_STATE_UNSPECIFIED").removeprefix("JOB_STATE_")
     state, category, reason = _state(native, told)
