@@ -266,6 +266,11 @@ class Site:
     ``k.r``, where the platform itself counts its starts. ``folders`` are what scripts written for this platform know,
     absolute or below their own folder, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
     ``export_env`` may hold placeholders.
+
+    ``notices`` tell of the end of this node where no signal does. Each is called every second in a thread of its own.
+    It returns why the node is about to be taken away, an empty text when the node is not, and None when it cannot say.
+    After such a notice a node that has saved stays alive for at most ``hold`` seconds from the notice: a platform that
+    takes the node starts the job again, but not a job that has ended.
     """
 
     topology: Topology
@@ -281,6 +286,8 @@ class Site:
     cpus: int | None = None
     attempt: str = ""
     folders: Mapping[str, str] = field(default_factory=dict)
+    notices: Sequence[Callable[[], str | None]] = ()
+    hold: float = 0.0
 
 
 # ------------------------------------------------------------------------------------------ what an engine starts: data

@@ -42,7 +42,12 @@ def main(argv: list[str]) -> int:
         site = find_provider(context["provider"]).site(os.environ, paths)
         failure_file = site.failure_file
         key = (options.context.parent / "key").read_bytes()
-        return Node(context=context, site=site, attempt=options.attempt, key=key, inbox=inbox).run()
+        node = Node(context=context, site=site, attempt=options.attempt, key=key, inbox=inbox)
+        code = node.run()
+        if node.again:
+            with contextlib.suppress(OSError):
+                os.execv(sys.executable, sys.orig_argv)  # as the platform starts this node after a preemption
+        return code
     except (CloudtrainError, OSError, ValueError, KeyError) as exc:
         sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
         _leave_cause(failure_file, f"this node cannot start: {exc}")
