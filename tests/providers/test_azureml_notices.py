@@ -181,7 +181,7 @@ class TestWholeRuns:
         result = client.run("taken").result()
         first, second = result["attempts"]
         assert (first["number"], first["category"], first["node"]) == ("0.0", "preempted", 1)
-        assert (second["number"], second["reason"]) == ("0.1", "succeeded")
+        assert (second["number"], result["state"]) == ("0.1", "succeeded")
         stopped = steps(job, "0.0")[-1]
         assert steps(job, "0.1")[0] == stopped + 1
         assert second["resumed_from"] == f"step-{stopped}"

@@ -150,7 +150,7 @@ def test_images_and_environments() -> None:
     def environment(given: Mapping[str, Any] | None = None, /, **fields: Any) -> Any:
         return planned(given, **fields).body["environment"]
 
-    curated = "azureml://registries/azureml/environments/acpt-pytorch-2.2-cuda12.1/labels/latest"
+    curated = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/labels/latest"
     assert environment(image="ghcr.io/a/b:1") == {"image": "ghcr.io/a/b:1"}
     for name in (curated, "azureml:mine:3", "azureml:mine@latest"):
         assert environment(image=name) == name

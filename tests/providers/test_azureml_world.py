@@ -30,7 +30,7 @@ from cloudtrain.testing.azureml.strict import broken_rules, model_errors, second
 from cloudtrain.testing.azureml.wire import Fault, Refusal
 
 IMAGE = "cloudtrain-test:py313"
-ENVIRONMENT = "azureml://registries/azureml/environments/acpt-pytorch-2.2-cuda12.1/versions/1"
+ENVIRONMENT = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/versions/1"
 STORE = "azureml://datastores/workspaceblobstore/paths"
 SEE = """
 import json, os, signal, sys, time
