@@ -377,8 +377,10 @@ def _timeout(settings: Settings, job: Job, choice: int, notes: list[str]) -> int
         raise UnsupportedError(NAME, "max_runtime", f"a job's time limit is at least {TIMEOUT} s")
     low = _tier(settings, job) == "spot"
     if job.max_runtime > (longest := LONGEST_LOW if low else LONGEST):
-        where = " on low-priority machines" if low else ""
-        raise UnsupportedError(NAME, "max_runtime", f"Azure ML ends a job{where} after {longest // 86400} days")
+        where, days = " on low-priority machines" if low else "", longest // 86400
+        raise UnsupportedError(
+            NAME, "max_runtime", f"Azure ML ends a job{where} after {days} days; say {days}d or less"
+        )
     seconds, said = hard_limit(
         job,
         NAME,

@@ -208,10 +208,8 @@ class Plane(Platform):
         image = self._image(job["environmentId"])
         with self._lock:
             if name in self.jobs:
-                text = (
-                    "A job with this name already exists. If you are trying to create a new job, use a different name"
-                )
-                raise Refusal(409, "Conflict", f"{text}: {name}")
+                text = f"The job {name} cannot be changed."  # of its text no more is known than the codes
+                raise Refusal(400, "UserError", text, inner=("Immutable", "JobPropertyImmutable"))
             self.jobs[name] = made = CommandJob(self, name, body, image)
         return Answer(made.described(), 201)
 
