@@ -186,7 +186,10 @@ class TestWholeRuns:
         assert steps(job, "0.1")[0] == stopped + 1
         assert second["resumed_from"] == f"step-{stopped}"
 
-    def test_a_notice_that_is_withdrawn_once_all_have_left_starts_them_again(self, client: AzureClient) -> None:
+    def test_a_notice_that_is_withdrawn_once_all_have_left_starts_them_again(
+        self, client: AzureClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(client.world.plane, "notice", 10 * NOTICE)
         job = detached(client, "spared")
         job.preempt(0)
         client.until("spared", "waiting at most 120 s for the platform")
@@ -196,7 +199,10 @@ class TestWholeRuns:
         assert [attempt["number"] for attempt in client.run("spared").result()["attempts"]] == ["0.0", "0.1"]
         assert steps(job, "0.1")[0] == steps(job, "0.0")[-1] + 1
 
-    def test_ranks_that_still_run_when_a_notice_is_withdrawn_train_on(self, client: AzureClient) -> None:
+    def test_ranks_that_still_run_when_a_notice_is_withdrawn_train_on(
+        self, client: AzureClient, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(client.world.plane, "notice", 10 * NOTICE)
         job = detached(client, "deaf", "--deaf")
         job.preempt(1)
         client.until("deaf", "Azure announced Preempt")

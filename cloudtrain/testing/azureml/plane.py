@@ -179,7 +179,8 @@ class Plane(Platform):
             "storageAccount": f"{account}/{self.blobs.account}",
             "provisioningState": "Succeeded",
         }
-        return Answer({**self._resource("", KIND, properties), "location": REGION})
+        about = {**self._resource("", KIND, {**properties, **self.questions.about}), "location": REGION}
+        return Answer({**about, "identity": self.questions.identity})
 
     def _resource(self, path: str, kind: str, properties: Mapping[str, Any]) -> dict[str, Any]:
         name = path.rpartition("/")[2] or WORKSPACE
