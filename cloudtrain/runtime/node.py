@@ -567,7 +567,7 @@ class Node:
             self._record(outcome, self._own_cause(), decided=False)
             self._tell({"t": "done", "outcome": outcome, "failures": [f.to_dict() for f in self.failures]})
             patience = time.monotonic() + (NODE_0_SECONDS if self.attempt else 0.0)
-            if outcome == "preempted" and self.site.hold and all(of != "signal" for _, of in self.standing):
+            if outcome == "preempted" and self._may_stay():
                 self._pump(lambda: self.released, self.heard + self.site.hold + HOLD_SLACK_SECONDS)
             else:
                 self._pump(lambda: self.released or 0 in self.gone or self._late(), None if clean else patience)
@@ -629,13 +629,22 @@ class Node:
 
     def _hold(self) -> bool:
         """Node 0: keep all nodes for the platform to take. Whether all notices were withdrawn instead."""
+        if not self._may_stay():
+            return False
         if self._awaited():
             self.log.say(f"waiting at most {self.site.hold:.0f} s for the platform to take its machine")
-            self._pump(lambda: not self._awaited(), self.heard + self.site.hold)
-        if again := self.site.hold > 0 and not self.standing:
+        self._pump(lambda: not self._awaited() and self._mirrored(), self.heard + self.site.hold)
+        if again := not self.standing:
             self.log.say("the notice was withdrawn after the script had left; starting again")
         self.log.flush()
         return again
+
+    def _may_stay(self) -> bool:
+        """Whether the platform kills this node only by taking its machine."""
+        return self.site.hold > 0 and all(of != "signal" for _, of in self.standing)
+
+    def _mirrored(self) -> bool:
+        return self.mirror is None or self.mirror.idle.is_set()
 
     def _in_vain(self, since: float) -> bool:
         """Whether no node's copies have moved for so long that last words are waited for in vain."""
