@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import requests
+from vertex_recorded import CANCELED, RECORDED, after_waiting, answer
 
 from cloudtrain.errors import (
     AuthError,
@@ -23,7 +24,10 @@ from cloudtrain.provider import FINAL, Status
 from cloudtrain.providers.vertex import pages
 from cloudtrain.providers.vertex.errors import error_of, quota_hint, refusal
 from cloudtrain.providers.vertex.states import category_of, over_for, status_of
+from cloudtrain.verdict import with_start
 
+BEGAN = 1795305600.0
+"""2026-11-22T00:00:00Z."""
 NAME = "projects/contract/locations/europe-west4/customJobs/42"
 GPUS = (
     "The requested number of GPUs exceeds the quota limit:"
@@ -65,18 +69,19 @@ ACT_AS = (
 
 
 def said(state: str, *, error: tuple[int, str] = (0, ""), seconds: float | None = None, **more: Any) -> Status:
-    """The status of a job of three nodes with a limit of 600 s that ran for ``seconds``."""
-    times = {}
-    if seconds is not None:
-        minutes, rest = divmod(int(seconds), 60)
-        times = {"startTime": "2026-11-22T00:00:00Z", "endTime": f"2026-11-22T00:{minutes:02}:{rest:02}.5Z"}
+    """The status of a job of three nodes with a limit of 600 s whose nodes ran for ``seconds``; None: they never did.
+
+    It had waited for 20 minutes before.
+    """
+    minutes, rest = divmod(int(seconds or 0), 60)
+    times = {"startTime": "2026-11-21T23:40:00Z", "endTime": f"2026-11-22T00:{minutes:02}:{rest:02}.5Z"}
     machine = {"machineType": "n1-standard-4", "acceleratorType": "NVIDIA_TESLA_T4", "acceleratorCount": 1}
     pools = [{"machineSpec": machine, "replicaCount": count} for count in ("1", "2")]
     spec = {"workerPoolSpecs": pools, "scheduling": {"timeout": "600s"}}
     told: dict[str, Any] = {"name": NAME, "state": f"JOB_STATE_{state}", "jobSpec": spec, **times, **more}
     if error[0]:
         told["error"] = {"code": error[0], "message": error[1]}
-    return status_of(told, prices={"n1-standard-4+T4:1": 1.2})
+    return with_start(status_of(told), None if seconds is None else BEGAN, cancelled=False)
 
 
 # --------------------------------------------------------------------------------------------------------------- states
@@ -90,7 +95,7 @@ def test_every_native_state_has_a_meaning() -> None:
     assert {name for name, status in found.items() if status.state in FINAL} == final
     assert {name for name, status in found.items() if status.state == "pending"} == {"QUEUED", "PENDING", "PAUSED"}
     assert found["CANCELLING"].reason == "stopping"
-    assert "quota" in found["QUEUED"].reason
+    assert "no machine yet" in found["QUEUED"].reason, "every job passes it"
     assert said("OF_NEXT_YEAR").state == "running", "what nobody knows is not over"
     assert said("OF_NEXT_YEAR").native == "OF_NEXT_YEAR"
 
@@ -99,14 +104,16 @@ def test_a_job_without_a_state_is_not_over() -> None:
     assert status_of({"name": NAME}).state == "running"
 
 
-def test_what_it_cost_and_where_it_is() -> None:
+def test_when_it_ran_and_where_it_is() -> None:
     status = said("SUCCEEDED", seconds=300)
-    assert status.cost_usd == pytest.approx(3 * 1.2 * 300.5 / 3600, abs=1e-4)
+    assert status.cost_usd is None, "Vertex AI does not tell it"
     assert status.instance_type == "n1-standard-4+T4:1"
     assert status.url.endswith("/agent-platform/locations/europe-west4/training/42?project=contract")
-    assert (status.started, status.finished) == (1795305600.0, 1795305900.5)
-    assert said("FAILED", error=(8, STOCKOUT)).cost_usd == 0, "it never had machines"
-    assert said("RUNNING").cost_usd is None
+    assert (status.started, status.finished) == (BEGAN, BEGAN + 300.5)
+    assert said("FAILED", error=(8, STOCKOUT)).started is None, "startTime is when the job was taken in"
+    for state in ("QUEUED", "PENDING", "CANCELLING", "UPDATING", "OF_NEXT_YEAR"):
+        assert said(state).limit_s is None, f"that a job is {state} does not say that it has machines"
+    assert (said("RUNNING").limit_s, said("FAILED").limit_s) == (600, 600)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +151,45 @@ def test_why_a_job_failed(state: str, error: tuple[int, str], seconds: float | N
     assert "\n" not in status.reason
 
 
-def test_cancelled_by_a_user() -> None:
-    status = said("CANCELLED", error=(1, "CANCELED"), seconds=60)
+@pytest.mark.parametrize("seconds", [None, 60])
+def test_cancelled_by_a_user(seconds: float | None) -> None:
+    """Also one that had waited for longer than it might run."""
+    status = said("CANCELLED", error=(1, "CANCELED"), seconds=seconds)
     assert (status.state, status.category, status.reason) == ("cancelled", "cancelled", "it was cancelled")
+
+
+@pytest.mark.parametrize(("state", "created", "started", "ended"), RECORDED)
+def test_recorded_jobs_never_ran(state: str, created: str, started: str, ended: str) -> None:
+    waiting, over = answer(state, created, started), answer("CANCELLED", created, started, ended, CANCELED)
+    found = status_of(waiting)
+    assert (found.state, found.native, found.started) == ("pending", state, None)
+    found = with_start(status_of(over), None, cancelled=False)
+    assert (found.state, found.category, found.started) == ("cancelled", "cancelled", None)
+
+
+@pytest.mark.parametrize(
+    ("hours", "state", "error", "wanted"),
+    [
+        (4, "EXPIRED", (0, ""), ("failed", "capacity")),
+        (2, "FAILED", (8, STOCKOUT), ("failed", "capacity")),
+        (2, "CANCELLED", CANCELED, ("cancelled", "cancelled")),
+        (3, "FAILED", (13, "Internal error occurred for the current attempt."), ("failed", "infra")),
+    ],
+)
+def test_waiting_for_longer_than_the_time_limit_is_no_running(
+    hours: float, state: str, error: tuple[int, str], wanted: tuple[str, str]
+) -> None:
+    """The job may run for an hour. As running time, its wait made each of these a timeout."""
+    found = with_start(status_of(after_waiting(hours, state, error)), None, cancelled=False)
+    assert (found.state, found.category) == wanted
+    assert found.started is None
+
+
+def test_a_cancel_by_cloudtrain_is_one_though_the_time_was_nearly_up() -> None:
+    told = {"name": NAME, "state": "JOB_STATE_CANCELLED", "endTime": "2026-11-22T00:10:00Z"}
+    told["jobSpec"] = {"workerPoolSpecs": [{}], "scheduling": {"timeout": "600s"}}  # type: ignore[assignment]
+    assert with_start(status_of(told), BEGAN, cancelled=True).state == "cancelled"
+    assert with_start(status_of(told), BEGAN, cancelled=False).category == "timeout"
 
 
 def test_what_the_script_said_is_not_the_services_word() -> None:

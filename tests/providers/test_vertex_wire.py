@@ -419,26 +419,20 @@ def test_what_is_no_jobs_name_is_asked_of_nobody(plane: Plane, wrong: str) -> No
     assert own.job_of(NOWHERE) == ("contract", "europe-west4", "1")
 
 
-def test_a_status_is_one_call_and_knows_the_price(plane: Plane) -> None:
-    provider = client(prices={"n1-standard-4": 2.0})
+def test_a_status_is_one_call(plane: Plane) -> None:
+    provider = client()
     native = provider.submit(PLANS.planned(instance_count=2))
     since = len(plane.wire.calls)
     found = provider.status(native)
-    assert (found.state, found.native, found.instance_type, found.cost_usd) == (
-        "pending",
-        "PENDING",
-        "n1-standard-4",
-        None,
-    )
+    assert (found.state, found.instance_type, found.started, found.cost_usd) == ("pending", "n1-standard-4", None, None)
+    assert found.native in ("PENDING", "QUEUED")
     (asked,) = plane.wire.calls[since:]
     assert (asked.method, asked.path, asked.query) == ("GET", f"/v1/{native}", {})
     job = only(plane)
-    job.record.start_time.FromSeconds(int(time.time()) - HOUR)
     job.end("FAILED", 3, "The replica workerpool0-0 exited with a non-zero status of 1.")
     ended = provider.status(native)
     assert (ended.state, ended.category) == ("failed", "user_error")
-    assert ended.cost_usd == pytest.approx(4.0, abs=0.1)
-    assert client().status(native).cost_usd is None
+    assert (ended.started, ended.limit_s) == (None, 86400), "when it began its nodes know"
 
 
 def test_when_a_job_ended_is_known_by_our_own_clock(plane: Plane) -> None:

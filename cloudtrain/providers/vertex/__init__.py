@@ -92,7 +92,7 @@ class Provider:
     def status(self, native_id: str) -> Status:
         from .states import status_of
 
-        return status_of(self.account.job(native_id), prices=self.settings.prices)
+        return status_of(self.account.job(native_id))
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
         from .pages import page

@@ -43,7 +43,8 @@ class Plane(Platform):
     run at a time, none in the locations ``capped``; ``accounts`` that a caller may give to a job; ``list_lag`` seconds
     until a listing has a job; ``error_late`` seconds between a job's end and its error; ``unknown`` states by name, as
     numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_) of a job whose time, or whose wait, was
-    too long. ``grace`` is the seconds from SIGTERM to SIGKILL.
+    too long. ``grace`` is the seconds from SIGTERM to SIGKILL, ``restart_seconds`` the time between a container's
+    failure, after which its machine starts it again in place, and the end of the job.
     """
 
     def __init__(self, folder: Path, *, project: str = PROJECT, location: str = LOCATION) -> None:
@@ -61,6 +62,7 @@ class Plane(Platform):
         self.crowded: set[str] = set()
         self.capped: set[str] = set()
         self.capacity_seconds, self.list_lag, self.error_late, self.grace = 1.0, 0.0, 0.0, GRACE
+        self.restart_seconds = 5.0
         self.timed_out, self.waited_out = "CANCELLED", "EXPIRED"
         self._lock = threading.RLock()
         self.questions = Questions(self)
