@@ -571,6 +571,8 @@ class Node:
             self.ranks.kill()  # whatever the ranks left running
             if not clean:
                 self._space.keep_dumps(self.attempt)
+        if self.site.hold and self._leaving():  # the machine may be gone before everything is mirrored
+            self._record(self._outcome(), self._own_cause(), decided=False)
         if self.mirror is not None:
             self._finish_mirror(self.mirror, clean)
         if self.me == 0:

@@ -333,6 +333,26 @@ def test_a_node_stays_until_it_is_taken_or_the_hold_is_over(at_work: Node) -> No
     assert time.monotonic() - began < 10
 
 
+def test_a_node_that_may_be_taken_says_why_it_left_before_it_mirrors(
+    at_work: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Taken(Exception):
+        pass
+
+    def taken(*_: object) -> None:
+        raise Taken
+
+    notice(at_work, "Azure announced Preempt")
+    at_work.code, at_work.mirror = 0, SimpleNamespace()  # type: ignore[assignment]
+    at_work.ranks.kill = lambda: None  # type: ignore[union-attr, method-assign]
+    at_work._space.keep_dumps = lambda _: None  # type: ignore[method-assign]
+    monkeypatch.setattr(at_work, "_finish_mirror", taken)
+    with pytest.raises(Taken):
+        at_work._finish()
+    record = json.loads(Path(at_work.live, "exit", "0.0-node-0.json").read_text())
+    assert (record["outcome"], record["category"], record["told"]) == ("preempted", "preempted", 0)
+
+
 def test_after_a_signal_no_node_stays(at_work: Node) -> None:
     at_work._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})
     at_work.site = dataclasses.replace(at_work.site, hold=30.0)
