@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from azure.ai.ml import Input, MLClient, Output, command
 from azure.ai.ml.entities import Environment
-from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError
+from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 from azure.identity import ManagedIdentityCredential
 from containers import left
 from jobs import Jobs
@@ -271,8 +271,9 @@ class TestWire:
     def test_a_job_is_created_once_and_found(self, plane: Plane) -> None:
         ml = client(plane)
         assert ml.jobs.create_or_update(job("one")).status in ("NotStarted", "Starting", "Provisioning", "Queued")
-        with pytest.raises(ResourceExistsError):
+        with pytest.raises(HttpResponseError, match="JobPropertyImmutable") as caught:  # microsoft/ai4s-jobq
             ml.jobs.create_or_update(job("one"))
+        assert caught.value.status_code == 400
         assert ml.jobs.get("one").name == "one"
         with pytest.raises(ResourceNotFoundError):
             ml.jobs.get("two")
