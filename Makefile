@@ -7,6 +7,9 @@ TORCH ?= torch==2.13.0
 # SageMaker's own SDK does not fit beside what we need: it has a venv of its own.
 SAGEMAKER := .venv-sagemaker
 SAGEMAKER_CORE := sagemaker-core==2.27.0
+# The engine that mounts a job's outputs on Azure ML, for make test-azureml-mount alone.
+RSLEX := .venv-rslex
+RSLEX_ENGINE := azureml-dataprep-rslex==2.26.0
 # What looks at our dependencies is none of them.
 AUDIT := .venv-audit
 AUDITORS := pip-audit==2.10.1 zizmor==1.32.0
@@ -23,7 +26,7 @@ PYTEST := $(BIN)/python -m pytest
 # The demo takes a fifth of the time that the suite takes to set up. Where that is installed, it does.
 READY = $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 
-.PHONY: demo test test-fast test-sagemaker proof mutants lint audit docs notebook install clean
+.PHONY: demo test test-fast test-sagemaker test-azureml-mount test-azureml-recordings proof mutants lint audit docs notebook install clean
 
 install: $(VENV)/.installed
 
@@ -59,10 +62,10 @@ lint: install
 # Three workers on two cores, as whole runs mostly wait. They come first, as they are collected: sorted by their number,
 # the few long ones would be left to the end.
 test: demo lint
-	$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder -m 'not proof and not sagemaker_local_mode'
+	$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder -m 'not proof and not sagemaker_local_mode and not azureml_mount and not azureml_recordings'
 
 test-fast: install
-	$(PYTEST) -n 2 -m 'not slow and not remote and not docker and not proof and not sagemaker_local_mode'
+	$(PYTEST) -n 2 -m 'not slow and not remote and not docker and not proof and not sagemaker_local_mode and not azureml_mount and not azureml_recordings'
 
 $(SAGEMAKER)/.installed:
 	$(PYTHON) -m venv $(SAGEMAKER)
@@ -72,6 +75,19 @@ $(SAGEMAKER)/.installed:
 # The images of SageMaker's own table, and its local mode, which runs our request; needs docker-compose.
 test-sagemaker: install $(SAGEMAKER)/.installed
 	SAGEMAKER_PYTHON=$(CURDIR)/$(SAGEMAKER)/bin/python $(PYTEST) -m sagemaker_local_mode tests/providers/test_sagemaker_sdk.py
+
+$(RSLEX)/.installed: Makefile
+	$(PYTHON) -m venv $(RSLEX)
+	$(RSLEX)/bin/python -m pip install --quiet --no-deps $(RSLEX_ENGINE)
+	touch $@
+
+# What a node writes through Azure ML's real mount engine, into Azurite; needs FUSE, and no account.
+test-azureml-mount: install $(RSLEX)/.installed
+	RSLEX_PYTHON=$(CURDIR)/$(RSLEX)/bin/python $(PYTEST) -m azureml_mount tests/providers/test_azureml_mount.py
+
+# Real answers of Azure ML: RECORDINGS is a folder of recordings in a checkout of Azure/azure-sdk-for-python.
+test-azureml-recordings: install
+	AZURE_SDK_RECORDINGS=$(abspath $(RECORDINGS)) $(PYTEST) -m azureml_recordings tests/providers/test_azureml_recordings.py
 
 $(AUDIT)/.installed: Makefile
 	$(PYTHON) -m venv $(AUDIT)
@@ -111,4 +127,4 @@ proof: install
 	$(BIN)/python tests/proof.py $(PROOF)
 
 clean:
-	rm -rf $(VENV) $(SAGEMAKER) $(AUDIT) $(DOCS) $(MUTANTS) mutants out build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SAGEMAKER) $(RSLEX) $(AUDIT) $(DOCS) $(MUTANTS) mutants out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -38,7 +38,8 @@ class Machine:
     """One kind of machine. ``gpu`` is empty for one without; None is what no source says. ``disk_gb`` is its own.
 
     ``accelerator`` is the platform's own word for the GPU, where it must be told. ``network`` is text as its source has
-    it; ``spot_only``: never on demand, only as spot or where the platform says when.
+    it; ``spot_only``: never on demand, only as spot or where the platform says when. ``retired`` is the date since
+    which the platform gives none, empty of one that it still gives.
     """
 
     instance_type: str
@@ -52,6 +53,7 @@ class Machine:
     accelerator: str = ""
     network: str = ""
     spot_only: bool = False
+    retired: str = ""
 
     @property
     def gpus(self) -> str:
@@ -158,6 +160,7 @@ def machines(provider: str) -> tuple[Machine, ...]:
             accelerator=row["accelerator_type"],
             network=row["network"],
             spot_only=row["offer"] == "spot",
+            retired=row["offer"].removeprefix("retired ") if row["offer"].startswith("retired ") else "",
         )
         for row in rows
     )
@@ -175,7 +178,7 @@ def for_gpu(provider: str, gpu: Gpu, *, cpus: int | None = None, memory_gb: int 
     """
     same = [m for m in machines(provider) if m.is_for(gpu)]
     exact = [m for m in same if m.gpu_count == gpu.count]
-    fitting = [m for m in exact if m.has(cpus=cpus, memory_gb=memory_gb)]
+    fitting = [m for m in exact if not m.retired and m.has(cpus=cpus, memory_gb=memory_gb)]
     if not fitting:
         same = same or [m for m in machines(provider) if m.gpu]
         raise UnsupportedError(provider, "resources.gpu", _none(gpu, same, exact))
@@ -206,7 +209,11 @@ def _told(m: Machine) -> str:
 
 
 def _none(gpu: Gpu, same: Sequence[Machine], exact: Sequence[Machine]) -> str:
+    if exact and all(m.retired for m in exact):
+        gone = min(exact, key=_size)
+        return f"{gone.instance_type}, which had {gpu}, was retired on {gone.retired}; choose another GPU"
     if exact:
         largest = max(exact, key=_size)
         return f"no machine with {gpu} has the cpus and memory_gb asked for; the largest, {_told(largest)}"
-    return f"no known machine has {gpu}; there are {', '.join(sorted({m.gpus for m in same}))}; or pin instance_type"
+    there = ", ".join(sorted({m.gpus for m in same if not m.retired}))
+    return f"no known machine has {gpu}; there are {there}; or pin instance_type"

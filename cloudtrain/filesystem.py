@@ -291,6 +291,16 @@ class FsspecMover:
                 with contextlib.suppress(FileNotFoundError):
                     fs.rm_file(self.at(key))
 
+    def prune(self, prefix: str) -> None:
+        at, marks = self.at(prefix), "abfs" in self.clients.kind.protocol
+        if self._placing.rename is None and not marks:
+            return  # an object store whose listings make up its folders
+        with self.clients.one() as fs:
+            for info in [*tree(fs, at), {"name": at, "type": "directory"}]:
+                if info["type"] == "directory":
+                    with contextlib.suppress(OSError):
+                        (fs.rm_file if marks else fs.rmdir)(info["name"])
+
 
 def _entry(info: Mapping[str, Any]) -> Entry:
     return Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))

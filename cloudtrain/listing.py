@@ -62,13 +62,17 @@ class _Place(NamedTuple):
     run_id: str
 
 
+class _Gone(NotFoundError):
+    """A run's folder that holds no file: what `gc` has left of one, or a mount's marks of folders."""
+
+
 def list_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> list[Row]:
     """Every run of the store, newest first: run_id, provider, state, category, reason, name, created (ISO 8601, UTC).
 
     A run that has a result.json costs one read; of the others the platform is asked. What cannot be read or does not
     answer has the state ``unknown``, with the reason.
     """
-    rows = [_stands(row, run) for row, run in recorded(store, settings)]
+    rows = [_stands(row, run) for row, run in recorded(store, settings) if not isinstance(run, _Gone)]
     rows.sort(key=lambda row: (row["created"] or "", row["run_id"]), reverse=True)
     return rows
 
@@ -100,6 +104,8 @@ def list_page(
     rows: list[Row] = []
     size = CHUNK if states or limit is None else min(limit, CHUNK)
     for number, (row, run) in enumerate(_records(opened._replace(ids=ids), settings, size)):
+        if isinstance(run, _Gone):
+            continue
         row = _stands(row, run)
         undated = since is not None and places[number].time == -math.inf
         if (not states or row["state"] in states) and not (undated and _is_before(row, since)):
@@ -252,7 +258,8 @@ def _run_record(store: Store, run_id: str) -> dict[str, Any]:
     key = f"{run_folder(run_id)}/run.json"
     record = store.record(key)
     if record is None and not store.files.exists(key):
-        raise NotFoundError(f"{store.url}/{run_folder(run_id)} has no run.json", field="run")
+        kind = NotFoundError if store.files.entries(run_folder(run_id)) else _Gone
+        raise kind(f"{store.url}/{run_folder(run_id)} has no run.json", field="run")
     if record is None:
         raise StorageError(f"{store.url}/{key} is not a JSON object")
     return checked_run(record, ("provider", "settings", "job"), f"{store.url}/{key}")

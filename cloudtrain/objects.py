@@ -380,6 +380,24 @@ class ObstoreMover:
         else:
             parallel(self._remove, keys, jobs=SLOTS)
 
+    @_apart
+    def prune(self, prefix: str) -> None:
+        """Azure alone has marks of folders; one that holds another goes last: a real folder must be empty by then."""
+        if self._access.kind != "azure":
+            return
+        with self._told() as obs:
+            found = obs.list(self._store, self._at(prefix)).collect()
+        keys = [prefix, *(self._key(meta["path"]) for meta in found if meta["size"] == 0)]
+        marks = [key for key, mark in zip(keys, parallel(self._is_mark, keys, jobs=SLOTS), strict=True) if key and mark]
+        for key in sorted(set(marks), key=len, reverse=True):
+            with contextlib.suppress(_Refusal):
+                self._remove(key)
+
+    def _is_mark(self, key: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return bool(self._head(key).attributes.get("hdi_isfolder") == "true")
+        return False
+
     def _remove(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError), self._told() as obs:
             obs.delete(self._store, self._at(key))

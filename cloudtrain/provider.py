@@ -278,6 +278,11 @@ class Site:
     ``flush_seconds`` is the time between two writes of metrics, and of log lines, into ``live``. An object store makes
     a whole new object of each, which costs money.
 
+    ``notices`` tell of the end of this node where no signal does. Each is called every second in a thread of its own.
+    It returns why the node is about to be taken away, an empty text when the node is not, and None when it cannot say.
+    After such a notice a node that has saved stays alive for at most ``hold`` seconds from the notice: a platform that
+    takes the node starts the job again, but not a job that has ended.
+
     ``link_port`` is the port of the node link; None is ``master_port + 1``. ``join_timeout`` is the seconds that nodes
     wait for each other before the first rank starts. ``restarts_in_place`` says that the platform starts a failed
     container again by itself, before it ends the job: such a start must not run the script a second time.
@@ -301,6 +306,8 @@ class Site:
     cpus: int | None = None
     attempt: str = ""
     folders: Mapping[str, str] = field(default_factory=dict)
+    notices: Sequence[Callable[[], str | None]] = ()
+    hold: float = 0.0
     link_port: int | None = None
     join_timeout: float = JOIN_TIMEOUT
     restarts_in_place: bool = False

@@ -92,6 +92,9 @@ class Mover(Protocol):
     def discard(self, keys: Sequence[str]) -> None:
         """Remove these files, of which some may be gone."""
 
+    def prune(self, prefix: str) -> None:
+        """Remove the folder and those below it, or the marks of them, as far as they hold no file."""
+
 
 class _Opened(NamedTuple):
     pid: int
@@ -406,6 +409,12 @@ class RemoteFiles(Trees):
                 raise StorageError(f"{self._url}: the whole store is not removed")
         if keys:
             self._call(keys[0], lambda mover: mover.discard(keys))
+
+    def prune(self, prefix: str) -> None:
+        if not parts_of(prefix):
+            raise StorageError(f"{self._url}: the whole store is not removed")
+        with contextlib.suppress(FileNotFoundError):
+            self._call(prefix, lambda mover: mover.prune(prefix))
 
 
 class _Meter:

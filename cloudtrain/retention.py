@@ -127,6 +127,9 @@ def collect(
             _remove(store, item, deleting)
             if say:
                 say(f"removed {item.key}")
+        for name in named.without:
+            if is_run_id(name) and not store.files.entries(f"runs/{name}"):
+                store.files.prune(f"runs/{name}")
         deleting.check()
     return done
 
@@ -143,10 +146,7 @@ def _remove(store: Store, item: Leftover, deleting: Deleting) -> None:
     for start in range(1, len(item.keys), AT_ONCE):
         deleting.check()
         store.files.discard(item.keys[start : start + AT_ONCE])
-    if root is not None:
-        for folder, _, _ in os.walk(root / item.key, topdown=False):
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+    store.files.prune(item.key)
 
 
 def _collected(store: Store, named: _Named, older_than: int, now: float, *, deleted: bool) -> Collected:

@@ -183,6 +183,9 @@ class Files(Protocol):
     def discard(self, keys: Sequence[str]) -> None:
         """Remove these files, no folders, in as few requests as the store allows; what is not there is none."""
 
+    def prune(self, prefix: str) -> None:
+        """Remove the folder and those below it, or the store's marks of them, as far as they hold no file."""
+
 
 def files(
     url: str,
@@ -457,3 +460,8 @@ class LocalFiles(Trees):
             path = self._path(key)
             with disk_errors(path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
+
+    def prune(self, prefix: str) -> None:
+        for folder, _, _ in os.walk(self._path(prefix), topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)

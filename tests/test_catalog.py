@@ -26,8 +26,8 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def found(text: str, *, cpus: int | None = None, memory_gb: int | None = None) -> str:
-    return catalog.for_gpu("sagemaker", Gpu.parse(text), cpus=cpus, memory_gb=memory_gb).instance_type
+def found(text: str, *, cpus: int | None = None, memory_gb: int | None = None, provider: str = "sagemaker") -> str:
+    return catalog.for_gpu(provider, Gpu.parse(text), cpus=cpus, memory_gb=memory_gb).instance_type
 
 
 def test_every_row_says_where_it_comes_from() -> None:
@@ -45,7 +45,7 @@ def test_counts_and_sizes_are_sane() -> None:
         assert bool(row["gpu"]) == bool(int(row["gpu_count"])), row
         assert not row["gpu"] or 0 < float(row["gpu_memory_gib"]) < 400, row
         assert all(not row[name] or float(row[name]) > 0 for name in ("vcpus", "memory_gib", "disk_gb")), row
-        assert row["offer"] in ("", "spot"), row
+        assert row["offer"] in ("", "spot", "retired 2025-09-30"), row
         memory = row["gpu"].rpartition("-")[2]
         if memory.endswith("GB") and memory[:-2].isdigit():
             assert abs(float(row["gpu_memory_gib"]) / int(memory[:-2]) - 1) < 0.1, row
@@ -60,7 +60,7 @@ def test_a_machine_stands_once_for_each_number_of_gpus() -> None:
 def test_every_gpu_of_the_table_can_be_asked_for(provider: str) -> None:
     """By the name that it has there, and by that alone."""
     for machine in catalog.machines(provider):
-        if machine.gpu:
+        if machine.gpu and not machine.retired:
             gpu = Gpu.parse(machine.gpus)
             assert machine.is_for(gpu), machine
             assert catalog.for_gpu(provider, gpu).gpu_count == machine.gpu_count
@@ -105,6 +105,18 @@ def test_none_is_one_clear_line(gpu: str, cpus: int | None, says: str) -> None:
         found(gpu, cpus=cpus)
     assert caught.value.field == "resources.gpu"
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [("V100-16GB:1", "Standard_NC6s_v3"), ("V100:4", "Standard_NC24s_v3"), ("V100-32GB:8", "Standard_ND40rs_v2")],
+)
+def test_a_retired_machine_is_named_in_the_refusal_and_never_chosen(gpu: str, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}, which had {gpu}, was retired on 2025-09-30; choose another"):
+        found(gpu, provider="azureml")
+    with pytest.raises(UnsupportedError, match="no known machine has V100-16GB:3") as caught:
+        found("V100-16GB:3", provider="azureml")
+    assert "V100-16GB:1" not in str(caught.value)
 
 
 def test_no_machine_without_a_gpu_is_that_large() -> None:

@@ -19,6 +19,7 @@ from cloudtrain.disk import TEMP
 from cloudtrain.errors import ConflictError, NotFoundError, StorageError
 from cloudtrain.job import Job
 from cloudtrain.lease import FOLDER, MARK
+from cloudtrain.listing import list_runs
 from cloudtrain.retention import ANNOUNCED, Collected, collect, collect_at
 from cloudtrain.settings import Settings
 from cloudtrain.store import Store
@@ -288,6 +289,32 @@ def test_an_object_store(place: str, mover: str, request: pytest.FixtureRequest)
     assert collect(store, older_than=0, delete=True).found == ()
     assert store.files.list(FOLDER) == {}
     assert store.files.exists(f"code/{OLD_CODE}/code.tar.gz")
+
+
+@pytest.mark.remote
+@pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
+@pytest.mark.parametrize("mover", ["fsspec", "obstore"])
+def test_a_run_that_was_collected_leaves_the_list_with_its_marks_of_folders(
+    mover: str, request: pytest.FixtureRequest
+) -> None:
+    """Azure ML's mount makes an empty blob for each folder (seen with azureml-dataprep-rslex)."""
+    from azure.storage.blob import BlobServiceClient
+
+    store = Store(request.getfixturevalue("azure_url"), moving=Moving(mover=mover))
+    run(store, "kept", code=CODE, runtime=RUNTIME)
+    store.files.write("runs/dead/live/logs/0.0/node-0/0.log", b"line")
+    container, _, path = store.url.removeprefix("abfs://").partition("/")
+    service = BlobServiceClient.from_connection_string(os.environ["AZURE_STORAGE_CONNECTION_STRING"])
+    with service, service.get_container_client(container.partition("@")[0]) as blobs:
+        dead = ["dead", "dead/live", "dead/live/logs", "dead/live/logs/0.0"]
+        for mark in (*dead, "kept", "kept/live", "empty", "empty/live"):
+            blobs.upload_blob(f"{path}/runs/{mark}", b"", metadata={"hdi_isfolder": "true"})
+        assert [row["run_id"] for row in list_runs(store)] == ["kept", "dead"]
+        (found,) = (item for item in collect(store, older_than=0, delete=True).found if item.kind == "run")
+        assert (found.key, found.files) == ("runs/dead", 1)
+        assert [row["run_id"] for row in list_runs(store)] == ["kept"]
+        left = {name.removeprefix(f"{path}/runs/") for name in blobs.list_blob_names(name_starts_with=f"{path}/runs/")}
+    assert left == {"kept", "kept/live", "kept/run.json"}
 
 
 _RACER = """

@@ -21,7 +21,7 @@ import moto
 
 COLUMNS = (
     "provider", "instance_type", "accelerator_type", "gpu", "gpu_count", "gpu_memory_gib", "vcpus", "memory_gib",
-    "disk_gb", "arch", "network", "source",
+    "disk_gb", "arch", "network", "offer", "source",
 )  # fmt: skip
 SOURCE = f"boto3 {version('boto3')} sagemaker TrainingInstanceType + moto {version('moto')} ec2 instance_types.json.gz"
 
@@ -39,6 +39,15 @@ AZURE_SIZES: dict[str, list[tuple[str, int, float]]] = {
     "compute-optimized/fsv2-series.md": [(f"Standard_F{n}s_v2", n, n * 2) for n in (2, 4, 8, 16, 32, 48, 64, 72)],
 }
 """Sizes without a GPU, vCPUs and GiB, by page; that Azure ML has each in a region is for its ``vmSizes`` to say."""
+
+RETIRED = {
+    **dict.fromkeys(
+        ("Standard_NC6s_v3", "Standard_NC12s_v3", "Standard_NC24s_v3", "Standard_NC24rs_v3"),
+        ("2025-09-30", f" + {AZURE}/retirement/ncv3-nc6s-nc12s-nc24s-retirement.md"),
+    ),
+    "Standard_ND40rs_v2": ("2025-09-30", " (its retirement: likely, by the same date)"),
+}
+"""Machines that their platform gives no longer: since when, and the source of that."""
 
 
 def instance_types() -> list[str]:
@@ -60,8 +69,10 @@ def rows(gathered: Path) -> Iterator[dict[str, Any]]:
         known = list(csv.DictReader(stream))
     for row in known:
         grace = row["gpu"].startswith("GB")  # a GPU on one board with an Arm processor
+        date, source = RETIRED.get(row["instance_type"], ("", ""))
         yield {
             **row,
+            **({"offer": f"retired {date}", "source": row["source"] + source} if date else {}),
             "arch": "arm64" if grace else "x86_64",
             **(_disk(ec2.get(row["instance_type"].removeprefix("ml."))) if _ours(row) else {}),
         }

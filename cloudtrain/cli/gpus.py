@@ -100,7 +100,9 @@ def _made(settings: Settings, name: str) -> Any:
 
 
 def _known(names: Iterable[str]) -> list[tuple[str, Machine]]:
-    return [(name, machine) for name in names for machine in catalog.machines(name) if machine.gpu]
+    return [
+        (name, machine) for name in names for machine in catalog.machines(name) if machine.gpu and not machine.retired
+    ]
 
 
 def _matching(pattern: str | None, known: Sequence[tuple[str, Machine]]) -> Sequence[tuple[str, Machine]]:

@@ -299,6 +299,10 @@ class Ranks:
                 os.kill(pid, signal.SIGTERM)
         return bool(found)
 
+    def forget_notice(self) -> None:
+        """The notice was withdrawn: the next one is for every rank again."""
+        self._notified.clear()
+
     def notified(self, rank: int, time_ns: int) -> bool:
         """Whether `notify` had told this rank (of the whole run) by then."""
         told = self._notified.get(self._pids_of_ranks().get(rank - self.first_rank, 0))

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from .link import Link
 from .logs import LogWriter
 from .machine import oom_kills
 from .mirror import FROZEN_SECONDS, KINDS, Mirror, nothing
+from .notices import watch
 from .record import write_record
 from .resume import Resume
 from .workspace import Workspace
@@ -49,6 +51,12 @@ CLEAN_WAIT_SECONDS = 900.0
 """How long nothing may move while what is left is mirrored, after a failure and after a clean end."""
 MEET_SECONDS = 3.0
 """After a notice that came before two nodes had met: how long one waits for the other, to leave together."""
+WITHDRAWN = float("inf")
+"""The time of a notice that the platform has withdrawn while the ranks still ran: no grace ends."""
+HOLD_SLACK_SECONDS = 5.0
+"""The other nodes wait so much longer than node 0, for its word."""
+WITHDRAWN_SECONDS = 120.0
+"""How long ranks that end after that may have seen the notice: their end is a preemption, and no success."""
 PEERS_SECONDS = 60.0
 NODE_0_SECONDS = 120.0
 """After a failure: how long node 0 waits for its peers' last words, and they for its."""
@@ -90,6 +98,12 @@ class Node:
         self.eof: dict[int, int] = {}
         self.preempted: float | None = None
         self.told: int | None = None
+        self.sources: set[int] = set()
+        """Of `Site.notices`: those that now say that this node is about to go."""
+        self.standing: set[tuple[int, str]] = set()
+        """Node 0: which nodes are about to go, and of what they know: ``signal``, or ``notice`` of a source."""
+        self.again = False
+        """Whether this node is to start again at once, as the platform starts it after a preemption."""
         self.stopping: float | None = None
         self.stopped_ns: int | None = None
         self.signalled = 0
@@ -111,6 +125,8 @@ class Node:
         """The exit code for the platform."""
         try:
             self.link.open()
+            for number, look in enumerate(self.site.notices):
+                watch(look, partial(self._heard_of, number))
             if self.me == 0:
                 self._begin(self.site.attempt or restart_of(self.live, self.k))
             self._prepare_and_join()
@@ -134,6 +150,10 @@ class Node:
 
     def _over(self) -> bool:
         return self._broken() or self.preempted is not None
+
+    def _leaving(self) -> bool:
+        """Whether a stop notice stands."""
+        return self.preempted is not None and self.preempted < WITHDRAWN
 
     def _broken(self) -> bool:
         return bool(self.failures) or self.stopping is not None
@@ -300,8 +320,9 @@ class Node:
             self.link.send(sender, {"t": "attempt", "attempt": self.attempt})
             if self.stopping is not None:
                 self.link.send(sender, {"t": "stop"})
-            if self.preempted is not None:
-                self.link.send(sender, {"t": "preempt", "why": self.notice, "node": self.told})
+            if self._leaving():
+                of = "notice" if self._awaited() else "signal"
+                self.link.send(sender, {"t": "preempt", "why": self.notice, "node": self.told, "of": of})
 
     def _on_attempt(self, sender: int, message: Message) -> None:
         self._begin(message["attempt"])
@@ -309,6 +330,9 @@ class Node:
     def _on_ready(self, sender: int, message: Message) -> None:
         if message["t"] != "restored" or "outcome" not in self.peers.get(sender, {}):  # it has left meanwhile
             self.peers[sender] = message
+        if message.get("outcome") == "preempted" and not self._leaving():  # its ranks saw a notice that was withdrawn
+            self.passed_on = False
+            self._on_preempt(sender, {"t": "preempt", "why": f"node {sender} has left", "node": sender, "of": ""})
         self._on_failed(sender, message)
 
     _on_done = _on_restored = _on_ready
@@ -321,17 +345,67 @@ class Node:
 
     def _on_signal(self, sender: int, message: Message) -> None:
         name, at = signal.Signals(message["number"]).name, message["at"]
-        self._preempt(f"node {self.me} was told to stop ({name})", self.me, at)
-        self._tell({"t": "preempt", "why": f"node {self.me} was told to stop", "node": self.me})
+        self._announce(f"node {self.me} was told to stop", "signal", f" ({name})", at)
+
+    def _announce(self, why: str, of: str, more: str, at: float) -> None:
+        self.standing.add((self.me, of))
+        self._preempt(why + more, self.me, at)
+        self._tell({"t": "preempt", "why": why, "node": self.me, "of": of})
+
+    def _heard_of(self, source: int, why: str) -> None:
+        """In the source's thread."""
+        self.inbox.put((-1, {"t": "notice", "source": source, "why": why, "at": time.monotonic()}))
+
+    def _on_notice(self, sender: int, message: Message) -> None:
+        """A source has changed its word: this node is about to be taken away, or is not any more."""
+        before = bool(self.sources)
+        (self.sources.add if message["why"] else self.sources.discard)(message["source"])
+        if self.sources and not before:
+            self._announce(f"node {self.me} is about to go", "notice", f" ({message['why']})", message["at"])
+        elif before and not self.sources:
+            self._tell({"t": "withdraw", "node": self.me})
+
+    def _on_withdraw(self, sender: int, message: Message) -> None:
+        """Node 0: a node is not about to go any more. All train on, unless ranks of any node have left already."""
+        self.standing.discard((message["node"], "notice"))
+        if not self.standing and self._leaving() and self._all_at_work():
+            self.passed_on = False
+            self.link.send_all({"t": "withdrawn"})
+            self._on_withdrawn(0, message)
+
+    def _on_withdrawn(self, sender: int, message: Message) -> None:
+        self.standing.clear()
+        if self._leaving() and self._all_at_work():
+            self.log.say("the notice was withdrawn; training continues")
+            self.preempted, self.heard = WITHDRAWN, time.monotonic()
+            self._space.preempt.unlink(missing_ok=True)
+
+    def _all_at_work(self) -> bool:
+        """Whether no rank that this node knows of has ended, or was stopped."""
+        ended = any("end" in events for events in self.seen.values())
+        left = any("outcome" in message for message in self.peers.values())
+        return self.ranks is not None and self.code is None and not (ended or left or self.signalled or self._broken())
+
+    def _forget_notice(self) -> None:
+        assert self.ranks is not None
+        self.preempted = self.told = self.stopped_ns = None
+        self.notice = ""
+        self.ranks.forget_notice()
+
+    def _awaited(self) -> bool:
+        """Whether the platform is about to take a node of which only a source of `Site.notices` has told."""
+        return any(of == "notice" for _, of in self.standing)
 
     def _on_preempt(self, sender: int, message: Message) -> None:
+        if of := message.get("of", "signal"):
+            self.standing.add((message["node"], of))
         if self.me == 0 and not self.passed_on:  # a platform tells all nodes at once, and each of them tells us
             self.passed_on = True
             self.link.send_all(message)
         self._preempt(message["why"], message["node"])
 
     def _preempt(self, why: str, node: int, at: float | None = None) -> None:
-        if self.preempted is not None:
+        if self.preempted is not None and self._leaving():
             self.preempted = min(self.preempted, at or self.preempted)
         else:
             self.heard = time.monotonic()
@@ -361,7 +435,7 @@ class Node:
     def _on_exit(self, sender: int, message: Message) -> None:
         if self.go is None and message["outcome"] == "preempted":  # it was leaving when we came
             self._preempt("node 0 was told to stop", 0)
-        self.released, self.lost = True, message["lost"]
+        self.released, self.lost, self.again = True, message["lost"], message.get("again", False)
 
     def _on_quiet(self, sender: int, message: Message) -> None:
         self.log.say(text := f"node {sender} was not heard of for {message['seconds']} s")
@@ -446,6 +520,8 @@ class Node:
         if self.ranks is not None and self.code is None:
             self._blame_the_dead()
             self._escalate(now)
+            if self.preempted == WITHDRAWN and self.code is None and now > self.heard + WITHDRAWN_SECONDS:
+                self._forget_notice()
         if self.start is not None:
             self.start.look(self._space.metrics)
         if self.site.supervisor and os.getppid() != self.site.supervisor and self.stopping is None:
@@ -470,7 +546,7 @@ class Node:
         term = kill = float("inf")
         if self.stopping is not None:
             term, kill = self.stopping + STOP_TERM_SECONDS, self.stopping + STOP_KILL_SECONDS
-        elif self.preempted is not None:
+        elif self.preempted is not None and self._leaving():
             if not self.signalled and self.ranks.notify():
                 self.stopped_ns = self.stopped_ns or time.time_ns()
             reserve = min(RESERVE_SECONDS, self.site.stop_grace * GRACE_RESERVE)
@@ -495,6 +571,8 @@ class Node:
             self.ranks.kill()  # whatever the ranks left running
             if not clean:
                 self._space.keep_dumps(self.attempt)
+        if self.site.hold and self._leaving():  # the machine may be gone before everything is mirrored
+            self._record(self._outcome(), self._own_cause(), decided=False)
         if self.mirror is not None:
             self._finish_mirror(self.mirror, clean)
         if self.me == 0:
@@ -504,7 +582,10 @@ class Node:
             self._record(outcome, self._own_cause(), decided=False)
             self._tell({"t": "done", "outcome": outcome, "failures": [f.to_dict() for f in self.failures]})
             patience = time.monotonic() + (NODE_0_SECONDS if self.attempt else 0.0)
-            self._pump(lambda: self.released or 0 in self.gone or self._late(), None if clean else patience)
+            if outcome == "preempted" and self._may_stay():
+                self._pump(lambda: self.released, self.heard + self.site.hold + HOLD_SLACK_SECONDS)
+            else:
+                self._pump(lambda: self.released or 0 in self.gone or self._late(), None if clean else patience)
             if not self.released:  # only now may the link know that node 0 is lost
                 self.lost = (cause := self._own_cause()) is not None and cause.kind == "lost"
         if self.mirror is not None:
@@ -556,9 +637,29 @@ class Node:
         if self.go is None and self.preempted is not None:
             self.link.shut()
         self._record(outcome, cause, decided=True)
-        self.link.send_all({"t": "exit", "outcome": outcome, "lost": self.lost})
-        self.link.let_go(self._grace_end())
+        self.again = outcome == "preempted" and self._hold()
+        self.link.send_all({"t": "exit", "outcome": outcome, "lost": self.lost, "again": self.again})
+        self.link.let_go(float("inf") if self.again else self._grace_end())
         return outcome
+
+    def _hold(self) -> bool:
+        """Node 0: keep all nodes for the platform to take. Whether all notices were withdrawn instead."""
+        if not self._may_stay():
+            return False
+        if self._awaited():
+            self.log.say(f"waiting at most {self.site.hold:.0f} s for the platform to take its machine")
+        self._pump(lambda: not self._awaited() and self._mirrored(), self.heard + self.site.hold)
+        if again := not self.standing:
+            self.log.say("the notice was withdrawn after the script had left; starting again")
+        self.log.flush()
+        return again
+
+    def _may_stay(self) -> bool:
+        """Whether the platform kills this node only by taking its machine."""
+        return self.site.hold > 0 and all(of != "signal" for _, of in self.standing)
+
+    def _mirrored(self) -> bool:
+        return self.mirror is None or self.mirror.idle.is_set()
 
     def _in_vain(self, since: float) -> bool:
         """Whether no node's copies have moved for so long that last words are waited for in vain."""

@@ -41,6 +41,7 @@ def world(
     plane.questions.used.clear()
     plane.questions.unlisted.clear()
     plane.questions.actions = ["*"]
+    plane.questions.identity, plane.questions.about = {"type": "SystemAssigned"}, {}
     assert plane.jobs == {}
     assert not {call.method for call in plane.wire.calls} - {"GET"}
     from azure.storage.blob import ContainerClient
@@ -57,8 +58,8 @@ def test_all_is_well(world: AzureMLWorld, examiner: Examiner) -> None:
     world.plane.environments["train"] = {"3": "team/none:1"}
     found = examiner("--image", "azureml:train:3")
     told = {name: row["status"] for name, row in found.rows.items()}
-    names = ["settings", "plan", "sdk", "credentials", "workspace", "datastore", "compute", "permissions", "quota"]
-    assert told == {**dict.fromkeys([*names, "environment", "store"], "ok"), "compute": "skipped"}, found.rows
+    names = ["settings", "plan", "sdk", "credentials", "workspace", "datastore", "compute", "serverless", "permissions"]
+    assert told == {**dict.fromkeys([*names, "quota", "environment", "store"], "ok"), "compute": "skipped"}, found.rows
     assert found.code == 0
     assert f"subscription {SUBSCRIPTION}" in found.rows["credentials"]["detail"]
     assert "DSv2 Family" in found.rows["quota"]["detail"]
@@ -132,6 +133,55 @@ def test_the_size_of_a_cluster_is_what_counts(world: AzureMLWorld, examiner: Exa
     found = examiner("--image", "team/none:1")
     assert found.status("compute") == "ok"
     found.failure("quota", "0 of 0 vCPUs", fix="at least 4 vCPUs", code=4)
+
+
+def test_a_cluster_of_low_priority_ends_a_job_sooner(world: AzureMLWorld, examiner: Examiner) -> None:
+    world.plane.computes["cheap"] = {"vmSize": "STANDARD_DS3_V2", "vmPriority": "LowPriority"}
+    examiner.settings("azureml", world.store, table(world, compute="cheap"))
+    assert "low priority" in examiner("--image", "team/none:1", "--max-runtime", "7d").rows["compute"]["detail"]
+    found = examiner("--image", "team/none:1", "--max-runtime", "8d")
+    found.failure("compute", "ends its jobs after 7 days", fix="max_runtime to at most 7d", code=2)
+
+
+def test_a_closed_workspace_needs_a_managed_network(world: AzureMLWorld, examiner: Examiner) -> None:
+    world.plane.questions.about = {"publicNetworkAccess": "Disabled"}
+    found = examiner("--image", "team/none:1")
+    assert "managed network Disabled, public access Disabled" in found.rows["workspace"]["detail"]
+    found.failure("serverless", "need a managed network", fix="az ml workspace update --managed-network", code=2)
+    world.plane.questions.about["managedNetwork"] = {"isolationMode": "AllowInternetOutbound"}
+    assert examiner("--image", "team/none:1").status("serverless") == "ok"
+
+
+OWN = {"type": "UserAssigned", "userAssignedIdentities": {"/subscriptions/s/x": {"clientId": "c-1"}}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "identity", "right"),
+    [
+        ("managed_identity", {"type": "SystemAssigned"}, True),
+        ("managed_identity", OWN, False),
+        ("managed_identity:c-1", OWN, True),
+        ("managed_identity:c-2", OWN, False),
+        ("managed_identity:c-1", {"type": "SystemAssigned"}, False),
+        ("user_identity", {"type": "None"}, True),
+    ],
+)
+def test_a_serverless_job_is_the_workspace_s_own_identity(
+    world: AzureMLWorld, examiner: Examiner, setting: str, identity: dict[str, Any], right: bool
+) -> None:
+    world.plane.questions.identity = identity
+    examiner.settings("azureml", world.store, table(world, identity=setting))
+    found = examiner("--image", "team/none:1")
+    assert found.status("serverless") == ("ok" if right else "failed"), found.rows["serverless"]
+
+
+def test_an_image_needs_the_right_to_make_an_environment(world: AzureMLWorld, examiner: Examiner) -> None:
+    kind = "Microsoft.MachineLearningServices/workspaces"
+    world.plane.questions.actions = [f"{kind}/read", f"{kind}/jobs/*", f"{kind}/datastores/read"]
+    found = examiner("--image", "team/none:1")
+    found.failure("permissions", "environments/read", "environments/write", fix="AzureML Data Scientist", code=3)
+    world.plane.environments["train"] = {"3": "team/none:1"}
+    assert examiner("--image", "azureml:train:3").status("permissions") == "ok"
 
 
 def test_a_store_by_the_name_of_its_datastore(world: AzureMLWorld, examiner: Examiner) -> None:

@@ -150,7 +150,7 @@ def test_images_and_environments() -> None:
     def environment(given: Mapping[str, Any] | None = None, /, **fields: Any) -> Any:
         return planned(given, **fields).body["environment"]
 
-    curated = "azureml://registries/azureml/environments/acpt-pytorch-2.2-cuda12.1/labels/latest"
+    curated = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/labels/latest"
     assert environment(image="ghcr.io/a/b:1") == {"image": "ghcr.io/a/b:1"}
     for name in (curated, "azureml:mine:3", "azureml:mine@latest"):
         assert environment(image=name) == name
@@ -277,6 +277,22 @@ def test_a_plan_says_who_acts_on_a_preemption() -> None:
     assert planned().notes == ()
 
 
+def test_a_plan_says_what_may_never_work() -> None:
+    assert not any("nodes" in note for note in planned(instance_count=100).notes)
+    assert "limits a job of several nodes to 100 nodes" in " ".join(planned(instance_count=101).notes)
+    (note,) = planned(instance_type="Standard_NC6s_v3").notes
+    assert note == "Standard_NC6s_v3 was retired on 2025-09-30: no machine may ever come"
+    secrets = {"T": "azure:vault/t"}
+    assert "no managed identity" in " ".join(planned(secrets=secrets).notes)
+    assert planned({"identity": "managed_identity"}, secrets=secrets).notes == ()
+    assert "no managed identity" not in " ".join(planned(CLUSTER, secrets=secrets).notes)
+
+
+def test_the_longest_job() -> None:
+    assert planned(max_runtime="21d").body["limits"] == {"timeout": 21 * 86400}
+    assert planned(max_runtime="7d", spot=True).body["limits"] == {"timeout": 7 * 86400}
+
+
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("azureml.subscription_id", {"subscription_id": ""}, {}, "config.json"),
     ("azureml.workspace_name", {"workspace_name": ""}, {}, "config.json"),
@@ -302,6 +318,9 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("resources.nproc_per_node", {}, {"instance_type": "Standard_ND999_X_v9"}, "how many GPUs"),
     ("resources.instance_type", {}, {"instance_type": "a b"}, "not the name"),
     ("max_runtime", {}, {"max_runtime": 59}, "at least 60 s"),
+    ("max_runtime", {}, {"max_runtime": 21 * 86400 + 1}, "ends a job after 21 days; say 21d or less"),
+    ("max_runtime", {}, {"max_runtime": "8d", "spot": True}, "on low-priority machines after 7 days; say 7d or less"),
+    ("max_runtime", {"job_tier": "spot"}, {"max_runtime": "8d"}, "after 7 days"),
     ("max_cost", {}, {"max_cost": 5, "instance_type": "Standard_D4ds_v4"}, '"Standard_D4ds_v4" ='),
     ("max_cost", {}, {"max_cost": 0.001}, "60 s"),
     ("secrets.T", {}, {"secrets": {"T": "env:HF_TOKEN"}}, "az keyvault secret set --vault-name VAULT --name HF-TOKEN"),

@@ -53,6 +53,7 @@ def test_every_native_state_has_a_meaning() -> None:
     assert {name for name, state in found.items() if state in FINAL} == {"Completed", "Failed", "Canceled"}
     pending = {"NotStarted", "Queued", "Provisioning", "Preparing", "Starting", "Paused"}
     assert {name for name, state in found.items() if state == "pending"} == pending
+    assert said("Waiting").state == "pending", "of Singularity, which no model lists"
     assert found["NotResponding"] == found["CancelRequested"] == found["Finalizing"] == "running"
     assert said("OfNextYear").state == "running", "what nobody knows is not over"
     assert "come back" in said("NotResponding").reason
@@ -177,6 +178,54 @@ def test_the_exact_quota_to_ask_for() -> None:
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 
+REAL: list[tuple[str, str, str, str]] = [
+    # By users of the service, or code of Microsoft's own: where, what was said, and what that is.
+    (
+        "Azure/MachineLearningNotebooks#1242, MicrosoftDocs/azure-docs#66288, microsoft/MLOpsPython#346",
+        "AzureMLCompute job failed. PreemptionError: Nodes of this job got pre-empted. Check if the run has failed or "
+        "restarted. Reason: Received pre-emption warning signal",
+        "UserError",
+        "preempted",
+    ),
+    (
+        "Azure/MachineLearningNotebooks#1360",
+        "AzureMLCompute job failed. JobFailed: Submitted script failed with a non-zero exit code; see the driver log "
+        "file for details. Reason: Job failed with non-zero exit Code",
+        "UserError",
+        "user_error",
+    ),
+    (
+        "unsure of its form",
+        "AzureMLCompute job failed. ExecutionFailed: [REDACTED] exitCode: 137",
+        "UserError",
+        "oom",
+    ),
+    (
+        "Azure/MachineLearningNotebooks#1479",
+        "AzureMLCompute job failed. FailedPullingImage: Unable to pull docker image imageName: x error: Run docker "
+        "command to pull public image failed with error: manifest unknown",
+        "UserError",
+        "image",
+    ),
+    (
+        "seen with private registries",
+        "Failed to pull Docker image r.azurecr.io/x. Check the specified registry credentials",
+        "UserError",
+        "image",
+    ),
+    ("mslearn-dp100#35", DP100, "UserError", "quota"),
+    ("microsoft/InnerEye-DeepLearning#253", INNER_EYE, "UserError", "quota"),
+    ("azureml-examples#2614", CRASH, "UserError", "user_error"),
+]
+"""Real texts, with where they were seen; the row's name in a failure is its issue's."""
+
+
+@pytest.mark.parametrize(("seen", "text", "code", "category"), REAL, ids=[row[0].split(",")[0] for row in REAL])
+def test_real_texts(seen: str, text: str, code: str, category: str) -> None:
+    found = said("Failed", error=(code, text))
+    assert (found.state, found.category) == ("failed", category), seen
+
+
 REFUSALS: list[tuple[int, str, str, type[CloudtrainError], str]] = [
     (401, "InvalidAuthenticationToken", "The access token has expired", AuthError, "sign in again"),
     (403, "AuthorizationFailed", "The client 'x' does not have authorization", AuthError, "'AzureML Data Scientist'"),
@@ -195,6 +244,7 @@ REFUSALS: list[tuple[int, str, str, type[CloudtrainError], str]] = [
     (409, "Conflict", "exists", ConflictError, "run_id: "),
     (409, "UserError", "A job with the name quota-6efb67b1542dbfb0 already exists", ConflictError, "run_id: "),
     (400, "UserError", "A job with this name already exists.", ConflictError, "run_id: "),
+    (400, "JobPropertyImmutable", "The job cannot be changed.", ConflictError, "run_id: "),
     (400, "JobNodeCountExceedsCoreQuota", DP100, QuotaError, "at least 4 dedicated vCPUs"),
     (403, "QuotaExceeded", INNER_EYE, QuotaError, "at least 24"),
     (400, "SkuNotAvailable", "The size is not available", CapacityError, "another size"),

@@ -200,7 +200,7 @@ def test_a_job_that_another_client_has_just_put_is_the_same(plane: Plane) -> Non
     assert provider.submit(request) == f"{plane.id}/jobs/{request.body['name']}"
     assert operations(plane)[-2:] == ["PUT job", "GET job"]
     plane.wire.faults.append(Fault("GET job", Refusal(404, "NotFound", "not yet"), times=2))
-    with pytest.raises(ConflictError, match=r"^run_id: create job: A job with this name already exists"):
+    with pytest.raises(ConflictError, match=r"^run_id: create job: .* \(JobPropertyImmutable\)$"):
         client(plane).submit(request)
     assert len(plane.jobs) == 1
 
@@ -489,6 +489,64 @@ def test_a_log_is_read_on_from_its_cursor_without_a_token(plane: Plane) -> None:
     read = [call for call in plane.wire.calls if call.operation == "GET blob"]
     assert all(call.token is None for call in read)
     assert {call.headers["user-agent"].split("/")[0].split(" ")[0] for call in read} == {"cloudtrain"}
+
+
+def restarted(job: CommandJob, number: int, text: str) -> None:
+    """The file of a node begins anew, as after a preemption."""
+    job.logs = []
+    job.log(number).take(text.encode())
+    job.log(number).flush()
+
+
+@pytest.mark.parametrize("at_the_end", [206, 416])
+@pytest.mark.parametrize("length", [1, 39, 40, 41, 300], ids=lambda n: f"{n}-lines")
+def test_a_log_that_begins_anew_is_read_from_its_start(plane: Plane, length: int, at_the_end: int) -> None:
+    """Be it shorter than what was read of the one before, as long, or longer."""
+    plane.blobs.at_the_end = at_the_end
+    provider = client(plane)
+    native = provider.submit(plans(plane).planned())
+    job = only(plane)
+    job.log(0).take("".join(f"line {n:03}\n" for n in range(40)).encode())
+    job.log(0).flush()
+    first = provider.logs(native)
+    restarted(job, 0, "".join(f"anew {n:03}\n" for n in range(length)))
+    again = provider.logs(native, json.loads(json.dumps(first.cursor)))
+    assert [line.text for line in again.lines] == [f"anew {n:03}" for n in range(length)]
+    assert not {line.id for line in first.lines} & {line.id for line in again.lines}
+    job.log(0).take(b"more\n")
+    job.log(0).flush()
+    last = provider.logs(native, again.cursor)
+    assert [line.text for line in last.lines] == ["more"]
+    assert provider.logs(native, last.cursor).lines == ()
+
+
+def test_a_log_that_is_named_and_not_there_yet_keeps_its_place(plane: Plane) -> None:
+    provider = client(plane)
+    native = provider.submit(plans(plane).planned())
+    job = only(plane)
+    job.log(0).take(b"one\n")
+    job.log(0).flush()
+    first = provider.logs(native)
+    plane.wire.faults.append(Fault("GET blob", Refusal(404, "BlobNotFound", "none"), times=2))
+    second = provider.logs(native, first.cursor)
+    assert (second.lines, second.cursor["at"]) == ((), first.cursor["at"])
+    job.log(0).take(b"two\n")
+    job.log(0).flush()
+    assert [line.text for line in provider.logs(native, second.cursor).lines] == ["two"]
+
+
+def test_the_files_of_a_restart_are_read_too(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = client(plane)
+    native = provider.submit(plans(plane).planned(instance_count=2))
+    job = only(plane)
+    names = ["user_logs/std_log_process_1.txt", "user_logs/retry_001/std_log_process_1.txt"]
+    monkeypatch.setattr(job, "_log_name", lambda number: names[number])
+    for number, text in enumerate((b"first\n", b"second\n")):
+        job.log(number).take(text)
+        job.log(number).flush()
+    lines = provider.logs(native).lines
+    assert sorted((line.node, line.text) for line in lines) == [("1", "first"), ("1", "second")]
+    assert len({line.id for line in lines}) == 2
 
 
 def test_a_service_that_never_answers_is_given_up(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from azure.ai.ml import Input, MLClient, Output, command
 from azure.ai.ml.entities import Environment
-from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError
+from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 from azure.identity import ManagedIdentityCredential
 from containers import left
 from jobs import Jobs
@@ -30,7 +30,7 @@ from cloudtrain.testing.azureml.strict import broken_rules, model_errors, second
 from cloudtrain.testing.azureml.wire import Fault, Refusal
 
 IMAGE = "cloudtrain-test:py313"
-ENVIRONMENT = "azureml://registries/azureml/environments/acpt-pytorch-2.2-cuda12.1/versions/1"
+ENVIRONMENT = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/versions/1"
 STORE = "azureml://datastores/workspaceblobstore/paths"
 SEE = """
 import json, os, signal, sys, time
@@ -271,8 +271,9 @@ class TestWire:
     def test_a_job_is_created_once_and_found(self, plane: Plane) -> None:
         ml = client(plane)
         assert ml.jobs.create_or_update(job("one")).status in ("NotStarted", "Starting", "Provisioning", "Queued")
-        with pytest.raises(ResourceExistsError):
+        with pytest.raises(HttpResponseError, match="JobPropertyImmutable") as caught:  # microsoft/ai4s-jobq
             ml.jobs.create_or_update(job("one"))
+        assert caught.value.status_code == 400
         assert ml.jobs.get("one").name == "one"
         with pytest.raises(ResourceNotFoundError):
             ml.jobs.get("two")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import queue
 import signal
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from cloudtrain.provider import Site, Topology
-from cloudtrain.runtime import node
+from cloudtrain.runtime import node, notices
 from cloudtrain.runtime.cause import Failure
 from cloudtrain.runtime.history import FIRST
 from cloudtrain.runtime.node import Node
@@ -153,7 +154,7 @@ def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
     record = json.loads(Path(head.live, "exit", "0.0-node-0.json").read_text())
     assert (record["category"], record["failure"]["node"], record["failure"]["rank"]) == ("infra", 1, None)
     assert record["reason"] == "node 1 was lost: it has not said how it ended"
-    assert told[-1] == {"t": "exit", "outcome": "failed", "lost": True}
+    assert told[-1] == {"t": "exit", "outcome": "failed", "lost": True, "again": False}
 
 
 # -------------------------------------------------------------------------------------------------- what to resume from
@@ -199,3 +200,196 @@ def test_a_node_that_never_restores_is_named(head: Node) -> None:
     (failure,) = head.failures
     assert (failure.kind, failure.node) == ("lost", 1)
     assert failure.exception.startswith("has not restored checkpoint b in ")
+
+
+# ------------------------------------------------------------------------- notices that no signal brings, and withdrawn
+
+
+class Working:
+    """Ranks that run on, of which one handles SIGTERM."""
+
+    def __init__(self) -> None:
+        self.notified = 0
+        self.codes: dict[int, int] = {}
+        self.closing_ns, self.lone = 0, False
+
+    def signal(self, number: int) -> None:
+        raise AssertionError(f"signal {number}")
+
+    def notify(self) -> bool:
+        self.notified += 1
+        return self.notified == 1
+
+    def forget_notice(self) -> None:
+        self.notified = 0
+
+
+@pytest.fixture
+def at_work(head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """Node 0 of two, with ranks; ``head.sent`` is what it sends to all."""
+    sent: list[dict[str, object]] = []
+    monkeypatch.setattr("cloudtrain.runtime.link.Link.send_all", lambda _, message: sent.append(message))
+    monkeypatch.setattr(node, "LAUNCHER_SECONDS", 0.0)
+    head.sent = sent  # type: ignore[attr-defined]
+    head.site = dataclasses.replace(head.site, hold=0.5)
+    head.space = SimpleNamespace(preempt=tmp_path / "preempt", metrics=tmp_path / "m")  # type: ignore[assignment]
+    head.ranks = Working()  # type: ignore[assignment]
+    head.attempt, head.go = "0.0", {"t": "go"}
+    return head
+
+
+def sent(head: Node) -> list[str]:
+    return [message["t"] for message in head.sent]  # type: ignore[attr-defined]
+
+
+def notice(head: Node, why: str, source: int = 0) -> None:
+    """A source of this node says ``why``; what comes of it is handled."""
+    head._heard_of(source, why)
+    while not head.inbox.empty():
+        head._handle(*head.inbox.get())
+
+
+def test_a_notice_reaches_all_and_is_withdrawn_from_all(at_work: Node, tmp_path: Path) -> None:
+    notice(at_work, "Azure announced Preempt")
+    assert (sent(at_work), (tmp_path / "preempt").exists(), at_work._outcome()) == (["preempt"], True, "preempted")
+    notice(at_work, "")
+    assert (sent(at_work), (tmp_path / "preempt").exists()) == (["preempt", "withdrawn"], False)
+    assert not at_work._late()
+    notice(at_work, "Azure announced Preempt")  # the next one counts again
+    assert (sent(at_work)[2:], (tmp_path / "preempt").exists()) == (["preempt"], True)
+
+
+def test_two_sources_are_one_notice_until_both_are_silent(at_work: Node) -> None:
+    notice(at_work, "a file is there", 0)
+    notice(at_work, "Azure announced Preempt", 1)
+    notice(at_work, "", 0)
+    assert sent(at_work) == ["preempt"]
+    notice(at_work, "", 1)
+    assert sent(at_work) == ["preempt", "withdrawn"]
+
+
+def test_a_notice_to_two_nodes_holds_until_both_are_spared(at_work: Node) -> None:
+    notice(at_work, "Azure announced Preempt")
+    at_work._handle(1, {"t": "preempt", "why": "node 1 is about to go", "node": 1, "of": "notice"})
+    notice(at_work, "")
+    assert sent(at_work) == ["preempt"]
+    at_work._handle(1, {"t": "withdraw", "node": 1})
+    assert sent(at_work) == ["preempt", "withdrawn"]
+
+
+def test_a_signal_is_never_withdrawn(at_work: Node) -> None:
+    notice(at_work, "Azure announced Preempt")
+    at_work._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})
+    notice(at_work, "")
+    assert "withdrawn" not in sent(at_work)
+    assert at_work._hold() is False
+
+
+def test_no_rank_is_killed_for_a_notice_that_was_withdrawn(at_work: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    notice(at_work, "Azure announced Preempt")
+    notice(at_work, "")
+    at_work._escalate(time.monotonic() + 1000)
+    assert at_work.signalled == 0
+
+
+def test_what_ends_soon_after_may_have_seen_the_notice_and_is_no_success(
+    at_work: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notice(at_work, "Azure announced Preempt")
+    notice(at_work, "")
+    at_work.code = 0
+    assert at_work._outcome() == "preempted"
+    at_work.code = None
+    monkeypatch.setattr(node, "WITHDRAWN_SECONDS", 0.0)
+    monkeypatch.setattr(at_work, "_blame_the_dead", lambda: None)
+    at_work._tick()
+    at_work.code = 0
+    assert (at_work.preempted, at_work._outcome()) == (None, "succeeded")
+
+
+def test_a_node_that_has_left_at_a_withdrawn_notice_takes_the_others_with_it(at_work: Node) -> None:
+    notice(at_work, "Azure announced Preempt")
+    notice(at_work, "")
+    at_work._handle(1, {"t": "done", "outcome": "preempted", "failures": []})
+    assert (sent(at_work)[-1], at_work._leaving()) == ("preempt", True)
+    assert at_work._hold() is True, "nothing is about to be taken: all start again"
+
+
+def test_ranks_that_have_left_before_the_withdrawal_end_the_attempt(at_work: Node) -> None:
+    notice(at_work, "Azure announced Preempt")
+    at_work.seen[0] = {"start", "end"}
+    notice(at_work, "")
+    assert (sent(at_work), at_work._leaving()) == (["preempt"], True)
+
+
+def test_a_node_stays_until_it_is_taken_or_the_hold_is_over(at_work: Node) -> None:
+    notice(at_work, "Azure announced Preempt")
+    at_work.code, began = 0, time.monotonic()
+    assert at_work._hold() is False
+    assert time.monotonic() - began >= 0.4
+    threading.Timer(0.1, at_work._heard_of, (0, "")).start()
+    at_work.heard, at_work.site = time.monotonic(), dataclasses.replace(at_work.site, hold=30.0)
+    assert at_work._hold() is True
+    assert time.monotonic() - began < 10
+
+
+def test_a_node_that_may_be_taken_says_why_it_left_before_it_mirrors(
+    at_work: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Taken(Exception):
+        pass
+
+    def taken(*_: object) -> None:
+        raise Taken
+
+    notice(at_work, "Azure announced Preempt")
+    at_work.code, at_work.mirror = 0, SimpleNamespace()  # type: ignore[assignment]
+    at_work.ranks.kill = lambda: None  # type: ignore[union-attr, method-assign]
+    at_work._space.keep_dumps = lambda _: None  # type: ignore[method-assign]
+    monkeypatch.setattr(at_work, "_finish_mirror", taken)
+    with pytest.raises(Taken):
+        at_work._finish()
+    record = json.loads(Path(at_work.live, "exit", "0.0-node-0.json").read_text())
+    assert (record["outcome"], record["category"], record["told"]) == ("preempted", "preempted", 0)
+
+
+def test_after_a_signal_no_node_stays(at_work: Node) -> None:
+    at_work._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})
+    at_work.site = dataclasses.replace(at_work.site, hold=30.0)
+    began = time.monotonic()
+    assert at_work._hold() is False
+    assert time.monotonic() - began < 5
+
+
+def test_a_source_is_asked_again_and_again_and_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "SECONDS", 0.01)
+    answers, told, over = iter([None, "", "going", None, "going", ""]), list[str](), threading.Event()
+
+    def look() -> str | None:
+        answer = next(answers, "end")
+        if answer == "end":
+            over.wait()
+        return answer
+
+    notices.watch(look, told.append)
+    deadline = time.monotonic() + 10
+    while told != ["going", ""] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert told == ["going", ""]
+
+
+def test_a_source_that_never_answers_is_asked_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Over(Exception):
+        pass
+
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 8:
+            raise Over
+
+    monkeypatch.setattr(notices.time, "sleep", sleep)
+    with pytest.raises(Over):
+        notices._ask(lambda: None, lambda text: None)
+    assert slept == [2, 4, 8, 16, 32, 60, 60, 60]

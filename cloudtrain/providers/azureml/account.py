@@ -211,13 +211,18 @@ class Account:
                 raise
 
     def check_compute(self, name: str) -> str:
-        """The size of a cluster's machines. Raises `SpecError` when there is none of that name."""
+        """Return the size of a cluster's machines. Raises `SpecError` when there is none of that name."""
+        return str(self.compute(name).get("vmSize") or "")
+
+    def compute(self, name: str) -> Mapping[str, Any]:
+        """Return what a cluster is: ``vmSize``, ``vmPriority``. Raises `SpecError` when there is none of that name."""
         try:
             told = self.call("GET", self.url(f"{self.workspace}/computes/{name}"), what="get compute")
         except NotFoundError:
             how = "az ml compute list -o table names those there are; or leave it out, for serverless compute"
             raise SpecError(f"the workspace has no cluster {name!r}; {how}", field="azureml.compute") from None
-        return str(((told.get("properties") or {}).get("properties") or {}).get("vmSize") or "")
+        found: Mapping[str, Any] = (told.get("properties") or {}).get("properties") or {}
+        return found
 
     def datastore(self, name: str) -> Mapping[str, Any]:
         """A datastore's properties: ``accountName``, ``containerName`` (``filesystem``), ``endpoint``."""

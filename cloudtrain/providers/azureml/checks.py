@@ -17,6 +17,7 @@ from ...checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...errors import AuthError, NotFoundError, QuotaError, SpecError
 from ...values import url_scheme
 from .errors import HELP, translated
+from .plan import LONGEST_LOW
 from .sdk import check_datastore
 from .urls import FSSPEC
 
@@ -32,6 +33,8 @@ ACTIONS = (
     *(f"{_KIND}/workspaces/jobs/{word}" for word in ("read", "write", "cancel/action")),
     f"{_KIND}/workspaces/datastores/read",
 )
+IMAGE_ACTIONS = tuple(f"{_KIND}/workspaces/environments/{word}" for word in ("read", "write"))
+"""What the SDK does first for a job with an image: it makes an anonymous environment of it."""
 PERMISSIONS = "2022-04-01"
 """Version of Microsoft.Authorization's API of permissions."""
 _REGISTRY = re.compile(r"azureml://registries/", re.IGNORECASE)
@@ -55,8 +58,8 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
         return
     yield from tried("datastore", lambda: _datastore(account, store))
     size: dict[str, str] = {}
-    yield from tried("compute", lambda: _compute(account, size))
-    yield from tried("permissions", lambda: _permissions(account), extra=True)
+    yield from tried("compute", lambda: _compute(account, size, place, request))
+    yield from tried("permissions", lambda: _permissions(account, request), extra=True)
     if request is None:
         yield skipped("quota", "there is no plan, so no machine is named")
         yield skipped("environment", "there is no plan")
@@ -83,7 +86,18 @@ def _caller(account: Account, who: dict[str, Any]) -> Check:
 def _workspace(account: Account, place: dict[str, Any]) -> Check:
     told = account.call("GET", account.url(account.workspace), what="get workspace")
     place["location"] = str(told.get("location") or "").replace(" ", "").lower()
-    return ok("workspace", f"{account.settings.workspace_name} in {place['location']}")
+    place["workspace"] = told
+    kind = (told.get("identity") or {}).get("type") or "None"
+    said = f"identity {kind}, managed network {_isolation(told)}, public access {_access(told)}"
+    return ok("workspace", f"{account.settings.workspace_name} in {place['location']}; {said}")
+
+
+def _isolation(workspace: Mapping[str, Any]) -> str:
+    return str((workspace["properties"].get("managedNetwork") or {}).get("isolationMode") or "Disabled")
+
+
+def _access(workspace: Mapping[str, Any]) -> str:
+    return str(workspace["properties"].get("publicNetworkAccess") or "Enabled")
 
 
 def _datastore(account: Account, store: str) -> Check:
@@ -96,15 +110,49 @@ def _datastore(account: Account, store: str) -> Check:
     return ok("datastore", f"{account.settings.datastore} is the store's container")
 
 
-def _compute(account: Account, size: dict[str, str]) -> Check:
+def _compute(
+    account: Account, size: dict[str, str], place: Mapping[str, Any], request: Request | None
+) -> Iterator[Check]:
     name = account.settings.compute
     if not name:
-        return skipped("compute", "none is set: serverless")
-    size["vm"] = account.check_compute(name)
-    return ok("compute", f"cluster {name}, of {size['vm'] or 'a size that it does not tell'}")
+        yield skipped("compute", "none is set: serverless")
+        yield _serverless(account, place["workspace"])
+        return
+    told = account.compute(name)
+    size["vm"] = str(told.get("vmSize") or "")
+    low = _SPOT.search(str(told.get("vmPriority") or ""))
+    text = f"cluster {name}, of {size['vm'] or 'a size that it does not tell'}{', low priority' if low else ''}"
+    if low and request is not None and int(request.body["limits"]["timeout"]) > LONGEST_LOW:
+        days = LONGEST_LOW // 86400
+        text += f": Azure ML ends its jobs after {days} days"
+        yield failed("compute", text, fix=f"set max_runtime to at most {days}d", code=SpecError.exit_code)
+        return
+    yield ok("compute", text)
 
 
-def _permissions(account: Account) -> Check:
+def _serverless(account: Account, workspace: Mapping[str, Any]) -> Check:
+    """Check what Azure asks of a workspace whose jobs run serverless (how-to-use-serverless-compute)."""
+    if _access(workspace) == "Disabled" and _isolation(workspace) == "Disabled":
+        text = "without public access, serverless jobs need a managed network, and the workspace has none"
+        fix = "az ml workspace update --managed-network allow_internet_outbound; or set azureml.compute"
+        return failed("serverless", text, fix=fix, code=SpecError.exit_code)
+    kind, _, client = account.settings.identity.partition(":")
+    if kind != "managed_identity":
+        return ok("serverless", f"jobs run as {kind or 'aml_token'}")
+    given = workspace.get("identity") or {}
+    own = given.get("userAssignedIdentities") or {}
+    clients = sorted(str((item or {}).get("clientId") or "") for item in own.values())
+    if client in clients or (not client and "SystemAssigned" in str(given.get("type"))):
+        return ok("serverless", "jobs run as the workspace's own managed identity")
+    if not client and workspace["properties"].get("primaryUserAssignedIdentity"):
+        return ok("serverless", "jobs run as the workspace's primary managed identity")
+    has = f"managed_identity:{clients[0]}" if clients else "no identity of its own"
+    text = f"a serverless job can only be the workspace's own identity, and the workspace has {has}"
+    fix = "give the workspace that identity (az ml workspace update); or set azureml.identity, or azureml.compute"
+    return failed("serverless", text, fix=fix, code=SpecError.exit_code)
+
+
+def _permissions(account: Account, request: Request | None) -> Check:
     """What the roles of the caller add up to on the workspace."""
     path = f"{account.workspace}/providers/Microsoft.Authorization/permissions"
     granted, url = list[Mapping[str, Any]](), account.url(path, version=PERMISSIONS)
@@ -112,11 +160,13 @@ def _permissions(account: Account) -> Check:
         told = account.call("GET", url, what="list permissions")
         granted += told.get("value") or []
         url = _next(account, told)
-    denied = [action for action in ACTIONS if not any(_grants(item, action) for item in granted)]
+    image = request is not None and isinstance(request.body.get("environment"), Mapping)
+    needed = (*ACTIONS, *IMAGE_ACTIONS) if image else ACTIONS
+    denied = [action for action in needed if not any(_grants(item, action) for item in granted)]
     if denied:
         fix = HELP["role"]
         return failed("permissions", f"not allowed: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
-    return ok("permissions", f"the caller's roles allow {len(ACTIONS)} actions on the workspace")
+    return ok("permissions", f"the caller's roles allow {len(needed)} actions on the workspace")
 
 
 def _next(account: Account, told: Mapping[str, Any]) -> str:

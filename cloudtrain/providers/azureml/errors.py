@@ -36,7 +36,8 @@ CAPACITY = re.compile(
 _FAMILY = re.compile(
     r"has an? (?P<family>.{0,80}?) ?(vCPU|core) quota of (?P<has>\d+).*?maps to (?P<needs>\d+) vCPUs?", re.IGNORECASE
 )
-_TAKEN = re.compile(r"already exists", re.IGNORECASE)
+_TAKEN = re.compile(r"already exists|JobPropertyImmutable", re.IGNORECASE)
+"""The second is the inner code of a create of a job that is there already (microsoft/ai4s-jobq, workforce.py)."""
 _NO_WORKSPACE = re.compile(
     r"'?Microsoft\.MachineLearningServices/workspaces/[^/']+'?[^/]* (was |were )?not found", re.I
 )
@@ -90,7 +91,7 @@ def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainErr
         return QuotaError(f"{text}: {quota_hint(said)}")
     if CAPACITY.search(f"{code} {said}"):
         return CapacityError(f"{text}: another size, region or time, or a longer max_wait")
-    if status == 409 or _TAKEN.search(said):
+    if status == 409 or _TAKEN.search(f"{code} {said}"):
         return ConflictError(text, field="run_id")
     if _NO_COMPUTE.search(f"{code} {said}"):
         return SpecError(text, field="azureml.compute")
@@ -125,6 +126,8 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
         code, message = str(getattr(error, "code", "") or ""), str(getattr(error, "message", "") or exc.message)
         if not status:
             return PlatformError(f"{what}: {text}")
+        if "JobPropertyImmutable" in text:
+            code = "JobPropertyImmutable"
         return refusal(status, code, message, what=what)
     # Before the base of all: that is a base of MlException, too.
     if any(base.__name__ in ("MlException", "ValidationError") for base in type(exc).__mro__):

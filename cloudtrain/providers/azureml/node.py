@@ -12,13 +12,17 @@ from collections.abc import Mapping
 
 from ...errors import SpecError
 from ...provider import Site, Topology
+from .notices import URL, ScheduledEvents, marker
 from .secrets import secret
-from .words import GRACE, NODES, PREEMPTED
+from .words import GRACE, METADATA, NODES, PREEMPTED
 
 __all__ = ["site"]
 
 PORT = 29500
 """torchrun's own default, where Azure ML names none."""
+HOLD = 120.0
+"""Seconds that a node stays alive after it has saved. A job whose node is taken from it is started again by Azure ML,
+and a job that has ended is not (microsoft/ai4s-jobq, 2.5.1)."""
 SHUTDOWN = "25"
 """Seconds that torchrun leaves its ranks after SIGTERM; its own default is the whole grace."""
 _RANKS = ("NODE_RANK", "AZUREML_CR_NODE_RANK")
@@ -39,6 +43,8 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         stop_grace=GRACE,
         exit_code={"succeeded": 0, "failed": 1, "preempted": PREEMPTED},
         secrets=lambda reference: secret(reference.partition(":")[2], environ),
+        notices=(marker, ScheduledEvents(environ.get(METADATA) or URL)),
+        hold=HOLD,
         folders={"outputs": "artifacts"},  # scripts write to ./outputs, which Azure ML keeps of its own folder alone
     )
 

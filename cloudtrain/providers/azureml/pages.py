@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import LostContactError
 from ...provider import LogLine, LogPage
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["page"]
 
-FILES = re.compile(r"user_logs/std_log.*\.txt")
-"""Only these grow at their end alone; azure-ai-ml's COMMON_RUNTIME_ALL_USER_LOG_PATTERN."""
+FILES = re.compile(r"(.*/)?user_logs/(retry_\d+/)?std_log.*\.txt")
+"""azure-ai-ml's COMMON_RUNTIME_ALL_USER_LOG_PATTERN, and the same of a restarted job (microsoft/hi-ml)."""
+TAIL_BYTES = 64
+"""How much before its place in a file a page reads again: a job that the service restarts may begin its files anew."""
 PAGE_BYTES, PAGE_LINES = 512 * 1024, 20_000
 LOOK = 5.0
 """Seconds after which the history is asked again, for files that are new, and whether the job has ended; one second
@@ -35,7 +37,11 @@ _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
 def page(account: Account, native_id: str, cursor: Any) -> LogPage:
-    """The next page. ``cursor``: how many bytes of each file were given, and whose turn it is."""
+    """Return the next page.
+
+    The ``cursor`` says whose turn it is and, of each file, how often it has begun anew, how many of its bytes were
+    given, and the last of these. A file in which other bytes stand there is another file: it is read from its start.
+    """
     state: Mapping[str, Any] = cursor or {"at": {}, "turn": ""}
     details = _details(account, native_id)
     names = sorted(name for name in details.get("logFiles") or {} if FILES.fullmatch(name))
@@ -46,13 +52,15 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
         if taken >= PAGE_BYTES or len(lines) >= PAGE_LINES:
             more = True
             break
-        begin = given.get(name, 0)
-        data = _read(account, native_id, name, begin, PAGE_BYTES)
+        place = _Place(*given.get(name, ()))
+        if (data := _read(account, native_id, name, place)) is None:
+            place = _Place(place.generation + 1)
+            data = _read(account, native_id, name, place) or b""
         full = len(data) == PAGE_BYTES
         final = not full and left == 0.0
-        found, used = _lines(name, data, begin, final=final, full=full, most=PAGE_LINES - len(lines))
+        found, used = _lines(name, data, place, final=final, full=full, most=PAGE_LINES - len(lines))
         lines += found
-        given[name], turn, taken = begin + used, name, taken + used
+        given[name], turn, taken = place.after(data[:used]), name, taken + used
         more = more or full or len(lines) >= PAGE_LINES
     if left and not more:
         more = True
@@ -78,19 +86,43 @@ def _details(account: Account, native_id: str) -> Mapping[str, Any]:
     return account.run_details(native_id)
 
 
-def _read(account: Account, native_id: str, name: str, begin: int, most: int) -> bytes:
-    """At most ``most`` bytes of a file from ``begin``; empty at its end. A SAS that has expired is fetched anew."""
+class _Place(NamedTuple):
+    """Where a file is read from: the cursor's part of it. ``last`` are the bytes before ``at``, as latin-1."""
+
+    generation: int = 0
+    at: int = 0
+    last: str = ""
+
+    def after(self, data: bytes) -> _Place:
+        last = (self.last.encode("latin-1") + data)[-TAIL_BYTES:].decode("latin-1")
+        return _Place(self.generation, self.at + len(data), last)
+
+
+def _read(account: Account, native_id: str, name: str, place: _Place) -> bytes | None:
+    """Return at most `PAGE_BYTES` bytes of a file from ``place``, empty at its end; None of another file by now."""
+    before = place.last.encode("latin-1")
+    data = _bytes(account, native_id, name, place.at - len(before), len(before) + PAGE_BYTES)
+    if data is None:
+        return b""
+    return data[len(before) :] if data.startswith(before) else None
+
+
+def _bytes(account: Account, native_id: str, name: str, begin: int, most: int) -> bytes | None:
+    """Return at most ``most`` bytes of a file from ``begin``, empty past its end; None while there is no such file.
+
+    A SAS that has expired is fetched anew.
+    """
     for again in (False, True):
         url = (account.details[native_id][1].get("logFiles") or {}).get(name)
         if url is None:
-            return b""
+            return None
         headers = {"Range": f"bytes={begin}-{begin + most - 1}", "x-ms-version": "2021-08-06"}
         answer = account.fetch(url, what=f"read {name}", headers=headers, stream=True)
         try:
             if answer.status_code in (200, 206):
                 # Whoever overlooks the range answers 200, with the whole file.
                 return _body(answer, begin if answer.status_code == 200 else 0, most, what=f"read {name}")
-            if answer.status_code == 416:  # nothing there yet; Azurite says 206 with nothing in it
+            if answer.status_code == 416:  # it ends before; Azurite says 206 with nothing in it
                 return b""
             if answer.status_code not in (403, 404):
                 raise LostContactError(f"read {name}: status {answer.status_code}")
@@ -99,7 +131,7 @@ def _read(account: Account, native_id: str, name: str, begin: int, most: int) ->
         if not again:
             account.run_details(native_id)
     if answer.status_code == 404:
-        return b""  # named before it is there
+        return None  # named before it is there
     raise LostContactError(f"read {name}: its SAS is refused (403); does the storage account let this machine in?")
 
 
@@ -118,7 +150,7 @@ def _part(answer: Any, skip: int, most: int) -> Iterator[bytes]:
             return
 
 
-def _lines(name: str, data: bytes, begin: int, *, final: bool, full: bool, most: int) -> tuple[list[LogLine], int]:
+def _lines(name: str, data: bytes, place: _Place, *, final: bool, full: bool, most: int) -> tuple[list[LogLine], int]:
     """The whole lines of ``data``, at most ``most``, and how many bytes they are.
 
     What follows the last line's end waits for the rest of it, unless the file has ended (``final``), or a line is
@@ -132,10 +164,10 @@ def _lines(name: str, data: bytes, begin: int, *, final: bool, full: bool, most:
             if not final and not (full and at == 0):
                 break
             end = len(data) if final else _boundary(data)
-            found.append(_line(name, data[at:end], begin + at))
+            found.append(_line(name, data[at:end], place, at))
             at = end
             break
-        found.append(_line(name, data[at:end], begin + at))
+        found.append(_line(name, data[at:end], place, at))
         at = end + 1
     return found, at
 
@@ -151,10 +183,12 @@ def _boundary(data: bytes) -> int:
     return len(data)
 
 
-def _line(name: str, raw: bytes, at: int) -> LogLine:
-    number = _NUMBER.search(name)
+def _line(name: str, raw: bytes, place: _Place, at: int) -> LogLine:
+    file = name.rpartition("user_logs/")[2]
+    number = _NUMBER.search(file.rpartition("/")[2])
+    again = f"#{place.generation}" if place.generation else ""
     return LogLine(
         node=str(int(number[1])) if number else "0",
         text=raw.decode("utf-8", "replace").rstrip("\r"),
-        id=f"{name.rpartition('/')[2]}@{at}",
+        id=f"{file}{again}@{place.at + at}",
     )

@@ -53,6 +53,10 @@ TAG_KEY, TAG_VALUE = re.compile(r"[^<>%&\\?/\x00-\x1f]{1,512}"), 256
 """What a tag's name may be, and the characters of its value, of a resource again."""
 TIMEOUT = 60
 """Fewer seconds are refused: azure-ai-ml says of a sweep that the service makes 60 days of them (``job_limits.py``)."""
+LONGEST, LONGEST_LOW = 21 * 86400, 7 * 86400
+"""Seconds that a job may run, and one on low-priority machines (Azure's page how-to-manage-quotas)."""
+MOST_NODES = 100
+"""Nodes of one MPI job and of a cluster with RDMA, by the same page; more than that only in one placement group."""
 SHM_GIB = 16
 """On a cluster, whose machines nobody knows here; else half of the memory. Azure ML's own default is 2g."""
 FIRST = "Standard_DS3_v2"
@@ -66,7 +70,7 @@ _SCOPE = re.compile(r"/subscriptions/([^/]+)/resourceGroups/([^/]+)/providers/[^
 CONFIGS = tuple(f"{folder}{name}.json" for folder in (".azureml/", "aml_config/", "") for name in ("config", "project"))
 """Where Azure ML's own SDK looks for its file, here and in every folder above."""
 WORKSPACE = ("subscription_id", "resource_group", "workspace_name")
-ENVIRONMENTS = "azureml://registries/azureml/environments/acpt-pytorch-2.2-cuda12.1/labels/latest"
+ENVIRONMENTS = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/labels/latest"
 OWNED = (
     *("$schema", "type", "name", "command", "code", "environment", "compute", "distribution", "inputs", "outputs"),
     *("limits", "queue_settings", "identity", "tags", "experiment_name", f"environment_variables.{NODES}"),
@@ -167,7 +171,9 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     check_inputs(Provider, layout.inputs)
     _check_secrets(job)
     instance_type, known = _machine(settings, job, choice)
-    notes: list[str] = []
+    notes = (
+        [f"{instance_type} was retired on {known.retired}: no machine may ever come"] if known and known.retired else []
+    )
     priced = instance_type or settings.compute  # a cluster has a price under its own name
     timeout = _timeout(settings, job, choice, notes)
     inputs, paths = _inputs(settings, layout)
@@ -369,6 +375,12 @@ def _timeout(settings: Settings, job: Job, choice: int, notes: list[str]) -> int
     """Seconds of running time: the hard limit."""
     if job.max_runtime < TIMEOUT:
         raise UnsupportedError(NAME, "max_runtime", f"a job's time limit is at least {TIMEOUT} s")
+    low = _tier(settings, job) == "spot"
+    if job.max_runtime > (longest := LONGEST_LOW if low else LONGEST):
+        where, days = " on low-priority machines" if low else "", longest // 86400
+        raise UnsupportedError(
+            NAME, "max_runtime", f"Azure ML ends a job{where} after {days} days; say {days}d or less"
+        )
     seconds, said = hard_limit(
         job,
         NAME,
@@ -416,20 +428,29 @@ def _switches(settings: Settings, job: Job, notes: list[str]) -> Iterator[tuple[
             notes.append(f"each node of cluster {settings.compute} gets one rank, whatever GPUs it has; {how}")
     if job.resources.instance_count > 1:
         yield "distribution", {"type": "pytorch", "process_count_per_instance": 1}
-    tier = settings.job_tier
-    if job.resources.spot:
-        if tier not in ("", "spot"):
-            raise SpecError(f"is {tier}, and the job asks for spot machines; leave one out", field="azureml.job_tier")
-        tier = "spot"
+        if job.resources.instance_count > MOST_NODES:
+            notes.append(f"Azure ML limits a job of several nodes to {MOST_NODES} nodes; ask its support for more")
+    tier = _tier(settings, job)
     if tier == "spot":
         who = "a waiting client or cloudtrain reconcile starts the next attempt" if job.retries else "set retries"
         notes.append(f"spot: a machine that is taken back may fail the job rather than restart it; {who}")
     queue = {name: value for name, value in (("job_tier", tier), ("priority", settings.priority)) if value}
     if queue:
         yield "queue_settings", queue
+    if job.secrets and not settings.identity and not settings.compute:
+        why = 'the workspace\'s own, such as identity = "managed_identity"'
+        notes.append(f"secrets: a serverless job has no managed identity unless azureml.identity names one; {why}")
     if settings.identity:
         kind, _, client = settings.identity.partition(":")
         yield "identity", {"type": kind, **({"client_id": client} if client else {})}
+
+
+def _tier(settings: Settings, job: Job) -> str:
+    """Return the tier of serverless machines, empty for Azure ML's own default."""
+    if job.resources.spot and settings.job_tier not in ("", "spot"):
+        why = f"is {settings.job_tier}, and the job asks for spot machines; leave one out"
+        raise SpecError(why, field="azureml.job_tier")
+    return "spot" if job.resources.spot else settings.job_tier
 
 
 def _identity_variables(settings: Settings) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Azure's prices of virtual machines, from the Retail Prices API, which asks for no credentials.
 
 Azure ML bills a job's machines as virtual machines, with no price of its own on top, by its page on prices; that is not
-verified against a bill, and neither is it for serverless compute. Linux, pay as you go.
+verified against a bill, and neither is it for serverless compute. Linux, pay as you go. Its spot tier is low priority
+(how-to-manage-quotas), which has meters of its own: a spot machine's meter is another, cheaper offer.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def price_list(account: Account, region: str) -> PriceList:
     if not region:
         raise SpecError("Azure has a price for each region: give --region (westeurope)", field="region")
     found: dict[str, set[float]] = {}
-    spot: dict[str, set[float]] = {}
+    low: dict[str, set[float]] = {}
     for item in _items(account, region):
         words = f"{item.get('skuName', '')} {item.get('meterName', '')}".lower()
-        if not _is_ours(item) or "low priority" in words:
+        if not _is_ours(item) or "spot" in words:
             continue
-        table = spot if "spot" in words else found
+        table = low if "low priority" in words else found
         table.setdefault(str(item["armSkuName"]), set()).add(float(item["retailPrice"]))
-    usd, cheap = certain(found), certain(spot)
+    usd, cheap = certain(found), certain(low)
     left = sorted(name for name in found if name not in usd)
     if not usd:
         raise SpecError(

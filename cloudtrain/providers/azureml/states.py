@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PENDING", "category_of", "status", "status_of"]
 
-PENDING = frozenset({"NotStarted", "Queued", "Provisioning", "Preparing", "Starting", "Paused"})
+PENDING = frozenset({"NotStarted", "Queued", "Provisioning", "Preparing", "Starting", "Paused", "Waiting"})
 """States in which no script runs. Any other that is not final, one nobody knows too, counts as running."""
 HINTS = {
     "capacity": "try another size or region, a later time, or a longer max_wait",
@@ -27,8 +27,10 @@ HINTS = {
     "infra": "Azure ML itself failed; submit it again",
     "preempted": "its low-priority machines were taken back",
 }
-_SCRIPT = re.compile(r"(?:exited with|exit)( status| exit)? code:? ?'?(?P<code>-?\d+)", re.IGNORECASE)
+_SCRIPT = re.compile(r"exit(?:ed with)? ?(?:status |exit )?code:? ?'?(?P<code>-?\d+)", re.IGNORECASE)
 """A bare ``status code`` is that of an answer over HTTP, to the service."""
+_NON_ZERO = re.compile(r"non-?zero exit code", re.IGNORECASE)
+"""How the end of a script is told without its code (MachineLearningNotebooks #1360)."""
 _BY_SERVICE = re.compile(r"cancell?ed (because|due to|by (the )?(service|system|platform|Azure))", re.IGNORECASE)
 """How Azure ML says that it was itself who cancelled; unverified."""
 _EXITS = {137: "oom", -9: "oom", 126: "image", 127: "image", 75: "preempted"}
@@ -77,6 +79,8 @@ def category_of(text: str) -> str:
     if (script := _SCRIPT.search(text)) is not None:
         # What the script itself has said may follow, and is not the service's word.
         return _EXITS.get(int(script["code"]), "user_error")
+    if _NON_ZERO.search(text):
+        return "user_error"
     if QUOTA.search(text):
         return "quota"
     if CAPACITY.search(text):

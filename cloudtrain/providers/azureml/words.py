@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "GRACE", "LIVE", "NAME", "NODES", "OWN_INPUTS", "PREEMPTED", "RESUME", "TAG_ATTEMPT", "TAG_BODY", "TAG_CI",
-    "TAG_GPU", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID",
+    "GRACE", "LIVE", "METADATA", "NAME", "NODES", "OWN_INPUTS", "PREEMPTED", "RESUME", "TAG_ATTEMPT", "TAG_BODY",
+    "TAG_CI", "TAG_GPU", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID",
 ]  # fmt: skip
 
 NAME = "azureml"
@@ -15,6 +15,9 @@ NODES = "CLOUDTRAIN_NODES"
 """Variable with the number of nodes, which Azure ML documents none for."""
 GRACE = 30
 """Seconds between the stop signal and the kill; unverified, no document says."""
+METADATA = "CLOUDTRAIN_METADATA_URL"
+"""Variable with another address of the metadata service, for tests. No job can set it: `options` refuses variables of
+ours, and a job's own `env` reaches the ranks alone."""
 PREEMPTED = 75
 """Exit code of a node that was told to stop: the job must fail, as one that ends with 0 counts as Completed."""
 TAG_RUN, TAG_RUN_ID, TAG_ATTEMPT, TAG_NAME = (f"cloudtrain.{word}" for word in ("run", "run_id", "attempt", "name"))

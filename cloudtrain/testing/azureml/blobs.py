@@ -44,8 +44,8 @@ def place(url: str, containers: dict[str, str]) -> tuple[str, str]:
 class Blobs:
     """One account, as `machines.Objects`: URLs are those of jobs. ``containers`` are the containers of datastores.
 
-    ``at_the_end`` is the status with which a range that begins where a blob ends is answered: 206 with nothing, as by
-    Azurite, or 416, as documented of the service. ``sas_seconds`` is for how long the URL of a log is good.
+    ``at_the_end`` is the status with which a range that begins where a blob ends is answered: 416, as documented of the
+    service, or 206 with nothing, as by Azurite. ``sas_seconds`` is for how long the URL of a log is good.
     """
 
     def __init__(self, connection: str, wire: Wire) -> None:
@@ -56,7 +56,7 @@ class Blobs:
         self.account, self.key = told["AccountName"], told["AccountKey"]
         self.endpoint = told["BlobEndpoint"].rstrip("/")
         self.containers: dict[str, str] = {}
-        self.at_the_end, self.sas_seconds = 206, 3600.0
+        self.at_the_end, self.sas_seconds = 416, 3600.0
         self.sent = 0
         self._wire = wire
         wire.route("GET", rf"/{self.account}/([^/]+)/(.+)", "GET blob", self._get, open=True)

@@ -10,6 +10,7 @@ import dataclasses
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ __all__ = ["FINAL", "PREEMPTED", "CommandJob"]
 FINAL = ("Completed", "Failed", "Canceled")
 TRUST = "/etc/ssl/loopback.pem"
 VAULT = "contract-vault.vault.azure.net"
+METADATA = "CLOUDTRAIN_METADATA_URL"
+"""Where our nodes look for the metadata service. The real one has an address of its own, which is none of ours."""
 PREEMPTED = (
     "AzureMLCompute job failed.\nPreemptionError: Nodes of this job got pre-empted. Check if the run has failed or "
     "restarted.\n\tReason: Received pre-emption warning signal"
@@ -83,6 +86,8 @@ class CommandJob:
         self.starts = 0
         self.crash = ""
         self.logs: list[AppendLog] = []
+        #: Scheduled Events, as all machines of the set are told.
+        self.events: list[dict[str, Any]] = []
         self._given: _Over | None = None
         self._served: list[str] = []
         self._stop, self._taken = threading.Event(), threading.Event()
@@ -122,7 +127,30 @@ class CommandJob:
     def preempt(self, number: int = 0) -> None:
         """Low priority: take the nodes back, ``number`` first."""
         self._first_taken = number
-        self._taken.set()
+        if self.plane.notice is None:
+            self._taken.set()
+            return
+        with self._lock:
+            self.events = [_event(self.machine(number), self.plane.notice)]
+        threading.Timer(self.plane.notice, self._take, [list(self.events)]).start()
+
+    def withdraw(self) -> None:
+        """The notice of `preempt` goes, and the machine stays."""
+        with self._lock:
+            self.events = []
+
+    def _take(self, events: Sequence[Any]) -> None:
+        """Unless it was withdrawn: the machine is gone, without a signal, and the service takes the job's others."""
+        with self._lock:
+            if self.over or self.events != events:
+                return
+            self.events = []
+            self.containers[self._first_taken].kill()
+            self._taken.set()
+
+    def machine(self, number: int) -> str:
+        """The name of a node's virtual machine, one of a set that other jobs use too."""
+        return f"aml-{self.name[:8]}_{number}"
 
     def end(self, status: str, code: str = "", message: str = "") -> None:
         """Let a job that still waits for machines end like this."""
@@ -277,6 +305,9 @@ class CommandJob:
         """All nodes from their start to their end. Raises `_Over`, or returns for another start."""
         number, self.starts = self.starts, self.starts + 1
         self._taken.clear()
+        if number and self.plane.notice is not None:
+            with self._lock:
+                self.logs = []  # the files of the same names begin anew
         self._go("Preparing")
         if self.plane.no_role:
             raise _Over("Failed", "UserError", NO_ROLE)
@@ -299,7 +330,7 @@ class CommandJob:
         started = Started(
             self.containers,
             printed,
-            grace=lambda: self.plane.grace,
+            grace=lambda: -1.0 if self._unannounced() else self.plane.grace,
             first=lambda why: self._first_taken if why == "preempted" else None,
         )
         limit = simulation.rules.time_limit
@@ -307,6 +338,10 @@ class CommandJob:
             end = started.watch(lambda seconds: self._why_to_stop(seconds, limit))
         self._sync(whole=True)
         self._conclude(end, limit, out)
+
+    def _unannounced(self) -> bool:
+        """Whether the containers go without a signal."""
+        return self._taken.is_set() and self.plane.notice is not None
 
     def _crashed(self, text: str) -> None:
         self.crash = text
@@ -391,14 +426,31 @@ class CommandJob:
             "DEFAULT_IDENTITY_CLIENT_ID": "00000000-0000-4000-8000-000000000000",
             "SSL_CERT_FILE": TRUST,
         }
+        machines = f"{self._served[0]}/machines/{self.name}"
         trusted = wire.pem.read_text().partition("-----BEGIN CERTIFICATE")
         hosts = {"HostConfig": {"ExtraHosts": [f"{VAULT}:{gateway}"]}}
 
-        def wired(spec: NodeSpec) -> NodeSpec:
+        def wired(number: int, spec: NodeSpec) -> NodeSpec:
             files = {**spec.files, TRUST: trusted[1] + trusted[2]}
-            return dataclasses.replace(spec, env={**spec.env, **identity}, files=files, container=hosts)
+            env = {**spec.env, **identity, METADATA: f"{machines}/{number}"}
+            return dataclasses.replace(spec, env=env, files=files, container=hosts)
 
-        return dataclasses.replace(simulation, nodes=[wired(spec) for spec in simulation.nodes])
+        return dataclasses.replace(simulation, nodes=[wired(n, spec) for n, spec in enumerate(simulation.nodes)])
+
+
+def _event(machine: str, seconds: float) -> dict[str, Any]:
+    """Of a machine that is to go in ``seconds``, in the form of Azure's page on Scheduled Events."""
+    return {
+        "EventId": str(uuid.uuid4()).upper(),
+        "EventStatus": "Scheduled",
+        "EventType": "Preempt",
+        "ResourceType": "VirtualMachine",
+        "Resources": [machine],
+        "NotBefore": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + seconds)),
+        "Description": "",
+        "EventSource": "Platform",
+        "DurationInSeconds": -1,
+    }
 
 
 def _error(code: str, message: str) -> dict[str, Any]:

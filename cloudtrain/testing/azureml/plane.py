@@ -41,7 +41,9 @@ class Plane(Platform):
     the account; ``unknown`` statuses by job; ``sync_lag`` seconds of mounted folders; ``log_lag`` seconds of logs,
     which grow by ``log_bytes`` at most at a time and end ``log_late`` seconds after their job; ``restarts``: a job
     whose nodes are taken back starts again, as is documented, instead of failing, as is reported. ``grace`` is the
-    seconds from SIGTERM to SIGKILL, ``paces`` (by job) how many of the service's seconds one of ours is.
+    seconds from SIGTERM to SIGKILL, ``paces`` (by job) how many of the service's seconds one of ours is. With
+    ``notice`` set a machine that is taken back gets no SIGTERM, as on real clusters: Scheduled Events tell of it that
+    many seconds before the machine is gone, and the job starts again with new log files.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Plane(Platform):
         self.sync_lag = self.log_lag = self.log_late = 0.0
         self.log_bytes = 0
         self.grace = GRACE
+        self.notice: float | None = None
         self.paces: dict[str, float] = {}
         self._lock = threading.RLock()
         self.engine: Any = connect() if runs else None
@@ -152,6 +155,9 @@ class Plane(Platform):
         route("GET", rf"/history/v1\.0{here}/runs/([^/]+)/details", "GET details", self._details)
         route("GET", rf"/history/v1\.0{here}/runs/([^/]+)", "GET run", self._details)
         route("GET", "/secrets/([^/]+)(?:/[^/]+)?", "GET secret", self._secret)
+        machine = r"/machines/([^/]+)/(\d+)/metadata"
+        route("GET", f"{machine}/scheduledevents", "GET events", self._metadata, open=True)
+        route("GET", f"{machine}/instance/compute/name", "GET machine", self._metadata, open=True)
 
     def _missing(self, path: str) -> Refusal:
         """Of what is not here, the outermost part is named."""
@@ -173,7 +179,8 @@ class Plane(Platform):
             "storageAccount": f"{account}/{self.blobs.account}",
             "provisioningState": "Succeeded",
         }
-        return Answer({**self._resource("", KIND, properties), "location": REGION})
+        about = {**self._resource("", KIND, {**properties, **self.questions.about}), "location": REGION}
+        return Answer({**about, "identity": self.questions.identity})
 
     def _resource(self, path: str, kind: str, properties: Mapping[str, Any]) -> dict[str, Any]:
         name = path.rpartition("/")[2] or WORKSPACE
@@ -202,10 +209,8 @@ class Plane(Platform):
         image = self._image(job["environmentId"])
         with self._lock:
             if name in self.jobs:
-                text = (
-                    "A job with this name already exists. If you are trying to create a new job, use a different name"
-                )
-                raise Refusal(409, "Conflict", f"{text}: {name}")
+                text = f"The job {name} cannot be changed."  # of its text no more is known than the codes
+                raise Refusal(400, "UserError", text, inner=("Immutable", "JobPropertyImmutable"))
             self.jobs[name] = made = CommandJob(self, name, body, image)
         return Answer(made.described(), 201)
 
@@ -358,6 +363,15 @@ class Plane(Platform):
         if f"{name}/{version}" not in self.codes:
             raise Refusal(404, "UserError", f"Code {name}:{version} was not found.")
         return Answer(self._version(name, version))
+
+    def _metadata(self, call: Call) -> Answer:
+        """The metadata service of one machine, which refuses a call that came through a proxy."""
+        if call.headers.get("metadata", "").lower() != "true" or "x-forwarded-for" in call.headers:
+            raise Refusal(400, "Bad Request", "Required metadata header not specified")
+        job, number = self.jobs[str(call.words[0])], int(call.words[1])
+        if call.operation == "GET machine":
+            return Answer(job.machine(number).encode(), headers={"Content-Type": "text/plain"})
+        return Answer({"DocumentIncarnation": 1, "Events": list(job.events)})
 
     def _secret(self, call: Call) -> Answer:
         """Key Vault, whose name is in the address."""

@@ -24,7 +24,8 @@ PLENTY = 100
 class Questions:
     """``actions`` and ``not_actions`` are what the caller's roles add up to; ``used`` are cores by size of machines.
 
-    The limits are the plane's ``quotas``; ``unlisted`` of them no list has.
+    The limits are the plane's ``quotas``; ``unlisted`` of them no list has. ``identity`` is the workspace's, and
+    ``about`` what else its properties say: ``publicNetworkAccess``, ``managedNetwork``.
     """
 
     def __init__(self, plane: Plane) -> None:
@@ -32,6 +33,8 @@ class Questions:
         self.not_actions: list[str] = [f"{KIND}/workspaces/delete"]
         self.used: dict[str, int] = {}
         self.unlisted: set[str] = set()
+        self.identity: dict[str, Any] = {"type": "SystemAssigned"}
+        self.about: dict[str, Any] = {"publicNetworkAccess": "Enabled"}
         self._plane = plane
         where = rf"/subscriptions/([^/]+)/providers/{re.escape(KIND)}/locations/([^/]+)"
         route = plane.wire.route

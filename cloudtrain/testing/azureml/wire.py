@@ -32,10 +32,21 @@ BAD_TOKEN = (
 
 
 class Refusal(Exception):
-    """An error of the service: HTTP status, code and message."""
+    """An error of the service: HTTP status, code and message, and the codes within, outermost first."""
 
-    def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        inner: Sequence[str] = (),
+    ) -> None:
         self.status, self.code, self.message, self.headers = status, code, message, dict(headers or {})
+        self.inner: dict[str, Any] = {}
+        for word in reversed(inner):
+            self.inner = {"innererror": {"code": word, **self.inner}}
         super().__init__(f"{status} {code}: {message}")
 
 
@@ -296,7 +307,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         try:
             answer = self.wire.answer(self.command, self.path, body, headers)
         except Refusal as exc:
-            error = {"error": {"code": exc.code, "message": exc.message, "details": []}}
+            error = {"error": {"code": exc.code, "message": exc.message, "details": [], **exc.inner}}
             answer = Answer(error, exc.status, exc.headers)
         except Exception:  # noqa: BLE001  a mistake of ours: the test that looks at `crashes` tells it
             self.wire.crashes.append(traceback.format_exc())

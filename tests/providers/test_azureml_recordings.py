@@ -1,0 +1,49 @@
+"""Azure ML's real answers on command jobs, from the recordings of azure-sdk-for-python, read by `status_of`.
+
+`make test-azureml-recordings` runs this. AZURE_SDK_RECORDINGS names a folder of recordings in a checkout of that
+repository (sdk/ml/azure-ai-ml/tests/recordings) or of Azure/azure-sdk-assets. At least one recording holds a secret in
+the clear: nothing but the bodies of answers on jobs is read here, and nothing of them is stored or printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain.provider import STATES
+from cloudtrain.providers.azureml.states import status_of
+from cloudtrain.testing.azureml.strict import STATUSES
+
+pytestmark = [pytest.mark.azureml_recordings]
+
+
+def jobs(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The name of the recording, and each command job that was created, read or listed in it."""
+    for path in sorted(folder.rglob("*.json")):
+        try:
+            entries = json.loads(path.read_bytes())["Entries"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        for entry in entries:
+            if "/jobs" not in entry.get("RequestUri", "") or entry.get("RequestMethod") not in ("GET", "PUT"):
+                continue
+            body = entry.get("ResponseBody")
+            for item in (body.get("value") or [body]) if isinstance(body, dict) else ():
+                if isinstance(item, dict) and (item.get("properties") or {}).get("jobType") == "Command":
+                    yield path.name, item
+
+
+def test_every_command_job_that_was_ever_recorded_has_a_status() -> None:
+    found = Counter[str]()
+    for name, told in jobs(Path(os.environ["AZURE_SDK_RECORDINGS"])):
+        status = status_of(told, {})
+        assert status.state in STATES, name
+        assert status.native in {*STATUSES, "Unknown", "Waiting"}, name
+        found[status.native] += 1
+    assert found, "no command job is recorded there"
