@@ -76,6 +76,7 @@ _ON_NODES = frozenset(
         "provider",
         "providers",
         "runtime",
+        "segments",
         "values",
     )
 )

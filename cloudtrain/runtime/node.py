@@ -21,6 +21,7 @@ from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider import Site
 from . import stall
 from .cause import Failure, category, real, root_cause, silent_deaths, summary, with_codes
+from .compact import Compactor
 from .history import FIRST, Start, restart_of
 from .launch import Ranks, reap
 from .link import JOIN_TIMEOUT, Link
@@ -94,6 +95,7 @@ class Node:
         self.remarks: list[str] = []
         self.ranks: Ranks | None = None
         self.mirror: Mirror | None = None
+        self.compactor: Compactor | None = None
         self.stall: stall.Stall | None = None
         self.code: int | None = None
         self.peers: dict[int, Message] = {}
@@ -121,6 +123,8 @@ class Node:
                 self.ranks.kill()
             self.link.close()
             self.log.flush()
+            if self.compactor is not None:
+                self.compactor.stop()
             if self.space is not None:
                 shutil.rmtree(self.space.folder, ignore_errors=True)
             reap()
@@ -136,6 +140,9 @@ class Node:
     def _begin(self, attempt: str) -> None:
         self.attempt = attempt
         self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}")
+        if self.compactor is None:
+            self.compactor = Compactor(self.live / "logs", attempt=attempt, node=self.me)
+            self.compactor.start()
 
     # ------------------------------------------------------------------------------------------ before the first rank
 
