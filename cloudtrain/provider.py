@@ -548,7 +548,7 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "stall_timeout": job.stall_timeout,
         "debug_nccl": job.debug_nccl,
         "checkpoint_paths": list(job.checkpoint_paths),
-        "keep_checkpoints": job.keep_checkpoints,
+        "keep_checkpoints": job.keep_checkpoints or 0,
         "checkpoint_url": layout.direct,
         "resume": layout.resume,
     }
