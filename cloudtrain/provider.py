@@ -22,6 +22,8 @@ from .errors import NotFoundError, SpecError, UnsupportedError
 from .values import nearest, url_scheme
 
 if TYPE_CHECKING:  # a node compiles all that it imports at each start, and has no use for it
+    from pathlib import Path
+
     from .job import Input, Job
 
 __all__ = [
@@ -254,6 +256,21 @@ class Topology:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SyncAgent:
+    """A platform's own program that copies a node's ``live`` folder to the store, and back at the next start.
+
+    Beside a file it puts an empty one whose name ends in ``uploading``, then one that ends in ``uploaded``. It leaves
+    files alone whose names end in ``ignored``. ``put`` uploads one file without the agent, given its path below
+    ``live`` and the file; it raises `StorageError`. None: the node has no way to the store.
+    """
+
+    uploading: str
+    uploaded: str
+    ignored: str
+    put: Callable[[str, Path], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Site:
     """What the platform gives a node. ``paths`` maps ``live`` and ``input.<channel>`` to folders.
 
@@ -265,7 +282,8 @@ class Site:
     node that is no container. ``cpus`` are this node's cores, where several nodes share a machine. ``attempt`` is
     ``k.r``, where the platform itself counts its starts. ``folders`` are what scripts written for this platform know,
     absolute or below their own folder, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
-    ``export_env`` may hold placeholders.
+    ``export_env`` may hold placeholders. ``agent`` copies ``live`` to the store; None: ``live`` is the store's own, or
+    the engine's business.
     """
 
     topology: Topology
@@ -281,6 +299,7 @@ class Site:
     cpus: int | None = None
     attempt: str = ""
     folders: Mapping[str, str] = field(default_factory=dict)
+    agent: SyncAgent | None = None
 
 
 # ------------------------------------------------------------------------------------------ what an engine starts: data
@@ -331,6 +350,7 @@ class Rules:
     attempts that whoever runs the engine starts. ``time_limit`` is running time, summed over attempts; ``stop_signal``
     then ``stop_grace`` seconds come before a kill. The success of node ``primary`` is the job's. ``sync_lag``: nodes
     have folders of their own, whose changes go up so late; None: what is synced is one folder, mounted on all.
+    ``sync_marks`` begins the words that the platform's agent adds to names there: ``.x`` of ``file.x-uploaded``.
     ``objects`` is a path of the node below which its mounts are of an object store, and behave so.
     """
 
@@ -342,6 +362,7 @@ class Rules:
     losses: int = 0
     primary: int | None = None
     sync_lag: float | None = None
+    sync_marks: str = ""
     objects: str = ""
     stop_signal: str = "SIGTERM"
     stop_grace: float = 30.0
@@ -412,6 +433,7 @@ _RULE_VALUES: _Values = {
     **dict.fromkeys(("retries", "max_restarts", "preemptions", "losses", "primary"), _WHOLE),
     "restart_on": (_all(lambda value: isinstance(value, int) and not isinstance(value, bool)), "a list of exit codes"),
     "objects": _TEXT,
+    "sync_marks": _TEXT,
     "stop_signal": (lambda value: _is_text(value) and value in signal.Signals.__members__, "a signal's name (SIGTERM)"),
 }
 

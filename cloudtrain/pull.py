@@ -24,7 +24,7 @@ from .segments import Span, distinct, span_of
 from .store import Store, expect, run_folder, to_json
 from .swap import aside, below, discard, prune, swap, take, tidy
 from .transfer import Progress, files, parallel
-from .values import METADATA, json_rows, merge_metrics, nearest, newer_than_metadata
+from .values import METADATA, is_mark, json_rows, merge_metrics, nearest, newer_than_metadata
 
 __all__ = ["PULLED", "PullReport", "merge_metrics", "parts", "pull"]
 
@@ -344,6 +344,8 @@ class _Pull:
         found = []
         for key, entry in self.files.entries(root + below).items():
             name = key[len(root) + 1 :]
+            if is_mark(name):
+                continue
             if safe(name):
                 found.append((name, _Source(key=key, size=entry.size, mark=entry.version, modified=entry.modified)))
             else:

@@ -267,7 +267,8 @@ class Supervisor:
         stopped = "preempted"  # what nodes that never started leave is nothing
         if simulation.rules.sync_lag is not None:
             run, lag = self.request.run, simulation.rules.sync_lag
-            folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=f"{run}/checkpoints", lag=lag)
+            marks, shared = simulation.rules.sync_marks, f"{run}/checkpoints"
+            folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=shared, lag=lag, marks=marks)
             with self._on_disk():
                 simulation, local = folders.wired(simulation, local)
         if simulation.rules.objects:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ..segments import Span, distinct, span_of
 from .checkpoints import modest
+from .uploads import Uploads
 
 __all__ = ["Compactor"]
 
@@ -34,8 +35,8 @@ _NUMBER = re.compile(rb"\[a\S+ n\d+ r\S+ #(\d+)\]")
 class Compactor:
     """Merges the segments of node ``node`` below ``logs``; ``attempt`` is the one that writes now.
 
-    ``temporary`` ends the names of files that no platform copies. ``stored`` tells whether a file is in the store: the
-    small segments stay until then, as a platform may send removals before files.
+    ``uploads`` tell whether a merged segment is in the store; the small ones stay until then, as a platform's agent may
+    send removals before files. None: what is written is there.
     """
 
     def __init__(
@@ -44,11 +45,11 @@ class Compactor:
         *,
         attempt: str,
         node: int,
-        temporary: str = ".part",
-        stored: Callable[[Path], bool] = lambda path: True,
+        uploads: Uploads | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._logs, self._node, self._temporary, self._stored, self._clock = logs, node, temporary, stored, clock
+        self._logs, self._node, self._uploads, self._clock = logs, node, uploads, clock
+        self._temporary = uploads.temporary if uploads is not None else ".part"
         self._folder = logs / attempt / f"node-{node}"
         self._ages: dict[Path, int] = {}
         self._replaced: dict[Path, float] = {}
@@ -144,8 +145,10 @@ class Compactor:
                 continue
             since = self._replaced.setdefault(path, self._clock())
             cover = next(other for around, other in kept if around.first <= span.first <= around.last)
-            if self._stored(cover) or self._clock() - since >= SETTLE_SECONDS:
+            if self._uploads is None or self._uploads.stored(cover) or self._clock() - since >= SETTLE_SECONDS:
                 path.unlink(missing_ok=True)
+                for mark in folder.glob(f"{path.name}.*"):
+                    mark.unlink(missing_ok=True)
                 del self._replaced[path]
                 self._ages.pop(path, None)
             else:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from cloudtrain.provider import SyncAgent
 from cloudtrain.pull import pull
 from cloudtrain.runtime import compact, logs
 from cloudtrain.runtime.compact import FAN, Compactor
 from cloudtrain.runtime.logs import LogWriter
+from cloudtrain.runtime.uploads import Uploads
 from cloudtrain.seen import Seen
 from cloudtrain.segments import Span, distinct, span_of
 from cloudtrain.store import Store
@@ -26,6 +28,18 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+class Stored(Uploads):
+    """A platform's agent that has uploaded these files."""
+
+    def __init__(self, files: set[Path]) -> None:
+        agent = SyncAgent(uploading=".x-uploading", uploaded=".x-uploaded", ignored=".x-ignore")
+        super().__init__(Path(), agent, say=print)
+        self.files = files
+
+    def stored(self, path: Path) -> bool:
+        return path in self.files
 
 
 class Logs:
@@ -108,7 +122,7 @@ def test_a_week_with_a_restart_every_two_hours(written: Logs) -> None:
 
 def test_segments_stay_until_the_merged_one_is_stored(written: Logs) -> None:
     stored: set[Path] = set()
-    compactor = written.compactor(stored=lambda path: path in stored)
+    compactor = written.compactor(uploads=Stored(stored))
     lines = written.train(0.02, compactor=None)
     assert lines > FAN
     compactor.step()
@@ -123,7 +137,7 @@ def test_segments_stay_until_the_merged_one_is_stored(written: Logs) -> None:
 
 
 def test_without_a_word_of_the_store_they_go_some_time_later(written: Logs) -> None:
-    compactor = written.compactor(stored=lambda path: False)
+    compactor = written.compactor(uploads=Stored(set()))
     lines = written.train(0.02)
     compactor.step()
     written.clock.now += compact.SETTLE_SECONDS
@@ -142,7 +156,7 @@ def test_a_merge_that_was_cut_off_is_made_again_by_the_next_attempt(written: Log
     lines = written.train(0.05)
     folder = written.folder / "0.0" / "node-0"
     (folder / ".000000001-000000008.log.part").write_text("half of it")
-    written.compactor(stored=lambda path: False).step()  # killed before it could remove anything
+    written.compactor(uploads=Stored(set())).step()  # killed before it could remove anything
     other = written.folder / "0.0" / "node-1"
     other.mkdir()
     (other / "000000001.log").write_text("[a0.0 n1 r0 #1] another node's\n")

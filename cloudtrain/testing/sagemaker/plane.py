@@ -35,8 +35,8 @@ class Plane(Platform):
     ``nodes`` says what a request starts; by default our own reading of AWS's pages. Faults: ``wire.faults`` and
     ``wire.expired``; instance types in ``no_capacity``, and all in the regions ``crowded`` (on-demand jobs fail after
     ``capacity_seconds``); ``quotas`` of instances, none in the regions ``capped``; ``unknown`` secondary statuses by
-    job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers; `TrainingJob.interrupt` and `TrainingJob.lose`.
-    ``grace`` is the seconds from SIGTERM to SIGKILL.
+    job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers, ``dead_sync`` of all;
+    `TrainingJob.interrupt` and `TrainingJob.lose`. ``grace`` is the seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Plane(Platform):
         self.quotas: dict[str, int] = {}
         self.unknown: dict[str, str] = {}
         self.sync_lag, self.stale_copies, self.grace = 0.0, False, GRACE
+        self.dead_sync = False
         self._logs: dict[str, CloudWatch] = {}
         self._lock = threading.RLock()
         self._engine: Any = connect() if runs else None
