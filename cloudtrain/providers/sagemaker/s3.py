@@ -77,9 +77,10 @@ class Uploader:
     def _ask(self, method: str, url: str, body: bytes = b"") -> tuple[bytes, Mapping[str, str]]:
         """Return the body and headers of the answer. Raises `StorageError` once a few tries have failed."""
         for pause in (*PAUSES, None):
-            keys, headers = self._credentials(), {"x-amz-content-sha256": hashlib.sha256(body).hexdigest()}
+            keys, digest = self._credentials(), hashlib.sha256(body).hexdigest()
+            headers = {"Content-Type": "application/octet-stream", "x-amz-content-sha256": digest}
             signed = signed_headers(url, headers, body, keys, region=self._region, service="s3", method=method)
-            request = urllib.request.Request(url, data=body or None, headers=signed, method=method)
+            request = urllib.request.Request(url, data=body, headers=signed, method=method)
             try:
                 with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
                     return answer.read(), answer.headers
