@@ -261,13 +261,13 @@ class SyncAgent:
 
     Beside a file it puts an empty one whose name ends in ``uploading``, then one that ends in ``uploaded``. It leaves
     files alone whose names end in ``ignored``. ``put`` uploads one file without the agent, given its path below
-    ``live`` and the file; it raises `StorageError`. None: the node has no way to the store.
+    ``live``, the file, and what to call after each part; it raises `StorageError`. None: the node has no way there.
     """
 
     uploading: str
     uploaded: str
     ignored: str
-    put: Callable[[str, Path], None] | None = None
+    put: Callable[[str, Path, Callable[[], None]], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,10 +98,12 @@ class Uploads:
             now = _state(path)
         except OSError:
             return True
-        if self._put.get(path) == now:
-            return True
+        return self._put.get(path) == now or self._marked(path, now)
+
+    def _marked(self, path: Path, state: _State) -> bool:
+        """Whether the agent has uploaded the file as it is."""
         with contextlib.suppress(OSError):
-            return os.stat(f"{path}{self._agent.uploaded}").st_mtime_ns >= now[1]
+            return os.stat(f"{path}{self._agent.uploaded}").st_mtime_ns >= state[1]
         return False
 
     def finish(self, seconds: float) -> None:
@@ -126,12 +128,22 @@ class Uploads:
         with self._lock:
             pending = {key: set(files) for key, files in self._pending.items()}
         missing = {key: {path for path in files if not self.stored(path)} for key, files in pending.items()}
-        if sum(map(len, missing.values())) < sum(map(len, pending.values())):
+        came = [
+            path
+            for key, files in pending.items()
+            for path in files - missing[key]
+            if path not in self._put and path.exists()
+        ]
+        if came:
             self._heard()
         self._settle(missing)
         left = set[Path]().union(*missing.values())
-        if left and not self.dead and self._clock() - self._sign >= DEAD_SECONDS + self._allowance(left):
-            self._die()
+        if left and not self.dead:
+            more = self._allowance(left)
+            if self._clock() - self._sign >= DEAD_SECONDS + more:
+                self._die()
+            elif more:
+                self._moved()  # a large file takes long
         if self.dead:
             each(self._upload, sorted(left))
             self._settle({key: set() for key, files in missing.items() if files})
@@ -176,7 +188,7 @@ class Uploads:
             return
         try:
             state = _state(path)
-            self._agent.put(path.relative_to(self._live).as_posix(), path)
+            self._agent.put(path.relative_to(self._live).as_posix(), path, self._moved)
         except FileNotFoundError:
             return
         except (CloudtrainError, OSError) as exc:

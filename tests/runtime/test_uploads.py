@@ -60,7 +60,7 @@ class Fleet:
     def say(self, text: str) -> None:
         self.said.append((time.monotonic(), text))
 
-    def put(self, name: str, path: Path) -> None:
+    def put(self, name: str, path: Path, moved: Callable[[], None]) -> None:
         _Folder().send(str(self.store / name), path)
 
     def _sender(self, sender: int) -> Callable[[int, dict[str, Any]], None]:
@@ -204,7 +204,7 @@ def test_a_node_without_a_way_to_the_store_says_so_and_goes_on(fleet: Callable[.
 
 
 def test_an_upload_that_is_refused_is_said_once(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Fleet, name: str, path: Path) -> None:
+    def refuse(self: Fleet, name: str, path: Path, moved: Callable[[], None]) -> None:
         raise StorageError("S3 refused PUT (AccessDenied)")
 
     monkeypatch.setattr(Fleet, "put", refuse)
@@ -244,7 +244,7 @@ def test_restored_parts_of_other_nodes_go_with_their_checkpoint(fleet: Callable[
     again.save("step-2")
     until(lambda: again.stored() == ["step-2"])
     until(lambda: all(not (again.local(node) / "checkpoints/step-1").exists() for node in range(2)))
-    assert [path.name for path in (again.store / "checkpoints").iterdir()] == ["step-2"]
+    until(lambda: [path.name for path in (again.store / "checkpoints").iterdir()] == ["step-2"])
 
 
 def test_temporary_files_and_marks_never_reach_the_store(fleet: Callable[..., Fleet]) -> None:

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 from xml.sax.saxutils import escape
@@ -38,17 +38,20 @@ class Uploader:
         self._environ, self._region = environ, region
         self._keys: tuple[float, Credentials] | None = None
 
-    def put(self, name: str, path: Path) -> None:
-        """Write the object ``name`` with the content of a file. Raises `StorageError` and `OSError`."""
+    def put(self, name: str, path: Path, moved: Callable[[], None] = lambda: None) -> None:
+        """Write the object ``name`` with the content of a file; ``moved`` is called after each part.
+
+        Raises `StorageError` and `OSError`.
+        """
         address = self._address(f"{self._prefix}/{name}")
         size = path.stat().st_size
         with open(path, "rb") as stream:
             if size <= PART_BYTES:
                 self._ask("PUT", address, stream.read())
             else:
-                self._put_parts(address, stream, max(PART_BYTES, -(-size // PARTS)))
+                self._put_parts(address, stream, max(PART_BYTES, -(-size // PARTS)), moved)
 
-    def _put_parts(self, address: str, stream: BinaryIO, size: int) -> None:
+    def _put_parts(self, address: str, stream: BinaryIO, size: int, moved: Callable[[], None]) -> None:
         upload = _told("UploadId", self._ask("POST", f"{address}?uploads=")[0])
         query = f"uploadId={urllib.parse.quote(upload, safe='')}"
         try:
@@ -57,6 +60,7 @@ class Uploader:
                 number = len(rows) + 1
                 tag = self._ask("PUT", f"{address}?partNumber={number}&{query}", part)[1]["ETag"]
                 rows.append(f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(tag)}</ETag></Part>")
+                moved()
             body = f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>"
             answer, _ = self._ask("POST", f"{address}?{query}", body.encode())
             if b"<Error>" in answer:  # S3 answers 200 before it knows
