@@ -103,6 +103,8 @@ def each(value: Any, kind: Any, where: str, *, splits: bool) -> Any:
     """``value`` as `typed` has it, or one for each place where it is a list of them; ``splits``: at its commas, too."""
     if kind is str and splits and isinstance(value, str) and "," in value:
         value = [part.strip() for part in value.split(",")]
+    if typing.get_origin(kind) in (list, tuple) and isinstance(value, str) and value.lstrip().startswith("["):
+        value = _json_list(value, where)
     many = isinstance(value, (list, tuple)) and (
         kind is str or (typing.get_origin(kind) is tuple and any(isinstance(item, (list, tuple)) for item in value))
     )
@@ -112,6 +114,14 @@ def each(value: Any, kind: Any, where: str, *, splits: bool) -> Any:
         raise SpecError("must be one, or a list of one for each place, and names none", field=where)
     found = Each(typed(item, kind, where) for item in value)
     return found if len(found) > 1 else found[0]
+
+
+def _json_list(text: str, where: str) -> list[Any]:
+    """Return the list that ``text`` holds as JSON. Raises `SpecError`."""
+    found = json_or_text(text)
+    if not isinstance(found, list):
+        raise SpecError(f'{brief(text)} is not a list in JSON; write one,two or ["one", "two"]', field=where)
+    return found
 
 
 def below(store: Any, folder: Path, where: str) -> Any:

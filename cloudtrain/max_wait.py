@@ -53,7 +53,9 @@ class MaxWait:
         begun = [info for info in status.attempts if info.started is not None]
         known = [r for r in self._store.starts(self._run_id) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
         starts = max(len(begun), len(known))
-        if starts or status.started is not None:  # of none by the platform's word alone: before its nodes left one
+        # Its nodes may not have left a word yet: the platform's, or that of a client that saw it running.
+        seen = status.started is not None or self._store.seen_running(self._run_id, attempt) is not None
+        if starts or seen:
             lost = begun[-1].ended if begun else None
             return self._store.waits_since(self._run_id, attempt, starts, self._clock()) if lost is None else lost
         submitted = self._store.submitted(self._run_id, attempt)

@@ -201,6 +201,7 @@ class Moving:
     _max_wait: object | None
     _over: dict[int, float]
     _retried: dict[int, bool]
+    _began: dict[int, float]
     led: bool = False
     """Whether it came here from another place, so that it is decided that the run goes on here."""
 
@@ -267,7 +268,7 @@ class Moving:
             self._provider = self._settings.provider_of(record)
             self.store = Store(record["layout"]["store"], storage=self._provider.storage, moving=self._settings.moving)
             self._record, self.led, moved = None, True, True
-            for known in (self._natives, self._refused, self._over, self._retried):
+            for known in (self._natives, self._refused, self._over, self._retried, self._began):
                 known.clear()
             self._unsent = self._max_wait = None  # they are of the place that was left
             if left.result(self.run_id) is None:

@@ -53,6 +53,8 @@ __all__ = [
 ]
 
 PROTOCOL = 1
+JOIN_TIMEOUT = 1800.0
+"""Seconds that nodes wait for each other: clouds start the nodes of one job many minutes apart."""
 """Version of context.json; the node refuses one it does not know."""
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
@@ -203,6 +205,8 @@ class Status:
 
     ``billed_s`` is machine time that the platform bills, summed over nodes, ``saved`` the part of the running time (0
     to 1) that preemptible machines did not cost, ``cost_usd`` an estimate; None is what the platform does not tell.
+    ``limit_s`` is set by a platform that tells neither when a job began to run nor whether its time limit, which this
+    is, ended it: ``started`` is None then, and `cloudtrain.verdict.with_start` completes the status.
     """
 
     state: str
@@ -217,6 +221,7 @@ class Status:
     billed_s: float | None = None
     saved: float | None = None
     cost_usd: float | None = None
+    limit_s: float | None = None
 
     @property
     def final(self) -> bool:
@@ -247,7 +252,8 @@ class LogPage:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """This node among the nodes. The node link listens on ``master_port + 1`` of node 0."""
+    """This node among the nodes. Node 0 serves torchrun's store at ``master_port`` and the node link at the port after
+    it, unless `Site.link_port` names another."""
 
     nodes: int
     node_rank: int
@@ -284,6 +290,12 @@ class Site:
     absolute or below their own folder, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
     ``export_env`` may hold placeholders. ``agent`` copies ``live`` to the store; None: ``live`` is the store's own, or
     the engine's business.
+
+    ``link_port`` is the port of the node link; None is ``master_port + 1``. ``join_timeout`` is the seconds that nodes
+    wait for each other before the first rank starts. ``restarts_in_place`` says that the platform starts a failed
+    container again by itself, before it ends the job: such a start must not run the script a second time.
+    ``cuda_compat`` is the folder of CUDA's forward compatibility libraries, which the ranks use where the node's driver
+    is older than the image's CUDA.
     """
 
     topology: Topology
@@ -299,6 +311,10 @@ class Site:
     cpus: int | None = None
     attempt: str = ""
     folders: Mapping[str, str] = field(default_factory=dict)
+    link_port: int | None = None
+    join_timeout: float = JOIN_TIMEOUT
+    restarts_in_place: bool = False
+    cuda_compat: str = ""
     agent: SyncAgent | None = None
 
 
@@ -319,8 +335,9 @@ class NodeSpec:
     """One node as the platform would start it. Paths are the node's; relative ones are below its own root folder.
 
     ``entrypoint`` None is the image's own, ``user`` None too, else ``uid[:gid]``. ``platform`` is like ``linux/amd64``,
-    ``hostname`` is how its peers find it, ``memory`` and ``shm`` are bytes. ``container`` holds fields of the Docker
-    Engine API's ``ContainerCreate`` that an engine of containers merges into what it sends.
+    ``hostname`` is how its peers find it, at the ``ports`` that the name forwards (empty: at every port), ``memory``
+    and ``shm`` are bytes. ``container`` holds fields of the Docker Engine API's ``ContainerCreate`` that an engine of
+    containers merges into what it sends.
     """
 
     command: Sequence[str]
@@ -334,6 +351,7 @@ class NodeSpec:
     read_only: bool = False
     files: Mapping[str, str] = field(default_factory=dict)
     hostname: str | None = None
+    ports: Sequence[int] = ()
     gpus: int = 0
     cpus: int | None = None
     memory: int | None = None
@@ -386,7 +404,13 @@ class Simulation:
                 _check_values(node, NodeSpec, _NODE_VALUES, "nodes.*")
             _check_values(data["rules"], Rules, _RULE_VALUES, "rules")
             nodes = [
-                NodeSpec(**{**node, "mounts": tuple(Mount(**mount) for mount in node.get("mounts", ()))})
+                NodeSpec(
+                    **{
+                        **node,
+                        "mounts": tuple(Mount(**mount) for mount in node.get("mounts", ())),
+                        "ports": tuple(node.get("ports", ())),
+                    }
+                )
                 for node in data["nodes"]
             ]
             return cls(nodes=tuple(nodes), rules=Rules(**data["rules"]))
@@ -427,6 +451,7 @@ _NODE_VALUES: _Values = {
     **dict.fromkeys(("gpus", "cpus", "memory", "shm"), _WHOLE),
     "read_only": (lambda value: isinstance(value, bool), "true or false"),
     "container": (lambda value: isinstance(value, Mapping), "a table"),
+    "ports": (_all(_is_whole), "a list of port numbers"),
 }
 _RULE_VALUES: _Values = {
     **dict.fromkeys(("time_limit", "stop_grace", "sync_lag"), _NUMBER),

@@ -59,10 +59,14 @@ _CLIENT_ONLY = frozenset(
     )
 )
 """What no script can want of ours: it may import `Estimator`, in a file that both submits itself and trains."""
-_CLIENT_FILES = frozenset(("checks.py", "prices.py"))
+_CLIENT_FILES = frozenset(("checks.py", "network.py", "prices.py"))
 """The same, of a provider, or an engine."""
 _HERE = frozenset("cloudtrain/engine/" + name for name in ("drills.py", "fuse.py", "places.py", "sync.py"))
 """What a rehearsal does on this machine: nodes import at most their names."""
+_CLIENT_HALF = frozenset(
+    ("account.py", "images.py", "pages.py", "plan.py", "preflight.py", "simulation.py", "states.py")
+)
+"""Modules of a provider that plan, send and ask: no node imports them, so they are there as source alone."""
 _ON_NODES = frozenset(
     (
         "__init__",
@@ -132,6 +136,8 @@ def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
     if name == "__main__.py" or name in _HERE:
         return name not in _HERE
     top, _, rest = name.removeprefix("cloudtrain/").partition("/")
+    if top == "providers" and rest.rpartition("/")[2] in _CLIENT_HALF:
+        return False
     mine = provider is None or not rest or rest.split("/")[0].removesuffix(".py") in ("__init__", provider.name)
     return top.removesuffix(".py") in _ON_NODES and (top != "providers" or mine)
 

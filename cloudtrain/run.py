@@ -19,7 +19,7 @@ from . import catalog
 from .checkpoint import Checkpoint
 from .cost import Account, cost_of
 from .disk import local_path
-from .errors import CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
+from .errors import AuthError, CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from .follow import Line, attempt_key
 from .job import check_run_id
 from .max_wait import MaxWait
@@ -34,6 +34,7 @@ from .values import nearest, url_scheme
 from .verdict import (
     attempt_row,
     attempts_of,
+    began_at,
     iso_time,
     newest_of,
     records_of,
@@ -41,6 +42,7 @@ from .verdict import (
     shown,
     status_of,
     verdict_of,
+    with_start,
     without_machines,
 )
 
@@ -81,6 +83,7 @@ class Run(Moving):
         self._max_wait: MaxWait | None = None
         self._over: dict[int, float] = {}  # by attempt, when it was first seen over
         self._retried: dict[int, bool] = {}  # by attempt that was over, whether another one may follow
+        self._began: dict[int, float] = {}  # by attempt of a platform that does not tell when one began to run
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"
@@ -189,9 +192,32 @@ class Run(Moving):
 
     def _told(self, attempt: int, status: Status) -> Status:
         """The platform's word on an attempt; of one that a client, and no user, stopped for want of machines, that."""
+        if status.limit_s is not None and status.state != "pending":
+            stopped = status.final and self.store.cancelled(self.run_id)
+            status = with_start(status, self._began_at(attempt, status), cancelled=stopped)
         by_us = status.state == "cancelled" and not self.store.cancelled(self.run_id)
         expired = self.store.expired(self.run_id, attempt) if by_us else None
         return without_machines(status, str(expired["reason"])) if expired else status
+
+    def _began_at(self, attempt: int, status: Status) -> float | None:
+        """Return when an attempt began to run: by its nodes' records, else when a client first saw it running.
+
+        The first client that sees it running notes that, unless it may only read.
+        """
+        if attempt in self._began and not status.final:
+            return self._began[attempt]
+        store, run_id = self.store, self.run_id
+        known = [began_at(attempt, store.starts(run_id), store.exits(run_id) if status.final else ())]
+        if status.final:
+            known.append(store.seen_running(run_id, attempt))
+        elif known == [None]:
+            known = [self._clock()]
+            with contextlib.suppress(AuthError):
+                known = [store.runs_since(run_id, attempt, self._clock())]
+        times = [time for time in known if time is not None]
+        if times:
+            self._began[attempt] = min(times)
+        return min(times, default=None)
 
     def _expire(self, status: Status, natives: Mapping[int, str]) -> str:
         """Cancel an attempt that waits for machines longer than ``max_wait``, where no platform does: why, or empty."""
@@ -231,8 +257,9 @@ class Run(Moving):
         newest = natives[max(natives)] if natives else ""
         last = {native: k for k, native in natives.items()}
         said = {native: status if native == newest else self._old_status(k, native) for native, k in last.items()}
-        attempts = attempts_of(said, natives, exits, self.store.starts(self.run_id))
-        verdict = verdict_of(status, records_of(attempts[-1], exits) if attempts else ())
+        starts = self.store.starts(self.run_id)
+        attempts = attempts_of(said, natives, exits, starts)
+        verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
         refusals = self.refusals(natives)
         return {
             "run": self.url,

@@ -339,6 +339,16 @@ class Store:
         """What `write_ended` has noted, None when nobody has judged attempt ``k``."""
         return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/ended.json")
 
+    def runs_since(self, run_id: str, k: int, now: float) -> float:
+        """Note that attempt ``k`` was seen running at ``now``; return when it was first seen so (Unix seconds)."""
+        self.files.create(f"{run_folder(run_id)}/attempts/{int(k)}/running.json", to_json({"time": now}))
+        return self.seen_running(run_id, k) or now
+
+    def seen_running(self, run_id: str, k: int) -> float | None:
+        """Return when a client first saw attempt ``k`` running (Unix seconds), or None."""
+        record = self._json(f"{run_folder(run_id)}/attempts/{int(k)}/running.json")
+        return float(record["time"]) if record is not None else None
+
     def waits_since(self, run_id: str, k: int, starts: int, now: float) -> float:
         """When attempt ``k`` was first seen to wait for machines again, having started ``starts`` times: maybe now."""
         key = f"{run_folder(run_id)}/attempts/{int(k)}/waits-{int(starts)}.json"

@@ -20,6 +20,7 @@ __all__ = [
     "attempt_row",
     "attempts_of",
     "attempts_within",
+    "began_at",
     "first_line",
     "iso_time",
     "newest_of",
@@ -32,11 +33,16 @@ __all__ = [
     "verdict_of",
     "was_lost",
     "with_exits",
+    "with_start",
     "without_machines",
 ]
 
 #: What the platform knows better than its nodes; of anything else the nodes know better.
 PLATFORM_DECIDES = frozenset({"cancelled", "timeout", "capacity", "quota", "auth", "image", "preempted"})
+#: What a platform may call the end of a job whose time was up, beside a cancel.
+ENDED_BY_LIMIT = frozenset({"capacity", "infra", "preempted", "timeout"})
+#: Seconds by which a node's record of its start may be later than the moment from which the platform counts.
+LEAST_SLACK, MOST_SLACK = 5.0, 120.0
 FAILURE_FIELDS = ("node", "rank", "exception", "file", "line", "traceback", "process_exit_code")
 #: Kept in result.json for `list_runs`, no part of the result.
 LIST_FIELDS = ("name", "created")
@@ -84,6 +90,33 @@ def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
     return replace(told, category=status.category or told.category if vague else told.category, reason=reason)
 
 
+def began_at(attempt: int, starts: Sequence[Record], exits: Sequence[Record]) -> float | None:
+    """Return when a node of start ``attempt`` first ran, by the nodes' own records (Unix seconds), or None."""
+    own = [r for r in (*starts, *exits) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
+    return min((float(r["started"]) for r in own if r.get("started")), default=None)
+
+
+def with_start(status: Status, began: float | None, *, cancelled: bool) -> Status:
+    """Complete the status of a platform that does not tell when a job began to run (`Status.limit_s` is set).
+
+    ``began`` is Unix seconds, None if the job never ran as far as anyone knows; ``cancelled``: a user did that through
+    cloudtrain. A job that ran for its whole time limit was ended by it, whatever the platform calls that.
+    """
+    if status.limit_s is None:
+        return status
+    limit, finished = status.limit_s, status.finished
+    status = replace(status, started=began)
+    if not status.final or began is None or finished is None or cancelled:
+        return status
+    slack = max(LEAST_SLACK, min(MOST_SLACK, limit / 10))
+    stopped = status.state == "cancelled" or status.category in ENDED_BY_LIMIT
+    if not stopped or finished - began < limit - slack:
+        return status
+    said = first_line(status.reason) if status.state == "failed" and status.category != "capacity" else ""
+    reason = "max_runtime is used up" + (f": {said}" if said else "")
+    return replace(status, state="failed", category="timeout", reason=reason)
+
+
 def without_machines(status: Status, reason: str) -> Status:
     """``status`` of an attempt that a client cancelled since no machines had come: a lack of capacity, as ``reason``
     says. The word is that of platforms that have such a limit themselves."""
@@ -123,13 +156,25 @@ def was_lost(failure: Record | None) -> bool:
     return failure is not None and failure["rank"] is None and str(failure["exception"] or "").startswith("was lost")
 
 
-def records_of(info: AttemptInfo, exits: Sequence[Record]) -> list[Record]:
-    """The attempt's exit records. A platform may also count starts that never reached our runtime, which then numbered
-    the attempt lower: so records of the same k that ended after the platform's attempt began are its records too."""
+def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Record] = ()) -> list[Record]:
+    """Return the attempt's exit records.
+
+    A platform may start a failed container again before it ends the job. The nodes of such an attempt leave no start
+    record and decide nothing: what counts is the failure that was decided before it, of the same k. A platform may also
+    count starts that never reached our runtime, which then numbered the attempt lower: so records of the same k that
+    ended after the platform's attempt began are its records too.
+    """
     own = [r for r in exits if r["attempt"] == info.number]
-    if own or info.started is None:
+    if any(r.get("decided") for r in own):
         return own
     k = attempt_key(info.number)[:1]
+    if own and not any(r["attempt"] == info.number for r in starts):
+        same = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k]
+        before = [r for r in same if r.get("decided") and r["outcome"] == "failed" and not was_lost(r.get("failure"))]
+        if before:
+            return newest_of(before)
+    if own or info.started is None:
+        return own
     since = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k and (r.get("ended") or 0) >= info.started]
     return newest_of(since)
 

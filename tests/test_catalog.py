@@ -118,6 +118,14 @@ def test_no_machine_without_a_gpu_is_that_large() -> None:
 # --------------------------------------------------------------------------------------------------------------- prices
 
 
+def test_the_package_s_price_of_a2_is_vertex_s_own() -> None:
+    """$35.26 an hour, a fifth above Compute Engine's; it stays an estimate."""
+    listed = catalog.price("vertex", "a2-highgpu-8g")
+    assert listed is not None
+    assert listed.usd_per_hour == pytest.approx(35.26, abs=0.01)
+    assert (listed.of_service, "x 1.2" in listed.source) == (False, True)
+
+
 def test_every_price_has_a_source_and_a_date() -> None:
     with (TABLE.parent / "prices.csv").open(newline="", encoding="utf-8") as stream:
         table = list(csv.DictReader(stream))

@@ -290,8 +290,9 @@ def test_the_clouds_own_lists_come_before_the_package_s(asked: Callable[..., Tol
     assert kept("azureml").usd_per_hour == {"Standard_D4s_v5": 0.2, "Standard_NC24ads_A100_v4": 4.2}
     assert kept("azureml").spot_usd_per_hour == {"Standard_NC24ads_A100_v4": 0.7}
     google = kept("vertex")
-    assert google.usd_per_hour["n1-standard-4"] == pytest.approx(4 * 0.035 + 15 * 0.005)
-    assert google.usd_per_hour["n1-standard-4+T4:2"] == pytest.approx(4 * 0.035 + 15 * 0.005 + 2 * 0.4)
+    machine = 1.15 * (4 * 0.035 + 15 * 0.005)  # Vertex AI's own price of an N1 machine is higher by that
+    assert google.usd_per_hour["n1-standard-4"] == pytest.approx(machine)
+    assert google.usd_per_hour["n1-standard-4+T4:2"] == pytest.approx(machine + 2 * 0.4)
     assert google.spot_usd_per_hour["n1-standard-4"] == pytest.approx(4 * 0.01 + 15 * 0.001)
     assert "n1-standard-4+T4:2" not in google.spot_usd_per_hour, "that GPU has no spot price"
     assert "a2-highgpu-1g" not in google.usd_per_hour, "its GPU has two"

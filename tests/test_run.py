@@ -564,6 +564,60 @@ def test_an_earlier_attempts_failure_is_not_the_runs(world: World) -> None:
     assert [(a["number"], a["reason"]) for a in result["attempts"]] == [("0.0", REASON), ("1.0", "no more of those")]
 
 
+def test_a_container_that_was_started_again_does_not_hide_the_failure(world: World) -> None:
+    """Its nodes left without a decision and before their ranks began. An attempt that did begin speaks for itself."""
+    world.recorded().attempt(0, failed()).start("0.0").exit(0, decided=True, failure=ROOT_CAUSE)
+    world.exit(1, attempt="0.1", outcome="stopped")
+    result = world.run()._compute(failed(), {0: "job-0"})
+    assert (result["reason"], result["failure"]["rank"]) == (REASON, 3)
+    world.start("0.1", after="0.0")
+    result = world.run()._compute(failed(), {0: "job-0"})
+    assert (result["reason"], result["failure"]) == ("exit status 1", None)
+
+
+def test_a_preemption_before_is_not_why_a_run_failed(world: World) -> None:
+    world.recorded().attempt(0, failed()).start("0.0").exit(0, outcome="preempted", decided=True)
+    world.exit(1, attempt="0.1", outcome="stopped")
+    assert world.run().result()["reason"] == "exit status 1"
+
+
+UNTOLD = {"native": "RUNNING", "limit_s": 600.0}
+"""Of a platform that tells neither when a job began to run nor that its time was up."""
+
+
+def test_a_start_that_no_platform_tells_is_when_a_client_first_saw_it_running(world: World) -> None:
+    world.recorded().attempt(0, Status(state="pending"))
+    world.time.now += 7200
+    assert world.run().status().started is None
+    assert world.store.seen_running("r1", 0) is None, "it waits"
+    world.platform.jobs["job-0"] = Status(state="running", **UNTOLD)
+    assert world.run().status().started == T0 + 7200
+    world.time.now += 60
+    assert world.run().status().started == T0 + 7200, "another client sees what the first one noted"
+    world.platform.jobs["job-0"] = Status(state="cancelled", finished=T0 + 7300, **UNTOLD)
+    result = world.run().result()
+    assert (result["state"], result["attempts"][0]["started"]) == ("cancelled", iso_time(T0 + 7200))
+
+
+def test_the_nodes_know_it_better_than_a_client_that_came_late(world: World) -> None:
+    world.recorded().attempt(0, Status(state="running", **UNTOLD)).start("0.0", started=T0 + 30)
+    world.time.now += 500
+    assert world.run().status().started == T0 + 30
+    assert world.store.seen_running("r1", 0) is None, "nothing needs to be noted"
+    world.platform.jobs["job-0"] = Status(state="cancelled", finished=T0 + 630, **UNTOLD)
+    result = world.run().result()
+    assert (result["state"], result["category"]) == ("failed", "timeout")
+
+
+def test_a_client_that_may_only_read_can_look_at_a_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Store, run_id: str, k: int, now: float) -> float:
+        raise AuthError("you may not write there")
+
+    monkeypatch.setattr(Store, "runs_since", refused)
+    world.recorded().attempt(0, Status(state="running", **UNTOLD))
+    assert world.run().status().started == T0
+
+
 @pytest.mark.parametrize(("began", "expected"), [(T0 + 5, REASON), (T0 + 11, "exit status 1")])
 def test_a_platform_that_counts_more_starts_than_the_nodes(world: World, began: float, expected: str) -> None:
     told = (AttemptInfo(number="0.0", started=T0), AttemptInfo(number="0.1", started=began))

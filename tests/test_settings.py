@@ -246,6 +246,24 @@ def test_a_table_is_merged_by_entry_and_one_entry_may_be_set(tmp_path: Path) -> 
         assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    "text", ["subnet-1,subnet-2", "subnet-1, subnet-2", '["subnet-1", "subnet-2"]', ' ["subnet-1","subnet-2"]']
+)
+def test_a_list_is_json_or_has_commas(tmp_path: Path, text: str) -> None:
+    """As text a list in JSON went into the request whole, and failed at a pattern of AWS's that named no setting."""
+    for given in ({"overrides": {"sagemaker.subnets": text}}, {"environ": {"CLOUDTRAIN_SAGEMAKER_SUBNETS": text}}):
+        found = load(tmp_path, provider="sagemaker", **given)  # type: ignore[arg-type]
+        assert found.of_provider("sagemaker")["subnets"].value == ("subnet-1", "subnet-2")
+
+
+@pytest.mark.parametrize("text", ["[subnet-1]", '["subnet-1"', "[1]"])
+def test_a_list_that_is_no_json_is_refused_at_once(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(tmp_path, provider="sagemaker", overrides={"sagemaker.subnets": text}).of_provider("sagemaker")
+    assert caught.value.field == "--set sagemaker.subnets"
+    assert '["one", "two"]' in str(caught.value) or "list of texts" in str(caught.value)
+
+
 def test_config_says_each_value_and_where_it_was_found(
     tmp_path: Path, cloud: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -23,6 +24,22 @@ NO_REQUEST = frozenset({"ServerlessJobConfig", "SelectedInstanceType", "Selected
 """Another kind of job, and what only an answer holds."""
 OLDEST = (2, 0)
 """The first version whose images have the Python that a node needs."""
+CUDA = {
+    "2.0.0": "11.8",
+    "2.0.1": "11.8",
+    "2.1.0": "12.1",
+    "2.2.0": "12.1",
+    "2.3.0": "12.1",
+    "2.4.0": "12.4",
+    "2.5.1": "12.4",
+    "2.6.0": "12.6",
+    "2.7.1": "12.8",
+    "2.8.0": "12.9",
+    "2.9.0": "13.0",
+    "2.10.0": "13.0",
+}
+"""CUDA of the images whose tag does not name it: the folders ``pytorch/training/docker/VERSION/py3/cuNNN`` of
+aws/deep-learning-containers."""
 
 
 # -------------------------------------------------------------------------------------------------------------- limits
@@ -75,7 +92,8 @@ def images() -> dict[str, Any]:
         for number, told in table["versions"].items():
             if tuple(map(int, number.split(".")[:2])) < OLDEST:
                 continue
-            versions[number] = {**_tags(number, told), "regions": sorted(told["registries"])}
+            tags = _tags(number, told)
+            versions[number] = {**tags, "cuda": cuda_of(number, tags["gpu"]), "regions": sorted(told["registries"])}
             for region, account in told["registries"].items():
                 registry = f"{account}.dkr.ecr.{region}.{_suffix(region)}"
                 if registries.setdefault(region, registry) != registry:
@@ -98,6 +116,12 @@ def _tags(number: str, told: Mapping[str, Any]) -> dict[str, str]:
         return {p: f"{told['repository']}:{told['tag_prefix']}-{told['container_version'][p]}" for p in ("cpu", "gpu")}
     (python,) = told["py_versions"]
     return {p: f"{told['repository']}:{number}-{p}-{python}" for p in ("cpu", "gpu")}
+
+
+def cuda_of(number: str, tag: str) -> str:
+    """Return the CUDA version of a GPU image, such as ``13.3``, from its tag or from `CUDA`."""
+    named = re.search(r"-cu(\d\d)(\d)\b", tag)
+    return f"{named[1]}.{named[2]}" if named else CUDA[number]
 
 
 def _suffix(region: str) -> str:

@@ -57,6 +57,7 @@ class ContainerEngine:
         self._version = ""
         self._info: Mapping[str, Any] = {}
         self._users: dict[str, str] = {}
+        self._services: dict[str, str] = {}
         self._guard: subprocess.Popen[bytes] | None = None
         self._aside = ThreadPoolExecutor(1)
         self._network_made: Future[None] = Future()
@@ -183,6 +184,8 @@ class ContainerEngine:
     ) -> list[ContainerNode]:
         for item in api.containers(all=True, filters=self._ours):  # of a start that the engine did not finish
             remove(api, item["Id"])
+        served = [spec for spec, _ in specs if spec.ports and spec.hostname]
+        self._services = {str(spec.hostname): self._start_service(api, spec, n) for n, spec in enumerate(served)}
         with ThreadPoolExecutor(len(specs)) as pool:
             futures = [pool.submit(start, item) for item in enumerate(specs)]
         failed = next((exc for f in futures if (exc := f.exception()) is not None), None)
@@ -194,6 +197,27 @@ class ContainerEngine:
         for node in nodes:
             node.follow()
         return nodes
+
+    def _start_service(self, api: Any, spec: NodeSpec, number: int) -> str:
+        """Start what answers for a node at its name, on its forwarded ports alone; return its address.
+
+        It runs in the node's own image, which has a Python; the address is empty where that does not start.
+        """
+        program = Path(__file__).with_name("forward.py").read_text(encoding="utf-8")
+        find = 'exec "$(command -v python3 || command -v python)" -c "$0" "$@"'
+        body = {
+            "Image": spec.image,
+            "Entrypoint": ["/bin/sh", "-c", find],
+            "Cmd": [program, _backend(spec), *map(str, spec.ports)],
+            "Labels": self._labels(),
+            "HostConfig": {"NetworkMode": self._network, "LogConfig": LOG},
+        }
+        self.await_network()
+        name = f"{self._network}-service-{number}"  # of less than 64 characters, or its address has no name in DNS
+        made = str(api.create_container_from_config(body, name, platform=spec.platform)["Id"])
+        api.start(made)
+        networks = api.inspect_container(made)["NetworkSettings"]["Networks"]
+        return str(networks.get(self._network, {}).get("IPAddress") or "")
 
     def _make_network(self, api: Any) -> None:
         import docker
@@ -273,6 +297,7 @@ class ContainerEngine:
             "NetworkMode": self._network,
             "ReadonlyRootfs": spec.read_only,
             "LogConfig": LOG,
+            **self._hosts(spec),
             "Mounts": [
                 {"Type": "bind", "Source": str(source), "Target": _absolute(path), "ReadOnly": path in read_only}
                 for path, source in paths.items()
@@ -290,7 +315,6 @@ class ContainerEngine:
         if spec.gpus:
             ids = gpus_of(number, spec, self._environ)
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
-        names = [spec.hostname] if spec.hostname else []
         body: dict[str, Any] = {
             "Image": spec.image,
             "Cmd": list(spec.command),
@@ -302,7 +326,7 @@ class ContainerEngine:
             "OpenStdin": secrets,
             "StdinOnce": secrets,
             "HostConfig": host,
-            "NetworkingConfig": {"EndpointsConfig": {self._network: {"Aliases": names}}},
+            "NetworkingConfig": {"EndpointsConfig": {self._network: {"Aliases": _aliases(spec)}}},
         }
         body |= {"Hostname": spec.hostname} if spec.hostname else {}
         body |= {"Entrypoint": list(spec.entrypoint)} if spec.entrypoint is not None else {}
@@ -311,6 +335,11 @@ class ContainerEngine:
         body = _merged(body, spec.container)
         body["Labels"] |= {**self._labels(), f"{LABEL}attempt": attempt, f"{LABEL}node": str(number)}
         return body
+
+    def _hosts(self, spec: NodeSpec) -> dict[str, list[str]]:
+        """Return the HostConfig field that leads a node to the services of others: /etc/hosts comes before DNS."""
+        found = [f"{name}:{at}" for name, at in self._services.items() if name != spec.hostname and at]
+        return {"ExtraHosts": found} if found else {}
 
     def _user(self, user: str, options: Sequence[str]) -> str:
         """A rootless engine shows us to its containers as root, and everybody else as somebody unknown."""
@@ -551,6 +580,16 @@ def _pull_error(exc: Exception, image: str) -> Exception:
         return NodeError(_no_image(image, why(exc)), category="image")
     # The transport's own errors come bare out of a stream that breaks off.
     return exc if isinstance(exc, (OSError, NodeError)) else ConnectionError(why(exc))
+
+
+def _aliases(spec: NodeSpec) -> list[str]:
+    """Return the names by which the network knows the node: its own, unless a service answers to that."""
+    return [] if not spec.hostname else [_backend(spec)] if spec.ports else [spec.hostname]
+
+
+def _backend(spec: NodeSpec) -> str:
+    """The name by which a service finds the node that it answers for."""
+    return f"{spec.hostname}-pod"
 
 
 def _merged(into: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import CloudtrainError, SpecError
-from ..provider import PROTOCOL, find_provider
+from ..provider import PROTOCOL, Site, find_provider
+from .history import failed_for_good
 from .node import Node
 
 FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
@@ -41,12 +42,29 @@ def main(argv: list[str]) -> int:
         paths = dict(pair.split("=", 1) for pair in options.path)
         site = find_provider(context["provider"]).site(os.environ, paths)
         failure_file = site.failure_file
+        if site.restarts_in_place and (record := _failure_before(site, options.attempt)) is not None:
+            return int(record["exit_code"])
         key = (options.context.parent / "key").read_bytes()
         return Node(context=context, site=site, attempt=options.attempt, key=key, inbox=inbox).run()
     except (CloudtrainError, OSError, ValueError, KeyError) as exc:
         sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
         _leave_cause(failure_file, f"this node cannot start: {exc}")
         return 1
+
+
+def _failure_before(site: Site, attempt: int) -> dict[str, Any] | None:
+    """Return the record of this attempt's failure, printed, if this is a second start of a container that failed.
+
+    The platform's own message about the failure shows the last lines of a container, so these lines name the cause.
+    """
+    record = failed_for_good(Path(site.paths["live"]), attempt, site.exit_code["failed"])
+    if record is not None:
+        lines = [str((record.get("failure") or {}).get("traceback") or "").rstrip()]
+        lines.append(f"attempt {record['attempt']} has failed: {record.get('reason') or 'no reason was recorded'}")
+        lines.append("this container was started again after that failure; the script does not run a second time")
+        for line in "\n".join(filter(None, lines)).splitlines():
+            sys.stderr.write(f"cloudtrain: {line}\n")
+    return record
 
 
 def _notice(number: int) -> dict[str, Any]:

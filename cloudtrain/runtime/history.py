@@ -19,7 +19,7 @@ from typing import Any
 
 from ..values import step_of
 
-__all__ = ["FIRST", "Start", "restart_of", "was_direct"]
+__all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
 
 FIRST = "0.0"
 
@@ -38,6 +38,19 @@ def restart_of(live: Path, k: int) -> str:
     restart = max((r for earlier, r in map(_order, _attempts(live)) if earlier == k), default=-1) + 1
     (live / "logs" / f"{k}.{restart}" / "node-0").mkdir(parents=True, exist_ok=True)
     return f"{k}.{restart}"
+
+
+def failed_for_good(live: Path, k: int, code: int) -> Record | None:
+    """Return node 0's newest exit record of attempt ``k`` if it says that the attempt failed and ended with ``code``.
+
+    A platform that starts a failed container again in place finds it, and must not run the script a second time. None
+    where the newest record says anything else: a preemption, a lost node, a success.
+    """
+    records = [r for r in _json(live / "exit", f"{k}.*-node-0.json") if isinstance(r.get("attempt"), str)]
+    newest = max(records, key=lambda record: _order(record["attempt"]), default=None)
+    if newest is None or not newest.get("decided") or newest.get("outcome") != "failed":
+        return None
+    return newest if newest.get("exit_code") == code else None
 
 
 def was_direct(live: Path) -> bool:

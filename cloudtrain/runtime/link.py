@@ -1,10 +1,10 @@
 """The node link: what the nodes of one run tell each other, one JSON line a message, beside torchrun.
 
 torchrun does not make nodes agree on failure, preemption or the end of a run, so node 0's runtime listens on
-``master_port + 1`` and every other node connects. Both sides prove the run's key before anything else, and every
-message carries a MAC over its own number, so a stranger on the network can neither join as a node nor speak as one.
-All events arrive in one queue as ``(node, message)``; a lost connection is the message ``{"t": "lost"}``, a silence
-that may yet end ``{"t": "quiet"}``, as is its end.
+its link port (`Site.link_port`) and every other node connects. Both sides prove the run's key before anything else, and
+every message carries a MAC over its own number, so a stranger on the network can neither join as a node nor speak as
+one. All events arrive in one queue as ``(node, message)``; a lost connection is the message ``{"t": "lost"}``, a
+silence that may yet end ``{"t": "quiet"}``, as is its end.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import PlatformError
+from ..provider import JOIN_TIMEOUT
+from ..values import duration
 
-__all__ = ["JOIN_TIMEOUT", "Link"]
+__all__ = ["Link"]
 
-JOIN_TIMEOUT = 1800.0
-"""Seconds a node waits for its peers: clouds start the nodes of one job many minutes apart."""
 HANDSHAKE_TIMEOUT = 10.0
 SILENCE_TIMEOUT = 90.0
 """Seconds without even a ping before a peer counts as lost; a cut network often heals sooner."""
@@ -137,9 +137,17 @@ class Link:
     """
 
     def __init__(
-        self, *, node: int, nodes: int, addr: str, port: int, key: bytes, inbox: queue.SimpleQueue[tuple[int, Message]]
+        self,
+        *,
+        node: int,
+        nodes: int,
+        addr: str,
+        port: int,
+        key: bytes,
+        inbox: queue.SimpleQueue[tuple[int, Message]],
+        join_timeout: float = JOIN_TIMEOUT,
     ) -> None:
-        self.node, self.nodes = node, nodes
+        self.node, self.nodes, self._join_timeout = node, nodes, join_timeout
         self._addr, self._port, self._key, self._inbox = addr, port, key, inbox
         self._channels: dict[int, _Channel] = {}
         self._offsets: dict[int, int] = {}
@@ -198,7 +206,7 @@ class Link:
         self._run(*known)
 
     def _connect(self) -> None:
-        deadline = time.monotonic() + JOIN_TIMEOUT
+        deadline = time.monotonic() + self._join_timeout
         while not self._closed.is_set():
             sock = None
             try:
@@ -208,7 +216,8 @@ class Link:
                 if sock is not None:
                     sock.close()
                 if time.monotonic() > deadline:
-                    self._inbox.put((0, {"t": "lost", "why": f"no answer from {self._addr}:{self._port}"}))
+                    why = f"no answer from {self._addr}:{self._port} for {duration(self._join_timeout)}"
+                    self._inbox.put((0, {"t": "lost", "why": why}))
                     return
                 self._closed.wait(0.2)
                 continue

@@ -19,12 +19,13 @@ from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider import Site
+from ..values import duration
 from . import stall
 from .cause import Failure, category, real, root_cause, silent_deaths, summary, with_codes
 from .compact import Compactor
 from .history import FIRST, Start, restart_of
 from .launch import Ranks, reap
-from .link import JOIN_TIMEOUT, Link
+from .link import Link
 from .logs import LogWriter
 from .machine import oom_kills
 from .mirror import FROZEN_SECONDS, KINDS, Mirror, nothing
@@ -80,9 +81,10 @@ class Node:
             node=self.me,
             nodes=self.nodes,
             addr=self.topology.master_addr,
-            port=self.topology.master_port + 1,
+            port=site.link_port or self.topology.master_port + 1,
             key=key,
             inbox=inbox,
+            join_timeout=site.join_timeout,
         )
         self.resume = Resume(live=self.live, given=site.paths.get("resume"), url=context["resume"], say=self.log.say)
         self.attempt = self.notice = self.resumed = ""
@@ -136,6 +138,9 @@ class Node:
             if self.space is not None:
                 shutil.rmtree(self.space.folder, ignore_errors=True)
             reap()
+        return self._exit_code(outcome)
+
+    def _exit_code(self, outcome: str) -> int:
         word = outcome if outcome in ("succeeded", "preempted") else "lost" if self.lost else "failed"
         return self.site.exit_code.get(word, self.site.exit_code["failed"])
 
@@ -158,17 +163,21 @@ class Node:
         try:
             self.space = Workspace(context=self.context, site=self.site, log=self.log)
             self.space.fill()
+            if found := self.space.gpu_trouble():
+                self._fail(self._setup(*found))
         except CloudtrainError as exc:
             self._fail(self._setup(str(exc), "user_error" if isinstance(exc, SpecError) else "infra"))
         if self.me != 0:
-            self._pump(lambda: bool(self.attempt) or 0 in self.gone or self._unmet(), time.monotonic() + JOIN_TIMEOUT)
+            self._pump(lambda: bool(self.attempt) or 0 in self.gone or self._unmet(), self._join_deadline())
         self._tell({"t": "ready", "failures": [f.to_dict() for f in self.failures]})
         if self.me == 0:
             everyone = set(range(self.nodes))
-            self._pump(lambda: set(self.peers) >= everyone or self._over(), time.monotonic() + JOIN_TIMEOUT)
+            self._pump(lambda: set(self.peers) >= everyone or self._over(), self._join_deadline())
             if not self._over() and set(self.peers) != everyone:
                 missing = ", ".join(f"node {n}" for n in sorted(everyone - set(self.peers)))
-                self._fail(self._lost(f"never came (missing: {missing})", min(everyone - set(self.peers))))
+                waited = duration(self.site.join_timeout)
+                why = f"never came in {waited} (missing: {missing} of {self.nodes} nodes)"
+                self._fail(self._lost(why, min(everyone - set(self.peers))))
             try:
                 if not self._over():
                     self._agree_on_resume()
@@ -177,6 +186,9 @@ class Node:
             self.peers.clear()
         else:
             self._pump(lambda: self.go is not None or self.released or self._over() or 0 in self.gone)
+
+    def _join_deadline(self) -> float:
+        return time.monotonic() + self.site.join_timeout
 
     def _agree_on_resume(self) -> None:
         """Node 0: the newest complete checkpoint that every node can restore, or none; then go."""
@@ -188,11 +200,12 @@ class Node:
             self.link.send_all(message)
             self._on_restore(self.me, message)
             self._pump(lambda: self.me in self.peers or self._over())  # others have from then on
-            self._pump(lambda: len(self.peers) == self.nodes or self._over(), time.monotonic() + JOIN_TIMEOUT)
+            self._pump(lambda: len(self.peers) == self.nodes or self._over(), self._join_deadline())
             if self._over():
                 return
             if late := sorted(set(range(self.nodes)) - self.peers.keys()):
-                self._fail(self._lost(f"has not restored checkpoint {name} in {JOIN_TIMEOUT / 60:.0f} min", late[0]))
+                waited = duration(self.site.join_timeout)
+                self._fail(self._lost(f"has not restored checkpoint {name} in {waited}", late[0]))
                 return
             bad = next((m for _, m in sorted(self.peers.items()) if m["why"]), None)
             if bad is None:
@@ -612,5 +625,6 @@ class Node:
             "told": self.told,
             "remarks": self.remarks,
             "decided": decided,
+            "exit_code": self._exit_code(outcome) if decided else None,
         }
         write_record(self.live, f"{self.attempt or self.k}-node-{self.me}", record, failure_file=self.site.failure_file)

@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider import Site
 from ..values import is_mark
-from . import launch
+from . import gpus, launch
 from .cause import Failure
 from .checkpoints import Watch
 from .direct import Direct, newest
@@ -46,6 +46,10 @@ class Workspace:
         self.recorder = Recorder(self.folder / "flight-recorder")
         self._worker = self.folder / "worker.py"
         self._python = sys.executable
+        self._export = {**site.export_env}
+        if site.cuda_compat and (words := gpus.compat_library_path(site.cuda_compat, {**os.environ, **self._export})):
+            self._export.update(words)
+            log.say(f"driver {gpus.driver_version()} is older than the image's CUDA; the ranks use {site.cuda_compat}")
 
     def fill(self) -> None:
         """Code, inputs, requirements and the shim."""
@@ -62,6 +66,18 @@ class Workspace:
         # What we were started from may be a link; the ranks append exactly this file to sys.path.
         self._package = Path(sys.argv[0]).resolve()
         self._worker.write_bytes(_source_of("worker.py"))
+
+    def gpu_trouble(self) -> tuple[str, str] | None:
+        """Return why PyTorch cannot use this node's GPUs, and the category of that failure; None where it can.
+
+        A node that is no container shares its machine's GPUs, which its job need not want. A command need not be
+        PyTorch's.
+        """
+        if not gpus.count() or self._site.groups_file or self.context["launcher"] == "command":
+            return None
+        environ = {**os.environ, **self._export, **self.context["env"]}
+        needed = self.context["launcher"] == "torchrun"  # a script of JAX may load its data with a PyTorch for CPUs
+        return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, needed=needed)
 
     def note_group(self, pid: int) -> None:
         """A process group that was started here, for an engine whose nodes are no containers."""
@@ -141,7 +157,7 @@ class Workspace:
 
     def direct(self) -> Direct | None:
         """The newest complete checkpoint there. Raises `CloudtrainError`."""
-        environ = {**os.environ, **self._site.export_env, **self.context["env"], **self._secrets()}
+        environ = {**os.environ, **self._export, **self.context["env"], **self._secrets()}
         return newest(self.checkpoint_url, python=self._python, environ=environ, say=self._log.say)
 
     def readable(self, text: str) -> str:
@@ -230,7 +246,7 @@ class Workspace:
             context,
             topology,
             base=os.environ,
-            export=self._site.export_env,
+            export=self._export,
             own=self._own(values, inputs, attempt),
             secrets=self._secrets(),
             values=values,

@@ -7,16 +7,16 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..engine import NodeHandle
 from ..engine.api import make_client
-from ..engine.containers import ContainerEngine
+from ..engine.containers import ContainerEngine, ContainerNode
 
-__all__ = ["Fault", "Machines", "Platform", "Printed", "Started", "due"]
+__all__ = ["Fault", "Machines", "Platform", "Printed", "RestartedInPlace", "Started", "due"]
 
 T = TypeVar("T")
 
@@ -111,6 +111,49 @@ class Machines(ContainerEngine):
         self.await_network()
         (network,) = self.patiently(lambda api: api.networks(filters=self._ours))
         return str(self.patiently(lambda api: api.inspect_network(network["Id"]))["IPAM"]["Config"][0]["Gateway"])
+
+
+class RestartedInPlace:
+    """A container that its machine starts again at once, one time, when it ends with another exit code than 0.
+
+    So does a kubelet, whatever the code says, until the platform has ended the job. A code of ``passing`` is left to
+    the platform. ``first_code`` is that of the first failure; `settle` says that the platform ends the job.
+    """
+
+    def __init__(self, node: ContainerNode, passing: Collection[int]) -> None:
+        self._node, self._passing, self._settled = node, passing, False
+        self._lock = threading.Lock()
+        self.first_code: int | None = None
+        self.trouble: tuple[str, str] | None = None
+
+    def settle(self) -> None:
+        """Start it no more."""
+        self._settled = True
+
+    def poll(self) -> int | None:
+        with self._lock:
+            code, self.trouble = self._node.poll(), self._node.trouble
+            gone = code is None or code <= 0 or code in self._passing or self._node.trouble is not None
+            if gone or self._settled or self.first_code is not None:
+                return code
+            self.first_code = code
+            self._start_again()
+            return None
+
+    def _start_again(self) -> None:
+        node = self._node
+        node._ended = threading.Event()
+        node._code = None
+        node._stream = node._attach(node._engine._client(), stdin=False)
+        node._engine._client().start(node.id)
+        node.follow()
+
+    def signal(self, name: str) -> None:
+        self._node.signal(name)
+
+    def kill(self) -> None:
+        self._settled = True
+        self._node.kill()
 
 
 class Printed:

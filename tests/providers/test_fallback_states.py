@@ -16,6 +16,7 @@ import foldercloud
 import pytest
 import tomli_w
 from foldercloud import NAME, Provider
+from vertex_recorded import after_waiting
 
 from cloudtrain import pyz
 from cloudtrain.estimator import Estimator
@@ -219,17 +220,23 @@ def google(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Waiting]
     world.close()
 
 
-def is_now(job: CustomJob, state: str, *, started: bool, error: str = "") -> None:
-    """From now on the job is in that state, and has been RUNNING before if it has ``started``."""
+def is_now(job: CustomJob, state: str, *, error: str = "") -> None:
+    """From now on the job is in that state. It has the startTime that every job has, of its admission."""
+    while not job.record.HasField("start_time"):
+        time.sleep(0.01)
     job._stop.set()
     job.wait()
-    for field in ("error", "start_time", "end_time"):
+    for field in ("error", "end_time"):
         job.record.ClearField(field)
-    if started:
-        job.record.start_time.GetCurrentTime()
     if error:
         job.record.error.code, job.record.error.message = RESOURCE_EXHAUSTED, error
     job._move(f"JOB_STATE_{state}")
+
+
+def begun(run: Run) -> None:
+    """Node 0 has left a start record: the job had machines, an hour ago."""
+    record = {"protocol": 1, "attempt": "0.0", "started": time.time() - HOUR, "after": None, "resumed_from": ""}
+    run.store.files.write(f"runs/{run.run_id}/live/attempts/0.0.json", json.dumps(record).encode())
 
 
 def on_google(google: Waiting, run_id: str) -> tuple[Run, CustomJob]:
@@ -242,22 +249,48 @@ def on_google(google: Waiting, run_id: str) -> tuple[Run, CustomJob]:
 def test_vertex_s_job_that_waits_in_any_state_goes_on_once_it_is_over(google: Waiting) -> None:
     for state in ("QUEUED", "PENDING", "PAUSED"):
         run, job = on_google(google, state.lower())
-        is_now(job, state, started=False)
+        is_now(job, state)
         assert not google.look(run), "it was only asked to end"
         assert job.state == "JOB_STATE_CANCELLING"
         assert not google.look(run)
-        is_now(job, "CANCELLED", started=False)
+        is_now(job, "CANCELLED")
         assert google.look(run), state
+        (refusal,) = run.result()["refusals"]
+        assert (refusal["category"], refusal["reason"]) == ("capacity", "no machines within max_wait (1h)")
 
 
 def test_vertex_s_job_that_may_run_or_has_run_is_left_alone(google: Waiting) -> None:
     """PENDING is also one that has lost its machines: it has waited since then, and not since it was submitted."""
     for state in ("RUNNING", "UPDATING", "PENDING"):
         run, job = on_google(google, state.lower())
-        is_now(job, state, started=True)
+        if state == "PENDING":  # a client saw it run before
+            is_now(job, "RUNNING")
+            assert not google.look(run)
+            assert run.store.seen_running(run.run_id, 0) == pytest.approx(time.time(), abs=60)
+        is_now(job, state)
         assert not google.look(run), state
         assert job.state == f"JOB_STATE_{state}", "nobody has asked it to end"
         assert run.store.expired(run.run_id, 0) is None
+
+
+@pytest.mark.parametrize(("hours", "state", "error"), [(4, "EXPIRED", (0, "")), (2, "FAILED", (8, "no capacity"))])
+def test_vertex_s_job_that_only_waited_costs_nothing_and_leads_on(
+    google: Waiting, hours: float, state: str, error: tuple[int, str]
+) -> None:
+    """In the recorded shape: a startTime of the admission, and hours until the end. It may run for 20 minutes."""
+    run, job = on_google(google, state.lower())
+    first = Run(store=run.store, run_id=run.run_id)
+    is_now(job, state, error=error[1])
+    told = after_waiting(hours, state, error)
+    for field, name in (("create_time", "createTime"), ("start_time", "startTime"), ("end_time", "endTime")):
+        getattr(job.record, field).FromJsonString(told[name])
+    assert google.look(run), "the next place has it"
+    (refusal,) = run.result()["refusals"]
+    assert refusal["category"] == "capacity"
+    left = first.store.result(run.run_id)
+    assert left is not None
+    assert (left["category"], left["exit_code"], left["cost"]["estimate_usd"]) == ("capacity", 4, 0)
+    assert [row["started"] for row in left["attempts"]] == [None]
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -266,6 +299,8 @@ def test_vertex_s_want_of_machines_leads_on_where_the_job_was_never_running(goog
         run, job = on_google(google, state.lower())
         if state == "CANCELLED":
             run.store.expire(run.run_id, 0, "no machines within max_wait (1h)")
-        is_now(job, state, started=started, error=error)
+        if started:
+            begun(run)
+        is_now(job, state, error=error)
         assert google.look(run) != started, state
         assert run.result()["state"] == ("failed" if started else "pending")

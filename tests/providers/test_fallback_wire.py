@@ -113,6 +113,17 @@ def test_no_quota_in_one_region_leads_to_the_next(
     assert clouds.jobs() == []
 
 
+def test_a_type_that_a_region_lacks_leads_to_the_next(clouds: Clouds, capsys: pytest.CaptureFixture[str]) -> None:
+    """AWS's code for it is that of a quota, and no quota brings the machine there."""
+    clouds.aws.plane.absent.add(REGIONS[0])
+    assert clouds.submit(AWS) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert clouds.jobs() == [REGIONS[1]]
+    (refusal,) = said["refusals"]
+    assert (refusal["place"], refusal["category"]) == (REGIONS[0], "capacity")
+    assert "another region or type" in refusal["reason"]
+
+
 def test_from_one_cloud_to_the_other_when_neither_region_has_quota(
     clouds: Clouds, capsys: pytest.CaptureFixture[str]
 ) -> None:

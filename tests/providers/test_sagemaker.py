@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,18 @@ class TestTrouble:
         run = idle.send(idle.plan(run_id="lost"))
         assert run.status().state == "pending"
         assert len(idle.plane.jobs) == 1
+
+    def test_many_clients_at_one_create_a_second(self, idle: SageMakerWorld) -> None:
+        """Each run is one job, however often it was throttled; none is lost, none is there twice."""
+        idle.plane.creates_a_second = 4.0
+        plans = {f"throttled-{number}": idle.plan(run_id=f"throttled-{number}") for number in range(8)}
+        with ThreadPoolExecutor(8) as pool:
+            runs = list(pool.map(idle.send, plans.values()))
+        assert [run.status().state for run in runs] == ["pending"] * 8
+        assert sorted(name for _, name in idle.plane.jobs) == sorted(
+            plan.request.body["TrainingJobName"] for plan in plans.values()
+        )
+        assert idle.plane.wire.count("CreateTrainingJob") > 8, "some were throttled"
 
     def test_a_job_of_that_name_that_is_somebody_else_s(self, idle: SageMakerWorld) -> None:
         plan = idle.plan(run_id="taken")

@@ -17,6 +17,7 @@ from botocore.awsrequest import AWSResponse
 
 from cloudtrain.errors import (
     AuthError,
+    CapacityError,
     CloudtrainError,
     ConflictError,
     LostContactError,
@@ -278,6 +279,54 @@ def test_a_failure_has_a_category_and_a_way_on(reason: str, category: str) -> No
     assert HINTS.get(category, "") in status.reason
 
 
+# What SageMaker really said, and where: S is aws/sagemaker-python-sdk, E amazon-sagemaker-examples, X the guide.
+REAL_REASONS = [
+    (
+        "S#1968, S#57",
+        "ClientError: Cannot pull algorithm container. Either the image does not exist or its permissions are "
+        "incorrect.",
+        "image",
+    ),
+    (
+        "X",
+        "ClientError: Cannot find repository: team/trainer in registry ID: 123456789012 Please check if your ECR "
+        "repository exists and role arn:aws:iam::123456789012:role/training has proper pull permissions for SageMaker: "
+        "ecr:BatchCheckLayerAvailability, ecr:BatchGetImage, ecr:GetDownloadUrlForLayer",
+        "image",
+    ),
+    (
+        "X",
+        "AlgorithmError: CannotStartContainerError. Please make sure the container can be run with 'docker run <image> "
+        "train'. The entrypoint is not properly defined, or missing permissions., exit code: 127",
+        "image",
+    ),
+    (
+        "X",
+        'ClientError: Data download failed:No S3 objects found under S3 URL "s3://b/none/" given in input data source. '
+        "Please ensure that the bucket exists in the selected region (eu-west-1), that objects exist under that S3 "
+        'prefix, and that the role "arn:aws:iam::123456789012:role/training" has "s3:ListBucket" permissions on bucket '
+        '"b".',
+        "user_error",
+    ),
+    ("X", "ClientError: Artifact upload failed:Error 7: The credentials received has been expired", "infra"),
+    ("X", "ClientError: Artifact upload failed:Insufficient disk space", "user_error"),
+    ("X", "ClientError: Data download failed:Could not download s3://b/x: insufficient permissions", "auth"),
+    ("E#1001", "The requested resource training-job/ml.p2.xlarge is not available in this region", "capacity"),
+    (
+        "X",
+        "CapacityError: Unable to provision requested ML compute capacity. Please retry using a different ML",
+        "capacity",
+    ),
+]
+
+
+@pytest.mark.parametrize(("source", "reason", "category"), REAL_REASONS)
+def test_real_texts_have_their_category(source: str, reason: str, category: str) -> None:
+    status = status_of(described("j", "Failed", "Failed", FailureReason=reason))
+    assert status.category == category, source
+    assert HINTS.get(category, "") in status.reason
+
+
 def test_a_deleted_job_is_not_found(aws: Aws) -> None:
     aws.answer = lambda operation, body: (200, described("j", "Deleting", "Stopped"))
     with pytest.raises(NotFoundError):
@@ -300,6 +349,24 @@ def test_attempts_are_the_platforms_own_starts() -> None:
         ("3.2", 110.0, None, ""),
     ]
     assert status_of(described("j")).attempts == ()
+
+
+@pytest.mark.parametrize(
+    ("partition", "region", "url"),
+    [
+        ("aws", "eu-west-1", "https://eu-west-1.console.aws.amazon.com/sagemaker/home?region=eu-west-1#/jobs/j"),
+        ("aws-cn", "cn-north-1", "https://cn-north-1.console.amazonaws.cn/sagemaker/home?region=cn-north-1#/jobs/j"),
+        (
+            "aws-us-gov",
+            "us-gov-west-1",
+            "https://us-gov-west-1.console.amazonaws-us-gov.com/sagemaker/home?region=us-gov-west-1#/jobs/j",
+        ),
+        ("aws-iso", "us-iso-east-1", ""),
+    ],
+)
+def test_the_console_of_each_partition(partition: str, region: str, url: str) -> None:
+    arn = f"arn:{partition}:sagemaker:{region}:123456789012:training-job/j"
+    assert status_of({**described("j"), "TrainingJobArn": arn}).url == url
 
 
 def test_what_is_billed() -> None:
@@ -343,6 +410,14 @@ REFUSALS: list[tuple[Exception, type[CloudtrainError], str]] = [
         "resources.instance_type: CreateTrainingJob: Value 'ml.x' at",
     ),
     (refusal("ResourceLimitExceeded", "The account-level service limit 'ml.p5' is 0"), QuotaError, "service-quotas"),
+    (
+        refusal(
+            "ResourceLimitExceeded",
+            "The requested resource training-job/ml.p2.xlarge is not available in this region",
+        ),
+        CapacityError,
+        "another region or type",
+    ),
     (refusal("SomethingNew", status=503), LostContactError, ""),
     (refusal("SomethingNew"), PlatformError, ""),
     (raised.NoCredentialsError(), AuthError, "aws configure"),
@@ -441,6 +516,7 @@ class Streams:
     size: int = 50
     now: int = 0
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    most: int = 100
     repeat: bool = False
     throttle: random.Random | None = None
 
@@ -449,12 +525,25 @@ class Streams:
         self.events.append((visible, event))
 
     def answer(self, operation: str, body: dict[str, Any]) -> Answer:
+        names = sorted({e["logStreamName"] for visible, e in self.events if visible <= self.now})
         if operation == "DescribeTrainingJob":
-            return 200, described(body["TrainingJobName"])
+            return 200, described(body["TrainingJobName"], CreationTime=1000.0)
+        if operation == "DescribeLogStreams":
+            begin = int(body.get("nextToken", 0))
+            token = {"nextToken": str(begin + 50)} if begin + 50 < len(names) else {}
+            return 200, {"logStreams": [{"logStreamName": name} for name in names[begin : begin + 50]], **token}
         assert operation == "FilterLogEvents"
+        if len(body.get("logStreamNames", names)) > self.most:
+            return 400, {"__type": "InvalidParameterException", "message": "too many log streams"}
         if self.throttle is not None and self.throttle.random() < 0.3:
             return 400, {"__type": "ThrottlingException", "message": "Rate exceeded"}
-        there = [e for visible, e in self.events if visible <= self.now and e["timestamp"] >= body["startTime"]]
+        there = [
+            e
+            for visible, e in self.events
+            if visible <= self.now
+            and e["timestamp"] >= body["startTime"]
+            and e["logStreamName"] in body.get("logStreamNames", names)
+        ]
         there.sort(key=lambda e: (e["timestamp"], e["eventId"]))
         begin = int(body.get("nextToken", 0))
         shown = there[max(0, begin - (3 if self.repeat else 0)) : begin + self.size]
@@ -506,16 +595,19 @@ def test_ten_thousand_lines_each_once(aws: Aws) -> None:
 def test_lines_are_in_order_of_time_and_named_by_node(aws: Aws) -> None:
     streams = Streams()
     aws.answer = streams.answer
-    streams.put("j/algo-12-1700000000", 2000, "later\r")
-    streams.put("j/algo-1-1700000000", 1000, "sooner\n")
+    streams.put("j/algo-12-1700000000", 1_002_000, "later\r")
+    streams.put("j/algo-1-1700000000", 1_001_000, "sooner\n")
     lines, _ = drained(provider())
-    assert [(line.node, line.text, line.time) for line in lines] == [("0", "sooner", 1.0), ("11", "later", 2.0)]
+    assert [(line.node, line.text, line.time) for line in lines] == [
+        ("0", "sooner", 1001.0),
+        ("11", "later", 1002.0),
+    ]
 
 
 def test_a_dead_node_is_seen_before_its_peers_begin(aws: Aws) -> None:
     streams = Streams()
     aws.answer = streams.answer
-    streams.put("j/algo-3-1", 1000, "exec: no python3")
+    streams.put("j/algo-3-1", 1_000_000, "exec: no python3")
     page = provider().logs(ARN + "j")
     assert [(line.node, line.text) for line in page.lines] == [("2", "exec: no python3")]
 
@@ -523,10 +615,10 @@ def test_a_dead_node_is_seen_before_its_peers_begin(aws: Aws) -> None:
 def test_lines_of_jobs_with_a_longer_name_are_not_ours(aws: Aws) -> None:
     streams = Streams()
     aws.answer = streams.answer
-    streams.put("j2/algo-1-1", 1000, "no")
-    streams.put("j/algo-1-1", 1000, "yes")
+    streams.put("j2/algo-1-1", 1_000_000, "no")
+    streams.put("j/algo-1-1", 1_000_000, "yes")
     assert [line.text for line in drained(provider())[0]] == ["yes"]
-    assert aws.calls[0][1]["logStreamNamePrefix"] == "j/"
+    assert aws.calls[1][1]["logStreamNamePrefix"] == "j/"
 
 
 def test_no_lines_yet_and_no_such_job(aws: Aws) -> None:
@@ -542,7 +634,7 @@ def test_no_lines_yet_and_no_such_job(aws: Aws) -> None:
 def test_a_stale_token_begins_again(aws: Aws) -> None:
     streams = Streams(size=2)
     for number in range(6):
-        streams.put("j/algo-1-1", 1000 + number, str(number))
+        streams.put("j/algo-1-1", 1_000_000 + number, str(number))
 
     def answer(operation: str, body: dict[str, Any]) -> Answer:
         if "nextToken" in body:
@@ -556,11 +648,44 @@ def test_a_stale_token_begins_again(aws: Aws) -> None:
     assert [line.text for line in (*first.lines, *rest)] == list("012345")
 
 
+def test_a_pass_begins_at_the_job_s_creation(aws: Aws) -> None:
+    streams = Streams()
+    aws.answer = streams.answer
+    _, cursor = drained(provider())
+    streams.put("j/algo-1-1", 2_000_000, "x")
+    drained(provider(), cursor)
+    begins = [body["startTime"] for name, body in aws.calls if name == "FilterLogEvents"]
+    assert begins == [1_000_000 - OVERLAP] * 2
+    assert aws.names().count("DescribeTrainingJob") == 1
+
+
+def test_more_streams_than_one_call_takes(aws: Aws) -> None:
+    """A job of 130 nodes: a hundred names at a time, each line once, also of streams that begin later."""
+    streams = Streams(size=40, repeat=True)
+    aws.answer = streams.answer
+    clock, texts = 1_700_000_000_000, []
+    for turn in range(4):
+        for node in range(130):
+            texts.append(f"{turn} of {node}")
+            streams.put(f"j/algo-{node + 1}-{turn // 2}", clock + turn * 90_000 + node, texts[-1], visible=turn)
+    found: list[LogLine] = []
+    cursor: Any = None
+    for streams.now in range(6):
+        new, cursor = drained(provider(), cursor)
+        found += new
+    assert sorted(line.text for line in found) == sorted(texts)
+    assert "streams" not in cursor, "the next pass lists them anew"
+    assert max(len(body.get("logStreamNames", ())) for _, body in aws.calls) == 100
+    streams.most = 0
+    with pytest.raises(SpecError):
+        drained(provider(), cursor)
+
+
 def test_an_empty_page_is_not_the_end(aws: Aws) -> None:
     pages: Sequence[Answer] = (
         (200, {"events": [], "nextToken": "1"}),
         (200, {"events": [{"logStreamName": "j/algo-1-1", "timestamp": 5, "message": "x", "eventId": "1"}]}),
     )
-    waiting: list[Answer] = list(pages)
+    waiting: list[Answer] = [(200, described("j")), *pages]
     aws.answer = lambda operation, body: waiting.pop(0)
     assert [line.text for line in drained(provider())[0]] == ["x"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from doctoring import Examiner
 
-from cloudtrain.testing.sagemaker.plane import REGION
+from cloudtrain.testing.sagemaker.plane import NEW_ACCOUNT, PLENTY, REGION
 from cloudtrain.testing.sagemaker.wire import ACCOUNT, Fault
 from cloudtrain.testing.sagemaker.world import SageMakerWorld
 
@@ -43,6 +44,7 @@ def world(
     plane.wire.faults.clear()
     plane.wire.expired.clear()
     plane.quotas.clear()
+    plane.quota, plane.limits = PLENTY, dict.fromkeys(NEW_ACCOUNT, PLENTY)
     for kept in (plane.questions.denied, plane.questions.unlisted):
         kept.clear()
     assert plane.jobs == {}
@@ -56,12 +58,26 @@ def settings(world: SageMakerWorld, **more: Any) -> dict[str, Any]:
 def test_all_is_well(world: SageMakerWorld, examiner: Examiner) -> None:
     found = examiner("--image", OWN)
     assert {name: row["status"] for name, row in found.rows.items()} == dict.fromkeys(
-        ["settings", "plan", "sdk", "credentials", "bucket", "role", "permissions", "quota", "image", "store"], "ok"
+        [
+            "settings",
+            "plan",
+            "sdk",
+            "credentials",
+            "bucket",
+            "role",
+            "permissions",
+            "quota",
+            "limits",
+            "image",
+            "store",
+        ],
+        "ok",
     ), found.rows
     assert found.code == 0
     assert "boto3" in found.rows["sdk"]["detail"]
     assert f"account {ACCOUNT}" in found.rows["credentials"]["detail"]
     assert "ml.m5.xlarge for training job usage: 8" in found.rows["quota"]["detail"]
+    assert found.rows["limits"]["detail"].count("asked for") == 4
 
 
 def test_no_sdk(world: SageMakerWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +153,129 @@ def test_all_that_can_be_wrong_with_an_account(world: SageMakerWorld, examiner: 
 def test_a_quota_alone(world: SageMakerWorld, examiner: Examiner) -> None:
     world.plane.quotas["ml.p5.48xlarge"] = 0
     examiner("--instance-type", "ml.p5.48xlarge").failure("quota", fix="--desired-value 1", code=4)
+
+
+def test_a_new_account_may_run_nothing(world: SageMakerWorld, examiner: Examiner) -> None:
+    """Not even the machine of the first job, whose quota was called ok."""
+    world.plane.new_account()
+    found = examiner()
+    found.failure("quota", "ml.m5.xlarge for training job usage: 0 at a time, 1", fix="--desired-value 1", code=4)
+
+
+@pytest.mark.parametrize("spot", [False, True])
+def test_the_limits_of_an_account(world: SageMakerWorld, examiner: Examiner, spot: bool) -> None:
+    world.plane.new_account()
+    world.plane.quotas["ml.m5.xlarge"] = 100
+    flags = ["--nodes", "32", "--max-runtime", "10d", "--disk-gb", "2000", *(["--spot"] if spot else [])]
+    usage = "spot training job" if spot else "training job"
+    found = examiner(*flags)
+    found.failure(
+        "limits",
+        "Longest run time for a training job: 432000 s, 864000 asked for",
+        f"Maximum number of instances per {usage}: 20 nodes, 32 asked for",
+        f"Number of instances across all {usage}s: 4 at a time, 32 asked for",
+        "Size of EBS volume for a training job instance: 1024 GB, 2000 asked for",
+        fix="--desired-value 864000",
+        code=4,
+    )
+    assert found.rows["limits"]["fix"].count("request-service-quota-increase") == 4
+    few = examiner("--nodes", "4", "--max-runtime", "5d", "--disk-gb", "1024")
+    assert (few.code, few.status("limits")) == (0, "ok")
+
+
+def test_one_listing_tells_all_quotas(world: SageMakerWorld, examiner: Examiner) -> None:
+    before = world.plane.wire.count("ListServiceQuotas")
+    examiner()
+    assert world.plane.wire.count("ListServiceQuotas") - before == 2, "two pages, each once"
+    world.plane.questions.unlisted |= set(NEW_ACCOUNT)
+    found = examiner()
+    assert (found.status("limits"), found.status("quota")) == ("unknown", "ok")
+
+
+# --------------------------------------------------------------------------------------------------- keys and networks
+
+
+def test_keys_that_the_role_may_not_use(world: SageMakerWorld, examiner: Examiner) -> None:
+    key = f"arn:aws:kms:{REGION}:{ACCOUNT}:key/1234abcd-12ab-34cd-56ef-1234567890ab"
+    examiner.settings("sagemaker", world.store, settings(world, volume_kms_key=key, output_kms_key="alias/out"))
+    assert examiner().status("keys") == "ok"
+    world.plane.questions.denied |= {"kms:CreateGrant", "kms:GenerateDataKey"}
+    found = examiner()
+    found.failure("keys", "kms:GenerateDataKey, kms:CreateGrant", fix="policy of role training", code=3)
+    examiner.settings("sagemaker", world.store, settings(world, volume_kms_key=key))
+    examiner().failure("keys", "the role may not: kms:CreateGrant", fix="policy", code=3)
+
+
+@pytest.fixture
+def vpc(world: SageMakerWorld, examiner: Examiner) -> Vpc:
+    ec2 = world.plane.moto_client("ec2")
+    network = ec2.create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]
+    subnet = ec2.create_subnet(VpcId=network, CidrBlock="10.9.0.0/28")["Subnet"]["SubnetId"]
+    group = ec2.create_security_group(VpcId=network, GroupName="nodes", Description="nodes")["GroupId"]
+    more = settings(world, subnets=[subnet], security_group_ids=[group])
+    examiner.settings("sagemaker", world.store, more)
+    return Vpc(ec2, group, lambda **also: examiner.settings("sagemaker", world.store, {**more, **also}))
+
+
+@dataclass
+class Vpc:
+    """A subnet with 11 free addresses, and a group that lets all out and nobody in."""
+
+    ec2: Any
+    group: str
+    settings: Callable[..., None]
+
+    def let(self, *protocols: tuple[str, int | None], out: bool = False) -> None:
+        """Add rules for members of the group."""
+        for protocol, port in protocols:
+            port = -1 if port is None else port  # moto's server fails without one
+            ports = {"FromPort": port, "ToPort": port}
+            rule = {"IpProtocol": protocol, "UserIdGroupPairs": [{"GroupId": self.group}], **ports}
+            add = self.ec2.authorize_security_group_egress if out else self.ec2.authorize_security_group_ingress
+            add(GroupId=self.group, IpPermissions=[rule])
+
+
+def test_a_subnet_with_too_few_addresses(world: SageMakerWorld, examiner: Examiner, vpc: Vpc) -> None:
+    vpc.let(("-1", None))
+    assert examiner("--nodes", "5").status("network") == "ok"
+    examiner("--nodes", "6").failure("network", "6 nodes need 12 free addresses", "has 11", fix="larger subnet", code=2)
+
+
+def test_a_group_that_lets_its_members_not_talk(world: SageMakerWorld, examiner: Examiner, vpc: Vpc) -> None:
+    assert examiner().status("network") == "ok", "one node talks to nobody"
+    examiner("--nodes", "2").failure("network", "lets no TCP in", fix="inbound self-referencing rule", code=2)
+    vpc.let(("tcp", 29500))
+    assert examiner("--nodes", "2").status("network") == "failed", "NCCL takes ports of its own"
+    vpc.let(("-1", None))
+    assert examiner("--nodes", "2").status("network") == "ok"
+
+
+def test_encryption_between_containers_needs_its_own_protocols(
+    world: SageMakerWorld, examiner: Examiner, vpc: Vpc
+) -> None:
+    vpc.settings(encrypt_inter_container_traffic=True)
+    examiner("--nodes", "2").failure("network", "UDP 500", "IP protocol 50", fix="rule for UDP 500", code=2)
+    vpc.let(("udp", 500), ("50", None))
+    assert examiner("--nodes", "2").status("network") == "ok"
+
+
+def test_efa_needs_rules_of_the_group_itself_in_both_ways(world: SageMakerWorld, examiner: Examiner, vpc: Vpc) -> None:
+    world.plane.quotas["ml.p5.48xlarge"] = 8
+    flags = ("--gpu", "H100:8", "--nodes", "2")
+    examiner(*flags).failure("network", "all traffic in", "all traffic out", fix="outbound", code=2)
+    vpc.let(("-1", None))
+    examiner(*flags).failure("network", "all traffic out", fix="outbound", code=2)
+    vpc.let(("-1", None), out=True)
+    assert examiner(*flags).status("network") == "ok"
+    examiner("--gpu", "H100:8", "--nodes", "3").failure("network", "3 nodes need 15 free", fix="larger", code=2)
+
+
+def test_a_network_that_the_caller_may_not_look_at(
+    world: SageMakerWorld, examiner: Examiner, vpc: Vpc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_EC2", world.plane.url)
+    found = examiner()
+    assert (found.code, found.status("network")) == (0, "unknown")
 
 
 def test_a_bucket_in_another_region_and_a_role_that_there_is_none(world: SageMakerWorld, examiner: Examiner) -> None:

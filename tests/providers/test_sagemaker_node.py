@@ -21,6 +21,7 @@ import pytest
 from botocore.auth import S3SigV4Auth, SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials as Botocores
+from botocore.session import get_session
 
 from cloudtrain import pyz
 from cloudtrain.errors import StorageError
@@ -30,6 +31,7 @@ from cloudtrain.providers.sagemaker import SAMPLE, Provider
 from cloudtrain.providers.sagemaker.node import _has_efa
 from cloudtrain.providers.sagemaker.s3 import Uploader
 from cloudtrain.providers.sagemaker.secrets import Credentials, credentials, secret, signed_headers
+from cloudtrain.providers.sagemaker.words import DNS
 from cloudtrain.transfer import files
 
 ARN = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:token-AbCdEf"
@@ -219,6 +221,27 @@ def test_a_parameter_is_read_decrypted(service: Any) -> None:
     service.answers = [(200, {"Parameter": {"Value": "v"}})]
     assert read(service, PARAMETER) == "v"
     assert service.seen[0]["body"] == {"Name": PARAMETER, "WithDecryption": True}
+
+
+def test_each_partition_has_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that botocore knows, and no other name is asked."""
+    data = get_session().get_component("data_loader").load_data("endpoints")
+    assert {item["partition"]: item["dnsSuffix"] for item in data["partitions"]} == DNS
+    asked: list[str] = []
+
+    def ask(request: Any, **_: Any) -> Any:
+        asked.append(request().full_url)
+        return {"SecretString": "x"}
+
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.secrets.ask", ask)
+    environ = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+    for partition, region in (("aws-cn", "cn-north-1"), ("aws-us-gov", "us-gov-west-1"), ("aws-iso", "us-iso-east-1")):
+        secret(f"arn:{partition}:secretsmanager:{region}:123456789012:secret:t-AbCdEf", environ, region=region)
+    assert asked == [
+        "https://secretsmanager.cn-north-1.amazonaws.com.cn/",
+        "https://secretsmanager.us-gov-west-1.amazonaws.com/",
+        "https://secretsmanager.us-iso-east-1.c2s.ic.gov/",
+    ]
 
 
 def test_what_passes_is_tried_again(service: Any) -> None:

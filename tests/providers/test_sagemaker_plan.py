@@ -20,7 +20,7 @@ from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job import Job, check_run_id, job_name
 from cloudtrain.provider import Request
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
-from cloudtrain.providers.sagemaker.images import images
+from cloudtrain.providers.sagemaker.images import CAPABILITIES, images
 from cloudtrain.providers.sagemaker.preflight import broken, limits, translated
 from cloudtrain.providers.sagemaker.states import attempt_of
 from cloudtrain.settings import Settings
@@ -132,6 +132,15 @@ def test_modes_and_shards_of_inputs() -> None:
     assert [found[name]["InputMode"] for name in "abc"] == ["File", "FastFile", "File"]
     kinds = [found[name]["DataSource"]["S3DataSource"]["S3DataDistributionType"] for name in "abc"]
     assert kinds == ["FullyReplicated", "FullyReplicated", "ShardedByS3Key"]
+
+
+def test_one_object_is_copied_never_mounted() -> None:
+    """FastFile's prefixes must not be part of a folder's name, and an object's key is."""
+    one = {"url": "s3://data/x/z.csv", "mode": "mount"}
+    error = refused(inputs={"a": one})
+    assert error.field == "inputs.a.mode"
+    assert "s3://data/x/" in str(error)
+    assert channels(planned(inputs={"a": {**one, "mode": "copy"}}))["a"]["InputMode"] == "File"
 
 
 def test_file_systems_are_mounted_in_their_vpc() -> None:
@@ -249,6 +258,94 @@ def test_images_of_aws() -> None:
     assert ".amazonaws.com.cn/" in image({"region": "cn-north-1"})
     assert refused({"framework_version": "1.5"}).field == "sagemaker.framework_version"
     assert refused({"region": "mars-1"}).field == "image"
+
+
+# The newest image of the region whose CUDA serves the GPU: CUDA 13 dropped Volta (pytorch/pytorch#172352).
+SERVING = [
+    ("eu-west-1", {"gpu": "V100-16GB:8"}, "pytorch-training:2.6.0-gpu-py312"),
+    ("eu-west-1", {"instance_type": "ml.p3dn.24xlarge"}, "pytorch-training:2.6.0-gpu-py312"),
+    ("cn-north-1", {"gpu": "V100-16GB:1"}, "pytorch-training:2.6.0-gpu-py312"),
+    ("us-gov-west-1", {"instance_type": "ml.p3.16xlarge"}, "pytorch-training:2.6.0-gpu-py312"),
+    ("us-iso-east-1", {"gpu": "V100-16GB:1"}, "pytorch-training:2.3.0-gpu-py311"),
+    ("eu-west-1", {"gpu": ["H100:8", "V100-16GB:8"]}, "pytorch-training:2.6.0-gpu-py312"),
+    ("eu-west-1", {"gpu": "T4:4"}, "pytorch:2.14-cu133-amzn2023-sagemaker"),
+    ("eu-west-1", {"gpu": "A10G:1"}, "pytorch:2.14-cu133-amzn2023-sagemaker"),
+    ("eu-west-1", {"gpu": "H100:8"}, "pytorch:2.14-cu133-amzn2023-sagemaker"),
+    ("eu-west-1", {"gpu": "B300:8"}, "pytorch:2.14-cu133-amzn2023-sagemaker"),
+    ("cn-north-1", {"gpu": "A10G:1"}, "pytorch:2.13-cu133-amzn2023-sagemaker"),
+    ("us-gov-west-1", {"gpu": "H100:8"}, "pytorch:2.13-cu133-amzn2023-sagemaker"),
+]
+
+
+@pytest.mark.parametrize(("region", "fields", "image"), SERVING)
+def test_the_image_serves_the_gpu(region: str, fields: dict[str, Any], image: str) -> None:
+    body = planned({"region": region}, **fields).body
+    assert body["AlgorithmSpecification"]["TrainingImage"].rpartition("/")[2] == image
+
+
+UNSERVED = [
+    ({}, {"gpu": "K80:1"}, "image", "serves K80"),
+    ({}, {"instance_type": "ml.p2.xlarge"}, "image", "serves K80"),
+    ({}, {"gpu": ["V100-16GB:8", "B200:8"]}, "image", "serves V100-16GB and B200"),
+    ({"region": "eusc-de-east-1"}, {"gpu": "V100-16GB:1"}, "image", "serves V100"),
+    ({"framework_version": "2.14"}, {"gpu": "V100-16GB:1"}, "sagemaker.framework_version", "CUDA 13.3.* set 2.6.0"),
+    ({"framework_version": "2.5"}, {"gpu": "B200:8"}, "sagemaker.framework_version", "CUDA 12.4.* set 2.14"),
+]
+
+
+@pytest.mark.parametrize(("given", "fields", "field", "says"), UNSERVED)
+def test_no_image_serves_the_gpu(given: dict[str, Any], fields: dict[str, Any], field: str, says: str) -> None:
+    error = refused(given, **fields)
+    assert error.field == field
+    assert re.search(says, str(error))
+    region = given.get("region", "eu-west-1")
+    planned({"region": region}, **fields, image=f"123456789012.dkr.ecr.{region}.amazonaws.com/mine:1")
+
+
+@pytest.mark.parametrize(
+    ("region", "host"),
+    [
+        ("cn-north-1", "cn-north-1.amazonaws.com.cn"),
+        ("us-gov-west-1", "us-gov-west-1.amazonaws.com"),
+        ("us-iso-east-1", "us-iso-east-1.c2s.ic.gov"),
+        ("eusc-de-east-1", "eusc-de-east-1.amazonaws.eu"),
+    ],
+)
+def test_the_commands_that_copy_an_image_name_the_registry_of_the_partition(region: str, host: str) -> None:
+    assert f"push $ACCOUNT.dkr.ecr.{host}/a/b:1" in str(refused({"region": region}, image="ghcr.io/a/b:1"))
+
+
+def test_every_gpu_of_the_catalogue_has_a_compute_capability() -> None:
+    assert {machine.gpu for machine in catalog.machines("sagemaker") if machine.gpu} <= CAPABILITIES.keys()
+
+
+def test_every_image_has_a_cuda_version() -> None:
+    """A tag that names CUDA is right about it; the table of the tool knows all others."""
+    cuda_of = tool("sagemaker_tables").cuda_of
+    for number, told in images()["versions"].items():
+        assert told["cuda"] == cuda_of(number, told["gpu"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"max_runtime": "6d"}, "max_runtime is above 5 days"),
+        ({"instance_count": 21}, "21 nodes are above 20 a job"),
+        ({"disk_gb": 2000}, "disk_gb is above 1024 GB"),
+        ({"gpu": ["H100:8", "A100-80GB:8"], "instance_count": 21}, "21 nodes are above 20"),
+        ({"max_runtime": "5d", "instance_count": 20, "disk_gb": 1024}, ""),
+    ],
+)
+def test_a_plan_says_what_an_account_may_not_have_yet(fields: dict[str, Any], says: str) -> None:
+    notes = [note for note in planned(**fields).notes if "quota" in note]
+    assert says in " ".join(notes)
+    assert bool(notes) == bool(says)
+
+
+def test_a_warm_pool_for_a_list_of_machines_is_a_warning() -> None:
+    two = ["H100:8", "A100-80GB:8"]
+    assert "warm pool" in " ".join(planned({"keep_alive_period": 600}, gpu=two).notes)
+    assert "warm pool" not in " ".join(planned({"keep_alive_period": 600}, gpu=two[0]).notes)
 
 
 def test_settings_reach_the_request() -> None:

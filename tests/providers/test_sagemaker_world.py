@@ -368,6 +368,34 @@ def test_what_an_account_lacks_is_refused_and_makes_no_job(plane: Plane, bucket:
 
 
 @pytest.mark.remote
+def test_a_new_account_has_quotas_of_its_own(plane: Plane, bucket: str) -> None:
+    sm = client()
+    plane.new_account()
+    given = body("job", bucket, "see.py")
+    assert "'ml.m5.xlarge for training job usage' is 0 Instances" in code(lambda: sm.create_training_job(**given))[1]
+    plane.quotas["ml.m5.xlarge"] = 100
+    for part, changed, words in (
+        ("ResourceConfig", {"InstanceCount": 21}, "per training job' is 20 Instances"),
+        ("ResourceConfig", {"InstanceCount": 5}, "across all training jobs' is 4 Instances"),
+        ("ResourceConfig", {"VolumeSizeInGB": 1025}, "is 1024 Gigabytes"),
+        ("StoppingCondition", {"MaxRuntimeInSeconds": 432_001}, "is 432000 Seconds"),
+    ):
+        wrong = {**given, part: {**given[part], **changed}}
+        found = code(lambda wrong=wrong: sm.create_training_job(**wrong))  # type: ignore[misc]
+        assert found[0] == "ResourceLimitExceeded"
+        assert words in found[1]
+    assert plane.jobs == {}
+
+
+@pytest.mark.remote
+def test_one_create_a_second(plane: Plane, bucket: str) -> None:
+    plane.creates_a_second = 1.0
+    sm, given = client(), {**body("job", bucket, "see.py"), "RoleArn": ROLE.replace("TrainingRole", "None")}
+    assert code(lambda: sm.create_training_job(**given))[0] == "ValidationException"
+    assert code(lambda: sm.create_training_job(**given)) == ("ThrottlingException", "Rate exceeded")
+
+
+@pytest.mark.remote
 def test_faults_are_answered_once_each(plane: Plane) -> None:
     sm = client()
     plane.wire.faults += [Fault.throttled("ListTrainingJobs", 2), Fault.broken("*")]

@@ -92,8 +92,54 @@ EARLY = f"""
 """
 
 
+PORTS = """
+    import os, socket
+    if os.environ["RANK"] == "2":
+        name, found = os.environ["MASTER_ADDR"], {}
+        for port in (2222, 2223, 3333, 29500):
+            try:
+                socket.create_connection((name, port), 10).close()
+                found[port] = "open"
+            except ConnectionRefusedError:
+                found[port] = "refused"
+        print("by name:", found, flush=True)
+"""
+STEPS_FAIL = """
+    import os
+    from pathlib import Path
+    rank = os.environ["RANK"]
+    if rank == "0":
+        print("the script begins", flush=True)
+    for step in range(1, 9):
+        if step == 5 and rank == "3":
+            raise RuntimeError("my bug in step 5")
+"""
+
+
 @pytest.mark.timeout(4 * PATIENCE)
 class TestWholeRuns:
+    def test_two_nodes_meet_at_the_ports_that_the_chief_s_name_forwards(self, client: Client) -> None:
+        script = client.jobs.write("ports/ports.py", PORTS)
+        done = client.submit(str(script), "ports")
+        assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
+        found = {2222: "open", 2223: "refused", 3333: "open", 29500: "refused"}
+        assert f"by name: {found}" in client.job("ports").printed()
+
+    def test_a_script_that_fails_runs_once_though_its_container_is_started_again(self, client: Client) -> None:
+        """Vertex AI starts a container again that fails, at once and in place, until it has ended the job."""
+        script = client.jobs.write("bug/bug.py", STEPS_FAIL)
+        done = client.submit(str(script), "bug")
+        result, printed = done.json, client.job("bug").printed()
+        assert (done.code, result["category"]) == (1, "user_error"), done.err
+        failure = result["failure"]
+        assert (failure["node"], failure["rank"], failure["exception"], failure["line"]) == (
+            1, 3, "RuntimeError: my bug in step 5", 9,
+        )  # fmt: skip
+        assert [row["number"] for row in result["attempts"]] == ["0.0"]
+        assert printed.count("the script begins") == 1
+        assert "the script does not run a second time" in printed, "no container was started again"
+        assert "cloudtrain: RuntimeError: my bug in step 5" in printed, "Vertex AI's own message shows what comes last"
+
     @pytest.mark.proof
     def test_digits_train_to_the_same_bits_as_here(self, client: Client, whole: dict[int, float]) -> None:
         check_digits(client, whole, lambda: len(client.world.plane.jobs))

@@ -11,7 +11,7 @@ from doctoring import Examiner
 
 from cloudtrain.testing.vertex.plane import metrics as taken
 from cloudtrain.testing.vertex.strict import parsed
-from cloudtrain.testing.vertex.wire import Fault, Refusal
+from cloudtrain.testing.vertex.wire import Fault, Refusal, off
 from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
 
 pytestmark = [pytest.mark.remote]
@@ -48,6 +48,8 @@ def test_all_is_well(world: VertexWorld, examiner: Examiner) -> None:
     assert found.code == 0
     assert "tester@contract" in found.rows["credentials"]["detail"]
     assert "custom_model_training_cpus: 20, the job takes 4" in found.rows["quota"]["detail"]
+    agent = f"service-{world.plane.number}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
+    assert f"jobs pull it as {agent}" in found.rows["image"]["detail"]
 
 
 def test_no_credentials(world: VertexWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +101,27 @@ def test_all_that_can_be_wrong_with_a_project(world: VertexWorld, examiner: Exam
     assert world.plane.gcs.names("far-away") == []
 
 
+def test_an_image_of_another_project_names_who_pulls_it(world: VertexWorld, examiner: Examiner) -> None:
+    """Never the job's service account, and the caller's own look at the image says nothing of it."""
+    world.plane.questions.images.add("other/europe-west4/team/trainer:1")
+    found = examiner("--image", OWN.replace("contract", "other"))
+    assert (found.status("image"), found.code) == ("unknown", 0)
+    agent = f"service-{world.plane.number}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
+    command = "gcloud artifacts repositories add-iam-policy-binding team --project other --location europe-west4"
+    assert (
+        f"jobs pull images as {agent}; let it: {command} --member serviceAccount:{agent}"
+        in found.rows["image"]["detail"]
+    )
+
+
+def test_the_one_api_that_is_off_is_named(world: VertexWorld, examiner: Examiner) -> None:
+    refusal = off("Cloud Quotas API", "cloudquotas.googleapis.com", "contract")
+    world.plane.wire.faults.append(Fault("GET quotas", refusal))
+    found = examiner(*PUBLIC)
+    command = "gcloud services enable cloudquotas.googleapis.com --project contract"
+    assert found.rows["quota"]["detail"].endswith(command), found.rows["quota"]
+
+
 def test_a_bucket_of_several_regions_and_an_account_that_there_is_none(world: VertexWorld, examiner: Examiner) -> None:
     world.plane.gcs.make("wide", "EU", "multi-region")
     world.plane.accounts.clear()
@@ -125,10 +148,60 @@ def test_a_quota_of_none_for_spot_machines(world: VertexWorld, examiner: Examine
     found.failure("quota", "preemptible_nvidia_l4_gpus: 1, the job takes 2", fix="ask for 2", code=4)
 
 
-@pytest.mark.parametrize("fields", [{}, {"gpu": ("T4:2",)}, {"gpu": ("L4:1",), "spot": True}, {"instance_count": 3}])
-def test_the_metrics_are_those_that_a_job_is_refused_by(world: VertexWorld, fields: dict[str, Any]) -> None:
-    """Two readings of the same page: the doctor's, of the request, and the World's, of the message."""
-    from cloudtrain.providers.vertex.checks import metrics
+def test_an_n1_machine_with_a_gpu_takes_cores_as_well(world: VertexWorld, examiner: Examiner) -> None:
+    """A real 429 lists both, and a new project often has none of either."""
+    world.plane.quotas |= {"custom_model_training_nvidia_t4_gpus": 4, "custom_model_training_cpus": 0}
+    found = examiner(*PUBLIC, "--gpu", "T4:1")
+    found.failure("quota", "custom_model_training_cpus: 0, the job takes 4", fix="ask for 4", code=4)
+
+
+def test_a_quota_that_no_source_names(world: VertexWorld, examiner: Examiner) -> None:
+    found = examiner(*PUBLIC, "--gpu", "RTXPRO6000:1")
+    assert (found.status("quota"), found.code) == ("unknown", 0)
+    assert "which quota g4-standard-48 counts against" in found.rows["quota"]["detail"]
+
+
+QUOTAS: list[tuple[dict[str, Any], dict[str, int]]] = [
+    # aiplatform 429 of a user: both are listed
+    ({"gpu": ("T4:1",)}, {"custom_model_training_nvidia_t4_gpus": 1, "custom_model_training_cpus": 4}),
+    ({"gpu": ("V100:8",)}, {"custom_model_training_nvidia_v100_gpus": 8, "custom_model_training_cpus": 32}),
+    ({"gpu": ("L4:1",)}, {"custom_model_training_nvidia_l4_gpus": 1, "custom_model_training_g2_cpus": 4}),
+    ({"gpu": ("A100-40GB:1",)}, {"custom_model_training_nvidia_a100_gpus": 1, "custom_model_training_a2_cpus": 12}),
+    (
+        {"gpu": ("A100-80GB:2",), "instance_count": 2},
+        {"custom_model_training_nvidia_a100_80gb_gpus": 4, "custom_model_training_a2_cpus": 48},
+    ),
+    ({"gpu": ("H100:8",)}, {"custom_model_training_nvidia_h100_gpus": 8, "custom_model_training_a3_cpus": 208}),
+    (
+        {"instance_type": "a3-megagpu-8g"},
+        {"custom_model_training_nvidia_h100_mega_gpus": 8, "custom_model_training_a3_cpus": 208},
+    ),
+    ({"gpu": ("H200:8",)}, {"custom_model_training_nvidia_h200_gpus": 8, "custom_model_training_a3_cpus": 224}),
+    ({"gpu": ("B200:8",)}, {"custom_model_training_nvidia_b200_gpus": 8}),
+    # the page on the Dynamic Workload Scheduler
+    ({"gpu": ("H100:8",), "max_wait": 60}, {"custom_model_training_preemptible_nvidia_h100_gpus": 8}),
+    # a 429 of a user with a spot T4
+    (
+        {"gpu": ("T4:1",), "spot": True},
+        {"custom_model_training_preemptible_nvidia_t4_gpus": 1, "custom_model_training_preemptible_cpus": 4},
+    ),
+    ({"instance_count": 3}, {"custom_model_training_cpus": 12}),
+    ({"instance_type": "n2-highmem-16"}, {"custom_model_training_n2_cpus": 16}),
+    ({"instance_type": "m1-ultramem-40"}, {"custom_model_training_m1_cpus": 40}),
+    (
+        {"gpu": ("A100-80GB:1",), "image": "us-docker.pkg.dev/vertex-ai-restricted/training/x:1"},
+        {"restricted_image_training_nvidia_a100_80gb_gpus": 1, "restricted_image_training_a2_cpus": 12},
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "wanted"), QUOTAS, ids=lambda value: "-".join(map(str, value.values()))[:40])
+def test_the_metrics_are_those_that_a_job_is_refused_by(
+    world: VertexWorld, fields: dict[str, Any], wanted: dict[str, int]
+) -> None:
+    """Three readings: the doctor's, of the request; the fake's, of the message; and the names that sources give."""
+    from cloudtrain.providers.vertex.quotas import metrics
 
     request = world.plan(fields).request
-    assert metrics(request.body["jobSpec"]) == taken(parsed(request.body))
+    assert metrics(request.body["jobSpec"]) == wanted
+    assert taken(parsed(request.body)) == wanted

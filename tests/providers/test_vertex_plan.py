@@ -130,6 +130,9 @@ def test_settings_reach_the_request() -> None:
     affinity = pools(planned({"reservation": RESERVATION}, gpu="H100:8"))[0]["machineSpec"]["reservationAffinity"]
     assert affinity["values"] == [RESERVATION]
     assert affinity["reservationAffinityType"] == "SPECIFIC_RESERVATION"
+    for word, kind in (("any", "ANY_RESERVATION"), ("none", "NO_RESERVATION")):
+        spec = pools(planned({"reservation": word}, gpu="H100:8"))[0]["machineSpec"]
+        assert spec["reservationAffinity"] == {"reservationAffinityType": kind}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +143,9 @@ def test_settings_reach_the_request() -> None:
         ({"memory_gb": 300}, "n1-highmem-64", None, 1),
         ({"gpu": "T4:1"}, "n1-standard-4", ("NVIDIA_TESLA_T4", 1), 1),
         ({"gpu": "T4:4"}, "n1-standard-16", ("NVIDIA_TESLA_T4", 4), 4),
+        ({"gpu": "T4:1", "cpus": 16}, "n1-standard-16", ("NVIDIA_TESLA_T4", 1), 1),
+        ({"gpu": "T4:1", "instance_type": "n1-highmem-2"}, "n1-highmem-2", ("NVIDIA_TESLA_T4", 1), 1),
+        ({"gpu": "T4:4", "cpus": 64, "memory_gb": 50}, "n1-highcpu-64", ("NVIDIA_TESLA_T4", 4), 4),
         ({"gpu": "P4:2"}, "n1-standard-8", ("NVIDIA_TESLA_P4", 2), 2),
         ({"gpu": "P100:1", "memory_gb": 100}, "n1-highmem-16", ("NVIDIA_TESLA_P100", 1), 1),
         ({"gpu": "V100:8"}, "n1-standard-32", ("NVIDIA_TESLA_V100", 8), 8),
@@ -205,6 +211,27 @@ def test_how_machines_are_asked_for() -> None:
     assert "six times" in " ".join(planned(spot=True).notes)
 
 
+def test_what_a_plan_says_of_its_machine() -> None:
+    """Advice, not refusals: Google's pages say it, and they age."""
+
+    def notes(given: Mapping[str, Any] | None = None, /, **fields: Any) -> str:
+        return " ".join(planned(given, **fields).notes)
+
+    assert "recommends a reservation, spot or FLEX_START (a max_wait) for H200" in notes(gpu="H200:8")
+    for own, fields in (({"reservation": "any"}, {}), ({}, {"spot": True}), ({}, {"max_wait": 60})):
+        assert "recommends" not in notes(own, gpu="H200:8", **fields)
+    assert "support of P100 ends on 15 September 2026" in notes(gpu="P100:1")
+    assert "lists no L4 in europe-west1, but in asia-northeast3," in notes({"location": "europe-west1"}, gpu="L4:1")
+    assert notes(gpu="L4:1") == notes({"location": "europe-west1"}) == ""
+
+
+def test_reservation_none_goes_with_every_way_to_get_machines() -> None:
+    own = {"reservation": "none"}
+    assert scheduling(own, spot=True)["strategy"] == "SPOT"
+    assert scheduling(own, gpu="L4:1", max_wait=60)["strategy"] == "FLEX_START"
+    assert scheduling({**own, "persistent_resource_id": "mine"}) == {"timeout": "86400s"}
+
+
 def test_limits() -> None:
     assert scheduling(max_runtime="2h") == {"timeout": "7200s"}
     # 0.75 USD an hour, two nodes
@@ -225,6 +252,17 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("vertex.service_account", {"service_account": "trainer"}, {}, "e-mail"),
     ("vertex.network", {"network": "projects/my-project/global/networks/vpc"}, {}, "NUMBER"),
     ("vertex.reservation", {"reservation": "mine"}, {}, "projects/P/zones/Z"),
+    ("vertex.reservation", {"reservation": RESERVATION, "persistent_resource_id": "mine"}, {}, "persistent resource"),
+    ("vertex.reservation", {"reservation": "any", "persistent_resource_id": "mine"}, {}, "persistent resource"),
+    ("vertex.strategy", {"strategy": "FLEX_START", "reservation": "any"}, {}, "leave one out"),
+    ("resources.disk_gb", {}, {"disk_gb": 50}, "100 to 64000 GB, not 50"),
+    ("resources.disk_gb", {}, {"disk_gb": 70_000}, "100 to 64000 GB, not 70000"),
+    ("resources.gpu", {}, {"gpu": "GB200:4"}, "set vertex.reservation"),
+    ("resources.gpu", {"reservation": "none"}, {"gpu": "GB200:4"}, "set vertex.reservation"),
+    ("resources.instance_type", {}, {"instance_type": "a4x-highgpu-4g", "max_wait": 60}, "shared reservation"),
+    ("resources.gpu", {}, {"gpu": "T4:1", "cpus": 32}, "n1-highmem-16, has 16 cores"),
+    ("resources.gpu", {}, {"gpu": "T4:1", "instance_type": "n1-highmem-32"}, "T4:2, T4:4"),
+    ("resources.instance_type", {}, {"instance_type": "a3-edgegpu-8g"}, "not known here"),
     ("vertex.encryption_key", {"encryption_key": "k"}, {}, "keyRings"),
     ("vertex.persistent_resource_id", {"persistent_resource_id": "A"}, {}, "persistent resource"),
     ("vertex.tensorboard", {"tensorboard": "7"}, {}, "tensorboards/NUMBER"),
@@ -243,7 +281,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("vertex.prices", {"prices": {"n1-standard-4": 0}}, {}, "dollars"),
     ("store", {"store": "s3://bucket/x"}, {}, "gs://BUCKET"),
     ("store", {"store": "gs://contract-bucket/a#b"}, {}, "rename it"),
-    ("image", {}, {"image": None}, "CUDA and PyTorch"),
+    ("image", {}, {"image": None}, "stopped at 2.4"),
     ("resources.shm_gb", {}, {"shm_gb": 4}, "/dev/shm"),
     ("resources.gpu", {}, {"gpu": "T4:3"}, "T4:4"),
     ("resources.gpu", {}, {"gpu": "H100:1"}, "spot and FLEX_START"),
@@ -472,7 +510,7 @@ GIVEN = st.fixed_dictionaries(
         "encryption_key": st.sampled_from(["", "projects/p/locations/l/keyRings/r/cryptoKeys/k"]),
         "persistent_resource_id": st.sampled_from(["", "mine"]),
         "strategy": st.sampled_from(["", "STANDARD", "FLEX_START"]),
-        "reservation": st.sampled_from(["", RESERVATION]),
+        "reservation": st.sampled_from(["", RESERVATION, "any", "none"]),
         "debug_shell": st.booleans(),
     },
 )
@@ -542,7 +580,7 @@ def test_nodes_of_a_request() -> None:
     }
     assert (simulation.rules.time_limit, simulation.rules.stop_signal) == (86400, "SIGTERM")
     assert simulation.rules.restart_on == (6, 11, 134, 139)
-    arm = Provider(**SETTINGS).nodes(planned(gpu="GB200:4")).nodes[0]
+    arm = Provider(**SETTINGS).nodes(planned({"reservation": RESERVATION}, gpu="GB200:4")).nodes[0]
     assert arm.platform == "linux/arm64"
 
 

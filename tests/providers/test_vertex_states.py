@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import requests
+from vertex_recorded import CANCELED, RECORDED, after_waiting, answer
 
 from cloudtrain.errors import (
     AuthError,
@@ -21,9 +22,12 @@ from cloudtrain.errors import (
 )
 from cloudtrain.provider import FINAL, Status
 from cloudtrain.providers.vertex import pages
-from cloudtrain.providers.vertex.errors import error_of, quota_hint, refusal
+from cloudtrain.providers.vertex.errors import answered, error_of, quota_hint, refusal
 from cloudtrain.providers.vertex.states import category_of, over_for, status_of
+from cloudtrain.verdict import with_start
 
+BEGAN = 1795305600.0
+"""2026-11-22T00:00:00Z."""
 NAME = "projects/contract/locations/europe-west4/customJobs/42"
 GPUS = (
     "The requested number of GPUs exceeds the quota limit:"
@@ -50,6 +54,10 @@ PULL = (
     "The replica workerpool0-0 exited with a non-zero status of 128. Termination reason: ErrImagePull."
     ' Termination log message: Failed to pull image "a/b:1"'
 )
+AGENT_TEXT = (
+    "Vertex AI Service Agent service-123@gcp-sa-aiplatform-cc.iam.gserviceaccount.com does not have permission to"
+    " access Artifact Registry repository projects/my/locations/l/repositories/nas."
+)
 DENIED = (
     "Permission 'aiplatform.customJobs.create' denied on resource"
     " '//aiplatform.googleapis.com/projects/contract/locations/europe-west4' (or it may not exist)."
@@ -65,18 +73,19 @@ ACT_AS = (
 
 
 def said(state: str, *, error: tuple[int, str] = (0, ""), seconds: float | None = None, **more: Any) -> Status:
-    """The status of a job of three nodes with a limit of 600 s that ran for ``seconds``."""
-    times = {}
-    if seconds is not None:
-        minutes, rest = divmod(int(seconds), 60)
-        times = {"startTime": "2026-11-22T00:00:00Z", "endTime": f"2026-11-22T00:{minutes:02}:{rest:02}.5Z"}
+    """The status of a job of three nodes with a limit of 600 s whose nodes ran for ``seconds``; None: they never did.
+
+    It had waited for 20 minutes before.
+    """
+    minutes, rest = divmod(int(seconds or 0), 60)
+    times = {"startTime": "2026-11-21T23:40:00Z", "endTime": f"2026-11-22T00:{minutes:02}:{rest:02}.5Z"}
     machine = {"machineType": "n1-standard-4", "acceleratorType": "NVIDIA_TESLA_T4", "acceleratorCount": 1}
     pools = [{"machineSpec": machine, "replicaCount": count} for count in ("1", "2")]
     spec = {"workerPoolSpecs": pools, "scheduling": {"timeout": "600s"}}
     told: dict[str, Any] = {"name": NAME, "state": f"JOB_STATE_{state}", "jobSpec": spec, **times, **more}
     if error[0]:
         told["error"] = {"code": error[0], "message": error[1]}
-    return status_of(told, prices={"n1-standard-4+T4:1": 1.2})
+    return with_start(status_of(told), None if seconds is None else BEGAN, cancelled=False)
 
 
 # --------------------------------------------------------------------------------------------------------------- states
@@ -90,7 +99,7 @@ def test_every_native_state_has_a_meaning() -> None:
     assert {name for name, status in found.items() if status.state in FINAL} == final
     assert {name for name, status in found.items() if status.state == "pending"} == {"QUEUED", "PENDING", "PAUSED"}
     assert found["CANCELLING"].reason == "stopping"
-    assert "quota" in found["QUEUED"].reason
+    assert "no machine yet" in found["QUEUED"].reason, "every job passes it"
     assert said("OF_NEXT_YEAR").state == "running", "what nobody knows is not over"
     assert said("OF_NEXT_YEAR").native == "OF_NEXT_YEAR"
 
@@ -99,14 +108,16 @@ def test_a_job_without_a_state_is_not_over() -> None:
     assert status_of({"name": NAME}).state == "running"
 
 
-def test_what_it_cost_and_where_it_is() -> None:
+def test_when_it_ran_and_where_it_is() -> None:
     status = said("SUCCEEDED", seconds=300)
-    assert status.cost_usd == pytest.approx(3 * 1.2 * 300.5 / 3600, abs=1e-4)
+    assert status.cost_usd is None, "Vertex AI does not tell it"
     assert status.instance_type == "n1-standard-4+T4:1"
     assert status.url.endswith("/agent-platform/locations/europe-west4/training/42?project=contract")
-    assert (status.started, status.finished) == (1795305600.0, 1795305900.5)
-    assert said("FAILED", error=(8, STOCKOUT)).cost_usd == 0, "it never had machines"
-    assert said("RUNNING").cost_usd is None
+    assert (status.started, status.finished) == (BEGAN, BEGAN + 300.5)
+    assert said("FAILED", error=(8, STOCKOUT)).started is None, "startTime is when the job was taken in"
+    for state in ("QUEUED", "PENDING", "CANCELLING", "UPDATING", "OF_NEXT_YEAR"):
+        assert said(state).limit_s is None, f"that a job is {state} does not say that it has machines"
+    assert (said("RUNNING").limit_s, said("FAILED").limit_s) == (600, 600)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +132,11 @@ def test_what_it_cost_and_where_it_is() -> None:
         ("FAILED", (3, NO_MEMORY), 60, "oom"),
         ("FAILED", (3, PULL), None, "image"),
         ("FAILED", (3, "Failed to pull image europe-docker.pkg.dev/p/quota/quota-app:1"), None, "image"),
+        ("FAILED", (5, 'Image "us-docker.pkg.dev/p/r/train:1" not found.'), None, "image"),
+        ("FAILED", (5, "Image gcr.io/p/i@sha256:0 does not exist"), None, "image"),
+        ("FAILED", (5, "something"), None, "infra"),
+        ("FAILED", (7, AGENT_TEXT), None, "auth"),
+        ("FAILED", (3, AGENT_TEXT), None, "auth"),
         ("FAILED", (8, STOCKOUT), None, "capacity"),
         ("FAILED", (8, QUOTA), None, "quota"),
         ("FAILED", (8, "QuotaFailure: too much"), None, "quota"),
@@ -144,9 +160,45 @@ def test_why_a_job_failed(state: str, error: tuple[int, str], seconds: float | N
     assert "\n" not in status.reason
 
 
-def test_cancelled_by_a_user() -> None:
-    status = said("CANCELLED", error=(1, "CANCELED"), seconds=60)
+@pytest.mark.parametrize("seconds", [None, 60])
+def test_cancelled_by_a_user(seconds: float | None) -> None:
+    """Also one that had waited for longer than it might run."""
+    status = said("CANCELLED", error=(1, "CANCELED"), seconds=seconds)
     assert (status.state, status.category, status.reason) == ("cancelled", "cancelled", "it was cancelled")
+
+
+@pytest.mark.parametrize(("state", "created", "started", "ended"), RECORDED)
+def test_recorded_jobs_never_ran(state: str, created: str, started: str, ended: str) -> None:
+    waiting, over = answer(state, created, started), answer("CANCELLED", created, started, ended, CANCELED)
+    found = status_of(waiting)
+    assert (found.state, found.native, found.started) == ("pending", state, None)
+    found = with_start(status_of(over), None, cancelled=False)
+    assert (found.state, found.category, found.started) == ("cancelled", "cancelled", None)
+
+
+@pytest.mark.parametrize(
+    ("hours", "state", "error", "wanted"),
+    [
+        (4, "EXPIRED", (0, ""), ("failed", "capacity")),
+        (2, "FAILED", (8, STOCKOUT), ("failed", "capacity")),
+        (2, "CANCELLED", CANCELED, ("cancelled", "cancelled")),
+        (3, "FAILED", (13, "Internal error occurred for the current attempt."), ("failed", "infra")),
+    ],
+)
+def test_waiting_for_longer_than_the_time_limit_is_no_running(
+    hours: float, state: str, error: tuple[int, str], wanted: tuple[str, str]
+) -> None:
+    """The job may run for an hour. As running time, its wait made each of these a timeout."""
+    found = with_start(status_of(after_waiting(hours, state, error)), None, cancelled=False)
+    assert (found.state, found.category) == wanted
+    assert found.started is None
+
+
+def test_a_cancel_by_cloudtrain_is_one_though_the_time_was_nearly_up() -> None:
+    told = {"name": NAME, "state": "JOB_STATE_CANCELLED", "endTime": "2026-11-22T00:10:00Z"}
+    told["jobSpec"] = {"workerPoolSpecs": [{}], "scheduling": {"timeout": "600s"}}  # type: ignore[assignment]
+    assert with_start(status_of(told), BEGAN, cancelled=True).state == "cancelled"
+    assert with_start(status_of(told), BEGAN, cancelled=False).category == "timeout"
 
 
 def test_what_the_script_said_is_not_the_services_word() -> None:
@@ -157,6 +209,51 @@ def test_what_the_script_said_is_not_the_services_word() -> None:
 def test_a_hint_names_the_quota() -> None:
     assert "custom_model_training_nvidia_l4_gpus" in said("FAILED", error=(8, QUOTA)).reason
     assert "console's page of quotas" in quota_hint("some quota")
+    both = "ask for more of custom_model_training_nvidia_t4_gpus and custom_model_training_cpus on"
+    assert quota_hint(QUOTA.replace("l4", "t4")).startswith(both)
+    assert isinstance(refusal(429, "restricted_image_training_nvidia_a100_80gb_gpus", what="create job"), QuotaError)
+
+
+def test_a_hint_names_the_agent_that_pulls_images() -> None:
+    reason = said("FAILED", error=(7, AGENT_TEXT)).reason
+    assert "jobs pull images as service-123@gcp-sa-aiplatform-cc.iam.gserviceaccount.com; let it: gcloud art" in reason
+    other = "Permission artifactregistry.repositories.downloadArtifacts denied"
+    assert "service-PROJECT_NUMBER@gcp-sa-aiplatform-cc" in said("FAILED", error=(7, other)).reason
+
+
+@pytest.mark.parametrize(
+    ("error", "command"),
+    [
+        # of google.rpc.ErrorInfo, as doctor's own services answer
+        (
+            {
+                "message": "Cloud Quotas API has not been used in project 42 before or it is disabled.",
+                "details": [
+                    {
+                        "reason": "SERVICE_DISABLED",
+                        "metadata": {"service": "cloudquotas.googleapis.com", "consumer": "projects/42"},
+                    }
+                ],
+            },
+            "gcloud services enable cloudquotas.googleapis.com --project 42",
+        ),
+        # of the older form, which names it in its text alone
+        (
+            {
+                "message": "Cloud Resource Manager API has not been used in project 42 before or it is disabled. Enable"
+                " it by visiting https://console.developers.google.com/apis/api/cloudresourcemanager.googleapis.com/overview"
+                "?project=42 then retry.",
+                "errors": [{"reason": "accessNotConfigured"}],
+            },
+            "gcloud services enable cloudresourcemanager.googleapis.com --project 42",
+        ),
+        ({"message": "it is disabled"}, "gcloud services enable aiplatform.googleapis.com"),
+    ],
+)
+def test_a_disabled_service_is_named_alone(error: dict[str, Any], command: str) -> None:
+    message, reason, metadata = answered(json.dumps({"error": error}).encode())
+    text = str(refusal(403, message, what="list quotas", reason=reason, metadata=metadata))
+    assert text.endswith(f"switch it on: {command}")
 
 
 def test_how_long_a_job_has_been_over() -> None:
@@ -182,7 +279,21 @@ def test_how_long_a_job_has_been_over() -> None:
         (403, "Too much.", "quotaExceeded", QuotaError, 4, "console's page of quotas"),
         (403, "Too much.", "QuotaExceeded", QuotaError, 4, "console's page of quotas"),
         (403, READS, "rateLimitExceeded", AuthError, 3, "Vertex AI User"),
-        (403, "This API requires a quota project.", "PERMISSION_DENIED", AuthError, 3, "Vertex AI User"),
+        (403, "This API requires a quota project.", "PERMISSION_DENIED", AuthError, 3, "serviceUsageConsumer"),
+        (
+            403,
+            "Caller does not have required permission to use p.",
+            "USER_PROJECT_DENIED",
+            AuthError,
+            3,
+            "Usage Consumer",
+        ),
+        (400, AGENT_TEXT, "FAILED_PRECONDITION", AuthError, 3, "add-iam-policy-binding nas --project my --location l "),
+        (400, AGENT_TEXT, "", AuthError, 3, "--member serviceAccount:service-123@gcp-sa-aiplatform-cc.iam."),
+        (400, "Machine type a3-highgpu-8g is not supported.", "", CapacityError, 4, "asia-northeast1, asia-northeast3"),
+        (400, "Machine type n1-standard-8 is not supported.", "", CapacityError, 4, "asia-east1"),
+        (400, "Machine type c3-standard-8 is not supported.", "", SpecError, 2, "resources.instance_type: "),
+        (404, "Image us-docker.pkg.dev/p/r/i:1 not found.", "NOT_FOUND", SpecError, 2, "image: Image us-docker"),
         (429, "no bucket myquotaExceeded", "", LostContactError, 7, "status 429"),
         (503, "The service is currently unavailable.", "UNAVAILABLE", LostContactError, 7, "status 503"),
         (401, "Request had invalid authentication credentials.", "", AuthError, 3, "application-default login"),

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
+from google.oauth2.credentials import Credentials as Token
 from plans import Plans
 
 from cloudtrain.errors import (
@@ -30,12 +32,13 @@ from cloudtrain.errors import (
     QuotaError,
     SpecError,
 )
+from cloudtrain.estimator import Estimator
 from cloudtrain.job import Job
 from cloudtrain.provider import LayoutInput, Request
 from cloudtrain.providers.vertex import Provider, claims
 from cloudtrain.providers.vertex import account as own
 from cloudtrain.testing.vertex.life import CustomJob
-from cloudtrain.testing.vertex.plane import Plane
+from cloudtrain.testing.vertex.plane import OTHER, Plane
 from cloudtrain.testing.vertex.wire import Answer, Fault, Refusal
 
 PARENT = "projects/contract/locations/europe-west4"
@@ -419,26 +422,20 @@ def test_what_is_no_jobs_name_is_asked_of_nobody(plane: Plane, wrong: str) -> No
     assert own.job_of(NOWHERE) == ("contract", "europe-west4", "1")
 
 
-def test_a_status_is_one_call_and_knows_the_price(plane: Plane) -> None:
-    provider = client(prices={"n1-standard-4": 2.0})
+def test_a_status_is_one_call(plane: Plane) -> None:
+    provider = client()
     native = provider.submit(PLANS.planned(instance_count=2))
     since = len(plane.wire.calls)
     found = provider.status(native)
-    assert (found.state, found.native, found.instance_type, found.cost_usd) == (
-        "pending",
-        "PENDING",
-        "n1-standard-4",
-        None,
-    )
+    assert (found.state, found.instance_type, found.started, found.cost_usd) == ("pending", "n1-standard-4", None, None)
+    assert found.native in ("PENDING", "QUEUED")
     (asked,) = plane.wire.calls[since:]
     assert (asked.method, asked.path, asked.query) == ("GET", f"/v1/{native}", {})
     job = only(plane)
-    job.record.start_time.FromSeconds(int(time.time()) - HOUR)
     job.end("FAILED", 3, "The replica workerpool0-0 exited with a non-zero status of 1.")
     ended = provider.status(native)
     assert (ended.state, ended.category) == ("failed", "user_error")
-    assert ended.cost_usd == pytest.approx(4.0, abs=0.1)
-    assert client().status(native).cost_usd is None
+    assert (ended.started, ended.limit_s) == (None, 86400), "when it began its nodes know"
 
 
 def test_when_a_job_ended_is_known_by_our_own_clock(plane: Plane) -> None:
@@ -497,6 +494,97 @@ def test_a_log_is_read_on_from_its_cursor(plane: Plane) -> None:
     asked = [call.json() for call in plane.wire.calls if call.operation == "POST entries"][-1]
     assert asked["resourceNames"] == ["projects/contract"]
     assert f'resource.labels.job_id="{only(plane).id}"' in asked["filter"]
+
+
+def test_names_hold_the_projects_number_and_the_log_is_asked_for_by_its_id(plane: Plane) -> None:
+    """Every recorded name has the number; Cloud Logging documents the id, and the fake's takes nothing else."""
+    provider = client()
+    request = PLANS.planned()
+    native = provider.submit(request)
+    assert native == f"projects/{plane.number}/locations/europe-west4/customJobs/{only(plane).id}"
+    assert (provider.find(request), client().find(request)) == (native, native)
+    assert provider.status(native).state == "pending"
+    assert provider.status(native.replace(plane.number, plane.project)).state == "pending"
+    plane.entries.put(only(plane).id, "workerpool0-0", ["one"])
+    assert [line.text for line in provider.logs(native).lines if line.node == "0"] == ["one"]
+    provider.cancel(native)
+    assert only(plane).wait() == "JOB_STATE_CANCELLED"
+
+
+# -------------------------------------------------------------------------------------- another region, another project
+
+
+def test_a_region_without_the_machine_is_left_for_the_next(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Vertex AI's text is that of a machine that does not exist at all."""
+    plane.others.add("us-central1")
+    plane.lacking.add("europe-west4")
+    plane.gcs.make("team-us", "US-CENTRAL1")
+    stores = [f"gs://{BUCKET}/store", "gs://team-us/store"]
+    table = {**SETTINGS, "location": ["europe-west4", "us-central1"], "store": stores}
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "cloudtrain.toml").write_text(tomli_w.dumps({"provider": "vertex", "vertex": table}))
+    (code / "train.py").write_text("print('hello')\n")
+    monkeypatch.chdir(code)
+    run = Estimator(entry_point="train.py", image="team/trainer:1", gpu="H100:8").fit(wait=False, run_id="moved")
+    assert "/locations/us-central1/" in only(plane).name
+    (refusal,) = run.result()["refusals"]
+    assert refusal["category"] == "capacity"
+    assert "Machine type a3-highgpu-8g is not supported" in refusal["reason"]
+
+
+def test_one_region_without_the_machine_is_one_line(plane: Plane) -> None:
+    plane.lacking.add("europe-west4")
+    with pytest.raises(CapacityError, match=r"try another location or machine; Google's page of 2026 lists .*us-east4"):
+        client().submit(PLANS.planned(gpu="H100:8"))
+
+
+def users(plane: Plane, monkeypatch: pytest.MonkeyPatch, quota: str | None) -> None:
+    """Credentials as gcloud leaves them: of a user, with ``quota`` as the project against which calls count."""
+
+    def default(scopes: Any, quota_project_id: str | None = None) -> tuple[Any, str]:
+        found = Token(plane.identity.issue(plane.identity.email), quota_project_id=quota_project_id or quota)
+        return found, OTHER
+
+    monkeypatch.setattr("google.auth.default", default)
+
+
+def consumers(plane: Plane) -> list[str | None]:
+    return [call.headers.get("x-goog-user-project") for call in plane.wire.calls]
+
+
+def test_calls_count_against_our_project_whatever_the_credentials_name(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gcloud notes another project with a user's credentials, in which Vertex AI may be off."""
+    users(plane, monkeypatch, OTHER)
+    native = client().submit(PLANS.planned())
+    assert client().status(native).state == "pending"
+    assert set(consumers(plane)) == {"contract"}
+
+
+def test_a_caller_that_may_not_count_calls_against_our_project_does_without(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users(plane, monkeypatch, None)
+    plane.consumer = False
+    provider = client()
+    native = provider.submit(PLANS.planned())
+    assert provider.status(native).state == "pending"
+    assert consumers(plane).count("contract") == 1, "it is tried once"
+    assert set(consumers(plane)[1:]) == {None}
+    monkeypatch.setenv("GOOGLE_CLOUD_QUOTA_PROJECT", "contract")
+    plane.consumer = True
+    assert client().find(PLANS.planned()) == native
+
+
+def test_another_quota_project_that_has_no_vertex_is_named(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    users(plane, monkeypatch, OTHER)
+    plane.consumer = False
+    with pytest.raises(AuthError, match=f": gcloud services enable aiplatform.googleapis.com --project {OTHER}$"):
+        client().status(NOWHERE)
 
 
 # ------------------------------------------------------------------------------------------------------------- buckets

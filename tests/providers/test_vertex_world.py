@@ -121,6 +121,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 FIRST = "jobSpec.workerPoolSpecs.0"
 GPU = {"machineType": "a2-highgpu-1g", "acceleratorType": "NVIDIA_TESLA_A100", "acceleratorCount": 1}
+GB200 = {"machineType": "a4x-highgpu-4g", "acceleratorType": "NVIDIA_GB200", "acceleratorCount": 4}
+ANY = {"reservationAffinityType": "ANY_RESERVATION"}
 T4 = {"machineType": "n1-standard-8", "acceleratorType": "NVIDIA_TESLA_T4", "acceleratorCount": 2}
 RESERVED = {
     "reservationAffinityType": "SPECIFIC_RESERVATION",
@@ -158,7 +160,12 @@ RESERVED = {
         (f"{FIRST}.pythonPackageSpec", {"pythonModule": "m"}, "oneof"),
         (f"{FIRST}.diskSpec.bootDiskType", "nvme", "Unsupported boot disk type"),
         (f"{FIRST}.diskSpec.bootDiskSizeGb", 50, "between 100 and 64000"),
-        (f"{FIRST}.machineSpec.machineType", "huge", "'huge' is not supported"),
+        (f"{FIRST}.machineSpec.machineType", "huge", "Machine type huge is not supported."),
+        (f"{FIRST}.machineSpec.machineType", "c3-standard-8", "Machine type c3-standard-8 is not supported."),
+        (f"{FIRST}.machineSpec.machineType", "n2-standard-2", "is not supported."),
+        (f"{FIRST}.machineSpec", {**T4, "machineType": "n1-standard-32", "acceleratorCount": 1}, "does not take 1"),
+        (f"{FIRST}.machineSpec", {"machineType": "cloud-tpu"}, "does not go with"),
+        (f"{FIRST}.machineSpec", GB200, "needs a shared reservation"),
         (f"{FIRST}.machineSpec.acceleratorType", "NVIDIA_TESLA_T4", "go together"),
         (f"{FIRST}.machineSpec.acceleratorType", "T4", "Failed to parse acceleratorType"),
         (f"{FIRST}.machineSpec", {**T4, "acceleratorCount": 3}, "does not take 3 NVIDIA_TESLA_T4"),
@@ -201,15 +208,24 @@ def test_what_it_refuses_of_flexible_and_spot_machines() -> None:
         ([pool(machineSpec=GPU)], {**flexible, "timeout": "604801s"}, "7 days at most"),
         ([pool(machineSpec=small)], {}, "for SPOT and FLEX_START only"),
         ([pool(machineSpec={**GPU, "reservationAffinity": RESERVED})], {"strategy": "SPOT"}, "STANDARD only"),
+        ([pool(machineSpec={**GPU, "reservationAffinity": ANY})], {"strategy": "SPOT"}, "STANDARD only"),
         ([pool(), pool(), pool(), pool(), pool()], {}, "1 to 4 pools"),
     ):
         assert words in " ".join(broken_rules(parsed(body(*pools, scheduling=scheduling)))), words
+
+
+def test_a_job_on_a_persistent_resource_takes_no_reservation() -> None:
+    job = body(pool(machineSpec={**GPU, "reservationAffinity": RESERVED}), persistentResourceId="mine")
+    assert "cannot consume a reservation" in " ".join(broken_rules(parsed(job)))
 
 
 @pytest.mark.parametrize(
     ("path", "value"),
     [
         ("labels", {"ключ": "ü-1_"}),
+        (f"{FIRST}.machineSpec", {**GB200, "reservationAffinity": RESERVED}),
+        (f"{FIRST}.machineSpec", {**GPU, "reservationAffinity": ANY}),
+        (f"{FIRST}.machineSpec", {**GPU, "reservationAffinity": {"reservationAffinityType": "NO_RESERVATION"}}),
         (f"{FIRST}.machineSpec", T4),
         (f"{FIRST}.machineSpec", {**GPU, "reservationAffinity": RESERVED}),
         (f"{FIRST}.machineSpec", {"machineType": "a3-ultragpu-8g", "acceleratorType": 15, "acceleratorCount": 8}),
@@ -458,7 +474,8 @@ class TestWire:
         for plane.waited_out in ("EXPIRED", "CANCELLED"):
             made = create(client, plane, pool(machineSpec=GPU), scheduling=flexible)
             assert made.wait() == f"JOB_STATE_{plane.waited_out}"
-            assert not made.record.HasField("start_time")
+            waited = made.record.start_time.ToDatetime() - made.record.create_time.ToDatetime()
+            assert 0 < waited.total_seconds() < 1, "as in every recorded job: it is the time of admission"
 
     @pytest.mark.parametrize(
         ("fault", "kind"),
@@ -746,7 +763,8 @@ class TestJobs:
         plane.identity.readers.add(ACCOUNT)
         made = running.send("ask")
         assert made.wait() == "JOB_STATE_SUCCEEDED", made.record.error
-        assert made.history == ["JOB_STATE_PENDING", "JOB_STATE_RUNNING", "JOB_STATE_SUCCEEDED"]
+        states = ("PENDING", "QUEUED", "PENDING", "RUNNING", "SUCCEEDED")
+        assert made.history == [f"JOB_STATE_{state}" for state in states]
         lines = made.printed().splitlines()
         seen = [json.loads(line) for line in lines if line.startswith("{")]
         assert sorted(item.pop("me") for item in seen) == ["0-0", "1-0"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cloudtrain.runtime import history
-from cloudtrain.runtime.history import Start, restart_of, was_direct
+from cloudtrain.runtime.history import Start, failed_for_good, restart_of, was_direct
 
 
 def earlier(live: Path, steps: range, *, attempt: str = "0.0", started: float = 100.0) -> None:
@@ -181,3 +181,41 @@ def test_it_is_known_whether_any_attempt_began_in_the_store(tmp_path: Path) -> N
 
 def test_a_platforms_own_restart_is_counted_by_what_the_one_before_left(tmp_path: Path) -> None:
     assert [restart_of(tmp_path, 0), restart_of(tmp_path, 0), restart_of(tmp_path, 1)] == ["0.0", "0.1", "1.0"]
+
+
+def ended(live: Path, attempt: str, node: int = 0, **fields: object) -> None:
+    """An exit record of a node."""
+    record = {"attempt": attempt, "node": node, "outcome": "failed", "decided": True, "exit_code": 1, "reason": "why"}
+    (live / "exit").mkdir(exist_ok=True)
+    (live / "exit" / f"{attempt}-node-{node}.json").write_text(json.dumps({**record, **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "found"),
+    [
+        ({}, True),
+        ({"exit_code": 134}, False),
+        ({"outcome": "preempted", "exit_code": 134}, False),
+        ({"outcome": "succeeded", "exit_code": 0}, False),
+        ({"decided": False, "exit_code": None}, False),
+        ({"node": 1}, False),
+    ],
+)
+def test_a_failure_that_was_decided_for_good_is_found(tmp_path: Path, fields: dict[str, Any], found: bool) -> None:
+    assert failed_for_good(tmp_path, 0, 1) is None, "the very first start"
+    ended(tmp_path, "0.0", **fields)
+    record = failed_for_good(tmp_path, 0, 1)
+    assert (record is not None) == found
+    assert failed_for_good(tmp_path, 1, 1) is None, "a client began another attempt"
+
+
+def test_only_the_newest_failure_counts_and_a_broken_record_is_none(tmp_path: Path) -> None:
+    ended(tmp_path, "0.9", reason="old")
+    ended(tmp_path, "0.10", reason="new")
+    found = failed_for_good(tmp_path, 0, 1)
+    assert found is not None
+    assert found["reason"] == "new"
+    ended(tmp_path, "0.11", outcome="preempted", exit_code=134)
+    assert failed_for_good(tmp_path, 0, 1) is None
+    (tmp_path / "exit" / "0.11-node-0.json").write_text("{")
+    assert failed_for_good(tmp_path, 0, 1) == found

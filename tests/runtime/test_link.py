@@ -24,9 +24,9 @@ KEY = b"k" * 32
 class End:
     """A node's link with its inbox."""
 
-    def __init__(self, node: int, nodes: int, port: int, key: bytes = KEY) -> None:
+    def __init__(self, node: int, nodes: int, port: int, key: bytes = KEY, **more: float) -> None:
         self.inbox: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
-        self.link = Link(node=node, nodes=nodes, addr="127.0.0.1", port=port, key=key, inbox=self.inbox)
+        self.link = Link(node=node, nodes=nodes, addr="127.0.0.1", port=port, key=key, inbox=self.inbox, **more)
         self.link.open()
 
     def get(self, kind: str, seconds: float = 10) -> tuple[int, dict[str, Any]]:
@@ -70,8 +70,8 @@ def raw(port: int) -> Iterator[Callable[..., Raw]]:
 def ends(port: int) -> Iterator[Callable[..., End]]:
     made: list[End] = []
 
-    def make(node: int, nodes: int = 2, key: bytes = KEY) -> End:
-        made.append(End(node, nodes, port, key))
+    def make(node: int, nodes: int = 2, key: bytes = KEY, **more: float) -> End:
+        made.append(End(node, nodes, port, key, **more))
         return made[-1]
 
     yield make
@@ -450,13 +450,10 @@ def test_pings_keep_a_quiet_connection(ends: Callable[..., End], monkeypatch: py
     assert peer.silent(0.1)
 
 
-def test_node_0_that_never_answers_is_lost(
-    ends: Callable[..., End], port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "JOIN_TIMEOUT", 0.5)
-    peer = ends(1)
+def test_node_0_that_never_answers_is_lost(ends: Callable[..., End], port: int) -> None:
+    peer = ends(1, join_timeout=0.6)
     node, message = peer.get("lost")
-    assert (node, message["why"]) == (0, f"no answer from 127.0.0.1:{port}")
+    assert (node, message["why"]) == (0, f"no answer from 127.0.0.1:{port} for 1s")
 
 
 def test_the_wire_holds_no_key(ends: Callable[..., End], port: int) -> None:

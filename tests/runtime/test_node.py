@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,8 +188,8 @@ def test_the_newest_that_can_be_restored_is_it(head: Node) -> None:
     assert head.go == {"t": "go", "resume": "b", "url": "", "saved": 2.0}
 
 
-def test_a_node_that_never_restores_is_named(head: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "JOIN_TIMEOUT", 0.2)
+def test_a_node_that_never_restores_is_named(head: Node) -> None:
+    head.site = replace(head.site, join_timeout=0.2)
     nodes, head.nodes = head.nodes, 1
     restored(head, "", damaged=False)
     assert head.go is not None  # alone it goes on

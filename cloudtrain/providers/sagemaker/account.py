@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import (
     AuthError,
+    CapacityError,
     CloudtrainError,
     ConflictError,
     LostContactError,
@@ -79,6 +80,7 @@ _CONSTRAINT = re.compile(r"Value .*? at '([A-Za-z.]+)[^']*' failed to satisfy co
 _LIST = re.compile(r"\[[^\]]{80,}\]")
 _QUOTA = re.compile(r"service limit '([^']+)'")
 HELP: Mapping[str, str] = {
+    "region": "choose another region or type: aws ec2 describe-instance-type-offerings lists those of a region",
     "quota": "ask for more: aws service-quotas list-service-quotas --service-code sagemaker",
     "expired": "sign in again (aws sso login, or new keys); what was submitted goes on",
     "none": "sign in (aws configure, aws sso login), or set profile",
@@ -127,6 +129,8 @@ def _refusal(exc: Any) -> CloudtrainError:
     kind: type[CloudtrainError] | None = CODES.get(code)
     if code == "ValidationException":
         kind = next((other for pattern, other in _SAID if pattern.search(message)), SpecError)
+    if kind is QuotaError and "not available in this region" in message:
+        kind = CapacityError  # no quota brings the machine there: a fallback moves on
     if kind is None:
         kind = LostContactError if status >= 500 or status == 429 else PlatformError
     text = f"{exc.operation_name}: {message or code or f'status {status}'}"
@@ -137,6 +141,8 @@ def _refusal(exc: Any) -> CloudtrainError:
     elif kind is AuthError:
         role = "PassRole" in message or "role" in message.lower()
         text = f"{text} ({code}): {HELP['expired' if code in EXPIRED else 'role' if role else 'none']}"
+    elif kind is CapacityError:
+        text = f"{text}: {HELP['region']}"
     elif kind is QuotaError:
         named = _QUOTA.search(message)
         text = f"{text}: {HELP['quota']}" + (f" (quota {named[1]!r})" if named else "")

@@ -1,4 +1,4 @@
-"""What ``doctor`` can tell of an AWS account: who calls, role, bucket, permissions, quota, image. Nothing is created.
+"""Checks of ``doctor`` on an AWS account: caller, role, bucket, permissions, quotas, keys, image. Nothing is created.
 
 What is asked here is documented; that a true account answers so is unverified.
 """
@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from ...checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...errors import AuthError, NotFoundError, QuotaError, SpecError, StorageError
 from ...values import url_scheme
+from .network import network_check
 
 if TYPE_CHECKING:
     from ...provider import Request
@@ -27,6 +29,9 @@ ACTIONS = (
     *("sagemaker:ListTags", "sagemaker:AddTags"),
 )
 """What a submit, a wait and a cancel call."""
+OUTPUT_KEY = ("kms:Encrypt", "kms:Decrypt", "kms:GenerateDataKey")
+VOLUME_KEY = ("kms:CreateGrant",)
+"""What a job's role needs of the keys in its request: the text of CreateTrainingJob, and S3's of SSE-KMS."""
 LOGS = "logs:FilterLogEvents"
 PASS = "iam:PassRole"
 PAGES = 60
@@ -52,9 +57,15 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     yield from tried("permissions", lambda: _permissions(account, str(who["Arn"])), extra=True)
     if request is None:
         yield skipped("quota", "there is no plan, so no machine is named")
+        yield skipped("limits", "there is no plan")
         yield skipped("image", "there is no plan")
         return
-    yield from tried("quota", lambda: _quota(account, request.body), extra=True)
+    body = request.body
+    yield from tried("quota", lambda: _quotas(account, body), extra=True)
+    if "KmsKeyId" in body["OutputDataConfig"] or "VolumeKmsKeyId" in body["ResourceConfig"]:
+        yield from tried("keys", lambda: _keys(account, body), extra=True)
+    if "VpcConfig" in body:
+        yield from tried("network", lambda: network_check(account, body), extra=True)
     image = str(request.body["AlgorithmSpecification"]["TrainingImage"])
     yield from tried("image", lambda: _image(account, image, str(who["Account"])), extra=True)
 
@@ -136,19 +147,7 @@ def _permissions(account: Account, arn: str) -> Iterator[Check]:
         ([LOGS], f"arn:{partition}:logs:{region}:{number}:log-group:/aws/sagemaker/TrainingJobs:*"),
         ([PASS], str(account.settings.role)),
     ]
-    denied = []
-    for actions, resource in asked:
-        told = account.call(
-            "iam",
-            "simulate_principal_policy",
-            PolicySourceArn=source,
-            ActionNames=actions,
-            ResourceArns=[resource],
-            ContextEntries=[
-                {"ContextKeyName": "iam:PassedToService", "ContextKeyValues": [PRINCIPAL], "ContextKeyType": "string"}
-            ],
-        )
-        denied += [r["EvalActionName"] for r in told["EvaluationResults"] if r["EvalDecision"] != "allowed"]
+    denied = [action for actions, resource in asked for action in _denied(account, source, actions, resource)]
     if denied:
         fix = f"let the policy of {source} allow {', '.join(denied)} (docs/sagemaker.md has one)"
         yield failed("permissions", f"not allowed: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
@@ -156,32 +155,124 @@ def _permissions(account: Account, arn: str) -> Iterator[Check]:
         yield ok("permissions", f"IAM's simulator allows {len(ACTIONS)} actions, {LOGS} and {PASS}")
 
 
-def _quota(account: Account, body: Mapping[str, Any]) -> Check:
-    """Instances of one type that may run at a time; how many do now the quota does not tell."""
+def _denied(account: Account, source: str, actions: Sequence[str], resource: str) -> list[str]:
+    """Return those of ``actions`` that IAM's simulator refuses to the user or role ``source``."""
+    entry = {"ContextKeyName": "iam:PassedToService", "ContextKeyValues": [PRINCIPAL], "ContextKeyType": "string"}
+    told = account.call(
+        "iam",
+        "simulate_principal_policy",
+        PolicySourceArn=source,
+        ActionNames=list(actions),
+        ResourceArns=[resource],
+        ContextEntries=[entry],
+    )
+    return [str(r["EvalActionName"]) for r in told["EvaluationResults"] if r["EvalDecision"] != "allowed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limit:
+    """A quota that the job needs: its name in Service Quotas (a pattern), and how much of ``unit`` the job asks for."""
+
+    name: str
+    asked: int
+    unit: str = "at a time"
+
+
+def _machine_limits(body: Mapping[str, Any]) -> list[_Limit]:
+    """Return the quotas of the job's machine. A quota does not tell how many of them run now."""
     resources = body["ResourceConfig"]
     wanted = resources.get("InstancePreferences", [resources])
-    kind, count = str(wanted[0]["InstanceType"]), int(wanted[0].get("InstanceCount", 1))
-    spot = "spot training job" if body.get("EnableManagedSpotTraining") else "training job"
-    name, token = f"{kind} for {spot} usage", ""
+    kind, count = re.escape(str(wanted[0]["InstanceType"])), int(wanted[0].get("InstanceCount", 1))
+    found = [_Limit(name=f"{kind} for {_usage(body)} usage", asked=count)]
+    if resources.get("KeepAlivePeriodInSeconds"):
+        found.append(_Limit(name=f"{kind} for training warm pool usage", asked=count))
+    return found
+
+
+def _account_limits(body: Mapping[str, Any]) -> list[_Limit]:
+    """Return the quotas that hold for all machines alike."""
+    resources, usage = body["ResourceConfig"], _usage(body)
+    count = int(resources.get("InstancePreferences", [resources])[0].get("InstanceCount", 1))
+    seconds = int(body["StoppingCondition"]["MaxRuntimeInSeconds"])
+    return [
+        _Limit(name="Longest run time for a training job", asked=seconds, unit="s"),
+        _Limit(name=f"Maximum (number of )?instances per {usage}", asked=count, unit="nodes"),
+        _Limit(name=f"Number of instances across all {usage}s", asked=count),
+        _Limit(name="(Maximum )?Size of EBS volume for a training job.*", asked=resources["VolumeSizeInGB"], unit="GB"),
+    ]
+
+
+def _usage(body: Mapping[str, Any]) -> str:
+    return "spot training job" if body.get("EnableManagedSpotTraining") else "training job"
+
+
+def _quotas(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
+    """Check the quotas of the machine and of the account by one listing."""
+    limits = {"quota": _machine_limits(body), "limits": _account_limits(body)}
+    listed = _listed(account, [limit.name for found in limits.values() for limit in found])
+    for name, found in limits.items():
+        yield _judged(name, found, listed, account.settings.region)
+
+
+def _listed(account: Account, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return the quotas whose names match, each by its pattern. Stops once it has all."""
+    found: dict[str, Mapping[str, Any]] = {}
+    token = ""
     for _ in range(PAGES):
         more = {"NextToken": token} if token else {}
         told = account.call("service-quotas", "list_service_quotas", ServiceCode="sagemaker", MaxResults=100, **more)
-        found = next((item for item in told["Quotas"] if item["QuotaName"] == name), None)
-        if found is not None:
-            return _judged(found, name, count, account.settings.region)
+        for quota in told["Quotas"]:
+            name = next((n for n in names if re.fullmatch(n, quota["QuotaName"], re.IGNORECASE)), None)
+            if name is not None:
+                found[name] = quota
         token = told.get("NextToken") or ""
-        if not token:
+        if not token or len(found) == len(names):
             break
-    return unknown("quota", f"Service Quotas lists none called {name!r}")
+    return found
 
 
-def _judged(quota: Mapping[str, Any], name: str, count: int, region: str) -> Check:
-    limit = int(quota["Value"])
-    if limit >= count:
-        return ok("quota", f"{name}: {limit} at a time, {count} asked for")
-    ask = "aws service-quotas request-service-quota-increase --service-code sagemaker"
-    fix = f"{ask} --quota-code {quota['QuotaCode']} --desired-value {count} --region {region}"
-    return failed("quota", f"{name}: {limit} at a time, {count} asked for", fix=fix, code=QuotaError.exit_code)
+def _judged(name: str, limits: Sequence[_Limit], listed: Mapping[str, Mapping[str, Any]], region: str) -> Check:
+    lines, short = [], []
+    for limit in limits:
+        quota = listed.get(limit.name)
+        if quota is None:
+            continue
+        line = f"{quota['QuotaName']}: {int(quota['Value'])} {limit.unit}, {limit.asked} asked for"
+        lines.append(line)
+        if quota["Value"] < limit.asked:
+            ask = "aws service-quotas request-service-quota-increase --service-code sagemaker"
+            wanted = f"--quota-code {quota['QuotaCode']} --desired-value {limit.asked} --region {region}"
+            short.append((line, f"{ask} {wanted}"))
+    if short:
+        fix = "; ".join(command for _, command in short)
+        return failed(name, "; ".join(line for line, _ in short), fix=fix, code=QuotaError.exit_code)
+    if not lines:
+        known = limits[0].name.replace("\\", "")
+        return unknown(name, f"Service Quotas lists none called {known!r}")
+    return ok(name, "; ".join(lines))
+
+
+def _keys(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
+    """Check, by IAM's simulator, that the job's role may use the keys of KMS. A key's own policy may still refuse."""
+    given = (
+        (body["OutputDataConfig"].get("KmsKeyId"), OUTPUT_KEY),
+        (
+            body["ResourceConfig"].get("VolumeKmsKeyId"),
+            VOLUME_KEY,
+        ),
+    )
+    denied = [
+        action
+        for key, actions in given
+        if key
+        for action in _denied(account, str(body["RoleArn"]), actions, key if key.startswith("arn:") else "*")
+    ]
+    if denied:
+        role = str(body["RoleArn"]).rpartition("/")[2]
+        fix = f"let the policy of role {role} allow {', '.join(denied)} (docs/sagemaker.md has the statement)"
+        yield failed("keys", f"the role may not: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
+    else:
+        yield ok("keys", "IAM's simulator lets the role use the keys; a key's own policy may still refuse")
 
 
 def _image(account: Account, image: str, own: str) -> Check:

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError, UnsupportedError
 from ...values import nearest
+from .words import DNS
 
 __all__ = ["check_image", "default_image", "images"]
 
+CAPABILITIES = {
+    **dict.fromkeys(("V100-16GB", "V100-32GB"), (7, 0)),
+    **dict.fromkeys(("A100-40GB", "A100-80GB"), (8, 0)),
+    **dict.fromkeys(("L4", "L40S"), (8, 9)),
+    **dict.fromkeys(("H100", "H200"), (9, 0)),
+    **dict.fromkeys(("B200", "GB200"), (10, 0)),
+    **dict.fromkeys(("RTXPRO4500", "RTXPRO6000"), (12, 0)),
+    "K80": (3, 7),
+    "T4": (7, 5),
+    "A10G": (8, 6),
+    "B300": (10, 3),
+}
+"""Compute capability of each GPU in the catalogue: developer.nvidia.com/cuda-gpus and cuda-legacy-gpus."""
+SERVED = (((12, 7), (7, 5), 12), ((0, 0), (5, 0), 9))
+"""What PyTorch's builds run on: from this CUDA version on, the lowest compute capability and the highest major one.
+
+The source is the support matrix of pytorch/pytorch's RELEASE.md. CUDA 13 dropped Volta; builds for CUDA 12.8 and 12.9
+have it in some releases only (pytorch/pytorch#157517), so they count as without it. Builds for CUDA 11.8 had Kepler,
+but Kepler's last driver (470) is older than the drivers of SageMaker's machines.
+"""
 _ECR = re.compile(
     r"(?P<account>\d{12})\.dkr\.ecr(?:-fips)?\.(?P<region>[a-z0-9-]+)\.(?P<suffix>[a-z0-9.-]+)/(?P<repository>[^:@]+)(?P<tag>.*)"
 )
@@ -27,24 +49,48 @@ def images() -> dict[str, Any]:
     return table
 
 
-def default_image(region: str, *, gpu: bool, version: str = "") -> str:
-    """AWS's PyTorch image of ``version`` (``2.13``; empty: the newest there) in ``region``.
+def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, version: str = "") -> str:
+    """Return AWS's newest PyTorch image in ``region`` that serves every GPU in ``gpus``.
 
-    Raises `SpecError` for a region or version that the table does not have.
+    ``gpus`` are names of the catalogue; a name that `CAPABILITIES` lacks restricts nothing. ``accelerated`` asks for an
+    image with CUDA. ``version`` restricts the choice (``2.13``). Raises `SpecError` where no image is left.
     """
     table = images()
-    there = [number for number, told in table["versions"].items() if region in told["regions"]]
+    there = {number: told for number, told in table["versions"].items() if region in told["regions"]}
     if not there:
         raise SpecError(f"no PyTorch image of AWS's is known in {region}; give an image of your own", field="image")
-    found = [n for n in there if not version or n == version or n.startswith(f"{version}.")]
+    found = {n: told for n, told in there.items() if not version or n == version or n.startswith(f"{version}.")}
     if not found:
         known = ", ".join(there)
         raise SpecError(
             f"no PyTorch {version} image in {region}{nearest(version, there)}; there are {known}; or give an image",
             field="sagemaker.framework_version",
         )
-    told = table["versions"][found[-1]]
-    return f"{table['registries'][region]}/{told['gpu' if gpu else 'cpu']}"
+    serving = [n for n, told in found.items() if not accelerated or _serves(told["cuda"], gpus)]
+    if not serving:
+        raise _unserved(region, gpus, found, there, version)
+    return f"{table['registries'][region]}/{found[serving[-1]]['gpu' if accelerated else 'cpu']}"
+
+
+def _serves(cuda: str, gpus: Sequence[str]) -> bool:
+    lowest, major = next((low, high) for first, low, high in SERVED if _number(cuda) >= first)
+    wanted = [CAPABILITIES[name] for name in gpus if name in CAPABILITIES]
+    # Code for 10.0 also runs on 10.3: a device runs the code of lower minor versions.
+    return all(lowest <= capability and capability[0] <= major for capability in wanted)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def _unserved(region: str, gpus: Sequence[str], found: Any, there: Any, version: str) -> SpecError:
+    names = " and ".join(dict.fromkeys(gpus))
+    if version and (others := [n for n, told in there.items() if _serves(told["cuda"], gpus)]):
+        cuda = next(reversed(found.values()))["cuda"]
+        why = f"the PyTorch {version} image has CUDA {cuda}, which does not serve {names}; set {others[-1]}"
+        return SpecError(why, field="sagemaker.framework_version")
+    why = f"none of AWS's PyTorch images in {region} serves {names}; choose another GPU, or give an image of your own"
+    return SpecError(why, field="image")
 
 
 def check_image(image: str, *, region: str, arch: str, in_vpc: bool, provider: str) -> bool:
@@ -71,7 +117,8 @@ def _copy(name: str, region: str, *, source: str) -> str:
     path = name.removeprefix(_PUBLIC_ECR)
     first, _, rest = path.partition("/")
     path = rest if rest and ("." in first or ":" in first) else path
-    registry = f"$ACCOUNT.dkr.ecr.{region}.amazonaws.com" + (".cn" if region.startswith("cn-") else "")
+    suffix = images()["registries"].get(region, "").partition(f".{region}.")[2] or DNS["aws"]
+    registry = f"$ACCOUNT.dkr.ecr.{region}.{suffix}"
     repository = re.split("[:@]", path)[0]
     target = f"{registry}/{path.partition('@')[0]}"
     return " && ".join(

@@ -26,6 +26,8 @@ PORT = 29500
 SHUTDOWN = "110"
 """Seconds that torchrun leaves its ranks after SIGTERM; its own default, 30, would waste most of the grace."""
 OWN = frozenset({*CHANNELS.values(), RESUME})
+COMPAT = "/usr/local/cuda/compat"
+"""AWS's images use it from their own entry point (start_cuda_compat.sh), which a job of ours replaces."""
 _LEFT_OUT = "{resume_from?}"
 _TRAINING_ENV = (
     *("current_host", "hosts", "input_config_dir", "input_data_config", "input_dir", "log_level", "model_dir"),
@@ -71,6 +73,7 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         secrets=lambda reference: secret(reference.partition(":")[2], environ, region=region),
         folders={f"{base}/checkpoints": "checkpoints"},
         agent=_agent(base, environ, region),
+        cuda_compat=COMPAT,
     )
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import NotFoundError, SpecError
 from ...provider import LogLine, LogPage
+from ...values import unix_seconds
 from .account import job_of
 
 if TYPE_CHECKING:
@@ -23,51 +24,103 @@ __all__ = ["page"]
 GROUP = "/aws/sagemaker/TrainingJobs"
 OVERLAP = 120_000
 """Milliseconds: how late an event may come and still be found. Of later ones, numbered lines are found in the store."""
+MOST_STREAMS = 100
+"""Names of streams that one call takes. A prefix that more of them have was refused, too (lucagrulla/cw#13)."""
 _HOST = re.compile(r"/algo-(\d+)")
 
 
 def page(account: Account, native_id: str, cursor: Any) -> LogPage:
-    """The next page. ``cursor``: where this pass began, its token, the newest time, and the ids given since then."""
+    """Return the next page.
+
+    ``cursor`` has where this pass began, its token, the newest time, and the ids given since then; of a job with more
+    than `MOST_STREAMS` streams also those that this pass still reads, and the ids given before it.
+    """
     region, name = job_of(native_id)
+    unknown: NotFoundError | None = None
     state: Mapping[str, Any] = cursor or {"from": 0, "token": "", "newest": 0, "given": []}
-    arguments: dict[str, Any] = {"nextToken": state["token"]} if state["token"] else {}
-    try:
-        answer = _filtered(account, region, name, state["from"], arguments)
-    except NotFoundError:
-        answer = {"events": []}  # the group comes with the account's first job
-    except SpecError:
-        if not arguments:
-            raise
-        state = {**state, "from": max(state["from"], state["newest"] - OVERLAP)}  # the token is older than a day
-        answer = _filtered(account, region, name, state["from"], {})
-    lines, given, newest = [], dict(state["given"]), state["newest"]
+    if cursor is None:
+        try:
+            state = {**state, "from": _created(account.describe(native_id))}
+        except NotFoundError as exc:  # its lines stay in CloudWatch after the job is deleted
+            unknown = exc
+    answer, state = _answer(account, region, name, state)
+    given, newest, lines = dict(state["given"]), state["newest"], []
+    before = given.keys() | dict(state.get("before", ())).keys()
     for event in answer["events"]:
         if not event["logStreamName"].startswith(f"{name}/"):
             continue
         key, when = _key(event), int(event["timestamp"])
-        if key not in given:
+        if key not in before and key not in given:
             given[key] = when
             newest = max(newest, when)
             lines.append(_line(event, key))
-    token = answer.get("nextToken") or ""
-    if cursor is None and not lines and not token:
-        account.describe(native_id)  # an unknown job has no lines either, and must not look like one that is silent
+    token, streams = answer.get("nextToken") or "", state.get("streams", [])
+    if not token:
+        streams = streams[MOST_STREAMS:]
+    more = bool(token or streams)
+    if unknown is not None and not lines and not more:
+        raise unknown  # it must not look like a job that is silent
     kept = max(0, newest - OVERLAP)
-    again = [[key, when] for key, when in given.items() if when >= kept]
-    after = {"from": state["from"] if token else kept, "token": token, "newest": newest, "given": again}
-    return LogPage(lines=tuple(lines), cursor=after, more=bool(token))
+    after: dict[str, Any] = {
+        "from": state["from"] if more else max(state["from"], kept),
+        "token": token,
+        "newest": newest,
+        "given": [[key, when] for key, when in given.items() if when >= kept],
+    }
+    if streams:
+        after |= {"streams": streams, "before": state["before"]}
+    return LogPage(lines=tuple(lines), cursor=after, more=more)
 
 
-def _filtered(account: Account, region: str, name: str, begin: int, more: Mapping[str, Any]) -> Any:
+def _created(told: Mapping[str, Any]) -> int:
+    """Return when a job was created, in Unix milliseconds, less `OVERLAP` for clocks that differ; 0 if unknown.
+
+    CloudWatch looks through all of a group's time without a start, and gives empty pages meanwhile.
+    """
+    moment = told.get("CreationTime")
+    return 0 if moment is None else max(0, int(unix_seconds(moment) * 1000) - OVERLAP)
+
+
+def _answer(account: Account, region: str, name: str, state: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+    """Return the answer of CloudWatch, and the state in which it was asked."""
+    try:
+        return _filtered(account, region, name, state), state
+    except NotFoundError:
+        return {"events": []}, state  # the group comes with the account's first job
+    except SpecError:
+        if state["token"]:  # it is older than a day
+            begin = state["from"] if state.get("streams") else max(state["from"], state["newest"] - OVERLAP)
+            return _answer(account, region, name, {**state, "token": "", "from": begin})
+        if state.get("streams"):
+            raise
+        streams = _streams(account, region, name)
+        if len(streams) <= MOST_STREAMS:
+            raise
+        state = {**state, "streams": streams, "before": state["given"]}
+        return _filtered(account, region, name, state), state
+
+
+def _filtered(account: Account, region: str, name: str, state: Mapping[str, Any]) -> Any:
+    streams = state.get("streams")
+    which = {"logStreamNames": streams[:MOST_STREAMS]} if streams else {"logStreamNamePrefix": f"{name}/"}
+    more = {"nextToken": state["token"]} if state["token"] else {}
     return account.call(
-        "logs",
-        "filter_log_events",
-        region=region,
-        logGroupName=GROUP,
-        logStreamNamePrefix=f"{name}/",
-        startTime=begin,
-        **more,
+        "logs", "filter_log_events", region=region, logGroupName=GROUP, startTime=state["from"], **which, **more
     )
+
+
+def _streams(account: Account, region: str, name: str) -> list[str]:
+    """Return the names of a job's streams."""
+    found: list[str] = []
+    more: dict[str, Any] = {}
+    while True:
+        told = account.call(
+            "logs", "describe_log_streams", region=region, logGroupName=GROUP, logStreamNamePrefix=f"{name}/", **more
+        )
+        found += [str(stream["logStreamName"]) for stream in told["logStreams"]]
+        if not told.get("nextToken"):
+            return found
+        more = {"nextToken": told["nextToken"]}
 
 
 def _key(event: Mapping[str, Any]) -> str:

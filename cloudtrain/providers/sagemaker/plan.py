@@ -47,6 +47,8 @@ OPERATION = "CreateTrainingJob"
 CHANNEL_COUNT, TAG_COUNT, PREFERENCES = 20, 44, 5
 """At most, of a job's tags the 50 that there may be less our own six, which are not always all there."""
 MAX_RUNTIME = 28 * 86400
+DEFAULT_RUNTIME, DEFAULT_NODES, DEFAULT_VOLUME_GB = 5 * 86400, 20, 1024
+"""Quotas of an account that has asked for no more: Service Quotas, applied values of a new account, January 2026."""
 PENDING = (1800, 28 * 86400)
 """Least and most seconds of MaxPendingTimeInSeconds."""
 SPOT_WAIT = 86400
@@ -163,7 +165,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     arch = known[0].arch if known else "x86_64"
     _check_unknown(job, [name for name in types if catalog.machine(NAME, name) is None])
     gpu = any(m.gpu for m in known) or bool(job.resources.gpu) or any(map(ACCELERATED.match, types))
-    image = _image(settings, job, gpu=gpu, arch=arch)
+    image = _image(settings, job, gpus=[m.gpu for m in known if m.gpu], accelerated=gpu, arch=arch)
     channels = _channels(layout)
     notes: list[str] = []
     stopping, bounded = _stopping(settings, job, types, choice)
@@ -195,6 +197,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
     notes += check(body, blame)
     _check_rules(settings, job, layout, body, known)
+    notes += _warnings(body)
     return Request(
         provider=NAME,
         operation=OPERATION,
@@ -327,12 +330,13 @@ def _restart_notes(job: Job, kept: int) -> list[str]:
     return [f"each restart downloads to every node: {which}{default}, artifacts, metrics and logs of all nodes"]
 
 
-def _image(settings: Settings, job: Job, *, gpu: bool, arch: str) -> str:
+def _image(settings: Settings, job: Job, *, gpus: Sequence[str], accelerated: bool, arch: str) -> str:
     if job.image:
         return job.image
     if arch != "x86_64":
         raise SpecError("AWS's PyTorch images are for x86-64; give one for linux/arm64", field="image")
-    return default_image(settings.region, gpu=gpu, version=settings.framework_version)
+    version = settings.framework_version
+    return default_image(settings.region, gpus=gpus, accelerated=accelerated, version=version)
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a body
@@ -370,6 +374,10 @@ def _channels(layout: Layout) -> list[dict[str, Any]]:
         if url_scheme(item.url) in ("fsx", "efs"):
             channels.append(_file_system(name, item.url, mode=item.mode, shard=item.shard))
             continue
+        if item.file and item.mode == "mount":
+            folder = item.url.rpartition("/")[0]
+            why = f"FastFile mounts folders, not one object; use mode copy, or name the folder {folder}/"
+            raise UnsupportedError(NAME, f"{field}.mode", why)
         # The prefix of a folder ends with a slash, or it would match its neighbours too.
         uri = item.url if item.file else f"{item.url.rstrip('/')}/"
         mode = {"mount": "FastFile"}.get(item.mode, "File")
@@ -430,6 +438,24 @@ def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int) -
             raise UnsupportedError(NAME, "max_wait", "it must be between 30 minutes and 28 days")
         condition["MaxPendingTimeInSeconds"] = job.max_wait
     return condition, notes
+
+
+def _warnings(body: Mapping[str, Any]) -> list[str]:
+    """Return a note for each part of ``body`` that an account's quotas, or its warm pools, may not serve."""
+    resources = body["ResourceConfig"]
+    count = int(resources.get("InstancePreferences", [resources])[0]["InstanceCount"])
+    asked = {
+        f"max_runtime is above {DEFAULT_RUNTIME // 86400} days": body["StoppingCondition"]["MaxRuntimeInSeconds"]
+        > DEFAULT_RUNTIME,
+        f"{count} nodes are above {DEFAULT_NODES} a job": count > DEFAULT_NODES,
+        f"disk_gb is above {DEFAULT_VOLUME_GB} GB": resources["VolumeSizeInGB"] > DEFAULT_VOLUME_GB,
+    }
+    why = "an account's quota until you ask for more; cloudtrain doctor looks it up"
+    notes = [f"{what}, {why}" for what, above in asked.items() if above]
+    if "KeepAlivePeriodInSeconds" in resources and "InstancePreferences" in resources:
+        why = "AWS does not say whether a warm pool serves a list of machines"
+        notes.append(f"keep_alive_period: {why}; name one GPU to have the next job find it")
+    return notes
 
 
 def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:

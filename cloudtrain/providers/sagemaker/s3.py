@@ -17,6 +17,7 @@ from xml.sax.saxutils import escape
 
 from ...errors import StorageError
 from .secrets import Credentials, credentials, signed_headers
+from .words import DNS
 
 __all__ = ["Uploader"]
 
@@ -74,8 +75,8 @@ class Uploader:
         """Return the URL of an object: at the environment's endpoint, else at S3's own of the region."""
         path = urllib.parse.quote(key, safe="/-_.~")
         endpoint = self._environ.get("AWS_ENDPOINT_URL_S3") or self._environ.get("AWS_ENDPOINT_URL")
-        suffix = ".cn" if self._region.startswith("cn-") else ""
-        host = (endpoint or f"https://s3.{self._region}.amazonaws.com{suffix}").rstrip("/")
+        partition = self._environ.get("TRAINING_JOB_ARN", "arn:aws").split(":")[1]
+        host = (endpoint or f"https://s3.{self._region}.{DNS.get(partition, DNS['aws'])}").rstrip("/")
         return f"{host}/{self._bucket}/{path}"
 
     def _ask(self, method: str, url: str, body: bytes = b"") -> tuple[bytes, Mapping[str, str]]:

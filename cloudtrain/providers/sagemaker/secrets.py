@@ -15,6 +15,7 @@ from typing import Any
 
 from ...ask import ask
 from ...errors import StorageError
+from .words import DNS
 
 __all__ = ["Credentials", "credentials", "secret", "signed_headers"]
 
@@ -38,7 +39,7 @@ def secret(arn: str, environ: Mapping[str, str], *, region: str) -> str:
     parts = arn.split(":", 5)
     service, there = parts[2], parts[3] or region
     body = {"Name": arn, "WithDecryption": True} if service == "ssm" else {"SecretId": arn}
-    answer = _call(service, there, body, environ, suffix=".cn" if parts[1] == "aws-cn" else "")
+    answer = _call(service, there, body, environ, suffix=DNS.get(parts[1], DNS["aws"]))
     if service == "ssm":
         return str(answer["Parameter"]["Value"])
     if "SecretString" in answer:
@@ -48,7 +49,7 @@ def secret(arn: str, environ: Mapping[str, str], *, region: str) -> str:
 
 def _call(service: str, region: str, body: Mapping[str, Any], environ: Mapping[str, str], *, suffix: str) -> Any:
     endpoint = environ.get(_ENDPOINTS[service]) or environ.get("AWS_ENDPOINT_URL")
-    url = (endpoint or f"https://{service}.{region}.amazonaws.com{suffix}").rstrip("/") + "/"
+    url = (endpoint or f"https://{service}.{region}.{suffix}").rstrip("/") + "/"
     data = json.dumps(body).encode()
     headers = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": _TARGETS[service]}
 

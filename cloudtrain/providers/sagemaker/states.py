@@ -25,6 +25,13 @@ RESTARTED = PENDING - {"Downloading", "DownloadingTrainingImage"}
 """Between two starts of the script; Updating is no such thing."""
 WITH_MACHINES = frozenset({"Downloading", "DownloadingTrainingImage", "Training"})
 """The first of these ends the wait for machines."""
+CONSOLES = {
+    "aws": "console.aws.amazon.com",
+    "aws-cn": "console.amazonaws.cn",
+    "aws-us-gov": "console.amazonaws-us-gov.com",
+    "aws-eusc": "console.amazonaws-eusc.eu",
+}
+"""Host of the web console by partition, behind the region."""
 LIMITS = {"MaxRuntimeExceeded": "timeout", "MaxWaitTimeExceeded": "capacity", "MaxPendingTimeExceeded": "capacity"}
 HINTS = {
     "capacity": "try another instance type or region, a later time, or allow a longer max_wait",
@@ -36,12 +43,19 @@ HINTS = {
 _CATEGORIES: tuple[tuple[str, str], ...] = (
     # What the script itself has said comes behind AlgorithmError: none of it is the service's word.
     (r"^AlgorithmError.*(out of memory|OutOfMemory|MemoryError|oom.?kill|exit code:? ?137\b)", "oom"),
-    (r"^AlgorithmError[^,]*, exit code:? ?12[67]\b", "image"),  # of the shell that starts us: we end with 0 or 1
+    # 126 and 127 are the shell's that starts us: our own codes are 0 and 1. A job that never started has no other text.
+    (r"^AlgorithmError[^,]*, exit code:? ?12[67]\b", "image"),
+    (r"^AlgorithmError: *CannotStartContainer", "image"),
     (r"^AlgorithmError", "user_error"),
     (r"^InternalServerError", "infra"),
     (r"^CapacityError|insufficient.{0,20}capacity|unable to provision requested ML compute capacity", "capacity"),
+    (r"requested resource \S+ is not available in this region", "capacity"),
     (r"^ResourceLimitExceeded|service limit|(?<![\w/.-])quotas?(?![\w/-])", "quota"),  # no part of a user's name
     (r"^ClientError.*(instance type with more memory|out of memory|exit code:? ?137\b)", "oom"),
+    # These name permissions among other reasons, or a user's own key, so they stand before the rules of both.
+    (r"^ClientError.*(Cannot pull algorithm container|Cannot find repository)", "image"),
+    (r"^ClientError.*No S3 objects found under S3 URL", "user_error"),
+    (r"^ClientError: *Artifact upload failed.*credentials", "infra"),
     (r"^ClientError.*(AccessDenied|access denied|not authorized|assume role|permission|forbidden|\bKMS\b)", "auth"),
     (r"^ClientError: *Data download failed", "user_error"),
     (r"^ClientError.*(\bpull(ing)?\b|\bimage\b|\bECR\b|\bmanifest\b|exec format|entrypoint)", "image"),
@@ -89,11 +103,17 @@ def status_of(told: Mapping[str, Any]) -> Status:
         attempts=attempts,
         started=_time(told.get("TrainingStartTime")),
         finished=finished,
-        url=f"https://{region}.console.aws.amazon.com/sagemaker/home?region={region}#/jobs/{name}",
+        url=_console(str(told["TrainingJobArn"]), region, name),
         instance_type=str(resources.get("SelectedInstanceType") or resources.get("InstanceType") or ""),
         billed_s=float(billed * count) if billed is not None else None,
         saved=round(1 - billed / trained, 4) if spot and billed is not None and trained else None,
     )
+
+
+def _console(arn: str, region: str, name: str) -> str:
+    """Return the page of a job; empty in a partition whose console is not public."""
+    host = CONSOLES.get(arn.split(":")[1])
+    return f"https://{region}.{host}/sagemaker/home?region={region}#/jobs/{name}" if host else ""
 
 
 def _state(told: Mapping[str, Any], primary: str, secondary: str) -> tuple[str, str, str]:

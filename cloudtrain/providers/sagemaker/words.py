@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 __all__ = [
-    "CHANNELS", "CONTEXT", "FAILURE", "FAILURE_VARIABLE", "GRACE", "INPUTS", "LIVE", "MARK", "NAME", "RESUME", "ROOT",
+    "CHANNELS", "CONTEXT", "DNS", "FAILURE", "FAILURE_VARIABLE", "GRACE", "INPUTS", "LIVE", "MARK", "NAME", "RESUME",
+    "ROOT",
     "TAG_ATTEMPT", "TAG_CI", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID",
 ]  # fmt: skip
 
 NAME = "sagemaker"
 ROOT = "/opt/ml"
+DNS = {
+    "aws": "amazonaws.com",
+    "aws-cn": "amazonaws.com.cn",
+    "aws-us-gov": "amazonaws.com",
+    "aws-eusc": "amazonaws.eu",
+    "aws-iso": "c2s.ic.gov",
+    "aws-iso-b": "sc2s.sgov.gov",
+    "aws-iso-e": "cloud.adc-e.uk",
+    "aws-iso-f": "csp.hci.ic.gov",
+}
+"""End of the services' host names by partition, which is the second part of an ARN: botocore's partitions.json."""
 INPUTS = f"{ROOT}/input/data"
 LIVE = f"{ROOT}/cloudtrain/live"
 """Not /opt/ml/checkpoints: what scripts write there is theirs, and is watched like CLOUDTRAIN_CHECKPOINT_DIR."""

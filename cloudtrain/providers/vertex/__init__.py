@@ -32,9 +32,9 @@ class Settings:
     what jobs run as. ``network`` (``projects/NUMBER/global/networks/NAME``) is a peered VPC, ``tensorboard`` and
     ``persistent_resource_id`` are resources of the location, ``encryption_key`` is a key of Cloud KMS. ``strategy`` is
     STANDARD or FLEX_START; empty: a ``max_wait`` asks for the latter where the machine has it. ``reservation`` is
-    ``projects/P/zones/Z/reservations/R``. ``debug_shell`` lets a shell into the containers. ``prices`` are US dollars
-    an hour by machine (``n1-standard-8``, ``n1-standard-8+T4:1``), for ``max_cost``. ``log_drain`` is seconds after a
-    job's end in which its log may still grow.
+    ``projects/P/zones/Z/reservations/R``, ``any`` (one that matches, or on demand) or ``none``. ``debug_shell`` lets
+    a shell into the containers. ``prices`` are US dollars an hour by machine (``n1-standard-8``,
+    ``n1-standard-8+T4:1``), for ``max_cost``. ``log_drain`` is seconds after a job's end in which its log may grow.
     """
 
     project: str = ""
@@ -92,7 +92,7 @@ class Provider:
     def status(self, native_id: str) -> Status:
         from .states import status_of
 
-        return status_of(self.account.job(native_id), prices=self.settings.prices)
+        return status_of(self.account.job(native_id))
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
         from .pages import page

@@ -31,7 +31,7 @@ from ...job import run_tag
 from ...provider import Request
 from ...values import unix_seconds
 from .claims import LEASE, Claim
-from .errors import LOOK, answered, decoded, refusal, translated
+from .errors import DENIED, LOOK, answered, decoded, refusal, translated
 from .words import GCS, LABEL_JOB, LABEL_REQUEST, LABEL_RUN
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ class Account:
         self.settings = settings
         self._lock = threading.RLock()
         self._session: Any = None
+        self._own_quota = True
         self._clients: dict[str, Any] = {}
         self._held: dict[str, float] = {}
         self._unsure: dict[str, float] = {}
@@ -94,12 +95,16 @@ class Account:
 
     @property
     def session(self) -> Any:
-        """google-auth's session, with the application default credentials."""
+        """google-auth's session, with the application default credentials.
+
+        Its calls are counted against our own project: a user's credentials often name another one, in which the API is
+        off (python-aiplatform #2563). `rest` does without where the caller may not do that.
+        """
         with self._lock:
             if self._session is None:
                 from google.auth.transport.requests import AuthorizedSession
 
-                self._session = AuthorizedSession(credentials())
+                self._session = AuthorizedSession(credentials(self.settings.project if self._own_quota else ""))
             return self._session
 
     def _forget(self) -> None:
@@ -153,8 +158,12 @@ class Account:
             answer = self.session.request(method, url, json=body, timeout=TIMEOUT, **more)
         if answer.status_code >= 400:
             self._hold(service, answer)
-            message, reason = answered(answer.content)
-            raise refusal(answer.status_code, message, what=what, reason=reason)
+            message, reason, metadata = answered(answer.content)
+            if reason == DENIED and self._own_quota:
+                self._own_quota = False
+                self._forget()
+                return self.rest(service, method, url, what=what, body=body, **more)
+            raise refusal(answer.status_code, message, what=what, reason=reason, metadata=metadata)
         return answer
 
     # ------------------------------------------------------------------------------------------------------------- jobs
@@ -267,9 +276,10 @@ class Account:
             from google.protobuf import json_format
 
             job = CustomJob.wrap(json_format.ParseDict(dict(request.body), CustomJob.pb(CustomJob())))
-            client = self._client(parent.split("/")[3])
+            self._client(parent.split("/")[3])
 
         def send() -> str:
+            client = self._client(parent.split("/")[3])  # a look for the job may have changed how we sign in
             with self._calling("jobs", "create job"):
                 try:
                     made = str(client.create_custom_job(parent=parent, custom_job=job, timeout=TIMEOUT).name)
@@ -359,14 +369,18 @@ def _open(exc: Exception) -> bool:
     )
 
 
-def credentials() -> Any:
-    """The application default credentials: a file that is named, gcloud's, or the machine's. Raises `AuthError`."""
+def credentials(quota_project: str = "") -> Any:
+    """The application default credentials: a file that is named, gcloud's, or the machine's. Raises `AuthError`.
+
+    Calls are counted against ``quota_project``; empty, or where GOOGLE_CLOUD_QUOTA_PROJECT is set: as they say.
+    """
     with translated("sign in"):
         import google.auth
 
         # It warns of what it asks in the background, and nobody is to hear (allowedLocations).
         logging.getLogger("google.auth").addHandler(logging.NullHandler())
-        return google.auth.default(scopes=[SCOPE])[0]
+        own = None if os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT") else quota_project or None
+        return google.auth.default(scopes=[SCOPE], quota_project_id=own)[0]
 
 
 def endpoint(service: str, public: str) -> str:

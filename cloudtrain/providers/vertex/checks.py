@@ -6,22 +6,22 @@ Nothing is created. What is asked here is documented; that a true project answer
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from ...checks import Check, failed, installed, ok, skipped, tried, unknown
-from ...errors import AuthError, NotFoundError, QuotaError, SpecError, StorageError
+from ...errors import AuthError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
 from ...values import url_scheme
 from .account import endpoint
-from .errors import HELP, decoded, translated
+from .errors import AGENT, HELP, decoded, pull_hint, translated
+from .quotas import metrics
 
 if TYPE_CHECKING:
     from ...provider import Request
     from .account import Account
 
-__all__ = ["PERMISSIONS", "checks", "metrics"]
+__all__ = ["PERMISSIONS", "checks"]
 
 PERMISSIONS = (
     *(f"aiplatform.customJobs.{word}" for word in ("create", "get", "list", "cancel")),
@@ -147,20 +147,6 @@ def _service_account(account: Account) -> Check:
     return ok("service account", f"the caller may act as {email}")
 
 
-def metrics(spec: Mapping[str, Any]) -> Counter[str]:
-    """What a job takes of which quota ("Quotas and limits", custom-trained models), by metric."""
-    flexible = (spec.get("scheduling") or {}).get("strategy") in ("SPOT", "FLEX_START")
-    kind, found = "_preemptible" if flexible else "", Counter[str]()
-    for pool in spec["workerPoolSpecs"]:
-        machine, count = pool["machineSpec"], int(pool["replicaCount"])
-        if number := int(machine.get("acceleratorCount") or 0):
-            name = str(machine["acceleratorType"]).replace("TESLA_", "").lower()
-            found[f"custom_model_training{kind}_{name}_gpus"] += number * count
-        elif size := re.search(r"-(\d+)$", machine["machineType"]):
-            found[f"custom_model_training{kind}_cpus"] += int(size[1]) * count
-    return found
-
-
 def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:
     """By the Cloud Quotas API: the limit in the region; what is in use now it does not tell."""
     wanted, settings = metrics(spec), account.settings
@@ -180,15 +166,17 @@ def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:
         token = told.get("nextPageToken") or ""
         if not token:
             break
-    for metric, count in wanted.items():
-        limit = limits.get(metric)
-        if limit is None:
-            yield unknown("quota", f"Cloud Quotas tells no limit of {metric} in {settings.location}")
-        elif 0 <= limit < count:
-            fix = f"ask for {count} of {metric} in {settings.location} (IAM & Admin, Quotas), or choose another machine"
-            yield failed("quota", f"{metric}: {limit}, the job takes {count}", fix=fix, code=QuotaError.exit_code)
-        else:
-            yield ok("quota", f"{metric}: {'no limit' if limit < 0 else limit}, the job takes {count}")
+    rows = [_limited(metric, count, limits.get(metric), settings.location) for metric, count in wanted.items()]
+    yield from sorted(rows, key=lambda row: row.status == "failed")
+
+
+def _limited(metric: str, count: int, limit: int | None, location: str) -> Check:
+    if limit is None:
+        return unknown("quota", f"Cloud Quotas tells no limit of {metric} in {location}")
+    if 0 <= limit < count:
+        fix = f"ask for {count} of {metric} in {location} (IAM & Admin, Quotas), or choose another machine"
+        return failed("quota", f"{metric}: {limit}, the job takes {count}", fix=fix, code=QuotaError.exit_code)
+    return ok("quota", f"{metric}: {'no limit' if limit < 0 else limit}, the job takes {count}")
 
 
 def _limit(info: Mapping[str, Any], location: str) -> int | None:
@@ -219,4 +207,19 @@ def _image(account: Account, image: str) -> Check:
     except NotFoundError:
         fix = f"push it: docker push {image}; or name another with --image"
         return failed("image", f"Artifact Registry has no {image}", fix=fix, code=SpecError.exit_code)
-    return ok("image", f"Artifact Registry has {image}")
+    agent = _agent(account)
+    if match["project"] == account.settings.project:
+        return ok("image", f"Artifact Registry has {image}; jobs pull it as {agent}")
+    where = f"projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
+    told = f"Artifact Registry has {image}, in another project; whether jobs may pull it is not known"
+    return unknown("image", f"{told}: {pull_hint(where, agent)}")
+
+
+def _agent(account: Account) -> str:
+    """Return the account that pulls images for jobs; its number is a placeholder where the caller may not look."""
+    base = endpoint("CLOUDRESOURCEMANAGER", "https://cloudresourcemanager.googleapis.com")
+    try:
+        told = _get(account, "projects", f"{base}/v1/projects/{account.settings.project}", what="get project")
+    except CloudtrainError:
+        told = {}
+    return AGENT.format(told.get("projectNumber") or "PROJECT_NUMBER")

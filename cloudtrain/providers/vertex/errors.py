@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ... import errors
+from ... import catalog, errors
 from ...errors import (
     AuthError,
     CapacityError,
@@ -22,8 +22,13 @@ from ...errors import (
     QuotaError,
     SpecError,
 )
+from .machines import REGIONS_DATE, regions_of
+from .words import NAME
 
-__all__ = ["CAPACITY", "HELP", "QUOTA", "answered", "decoded", "error_of", "quota_hint", "refusal", "translated"]
+__all__ = [
+    "AGENT", "CAPACITY", "DENIED", "HELP", "PULL", "QUOTA", "answered", "decoded", "error_of", "pull_hint",
+    "quota_hint", "refusal", "translated",
+]  # fmt: skip
 
 CAPACITY = re.compile(
     r"resources are insufficient|insufficient (resources|capacity)|stock.?out|RESOURCE_POOL_EXHAUSTED"
@@ -33,7 +38,7 @@ CAPACITY = re.compile(
 """Before `QUOTA`: a lack of machines, too, comes as RESOURCE_EXHAUSTED (openreview-expertise #401)."""
 RATE = re.compile(r"per.?(minute|second|user)\b|\brate.?limit", re.IGNORECASE)
 """A quota of calls, which is full again in a minute."""
-MACHINES = re.compile(r"custom_model_training_\w+", re.IGNORECASE)
+MACHINES = re.compile(r"(custom_model|restricted_image)_training_\w+", re.IGNORECASE)
 """The metrics that machines count against (Vertex AI's page of quotas): such a refusal is never of calls."""
 _SPENT = r"(?-i:\b[qQ]uota(?:Exceeded|Failure)\b)"
 """What Google's older APIs, and the details of newer ones, call it."""
@@ -49,6 +54,23 @@ _NO_PROJECT = re.compile(
     r"(?<![\w-])project\b.{0,60}(not found|deleted|does not exist|invalid)|CONSUMER_INVALID", re.IGNORECASE
 )
 _DISABLED = re.compile(r"has not been used in project|it is disabled|SERVICE_DISABLED", re.IGNORECASE)
+_API = re.compile(r"apis/api/(?P<service>[\w.-]+)/overview(\?project=(?P<project>[\w:.-]+))?")
+"""Where the message of a disabled API names it."""
+DENIED = "USER_PROJECT_DENIED"
+"""ErrorInfo's reason where the caller may not have its calls counted against the project it names."""
+_NO_CONSUMER = re.compile(rf"{DENIED}|requires a quota project", re.IGNORECASE)
+_MACHINE = re.compile(r"machine type ['\"]?(?P<machine>[a-z0-9-]+)['\"]? is not supported", re.IGNORECASE)
+"""Vertex AI's page of troubleshooting: the text for no such machine, and for none in this region."""
+AGENT = "service-{}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
+"""As whom jobs pull images, by the project's number: Vertex AI's Custom Code Service Agent, never the job's own service
+account (vertex-ai-samples #2176)."""
+PULL = re.compile(
+    r"does not have permission to access (the )?Artifact Registry|artifactregistry\.repositories\.downloadArtifacts",
+    re.IGNORECASE,
+)
+_AGENT = re.compile(AGENT.replace(".", r"\.").format(r"\d+"))
+_REPOSITORY = re.compile(r"projects/(?P<project>[^/\s]+)/locations/(?P<location>[^/\s]+)/repositories/(?P<name>[\w-]+)")
+_NO_IMAGE = re.compile(r"\bimage\b.{0,300}\b(not found|does not exist)", re.IGNORECASE)
 _LOCATION = re.compile(r"(region|location)\b.{0,80}(not supported|unsupported|invalid|not available)", re.IGNORECASE)
 HELP: Mapping[str, str] = {
     "none": "sign in (gcloud auth application-default login), or set GOOGLE_APPLICATION_CREDENTIALS",
@@ -56,6 +78,7 @@ HELP: Mapping[str, str] = {
     "role": "check vertex.project, and give the caller the role Vertex AI User in it (docs/vertex.md)",
     "log": "give the caller the role Logs Viewer (roles/logging.viewer) in the project (docs/vertex.md)",
     "store": "give the caller the role Storage Object Admin (roles/storage.objectAdmin) on the bucket (docs/vertex.md)",
+    "consumer": "give the caller roles/serviceusage.serviceUsageConsumer (Service Usage Consumer) in the project",
     "act": "give the caller the role Service Account User on it: gcloud iam service-accounts add-iam-policy-binding",
     "quota": "ask for more on the console's page of quotas (IAM & Admin), or choose another machine or location",
     "capacity": "try another machine, location or time, a reservation, or a max_wait (FLEX_START)",
@@ -64,14 +87,28 @@ HELP: Mapping[str, str] = {
 
 def quota_hint(text: str) -> str:
     """Which quota to ask for, as exactly as ``text`` tells it."""
-    found = _METRIC.search(text)
-    if found is None:
+    found = " and ".join(dict.fromkeys(_METRIC.findall(text)))
+    if not found:
         return HELP["quota"]
-    return f"ask for more of {found['metric']} on the console's page of quotas, or choose another machine or location"
+    return f"ask for more of {found} on the console's page of quotas, or choose another machine or location"
 
 
-def refusal(status: int, message: str, *, what: str, reason: str = "") -> CloudtrainError:
-    """Our error for an answer that is none. ``reason`` is its ErrorInfo's, ``what`` was asked for."""
+def pull_hint(text: str, agent: str = "") -> str:
+    """Return how to let Vertex AI pull an image, as exactly as ``text`` tells it."""
+    told = _AGENT.search(text)
+    agent = agent or (told[0] if told else AGENT.format("PROJECT_NUMBER"))
+    where = _REPOSITORY.search(text)
+    given = f"{where['name']} --project {where['project']} --location {where['location']}" if where else "REPOSITORY"
+    return (
+        f"jobs pull images as {agent}; let it: gcloud artifacts repositories add-iam-policy-binding {given} "
+        f"--member serviceAccount:{agent} --role roles/artifactregistry.reader"
+    )
+
+
+def refusal(
+    status: int, message: str, *, what: str, reason: str = "", metadata: Mapping[str, Any] | None = None
+) -> CloudtrainError:
+    """Our error for an answer that is none. ``reason`` and ``metadata`` are its ErrorInfo's, ``what`` was asked for."""
     said = " ".join((message or reason or str(status)).split())[:600]
     text, told = f"{what}: {said}", f"{reason} {said}"
     if CAPACITY.search(told):
@@ -84,12 +121,18 @@ def refusal(status: int, message: str, *, what: str, reason: str = "") -> Cloudt
         return LostContactError(f"Google Cloud does not answer now: {text} (status {status})")
     if status == 401:
         return AuthError(f"{text}: {HELP['expired']}")
+    if PULL.search(said) and status in (400, 403, 404):
+        return AuthError(f"{text.rstrip('.')}: {pull_hint(said)}")
+    if status == 400 and (found := _MACHINE.search(said)):
+        return _no_machine(found["machine"], text.rstrip("."))
     if _ACT_AS.search(said) and status in (400, 403, 404):
-        return AuthError(f"{text}: {_allow(told, what)}")
+        return AuthError(f"{text}: {_allow(told, what, metadata or {})}")
     if _NO_PROJECT.search(told) and status in (400, 403, 404):
         return SpecError(f"{said}; gcloud projects list names those there are", field="vertex.project")
     if status == 403:
-        return AuthError(f"{text}: {_allow(told, what)}")
+        return AuthError(f"{text}: {_allow(told, what, metadata or {})}")
+    if status in (400, 404) and _NO_IMAGE.search(said):
+        return SpecError(said, field="image")
     if status == 404:
         return NotFoundError(text)
     if status in (409, 412):
@@ -99,16 +142,37 @@ def refusal(status: int, message: str, *, what: str, reason: str = "") -> Cloudt
     return SpecError(text) if 400 <= status < 500 else PlatformError(text)
 
 
-def _allow(told: str, what: str) -> str:
+def _no_machine(name: str, text: str) -> CloudtrainError:
+    """Our error where Vertex AI does not support a machine: one that we know is missing in this region alone."""
+    machine = catalog.machine(NAME, name)
+    if machine is None:
+        return SpecError(text, field="resources.instance_type")
+    same = [m for m in catalog.machines(NAME) if m.instance_type == name and m.gpu]
+    known = ", ".join(sorted({region for m in same for region in regions_of(m)}))
+    listed = f"; Google's page of {REGIONS_DATE} lists its GPUs in {known}" if known else ""
+    return CapacityError(f"{text}: this region has none; try another location or machine{listed}")
+
+
+def _allow(told: str, what: str, metadata: Mapping[str, Any]) -> str:
     """What would let the caller in, who was refused ``what``."""
     if _DISABLED.search(told):
-        return "switch it on: gcloud services enable aiplatform.googleapis.com logging.googleapis.com"
+        return _enable(told, metadata)
+    if _NO_CONSUMER.search(told):
+        return HELP["consumer"]
     if _ACT_AS.search(told):
         account = _ACCOUNT.search(told)
         return f"{HELP['act']} {account[0]}" if account else HELP["act"]
     if what == READ:
         return HELP["log"]
     return HELP["store" if what == CLAIM or what.startswith(LOOK) else "role"]
+
+
+def _enable(told: str, metadata: Mapping[str, Any]) -> str:
+    """The command that switches on the one API that is off, in the project whose calls are counted."""
+    named = _API.search(told)
+    service = str(metadata.get("service") or (named and named["service"]) or "aiplatform.googleapis.com")
+    project = str(metadata.get("consumer") or "").removeprefix("projects/") or (named and named["project"]) or ""
+    return f"switch it on: gcloud services enable {service}" + (f" --project {project}" if project else "")
 
 
 def decoded(answer: Any, *, what: str) -> dict[str, Any]:
@@ -122,15 +186,17 @@ def decoded(answer: Any, *, what: str) -> dict[str, Any]:
     return told
 
 
-def answered(body: bytes) -> tuple[str, str]:
-    """(message, reason) of an error in the form of Google's JSON APIs."""
+def answered(body: bytes) -> tuple[str, str, Mapping[str, Any]]:
+    """(message, reason, metadata) of an error in the form of Google's JSON APIs; the last two are its ErrorInfo's."""
     try:
         error = json.loads(body).get("error") or {}
         details = error.get("details") or error.get("errors") or []
-        reason = next((str(item["reason"]) for item in details if item.get("reason")), str(error.get("status") or ""))
-        return str(error.get("message") or ""), reason
+        info: Mapping[str, Any] = next((item for item in details if item.get("reason")), {})
+        metadata = info.get("metadata")
+        reason = str(info.get("reason") or error.get("status") or "")
+        return str(error.get("message") or ""), reason, metadata if isinstance(metadata, dict) else {}
     except (ValueError, AttributeError, TypeError):
-        return "", ""
+        return "", "", {}
 
 
 def translated(what: str) -> AbstractContextManager[None]:
@@ -177,6 +243,7 @@ def _raised_in(exc: Exception) -> str:
 
 
 def _refused(exc: Any, what: str) -> CloudtrainError:
-    message, reason = answered(getattr(exc.response, "content", b""))
+    message, reason, metadata = answered(getattr(exc.response, "content", b""))
     status = exc.code if isinstance(exc.code, int) else getattr(exc.response, "status_code", 0)
-    return refusal(int(status or 0), message or str(exc.message), what=what, reason=reason or str(exc.reason or ""))
+    reason = reason or str(exc.reason or "")
+    return refusal(int(status or 0), message or str(exc.message), what=what, reason=reason, metadata=metadata)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ... import catalog
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from ...catalog import Machine
     from ...job import Gpu, Job
 
-__all__ = ["FLEXIBLE", "accelerated", "machine_of", "machine_spec", "priced", "told_as"]
+__all__ = [
+    "DISK_LIMITS_GB", "FLEXIBLE", "REGIONS", "advice", "machine_of", "machine_spec", "priced", "regions_of", "told_as",
+    "unavailable",
+]  # fmt: skip
 
 FIRST = "n1-standard-4"
 """The smallest machine for training; part of its memory is the system's own."""
@@ -23,6 +26,8 @@ ATTACHED = "n1-"
 """The family whose machines are with and without GPUs; elsewhere the machine's name says them."""
 CORES = 4
 """Cores a GPU where neither job nor machine says: eight GPUs would starve on the four cores that are allowed."""
+MEMORY_GB = 3
+"""Gigabytes of memory a core beside a GPU where the job does not say: an n1-highcpu machine has less than one."""
 ACCELERATED = re.compile(r"(a\d+x?|g\d+)-")
 TPU = re.compile(r"(ct|tpu)", re.IGNORECASE)
 FLEXIBLE = frozenset(
@@ -32,6 +37,61 @@ FLEXIBLE = frozenset(
     )
 )
 """What FLEX_START is for: Vertex AI's page on the Dynamic Workload Scheduler."""
+DISK_LIMITS_GB = (100, 64_000)
+"""Least and most of a boot disk: Google's page configure-compute of serverless training."""
+RESERVED = frozenset(("NVIDIA_GB200",))
+"""GPUs that need a shared reservation: the same page."""
+SCARCE = frozenset(("NVIDIA_H100_MEGA_80GB", "NVIDIA_H200_141GB", "NVIDIA_B200"))
+"""GPUs for which the same page recommends a reservation or spot machines; FLEX_START has them, too."""
+ENDED: Mapping[str, str] = {"NVIDIA_TESLA_P100": "15 September 2026"}
+"""When Google's support of a GPU ends: the same page."""
+REGIONS_DATE = "2026"
+REGIONS: Mapping[str, tuple[str, ...]] = {
+    "NVIDIA_TESLA_A100": (
+        "asia-northeast3", "asia-southeast1", "europe-west4", "me-west1", "us-central1", "us-east1", "us-west3",
+        "us-west4",
+    ),
+    "NVIDIA_A100_80GB": ("asia-southeast1", "europe-west4", "us-central1", "us-east4", "us-east5"),
+    "NVIDIA_B200": (
+        "asia-northeast1", "asia-southeast1", "europe-west4", "us-central1", "us-east1", "us-east4", "us-south1",
+        "us-west2", "us-west3",
+    ),
+    "NVIDIA_GB200": ("us-central1", "us-east4"),
+    "NVIDIA_RTX_PRO_6000": (
+        "asia-south2", "asia-southeast1", "europe-west4", "us-central1", "us-east1", "us-east4",
+    ),
+    "NVIDIA_H100_80GB": (
+        "asia-northeast1", "asia-northeast3", "asia-south1", "asia-southeast1", "europe-west1", "europe-west2",
+        "europe-west3", "europe-west4", "northamerica-northeast2", "us-central1", "us-east4", "us-east5", "us-west1",
+        "us-west4",
+    ),
+    "NVIDIA_H100_MEGA_80GB": (
+        "asia-east1", "asia-northeast1", "asia-southeast1", "australia-southeast1", "europe-north1", "europe-west1",
+        "europe-west3", "europe-west4", "us-central1", "us-east4", "us-east5", "us-west1", "us-west4",
+    ),
+    "NVIDIA_H200_141GB": (
+        "asia-south1", "asia-south2", "europe-west1", "europe-west4", "us-central1", "us-east4", "us-east5",
+        "us-south1", "us-west1",
+    ),
+    "NVIDIA_L4": (
+        "asia-northeast3", "asia-south1", "asia-southeast1", "europe-west2", "europe-west4", "me-central2",
+        "northamerica-northeast2", "us-central1", "us-east1", "us-east4", "us-west1",
+    ),
+    "NVIDIA_TESLA_P4": (
+        "asia-southeast1", "australia-southeast1", "europe-west4", "northamerica-northeast1", "us-central1",
+        "us-east4", "us-west2",
+    ),
+    "NVIDIA_TESLA_P100": ("asia-east1", "europe-west1", "europe-west4", "us-central1", "us-east1", "us-west1"),
+    "NVIDIA_TESLA_T4": (
+        "asia-east1", "asia-east2", "asia-northeast1", "asia-northeast3", "asia-south1", "asia-southeast1",
+        "asia-southeast2", "australia-southeast1", "europe-central2", "europe-west1", "europe-west2", "europe-west3",
+        "europe-west4", "northamerica-northeast1", "southamerica-east1", "us-central1", "us-east1", "us-east4",
+        "us-west1", "us-west2", "us-west4",
+    ),
+    "NVIDIA_TESLA_V100": ("asia-east1", "europe-west4", "us-central1", "us-east1", "us-west1"),
+}  # fmt: skip
+"""Regions where training has a GPU: Google's page of locations, section "Using accelerators" (copy of 2026), without
+the entries that it marks as not available for training. Google adds regions, so the table only advises."""
 
 
 def machine_of(job: Job, choice: int) -> Machine:
@@ -42,8 +102,9 @@ def machine_of(job: Job, choice: int) -> Machine:
         return _pinned(job, wanted.instance_type, gpu)
     if gpu is not None:
         found = catalog.for_gpu(NAME, gpu, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
-        if found.instance_type.startswith(ATTACHED) and not wanted.cpus:
-            found = catalog.for_gpu(NAME, gpu, cpus=CORES * gpu.count, memory_gb=wanted.memory_gb)
+        if found.instance_type.startswith(ATTACHED):
+            cores = wanted.cpus or CORES * gpu.count
+            found = catalog.for_gpu(NAME, gpu, cpus=cores, memory_gb=wanted.memory_gb or MEMORY_GB * cores)
         return found
     if wanted.cpus or wanted.memory_gb:
         return catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
@@ -83,11 +144,35 @@ def _unknown(name: str, gpu: Gpu | None) -> Machine:
     return catalog.Machine(instance_type=name)
 
 
-def accelerated(machine: Machine) -> str:
-    """Why the machine cannot be had on demand; empty when it can. Source: Compute Engine's page on A3 machines."""
-    if machine.spot_only:
+def unavailable(machine: Machine, *, strategy: str, reserved: bool) -> str:
+    """Return why the machine cannot be had that way; empty when it can.
+
+    Sources: Compute Engine's page on A3 machines, and Google's page configure-compute of serverless training.
+    """
+    if machine.spot_only and strategy not in ("SPOT", "FLEX_START"):
         return f"{machine.instance_type} is for spot and FLEX_START only: set spot, a max_wait or vertex.strategy"
+    if machine.accelerator in RESERVED and not reserved:
+        return f"{machine.instance_type} needs a shared reservation: set vertex.reservation"
     return ""
+
+
+def advice(machine: Machine, *, strategy: str, reserved: bool, location: str) -> Iterator[str]:
+    """Yield what the user should know of the machine before the job is sent. Nothing of it is certain enough to refuse.
+
+    ``reserved``: the job asks for the machines of a reservation.
+    """
+    name, gpu = machine.instance_type, machine.gpu
+    if machine.accelerator in SCARCE and strategy not in ("SPOT", "FLEX_START") and not reserved:
+        yield f"{name}: Google recommends a reservation, spot or FLEX_START (a max_wait) for {gpu}, not on demand"
+    if end := ENDED.get(machine.accelerator):
+        yield f"{name}: Google's support of {gpu} ends on {end}"
+    if location and (known := regions_of(machine)) and location not in known:
+        yield f"{name}: Google's page of {REGIONS_DATE} lists no {gpu} in {location}, but in {', '.join(known)}"
+
+
+def regions_of(machine: Machine) -> tuple[str, ...]:
+    """Return the regions where training has the machine's GPU; empty for a machine without one."""
+    return REGIONS.get(machine.accelerator, ())
 
 
 def machine_spec(machine: Machine) -> dict[str, Any]:

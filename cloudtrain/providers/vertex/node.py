@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import SpecError
 from ...provider import Site, Topology
 from .secrets import secret
-from .words import AGAIN, GRACE, NODES, PORT
+from .words import AGAIN, GRACE, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
 
 __all__ = ["site"]
 
@@ -33,6 +33,9 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         scratch=("/tmp",),  # on the boot disk, which is the one that a job can ask for
         export_env={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN)},
         stop_grace=GRACE,
+        link_port=LINK_PORT,
+        join_timeout=JOIN_TIMEOUT,
+        restarts_in_place=True,
         # A peer that is lost is no failure of the script's, and the exit code 1 of any node ends the job for good.
         exit_code={"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN},
         secrets=lambda reference: secret(reference.partition(":")[2], environ),

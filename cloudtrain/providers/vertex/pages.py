@@ -82,10 +82,10 @@ def _over(account: Account, native_id: str) -> bool:
 
 def _entries(account: Account, native_id: str, state: Mapping[str, Any], *, final: bool) -> dict[str, Any]:
     """One answer. Of a job that is over (``final``) it is asked for again, for `HELD` seconds."""
-    project, _, number = job_of(native_id)
+    _, _, number = job_of(native_id)  # its project is a number; Cloud Logging documents the project's id
     clauses = ('resource.type="ml_job"', f'resource.labels.job_id="{number}"', f'timestamp>="{_stamp(state["from"])}"')
     body: dict[str, Any] = {
-        "resourceNames": [f"projects/{project}"],
+        "resourceNames": [f"projects/{account.settings.project}"],
         "filter": " AND ".join(clauses),
         "orderBy": "timestamp asc",
         "pageSize": PAGE_SIZE,

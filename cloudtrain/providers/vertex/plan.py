@@ -17,7 +17,7 @@ from ...limits import checked_prices, hard_limit
 from ...options import merge_options
 from ...provider import Layout, Request, check_inputs, context_of, python_command
 from ...values import choice_of, url_scheme
-from .machines import FLEXIBLE, accelerated, machine_of, machine_spec, priced
+from .machines import DISK_LIMITS_GB, FLEXIBLE, advice, machine_of, machine_spec, priced, unavailable
 from .preflight import check_body
 from .words import (
     GCS,
@@ -47,10 +47,13 @@ LABEL_COUNT, VALUE_LENGTH = 56, 63
 DISK_GB = 100
 """Boot disk when the job does not say, as by the API itself. Its type is the machine's: not every one has pd-ssd."""
 STRATEGIES = ("STANDARD", "FLEX_START")
+AFFINITIES: Mapping[str, str] = {"any": "ANY_RESERVATION", "none": "NO_RESERVATION"}
+"""The reservationAffinityType of each word that ``reservation`` may be; any other text names one reservation."""
 FLEX_SECONDS = 7 * 86400
 """Longest timeout of a job on FLEX_START: Vertex AI's page on the Dynamic Workload Scheduler."""
 IMAGE = (
-    "Vertex AI's own PyTorch images have ended; give one with CUDA and PyTorch, from Artifact Registry or Docker Hub"
+    "is not set; Google's own PyTorch images stopped at 2.4 (us-docker.pkg.dev/vertex-ai/training/"
+    "pytorch-gpu.2-4.py310), so give one with CUDA and PyTorch, from Artifact Registry or Docker Hub"
 )
 _PATTERNS: Mapping[str, tuple[str, str]] = {
     "project": (r"[a-z0-9][a-z0-9.:-]{0,62}", "is not a project's id; gcloud projects list names those there are"),
@@ -67,8 +70,8 @@ _PATTERNS: Mapping[str, tuple[str, str]] = {
     ),
     "persistent_resource_id": (r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "is not the id of a persistent resource"),
     "reservation": (
-        r"projects/[^/\s]+/zones/[^/\s]+/reservations/[^/\s]+",
-        "is not projects/P/zones/Z/reservations/R",
+        r"any|none|projects/[^/\s]+/zones/[^/\s]+/reservations/[^/\s]+",
+        "is not any, none or projects/P/zones/Z/reservations/R",
     ),
 }  # fmt: skip
 _POOL = "jobSpec.workerPoolSpecs.*"
@@ -108,13 +111,32 @@ def checked(settings: Settings) -> Settings:
             raise SpecError(f"{value!r} {why}", field=f"{NAME}.{name}")
     if settings.strategy:
         choice_of(settings.strategy, STRATEGIES, f"{NAME}.strategy")
-    if settings.strategy == "FLEX_START" and settings.reservation:
+    if settings.strategy == "FLEX_START" and _reserved(settings):
         raise SpecError("FLEX_START takes none of a reservation's machines; leave one out", field=f"{NAME}.strategy")
+    if settings.persistent_resource_id and _reserved(settings):
+        why = "a job on a persistent resource cannot use a reservation; leave one of the two out"
+        raise SpecError(why, field=f"{NAME}.reservation")
     if settings.tensorboard and not settings.service_account:
         raise SpecError("a job with a tensorboard needs one", field=f"{NAME}.service_account")
     if isinstance(settings.log_drain, bool) or not isinstance(settings.log_drain, int) or settings.log_drain < 0:
         raise SpecError("must be a whole number of seconds", field=f"{NAME}.log_drain")
     return dataclasses.replace(settings, prices=checked_prices(settings.prices, NAME))
+
+
+def _reserved(settings: Settings) -> bool:
+    """Return whether jobs take machines of a reservation."""
+    return settings.reservation not in ("", "none")
+
+
+def _affinity(settings: Settings) -> dict[str, Any]:
+    """The reservationAffinity of the setting, in the API's words: Google's page on reservations with training."""
+    if settings.reservation in AFFINITIES:
+        return {"reservationAffinityType": AFFINITIES[settings.reservation]}
+    return {
+        "reservationAffinityType": "SPECIFIC_RESERVATION",
+        "key": "compute.googleapis.com/reservation-name",
+        "values": [settings.reservation],
+    }
 
 
 def _check_account(settings: Settings, store: str) -> None:
@@ -213,15 +235,11 @@ def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attem
     words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(layout, attempt)])
     spec = machine_spec(machine)
     if settings.reservation:
-        spec["reservationAffinity"] = {
-            "reservationAffinityType": "SPECIFIC_RESERVATION",
-            "key": "compute.googleapis.com/reservation-name",
-            "values": [settings.reservation],
-        }
+        spec["reservationAffinity"] = _affinity(settings)
     pool: dict[str, Any] = {
         "machineSpec": spec,
         "replicaCount": "1",
-        "diskSpec": {"bootDiskSizeGb": job.resources.disk_gb or DISK_GB},
+        "diskSpec": {"bootDiskSizeGb": _disk_gb(job)},
         "containerSpec": {
             "imageUri": job.image,
             "command": words[:4],
@@ -234,6 +252,13 @@ def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attem
     pools = [pool] if count == 1 else [pool, {**pool, "replicaCount": str(count - 1)}]
     copied: list[dict[str, Any]] = json.loads(json.dumps(pools))  # no part of one is a part of the other
     return copied
+
+
+def _disk_gb(job: Job) -> int:
+    size, (least, most) = job.resources.disk_gb or DISK_GB, DISK_LIMITS_GB
+    if not least <= size <= most:
+        raise UnsupportedError(NAME, "resources.disk_gb", f"a boot disk has {least} to {most} GB, not {size}")
+    return size
 
 
 @cache
@@ -298,8 +323,8 @@ def _scheduling(settings: Settings, job: Job, machine: Machine, choice: int, not
     strategy = _strategy(settings, job, machine, notes)
     if strategy == "FLEX_START" and seconds > FLEX_SECONDS:
         raise UnsupportedError(NAME, "max_runtime", "a job on FLEX_START runs for at most 7 days")
-    if strategy not in ("SPOT", "FLEX_START") and (why := accelerated(machine)):
-        raise UnsupportedError(NAME, "resources.gpu" if job.resources.gpu else "resources.instance_type", why)
+    _check_machine(settings, job, machine, strategy)
+    notes += advice(machine, strategy=strategy, reserved=_reserved(settings), location=settings.location)
     scheduling: dict[str, Any] = {"timeout": f"{seconds}s", "restartJobOnWorkerRestart": True}
     if strategy:
         scheduling["strategy"] = strategy
@@ -311,8 +336,8 @@ def _scheduling(settings: Settings, job: Job, machine: Machine, choice: int, not
 def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) -> str:
     """How machines are asked for; empty is the service's own: STANDARD."""
     if job.resources.spot:
-        for name in ("strategy", "reservation"):
-            if getattr(settings, name):
+        for name, given in (("strategy", settings.strategy), ("reservation", _reserved(settings))):
+            if given:
                 raise SpecError("the job asks for spot machines; leave one of the two out", field=f"{NAME}.{name}")
         notes.append("spot: Vertex AI itself starts the job again, up to six times, when its machines are taken back")
         return "SPOT"
@@ -322,7 +347,7 @@ def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) 
         raise SpecError(f"FLEX_START is for L4, A100, H100, H200 and B200; {has}", field=f"{NAME}.strategy")
     if settings.strategy:
         return settings.strategy
-    if job.max_wait is not None and flexible and not settings.reservation and not settings.persistent_resource_id:
+    if job.max_wait is not None and flexible and not _reserved(settings) and not settings.persistent_resource_id:
         notes.append(
             "max_wait: asks by FLEX_START, which waits for the machines of all nodes, then runs 7 days at most"
         )
@@ -333,9 +358,14 @@ def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) 
 def _priced(settings: Settings, job: Job, choice: int) -> str:
     """The machine of that GPU of the list, as prices name it. Raises `SpecError` for one that it will not have."""
     machine = machine_of(job, choice)
-    if _strategy(settings, job, machine, []) not in ("SPOT", "FLEX_START") and (why := accelerated(machine)):
-        raise UnsupportedError(NAME, "resources.gpu" if job.resources.gpu else "resources.instance_type", why)
+    _check_machine(settings, job, machine, _strategy(settings, job, machine, []))
     return priced(machine)
+
+
+def _check_machine(settings: Settings, job: Job, machine: Machine, strategy: str) -> None:
+    """Raise `UnsupportedError` for a machine that cannot be had that way."""
+    if why := unavailable(machine, strategy=strategy, reserved=_reserved(settings)):
+        raise UnsupportedError(NAME, "resources.gpu" if job.resources.gpu else "resources.instance_type", why)
 
 
 def _switches(settings: Settings) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Compute Engine's prices of the machines that Vertex AI has, from Google's Cloud Billing Catalog API.
 
 Google sells cores, memory and GPUs by the hour, each a SKU of its own; a machine here is their sum, and only where each
-part is found exactly once. Which SKUs of Vertex AI's own a training job is charged by is not certain, so what it asks
-for beside Compute Engine is left out, and the list is not the service's own. The names of SKUs are those that the
+part is found exactly once. Vertex AI asks for more than Compute Engine. `FACTORS` has by how much where a source says
+so; elsewhere that is left out, and in any case the list is not the service's own. The names of SKUs are those that the
 catalogue had for years; a machine whose parts are called otherwise stays unknown. Machines with local disks in their
 price (A2 Ultra, A3, A4) stay unknown, too.
 """
@@ -44,6 +44,12 @@ GPUS: Mapping[str, str] = {
     "NVIDIA_TESLA_A100": "Nvidia Tesla A100",
     "NVIDIA_L4": "Nvidia L4",
 }
+FACTORS: Mapping[str, tuple[float, float]] = {"N1 Predefined": (1.15, 1.0), "A2": (1.2, 1.2)}
+"""By how much a family costs more on Vertex AI than on Compute Engine, on demand: cores and memory, GPUs.
+
+N1: Google's pricing page has n1-standard-4 at $0.2185 an hour of training (read 2026-10-07), Compute Engine at $0.19;
+of its GPUs no source tells. A2: a2-highgpu-8g at $35.26, Compute Engine at $29.39. The others have no source.
+"""
 PAGES = 200
 NANO = 1e-9
 
@@ -76,13 +82,13 @@ def price_list(account: Account, region: str) -> PriceList:
         provider=NAME,
         region=region,
         date=time.strftime("%Y-%m-%d", time.gmtime()),
-        list="Compute Engine on demand",
+        list="Compute Engine on demand, N1 x 1.15 and A2 x 1.2 as Vertex AI asks",
         source="Cloud Billing Catalog API",
         of_service=False,
         usd_per_hour=dict(sorted(usd.items())),
         spot_usd_per_hour=dict(sorted(spot.items())),
         unknown=(
-            "what Vertex AI asks for beside Compute Engine",
+            "what Vertex AI asks for beside Compute Engine, but for A2 and for cores and memory of N1",
             *(f"{family}: its parts are not known for certain" for family in sorted(left)),
         ),
     )
@@ -94,14 +100,15 @@ def _sum(machine: Machine, found: Skus, *, spot: bool) -> float | None:
     if family is None or machine.vcpus is None or machine.memory_gib is None:
         return None
     use, before = ("Preemptible", "Spot Preemptible ") if spot else ("OnDemand", "")
+    own, gpus = (1.0, 1.0) if spot else FACTORS.get(family, (1.0, 1.0))
     parts = [
-        (machine.vcpus, f"{before}{family} Instance Core running in"),
-        (machine.memory_gib, f"{before}{family} Instance Ram running in"),
+        (machine.vcpus * own, f"{before}{family} Instance Core running in"),
+        (machine.memory_gib * own, f"{before}{family} Instance Ram running in"),
     ]
     if machine.gpu:
         gpu = GPUS.get(machine.accelerator)
         attached = "GPU attached to Spot Preemptible VMs running in" if spot else "GPU running in"
-        parts.append((machine.gpu_count, f"{gpu} {attached}"))
+        parts.append((machine.gpu_count * gpus, f"{gpu} {attached}"))
     total = 0.0
     for count, description in parts:
         prices = found.get((use, description), set())

@@ -11,7 +11,7 @@ from typing import Any
 from ...provider import Mount, NodeSpec, Request, Rules, Simulation
 from .machines import told_as
 from .plan import mounted
-from .words import AGAIN, GCS, GRACE, NFS, PORT
+from .words import AGAIN, FORWARDED, GCS, GRACE, NFS, PORT
 
 __all__ = ["nodes"]
 
@@ -66,6 +66,7 @@ def _node(
         env={**_environment(request, hosts, name, index), **{item["name"]: item["value"] for item in container["env"]}},
         mounts=list(_mounts(request, pool)),
         hostname=hosts[name][index],
+        ports=FORWARDED if len(hosts) > 1 and number == 0 else (),
         gpus=machine.gpu_count if machine is not None else 0,
         cpus=machine.vcpus if machine is not None else None,
         memory=int(machine.memory_gib * GIB) if machine is not None and machine.memory_gib else None,

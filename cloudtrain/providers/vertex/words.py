@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "AGAIN", "GCS", "GRACE", "LABEL_ATTEMPT", "LABEL_CI", "LABEL_JOB", "LABEL_NAME", "LABEL_REQUEST",
-    "LABEL_REVISION", "LABEL_RUN", "LABEL_RUN_ID", "NAME", "NFS", "NODES", "PORT",
+    "AGAIN", "FORWARDED", "GCS", "GRACE", "JOIN_TIMEOUT", "LABEL_ATTEMPT", "LABEL_CI", "LABEL_JOB", "LABEL_NAME",
+    "LABEL_REQUEST", "LABEL_REVISION", "LABEL_RUN", "LABEL_RUN_ID", "LINK_PORT", "NAME", "NFS", "NODES", "PORT",
 ]  # fmt: skip
 
 NAME = "vertex"
@@ -13,8 +13,15 @@ GCS = "/gcs"
 NFS = "/mnt/nfs"
 NODES = "CLOUDTRAIN_NODES"
 """Variable with the number of nodes: without CLUSTER_SPEC, which is promised for several only, a node knows of none."""
-PORT = 2222
-"""The port of CLUSTER_SPEC's addresses; the node link takes the next one. That both are free is unverified."""
+PORT, LINK_PORT = 2222, 3333
+"""torchrun's store and the node link. The port of CLUSTER_SPEC's addresses is the first."""
+FORWARDED = (2222, 3333, 6000)
+"""The ports at which the chief's name answers. It is a Kubernetes Service, which forwards these and no other:
+variables ``CMLE_TRAINING_WORKERPOOL0_…_SERVICE_PORT_…`` of real jobs name them. By its own address a node is reached at
+every port."""
+JOIN_TIMEOUT = 3600.0
+"""Seconds that nodes wait for each other. Without FLEX_START the machines of a job come one by one; others have seen
+nodes start 45 minutes apart."""
 GRACE = 30
 """Seconds between SIGTERM and SIGKILL, as of a machine of Compute Engine; unverified for a container."""
 AGAIN = 134

@@ -20,7 +20,7 @@ from .wire import Caller, Refusal
 __all__ = ["CloudWatch", "Event"]
 
 PAGE_EVENTS, PAGE_BYTES, EVENT_BYTES = 10_000, 1 << 20, 26
-STREAMS_PAGE = 50
+STREAMS_PAGE, MOST_STREAMS = 50, 100
 
 
 @dataclass(frozen=True, order=True)
@@ -98,6 +98,9 @@ class CloudWatch:
     def _filter(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         if "logStreamNames" in request and "logStreamNamePrefix" in request:
             raise Refusal("InvalidParameterException", "Use either logStreamNames or logStreamNamePrefix")
+        prefix = request.get("logStreamNamePrefix")
+        if prefix and len(self.streams(request["logGroupName"], prefix)) > MOST_STREAMS:
+            raise Refusal("InvalidParameterException", f"More than {MOST_STREAMS} log streams have the prefix")
         now, names = time.monotonic(), request.get("logStreamNames")
         first, last = request.get("startTime", 0), request.get("endTime", 1 << 62)
         group = self._groups[request["logGroupName"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,25 @@ from .secrets import Roles
 from .strict import broken_rules, model_errors
 from .wire import ACCOUNT, Caller, Refusal, Wire
 
-__all__ = ["KEY", "REGION", "REGISTRY", "SECRET_KEY", "Plane"]
+__all__ = ["KEY", "NEW_ACCOUNT", "REGION", "REGISTRY", "SECRET_KEY", "Plane"]
 
 REGION = "eu-west-1"
 KEY, SECRET_KEY = "AKIATESTING0TESTING0", "testing"
 REGISTRY = f"{ACCOUNT}.dkr.ecr.{REGION}.amazonaws.com"
 """Its repositories are the images of this machine's engine."""
 PRINCIPAL = "sagemaker.amazonaws.com"
+ACROSS = "Number of instances across all"
+RUN_TIME, VOLUME = "Longest run time for a training job", "Size of EBS volume for a training job instance"
+NEW_ACCOUNT = {
+    RUN_TIME: 432_000,
+    "Maximum number of instances per training job": 20,
+    "Maximum number of instances per spot training job": 20,
+    "Number of instances across all training jobs": 4,
+    "Number of instances across all spot training jobs": 4,
+    VOLUME: 1024,
+}
+"""Applied quotas of an account of January 2026, eu-west-1, by their names in Service Quotas. All its machines had 0."""
+PLENTY = 1 << 30
 
 
 class Plane(Platform):
@@ -34,9 +47,11 @@ class Plane(Platform):
 
     ``nodes`` says what a request starts; by default our own reading of AWS's pages. Faults: ``wire.faults`` and
     ``wire.expired``; instance types in ``no_capacity``, and all in the regions ``crowded`` (on-demand jobs fail after
-    ``capacity_seconds``); ``quotas`` of instances, none in the regions ``capped``; ``unknown`` secondary statuses by
-    job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers, ``dead_sync`` of all;
-    `TrainingJob.interrupt` and `TrainingJob.lose`. ``grace`` is the seconds from SIGTERM to SIGKILL.
+    ``capacity_seconds``); ``quotas`` of instances by type, ``quota`` of any other, and none in the regions ``capped``;
+    the regions ``absent`` have no machine of any type; ``limits`` of the account (`new_account` sets those that AWS
+    gives); ``creates_a_second``, above which CreateTrainingJob is throttled (0: never; AWS has 1); ``unknown``
+    secondary statuses by job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers,
+    ``dead_sync`` of all; `TrainingJob.interrupt` and `TrainingJob.lose`. ``grace`` is seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -52,8 +67,13 @@ class Plane(Platform):
         self.no_capacity: set[str] = set()
         self.crowded: set[str] = set()
         self.capped: set[str] = set()
+        self.absent: set[str] = set()
         self.capacity_seconds = 1.0
         self.quotas: dict[str, int] = {}
+        self.quota = PLENTY
+        self.limits = dict.fromkeys(NEW_ACCOUNT, PLENTY)
+        self.creates_a_second = 0.0
+        self._created = 0.0
         self.unknown: dict[str, str] = {}
         self.sync_lag, self.stale_copies, self.grace = 0.0, False, GRACE
         self.dead_sync = False
@@ -92,6 +112,10 @@ class Plane(Platform):
             "AWS_CONFIG_FILE": str(self.folder / "no-aws-config"),
             "AWS_SHARED_CREDENTIALS_FILE": str(self.folder / "no-aws-credentials"),
         }
+
+    def new_account(self) -> None:
+        """Have the quotas of an account that has asked for none yet: it may run no machine at all."""
+        self.quota, self.limits = 0, dict(NEW_ACCOUNT)
 
     def make_role(self, name: str, principal: str = PRINCIPAL) -> str:
         """A role that the service may assume; its ARN."""
@@ -140,7 +164,15 @@ class Plane(Platform):
         if problems := model_errors(operation, request):
             raise _invalid(problems)
         with self._lock:
+            if operation == "CreateTrainingJob":
+                self._throttle()
             return known[operation](request, caller.region)
+
+    def _throttle(self) -> None:
+        now = time.monotonic()
+        if self.creates_a_second and now < self._created + 1 / self.creates_a_second:
+            raise Refusal("ThrottlingException", "Rate exceeded")
+        self._created = now
 
     def _create(self, request: Mapping[str, Any], region: str) -> Mapping[str, Any]:
         if problems := broken_rules(request):
@@ -171,19 +203,21 @@ class Plane(Platform):
             raise refused
 
     def _check_quota(self, request: Mapping[str, Any], region: str) -> None:
-        resources = request["ResourceConfig"]
-        spot = "spot training job" if request.get("EnableManagedSpotTraining", False) else "training job"
+        resources, usage = request["ResourceConfig"], _usage(request)
         for item in resources.get("InstancePreferences", [resources]):
             kind, count = item.get("InstanceType", ""), item.get("InstanceCount", 1)
-            limit = 0 if region in self.capped else self.quotas.get(kind, 1 << 30)
-            if count > limit:
-                raise Refusal(
-                    "ResourceLimitExceeded",
-                    f"The account-level service limit '{kind} for {spot} usage' is {limit} Instances, with current "
-                    f"utilization of 0 Instances and a request delta of {count} Instances. Please use AWS Service "
-                    "Quotas to request an increase for this quota. If AWS Service Quotas is not available, contact "
-                    "AWS support to request an increase for this quota.",
-                )
+            if region in self.absent:
+                text = f"The requested resource training-job/{kind} is not available in this region"
+                raise Refusal("ResourceLimitExceeded", text)
+            limit = 0 if region in self.capped else self.quotas.get(kind, self.quota)
+            _check_limit(f"{kind} for {usage} usage", limit, "Instances", asked=count)
+        count = _instances(request)
+        busy = sum(_instances(job.body) for job in self.jobs.values() if not job.over and _usage(job.body) == usage)
+        for name, used in ((f"Maximum number of instances per {usage}", 0), (f"{ACROSS} {usage}s", busy)):
+            _check_limit(name, self.limits[name], "Instances", asked=count, used=used)
+        _check_limit(VOLUME, self.limits[VOLUME], "Gigabytes", asked=resources["VolumeSizeInGB"])
+        seconds = request["StoppingCondition"]["MaxRuntimeInSeconds"]
+        _check_limit(RUN_TIME, self.limits[RUN_TIME], "Seconds", asked=seconds)
 
     def _check_image(self, uri: str) -> None:
         if self._engine is not None and not check_image(self._engine, self.image(uri), None):
@@ -261,6 +295,25 @@ class Plane(Platform):
         both = {tag["Key"]: tag for tag in [*job.tags, *request["Tags"]]}
         job.tags = list(both.values())
         return {"Tags": job.tags}
+
+
+def _usage(request: Mapping[str, Any]) -> str:
+    return "spot training job" if request.get("EnableManagedSpotTraining", False) else "training job"
+
+
+def _instances(request: Mapping[str, Any]) -> int:
+    resources = request["ResourceConfig"]
+    return int(resources.get("InstancePreferences", [resources])[0].get("InstanceCount", 1))
+
+
+def _check_limit(name: str, limit: int, unit: str, *, asked: int, used: int = 0) -> None:
+    if used + asked > limit:
+        raise Refusal(
+            "ResourceLimitExceeded",
+            f"The account-level service limit '{name}' is {limit} {unit}, with current utilization of {used} {unit} "
+            f"and a request delta of {asked} {unit}. Please use AWS Service Quotas to request an increase for this "
+            "quota. If AWS Service Quotas is not available, contact AWS support to request an increase for this quota.",
+        )
 
 
 def _invalid(problems: list[str]) -> Refusal:

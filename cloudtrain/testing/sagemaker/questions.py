@@ -62,7 +62,8 @@ class Questions:
         return {**{key: found[key] for key in names}, "CreateDate": made, "AssumeRolePolicyDocument": policy}
 
     def _simulated(self, request: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        if request["PolicySourceArn"] != USER:
+        source = str(request["PolicySourceArn"])
+        if source != USER and not source.startswith(f"arn:aws:iam::{ACCOUNT}:role/"):
             raise Refusal("NoSuchEntity", f"The entity {request['PolicySourceArn']} cannot be found.", 404)
         names = [value for key, value in sorted(request.items()) if key.startswith("ActionNames.member.")]
         return [
@@ -76,7 +77,8 @@ class Questions:
         if problems := model_errors(operation, request, "service-quotas"):
             raise Refusal("IllegalArgumentException", "; ".join(problems))
         rows = [(f"ml.filler.{n} for endpoint usage", 1.0) for n in range(FILLERS)]
-        known = {"ml.m5.xlarge": 8, **self._plane.quotas}
+        rows += [(name, float(limit)) for name, limit in self._plane.limits.items() if name not in self.unlisted]
+        known = {"ml.m5.xlarge": min(8, self._plane.quota), **self._plane.quotas}
         for kind, limit in known.items():
             words = ("training job", "spot training job") if kind not in self.unlisted else ()
             rows += [(f"{kind} for {word} usage", float(limit)) for word in words]

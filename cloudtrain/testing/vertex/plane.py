@@ -19,12 +19,14 @@ from .identity import Identity
 from .life import CustomJob
 from .questions import Questions
 from .replicas import GRACE, NUMBER
-from .strict import STANDARD, broken_rules, parsed
-from .wire import Answer, Call, Refusal, Wire
+from .strict import STANDARD, UNSUPPORTED, broken_rules, parsed
+from .wire import Answer, Call, Refusal, Wire, no_consumer, off
 
-__all__ = ["LOCATION", "PROJECT", "Plane"]
+__all__ = ["LOCATION", "OTHER", "PROJECT", "Plane"]
 
 PROJECT, LOCATION = "contract", "europe-west4"
+OTHER = "another-project"
+"""A project of the same caller, in which no API is enabled."""
 SERVICE = "//aiplatform.googleapis.com"
 AGENT = f"service-{NUMBER}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
 """Who a job is that names no service account: the custom code service agent."""
@@ -40,10 +42,13 @@ class Plane(Platform):
 
     Faults: ``wire.faults``, ``identity``'s and ``entries``' own; ``no_capacity``: a job of FLEX_START waits, any other
     fails after ``capacity_seconds``, and so it is in the locations ``crowded``; ``quotas`` by metric, of machines that
-    run at a time, none in the locations ``capped``; ``accounts`` that a caller may give to a job; ``list_lag`` seconds
-    until a listing has a job; ``error_late`` seconds between a job's end and its error; ``unknown`` states by name, as
-    numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_) of a job whose time, or whose wait, was
-    too long. ``grace`` is the seconds from SIGTERM to SIGKILL.
+    run at a time, none in the locations ``capped``; ``lacking`` are locations without machines that have GPUs;
+    ``consumer`` False: the caller may not have its calls counted against the project; ``accounts`` that a caller may
+    give to a job; ``list_lag`` seconds until a listing has a job; ``error_late`` seconds between a job's end and its
+    error; ``unknown`` states by name, as numbers. ``timed_out`` and ``waited_out`` are the states (less JOB_STATE_) of
+    a job whose time, or whose wait, was too long. ``grace`` is the seconds from SIGTERM to SIGKILL,
+    ``restart_seconds`` the time between a container's failure, after which its machine starts it again in place, and
+    the end of the job.
     """
 
     def __init__(self, folder: Path, *, project: str = PROJECT, location: str = LOCATION) -> None:
@@ -60,10 +65,14 @@ class Plane(Platform):
         self.others: set[str] = set()
         self.crowded: set[str] = set()
         self.capped: set[str] = set()
+        self.lacking: set[str] = set()
+        self.consumer = True
         self.capacity_seconds, self.list_lag, self.error_late, self.grace = 1.0, 0.0, 0.0, GRACE
+        self.restart_seconds = 5.0
         self.timed_out, self.waited_out = "CANCELLED", "EXPIRED"
         self._lock = threading.RLock()
         self.questions = Questions(self)
+        self.wire.charged = self._charged
         self.wire.route("POST", _JOBS, "POST customJobs", self._create)
         self.wire.route("GET", _JOBS, "GET customJobs", self._list)
         self.wire.route("GET", rf"{_JOBS}/([^/:]+)", "GET customJob", self._get)
@@ -88,7 +97,7 @@ class Plane(Platform):
             "STORAGE_EMULATOR_HOST": self.url,
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
             "NO_GCE_CHECK": "true",
-            "GOOGLE_CLOUD_PROJECT": "another-project",
+            "GOOGLE_CLOUD_PROJECT": OTHER,
         }
 
     def job(self, name: str) -> CustomJob:
@@ -131,18 +140,35 @@ class Plane(Platform):
             raise Refusal("INVALID_ARGUMENT", str(exc)) from None
         if problems := broken_rules(record):
             raise Refusal("INVALID_ARGUMENT", " ".join(problems))
+        location = parent.rpartition("/")[2]
+        for pool in record.job_spec.worker_pool_specs:
+            if location in self.lacking and pool.machine_spec.accelerator_count:
+                raise Refusal("INVALID_ARGUMENT", UNSUPPORTED.format(pool.machine_spec.machine_type))
+        if any(pool.WhichOneof("task") == "python_package_spec" for pool in record.job_spec.worker_pool_specs):
+            raise Refusal("UNIMPLEMENTED", "This fake runs containers, no Python packages.")
         account = record.job_spec.service_account
         if account and account not in self.accounts:
             text = f"You do not have permission to act as service_account: {account}. (or it may not exist)."
             raise Refusal("PERMISSION_DENIED", text)
-        capped = parent.rpartition("/")[2] in self.capped
+        capped = location in self.capped
         if over := [m for m, count in metrics(record).items() if capped or count > self.quotas.get(m, count)]:
             names = ",".join(f"aiplatform.googleapis.com/{metric}" for metric in sorted(over))
             raise Refusal("RESOURCE_EXHAUSTED", QUOTA.format(metrics=names))
         with self._lock:
-            name = f"{parent}/customJobs/{secrets.randbelow(9 * 10**18) + 10**18}"
+            name = f"{self._numbered(parent)}/customJobs/{secrets.randbelow(9 * 10**18) + 10**18}"
             made = self.jobs[name] = CustomJob(self, name, record)
         return Answer(made.described(numbers=_numbers(call)))
+
+    def _charged(self, project: str) -> None:
+        """A call whose caller names the project against which it counts. The caller has one more, without the APIs."""
+        if project == OTHER:
+            raise off("Vertex AI API", "aiplatform.googleapis.com", project)
+        if project not in (self.project, self.number) or not self.consumer:
+            raise no_consumer(project)
+
+    def _numbered(self, name: str) -> str:
+        """As the service names things: by the project's number, as every recorded name has it."""
+        return name.replace(f"projects/{self.project}/", f"projects/{self.number}/", 1)
 
     def _check_parent(self, parent: str, permission: str) -> None:
         _, project, _, location = parent.split("/")
@@ -164,7 +190,7 @@ class Plane(Platform):
     def _found(self, call: Call, permission: str) -> CustomJob:
         parent, number = call.words
         self._check_parent(parent, permission)
-        name = f"{parent}/customJobs/{number}"
+        name = f"{self._numbered(parent)}/customJobs/{number}"
         if name not in self.jobs:
             raise Refusal("NOT_FOUND", NO_JOB.format(name=name))
         return self.jobs[name]
@@ -188,7 +214,7 @@ class Plane(Platform):
         wanted = _wanted(call.query.get("filter", ""))
         now = time.time()
         with self._lock:
-            jobs = [job for job in self.jobs.values() if job.name.startswith(f"{parent}/")]
+            jobs = [job for job in self.jobs.values() if job.name.startswith(f"{self._numbered(parent)}/")]
         found = [job for job in reversed(jobs) if now - job.created >= self.list_lag and wanted(job)]
         start = int(base64.b64decode(call.query.get("pageToken") or "MA=="))
         end = start + min(int(call.query.get("pageSize") or PAGE), PAGE)
@@ -200,19 +226,50 @@ class Plane(Platform):
         return Answer(answer)
 
 
+GPUS = {
+    "NVIDIA_TESLA_T4": "custom_model_training_nvidia_t4_gpus",
+    "NVIDIA_TESLA_P4": "custom_model_training_nvidia_p4_gpus",
+    "NVIDIA_TESLA_P100": "custom_model_training_nvidia_p100_gpus",
+    "NVIDIA_TESLA_V100": "custom_model_training_nvidia_v100_gpus",
+    "NVIDIA_L4": "custom_model_training_nvidia_l4_gpus",
+    "NVIDIA_TESLA_A100": "custom_model_training_nvidia_a100_gpus",
+    "NVIDIA_A100_80GB": "custom_model_training_nvidia_a100_80gb_gpus",
+    "NVIDIA_H100_80GB": "custom_model_training_nvidia_h100_gpus",
+    "NVIDIA_H100_MEGA_80GB": "custom_model_training_nvidia_h100_mega_gpus",
+    "NVIDIA_H200_141GB": "custom_model_training_nvidia_h200_gpus",
+    "NVIDIA_B200": "custom_model_training_nvidia_b200_gpus",
+}
+"""Quotas by accelerator, as Google's code (vertex-ai-samples, ``get_resource_id``), its pages and users' errors have
+them; B200 is unverified, and there is no source for GB200 and RTX PRO 6000."""
+CPUS = {
+    "n1": "custom_model_training_cpus", "e2": "custom_model_training_cpus", "n2": "custom_model_training_n2_cpus",
+    "n4": "custom_model_training_n4_cpus", "c2": "custom_model_training_c2_cpus", "g2": "custom_model_training_g2_cpus",
+    "a2": "custom_model_training_a2_cpus", "a3": "custom_model_training_a3_cpus", "m1": "custom_model_training_m1_cpus",
+}  # fmt: skip
+"""Quotas of cores by family; with a GPU as well. Preemptible, only that of N1 was ever seen in an error."""
+CORES = {"a2-highgpu": 12, "a2-ultragpu": 12, "a2-megagpu": 6, "a3-highgpu": 26, "a3-megagpu": 26, "a3-ultragpu": 28}
+"""Cores for each GPU, of machines whose name counts those: Compute Engine's page of accelerator-optimized machines."""
+
+
 def metrics(job: Any) -> Counter[str]:
-    """What a CustomJob message takes of which quota ("Quotas and limits", custom-trained models)."""
+    """What a CustomJob message takes of which quota."""
     from google.cloud.aiplatform_v1 import AcceleratorType
 
-    scheduling, found = job.job_spec.scheduling, Counter[str]()
-    kind = "_preemptible" if scheduling.strategy not in (0, STANDARD) else ""
+    preemptible = job.job_spec.scheduling.strategy not in (0, STANDARD)
+    found = Counter[str]()
     for pool in job.job_spec.worker_pool_specs:
         machine = pool.machine_spec
-        if machine.accelerator_count:
-            name = AcceleratorType(machine.accelerator_type).name.replace("TESLA_", "").lower()
-            found[f"custom_model_training{kind}_{name}_gpus"] += machine.accelerator_count * pool.replica_count
-        elif size := re.search(r"-(\d+)$", machine.machine_type):
-            found[f"custom_model_training{kind}_cpus"] += int(size[1]) * pool.replica_count
+        kind, size = machine.machine_type.rpartition("-")[::2]
+        cores = int(size) if size.isdigit() else CORES.get(kind, 0) * machine.accelerator_count
+        taken = {GPUS.get(AcceleratorType(machine.accelerator_type).name): machine.accelerator_count}
+        if not preemptible or kind.startswith(("n1-", "e2-")):
+            taken[CPUS.get(kind.partition("-")[0])] = cores
+        for metric, count in taken.items():
+            if metric and count * pool.replica_count:
+                name = metric.replace("training_", "training_preemptible_") if preemptible else metric
+                restricted = "/vertex-ai-restricted/" in pool.container_spec.image_uri
+                name = name.replace("custom_model", "restricted_image") if restricted else name
+                found[name] += count * pool.replica_count
     return found
 
 

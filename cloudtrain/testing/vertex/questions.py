@@ -29,6 +29,7 @@ class Questions:
         self._plane = plane
         route, accounts = plane.wire.route, "/v1/projects/-/serviceAccounts"
         route("POST", r"/v1/projects/([^/:]+):testIamPermissions", "POST project permissions", self._in_project)
+        route("GET", r"/v1/projects/([^/:]+)", "GET project", self._project)
         route("GET", rf"{accounts}/([^/:]+)", "GET account", self._account)
         route("POST", rf"{accounts}/([^/:]+):testIamPermissions", "POST account permissions", self._on_account)
         quotas = r"/v1/projects/([^/]+)/locations/global/services/aiplatform\.googleapis\.com/quotaInfos"
@@ -44,6 +45,11 @@ class Questions:
     def _allowed(self, call: Call) -> Answer:
         found = [name for name in call.json()["permissions"] if name not in self.denied]
         return Answer({"permissions": found} if found else {})
+
+    def _project(self, call: Call) -> Answer:
+        if call.words[0] != self._plane.project:
+            raise Refusal.denied("resourcemanager.projects.get", f"projects/{call.words[0]}")
+        return Answer({"projectId": self._plane.project, "projectNumber": self._plane.number})
 
     def _in_project(self, call: Call) -> Answer:
         if call.words[0] != self._plane.project:

@@ -19,6 +19,8 @@ __all__ = ["GRACE", "differences", "reading", "tasks"]
 GRACE = 30.0
 """Seconds between SIGTERM and SIGKILL: those of a machine that Compute Engine takes back; unverified for jobs."""
 PORT = 2222
+FORWARDED = (2222, 3333, 6000)
+"""Ports of the Service that the chief's name is: TF_PORT, TRAINING_PORT, STATUSZ in the variables of real workers."""
 WEEK = 7 * 86400.0
 """A job without a timeout."""
 NUMBER = "123456789012"
@@ -58,6 +60,7 @@ def reading(name: str, job: Any) -> Simulation:
                     for item in spec.nfs_mounts
                 ],
                 hostname=where[pool, index],
+                ports=FORWARDED if pool == 0 and len(where) > 1 else (),
             )
         )
     scheduling = job.job_spec.scheduling
@@ -122,7 +125,7 @@ def differences(body: Mapping[str, Any], theirs: Simulation) -> list[str]:
     compare("number of nodes", len(ours.nodes), len(theirs.nodes))
     for number, (one, other) in enumerate(zip(ours.nodes, theirs.nodes, strict=False)):
         at = f"node {number}: "
-        for name in ("image", "entrypoint", "command", "user", "workdir", "files"):
+        for name in ("image", "entrypoint", "command", "user", "workdir", "files", "ports"):
             compare(at + name, _plain(getattr(one, name)), _plain(getattr(other, name)))
         compare(at + "variables", _own(one.env), _own(other.env))
         compare(at + "task", _task(one, ours), _task(other, theirs))

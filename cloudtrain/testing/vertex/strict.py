@@ -13,15 +13,39 @@ from typing import Any
 
 __all__ = ["broken_rules", "model_errors", "parsed"]
 
-PLAIN = re.compile(
-    r"(n1|n2|n2d|n4|e2|c2|c2d|c3|c3d|c4|m1|m2|m3)-(standard|highmem|highcpu|ultramem|megamem)-\d+(-lssd)?"
-)
-"""Machines without accelerators of their own."""
-ATTACHED = {
-    "NVIDIA_TESLA_T4": (1, 2, 4), "NVIDIA_TESLA_P4": (1, 2, 4), "NVIDIA_TESLA_P100": (1, 2, 4),
-    "NVIDIA_TESLA_V100": (1, 2, 4, 8),
-}  # fmt: skip
-"""Accelerators of an n1 machine, and how many it may have."""
+PLAIN: Mapping[str, Sequence[int]] = {
+    "e2-standard": (4, 8, 16, 32),
+    "e2-highmem": (2, 4, 8, 16),
+    "e2-highcpu": (16, 32),
+    **dict.fromkeys(("n4-standard", "n4-highmem", "n4-highcpu"), (2, 4, 8, 16, 32, 48, 64, 80)),
+    "n2-standard": (4, 8, 16, 32, 48, 64, 80),
+    "n2-highmem": (2, 4, 8, 16, 32, 48, 64, 80),
+    "n2-highcpu": (16, 32, 48, 64, 80),
+    "n1-standard": (4, 8, 16, 32, 64, 96),
+    "n1-highmem": (2, 4, 8, 16, 32, 64, 96),
+    "n1-highcpu": (16, 32, 64, 96),
+    "c2-standard": (4, 8, 16, 30, 60),
+    "m1-ultramem": (40, 80, 160),
+    "m1-megamem": (96,),
+}
+"""Machines without accelerators of their own, by family and cores: the page's list, section "Machine types"."""
+_FEW = {"NVIDIA_TESLA_P4": (1, 2, 4), "NVIDIA_TESLA_P100": (1, 2, 4), "NVIDIA_TESLA_T4": (1, 2, 4)}
+_SMALL = {**_FEW, "NVIDIA_TESLA_V100": (1, 2, 4, 8)}
+_16 = {**_FEW, "NVIDIA_TESLA_V100": (2, 4, 8)}
+_32 = {**dict.fromkeys(_FEW, (2, 4)), "NVIDIA_TESLA_V100": (4, 8)}
+_LARGE = {"NVIDIA_TESLA_P4": (4,), "NVIDIA_TESLA_T4": (4,), "NVIDIA_TESLA_V100": (8,)}
+ATTACHED: Mapping[str, Mapping[str, Sequence[int]]] = {
+    **dict.fromkeys(("n1-standard-4", "n1-standard-8", "n1-highmem-2", "n1-highmem-4", "n1-highmem-8"), _SMALL),
+    **dict.fromkeys(("n1-standard-16", "n1-highmem-16", "n1-highcpu-16"), _16),
+    **dict.fromkeys(("n1-standard-32", "n1-highmem-32", "n1-highcpu-32"), _32),
+    **dict.fromkeys(("n1-standard-64", "n1-highmem-64", "n1-standard-96", "n1-highmem-96", "n1-highcpu-96"), _LARGE),
+    "n1-highcpu-64": {**_LARGE, "NVIDIA_TESLA_P100": (4,)},
+}
+"""Accelerators of an N1 machine and their numbers, line by line: the page's table of valid numbers of GPUs.
+
+The copy of the page lists a line's numbers without its columns. Where a large machine has three of four, the missing
+one is P100: the page says that four of them provide 64 cores and 208 GB at most.
+"""
 BUILT_IN = {
     **{f"g2-standard-{n}": ("NVIDIA_L4", 1) for n in (4, 8, 12, 16, 32)},
     **{f"g2-standard-{n}": ("NVIDIA_L4", n // 12) for n in (24, 48, 96)},
@@ -36,13 +60,22 @@ BUILT_IN = {
     **{f"g4-standard-{48 * n}": ("NVIDIA_RTX_PRO_6000", n) for n in (1, 2, 4, 8)},
 }
 """Machines that come with accelerators: which, and how many."""
+TPUS = re.compile(r"cloud-tpu|ct5lp-hightpu-[148]t|ct6e-standard-[148]t|tpu7x-standard-4t")
+"""Machines with TPUs: the page's section "TPUs". ``cloud-tpu`` names its accelerator, the others a topology."""
 SHARED = ("a3-highgpu-1g", "a3-highgpu-2g", "a3-highgpu-4g")
 """To be had for SPOT and FLEX_START only."""
 FLEXIBLE = ("NVIDIA_L4", "NVIDIA_TESLA_A100", "NVIDIA_A100_80GB", "NVIDIA_H100_80GB", "NVIDIA_H100_MEGA_80GB",
             "NVIDIA_H200_141GB", "NVIDIA_B200")  # fmt: skip
 """Accelerators of FLEX_START."""
+RESERVED = ("NVIDIA_GB200",)
+"""Accelerators that need a shared reservation: the page's list of GPUs."""
+PREBUILT = re.compile(r"((us|europe|asia)-docker\.pkg\.dev/vertex-ai|gcr\.io/cloud-aiplatform)/training/[a-z0-9.:-]+")
+"""Images for ``python_package_spec``: Google's page of prebuilt containers. The newest PyTorch is 2.4; its support has
+ended, and a log of 27 July 2026 shows that it can still be pulled."""
 DISKS = ("pd-ssd", "pd-standard", "hyperdisk-balanced")
 WEEK = 7 * 86400
+UNSUPPORTED = "Machine type {} is not supported."
+"""The service's own text, as its page of troubleshooting has it."""
 STANDARD, SPOT, FLEX_START = 3, 4, 6
 OUTPUTS = ("name", "state", "createTime", "startTime", "endTime", "updateTime", "error", "webAccessUris")
 _KEY, _VALUE = re.compile(r"[^\W\dA-Z_][\w-]{0,62}"), re.compile(r"[\w-]{0,63}")
@@ -132,10 +165,13 @@ def _pools(job: Any) -> Iterator[str]:
 def _pool(pool: Any, strategy: int) -> Iterator[str]:
     if not pool.WhichOneof("task"):
         yield "container_spec or python_package_spec is required."
+    package, container = pool.python_package_spec, pool.container_spec
     if pool.WhichOneof("task") == "python_package_spec":
-        yield "python_package_spec runs on a prebuilt image, of which none is available any more."
-    container = pool.container_spec
-    if not _IMAGE.fullmatch(container.image_uri):
+        if not PREBUILT.fullmatch(package.executor_image_uri):
+            yield f"executor_image_uri must be a prebuilt image, not {package.executor_image_uri!r}"
+        if not (package.python_module and 1 <= len(package.package_uris) <= 100):
+            yield "python_package_spec needs a python_module and 1 to 100 package_uris."
+    elif not _IMAGE.fullmatch(container.image_uri):
         yield f"Invalid image URI {container.image_uri!r}"
     names = [item.name for item in container.env]
     if len(names) > 100 or len(names) != len(set(names)) or not all(map(_VARIABLE.fullmatch, names)):
@@ -152,23 +188,33 @@ def _machine(spec: Any, strategy: int) -> Iterator[str]:
 
     kind, count = AcceleratorType(spec.accelerator_type).name, spec.accelerator_count
     machine, none = spec.machine_type, kind == "ACCELERATOR_TYPE_UNSPECIFIED"
-    if none != (count == 0):
+    family, _, size = machine.rpartition("-")
+    if TPUS.fullmatch(machine):
+        if (machine == "cloud-tpu") != kind.startswith("TPU_") or (machine == "cloud-tpu") == bool(spec.tpu_topology):
+            yield f"Machine type {machine} does not go with {kind} and topology {spec.tpu_topology!r}."
+    elif none != (count == 0):
         yield "accelerator_type and accelerator_count go together."
     elif machine in BUILT_IN:
         if (kind, count) != BUILT_IN[machine]:
             yield f"Machine type {machine} has {BUILT_IN[machine][1]} {BUILT_IN[machine][0]}, not {count} {kind}."
-    elif not PLAIN.fullmatch(machine):
-        yield f"Machine type {machine!r} is not supported."
-    elif not none and not (machine.startswith("n1-") and count in ATTACHED.get(kind, ())):
+    elif not size.isdigit() or int(size) not in PLAIN.get(family, ()):
+        yield UNSUPPORTED.format(machine)
+    elif not none and count not in ATTACHED.get(machine, {}).get(kind, ()):
         yield f"Machine type {machine} does not take {count} {kind}."
     if machine in SHARED and strategy not in (SPOT, FLEX_START):
         yield f"Machine type {machine} is for SPOT and FLEX_START only."
-    affinity = spec.reservation_affinity
-    specific = affinity.reservation_affinity_type == 3
+    yield from _reservation(spec.reservation_affinity, kind, strategy)
+
+
+def _reservation(affinity: Any, kind: str, strategy: int) -> Iterator[str]:
+    """The page "Use reservations with training"."""
+    specific, reserved = affinity.reservation_affinity_type == 3, affinity.reservation_affinity_type in (2, 3)
     if specific != bool(affinity.values) or not all(map(_RESERVATION.fullmatch, affinity.values)):
         yield "A specific reservation is named by key and values: projects/P/zones/Z/reservations/R."
-    if specific and strategy in (SPOT, FLEX_START):
+    if reserved and strategy in (SPOT, FLEX_START):
         yield "A reservation is for strategy STANDARD only."
+    if kind in RESERVED and not reserved:
+        yield f"{kind} needs a shared reservation."
 
 
 def _scheduling(job: Any) -> Iterator[str]:
@@ -211,6 +257,11 @@ def _account(job: Any) -> Iterator[str]:
     for name, form in _NAMES.items():
         if (value := getattr(spec, name)) and not form.fullmatch(value):
             yield f"Invalid {name} {value!r}"
+    pools = spec.worker_pool_specs
+    if spec.persistent_resource_id and any(
+        p.machine_spec.reservation_affinity.reservation_affinity_type > 1 for p in pools
+    ):
+        yield "A job on a persistent resource cannot consume a reservation."
     if spec.tensorboard and not spec.service_account:
         yield "tensorboard needs a service_account."
     if spec.reserved_ip_ranges and not spec.network:

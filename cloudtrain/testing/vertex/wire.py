@@ -21,12 +21,12 @@ from typing import Any
 
 from .. import machines
 
-__all__ = ["STATUS", "Answer", "Call", "Fault", "Refusal", "Wire", "unchunked"]
+__all__ = ["STATUS", "Answer", "Call", "Fault", "Refusal", "Wire", "no_consumer", "off", "unchunked"]
 
 STATUS = {
     "INVALID_ARGUMENT": 400, "FAILED_PRECONDITION": 400, "UNAUTHENTICATED": 401, "PERMISSION_DENIED": 403,
     "NOT_FOUND": 404, "ALREADY_EXISTS": 409, "ABORTED": 409, "RESOURCE_EXHAUSTED": 429, "INTERNAL": 500,
-    "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
+    "UNIMPLEMENTED": 501, "UNAVAILABLE": 503, "DEADLINE_EXCEEDED": 504,
 }  # fmt: skip
 """HTTP status by canonical code (google/rpc/code.proto)."""
 CONSOLE = "https://console.developers.google.com/apis/api"
@@ -85,14 +85,28 @@ class Fault(machines.Fault):
     @classmethod
     def disabled(cls, operation: str, project: str, times: int = 1) -> Fault:
         """The API is not enabled in the project."""
-        service = "aiplatform.googleapis.com"
-        text = (
-            f"Vertex AI API has not been used in project {project} before or it is disabled. Enable it by visiting "
-            f"{CONSOLE}/{service}/overview?project={project} then retry. If you enabled this API recently, wait a few "
-            "minutes for the action to propagate to our systems and retry."
-        )
-        info = _info("SERVICE_DISABLED", service=service, consumer=f"projects/{project}")
-        return cls(operation, Refusal("PERMISSION_DENIED", text, details=[info]), times)
+        return cls(operation, off("Vertex AI API", "aiplatform.googleapis.com", project), times)
+
+
+def off(api: str, service: str, project: str) -> Refusal:
+    """An API that is not enabled in the project whose calls are counted."""
+    text = (
+        f"{api} has not been used in project {project} before or it is disabled. Enable it by visiting "
+        f"{CONSOLE}/{service}/overview?project={project} then retry. If you enabled this API recently, wait a few "
+        "minutes for the action to propagate to our systems and retry."
+    )
+    info = _info("SERVICE_DISABLED", service=service, consumer=f"projects/{project}")
+    return Refusal("PERMISSION_DENIED", text, details=[info])
+
+
+def no_consumer(project: str) -> Refusal:
+    """The caller may not have its calls counted against the project that it names."""
+    text = (
+        f"Caller does not have required permission to use project {project}. Grant the caller the "
+        "roles/serviceusage.serviceUsageConsumer role, or a custom role with the serviceusage.services.use permission."
+    )
+    info = _info("USER_PROJECT_DENIED", service="aiplatform.googleapis.com", consumer=f"projects/{project}")
+    return Refusal("PERMISSION_DENIED", text, details=[info])
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,8 @@ class Wire:
         self.calls: list[Call] = []
         self.crashes: list[str] = []
         self._accounts = accounts
+        self.charged: Callable[[str], None] = lambda project: None
+        """Raises `Refusal` for a project (x-goog-user-project) against which a call may not be counted."""
         self._routes: list[_Route] = []
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
@@ -210,6 +226,8 @@ class Wire:
             raise Refusal("NOT_FOUND", f"The requested URL {path} was not found on this server.")
         if not route.open:
             call = dataclasses.replace(call, account=self._accounts(call.token))
+            if project := headers.get("x-goog-user-project"):
+                self.charged(project)
         answer = route.handler(call)
         if fault is None:
             return answer

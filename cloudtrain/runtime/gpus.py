@@ -1,0 +1,102 @@
+"""The GPUs of a node: whether PyTorch can use them, and the libraries that an older driver needs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+__all__ = ["compat_library_path", "count", "driver_version", "trouble"]
+
+VERSION = Path("/proc/driver/nvidia/version")
+DEVICES = Path("/dev")
+CHECK_SECONDS = 120.0
+"""PyTorch and its libraries may come over the network when an image was pulled lazily."""
+CHECK = """
+import json, sys
+try:
+    import torch
+except Exception:
+    sys.exit()
+error = ""
+try:
+    (torch.zeros(1, device="cuda") + 1).cpu()
+except Exception as exc:
+    error = str(exc).strip() or type(exc).__name__
+print(json.dumps([getattr(torch.version, "cuda", None), error]))
+"""
+"""The sum runs a kernel: `torch.cuda.is_available` is also true where the image has no code for the GPU."""
+_BROKEN = re.compile(r"system not yet initialized|uncorrectable|unknown error|busy or unavailable|is lost", re.I)
+"""Errors of CUDA that come from the machine. Another machine, with the same image, may have none."""
+
+
+def count() -> int:
+    """Return how many GPUs of NVIDIA this node has, by their device files."""
+    try:
+        return sum(1 for name in os.listdir(DEVICES) if re.fullmatch(r"nvidia\d+", name))
+    except OSError:
+        return 0
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver, such as ``580.65.06``; empty where there is none."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^NVRM version:.*?\s(\d+(?:\.\d+)+)\s", VERSION.read_text(), re.MULTILINE):
+            return found[1]
+    return ""
+
+
+def compat_library_path(folder: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the LD_LIBRARY_PATH that begins with ``folder``, where the node's driver is older than the image's CUDA.
+
+    ``folder`` has CUDA's forward compatibility libraries. The version in the name of its libcuda is that of the driver
+    that the image's CUDA came with. Returns an empty dict where the driver is as new, or where one is not known.
+    """
+    driver = driver_version()
+    library = os.path.basename(os.path.realpath(f"{folder}/libcuda.so.1"))
+    needed = library.removeprefix("libcuda.so.")
+    if not driver or not re.fullmatch(r"\d+(\.\d+)+", needed) or _number(driver) >= _number(needed):
+        return {}
+    known = environ.get("LD_LIBRARY_PATH", "")
+    return {"LD_LIBRARY_PATH": f"{folder}:{known}" if known else folder}
+
+
+def _number(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
+
+
+def trouble(
+    python: str, environ: Mapping[str, str], *, folder: Path, say: Callable[[str], None], needed: bool = True
+) -> tuple[str, str] | None:
+    """Return why PyTorch cannot use this node's GPUs, and the category of that failure; None where it can.
+
+    ``environ`` is the environment of the ranks and ``folder`` a folder without modules. Returns None, too, where
+    ``python`` has no PyTorch, where the job hides all GPUs, and after `CHECK_SECONDS`. Where the GPUs need not be
+    PyTorch's (``needed`` is False), a PyTorch without CUDA is only said.
+    """
+    if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return None
+    try:
+        done = subprocess.run(
+            [python, "-c", CHECK], cwd=folder, env=environ, capture_output=True, timeout=CHECK_SECONDS, check=False
+        )
+        cuda, error = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        say(f"PyTorch has not begun to use the GPUs within {CHECK_SECONDS:.0f} s; the ranks start all the same")
+        return None
+    except (OSError, ValueError, IndexError):  # there is no PyTorch, or the ranks meet the same error and show it
+        return None
+    if not error:
+        return None
+    first = error.splitlines()[0]
+    built = f"PyTorch in the image is built for CUDA {cuda}" if cuda else "PyTorch in the image is built without CUDA"
+    if not cuda and not needed:
+        say(f"{built}, and this node has {count()} GPUs; the script must use them by other means")
+        return None
+    facts = f"driver {driver_version() or 'unknown'}; {built}"
+    category = "infra" if _BROKEN.search(error) else "image"
+    return f"PyTorch cannot use the {count()} GPUs of this node: {first} ({facts})", category

@@ -1,0 +1,167 @@
+"""GPUs that PyTorch cannot use are named before a rank starts; an older driver gets CUDA's own libraries."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain.provider import Site, Status, Topology
+from cloudtrain.runtime import gpus
+from cloudtrain.runtime.cause import category, summary
+from cloudtrain.runtime.logs import LogWriter
+from cloudtrain.runtime.node import Node
+from cloudtrain.runtime.workspace import Workspace
+from cloudtrain.verdict import verdict_of
+
+NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.3\n"
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (builder@x)  Wed\nGCC version: 12\n"
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver."
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A node with two GPUs, driver 535.161.08 and compatibility libraries of 580.65.06."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "dev" / name).touch()
+    (tmp_path / "version").write_text(NVRM.format("535.161.08"))
+    (tmp_path / "compat").mkdir()
+    (tmp_path / "compat" / "libcuda.so.580.65.06").touch()
+    (tmp_path / "compat" / "libcuda.so.1").symlink_to("libcuda.so.580.65.06")
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path / "dev")
+    monkeypatch.setattr(gpus, "VERSION", tmp_path / "version")
+    return tmp_path
+
+
+def torch(machine: Path, *, error: str = "", cuda: str = "'13.3'") -> dict[str, str]:
+    """Return an environment in which ``import torch`` finds a PyTorch whose first kernel ends with ``error``."""
+    lines = [
+        "from types import SimpleNamespace as N",
+        f"version = N(cuda={cuda})",
+        "class Tensor:",
+        "    def __add__(self, other): return self",
+        "    def cpu(self): return self",
+        "def zeros(size, device):",
+        f"    if {error!r}: raise RuntimeError({error!r})",
+        "    return Tensor()",
+    ]
+    (machine / "modules").mkdir(exist_ok=True)
+    (machine / "modules" / "torch.py").write_text("\n".join(lines))
+    return {"PYTHONPATH": str(machine / "modules")}
+
+
+def trouble(machine: Path, environ: dict[str, str]) -> tuple[str, str] | None:
+    return gpus.trouble(sys.executable, environ, folder=machine, say=print)
+
+
+@pytest.mark.parametrize("text", [NVRM, OPEN])
+@pytest.mark.parametrize("version", ["535.161.08", "470.57.02", "580.65"])
+def test_the_version_of_the_driver(text: str, version: str, machine: Path) -> None:
+    (machine / "version").write_text(text.format(version))
+    assert gpus.driver_version() == version
+
+
+def test_a_node_without_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path / "none")
+    monkeypatch.setattr(gpus, "VERSION", tmp_path / "none")
+    assert (gpus.count(), gpus.driver_version()) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("driver", "used"), [("535.161.08", True), ("579.99.99", True), ("580.65.06", False), ("590.1", False)]
+)
+def test_an_older_driver_gets_the_compatibility_libraries(driver: str, used: bool, machine: Path) -> None:
+    (machine / "version").write_text(NVRM.format(driver))
+    compat = str(machine / "compat")
+    found = gpus.compat_library_path(compat, {"LD_LIBRARY_PATH": "/opt/lib"})
+    assert found == ({"LD_LIBRARY_PATH": f"{compat}:/opt/lib"} if used else {})
+    assert gpus.compat_library_path(compat, {}) == ({"LD_LIBRARY_PATH": compat} if used else {})
+    assert gpus.compat_library_path(str(machine / "none"), {}) == {}
+
+
+def test_gpus_that_work_are_no_trouble(machine: Path) -> None:
+    assert trouble(machine, torch(machine)) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "cuda", "category", "says"),
+    [
+        (TOO_OLD, "'13.3'", "image", "is built for CUDA 13.3"),
+        ("CUDA error: no kernel image is available for execution on the device\nmore", "'13.0'", "image", "CUDA 13.0"),
+        ("Torch not compiled with CUDA enabled", "None", "image", "is built without CUDA"),
+        ("CUDA error: system not yet initialized", "'12.6'", "infra", "driver 535.161.08"),
+        ("CUDA error: uncorrectable ECC error encountered", "'12.6'", "infra", "ECC"),
+    ],
+)
+def test_gpus_that_pytorch_cannot_use(machine: Path, error: str, cuda: str, category: str, says: str) -> None:
+    found = trouble(machine, torch(machine, error=error, cuda=cuda))
+    assert found is not None
+    assert found[1] == category
+    assert says in found[0]
+    assert error.splitlines()[0] in found[0]
+    assert "driver 535.161.08" in found[0]
+    assert "\n" not in found[0]
+
+
+def test_a_pytorch_for_cpus_may_be_there_for_the_data(machine: Path) -> None:
+    """As of a script of JAX, which ``launcher = "python"`` starts; a driver that is too old is trouble all the same."""
+    said: list[str] = []
+    environ = torch(machine, error="Torch not compiled with CUDA enabled", cuda="None")
+    assert gpus.trouble(sys.executable, environ, folder=machine, say=said.append, needed=False) is None
+    assert "built without CUDA" in said[0]
+    environ = torch(machine, error=TOO_OLD)
+    assert gpus.trouble(sys.executable, environ, folder=machine, say=said.append, needed=False) is not None
+
+
+def test_what_tells_nothing_is_no_trouble(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = torch(machine, error=TOO_OLD)
+    assert trouble(machine, {**broken, "CUDA_VISIBLE_DEVICES": ""}) is None
+    (machine / "modules" / "torch.py").write_text("raise ImportError('libcudart.so.13')")
+    assert trouble(machine, broken) is None
+    (machine / "modules" / "torch.py").write_text("import time\ntime.sleep(60)")
+    monkeypatch.setattr(gpus, "CHECK_SECONDS", 0.5)
+    assert trouble(machine, broken) is None
+
+
+@pytest.mark.parametrize(
+    ("launcher", "groups", "failed"),
+    [("torchrun", None, True), ("torchrun", "groups", False), ("command", None, False)],
+)
+def test_a_node_ends_before_its_ranks_start(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, groups: str | None, failed: bool
+) -> None:
+    """As category image, which no attempt follows: a container's GPUs alone are the job's for certain."""
+    monkeypatch.setenv("PYTHONPATH", torch(machine, error=TOO_OLD)["PYTHONPATH"])
+    monkeypatch.setattr(Workspace, "fill", lambda self: self._home.mkdir())
+    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    site = Site(topology=topology, paths={"live": str(machine)}, scratch=[str(machine)], groups_file=groups)
+    context: dict[str, Any] = {"resume": None, "run_id": "r", "launcher": launcher, "env": {}}
+    node = Node(context=context, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue())
+    monkeypatch.setattr(Node, "_agree_on_resume", lambda self: None)
+    node._begin("0.0")
+    node._prepare_and_join()
+    assert [category(failure) for failure in node.failures] == (["image"] if failed else [])
+    assert node._over() == failed
+    if failed:
+        assert "too old" in summary(node.failures[0])
+        node._record("failed", node.failures[0], decided=True)
+        record = json.loads((machine / "exit" / "0.0-node-0.json").read_text())
+        verdict = verdict_of(Status(state="failed", category="user_error", reason="exit code: 1"), [record])
+        assert (verdict.category, verdict.exit_code) == ("image", 2)
+
+
+def test_the_ranks_get_the_compatibility_libraries_and_the_log_says_so(
+    machine: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    site = Site(topology=topology, paths={}, scratch=[str(machine)], cuda_compat=str(machine / "compat"))
+    log = LogWriter(node=0)
+    log.begin("0.0", None)
+    space = Workspace(context={"run_id": "r"}, site=site, log=log)
+    assert space._export["LD_LIBRARY_PATH"].split(":")[0] == str(machine / "compat")
+    assert "driver 535.161.08 is older than the image's CUDA" in capfd.readouterr().out
