@@ -302,8 +302,12 @@ class Job:
     checkpoint_paths: tuple[str, ...] = field(
         default=(), metadata=_help("further checkpoints a script writes: globs below its working folder")
     )
-    keep_checkpoints: int = field(
-        default=0, metadata=_help("newest complete checkpoints kept, and what a pointer names; 0: all of them")
+    keep_checkpoints: int | None = field(
+        default=None,
+        metadata=_help(
+            "newest complete checkpoints kept, and what a pointer names; 0: all of them; "
+            "default: 0, or 3 where each restart downloads them all"
+        ),
     )
     tags: dict[str, str] = field(default_factory=dict, metadata=_help("labels of the job on the platform"))
     options: dict[str, dict[str, Any]] = field(
@@ -365,7 +369,8 @@ class Job:
                 raise SpecError(f"must be {what} above zero, not {most!r}", field=name)
             _set(self, **{name: float(most)})
         whole_number(self.retries, "retries", least=0, most=100)
-        whole_number(self.keep_checkpoints, "keep_checkpoints", least=0)
+        if self.keep_checkpoints is not None:
+            whole_number(self.keep_checkpoints, "keep_checkpoints", least=0)
         if not isinstance(self.debug_nccl, bool):
             raise SpecError(f"must be true or false, not {self.debug_nccl!r}", field="debug_nccl")
         if self.resume_from is not None:

@@ -22,6 +22,8 @@ from .errors import NotFoundError, SpecError, UnsupportedError
 from .values import nearest, url_scheme
 
 if TYPE_CHECKING:  # a node compiles all that it imports at each start, and has no use for it
+    from pathlib import Path
+
     from .job import Input, Job
 
 __all__ = [
@@ -261,6 +263,21 @@ class Topology:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SyncAgent:
+    """A platform's own program that copies a node's ``live`` folder to the store, and back at the next start.
+
+    Beside a file it puts an empty one whose name ends in ``uploading``, then one that ends in ``uploaded``. It leaves
+    files alone whose names end in ``ignored``. ``put`` uploads one file without the agent, given its path below
+    ``live``, the file, and what to call after each part; it raises `StorageError`. None: the node has no way there.
+    """
+
+    uploading: str
+    uploaded: str
+    ignored: str
+    put: Callable[[str, Path, Callable[[], None]], None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Site:
     """What the platform gives a node. ``paths`` maps ``live`` and ``input.<channel>`` to folders.
 
@@ -272,7 +289,8 @@ class Site:
     node that is no container. ``cpus`` are this node's cores, where several nodes share a machine. ``attempt`` is
     ``k.r``, where the platform itself counts its starts. ``folders`` are what scripts written for this platform know,
     absolute or below their own folder, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
-    ``export_env`` may hold placeholders.
+    ``export_env`` may hold placeholders. ``agent`` copies ``live`` to the store; None: ``live`` is the store's own, or
+    the engine's business.
 
     ``hidden_env`` lists prefixes of the node's variables that ranks do not get. ``notes`` are lines for the node's log.
     ``flush_seconds`` is the time between two writes of metrics, and of log lines, into ``live``. An object store makes
@@ -312,6 +330,7 @@ class Site:
     join_timeout: float = JOIN_TIMEOUT
     restarts_in_place: bool = False
     cuda_compat: str = ""
+    agent: SyncAgent | None = None
 
 
 # ------------------------------------------------------------------------------------------ what an engine starts: data
@@ -364,6 +383,7 @@ class Rules:
     attempts that whoever runs the engine starts. ``time_limit`` is running time, summed over attempts; ``stop_signal``
     then ``stop_grace`` seconds come before a kill. The success of node ``primary`` is the job's. ``sync_lag``: nodes
     have folders of their own, whose changes go up so late; None: what is synced is one folder, mounted on all.
+    ``sync_marks`` begins the words that the platform's agent adds to names there: ``.x`` of ``file.x-uploaded``.
     ``objects`` is a path of the node below which its mounts are of an object store, and behave so.
     """
 
@@ -375,6 +395,7 @@ class Rules:
     losses: int = 0
     primary: int | None = None
     sync_lag: float | None = None
+    sync_marks: str = ""
     objects: str = ""
     stop_signal: str = "SIGTERM"
     stop_grace: float = 30.0
@@ -452,6 +473,7 @@ _RULE_VALUES: _Values = {
     **dict.fromkeys(("retries", "max_restarts", "preemptions", "losses", "primary"), _WHOLE),
     "restart_on": (_all(lambda value: isinstance(value, int) and not isinstance(value, bool)), "a list of exit codes"),
     "objects": _TEXT,
+    "sync_marks": _TEXT,
     "stop_signal": (lambda value: _is_text(value) and value in signal.Signals.__members__, "a signal's name (SIGTERM)"),
 }
 
@@ -588,7 +610,7 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "stall_timeout": job.stall_timeout,
         "debug_nccl": job.debug_nccl,
         "checkpoint_paths": list(job.checkpoint_paths),
-        "keep_checkpoints": job.keep_checkpoints,
+        "keep_checkpoints": job.keep_checkpoints or 0,
         "checkpoint_url": layout.direct,
         "resume": layout.resume,
     }

@@ -20,10 +20,11 @@ from .digests import Digests, looks
 from .disk import inside, local_path, safe
 from .errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from .provider import Status
+from .segments import Span, distinct, span_of
 from .store import Store, expect, run_folder, to_json
 from .swap import aside, below, discard, prune, swap, take, tidy
 from .transfer import Progress, files, parallel
-from .values import METADATA, json_rows, merge_metrics, nearest, newer_than_metadata
+from .values import METADATA, is_mark, json_rows, merge_metrics, nearest, newer_than_metadata
 
 __all__ = ["PULLED", "PullReport", "merge_metrics", "parts", "pull"]
 
@@ -43,8 +44,8 @@ _STATE = ".cloudtrain-pull.json"
 _SAVED = 2.0  # seconds after which what has come is written down, for a pull that is killed
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """What this machine's disk says: of a store that is not here no time mends it."""
-TRIES = 3  # for a checkpoint that changes while it is fetched
-_SEGMENT = re.compile(r"(\d+\.\d+)/(node-\d+)/(\d+)\.log")
+TRIES = 3  # for a checkpoint, or a log, that changes while it is fetched
+_SEGMENT = re.compile(r"(\d+\.\d+)/(node-\d+)/([^/]+)")
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 _NODE = re.compile(r"node-(\d+)/(.+)")
 _CHOICE = re.compile(r"latest|best|all|step=\d+")
@@ -289,12 +290,24 @@ class _Pull:
         parallel(lambda pair: self._fetch_growing(f"native/{pair[0]}", pair[1]), native, jobs=self.jobs)
 
     def logs(self) -> None:
-        groups: dict[str, list[tuple[int, _Source]]] = {}
-        for name, source in self._below("live/logs"):
-            if match := _SEGMENT.fullmatch(name):
-                groups.setdefault(f"logs/{match[1]}/{match[2]}.log", []).append((int(match[3]), source))
-        for path, segments in groups.items():
-            self._log(path, [source for _, source in sorted(segments, key=lambda pair: pair[0])])
+        for path, segments in self._segments().items():
+            for left in range(TRIES - 1, -1, -1):
+                try:
+                    self._log(path, segments)
+                    break
+                except FileNotFoundError:  # merged into another segment since the listing
+                    if not left:
+                        raise
+                    node = path.removeprefix("logs").removesuffix(".log")
+                    segments = self._segments(node).get(path) or segments
+
+    def _segments(self, below: str = "") -> dict[str, list[_Source]]:
+        """Return the log segments in order, by the file that they make."""
+        groups: dict[str, list[tuple[Span, _Source]]] = {}
+        for name, source in self._below("live/logs", below):
+            if (match := _SEGMENT.fullmatch(name)) and (span := span_of(match[3])):
+                groups.setdefault(f"logs/{match[1]}/{match[2]}.log", []).append((span, source))
+        return {path: [source for _, source in distinct(found)] for path, found in groups.items()}
 
     def metrics(self) -> None:
         found = [
@@ -325,11 +338,14 @@ class _Pull:
 
     # ------------------------------------------------------------------------------------------------------ how to pull
 
-    def _below(self, prefix: str) -> list[tuple[str, _Source]]:
+    def _below(self, prefix: str, below: str = "") -> list[tuple[str, _Source]]:
+        """Return all files below ``prefix``, or its part ``below``, by their paths below ``prefix``."""
         root = f"{self.run}/{prefix}"
         found = []
-        for key, entry in self.files.entries(root).items():
+        for key, entry in self.files.entries(root + below).items():
             name = key[len(root) + 1 :]
+            if is_mark(name):
+                continue
             if safe(name):
                 found.append((name, _Source(key=key, size=entry.size, mark=entry.version, modified=entry.modified)))
             else:

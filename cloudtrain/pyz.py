@@ -80,6 +80,7 @@ _ON_NODES = frozenset(
         "provider",
         "providers",
         "runtime",
+        "segments",
         "values",
     )
 )

@@ -14,6 +14,7 @@ from typing import Any
 from .disk import safe
 from .follow import Line, attempt_key, parse
 from .provider import AttemptInfo, LogLine
+from .segments import Span, distinct, span_of
 from .store import Store, run_folder
 from .transfer import Entry, parallel
 from .values import json_rows
@@ -24,7 +25,9 @@ __all__ = ["Node", "Seen", "plain"]
 SEGMENTS = 40
 """Segments of a node that are read, at most, to find so many lines of one rank."""
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
-_SEGMENT = re.compile(r"node-(\d+)/(\d+)\.log")
+LOOKS = 5
+"""Listings of a node's segments, at most, while it merges them under the reader's eyes."""
+_SEGMENT = re.compile(r"node-(\d+)/([^/]+)")
 _ATTEMPT = re.compile(r"\d+\.\d+")
 _NAMED = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl|\.json)?")
 #: Terminals obey these, and people write them without meaning to: colours of a progress bar, titles, bells.
@@ -132,8 +135,19 @@ class Seen:
         index = self._index(attempt)
         here = {key for segments in index.values() for _, key, _ in sorted(segments)[-SEGMENTS:]}
         self._segments = {key: known for key, known in self._segments.items() if key in here}
-        found = parallel(lambda node: self._tail(index[node], count, keep), [*index])
+        found = parallel(lambda node: self._newest(attempt, node, index[node], count, keep), [*index])
         return {node: lines for node, lines in sorted(zip(index, found, strict=True)) if lines}
+
+    def _newest(
+        self, attempt: str, node: int, segments: Sequence[_Segment], count: int, keep: Callable[[Line], bool]
+    ) -> list[Line]:
+        """Read the end of one node's log; list again when a segment is gone, as it was merged into another one."""
+        for _ in range(LOOKS):
+            try:
+                return self._tail(segments, count, keep)
+            except FileNotFoundError:
+                segments = self._index(attempt, f"/node-{node}").get(node, ())
+        return []
 
     def _tail(self, segments: Sequence[_Segment], count: int, keep: Callable[[Line], bool]) -> list[Line]:
         found: list[Line] = []
@@ -146,26 +160,23 @@ class Seen:
     def _read_lines(self, key: str, entry: Entry) -> list[Line]:
         known = self._segments.get(key)
         if known is None or known[0] != entry.version:
-            try:
-                text = self._store.files.read(key).decode("utf-8", "replace")
-            except FileNotFoundError:
-                return []
+            text = self._store.files.read(key).decode("utf-8", "replace")
             known = entry.version, [parse(LogLine(node="", text=line)) for line in text.split("\n") if line]
             self._segments[key] = known
         return known[1]
 
-    def _index(self, attempt: str) -> dict[int, list[_Segment]]:
-        """The segments of each node of an attempt: number of the first line, key, entry."""
+    def _index(self, attempt: str, below: str = "") -> dict[int, list[_Segment]]:
+        """Return the segments of each node of an attempt: their lines, key, entry."""
         root = f"{self._live}/logs/{attempt}"
-        index: dict[int, list[_Segment]] = {}
-        for key, entry in self._store.files.entries(root).items():
+        index: dict[int, list[tuple[Span, tuple[str, Entry]]]] = {}
+        for key, entry in self._store.files.entries(root + below).items():
             name = key[len(root) + 1 :]
-            if safe(name) and (match := _SEGMENT.fullmatch(name)):
-                index.setdefault(int(match[1]), []).append((int(match[2]), key, entry))
-        return index
+            if safe(name) and (match := _SEGMENT.fullmatch(name)) and (span := span_of(match[2])):
+                index.setdefault(int(match[1]), []).append((span, (key, entry)))
+        return {node: [(span, *item) for span, item in distinct(found)] for node, found in index.items()}
 
 
-_Segment = tuple[int, str, Entry]
+_Segment = tuple[Span, str, Entry]
 
 
 def plain(text: str) -> str:

@@ -204,7 +204,7 @@ class Plan:
         """What a node needs, as far as it is known before the run: code, inputs that are copied to it, and how many
         checkpoints there may be at a time: those kept, the one being copied, the one being written. None: all."""
         copied = sum(tree.bytes for tree in self.trees)
-        kept = self.job.keep_checkpoints
+        kept = int(self.request.context["keep_checkpoints"])
         return {"code_bytes": self.bundle.size, "input_bytes": copied, "checkpoints": kept + 2 if kept else None}
 
 

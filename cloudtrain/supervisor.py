@@ -267,7 +267,8 @@ class Supervisor:
         stopped = "preempted"  # what nodes that never started leave is nothing
         if simulation.rules.sync_lag is not None:
             run, lag = self.request.run, simulation.rules.sync_lag
-            folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=f"{run}/checkpoints", lag=lag)
+            marks, shared = simulation.rules.sync_marks, f"{run}/checkpoints"
+            folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=shared, lag=lag, marks=marks)
             with self._on_disk():
                 simulation, local = folders.wired(simulation, local)
         if simulation.rules.objects:
@@ -539,6 +540,7 @@ class _Mounts:
         """Upload what is new or changed; what makes other files count (commit.json) after all others.
 
         A checkpoint that is gone here goes there, commit.json first; but never the last one, whatever became of a disk.
+        So does a log segment whose node has other ones: it was merged into them.
         """
         changed, found = [], set()
         below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
@@ -553,6 +555,10 @@ class _Mounts:
             with contextlib.suppress(FileNotFoundError):
                 target.upload(path, key)
                 self._sent[key] = state
+        folders = {key.rpartition("/")[0] for key in found if key.startswith("logs/")}
+        for key in [key for key in self._sent.keys() - found if key.rpartition("/")[0] in folders]:
+            target.remove(key)
+            del self._sent[key]
         gone = [key for key in self._sent.keys() - found if key.startswith(CHECKPOINTS)]
         if any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found):
             for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):

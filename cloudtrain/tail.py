@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import CloudtrainError, LostContactError, NotFoundError
 from .follow import Follower, Line, Stream, Want
+from .segments import Span, distinct, span_of
 from .transfer import parallel
 from .verdict import first_line
 
@@ -27,10 +28,12 @@ SEGMENT_POLL = 5.0
 more (`flush_seconds` of their Site)."""
 STALLS = 5
 """Answers in a row with nothing but the same place, before a platform that says "more" is taken to have no more."""
-_SEGMENT = re.compile(r"(?:.*/)?logs/([0-9]+\.[0-9]+)/node-([0-9]+)/([0-9]+)\.log")
-
+_SEGMENT = re.compile(r"(?:.*/)?logs/([0-9]+\.[0-9]+)/node-([0-9]+)/([^/]+)")
+LOOKS = 5
+"""Listings of a node's segments, at most, while it merges them under the reader's eyes."""
 
 T = TypeVar("T")
+_Index = Mapping[Stream, Sequence[tuple[Span, str]]]
 
 
 def patiently(
@@ -185,27 +188,38 @@ class Tail:
         for want in self._follower.drain((), index):
             yield from self._read(want, index)
 
-    def _index(self, below: str = "") -> dict[Stream, list[tuple[int, str]]]:
-        """The segments of each node: the number of the first line and the key, in order."""
-        index: dict[Stream, list[tuple[int, str]]] = {}
+    def _index(self, below: str = "") -> _Index:
+        """Return the segments of each node in order, with their keys."""
+        index: dict[Stream, list[tuple[Span, str]]] = {}
         for key in self.store.files.list(f"runs/{self._run_id}/live/logs/{below}".rstrip("/")):
             match = _SEGMENT.fullmatch(key)
-            if match:
-                index.setdefault((match[1], int(match[2])), []).append((int(match[3]), key))
-        return {stream: sorted(segments) for stream, segments in index.items()}
+            if match and (span := span_of(match[3])):
+                index.setdefault((match[1], int(match[2])), []).append((span, key))
+        return {stream: distinct(segments) for stream, segments in index.items()}
 
-    def _read(self, want: Want, index: Mapping[Stream, Sequence[tuple[int, str]]]) -> Iterator[Line]:
-        """Feed the segments that may hold what is wanted."""
-        segments = index.get(want.stream, ())
-        for i, (first, key) in enumerate(segments):
-            after = segments[i + 1][0] if i + 1 < len(segments) else None
-            if (after is not None and after <= want.first) or (want.last is not None and first > want.last):
-                continue
-            try:
-                text = self.store.files.read(key).decode("utf-8", "replace")
-            except FileNotFoundError:
-                continue
-            yield from self._follower.segment(text.split("\n"))
+    def _read(self, want: Want, index: _Index) -> Iterator[Line]:
+        """Feed the segments that may hold what is wanted.
+
+        A segment that is gone was merged into another one: then list again. The follower gives each line once.
+        """
+        for look in range(LOOKS):
+            first, gone = max(want.first, self._follower.position(want.stream)), False
+            segments = index.get(want.stream, ())
+            for i, (span, key) in enumerate(segments):
+                after = segments[i + 1][0].first if i + 1 < len(segments) else None
+                if (after is not None and after <= first) or (want.last is not None and span.first > want.last):
+                    continue
+                try:
+                    text = self.store.files.read(key).decode("utf-8", "replace")
+                except FileNotFoundError:
+                    gone = look + 1 < LOOKS
+                    if gone:
+                        break
+                    continue
+                yield from self._follower.segment(text.split("\n"))
+            if not gone:
+                return
+            index = self._index(f"{want.attempt}/node-{want.node}/")
 
 
 def _marker(text: str) -> Line:

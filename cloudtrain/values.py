@@ -23,6 +23,7 @@ __all__ = [
     "choice_of",
     "duration",
     "family",
+    "is_mark",
     "is_price",
     "json_loads",
     "json_rows",
@@ -264,6 +265,7 @@ _BESIDE = frozenset(
 )
 """Suffixes of what scripts write beside their checkpoints: settings, logs, pictures, programs."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
+_MARK = re.compile(r".\.[a-z]+-(?:uploading|uploaded|ignore)$")
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
 _NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
 
@@ -284,6 +286,14 @@ def newer_than_metadata(times: Mapping[str, float]) -> str:
 def family(name: str) -> str:
     """``name`` with its numbers left out: that of every checkpoint, or file, that a script writes in the same place."""
     return re.sub(r"\d+", "#", name)
+
+
+def is_mark(name: str) -> bool:
+    """Return whether a file is a mark of a platform's sync agent (``x.sagemaker-uploaded``), or for it to leave alone.
+
+    An agent puts such files beside those that it copies; they are no results.
+    """
+    return _MARK.search(name) is not None
 
 
 def unversioned(name: str) -> str:

@@ -27,7 +27,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "_version errors",
-        "ask options schemas values",
+        "ask options schemas segments values",
         "job disk kinds preflight provenance",
         "prices",
         "catalog checks credential curves faults ignore provider transfer",
@@ -49,7 +49,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
 )
 #: Narrower than the order: all that these may import of ours, whatever stands above them.
 ONLY: dict[str, frozenset[str]] = {
-    "runtime": frozenset({"errors", "provider", "values"}),
+    "runtime": frozenset({"errors", "provider", "segments", "values"}),
     "providers": frozenset(
         {"ask", "catalog", "checks", "credential", "errors", "job", "limits", "options", "prices", "provider", "values"}
     ),

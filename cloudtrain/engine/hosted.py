@@ -54,7 +54,8 @@ MAX_RESTARTS = 10
 OWNED = (
     *("nodes.*.command", "nodes.*.mounts", "nodes.*.gpus", "nodes.*.workdir", "rules.time_limit", "rules.retries"),
     *("rules.stop_grace", "rules.stop_signal", "rules.restart_on"),  # the node's own half knows no others
-    *("rules.preemptions", "rules.losses", "rules.primary", "rules.sync_lag", "rules.objects"),  # of clouds
+    *("rules.preemptions", "rules.losses", "rules.primary", "rules.sync_lag", "rules.sync_marks"),  # of clouds
+    "rules.objects",
 )
 """What `options` cannot change of any such request."""
 START_SECONDS = 60.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import stat as modes
 import sys
@@ -43,6 +44,8 @@ class Sync:
     What vanishes here is deleted there. ``lag`` is how many seconds old a change must be before it goes up; while
     ``stale()``, a file that this node still has comes back in the store after a peer has deleted it there. Every
     ``peers`` seconds (0: never) what others write and delete there appears and vanishes here, as in a mounted folder.
+    With ``marks`` (``.x``) a file gets an empty one beside it, ``<name>.x-uploading`` and then ``<name>.x-uploaded``,
+    and files ``*.x-ignore`` stay here. While ``dead()`` nothing goes up, and nobody is told.
     """
 
     def __init__(
@@ -54,9 +57,12 @@ class Sync:
         lag: Callable[[], float],
         stale: Callable[[], bool] = lambda: False,
         peers: float = 0.0,
+        marks: str = "",
+        dead: Callable[[], bool] = lambda: False,
     ) -> None:
         self.store, self.url, self.folder = store, url.rstrip("/") + "/", folder
         self._lag, self._stale, self._peers = lag, stale, peers
+        self._marks, self._dead = marks, dead
         self._sent: dict[str, tuple[int, int]] = {}
         self._looked = 0.0
 
@@ -67,6 +73,8 @@ class Sync:
 
     def step(self, *, whole: bool = False) -> None:
         """Once through the folder; ``whole``: the last changes too."""
+        if self._dead():
+            return
         local, now = self._local(), time.time()
         for name, state in sorted(local.items()):
             old = now - state[1] / 1e9 >= self._lag()
@@ -101,12 +109,22 @@ class Sync:
 
     def _put(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self.store.send(self.url + name, self.folder / name)
+            if not self._marks:
+                self.store.send(self.url + name, self.folder / name)
+                return
+            begun, done = (self.folder / f"{name}{self._marks}-{word}" for word in ("uploading", "uploaded"))
+            begun.touch()
+            try:
+                self.store.send(self.url + name, self.folder / name)
+                os.utime(begun)
+            finally:
+                begun.replace(done)
 
     def _local(self) -> dict[str, tuple[int, int]]:
         found = {}
         for root, _, names in os.walk(self.folder):  # folders may vanish meanwhile
-            for path in (Path(root, name) for name in names):
+            kept = [name for name in names if not (self._marks and re.search(rf"{self._marks}-\w+$", name))]
+            for path in (Path(root, name) for name in kept):
                 with contextlib.suppress(OSError):
                     stat = path.stat()
                     if modes.S_ISREG(stat.st_mode):  # no pipe, no socket
@@ -155,12 +173,13 @@ class NodeFolders:
     """What nodes write to, where each has a folder of its own (``folder`` holds them) in place of one for all.
 
     ``live``, the URL of the one that is restored, comes down at the start and is kept in step while the nodes run,
-    ``lag`` seconds late; what they leave in any other goes up at the end, and never comes down. ``shared`` is the URL
-    of one that all nodes write to by themselves.
+    ``lag`` seconds late, with ``marks`` as in `Sync`; what they leave in any other goes up at the end, and never comes
+    down. ``shared`` is the URL of one that all nodes write to by themselves.
     """
 
-    def __init__(self, folder: Path, *, live: str, shared: str, lag: float) -> None:
+    def __init__(self, folder: Path, *, live: str, shared: str, lag: float, marks: str = "") -> None:
         self._folder, self._live, self._shared, self._lag = folder, live, shared, lag
+        self._marks = marks
         self._syncs: list[tuple[int, bool, Sync]] = []
         self._over, self._lost = threading.Event(), set[int]()
         self._thread: threading.Thread | None = None
@@ -177,7 +196,9 @@ class NodeFolders:
             if mount.kind != "sync" or mount.url == self._shared:
                 return mount
             path, live = self._folder / f"node-{number}" / str(index), mount.url == self._live
-            sync = Sync(_Folder(), str(local[mount.url]), path, lag=lambda: self._lag)
+            sync = Sync(
+                _Folder(), str(local[mount.url]), path, lag=lambda: self._lag, marks=self._marks if live else ""
+            )
             if live:
                 sync.restore()
             path.mkdir(parents=True, exist_ok=True)

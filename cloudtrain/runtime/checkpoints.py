@@ -27,7 +27,7 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any, TypeVar
 
 from ..errors import DigestError, StorageError
-from ..values import family, training_states
+from ..values import family, is_mark, training_states
 
 __all__ = [
     "COMMIT",
@@ -311,9 +311,11 @@ def copy_file(source: Path, target: Path, moved: Moved = lambda source, done: No
     return size, digest.hexdigest()
 
 
-def replace_file(source: Path, target: Path, moved: Moved = lambda source, done: None) -> None:
+def replace_file(
+    source: Path, target: Path, moved: Moved = lambda source, done: None, *, temporary: str = ".part"
+) -> None:
     """Copy over ``target``, which stays as it was until the copy is whole (where the folder can rename)."""
-    beside = target.with_name(f".{target.name}.part")
+    beside = target.with_name(f".{target.name}{temporary}")
     try:
         copy_file(source, beside, moved)
         os.replace(beside, target)
@@ -330,10 +332,16 @@ class _ChangedError(Exception):
 
 
 def copy_entry(
-    entry: Entry, target: Path, moved: Moved = lambda source, done: None, *, links: Path | None = None
+    entry: Entry,
+    target: Path,
+    moved: Moved = lambda source, done: None,
+    *,
+    links: Path | None = None,
+    temporary: str = "",
 ) -> dict[str, dict[str, Any]] | None:
     """Copy ``entry`` below ``target`` and describe its files; None when it changed meanwhile.
 
+    A file has ``temporary`` at the end of its name until it is whole: an agent would upload half of it.
     Where ``links``, a folder that is made and removed again, can hold hard links to them, the script may delete or
     replace its files meanwhile: what is copied is what was there at the beginning.
     """
@@ -345,8 +353,11 @@ def copy_entry(
         def copy(item: Item) -> None:
             relative, size, _ = item
             source, key = sources[item], f"{entry.name}/{relative}" if relative else entry.name
+            coming = target / f"{key}{temporary}"
             try:
-                copied, digest = copy_patiently(source, target / key, lambda _, done: moved(paths[item], done))
+                copied, digest = copy_patiently(source, coming, lambda _, done: moved(paths[item], done))
+                if temporary:
+                    os.replace(coming, target / key)
             except OSError:
                 if source.exists():
                     raise
@@ -471,7 +482,7 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None) -> list[Co
 def uncommitted(root: Path) -> list[Path]:
     """In a run's own folder: the checkpoints that were cut off before their commit."""
     parts = map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))
-    found = sorted({path.parent for path in parts if any(_files(path))})
+    found = sorted({path.parent for path in parts if any(not is_mark(file.name) for file in _files(path))})
     return [folder for folder in found if _FOLDER.fullmatch(folder.name) and not (folder / COMMIT).exists()]
 
 

@@ -60,7 +60,8 @@ class Commits:
     """``send(node, message)`` reaches a node's mirror; ``peers()`` are the nodes now alive, node 0 included.
 
     ``keep``: so many complete checkpoints stay, the newest, beside what a pointer names; 0: all of them. ``damaged``
-    are folders of such as look complete and are not.
+    are folders of such as look complete and are not. ``agent``: a program of the platform copies all to the store, so
+    that a checkpoint counts, and older ones go, only once `stored` has told that all of its files are there.
     """
 
     def __init__(
@@ -75,7 +76,12 @@ class Commits:
         peers: Callable[[], set[int]],
         say: Callable[[str], None],
         complain: Callable[[str], None],
+        agent: bool = False,
     ) -> None:
+        self._agent = agent
+        self._unstored: dict[str, tuple[checkpoints.Complete, set[int]]] = {}
+        """By folder: complete checkpoints, and the nodes whose files are not in the store yet."""
+        self._told = False
         self._nodes, self._attempt, self._root, self._keep = set(range(nodes)), attempt, live / "checkpoints", keep
         self._send, self._peers, self._say, self._complain = send, peers, say, complain
         self._damaged = set(damaged)
@@ -93,8 +99,8 @@ class Commits:
 
     @property
     def open(self) -> bool:
-        """Whether some checkpoint is being worked on."""
-        return bool(self._rounds)
+        """Whether some checkpoint is being worked on, or is not in the store yet."""
+        return bool(self._rounds or self._unstored)
 
     def finished(self, name: str, node: int) -> None:
         """A node says that its part is finished."""
@@ -219,8 +225,27 @@ class Commits:
         self._holders[family(work.name)] = set(work.answers)
         del self._rounds[work.name]
         for node in sorted(self._peers()):
-            self._send(node, {"t": "committed", "name": work.name})
-        self._retain(checkpoints.Complete(name=work.name, folder=folder, commit=commit))
+            self._send(node, {"t": "committed", "name": work.name, "folder": self._key(folder)})
+        whole = checkpoints.Complete(name=work.name, folder=folder, commit=commit)
+        if self._agent:
+            self._unstored[self._key(folder)] = whole, {0, *work.answers}
+        else:
+            self._retain(whole)
+
+    def stored(self, key: str, node: int) -> None:
+        """A node's files of the checkpoint in folder ``key`` are in the store, or can never be."""
+        if key not in self._unstored:
+            return
+        whole, missing = self._unstored[key]
+        missing.discard(node)
+        if missing:
+            return
+        del self._unstored[key]
+        if not self._told:
+            self._told = True
+            later = time.time() - float(whole.commit["time"])
+            self._say(f"checkpoint {whole.name} has left all nodes {later:.0f} s after its commit")
+        self._retain(whole)
 
     def _again(self, work: _Round) -> None:
         pause = min(RETRY_SECONDS * 2**work.failed, MOST_SECONDS)
@@ -292,14 +317,22 @@ def _continued(item: checkpoints.Complete, newest: checkpoints.Complete) -> bool
     return same and len(before) < len(after) and all(after.get(key) == value for key, value in before.items())
 
 
-def remove(root: Path, folders: Iterable[str], *, node: int) -> None:
-    """Remove the part of node ``node`` of each of ``folders``; node 0 also what is everybody's."""
+def remove(root: Path, folders: Iterable[str], *, node: int, own: bool = False) -> None:
+    """Remove the part of node ``node`` of each of ``folders``; node 0 also what is everybody's.
+
+    With ``own`` the folder is this node's own copy, restored by a platform's agent. Then all of it goes: the agent
+    passes the removals on, and the other nodes remove the same files.
+    """
     for folder in (root / name for name in folders):
+        if own:
+            shutil.rmtree(folder, ignore_errors=True)
         if node == 0:
             checkpoints.remove(folder / checkpoints.COMMIT)
         shutil.rmtree(folder / f"node-{node}", ignore_errors=True)
         for empty in (folder, folder.parent):
             try:
                 empty.rmdir()
+            except FileNotFoundError:
+                continue
             except OSError:
                 break  # another node's part is there still

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
 
+from ..values import is_mark
 from .checkpoints import each, modest, replace_file
 
 __all__ = ["Growing"]
@@ -45,7 +46,9 @@ class Growing:
         small_seconds: float,
         moved: Callable[[Path, int], None],
         complain: Callable[[str], None],
+        temporary: str = ".part",
     ) -> None:
+        self._temporary = temporary
         self._places, self._small, self._small_seconds = places, small, small_seconds
         self._moved, self._complain = moved, complain
         self._copied: dict[Path, _State] = {}
@@ -128,7 +131,9 @@ class Growing:
     def _copy(self, file: Path, place: Path) -> bool:
         began, state, before = time.monotonic(), _state(file), self._arrived.get(file, 0)
         try:
-            replace_file(file, place, lambda source, done: self._moved(source, before + done))
+            replace_file(
+                file, place, lambda source, done: self._moved(source, before + done), temporary=self._temporary
+            )
         except OSError as exc:
             if _state(file) is None:
                 return True  # the script has removed it meanwhile
@@ -147,7 +152,7 @@ class Growing:
 
 
 def _left_over(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".part")
+    return (name.startswith(".") and name.endswith(".part")) or is_mark(name)
 
 
 def _hopeless(exc: OSError, file: Path) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from ..segments import Span
 from .redact import Redactor
 
 __all__ = ["LogWriter", "lines_of"]
@@ -34,8 +35,10 @@ class LogWriter:
     What ``redact`` has learnt is in none of them. A segment holds the lines of ``flush_seconds``.
     """
 
-    def __init__(self, *, node: int, out: int = 1, flush_seconds: float = 5.0) -> None:
-        self._node, self._out, self._flush_seconds = node, out, flush_seconds
+    def __init__(
+        self, *, node: int, out: int = 1, flush_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._node, self._out, self._flush_seconds, self._clock = node, out, flush_seconds, clock
         self._lock = threading.Lock()
         self.redact = Redactor()
         self._waiting: list[tuple[str, str]] | None = []
@@ -45,7 +48,7 @@ class LogWriter:
         self._segment_first, self._segment_bytes, self._segment_since = 1, 0, 0.0
         self._retry_at = 0.0
         self.lines = 0
-        self.last = time.monotonic()
+        self.last = self._clock()
 
     def begin(self, attempt: str, folder: Path | None) -> None:
         """Start printing as ``attempt``; segments go to ``folder`` (None: nowhere)."""
@@ -62,7 +65,7 @@ class LogWriter:
         text = self.redact(text)
         with self._lock:
             if rank != "-":
-                self.last = time.monotonic()
+                self.last = self._clock()
             if self._waiting is not None:
                 self._waiting.append((rank, text))
             else:
@@ -82,7 +85,7 @@ class LogWriter:
         except OSError:
             pass  # nobody reads us any more; the segments still have the line
         if not self._segment:
-            self._segment_first, self._segment_since = self.lines, time.monotonic()
+            self._segment_first, self._segment_since = self.lines, self._clock()
         self._segment.append(line)
         self._segment_bytes += len(line)
         if self._segment_bytes >= SEGMENT_BYTES:
@@ -91,7 +94,7 @@ class LogWriter:
     def tick(self) -> None:
         """Write the segment once it is old enough; called a few times a second."""
         with self._lock:
-            if self._segment and time.monotonic() - self._segment_since >= self._flush_seconds:
+            if self._segment and self._clock() - self._segment_since >= self._flush_seconds:
                 self._flush()
 
     def flush(self) -> None:
@@ -100,15 +103,15 @@ class LogWriter:
             self._flush(last=True)
 
     def _flush(self, *, last: bool = False) -> None:
-        if not self._segment or self._folder is None or (not last and time.monotonic() < self._retry_at):
+        if not self._segment or self._folder is None or (not last and self._clock() < self._retry_at):
             return
         data = "".join(self._segment).encode("utf-8", "replace")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / f"{self._segment_first:09d}.log").write_bytes(data)
+            (self._folder / Span(self._segment_first, 0).name).write_bytes(data)
         except OSError:
             # Kept in memory for the next try, under the same first number; not without end: training goes on.
-            self._retry_at = time.monotonic() + RETRY_SECONDS
+            self._retry_at = self._clock() + RETRY_SECONDS
             if self._segment_bytes < KEPT_BYTES:
                 return
         self._segment, self._segment_bytes = [], 0

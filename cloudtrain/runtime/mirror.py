@@ -18,16 +18,29 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..values import family
+from ..values import family, is_mark
 from . import checkpoints
 from .checkpoints import Entry, Pointer, Signature, Watch
 from .commits import Commits, remove
 from .finished import Finished
 from .growing import Growing
+from .uploads import Uploads
 
 __all__ = ["FROZEN_SECONDS", "KINDS", "Mirror", "nothing"]
 
-KINDS = ("finished", "hold?", "hold", "copy", "copied", "committed", "dropped", "pointers", "remove", "moving")
+KINDS = (
+    "finished",
+    "hold?",
+    "hold",
+    "copy",
+    "copied",
+    "committed",
+    "dropped",
+    "pointers",
+    "remove",
+    "moving",
+    "stored",
+)
 """Messages of the node link that belong to the mirror."""
 SCAN_SECONDS = 0.5
 SCAN_SHARE = 20
@@ -76,7 +89,9 @@ class Mirror:
         damaged: Sequence[Path] = (),
         skip: Mapping[str, Signature] | None = None,
         shapes: Mapping[str, Counter[str]] | None = None,
+        uploads: Uploads | None = None,
     ) -> None:
+        self._uploads, temporary = uploads, uploads.temporary if uploads is not None else ".part"
         self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
         self._metrics, self._links, self._peers = metrics, links, peers
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -93,7 +108,12 @@ class Mirror:
         places = {artifacts: live / "artifacts" / f"node-{node}"}
         places[metrics] = live / "metrics" / f"{attempt}-node-{node}.jsonl"
         self._growing = Growing(
-            places, small=metrics, small_seconds=flush_seconds, moved=self._moved, complain=self._complain
+            places,
+            small=metrics,
+            small_seconds=flush_seconds,
+            moved=self._moved,
+            complain=self._complain,
+            temporary=temporary,
         )
         self._commits: Commits | None = None
         if node == 0:
@@ -107,6 +127,7 @@ class Mirror:
                 peers=peers,
                 say=say,
                 complain=self._complain,
+                agent=uploads is not None,
             )
         self._finishing: str | None = None
         self._frozen = 0.0
@@ -121,6 +142,8 @@ class Mirror:
     def start(self) -> None:
         self._growing.start()
         self._thread.start()
+        if self._uploads is not None:
+            self._uploads.start(self._progress)
 
     def take(self, sender: int, message: Message) -> None:
         """A mirror message from node ``sender``."""
@@ -175,6 +198,7 @@ class Mirror:
                     due = began + max(SCAN_SECONDS, SCAN_SHARE * worked)
                 if self._commits is not None:
                     self._commits.advance()
+                self._tell_of_uploads()
                 self._settle()
             except OSError as exc:
                 self._complain(f"{exc.filename or self._live}: {exc.strerror}")
@@ -209,18 +233,20 @@ class Mirror:
         elif kind == "copy":
             self._copy(message)
         elif kind == "committed":
-            self._committed(message["name"])
+            self._committed(message["name"], message["folder"])
         elif kind == "dropped":
             ready, told = self._ready.get(message["name"]), self._announced.pop(message["name"], None)
             if ready is not None and ready.signature == told:
                 self._finished.drop(ready)
         elif kind == "remove":
             root, folders = self._live / "checkpoints", message["folders"]
-            self._aside(lambda: remove(root, folders, node=self._node))
+            self._aside(lambda: remove(root, folders, node=self._node, own=self._uploads is not None))
         elif self._commits is None:
             raise ValueError(f"{kind} is for node 0")
         elif kind == "finished":
             self._commits.finished(message["name"], message["from"])
+        elif kind == "stored":
+            self._commits.stored(message["folder"], message["from"])
         elif kind == "pointers":
             self._commits.pointers(message["from"], set(message["targets"]))
         else:
@@ -351,7 +377,8 @@ class Mirror:
         """In a thread of its own."""
         try:
             links = self._links / target.parent.name
-            files = checkpoints.copy_entry(entry, target, self._moved, links=links)
+            temporary = self._uploads.temporary if self._uploads is not None else ""
+            files = checkpoints.copy_entry(entry, target, self._moved, links=links, temporary=temporary)
         except OSError as exc:
             self._complain(f"cannot copy checkpoint {entry.name} to {self._live}: {exc.strerror}")
             files = None
@@ -362,12 +389,22 @@ class Mirror:
             self._once(f"checkpoint {entry.name}: {link} is a link to a folder; it is left out", of=family(entry.name))
         return files
 
-    def _committed(self, name: str) -> None:
+    def _committed(self, name: str, folder: str) -> None:
+        files: list[Path] = []
         if name in self._copied:
-            self._finished.done(self._copied.pop(name)[0])
+            entry, target = self._copied.pop(name)
+            self._finished.done(entry)
+            files = [path for path in target.rglob("*") if path.is_file() and not is_mark(path.name)]
+        if self._uploads is not None and (files or self._node == 0):
+            commit = [self._live / "checkpoints" / folder / checkpoints.COMMIT] if self._node == 0 else []
+            self._uploads.expect(folder, [*files, *commit])
         self._announced.pop(name, None)  # a version that came meanwhile was told of to a round that is over
         self._marks.clear()
         self._progress()
+
+    def _tell_of_uploads(self) -> None:
+        for folder in self._uploads.arrived() if self._uploads is not None else ():
+            self._send(0, {"t": "stored", "folder": folder})
 
     def _moved(self, source: Path, done: int) -> None:
         """Progress is what no try before has reached: a full disk takes the same bytes again and again."""
@@ -398,5 +435,6 @@ class Mirror:
         if self._finishing is not None:
             left = [entry for entry in self._ready.values() if not self._finished.is_done(entry)]
             at_work = self._working or (self._commits is not None and self._commits.open)
+            at_work = at_work or (self._uploads is not None and not self._uploads.idle)
             if not left and not at_work and self._growing.done.is_set() and self._inbox.empty():
                 self.idle.set()

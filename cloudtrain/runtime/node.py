@@ -23,6 +23,7 @@ from ..provider import Site
 from ..values import duration
 from . import stall
 from .cause import Failure, category, real, root_cause, silent_deaths, summary, with_codes
+from .compact import Compactor
 from .history import FIRST, Start, restart_of
 from .launch import Ranks, reap
 from .link import Link
@@ -32,6 +33,7 @@ from .mirror import FROZEN_SECONDS, KINDS, Mirror, nothing
 from .notices import watch
 from .record import write_record
 from .resume import Resume
+from .uploads import Uploads
 from .workspace import Workspace
 
 __all__ = ["Node"]
@@ -60,6 +62,9 @@ WITHDRAWN_SECONDS = 120.0
 PEERS_SECONDS = 60.0
 NODE_0_SECONDS = 120.0
 """After a failure: how long node 0 waits for its peers' last words, and they for its."""
+
+SWEEP_SECONDS = 60.0
+"""How long a node whose platform does not sync uploads its last files itself."""
 
 Message = dict[str, Any]
 
@@ -110,6 +115,8 @@ class Node:
         self.remarks: list[str] = []
         self.ranks: Ranks | None = None
         self.mirror: Mirror | None = None
+        self.compactor: Compactor | None = None
+        self.uploads = Uploads(self.live, site.agent, say=self.log.say) if site.agent is not None else None
         self.stall: stall.Stall | None = None
         self.code: int | None = None
         self.peers: dict[int, Message] = {}
@@ -139,6 +146,11 @@ class Node:
                 self.ranks.kill()
             self.link.close()
             self.log.flush()
+            if self.compactor is not None:
+                self.compactor.stop()
+            if self.uploads is not None:
+                self.uploads.finish(min(SWEEP_SECONDS, max(0.0, self._grace_end() - time.monotonic())))
+                self.uploads.stop()
             if self.space is not None:
                 shutil.rmtree(self.space.folder, ignore_errors=True)
             reap()
@@ -161,6 +173,9 @@ class Node:
     def _begin(self, attempt: str) -> None:
         self.attempt = attempt
         self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}")
+        if self.compactor is None:
+            self.compactor = Compactor(self.live / "logs", attempt=attempt, node=self.me, uploads=self.uploads)
+            self.compactor.start()
 
     # ------------------------------------------------------------------------------------------ before the first rank
 
@@ -266,6 +281,7 @@ class Node:
             peers=lambda: {self.me, *self.link.connected()},
             damaged=self.resume.damaged,
             shapes=self.resume.shapes,
+            uploads=self.uploads,
         )
         self.mirror.start()
         self.stall = stall.Stall(

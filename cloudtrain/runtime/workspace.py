@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider import Site
+from ..values import is_mark
 from . import gpus, launch
 from .cause import Failure
 from .checkpoints import Watch
@@ -27,6 +28,7 @@ from .mirror import Mirror
 from .nccl import Recorder
 from .stall import Look
 from .unpack import unpack
+from .uploads import Uploads
 
 __all__ = ["Workspace"]
 
@@ -171,8 +173,7 @@ class Workspace:
         """
         try:
             if artifacts.is_dir():
-                ignore = shutil.ignore_patterns(".*.part")
-                shutil.copytree(artifacts, self.artifacts, ignore=ignore, dirs_exist_ok=True)
+                shutil.copytree(artifacts, self.artifacts, ignore=_nobodys, dirs_exist_ok=True)
         except shutil.Error as exc:
             (file, _, why), *more = exc.args[0]
             and_more = f", and {len(more)} more" if more else ""
@@ -208,6 +209,7 @@ class Workspace:
         peers: Callable[[], set[int]],
         damaged: Sequence[Path],
         shapes: Mapping[str, Counter[str]],
+        uploads: Uploads | None = None,
     ) -> Mirror:
         """The mirror of what the script writes here; what ``watch`` sees now was restored."""
         return Mirror(
@@ -227,6 +229,7 @@ class Workspace:
             damaged=damaged,
             skip={name: entry.signature for name, entry in watch.entries().items()},
             shapes=shapes,
+            uploads=uploads,
         )
 
     # --------------------------------------------------------------------------------------------- starting the ranks
@@ -322,6 +325,11 @@ class Workspace:
         there = {name: os.environ[name] for name in self.context.get("masked", ()) if name in os.environ}
         self._log.redact.learn({**out, **there})
         return out
+
+
+def _nobodys(folder: str, names: list[str]) -> list[str]:
+    """Return the names that a cut-off mirror, or a platform's agent, has left."""
+    return [name for name in names if is_mark(name) or fnmatchcase(name, ".*.part")]
 
 
 def _source_of(name: str) -> bytes:

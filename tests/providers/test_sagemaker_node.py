@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import http.server
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.auth import SigV4Auth
+from botocore.auth import S3SigV4Auth, SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials as Botocores
 from botocore.session import get_session
@@ -25,8 +29,10 @@ from cloudtrain.job import Job
 from cloudtrain.provider import Layout, Site
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
 from cloudtrain.providers.sagemaker.node import _has_efa
+from cloudtrain.providers.sagemaker.s3 import Uploader
 from cloudtrain.providers.sagemaker.secrets import Credentials, credentials, secret, signed_headers
 from cloudtrain.providers.sagemaker.words import DNS
+from cloudtrain.transfer import files
 
 ARN = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:token-AbCdEf"
 PARAMETER = "arn:aws:ssm:eu-west-1:123456789012:parameter/team/token"
@@ -282,6 +288,67 @@ def test_signatures_are_botocores() -> None:
     signer = SigV4Auth(Botocores("AK", "SK/+", "TK"), "ssm", "eu-west-1")
     theirs = signer.signature(signer.string_to_sign(request, signer.canonical_request(request)), request)
     assert ours["Authorization"].endswith(f"Signature={theirs}")
+
+
+def test_signatures_of_s3_are_botocores() -> None:
+    now = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
+    keys, body = Credentials(access_key="AK", secret_key="SK/+", token="TK"), b"part"
+    url = "https://s3.eu-west-1.amazonaws.com/bucket/run/live/a%20b/%C3%A9?partNumber=2&uploadId=x%2Fy"
+    headers = {"x-amz-content-sha256": hashlib.sha256(body).hexdigest()}
+    ours = signed_headers(url, headers, body, keys, region="eu-west-1", service="s3", method="PUT", now=now)
+    request = AWSRequest("PUT", url, data=body, headers={k: v for k, v in ours.items() if k != "Authorization"})
+    request.context["timestamp"] = ours["X-Amz-Date"]
+    signer = S3SigV4Auth(Botocores("AK", "SK/+", "TK"), "s3", "eu-west-1")
+    theirs = signer.signature(signer.string_to_sign(request, signer.canonical_request(request)), request)
+    assert ours["Authorization"].endswith(f"Signature={theirs}")
+
+
+# ------------------------------------------------------------------------------------------------ past a sync that died
+
+
+@pytest.mark.parametrize("size", [0, 1000, 11 << 20])
+def test_a_node_writes_files_to_s3_by_itself(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.s3.PART_BYTES", 5 << 20)
+    data = random.Random(1).randbytes(size)
+    (tmp_path / "file").write_bytes(data)
+    live = f"{s3_url}/runs/r1/live"
+    Uploader(live, os.environ, region="us-east-1").put("checkpoints/step 1+é/model.pt", tmp_path / "file")
+    assert files(live).read("checkpoints/step 1+é/model.pt") == data
+
+
+def test_what_s3_refuses_is_said(s3_environment: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(StorageError, match=r"S3 refused PUT of /no-such-bucket/live/file \(NoSuchBucket\)"):
+        Uploader("s3://no-such-bucket/live", os.environ, region="us-east-1").put("file", tmp_path / "file")
+
+
+def test_an_s3_that_fails_is_asked_again(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.s3.PAUSES", (0.0, 0.0, 0.0))
+    tries, urlopen = [0], urllib.request.urlopen
+
+    def sometimes(*args: Any, **more: Any) -> Any:
+        tries[0] += 1
+        if tries[0] < 3:
+            raise urllib.error.URLError("reset")
+        return urlopen(*args, **more)
+
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.s3.urllib.request.urlopen", sometimes)
+    (tmp_path / "file").write_bytes(b"x")
+    Uploader(s3_url, os.environ, region="us-east-1").put("file", tmp_path / "file")
+    assert tries == [3]
+
+
+def test_the_site_knows_the_agents_marks_and_the_way_past_it(tmp_path: Path) -> None:
+    agent = site(tmp_path, context={"run": "s3://bucket/runs/r1"}).agent
+    assert agent is not None
+    assert agent.put is not None
+    marks = (agent.uploading, agent.uploaded, agent.ignored)
+    assert marks == (".sagemaker-uploading", ".sagemaker-uploaded", ".sagemaker-ignore")
+    rehearsed = site(tmp_path / "here", context={"run": "file:///store/runs/r1"}).agent
+    assert rehearsed is not None
+    assert rehearsed.put is None
 
 
 # ---------------------------------------------------------------------------------------------------- before any Python

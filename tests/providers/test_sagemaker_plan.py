@@ -623,3 +623,43 @@ def test_the_catalogue_knows_sagemakers_machines() -> None:
     known = {machine.instance_type for machine in catalog.machines("sagemaker")}
     assert known <= set(limits()["shapes"]["TrainingInstanceType"]["enum"])
     assert {"ml.m5.xlarge", "ml.c5.xlarge", "ml.g5.xlarge", "ml.p5.48xlarge"} <= known
+
+
+# --------------------------------------------------------------------------------- what a restart downloads, and room
+
+
+@pytest.mark.parametrize(
+    ("job", "kept", "note"),
+    [
+        ({}, 0, ""),
+        ({"spot": True}, 3, "3 kept checkpoints (default; keep_checkpoints)"),
+        ({"spot": True, "keep_checkpoints": 5}, 5, "5 kept checkpoints (keep_checkpoints)"),
+        ({"spot": True, "keep_checkpoints": 0}, 0, "every checkpoint so far (keep_checkpoints)"),
+        ({"retries": 2}, 0, "every checkpoint so far (default; keep_checkpoints)"),
+        ({"keep_checkpoints": 2}, 2, ""),
+    ],
+)
+def test_a_spot_job_keeps_few_checkpoints_and_the_plan_says_what_a_restart_downloads(
+    job: dict[str, Any], kept: int, note: str
+) -> None:
+    request = planned(**job)
+    assert request.context["keep_checkpoints"] == kept
+    said = [text for text in request.notes if text.startswith("each restart downloads to every node: ")]
+    assert len(said) == bool(note)
+    assert note in "".join(said)
+
+
+@pytest.mark.parametrize(
+    ("job", "volume"),
+    [
+        ({}, 30 + 16),  # ml.m5.xlarge has 16 GiB
+        ({"instance_type": "ml.p3.2xlarge"}, 30 + 4 * 16),
+        ({"instance_type": "ml.p3.16xlarge"}, 30 + 4 * 8 * 16),
+        ({"instance_type": "ml.r5.24xlarge"}, 30 + 768),
+        ({"gpu": "A10G:1"}, 30),  # it has NVMe disks, and no other ones
+        ({"instance_type": "ml.p3.16xlarge", "disk_gb": 100}, 100),
+        ({"instance_type": "ml.new.large"}, 30),
+    ],
+)
+def test_the_volume_has_room_for_the_machines_checkpoints(job: dict[str, Any], volume: int) -> None:
+    assert planned(**job).body["ResourceConfig"]["VolumeSizeInGB"] == volume

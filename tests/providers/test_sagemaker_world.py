@@ -632,6 +632,34 @@ class TestJobs:
         running.ended("stale")
         assert "old" in running.keys("stale/live/"), "the other instance still had it"
 
+    def test_the_agent_marks_what_it_has_uploaded_and_restores_none_of_its_marks(self, running: Running) -> None:
+        running.plane.bucket.put(
+            f"{running.bucket}/code/marks.py",
+            SEE.encode() + b"live = '/opt/ml/cloudtrain/live/'\n"
+            b"open(live + 'x.part.sagemaker-ignore', 'w').write('half')\n"
+            b"open(live + 'x', 'w').write('whole')\n"
+            b"while not os.path.exists(live + 'x.sagemaker-uploaded'): time.sleep(0.05)\n"
+            b"print('SEEN ' + json.dumps({'live': sorted(os.listdir(live))}), flush=True)\n",
+        )
+        running.send(
+            "marks",
+            "marks.py",
+            ResourceConfig={"InstanceType": "ml.m5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30},
+        )
+        assert running.ended("marks")["TrainingJobStatus"] == "Completed"
+        assert running.keys("marks/live/") == {"x"}
+
+    def test_a_sync_that_has_died_uploads_nothing_and_says_nothing(self, running: Running) -> None:
+        running.plane.dead_sync = True
+        running.plane.bucket.put(
+            f"{running.bucket}/code/dead.py", SEE.encode() + b"open('/opt/ml/cloudtrain/live/x', 'w').write('lost')\n"
+        )
+        running.send(
+            "dead", "dead.py", ResourceConfig={"InstanceType": "ml.m5.xlarge", "InstanceCount": 1, "VolumeSizeInGB": 30}
+        )
+        assert running.ended("dead")["TrainingJobStatus"] == "Completed"
+        assert running.keys("dead/live/") == set()
+
     def test_channels_are_mounted_or_copied_whole_or_in_shards(self, running: Running) -> None:
         bucket = running.plane.bucket
         for name in ("a", "b", "c"):

@@ -59,11 +59,11 @@ def failing(monkeypatch: pytest.MonkeyPatch, *errors: OSError) -> list[int]:
     """`replace_file` fails so often, then does its work; the list holds one item for each try."""
     left, tries, whole = list(errors), [], growing.replace_file
 
-    def copy(source: Path, target: Path, moved: Callable[[Path, int], None]) -> None:
+    def copy(source: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         tries.append(1)
         if left:
             raise left.pop(0)
-        whole(source, target, moved)
+        whole(source, target, moved, **more)
 
     monkeypatch.setattr(growing, "replace_file", copy)
     return tries
@@ -225,7 +225,7 @@ def test_a_file_that_has_become_none_is_not_waited_for(one: One, monkeypatch: py
     source.write_text("x")
     whole = growing.replace_file
 
-    def copy(file: Path, target: Path, moved: Callable[[Path, int], None]) -> None:
+    def copy(file: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         file.unlink()
         file.mkdir()
         whole(file, target, moved)
@@ -274,10 +274,10 @@ def test_a_file_that_takes_long_to_copy_takes_a_tenth_of_the_time(one: One, monk
     copies: dict[str, int] = {"big": 0, "quick": 0}
     whole = growing.replace_file
 
-    def copy(source: Path, target: Path, moved: Callable[[Path, int], None]) -> None:
+    def copy(source: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         copies[source.name] += 1
         time.sleep(0.3 if source.name == "big" else 0)
-        whole(source, target, moved)
+        whole(source, target, moved, **more)
 
     monkeypatch.setattr(growing, "replace_file", copy)
     one.growing.start()

@@ -873,11 +873,11 @@ def test_a_slow_artifact_holds_up_no_checkpoint(
 ) -> None:
     entered, let_go, whole = threading.Event(), threading.Event(), growing.replace_file
 
-    def slow(source: Path, target: Path, moved: Callable[[], None]) -> None:
+    def slow(source: Path, target: Path, moved: Callable[[], None], **more: Any) -> None:
         if source.name == "huge":
             entered.set()
             assert let_go.wait(30)
-        whole(source, target, moved)
+        whole(source, target, moved, **more)
 
     monkeypatch.setattr(growing, "replace_file", slow)
     run = cluster(1)

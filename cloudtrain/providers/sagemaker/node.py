@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...provider import Site, Topology
+from ...provider import Site, SyncAgent, Topology
+from .s3 import Uploader
 from .secrets import secret
-from .words import CHANNELS, CONTEXT, FAILURE, GRACE, INPUTS, LIVE, RESUME, ROOT
+from .words import CHANNELS, CONTEXT, FAILURE, GRACE, INPUTS, LIVE, MARK, RESUME, ROOT
 
 __all__ = ["site"]
 
@@ -71,8 +72,16 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         exit_code={"succeeded": 0, "failed": 1, "preempted": 0},
         secrets=lambda reference: secret(reference.partition(":")[2], environ, region=region),
         folders={f"{base}/checkpoints": "checkpoints"},
+        agent=_agent(base, environ, region),
         cuda_compat=COMPAT,
     )
+
+
+def _agent(base: str, environ: Mapping[str, str], region: str) -> SyncAgent:
+    """Return how the agent that syncs ``live`` shows what it does, and the way past it: the job's role may write."""
+    run = str(_context(base).get("run"))
+    put = Uploader(f"{run}/live", environ, region=region).put if run.startswith("s3://") else None
+    return SyncAgent(uploading=f"{MARK}-uploading", uploaded=f"{MARK}-uploaded", ignored=f"{MARK}-ignore", put=put)
 
 
 def _below(base: str, path: str) -> str:
@@ -174,11 +183,17 @@ def _decoded(value: Any) -> Any:
         return value
 
 
+def _context(base: str) -> dict[str, Any]:
+    """Return what the job says of itself; empty where it cannot be read."""
+    try:
+        found: dict[str, Any] = json.loads(Path(_below(base, CONTEXT)).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
 def _hyperparameters(base: str) -> dict[str, Any]:
     """The job's, which the request does not hold, and those that ``options`` put there."""
-    try:
-        context = json.loads(Path(_below(base, CONTEXT)).read_bytes())
-    except (OSError, ValueError):
-        context = {}
+    context = _context(base)
     ours = {k: v for k, v in context.get("hyperparameters", {}).items() if v != _LEFT_OUT}
     return {**_config(base, "hyperparameters"), **ours}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -52,8 +53,12 @@ PENDING = (1800, 28 * 86400)
 """Least and most seconds of MaxPendingTimeInSeconds."""
 SPOT_WAIT = 86400
 """What a job on spot capacity waits for machines, in sum, when it does not say."""
-VOLUME_GB = 30
-"""Disk when the job does not say, as SageMaker's own SDK asks for; an instance with disks of its own has those."""
+VOLUME_GB, MOST_VOLUME_GB = 30, 1024
+"""Least and most disk when the job does not say: what SageMaker's own SDK asks for, and the quota of a new account."""
+COPIES = 4
+"""Checkpoints that have room on the default volume: `KEPT` ones in live/, and the one that the script writes."""
+KEPT = 3
+"""Checkpoints that a spot job keeps when it does not say: each restart downloads all of them to every node."""
 PLATFORM_RETRIES = 3
 """How often SageMaker itself starts the job again after a failure of its own. Our ``retries`` are attempts."""
 NEVER_STARTED = "never started: no python 3.10"
@@ -175,7 +180,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         "AlgorithmSpecification": specification,
         "InputDataConfig": channels,
         "OutputDataConfig": {"S3OutputPath": f"{layout.native}/", "CompressionType": "NONE"},
-        "ResourceConfig": _resources(settings, job, types),
+        "ResourceConfig": _resources(settings, job, types, known),
         "StoppingCondition": stopping,
         "CheckpointConfig": {"S3Uri": f"{layout.live}/", "LocalPath": LIVE},
         "RetryStrategy": {"MaximumRetryAttempts": PLATFORM_RETRIES},
@@ -187,6 +192,8 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         body["OutputDataConfig"]["KmsKeyId"] = settings.output_kms_key
     options = job.options.get(NAME, {})
     body = merge_options(body, options, owned=OWNED, provider=NAME)
+    kept = _kept(job)
+    notes += _restart_notes(job, kept)
     blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
     notes += check(body, blame)
     _check_rules(settings, job, layout, body, known)
@@ -195,7 +202,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         provider=NAME,
         operation=OPERATION,
         body=body,
-        context=context_of(NAME, job, layout, processes=_processes(job, choice, known)),
+        context={**context_of(NAME, job, layout, processes=_processes(job, choice, known)), "keep_checkpoints": kept},
         run=layout.run,
         attempt=attempt,
         choice=choice,
@@ -281,19 +288,46 @@ def _check_unknown(job: Job, types: Sequence[str]) -> None:
         raise SpecError(f"{name} needs an image with AWS Neuron; give one", field="image")
 
 
-def _resources(settings: Settings, job: Job, types: Sequence[str]) -> dict[str, Any]:
+def _resources(settings: Settings, job: Job, types: Sequence[str], known: Sequence[Machine]) -> dict[str, Any]:
     count = job.resources.instance_count
     config: dict[str, Any] = {}
     if len(types) == 1:
         config.update(InstanceType=types[0], InstanceCount=count)
     else:
         config["InstancePreferences"] = [{"InstanceType": name, "InstanceCount": count} for name in types]
-    config["VolumeSizeInGB"] = job.resources.disk_gb or VOLUME_GB
+    config["VolumeSizeInGB"] = job.resources.disk_gb or max(map(_volume, known), default=VOLUME_GB)
     if settings.volume_kms_key:
         config["VolumeKmsKeyId"] = settings.volume_kms_key
     if settings.keep_alive_period:
         config["KeepAlivePeriodInSeconds"] = settings.keep_alive_period
     return config
+
+
+def _volume(machine: Machine) -> int:
+    """Return the GB of disk that the machine's checkpoints may need; a machine with disks of its own has those.
+
+    The state of a training is at most as large as the memory of the GPUs. Without GPUs it is a part of the memory.
+    """
+    if machine.disk_gb is not None:
+        return VOLUME_GB
+    gpus = COPIES * machine.gpu_count * (machine.gpu_memory_gib or 0)
+    return min(VOLUME_GB + math.ceil(gpus or machine.memory_gib or 0), MOST_VOLUME_GB)
+
+
+def _kept(job: Job) -> int:
+    """Return how many checkpoints stay (0: all)."""
+    if job.keep_checkpoints is not None:
+        return job.keep_checkpoints
+    return KEPT if job.resources.spot else 0
+
+
+def _restart_notes(job: Job, kept: int) -> list[str]:
+    """Say what a job that may start again downloads each time."""
+    if not job.resources.spot and not job.retries:
+        return []
+    which = f"{kept} kept checkpoints" if kept else "every checkpoint so far"
+    default = " (default; keep_checkpoints)" if job.keep_checkpoints is None else " (keep_checkpoints)"
+    return [f"each restart downloads to every node: {which}{default}, artifacts, metrics and logs of all nodes"]
 
 
 def _image(settings: Settings, job: Job, *, gpus: Sequence[str], accelerated: bool, arch: str) -> str:

@@ -100,9 +100,10 @@ def signed_headers(
     *,
     region: str,
     service: str,
+    method: str = "POST",
     now: datetime.datetime | None = None,
 ) -> dict[str, str]:
-    """``headers`` of a POST to ``url`` with AWS's Signature Version 4."""
+    """Return ``headers`` of a request with AWS's Signature Version 4. The query of ``url`` is in canonical order."""
     moment = now or datetime.datetime.now(datetime.timezone.utc)
     stamp, day = moment.strftime("%Y%m%dT%H%M%SZ"), moment.strftime("%Y%m%d")
     parsed = urllib.parse.urlsplit(url)
@@ -111,7 +112,7 @@ def signed_headers(
         signed["X-Amz-Security-Token"] = keys.token
     canonical = sorted((name.lower(), " ".join(value.split())) for name, value in signed.items())
     names = ";".join(name for name, _ in canonical)
-    lines = ["POST", parsed.path or "/", parsed.query, *(f"{name}:{value}" for name, value in canonical), "", names]
+    lines = [method, parsed.path or "/", parsed.query, *(f"{name}:{value}" for name, value in canonical), "", names]
     request = "\n".join([*lines, hashlib.sha256(body).hexdigest()])
     scope = f"{day}/{region}/{service}/aws4_request"
     text = "\n".join(["AWS4-HMAC-SHA256", stamp, scope, hashlib.sha256(request.encode()).hexdigest()])

@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import catalog
 from ...provider import Mount, NodeSpec, Request, Rules, Simulation
-from .words import GRACE, INPUTS, NAME, ROOT
+from .words import GRACE, INPUTS, MARK, NAME, ROOT
 
 __all__ = ["nodes"]
 
@@ -59,6 +59,7 @@ def nodes(request: Request, *, region: str) -> Simulation:
         preemptions=PREEMPTIONS,
         losses=body.get("RetryStrategy", {}).get("MaximumRetryAttempts", 0),
         sync_lag=SYNC_LAG,
+        sync_marks=MARK,
         stop_grace=GRACE,
     )
     return Simulation(nodes=specs, rules=rules)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "CHANNELS", "CONTEXT", "DNS", "FAILURE", "FAILURE_VARIABLE", "GRACE", "INPUTS", "LIVE", "NAME", "RESUME", "ROOT",
+    "CHANNELS", "CONTEXT", "DNS", "FAILURE", "FAILURE_VARIABLE", "GRACE", "INPUTS", "LIVE", "MARK", "NAME", "RESUME",
+    "ROOT",
     "TAG_ATTEMPT", "TAG_CI", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID",
 ]  # fmt: skip
 
@@ -31,6 +32,9 @@ FAILURE = f"{ROOT}/output/failure"
 """The first 1024 characters of it become the FailureReason of a job that fails."""
 FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
 """Where a node that cannot read anything else finds that file: `cloudtrain.runtime.__main__` reads it."""
+MARK = ".sagemaker"
+"""The agent that syncs the checkpoint folder puts ``x.sagemaker-uploading`` and ``x.sagemaker-uploaded`` beside a file
+``x``, and leaves ``x.sagemaker-ignore`` alone (aws/sagemaker-xgboost-container, ``checkpointing.py``)."""
 GRACE = 120
 """Seconds between SIGTERM and SIGKILL."""
 TAG_RUN, TAG_RUN_ID, TAG_ATTEMPT, TAG_NAME = (f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))

@@ -23,6 +23,8 @@ __all__ = ["GRACE", "Bucket", "Instance", "differences", "reading"]
 
 GRACE = 120.0
 """Seconds between SIGTERM and SIGKILL."""
+MARKS = ".sagemaker"
+"""The agent's words (``x.sagemaker-uploaded``), from aws/sagemaker-xgboost-container's ``checkpointing.py``."""
 ML = "/opt/ml"
 CONFIG = f"{ML}/input/config"
 GROUP = "homogeneousCluster"
@@ -247,6 +249,7 @@ class Instance:
         choice: int,
         lag: Callable[[], float],
         stale: Callable[[], bool],
+        dead: Callable[[], bool] = lambda: False,
     ) -> None:
         self.folder, self.body, self.host, self.bucket = folder, body, host, bucket
         self.choice = choice
@@ -256,7 +259,7 @@ class Instance:
         if "CheckpointConfig" in body:
             config = body["CheckpointConfig"]
             local = self.here(config.get("LocalPath", DEFAULT_CHECKPOINTS))
-            self.sync = Sync(bucket, config["S3Uri"], local, lag=lag, stale=stale)
+            self.sync = Sync(bucket, config["S3Uri"], local, lag=lag, stale=stale, marks=MARKS, dead=dead)
 
     def here(self, path: str) -> Path:
         """Where a path of the instance is on this machine."""

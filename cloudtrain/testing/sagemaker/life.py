@@ -244,6 +244,7 @@ class TrainingJob:
                 choice=self._choice,
                 lag=lambda: self.plane.sync_lag,
                 stale=lambda: self.plane.stale_copies,
+                dead=lambda: self.plane.dead_sync,
             )
             for host in sorted(hosts(chosen(self.body, self._choice)[1]), key=lambda h: int(h.rpartition("-")[2]))
         ]

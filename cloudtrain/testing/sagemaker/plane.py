@@ -50,8 +50,8 @@ class Plane(Platform):
     ``capacity_seconds``); ``quotas`` of instances by type, ``quota`` of any other, and none in the regions ``capped``;
     the regions ``absent`` have no machine of any type; ``limits`` of the account (`new_account` sets those that AWS
     gives); ``creates_a_second``, above which CreateTrainingJob is throttled (0: never; AWS has 1); ``unknown``
-    secondary statuses by job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers; `TrainingJob.interrupt`
-    and `TrainingJob.lose`. ``grace`` is the seconds from SIGTERM to SIGKILL.
+    secondary statuses by job; ``sync_lag`` seconds of checkpoints; ``stale_copies`` of peers,
+    ``dead_sync`` of all; `TrainingJob.interrupt` and `TrainingJob.lose`. ``grace`` is seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Plane(Platform):
         self._created = 0.0
         self.unknown: dict[str, str] = {}
         self.sync_lag, self.stale_copies, self.grace = 0.0, False, GRACE
+        self.dead_sync = False
         self._logs: dict[str, CloudWatch] = {}
         self._lock = threading.RLock()
         self._engine: Any = connect() if runs else None

@@ -1,0 +1,114 @@
+"""Objects of S3 written from a container with the job's own role. Standard library alone: images need have no SDK."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+from xml.sax.saxutils import escape
+
+from ...errors import StorageError
+from .secrets import Credentials, credentials, signed_headers
+from .words import DNS
+
+__all__ = ["Uploader"]
+
+PART_BYTES = 64 << 20
+"""A larger file goes up in parts of this size, or larger ones, so that there are at most `PARTS`."""
+PARTS = 10_000
+PAUSES = (0.5, 2.0, 5.0)
+TIMEOUT = 60.0
+KEYS_SECONDS = 600.0
+"""The role's keys are asked for again after so long; they last for an hour or more."""
+_TEXT = r"<{0}>([^<]*)</{0}>"
+
+
+class Uploader:
+    """Writes files below ``url`` (``s3://bucket/prefix``), a bucket of ``region``."""
+
+    def __init__(self, url: str, environ: Mapping[str, str], *, region: str) -> None:
+        self._bucket, _, self._prefix = url.removeprefix("s3://").partition("/")
+        self._environ, self._region = environ, region
+        self._keys: tuple[float, Credentials] | None = None
+
+    def put(self, name: str, path: Path, moved: Callable[[], None] = lambda: None) -> None:
+        """Write the object ``name`` with the content of a file; ``moved`` is called after each part.
+
+        Raises `StorageError` and `OSError`.
+        """
+        address = self._address(f"{self._prefix}/{name}")
+        size = path.stat().st_size
+        with open(path, "rb") as stream:
+            if size <= PART_BYTES:
+                self._ask("PUT", address, stream.read())
+            else:
+                self._put_parts(address, stream, max(PART_BYTES, -(-size // PARTS)), moved)
+
+    def _put_parts(self, address: str, stream: BinaryIO, size: int, moved: Callable[[], None]) -> None:
+        upload = _told("UploadId", self._ask("POST", f"{address}?uploads=")[0])
+        query = f"uploadId={urllib.parse.quote(upload, safe='')}"
+        try:
+            rows: list[str] = []
+            while part := stream.read(size):
+                number = len(rows) + 1
+                tag = self._ask("PUT", f"{address}?partNumber={number}&{query}", part)[1]["ETag"]
+                rows.append(f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(tag)}</ETag></Part>")
+                moved()
+            body = f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>"
+            answer, _ = self._ask("POST", f"{address}?{query}", body.encode())
+            if b"<Error>" in answer:  # S3 answers 200 before it knows
+                raise StorageError(f"S3 did not complete {address}: {_told('Code', answer)}")
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self._ask("DELETE", f"{address}?{query}")
+            raise
+
+    def _address(self, key: str) -> str:
+        """Return the URL of an object: at the environment's endpoint, else at S3's own of the region."""
+        path = urllib.parse.quote(key, safe="/-_.~")
+        endpoint = self._environ.get("AWS_ENDPOINT_URL_S3") or self._environ.get("AWS_ENDPOINT_URL")
+        partition = self._environ.get("TRAINING_JOB_ARN", "arn:aws").split(":")[1]
+        host = (endpoint or f"https://s3.{self._region}.{DNS.get(partition, DNS['aws'])}").rstrip("/")
+        return f"{host}/{self._bucket}/{path}"
+
+    def _ask(self, method: str, url: str, body: bytes = b"") -> tuple[bytes, Mapping[str, str]]:
+        """Return the body and headers of the answer. Raises `StorageError` once a few tries have failed."""
+        for pause in (*PAUSES, None):
+            keys, digest = self._credentials(), hashlib.sha256(body).hexdigest()
+            headers = {"Content-Type": "application/octet-stream", "x-amz-content-sha256": digest}
+            signed = signed_headers(url, headers, body, keys, region=self._region, service="s3", method=method)
+            request = urllib.request.Request(url, data=body, headers=signed, method=method)
+            try:
+                with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
+                    return answer.read(), answer.headers
+            except urllib.error.HTTPError as exc:
+                code = _told("Code", exc.read()) or str(exc.code)
+                passing = exc.code >= 500 or exc.code == 429 or code in ("SlowDown", "RequestTimeout", "ExpiredToken")
+                why = f"S3 refused {method} of {urllib.parse.urlsplit(url).path} ({code})"
+                self._keys = None
+            except (OSError, http.client.HTTPException) as exc:
+                passing, why = True, f"{urllib.parse.urlsplit(url).netloc} does not answer: {exc}"
+            if not passing or pause is None:
+                raise StorageError(why)
+            time.sleep(pause)
+        raise AssertionError("unreachable")
+
+    def _credentials(self) -> Credentials:
+        now = time.monotonic()
+        if self._keys is None or now - self._keys[0] > KEYS_SECONDS:
+            self._keys = now, credentials(self._environ)
+        return self._keys[1]
+
+
+def _told(name: str, answer: bytes) -> str:
+    """Return the text of the first element called ``name``."""
+    match = re.search(_TEXT.format(name), answer.decode("utf-8", "replace"))
+    return match[1] if match else ""

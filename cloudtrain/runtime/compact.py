@@ -1,0 +1,173 @@
+"""Compaction of a node's log segments: many small files of 5 s become few large ones, so that ``live/`` stays small.
+
+A platform may download all of ``live/`` at each start, one object at a time. Eight segments become one, eight of those
+one again, and so on, up to `FULL_BYTES`: a week of logs is about 40 files. Segments of finished attempts are merged
+when the next attempt starts. Each segment has one writer, its node, and only that node merges and removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ..segments import Span, distinct, span_of
+from .checkpoints import modest
+from .uploads import Uploads
+
+__all__ = ["Compactor"]
+
+FAN = 8
+"""So many neighbours of one age are merged."""
+FULL_BYTES = 8 << 20
+"""A segment of this size is not merged again."""
+EVERY_SECONDS = 20.0
+SETTLE_SECONDS = 600.0
+"""A replaced segment is removed after so long even if nothing tells that the merged one is in the store."""
+_NUMBER = re.compile(rb"\[a\S+ n\d+ r\S+ #(\d+)\]")
+
+
+class Compactor:
+    """Merges the segments of node ``node`` below ``logs``; ``attempt`` is the one that writes now.
+
+    ``uploads`` tell whether a merged segment is in the store; the small ones stay until then, as a platform's agent may
+    send removals before files. None: what is written is there.
+    """
+
+    def __init__(
+        self,
+        logs: Path,
+        *,
+        attempt: str,
+        node: int,
+        uploads: Uploads | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logs, self._node, self._uploads, self._clock = logs, node, uploads, clock
+        self._temporary = uploads.temporary if uploads is not None else ".part"
+        self._folder = logs / attempt / f"node-{node}"
+        self._ages: dict[Path, int] = {}
+        self._replaced: dict[Path, float] = {}
+        """Segments that a merged one covers, and since when that is known."""
+        self._past: list[Path] | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="compact", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _loop(self) -> None:
+        modest()
+        while not self._stop.is_set():
+            with contextlib.suppress(OSError, ValueError):  # the small segments are still there, and readable
+                self.step()
+            self._stop.wait(EVERY_SECONDS)
+
+    def step(self) -> None:
+        """Merge what is due and remove what was replaced. Raises `OSError`."""
+        if self._past is None:
+            self._past = [path for path in self._logs.glob(f"*/node-{self._node}") if path != self._folder]
+            for folder in self._past:
+                self._merge_past(folder)
+        self._past = [folder for folder in self._past if self._remove_replaced(folder)]
+        if self._folder.is_dir():
+            while group := self._due():
+                merged = self._merge(self._folder, group)
+                self._ages[merged] = self._ages.get(group[0][1], 0) + 1
+            self._remove_replaced(self._folder)
+
+    def _due(self) -> list[tuple[Span, Path]]:
+        """`FAN` neighbours of one age, none of them full. The newest segment is left out: it may be half written."""
+        run: list[tuple[Span, Path]] = []
+        for span, path in _segments(self._folder)[:-1]:
+            age, full = self._ages.get(path, 0), path.stat().st_size >= FULL_BYTES
+            if full or (run and self._ages.get(run[0][1], 0) != age):
+                run = []
+            if not full:
+                run.append((span, path))
+            if len(run) == FAN:
+                return run
+        return []
+
+    def _merge_past(self, folder: Path) -> None:
+        """Merge all that a finished attempt has left, up to `FULL_BYTES` a file."""
+        for path in folder.glob(".*"):  # of a merge that was cut off
+            path.unlink()
+        group: list[tuple[Span, Path]] = []
+        size = 0
+        for item in [*_segments(folder), None]:
+            more = item[1].stat().st_size if item else FULL_BYTES
+            if group and size + more > FULL_BYTES:
+                if len(group) > 1:
+                    self._merge(folder, group)
+                group, size = [], 0
+            if item:
+                group.append(item)
+                size += more
+
+    def _merge(self, folder: Path, group: list[tuple[Span, Path]]) -> Path:
+        """Write one segment that holds the lines of ``group``; it counts as soon as it is there."""
+        numbers = _NUMBER.findall(group[-1][1].read_bytes())
+        if not numbers:
+            raise ValueError(f"{group[-1][1]} holds no numbered line")
+        span = Span(group[0][0].first, int(numbers[-1]))
+        target = folder / span.name
+        beside = folder / f".{span.name}{self._temporary}"
+        try:
+            _write(beside, group)
+            os.replace(beside, target)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            if exc.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP):
+                raise
+            _write(target, group)  # this file system cannot rename
+        with contextlib.suppress(OSError):  # the time of the last line tells when a lost node was last alive
+            changed = group[-1][1].stat().st_mtime
+            os.utime(target, (changed, changed))
+        return target
+
+    def _remove_replaced(self, folder: Path) -> bool:
+        """Remove the segments that stored ones cover; whether any have to wait."""
+        kept = _segments(folder)
+        names = {path for _, path in kept}
+        waiting = False
+        for span, path in _all(folder):
+            if path in names:
+                continue
+            since = self._replaced.setdefault(path, self._clock())
+            cover = next(other for around, other in kept if around.first <= span.first <= around.last)
+            if self._uploads is None or self._uploads.stored(cover) or self._clock() - since >= SETTLE_SECONDS:
+                path.unlink(missing_ok=True)
+                for mark in folder.glob(f"{path.name}.*"):
+                    mark.unlink(missing_ok=True)
+                del self._replaced[path]
+                self._ages.pop(path, None)
+            else:
+                waiting = True
+        return waiting
+
+
+def _all(folder: Path) -> Iterator[tuple[Span, Path]]:
+    for name in os.listdir(folder):
+        if span := span_of(name):
+            yield span, folder / name
+
+
+def _segments(folder: Path) -> list[tuple[Span, Path]]:
+    return distinct(_all(folder))
+
+
+def _write(target: Path, group: list[tuple[Span, Path]]) -> None:
+    with open(target, "wb") as out:
+        for _, path in group:
+            data = path.read_bytes()
+            out.write(data if data.endswith(b"\n") else data + b"\n")

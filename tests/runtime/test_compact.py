@@ -1,0 +1,249 @@
+"""Compaction: few segments however long a run is, every line once, and readers that look while segments are merged."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from cloudtrain.provider import SyncAgent
+from cloudtrain.pull import pull
+from cloudtrain.runtime import compact
+from cloudtrain.runtime.compact import FAN, Compactor
+from cloudtrain.runtime.logs import LogWriter
+from cloudtrain.runtime.uploads import Uploads
+from cloudtrain.seen import Seen
+from cloudtrain.segments import Span, distinct, span_of
+from cloudtrain.store import Store
+from cloudtrain.tail import Tail
+
+RUN = "week"
+SECONDS = 5.0
+"""From one segment to the next, by default."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Stored(Uploads):
+    """A platform's agent that has uploaded these files."""
+
+    def __init__(self, files: set[Path]) -> None:
+        agent = SyncAgent(uploading=".x-uploading", uploaded=".x-uploaded", ignored=".x-ignore")
+        super().__init__(Path(), agent, say=print)
+        self.files = files
+
+    def stored(self, path: Path) -> bool:
+        return path in self.files
+
+
+class Logs:
+    """The log folder of one run, written by the real writer on a fake clock."""
+
+    def __init__(self, root: Path) -> None:
+        self.store, self.clock, self.most = Store(str(root)), Clock(), 0
+        self.folder = root / "runs" / RUN / "live" / "logs"
+
+    def compactor(self, attempt: str = "0.0", node: int = 0, **more: object) -> Compactor:
+        return Compactor(self.folder, attempt=attempt, node=node, clock=self.clock, **more)  # type: ignore[arg-type]
+
+    def train(self, hours: float, *, attempt: str = "0.0", compactor: Compactor | None = None) -> int:
+        """Print a line every 5 s for so long, as node 0; how many."""
+        out = os.open(os.devnull, os.O_WRONLY)
+        writer = LogWriter(node=0, out=out, clock=self.clock)
+        writer.begin(attempt, self.folder / attempt / "node-0")
+        end, due = self.clock.now + hours * 3600, 0.0
+        while self.clock.now < end:
+            writer.write("0", f"step {writer.lines}")
+            self.clock.now += SECONDS
+            writer.tick()
+            if compactor is not None and self.clock.now >= due:
+                compactor.step()
+                due = self.clock.now + compact.EVERY_SECONDS
+                self.most = max(self.most, len(self.names(attempt)))
+        writer.flush()
+        os.close(out)
+        return writer.lines
+
+    def names(self, attempt: str = "0.0", node: int = 0) -> list[str]:
+        return sorted(os.listdir(self.folder / attempt / f"node-{node}"))
+
+    def text(self, attempt: str = "0.0", node: int = 0) -> list[int]:
+        """The numbers of the lines of all segments that a reader would read, in their order."""
+        folder = self.folder / attempt / f"node-{node}"
+        found = distinct((span, folder / n) for n in os.listdir(folder) if (span := span_of(n)))
+        lines = "".join(path.read_text() for _, path in found).splitlines()
+        return [int(line.partition("#")[2].partition("]")[0]) for line in lines]
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Logs:
+    return Logs(tmp_path)
+
+
+def objects(segments: int) -> int:
+    """So many there are at most of one attempt and node, with those that came since the last look."""
+    return (FAN - 1) * math.ceil(math.log(segments, FAN)) + FAN
+
+
+def test_a_name_tells_the_lines() -> None:
+    assert [span_of(name) for name in ("000000007.log", "7.log", "000000001-000000009.log")] == [(7, 0), (7, 0), (1, 9)]
+    assert [Span(1, 9).name, Span(7, 0).name] == ["000000001-000000009.log", "000000007.log"]
+    assert [span_of(name) for name in ("x.log", ".7.log.part", "1.log.sagemaker-uploaded", "-7.log")] == [None] * 4
+
+
+def test_what_a_merged_segment_covers_is_left_out() -> None:
+    names = ["1.log", "1-40.log", "1-5.log", "6.log", "39.log", "41.log", "41-60.log", "61.log", "70.log"]
+    found = distinct((span, name) for name in names if (span := span_of(name)))
+    assert [name for _, name in found] == ["1-40.log", "41-60.log", "61.log", "70.log"]
+
+
+def test_objects_grow_with_the_logarithm_of_the_time(written: Logs) -> None:
+    """7 for each power of 8: a week has 120,960 segments of 5 s, and at most 51 objects."""
+    lines = written.train(12, compactor=written.compactor())
+    assert written.most <= objects(lines)
+    assert written.text() == list(range(1, lines + 1))
+    assert 16 * objects(7 * 86400 // 5) == 800
+
+
+def test_a_week_with_a_restart_every_two_hours(written: Logs) -> None:
+    """84 attempts of 16 nodes: one object for each, those of the last attempt, and an exit record for each."""
+    for restart in range(84):
+        lines = written.train(0.05, attempt=f"0.{restart}", compactor=written.compactor(f"0.{restart}"))
+    assert all(len(written.names(f"0.{restart}")) == 1 for restart in range(83))
+    assert all(written.text(f"0.{restart}") == list(range(1, lines + 1)) for restart in range(84))
+    assert 16 * (83 + objects(2 * 3600 // 5) + 84) + 84 + 84 <= 5000  # and metrics and starts of node 0
+
+
+def test_segments_stay_until_the_merged_one_is_stored(written: Logs) -> None:
+    stored: set[Path] = set()
+    compactor = written.compactor(uploads=Stored(stored))
+    lines = written.train(0.02, compactor=None)
+    assert lines > FAN
+    compactor.step()
+    merged = [name for name in written.names() if "-" in name]
+    assert len(merged) == 1
+    assert len(written.names()) == lines + 1
+    assert written.text() == list(range(1, lines + 1))
+    stored.add(written.folder / "0.0" / "node-0" / merged[0])
+    compactor.step()
+    assert len(written.names()) == lines + 1 - FAN
+    assert written.text() == list(range(1, lines + 1))
+
+
+def test_without_a_word_of_the_store_they_go_some_time_later(written: Logs) -> None:
+    compactor = written.compactor(uploads=Stored(set()))
+    lines = written.train(0.02)
+    compactor.step()
+    written.clock.now += compact.SETTLE_SECONDS
+    compactor.step()
+    assert len(written.names()) == lines + 1 - FAN
+
+
+def test_the_newest_segment_is_left_alone(written: Logs) -> None:
+    lines = written.train(FAN * 5 / 3600)
+    assert lines == len(written.names()) == FAN
+    written.compactor().step()
+    assert len(written.names()) == FAN  # the last of them may be half written
+
+
+def test_a_merge_that_was_cut_off_is_made_again_by_the_next_attempt(written: Logs) -> None:
+    lines = written.train(0.05)
+    folder = written.folder / "0.0" / "node-0"
+    (folder / ".000000001-000000008.log.part").write_text("half of it")
+    written.compactor(uploads=Stored(set())).step()  # killed before it could remove anything
+    other = written.folder / "0.0" / "node-1"
+    other.mkdir()
+    (other / "000000001.log").write_text("[a0.0 n1 r0 #1] another node's\n")
+    written.compactor("0.1").step()
+    assert written.names() == [Span(1, lines).name]
+    assert written.text() == list(range(1, lines + 1))
+    assert written.names(node=1) == ["000000001.log"]
+
+
+def test_full_segments_are_not_merged_again(written: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compact, "FULL_BYTES", 1000)
+    lines = written.train(1, compactor=written.compactor())
+    folder = written.folder / "0.0" / "node-0"
+    assert max(path.stat().st_size for path in folder.iterdir()) < 1000 * FAN
+    written.compactor("0.1").step()
+    assert written.text() == list(range(1, lines + 1))
+
+
+def test_a_file_system_that_cannot_rename(written: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*names: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(compact.os, "replace", refuse)
+    lines = written.train(0.02)
+    written.compactor().step()
+    assert written.text() == list(range(1, lines + 1))
+    assert len(written.names()) == lines + 1 - FAN
+
+
+# ------------------------------------------------------------------------------------------------------------- readers
+
+
+@pytest.fixture
+def merging(written: Logs, monkeypatch: pytest.MonkeyPatch) -> tuple[Logs, int]:
+    """Segments that are merged as soon as the reader has read two of them."""
+    lines = written.train(0.1)
+    compactor, reads = written.compactor(), [0]
+    files = type(written.store.files)
+    read = files.read
+
+    def merge_meanwhile(self: object, key: str) -> bytes:
+        if "/logs/" in key:
+            reads[0] += 1
+            if reads[0] == 3:
+                compactor.step()
+        return read(self, key)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(files, "read", merge_meanwhile)
+    return written, lines
+
+
+def followed(written: Logs) -> list[int]:
+    """The numbers of the lines that a follower gives from the segments alone."""
+    clock = written.clock
+    tail = Tail(store=written.store, run_id=RUN, provider=lambda: pytest.fail("no platform"), clock=clock, patience=1)
+    return [line.seq for line in tail.rest()]
+
+
+def test_a_follower_loses_and_doubles_nothing_while_segments_are_merged(merging: tuple[Logs, int]) -> None:
+    written, lines = merging
+    tail = Tail(
+        store=written.store, run_id=RUN, provider=lambda: pytest.fail("no platform"), clock=written.clock, patience=1
+    )
+    assert [line.seq for line in tail.rest()] == list(range(1, lines + 1))
+
+
+def test_a_look_at_the_end_finds_the_last_lines_while_segments_are_merged(merging: tuple[Logs, int]) -> None:
+    written, lines = merging
+    found = Seen(written.store, RUN).lines("0.0", 30)
+    assert [line.seq for line in found[0]] == list(range(lines - 29, lines + 1))
+
+
+def test_a_pull_joins_every_line_once_while_segments_are_merged(merging: tuple[Logs, int], tmp_path: Path) -> None:
+    written, lines = merging
+    (written.folder.parent.parent / "run.json").write_text("{}")
+    for _ in range(2):
+        pull(written.store, RUN, tmp_path / "out", what="logs")
+        text = (tmp_path / "out" / "logs" / "0.0" / "node-0.log").read_text()
+        numbers = [line.partition("#")[2].partition("]")[0] for line in text.splitlines()]
+        assert numbers == [str(number) for number in range(1, lines + 1)]
+
+
+def test_old_segments_stay_readable(written: Logs) -> None:
+    lines = written.train(0.1)
+    tail = Tail(
+        store=written.store, run_id=RUN, provider=lambda: pytest.fail("no platform"), clock=written.clock, patience=1
+    )
+    assert [line.seq for line in tail.rest()] == list(range(1, lines + 1))
