@@ -6,7 +6,7 @@ Real runtime code on machines that are simulated (`fleet`), so the seconds are e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +76,9 @@ def test_how_often_a_node_writes_below_the_mounted_store(
     written: Counter[str] = Counter()
     whole = growing.replace_file
 
-    def replace(source: Path, target: Path, moved: Callable[[Path, int], None]) -> None:
+    def replace(source: Path, target: Path, *more: Any, **named: Any) -> None:
         written["metrics"] += target.parent.name == "metrics"
-        whole(source, target, moved)
+        whole(source, target, *more, **named)
 
     monkeypatch.setattr(growing, "replace_file", replace)
 

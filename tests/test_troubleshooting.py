@@ -24,6 +24,9 @@ GROUPS = (
 #: Put together of several texts of the code: which these are, in order.
 PARTS = {
     "rank … on node … raised …": ["rank … on node …", "… raised ……"],
+    "[… the platform's log does not answer; lines come from the store: …]": [
+        "the platform's log does not answer; lines come from the store: …"
+    ],
 }
 #: What others print, and the page names beside a message of ours.
 OTHERS = {"ncclSystemError", "ncclRemoteError", "connection refused", "CUDA out of memory"}

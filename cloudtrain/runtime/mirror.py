@@ -84,7 +84,7 @@ class Mirror:
         peers: Callable[[], set[int]],
         say: Callable[[str], None],
         links: Path,
-        flush_seconds: float,
+        flush_seconds: float = 5.0,
         keep: int = 0,
         damaged: Sequence[Path] = (),
         skip: Mapping[str, Signature] | None = None,
@@ -117,18 +117,7 @@ class Mirror:
         )
         self._commits: Commits | None = None
         if node == 0:
-            self._commits = Commits(
-                nodes=nodes,
-                attempt=attempt,
-                live=live,
-                keep=keep,
-                damaged=damaged,
-                send=send,
-                peers=peers,
-                say=say,
-                complain=self._complain,
-                agent=uploads is not None,
-            )
+            self._commits = self._make_commits(nodes, attempt, keep, damaged)
         self._finishing: str | None = None
         self._frozen = 0.0
         self._told: set[str] = set()
@@ -138,6 +127,20 @@ class Mirror:
         self._told_of_progress = self._passed_on = 0.0
         self._newest = self._stirred = 0.0
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
+
+    def _make_commits(self, nodes: int, attempt: str, keep: int, damaged: Sequence[Path]) -> Commits:
+        return Commits(
+            nodes=nodes,
+            attempt=attempt,
+            live=self._live,
+            keep=keep,
+            damaged=damaged,
+            send=self._send,
+            peers=self._peers,
+            say=self._say,
+            complain=self._complain,
+            agent=self._uploads is not None,
+        )
 
     def start(self) -> None:
         self._growing.start()
