@@ -27,6 +27,7 @@ from cloudtrain.runtime import (
     cause,
     checkpoints,
     commits,
+    compact,
     finished,
     growing,
     history,
@@ -41,7 +42,7 @@ from cloudtrain.runtime import (
 )
 
 MODULES = (
-    *(cause, checkpoints, commits, finished, growing, history, link),
+    *(cause, checkpoints, commits, compact, finished, growing, history, link),
     *(logs, mirror, node, record, resume, stall),
 )
 PORT = 29500

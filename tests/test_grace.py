@@ -15,7 +15,7 @@ from fleet import Ranks
 from test_scale import Place
 
 from cloudtrain.provider import find_provider
-from cloudtrain.runtime import growing
+from cloudtrain.runtime import compact, growing
 from cloudtrain.runtime.checkpoints import complete
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -80,7 +80,18 @@ def test_how_often_a_node_writes_below_the_mounted_store(
         written["metrics"] += target.parent.name == "metrics"
         whole(source, target, *more, **named)
 
+    def merge(target: Path, group: Any) -> None:
+        written["merged"] += target.parent.name == "node-0"
+        merges(target, group)
+
+    def segment(path: Path, data: bytes) -> int:
+        written["segments"] += path.parent.name == "node-0" and path.suffix == ".log"
+        return writes(path, data)
+
+    merges, writes = compact._write, Path.write_bytes
     monkeypatch.setattr(growing, "replace_file", replace)
+    monkeypatch.setattr(compact, "_write", merge)
+    monkeypatch.setattr(Path, "write_bytes", segment)
 
     def train(ranks: Ranks) -> None:
         ranks.start()
@@ -94,8 +105,8 @@ def test_how_often_a_node_writes_below_the_mounted_store(
     seconds = site_of_vertex(None).flush_seconds if provider else 5.0
     fleet = place.fleet(train, flush_seconds=seconds)
     fleet.run(60 * MINUTES + 120)
-    segments = len(list((fleet.live / "logs").glob("*/node-0/*.log")))
-    a_minute = (segments + written["metrics"]) / MINUTES
+    a_minute = (written["segments"] + written["merged"] + written["metrics"]) / MINUTES
+    assert written["segments"] > 5 * written["merged"], "eight segments become one"
     place.figure("writes of node 0 a minute", f"{a_minute:.1f}")
     assert a_minute == pytest.approx(most, rel=0.1)
     lines = sum(path.read_text().count("\n") for path in (fleet.live / "logs").glob("*/node-0/*.log"))

@@ -46,9 +46,9 @@ class Compactor:
         attempt: str,
         node: int,
         uploads: Uploads | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._logs, self._node, self._uploads, self._clock = logs, node, uploads, clock
+        self._logs, self._node, self._uploads, self._clock = logs, node, uploads, clock or time.monotonic
         self._temporary = uploads.temporary if uploads is not None else ".part"
         self._folder = logs / attempt / f"node-{node}"
         self._ages: dict[Path, int] = {}

@@ -36,9 +36,9 @@ class LogWriter:
     """
 
     def __init__(
-        self, *, node: int, out: int = 1, flush_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
+        self, *, node: int, out: int = 1, flush_seconds: float = 5.0, clock: Callable[[], float] | None = None
     ) -> None:
-        self._node, self._out, self._flush_seconds, self._clock = node, out, flush_seconds, clock
+        self._node, self._out, self._flush_seconds, self._clock = node, out, flush_seconds, clock or time.monotonic
         self._lock = threading.Lock()
         self.redact = Redactor()
         self._waiting: list[tuple[str, str]] | None = []

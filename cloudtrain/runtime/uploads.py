@@ -43,17 +43,17 @@ class Uploads:
         agent: SyncAgent,
         *,
         say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._live, self._agent, self._say, self._clock = live, agent, say, clock
+        self._live, self._agent, self._say, self._clock = live, agent, say, clock or time.monotonic
         self._lock = threading.Lock()
         self._pending: dict[str, set[Path]] = {}
         self._arrived: list[str] = []
-        self._sign = clock()
+        self._sign = self._clock()
         self._put: dict[Path, _State] = {}
         self._failed: set[str] = set()
         self._began = time.time()
-        self._swept = clock()
+        self._swept = self._clock()
         self.dead = False
         """Whether the agent has stopped; the node uploads its files itself."""
         self._moved: Callable[[], None] = lambda: None
