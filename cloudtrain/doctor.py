@@ -289,20 +289,21 @@ class Grace:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.asked = False
+        self.asked, self._attempt = False, ""
         self.seconds: dict[int, float] = {}
 
     def __call__(self, line: Line) -> None:
         if not self.asked and preflight.READY in line.text:
-            self.asked = True
             self._run.cancel()
-        elif line.attempt and (found := preflight.SINCE.search(line.text)):
+            self.asked, self._attempt = True, line.attempt
+        elif line.attempt and line.attempt == self._attempt and (found := preflight.SINCE.search(line.text)):
             self.seconds[int(line.node)] = max(float(found[1]), self.seconds.get(int(line.node), 0.0))
 
     def judged(self, nodes: int, reckoned: float) -> tuple[dict[str, Any], list[str]]:
         """Return what was measured, by node, and what is wrong with it. ``reckoned`` are the seconds in which
         cloudtrain mirrors what is left and records how the node ended; it then ends the node itself."""
-        recorded = {int(record["node"]) for record in self._run.store.exits(self._run.run_id)}
+        exits = self._run.store.exits(self._run.run_id)
+        recorded = {int(record["node"]) for record in exits if record["attempt"] == self._attempt}
         rows, wrong = {}, []
         for node in range(nodes):
             seconds = self.seconds.get(node)

@@ -418,7 +418,7 @@ class Cancelled:
         self.cancels += 1
 
     def exits(self, run_id: str) -> list[dict[str, Any]]:
-        return [{"node": 0}]
+        return [{"node": 0, "attempt": "0.0"}, {"node": 1, "attempt": "0.1"}]
 
 
 def test_the_grace_is_the_last_that_a_node_says() -> None:
@@ -433,6 +433,7 @@ def test_the_grace_is_the_last_that_a_node_says() -> None:
     for _ in range(2):
         says(0, preflight.READY)
     assert (run.cancels, grace.asked) == (1, True)
+    says(1, "preflight: 60.0 s since the stop signal", attempt="0.1")
     for node, seconds in ((0, 0.0), (1, 0.5), (1, 15.0), (0, 22.5)):
         says(node, f"preflight: {seconds:.1f} s since the stop signal")
     found, wrong = grace.judged(3, 30.0)

@@ -163,9 +163,11 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return found
 
 
-def site_of_two(**environ: str) -> Site:
+def site_of_two(transport: str = "GPUDirect-RDMA", **environ: str) -> Site:
+    """As a plan for machines with that transport tells a node of two."""
     given = {"CLOUDTRAIN_NODES": "2", "CLUSTER_SPEC": spec("workerpool0", 0).replace(f', "{HOSTS[2]}"', "")}
-    return Provider.site({"PATH": os.environ["PATH"], **given, **environ}, {})
+    told = {"fabric": transport} if transport else {}
+    return Provider.site({"PATH": os.environ["PATH"], **given, **environ}, told)
 
 
 @pytest.mark.parametrize("bash", [True, False])
@@ -191,15 +193,38 @@ def test_ranks_get_what_the_script_for_rdma_sets(
 
 def test_the_script_for_tcpxo_is_told_where_its_plug_in_is(scripts: dict[str, Path]) -> None:
     scripts["GPUDirect-TCPXO"].write_text(TCPXO)
-    site = site_of_two()
+    site = site_of_two("GPUDirect-TCPXO")
     folder = scripts["GPUDirect-TCPXO"].parent
     assert site.export_env["NCCL_TUNER_CONFIG_PATH"] == f"{folder}/a3plus_tuner_config.textproto"
     assert site.export_env["NCCL_LIB_DIR"] == str(folder)
+    assert site.export_env["LD_LIBRARY_PATH"] == str(folder), "where the plug-in is"
 
 
-def test_without_a_script_nothing_is_said(scripts: dict[str, Path]) -> None:
+def test_the_folder_of_the_plug_in_is_found_where_the_script_does_not_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, folder = tmp_path / "gib/scripts/set_nccl_env.sh", tmp_path / "gib/lib64"
+    for path in (script.parent, folder):
+        path.mkdir(parents=True)
+    script.write_text("export NCCL_NET=gIB\n")
+    monkeypatch.setattr(fabric, "SCRIPTS", {"GPUDirect-RDMA": str(script)})
+    found = site_of_two(LD_LIBRARY_PATH="/usr/local/cuda/lib64").export_env
+    assert (found["NCCL_NET"], found["LD_LIBRARY_PATH"]) == ("gIB", f"{folder}:/usr/local/cuda/lib64")
+
+
+def test_a_value_that_is_part_of_the_script_s_stays(scripts: dict[str, Path]) -> None:
+    scripts["GPUDirect-RDMA"].write_text(RDMA)
+    site = site_of_two(NCCL_IB_TC="5")
+    assert "NCCL_IB_TC" not in site.export_env
+    assert "NCCL_IB_TC stays as it was set before" in site.notes[0]
+
+
+def test_a_machine_without_its_script_says_so_and_any_other_nothing(scripts: dict[str, Path]) -> None:
     site = site_of_two()
-    assert (site.notes, set(site.export_env)) == ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"})
+    assert set(site.export_env) == {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+    assert "so NCCL may use TCP, which is slower" in site.notes[0]
+    scripts["GPUDirect-RDMA"].write_text(RDMA)
+    assert site_of_two("").notes == [], "an image may bring the script to a machine that has no such network"
 
 
 def test_one_node_needs_no_fabric(scripts: dict[str, Path]) -> None:

@@ -308,7 +308,7 @@ def test_how_long_a_job_has_been_over() -> None:
         (400, AGENT_TEXT, "FAILED_PRECONDITION", AuthError, 3, "add-iam-policy-binding nas --project my --location l "),
         (400, AGENT_TEXT, "", AuthError, 3, "--member serviceAccount:service-123@gcp-sa-aiplatform-cc.iam."),
         (400, "Machine type a3-highgpu-8g is not supported.", "", CapacityError, 4, "asia-northeast1, asia-northeast3"),
-        (400, "Machine type n1-standard-8 is not supported.", "", CapacityError, 4, "asia-east1"),
+        (400, "Machine type n1-standard-8 is not supported.", "", CapacityError, 4, "this region has none"),
         (400, "Machine type c3-standard-8 is not supported.", "", SpecError, 2, "resources.instance_type: "),
         (404, "Image us-docker.pkg.dev/p/r/i:1 not found.", "NOT_FOUND", SpecError, 2, "image: Image us-docker"),
         (429, "no bucket myquotaExceeded", "", LostContactError, 7, "status 429"),

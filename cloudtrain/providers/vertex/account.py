@@ -31,7 +31,7 @@ from ...job import run_tag
 from ...provider import Request
 from ...values import unix_seconds
 from .claims import LEASE, Claim
-from .errors import DENIED, LOOK, answered, decoded, refusal, translated
+from .errors import CONSUMER, LOOK, answered, decoded, refusal, translated
 from .words import GCS, LABEL_JOB, LABEL_REQUEST, LABEL_RUN
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Account:
         if answer.status_code >= 400:
             self._hold(service, answer)
             message, reason, metadata = answered(answer.content)
-            if reason == DENIED and self._own_quota:
+            if self._own_quota and CONSUMER.search(f"{reason} {message}"):
                 self._own_quota = False
                 self._forget()
                 return self.rest(service, method, url, what=what, body=body, **more)

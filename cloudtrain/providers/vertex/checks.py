@@ -150,6 +150,9 @@ def _service_account(account: Account) -> Check:
 def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:
     """By the Cloud Quotas API: the limit in the region; what is in use now it does not tell."""
     wanted, settings = metrics(spec), account.settings
+    if spec.get("persistentResourceId"):
+        yield skipped("quota", "the machines are those of a persistent resource, which has its quota already")
+        return
     if not wanted:
         yield unknown("quota", f"which quota {spec['workerPoolSpecs'][0]['machineSpec']['machineType']} counts against")
         return

@@ -26,7 +26,7 @@ from .machines import REGIONS_DATE, regions_of
 from .words import NAME
 
 __all__ = [
-    "AGENT", "CAPACITY", "DENIED", "HELP", "PULL", "QUOTA", "answered", "decoded", "error_of", "pull_hint",
+    "AGENT", "CAPACITY", "CONSUMER", "HELP", "PULL", "QUOTA", "answered", "decoded", "error_of", "pull_hint",
     "quota_hint", "refusal", "translated",
 ]  # fmt: skip
 
@@ -44,7 +44,7 @@ _SPENT = r"(?-i:\b[qQ]uota(?:Exceeded|Failure)\b)"
 """What Google's older APIs, and the details of newer ones, call it."""
 QUOTA = re.compile(rf"(?<![\w/.-])quotas?(?![\w/-])|(?-i:QUOTA_|_QUOTA)|{_SPENT}|{MACHINES.pattern}", re.IGNORECASE)
 """The word and Google's codes, and no part of a name that a user has given."""
-READ, CLAIM, LOOK = "read the log", "claim the creation of the job", "look at"
+CREATE, READ, CLAIM, LOOK = "create job", "read the log", "claim the creation of the job", "look at"
 """Calls that need other roles than those of jobs."""
 _SIGN_IN = ("google.auth.", "google.oauth2.")
 _METRIC = re.compile(r"aiplatform\.googleapis\.com/(?P<metric>\w+)")
@@ -58,7 +58,9 @@ _API = re.compile(r"apis/api/(?P<service>[\w.-]+)/overview(\?project=(?P<project
 """Where the message of a disabled API names it."""
 DENIED = "USER_PROJECT_DENIED"
 """ErrorInfo's reason where the caller may not have its calls counted against the project it names."""
-_NO_CONSUMER = re.compile(rf"{DENIED}|requires a quota project", re.IGNORECASE)
+CONSUMER = re.compile(rf"{DENIED}|serviceusage\.services\.use", re.IGNORECASE)
+"""The same of any service: Cloud Storage has a text of its own (java-storage-nio #61)."""
+_NO_CONSUMER = re.compile(rf"{CONSUMER.pattern}|requires a quota project", re.IGNORECASE)
 _MACHINE = re.compile(r"machine type ['\"]?(?P<machine>[a-z0-9-]+)['\"]? is not supported", re.IGNORECASE)
 """Vertex AI's page of troubleshooting: the text for no such machine, and for none in this region."""
 AGENT = "service-{}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
@@ -70,7 +72,7 @@ PULL = re.compile(
 )
 _AGENT = re.compile(AGENT.replace(".", r"\.").format(r"\d+"))
 _REPOSITORY = re.compile(r"projects/(?P<project>[^/\s]+)/locations/(?P<location>[^/\s]+)/repositories/(?P<name>[\w-]+)")
-_NO_IMAGE = re.compile(r"\bimage\b.{0,300}\b(not found|does not exist)", re.IGNORECASE)
+_NO_IMAGE = re.compile(r"(?<![\w/.-])image(?![\w/.-]).{0,300}\b(not found|does not exist)", re.IGNORECASE)
 _LOCATION = re.compile(r"(region|location)\b.{0,80}(not supported|unsupported|invalid|not available)", re.IGNORECASE)
 HELP: Mapping[str, str] = {
     "none": "sign in (gcloud auth application-default login), or set GOOGLE_APPLICATION_CREDENTIALS",
@@ -131,7 +133,7 @@ def refusal(
         return SpecError(f"{said}; gcloud projects list names those there are", field="vertex.project")
     if status == 403:
         return AuthError(f"{text}: {_allow(told, what, metadata or {})}")
-    if status in (400, 404) and _NO_IMAGE.search(said):
+    if status in (400, 404) and what == CREATE and _NO_IMAGE.search(said):
         return SpecError(said, field="image")
     if status == 404:
         return NotFoundError(text)
@@ -147,8 +149,9 @@ def _no_machine(name: str, text: str) -> CloudtrainError:
     machine = catalog.machine(NAME, name)
     if machine is None:
         return SpecError(text, field="resources.instance_type")
-    same = [m for m in catalog.machines(NAME) if m.instance_type == name and m.gpu]
-    known = ", ".join(sorted({region for m in same for region in regions_of(m)}))
+    same = [m for m in catalog.machines(NAME) if m.instance_type == name]
+    # With and without GPUs, or with one of several, an N1 machine may be meant.
+    known = ", ".join(sorted(regions_of(same[0]))) if len({m.accelerator for m in same}) == 1 else ""
     listed = f"; Google's page of {REGIONS_DATE} lists its GPUs in {known}" if known else ""
     return CapacityError(f"{text}: this region has none; try another location or machine{listed}")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,44 +28,54 @@ SCRIPTS: Mapping[str, str] = {
     TCPXO: "/usr/local/nvidia/lib64/nccl-env-profile.sh",
 }
 TIMEOUT = 30.0
+LIBRARIES = "LD_LIBRARY_PATH"
+"""Google's page on NCCL/gIB wants ``/usr/local/gib/lib64`` in it; whether Vertex AI puts it there is unverified."""
 OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD", "LC_CTYPE")
 """Variables that the shell, or Python as it starts, sets by itself."""
 _SHOW = "import json, os, sys; json.dump(dict(os.environ), sys.stdout)"
 
 
-def fabric_env(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return what the scripts that are on this node set, and lines for its log that say so.
+def fabric_env(environ: Mapping[str, str], transport: str) -> tuple[dict[str, str], list[str]]:
+    """Return what the script of ``transport`` (of `TRANSPORTS`, else empty) sets, and lines for the node's log.
 
     A variable of ``environ`` keeps its value, which the image or an option has set, unless the script has extended it.
-    A script that fails sets nothing, and training goes on without it.
+    The folder of the plug-in goes in front of LD_LIBRARY_PATH, where the script has not put it. A script that fails
+    sets nothing, and training continues without it.
     """
-    found: dict[str, str] = {}
-    notes = []
-    for transport, script in SCRIPTS.items():
-        if not os.path.exists(script):
-            continue
-        try:
-            changed = _sourced(script, environ)
-        except (OSError, ValueError, subprocess.SubprocessError) as exc:
-            why = " ".join(str(exc).split())[:300]
-            notes.append(f"{transport}: {script} cannot be sourced, so NCCL may use TCP, which is slower: {why}")
-            continue
-        new = {name: text for name, text in changed.items() if environ.get(name, "") in text}
-        found |= new
-        kept = sorted(changed.keys() - new.keys())
-        has = f"; {', '.join(kept)} stays as it was set before" if kept else ""
-        notes.append(f"{transport}: sourced {script}, which sets {', '.join(sorted(new)) or 'nothing new'}{has}")
-    return found, notes
+    script = SCRIPTS.get(transport, "")
+    if not script:
+        return {}, []
+    if not os.path.exists(script):
+        return {}, [f"{transport}: this node has no {script}, so NCCL may use TCP, which is slower"]
+    try:
+        changed = _sourced(script, transport, environ)
+    except (OSError, ValueError, subprocess.SubprocessError) as exc:
+        why = " ".join(str(exc).split())[:300]
+        return {}, [f"{transport}: {script} cannot be sourced, so NCCL may use TCP, which is slower: {why}"]
+    new = {name: text for name, text in changed.items() if _extends(text, environ.get(name, ""))}
+    folder = os.path.dirname(script) if transport == TCPXO else os.path.join(os.path.dirname(script), "../lib64")
+    folder = os.path.normpath(folder)
+    known = new.get(LIBRARIES, environ.get(LIBRARIES, ""))
+    if os.path.isdir(folder) and folder not in known.split(":"):
+        new[LIBRARIES] = f"{folder}:{known}".rstrip(":")
+    kept = sorted(changed.keys() - new.keys())
+    has = f"; {', '.join(kept)} stays as it was set before" if kept else ""
+    return new, [f"{transport}: sourced {script}, which sets {', '.join(sorted(new)) or 'nothing new'}{has}"]
 
 
-def _sourced(script: str, environ: Mapping[str, str]) -> dict[str, str]:
+def _extends(text: str, before: str) -> bool:
+    """Return whether ``text`` is a list (with colons or commas) that still has all of ``before``."""
+    return set(re.split("[:,]", before)) - {""} <= set(re.split("[:,]", text))
+
+
+def _sourced(script: str, transport: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return what ``script`` changes, less `OF_THE_SHELL`. Raises `OSError`, `ValueError` or `SubprocessError`.
 
     The status of a script that is sourced is that of its last line, often a test, so it says nothing.
     """
     shell = shutil.which("bash") or "/bin/sh"
     # Google's script for TCPXO takes the folder of the plug-in from this variable.
-    before = {"NCCL_LIB_DIR": os.path.dirname(script), **environ} if script == SCRIPTS[TCPXO] else dict(environ)
+    before = {"NCCL_LIB_DIR": os.path.dirname(script), **environ} if transport == TCPXO else dict(environ)
     done = subprocess.run(
         [shell, "-c", '. "$1" >&2; exec "$2" -S -E -c "$3"', shell, script, sys.executable, _SHOW],
         env=before,

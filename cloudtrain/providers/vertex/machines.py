@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,8 @@ def machine_of(job: Job, choice: int) -> Machine:
         found = catalog.for_gpu(NAME, gpu, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
         if found.instance_type.startswith(ATTACHED):
             cores = wanted.cpus or CORES * gpu.count
-            found = catalog.for_gpu(NAME, gpu, cpus=cores, memory_gb=wanted.memory_gb or MEMORY_GB * cores)
+            with contextlib.suppress(UnsupportedError):  # a size of ours, which a job need not have
+                return catalog.for_gpu(NAME, gpu, cpus=cores, memory_gb=wanted.memory_gb or MEMORY_GB * cores)
         return found
     if wanted.cpus or wanted.memory_gb:
         return catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb)

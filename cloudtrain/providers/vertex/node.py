@@ -16,7 +16,7 @@ from ...errors import SpecError
 from ...provider import Site, Topology
 from .fabric import fabric_env
 from .secrets import secret
-from .words import AGAIN, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
+from .words import AGAIN, FABRIC_PATH, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
 
 __all__ = ["site"]
 
@@ -38,7 +38,7 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
     paths = _paths(argv)
     grace = int(paths.pop(GRACE_PATH, GRACE))
     topology = _topology(environ)
-    fabric, notes = fabric_env(environ) if topology.nodes > 1 else ({}, [])
+    fabric, notes = fabric_env(environ, paths.pop(FABRIC_PATH, ""))
     shutdown = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace - SHUTDOWN))
     return Site(
         topology=topology,

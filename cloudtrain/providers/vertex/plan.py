@@ -17,9 +17,11 @@ from ...limits import checked_prices, hard_limit
 from ...options import merge_options
 from ...provider import Layout, Request, check_inputs, context_of, python_command
 from ...values import choice_of, url_scheme
+from .fabric import TRANSPORTS
 from .machines import DISK_LIMITS_GB, FLEXIBLE, advice, machine_of, machine_spec, notes_of, priced, unavailable
 from .preflight import check_body
 from .words import (
+    FABRIC_PATH,
     GCS,
     GRACE_PATH,
     LABEL_ATTEMPT,
@@ -235,7 +237,7 @@ def _processes(job: Job, choice: int, machine: Machine) -> int:
 def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attempt: int) -> list[dict[str, Any]]:
     """The primary, which is one, and all others: Vertex AI's page on distributed training."""
     count = job.resources.instance_count
-    words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(job, layout, attempt)])
+    words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(job, layout, machine, attempt)])
     spec = machine_spec(machine)
     if settings.reservation:
         spec["reservationAffinity"] = _affinity(settings)
@@ -274,11 +276,13 @@ def mounted(url: str) -> str:
     return f"{GCS}/{url.removeprefix('gs://')}"
 
 
-def _arguments(job: Job, layout: Layout, attempt: int) -> list[str]:
+def _arguments(job: Job, layout: Layout, machine: Machine, attempt: int) -> list[str]:
     """The runtime's own; ``copy`` and ``copyfile`` are inputs that `prepare` copies to local disk first."""
     paths = {"code": mounted(layout.code), "live": mounted(layout.live)}
     if job.resources.spot:
         paths[GRACE_PATH] = str(grace_of("SPOT"))
+    if job.resources.instance_count > 1 and (transport := TRANSPORTS.get(machine.accelerator)):
+        paths[FABRIC_PATH] = transport
     if layout.resume:
         if url_scheme(layout.resume) != "gs":
             raise UnsupportedError(NAME, "resume_from", f"its nodes see gs:// only, not {layout.resume}")

@@ -11,7 +11,7 @@ from typing import Any
 from ...provider import Mount, NodeSpec, Request, Rules, Simulation
 from .machines import told_as
 from .plan import mounted
-from .words import AGAIN, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
+from .words import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 
 __all__ = ["nodes"]
 
@@ -106,7 +106,7 @@ def _mounts(request: Request, pool: Mapping[str, Any]) -> Iterator[Mount]:
     yield Mount(url=base, path=mounted(base), kind="sync")
     pairs = (after.split("=", 1) for before, after in itertools.pairwise(words) if before == "--path")
     for name, path in pairs:
-        if name == GRACE_PATH:
+        if name in (GRACE_PATH, FABRIC_PATH):
             continue
         place = path.rpartition("/")[0] if name == "code" else path
         url = servers[place] if place in servers else _url(place)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 __all__ = [
-    "AGAIN", "FORWARDED", "GCS", "GRACE", "GRACE_PATH", "JOIN_TIMEOUT", "LABEL_ATTEMPT", "LABEL_CI", "LABEL_JOB",
-    "LABEL_NAME", "LABEL_REQUEST", "LABEL_REVISION", "LABEL_RUN", "LABEL_RUN_ID", "LINK_PORT", "NAME", "NFS", "NODES",
-    "PORT", "grace_of",
+    "AGAIN", "FABRIC_PATH", "FORWARDED", "GCS", "GRACE", "GRACE_PATH", "JOIN_TIMEOUT", "LABEL_ATTEMPT", "LABEL_CI",
+    "LABEL_JOB", "LABEL_NAME", "LABEL_REQUEST", "LABEL_REVISION", "LABEL_RUN", "LABEL_RUN_ID", "LINK_PORT", "NAME",
+    "NFS", "NODES", "PORT", "grace_of",
 ]  # fmt: skip
 
 NAME = "vertex"
@@ -26,8 +26,9 @@ nodes start 45 minutes apart."""
 GRACE, SPOT_GRACE = 30, 15
 """Seconds between SIGTERM and SIGKILL, and on spot machines: jobs are pods of Google Kubernetes Engine, which leaves 15
 of a spot machine's 30 s to pods that are not its own. Unverified for Vertex AI."""
-GRACE_PATH = "grace"
-"""The ``--path`` that tells a node its grace. It is an argument, which options cannot change."""
+GRACE_PATH, FABRIC_PATH = "grace", "fabric"
+"""The ``--path`` that tells a node its grace, and how its machine exchanges data with others. They are arguments, which
+options cannot change."""
 AGAIN = 134
 """Exit code (SIGABRT) that Vertex takes for a failure that may pass: it starts the whole job again, at most 3 times."""
 LABEL_RUN, LABEL_RUN_ID, LABEL_ATTEMPT, LABEL_NAME = (

@@ -160,12 +160,12 @@ class Plane(Platform):
             made = self.jobs[name] = CustomJob(self, name, record)
         return Answer(made.described(numbers=_numbers(call)))
 
-    def _charged(self, project: str) -> None:
+    def _charged(self, project: str, storage: bool) -> None:
         """A call whose caller names the project against which it counts. The caller has one more, without the APIs."""
         if project == OTHER:
             raise off("Vertex AI API", "aiplatform.googleapis.com", project)
         if project not in (self.project, self.number) or not self.consumer:
-            raise no_consumer(project)
+            raise no_consumer(project, storage=storage)
 
     def _numbered(self, name: str) -> str:
         """As the service names things: by the project's number, as every recorded name has it."""

@@ -99,8 +99,11 @@ def off(api: str, service: str, project: str) -> Refusal:
     return Refusal("PERMISSION_DENIED", text, details=[info])
 
 
-def no_consumer(project: str) -> Refusal:
-    """The caller may not have its calls counted against the project that it names."""
+def no_consumer(project: str, *, storage: bool = False) -> Refusal:
+    """The caller may not have its calls counted against the project that it names. Cloud Storage says so in its way."""
+    if storage:
+        text = "caller does not have serviceusage.services.use access to the Google Cloud project. Permission"
+        return Refusal("PERMISSION_DENIED", f"{text} 'serviceusage.services.use' denied on resource.")
     text = (
         f"Caller does not have required permission to use project {project}. Grant the caller the "
         "roles/serviceusage.serviceUsageConsumer role, or a custom role with the serviceusage.services.use permission."
@@ -166,7 +169,7 @@ class Wire:
         self.calls: list[Call] = []
         self.crashes: list[str] = []
         self._accounts = accounts
-        self.charged: Callable[[str], None] = lambda project: None
+        self.charged: Callable[[str, bool], None] = lambda project, storage: None
         """Raises `Refusal` for a project (x-goog-user-project) against which a call may not be counted."""
         self._routes: list[_Route] = []
         self._lock = threading.Lock()
@@ -227,7 +230,7 @@ class Wire:
         if not route.open:
             call = dataclasses.replace(call, account=self._accounts(call.token))
             if project := headers.get("x-goog-user-project"):
-                self.charged(project)
+                self.charged(project, "/storage/" in call.path)
         answer = route.handler(call)
         if fault is None:
             return answer
