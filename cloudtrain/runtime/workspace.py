@@ -69,17 +69,17 @@ class Workspace:
         self._package = Path(sys.argv[0]).resolve()
         self._worker.write_bytes(_source_of("worker.py"))
 
-    def gpu_trouble(self) -> tuple[str, str] | None:
-        """Return why PyTorch cannot use this node's GPUs, and the category of that failure; None where it can.
+    def gpu_trouble(self, wait: gpus.Wait) -> tuple[str, str] | None:
+        """Return why no rank can use this node's GPUs, and the category of that failure; None where ranks may.
 
         A node that is no container shares its machine's GPUs, which its job need not want. A command need not be
-        PyTorch's.
+        PyTorch's. ``wait`` is that of `gpus.trouble`.
         """
         if not gpus.count() or self._site.groups_file or self.context["launcher"] == "command":
             return None
         environ = {**os.environ, **self._export, **self.context["env"]}
         needed = self.context["launcher"] == "torchrun"  # a script of JAX may load its data with a PyTorch for CPUs
-        return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, needed=needed)
+        return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, wait=wait, needed=needed)
 
     def note_group(self, pid: int) -> None:
         """A process group that was started here, for an engine whose nodes are no containers."""
