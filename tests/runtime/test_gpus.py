@@ -18,6 +18,7 @@ import pytest
 from cloudtrain.provider import Site, Status, Topology
 from cloudtrain.runtime import gpus
 from cloudtrain.runtime.cause import category, summary
+from cloudtrain.runtime.launch import environment_of
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.node import Node
 from cloudtrain.runtime.workspace import Workspace
@@ -235,13 +236,20 @@ def test_a_node_ends_before_its_ranks_start(
         assert (verdict.category, verdict.exit_code) == ("image", 2)
 
 
+@pytest.mark.parametrize("env", [{}, {"LD_LIBRARY_PATH": "/job/lib"}])
 def test_the_ranks_get_the_compatibility_libraries_and_the_log_says_so(
-    machine: Path, capfd: pytest.CaptureFixture[str]
+    machine: Path, capfd: pytest.CaptureFixture[str], env: dict[str, str]
 ) -> None:
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
     site = Site(topology=topology, paths={}, scratch=[str(machine)], cuda_compat=str(machine / "compat"))
     log = LogWriter(node=0)
     log.begin("0.0", None)
-    space = Workspace(context={"run_id": "r"}, site=site, log=log)
-    assert space._export["LD_LIBRARY_PATH"].split(":")[0] == str(machine / "compat")
+    context = {"run_id": "r", "env": env, "launcher": "torchrun", "processes": 1, "debug_nccl": False}
+    space = Workspace(context=context, site=site, log=log)
+    environ = environment_of(
+        space.context, topology, base={}, export=space._export, own={}, secrets={}, values={"run_id": "r"},
+        home=str(machine), dumps=machine, cpus=1,
+    )  # fmt: skip
+    assert environ["LD_LIBRARY_PATH"].split(":")[0] == str(machine / "compat")
+    assert environ["LD_LIBRARY_PATH"].split(":")[1:] == list(env.values()) or not env
     assert "driver 535.161.08 is older than the image's CUDA" in capfd.readouterr().out
