@@ -134,7 +134,7 @@ def _marks_of(provider: str) -> tuple[str, ...]:
     """Return how the names end that are the platform's; none where the provider is not installed here."""
     try:
         return tuple(getattr(find_provider(provider), "sync_marks", ()))
-    except NotFoundError:
+    except (NotFoundError, ImportError):
         return ()
 
 
