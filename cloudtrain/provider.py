@@ -276,6 +276,11 @@ class SyncAgent:
     ignored: str
     put: Callable[[str, Path, Callable[[], None]], None] | None = None
 
+    @property
+    def marks(self) -> tuple[str, str, str]:
+        """The ends of the names that are the agent's, not the user's."""
+        return self.uploading, self.uploaded, self.ignored
+
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
@@ -494,7 +499,11 @@ def _check_values(data: Mapping[str, Any], kind: type[Any], values: _Values, whe
 
 @runtime_checkable
 class Provider(Protocol):
-    """Where to run. Made of its settings; every method is required."""
+    """Where to run. Made of its settings; every method is required.
+
+    A provider may state ``sync_marks``, a tuple of texts: the ends of the names that its platform's agent puts into a
+    run's folder (`SyncAgent.marks`). `pull` leaves such files there.
+    """
 
     name: ClassVar[str]
     Settings: ClassVar[type[Any]]

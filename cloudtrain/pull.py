@@ -19,12 +19,12 @@ from .checkpoint import Checkpoint, newest_of, numbers_of
 from .digests import Digests, looks
 from .disk import inside, local_path, safe
 from .errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
-from .provider import Status
+from .provider import Status, find_provider
 from .segments import Span, distinct, span_of
 from .store import Store, expect, run_folder, to_json
 from .swap import aside, below, discard, prune, swap, take, tidy
 from .transfer import Progress, files, parallel
-from .values import METADATA, is_mark, json_rows, merge_metrics, nearest, newer_than_metadata
+from .values import METADATA, json_rows, merge_metrics, nearest, newer_than_metadata
 
 __all__ = ["PULLED", "PullReport", "merge_metrics", "parts", "pull"]
 
@@ -105,8 +105,8 @@ def pull(
 
     `NotFoundError` for an unknown run or checkpoint; `DigestError` for damaged content, which is not kept.
     """
-    wanted, _ = parts(what), store.run(run_id)
-    work = _Pull(store=store, run_id=run_id, folder=folder, progress=progress)
+    wanted, marks = parts(what), _marks_of(str(store.run(run_id).get("provider")))
+    work = _Pull(store=store, run_id=run_id, folder=folder, progress=progress, marks=marks)
     if along is None:
         return work.once(wanted, strict=True)
     looked, failing = float("-inf"), None
@@ -128,6 +128,14 @@ def pull(
                 raise
         looked = clock()
     return work.once(wanted)
+
+
+def _marks_of(provider: str) -> tuple[str, ...]:
+    """Return how the names end that are the platform's; none where the provider is not installed here."""
+    try:
+        return tuple(getattr(find_provider(provider), "sync_marks", ()))
+    except (NotFoundError, ImportError):
+        return ()
 
 
 def _patient(along: Iterable[Status], last: Callable[[], object]) -> Iterator[Status]:
@@ -163,9 +171,11 @@ class _Pull:
     A remembered file is right when it still has the digest it had then and its sources are still the same.
     """
 
-    def __init__(self, *, store: Store, run_id: str, folder: Path, progress: Progress | None) -> None:
+    def __init__(
+        self, *, store: Store, run_id: str, folder: Path, progress: Progress | None, marks: tuple[str, ...]
+    ) -> None:
         self.store, self.files, self.progress, self.jobs = store, store.files, progress, store.moving.concurrency
-        self.run = run_folder(run_id)
+        self.run, self.marks = run_folder(run_id), marks
         self.folder = Path(os.path.abspath(folder))
         self.out = files(str(self.folder))
         self.lock = threading.Lock()
@@ -344,7 +354,7 @@ class _Pull:
         found = []
         for key, entry in self.files.entries(root + below).items():
             name = key[len(root) + 1 :]
-            if is_mark(name):
+            if name.endswith(self.marks):
                 continue
             if safe(name):
                 found.append((name, _Source(key=key, size=entry.size, mark=entry.version, modified=entry.modified)))

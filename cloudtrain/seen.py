@@ -7,7 +7,7 @@ No platform is asked.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,11 @@ from .verdict import with_exits
 
 __all__ = ["Node", "Seen", "plain"]
 
-SEGMENTS = 40
-"""Segments of a node that are read, at most, to find so many lines of one rank."""
+SEGMENTS, BYTES = 40, 4 << 20
+"""What is read of a node, at most, to find so many lines of one rank: segments, and bytes before the last of them.
+
+A merged segment has several MiB.
+"""
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 LOOKS = 5
 """Listings of a node's segments, at most, while it merges them under the reader's eyes."""
@@ -133,7 +136,7 @@ class Seen:
     ) -> dict[int, list[Line]]:
         """The last ``count`` lines of each node of an attempt that ``keep`` wants, by node."""
         index = self._index(attempt)
-        here = {key for segments in index.values() for _, key, _ in sorted(segments)[-SEGMENTS:]}
+        here = {key for segments in index.values() for _, key, _ in _last(segments)}
         self._segments = {key: known for key, known in self._segments.items() if key in here}
         found = parallel(lambda node: self._newest(attempt, node, index[node], count, keep), [*index])
         return {node: lines for node, lines in sorted(zip(index, found, strict=True)) if lines}
@@ -151,7 +154,7 @@ class Seen:
 
     def _tail(self, segments: Sequence[_Segment], count: int, keep: Callable[[Line], bool]) -> list[Line]:
         found: list[Line] = []
-        for _, key, entry in sorted(segments, reverse=True)[:SEGMENTS]:
+        for _, key, entry in _last(segments):
             found = [line for line in self._read_lines(key, entry) if keep(line)] + found
             if len(found) >= count:
                 break
@@ -177,6 +180,16 @@ class Seen:
 
 
 _Segment = tuple[Span, str, Entry]
+
+
+def _last(segments: Sequence[_Segment]) -> Iterator[_Segment]:
+    """Yield the newest segments of a node, newest first, within `SEGMENTS` and `BYTES`."""
+    size = 0
+    for segment in sorted(segments, reverse=True)[:SEGMENTS]:
+        if size >= BYTES:
+            return
+        yield segment
+        size += segment[2].size
 
 
 def plain(text: str) -> str:

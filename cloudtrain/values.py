@@ -289,9 +289,9 @@ def family(name: str) -> str:
 
 
 def is_mark(name: str) -> bool:
-    """Return whether a file is a mark of a platform's sync agent (``x.sagemaker-uploaded``), or for it to leave alone.
+    """Return whether a file may be a mark of a platform's sync agent, or for it to leave alone.
 
-    An agent puts such files beside those that it copies; they are no results.
+    A user's file may look so as well (``model.git-ignore``). Where the agent is known, `SyncAgent.marks` tells.
     """
     return _MARK.search(name) is not None
 

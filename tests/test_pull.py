@@ -251,6 +251,18 @@ def test_an_artifact_that_grows_while_it_is_fetched_comes_whole(world: World, tm
     assert pull(world.store, "r1", tmp_path / "out").transferred == 0
 
 
+@pytest.mark.parametrize("provider", ["memory", "docker", "sagemaker"])
+def test_only_the_marks_of_the_runs_own_platform_stay_in_the_store(tmp_path: Path, provider: str) -> None:
+    world = World(root=tmp_path / "store").recorded(provider=provider)
+    users = {"model.pt", "model.git-ignore", "data.not-uploaded"}
+    marks = {f"model.pt.sagemaker-{word}" for word in ("uploading", "uploaded", "ignore")}
+    for name in users | marks:
+        world.write(f"live/artifacts/node-0/{name}", "x")
+    pull(world.store, "r1", tmp_path / "out", what="artifacts")
+    brought = {path.name for path in (tmp_path / "out" / "artifacts").iterdir()}
+    assert brought == (users if provider == "sagemaker" else users | marks)
+
+
 # --------------------------------------------------------------------------------------------------------------- killed
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from test_run import PENDING, ROOT_CAUSE, RUNNING, SUCCEEDED, T0, World, failed, failure
 
 from cloudtrain import cli
+from cloudtrain import seen as seen_module
 from cloudtrain.curves import curves, decades, means, number, spread, ticks
 from cloudtrain.markup import COLUMNS, HEIGHT, LEFT, WIDTH, quantity, short, size, tag
 from cloudtrain.provider import AttemptInfo, Status
@@ -534,6 +535,28 @@ def test_no_more_is_read_than_needed(world: World, monkeypatch: pytest.MonkeyPat
     assert len(reads) == len(set(reads)), sorted(reads)
     assert len([key for key in reads if "/logs/" in key]) == 2
     assert world.platform.asked == ["status job-0"]
+
+
+def test_of_large_merged_segments_few_are_read_to_find_a_rank_that_was_silent(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first in range(1, 1001, 100):
+        world.segment(range(first, first + 100))
+    monkeypatch.setattr(seen_module, "BYTES", 4000)
+    reads: list[int] = []
+    read = type(world.store.files).read
+
+    def counted(files: Any, key: str) -> bytes:
+        data = read(files, key)
+        reads.append(len(data))
+        return data
+
+    monkeypatch.setattr(type(world.store.files), "read", counted)
+    assert Seen(world.store, world.run_id).lines("0.0", 40, keep=lambda line: line.rank == 77) == {}
+    assert len(reads) < 4, "ten segments are there, of 2,500 bytes or more"
+    assert sum(reads[:-1]) < 4000
+    [lines] = Seen(world.store, world.run_id).lines("0.0", 40).values()
+    assert [line.seq for line in lines] == list(range(961, 1001))
 
 
 @pytest.mark.remote

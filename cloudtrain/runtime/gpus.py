@@ -6,7 +6,11 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -30,8 +34,16 @@ except Exception as exc:
 print(json.dumps([getattr(torch.version, "cuda", None), error]))
 """
 """The sum runs a kernel: `torch.cuda.is_available` is also true where the image has no code for the GPU."""
-_BROKEN = re.compile(r"system not yet initialized|uncorrectable|unknown error|busy or unavailable|is lost", re.I)
+_IMAGE = re.compile(
+    r"no kernel image|driver.* (?:insufficient|too old)|not compiled with CUDA|forward compatibility", re.I
+)
+"""Errors that every rank on this node would meet: the image's CUDA serves neither the driver nor the GPU."""
+_BROKEN = re.compile(r"system not yet initialized|uncorrectable|is lost", re.I)
 """Errors of CUDA that come from the machine. Another machine, with the same image, may have none."""
+_VISIBLE = re.compile(r"\s*(?:\d|GPU-|MIG-)")
+"""How a CUDA_VISIBLE_DEVICES begins that names a GPU; CUDA hides all GPUs behind any other word (``none``)."""
+
+Wait = Callable[[Callable[[], bool]], None]
 
 
 def count() -> int:
@@ -70,24 +82,25 @@ def _number(text: str) -> tuple[int, ...]:
 
 
 def trouble(
-    python: str, environ: Mapping[str, str], *, folder: Path, say: Callable[[str], None], needed: bool = True
+    python: str,
+    environ: Mapping[str, str],
+    *,
+    folder: Path,
+    say: Callable[[str], None],
+    wait: Wait,
+    needed: bool = True,
 ) -> tuple[str, str] | None:
-    """Return why PyTorch cannot use this node's GPUs, and the category of that failure; None where it can.
+    """Return why no rank can use this node's GPUs by PyTorch, and the category of that failure; None where ranks may.
 
-    ``environ`` is the environment of the ranks and ``folder`` a folder without modules. Returns None, too, where
-    ``python`` has no PyTorch, where the job hides all GPUs, and after `CHECK_SECONDS`. Where the GPUs need not be
-    PyTorch's (``needed`` is False), a PyTorch without CUDA is only said.
+    ``environ`` is the environment of the ranks and ``folder`` a folder without modules. ``wait`` returns once its
+    argument is true, or sooner where the node has to go on. Returns None, too, where ``python`` has no PyTorch, where
+    the job hides all GPUs, and after `CHECK_SECONDS`. An error that the ranks need not meet is only said: another
+    process may hold this GPU for now. So is a PyTorch without CUDA where ``needed`` is False.
     """
-    if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+    if not _VISIBLE.match(environ.get("CUDA_VISIBLE_DEVICES", "0")):
         return None
     try:
-        done = subprocess.run(
-            [python, "-c", CHECK], cwd=folder, env=environ, capture_output=True, timeout=CHECK_SECONDS, check=False
-        )
-        cuda, error = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        say(f"PyTorch has not begun to use the GPUs within {CHECK_SECONDS:.0f} s; the ranks start all the same")
-        return None
+        cuda, error = json.loads(_answer([python, "-c", CHECK], environ, folder, say, wait).splitlines()[-1])
     except (OSError, ValueError, IndexError):  # there is no PyTorch, or the ranks meet the same error and show it
         return None
     if not error:
@@ -98,5 +111,38 @@ def trouble(
         say(f"{built}, and this node has {count()} GPUs; the script must use them by other means")
         return None
     facts = f"driver {driver_version() or 'unknown'}; {built}"
-    category = "infra" if _BROKEN.search(error) else "image"
+    category = "image" if _IMAGE.search(error) else "infra" if _BROKEN.search(error) else ""
+    if not category:
+        say(f"PyTorch could not use a GPU of this node: {first} ({facts}); the ranks start all the same")
+        return None
     return f"PyTorch cannot use the {count()} GPUs of this node: {first} ({facts})", category
+
+
+def _answer(
+    command: list[str], environ: Mapping[str, str], folder: Path, say: Callable[[str], None], wait: Wait
+) -> bytes:
+    """Return what the command prints; nothing where it takes too long. Raises `OSError`.
+
+    A process that the driver holds (state D) does not end when it is killed, so nothing here waits for its end.
+    """
+    end = time.monotonic() + CHECK_SECONDS
+    with tempfile.TemporaryFile(dir=folder) as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        wait(lambda: process.poll() is not None or time.monotonic() >= end)
+        if process.poll() is None:
+            if time.monotonic() >= end:
+                say(f"PyTorch has not begun to use the GPUs within {CHECK_SECONDS:.0f} s; the ranks start all the same")
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            threading.Thread(target=process.wait, name="gpu-check", daemon=True).start()
+            return b""
+        output.seek(0)
+        return output.read()

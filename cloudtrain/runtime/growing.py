@@ -11,10 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from stat import S_ISREG
 
-from ..values import is_mark
 from .checkpoints import each, modest, replace_file
 
 __all__ = ["Growing"]
@@ -120,7 +120,7 @@ class Growing:
             return
         for folder, folders, names in os.walk(root, onerror=self._not_listed):
             folders.sort()
-            yield from (Path(folder, name) for name in sorted(names) if not _left_over(name))
+            yield from (Path(folder, name) for name in sorted(names) if not fnmatchcase(name, ".*.part"))
 
     def _not_listed(self, exc: OSError) -> None:
         if exc.errno in (errno.EACCES, errno.EPERM):
@@ -149,10 +149,6 @@ class Growing:
             now = time.monotonic()
             self._next[file] = now + max(every, SHARE * (now - began))
         return True
-
-
-def _left_over(name: str) -> bool:
-    return (name.startswith(".") and name.endswith(".part")) or is_mark(name)
 
 
 def _hopeless(exc: OSError, file: Path) -> bool:

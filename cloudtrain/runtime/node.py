@@ -183,7 +183,7 @@ class Node:
         try:
             self.space = Workspace(context=self.context, site=self.site, log=self.log)
             self.space.fill()
-            if found := self.space.gpu_trouble():
+            if found := self.space.gpu_trouble(lambda over: self._pump(lambda: over() or self._over())):
                 self._fail(self._setup(*found))
         except CloudtrainError as exc:
             self._fail(self._setup(str(exc), "user_error" if isinstance(exc, SpecError) else "infra"))

@@ -16,7 +16,6 @@ from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider import Site
-from ..values import is_mark
 from . import gpus, launch
 from .cause import Failure
 from .checkpoints import Watch
@@ -47,8 +46,9 @@ class Workspace:
         self._worker = self.folder / "worker.py"
         self._python = sys.executable
         self._export = {**site.export_env}
-        if site.cuda_compat and (words := gpus.compat_library_path(site.cuda_compat, {**os.environ, **self._export})):
-            self._export.update(words)
+        known = {**os.environ, **self._export, **context.get("env", {})}
+        if site.cuda_compat and (words := gpus.compat_library_path(site.cuda_compat, known)):
+            self.context = {**context, "env": {**context.get("env", {}), **words}}  # before the job's own folders, too
             log.say(f"driver {gpus.driver_version()} is older than the image's CUDA; the ranks use {site.cuda_compat}")
 
     def fill(self) -> None:
@@ -69,17 +69,17 @@ class Workspace:
         self._package = Path(sys.argv[0]).resolve()
         self._worker.write_bytes(_source_of("worker.py"))
 
-    def gpu_trouble(self) -> tuple[str, str] | None:
-        """Return why PyTorch cannot use this node's GPUs, and the category of that failure; None where it can.
+    def gpu_trouble(self, wait: gpus.Wait) -> tuple[str, str] | None:
+        """Return why no rank can use this node's GPUs, and the category of that failure; None where ranks may.
 
         A node that is no container shares its machine's GPUs, which its job need not want. A command need not be
-        PyTorch's.
+        PyTorch's. ``wait`` is that of `gpus.trouble`.
         """
         if not gpus.count() or self._site.groups_file or self.context["launcher"] == "command":
             return None
         environ = {**os.environ, **self._export, **self.context["env"]}
         needed = self.context["launcher"] == "torchrun"  # a script of JAX may load its data with a PyTorch for CPUs
-        return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, needed=needed)
+        return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, wait=wait, needed=needed)
 
     def note_group(self, pid: int) -> None:
         """A process group that was started here, for an engine whose nodes are no containers."""
@@ -173,13 +173,18 @@ class Workspace:
         """
         try:
             if artifacts.is_dir():
-                shutil.copytree(artifacts, self.artifacts, ignore=_nobodys, dirs_exist_ok=True)
+                shutil.copytree(artifacts, self.artifacts, ignore=self._nobodys, dirs_exist_ok=True)
         except shutil.Error as exc:
             (file, _, why), *more = exc.args[0]
             and_more = f", and {len(more)} more" if more else ""
             raise StorageError(f"cannot bring back the artifact {file}: {why}{and_more}") from None
         except OSError as exc:
             raise StorageError(f"cannot bring back the artifacts from {artifacts}: {exc.strerror}") from None
+
+    def _nobodys(self, folder: str, names: list[str]) -> list[str]:
+        """Return the names that a cut-off mirror, or the platform's agent, has left."""
+        marks = self._site.agent.marks if self._site.agent is not None else ()
+        return [name for name in names if name.endswith(marks) or fnmatchcase(name, ".*.part")]
 
     def failure(self, event: Mapping[str, Any], rank: int) -> Failure:
         """What a rank has said of its end."""
@@ -325,11 +330,6 @@ class Workspace:
         there = {name: os.environ[name] for name in self.context.get("masked", ()) if name in os.environ}
         self._log.redact.learn({**out, **there})
         return out
-
-
-def _nobodys(folder: str, names: list[str]) -> list[str]:
-    """Return the names that a cut-off mirror, or a platform's agent, has left."""
-    return [name for name in names if is_mark(name) or fnmatchcase(name, ".*.part")]
 
 
 def _source_of(name: str) -> bytes:

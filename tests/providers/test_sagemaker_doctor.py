@@ -250,6 +250,22 @@ def test_a_group_that_lets_its_members_not_talk(world: SageMakerWorld, examiner:
     assert examiner("--nodes", "2").status("network") == "ok"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"IpRanges": [{"CidrIp": "10.9.0.0/16"}]},
+        {"Ipv6Ranges": [{"CidrIpv6": "fd00::/8"}]},
+        {"PrefixListIds": [{"PrefixListId": "pl-0123456789abcdef0"}]},
+    ],
+)
+def test_a_rule_for_addresses_may_be_of_the_nodes(
+    world: SageMakerWorld, examiner: Examiner, vpc: Vpc, source: dict[str, Any]
+) -> None:
+    rule = {"IpProtocol": "tcp", "FromPort": 0, "ToPort": 65535, **source}
+    vpc.ec2.authorize_security_group_ingress(GroupId=vpc.group, IpPermissions=[rule])
+    assert examiner("--nodes", "2").status("network") == "ok"
+
+
 def test_encryption_between_containers_needs_its_own_protocols(
     world: SageMakerWorld, examiner: Examiner, vpc: Vpc
 ) -> None:

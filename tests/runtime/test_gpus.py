@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import queue
+import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ import pytest
 from cloudtrain.provider import Site, Status, Topology
 from cloudtrain.runtime import gpus
 from cloudtrain.runtime.cause import category, summary
+from cloudtrain.runtime.launch import environment_of
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.node import Node
 from cloudtrain.runtime.workspace import Workspace
@@ -55,8 +61,27 @@ def torch(machine: Path, *, error: str = "", cuda: str = "'13.3'") -> dict[str, 
     return {"PYTHONPATH": str(machine / "modules")}
 
 
-def trouble(machine: Path, environ: dict[str, str]) -> tuple[str, str] | None:
-    return gpus.trouble(sys.executable, environ, folder=machine, say=print)
+def patiently(over: Callable[[], bool]) -> None:
+    while not over():
+        time.sleep(0.01)
+
+
+def trouble(
+    machine: Path, environ: dict[str, str], *, say: Callable[[str], None] = print, needed: bool = True
+) -> tuple[str, str] | None:
+    return gpus.trouble(sys.executable, environ, folder=machine, say=say, wait=patiently, needed=needed)
+
+
+def node_of(machine: Path, monkeypatch: pytest.MonkeyPatch, *, launcher: str, groups: str | None = None) -> Node:
+    """Return the only node of a run, about to prepare its workspace."""
+    monkeypatch.setattr(Workspace, "fill", lambda self: self._home.mkdir())
+    monkeypatch.setattr(Node, "_agree_on_resume", lambda self: None)
+    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
+    site = Site(topology=topology, paths={"live": str(machine)}, scratch=[str(machine)], groups_file=groups)
+    context: dict[str, Any] = {"resume": None, "run_id": "r", "launcher": launcher, "env": {}}
+    node = Node(context=context, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue())
+    node._begin("0.0")
+    return node
 
 
 @pytest.mark.parametrize("text", [NVRM, OPEN])
@@ -94,6 +119,8 @@ def test_gpus_that_work_are_no_trouble(machine: Path) -> None:
         (TOO_OLD, "'13.3'", "image", "is built for CUDA 13.3"),
         ("CUDA error: no kernel image is available for execution on the device\nmore", "'13.0'", "image", "CUDA 13.0"),
         ("Torch not compiled with CUDA enabled", "None", "image", "is built without CUDA"),
+        ("CUDA error: forward compatibility was attempted on non supported HW", "'13.0'", "image", "CUDA 13.0"),
+        ("CUDA error: CUDA driver version is insufficient for CUDA runtime version", "'13.0'", "image", "CUDA 13.0"),
         ("CUDA error: system not yet initialized", "'12.6'", "infra", "driver 535.161.08"),
         ("CUDA error: uncorrectable ECC error encountered", "'12.6'", "infra", "ECC"),
     ],
@@ -112,10 +139,70 @@ def test_a_pytorch_for_cpus_may_be_there_for_the_data(machine: Path) -> None:
     """As of a script of JAX, which ``launcher = "python"`` starts; a driver that is too old is trouble all the same."""
     said: list[str] = []
     environ = torch(machine, error="Torch not compiled with CUDA enabled", cuda="None")
-    assert gpus.trouble(sys.executable, environ, folder=machine, say=said.append, needed=False) is None
+    assert trouble(machine, environ, say=said.append, needed=False) is None
     assert "built without CUDA" in said[0]
     environ = torch(machine, error=TOO_OLD)
-    assert gpus.trouble(sys.executable, environ, folder=machine, say=said.append, needed=False) is not None
+    assert trouble(machine, environ, say=said.append, needed=False) is not None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 79.11 GiB",
+        "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nmore",
+        "CUDA unknown error - this may be due to an incorrectly set up environment",
+        "No CUDA GPUs are available",
+    ],
+)
+def test_an_error_that_the_ranks_need_not_meet_is_only_said(machine: Path, error: str) -> None:
+    """A job of GPUs that are shared, or that a process has for itself for now, would run."""
+    said: list[str] = []
+    assert trouble(machine, torch(machine, error=error), say=said.append) is None
+    assert error.splitlines()[0] in said[0]
+    assert "the ranks start all the same" in said[0]
+    assert "\n" not in said[0]
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "none", "NoDevFiles", "void"])
+def test_a_job_that_hides_all_gpus_needs_none(machine: Path, hidden: str) -> None:
+    broken = torch(machine, error="Torch not compiled with CUDA enabled", cuda="None")
+    assert trouble(machine, {**broken, "CUDA_VISIBLE_DEVICES": hidden}) is None
+    for shown in ("0", "1,0", "GPU-8932f937", "MIG-GPU-1/2/3"):
+        assert trouble(machine, {**broken, "CUDA_VISIBLE_DEVICES": shown}) is not None
+
+
+def test_a_check_that_no_signal_ends_is_left_behind(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may hold it in state D, where SIGKILL waits too."""
+    slow = torch(machine)
+    (machine / "modules" / "torch.py").write_text("import time\ntime.sleep(60)")
+    killed: list[int] = []
+    monkeypatch.setattr(gpus.os, "killpg", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: killed.append(process.pid))
+    monkeypatch.setattr(gpus, "CHECK_SECONDS", 0.5)
+    said: list[str] = []
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(trouble(machine, slow, say=said.append)), daemon=True)
+    thread.start()
+    thread.join(20)
+    monkeypatch.undo()
+    gpus.os.kill(killed[0], signal.SIGKILL)
+    assert found == [None]
+    assert "within 0 s; the ranks start" in said[0]
+
+
+def test_a_node_hears_its_stop_signal_while_pytorch_begins(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch(machine)
+    (machine / "modules" / "torch.py").write_text("import time\ntime.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(machine / "modules"))
+    node = node_of(machine, monkeypatch, launcher="torchrun")
+    threading.Timer(
+        1.0, node.inbox.put, [(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})]
+    ).start()
+    began = time.monotonic()
+    node._prepare_and_join()
+    assert time.monotonic() - began < 30
+    assert node.preempted is not None
+    assert node.failures == []
 
 
 def test_what_tells_nothing_is_no_trouble(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +224,7 @@ def test_a_node_ends_before_its_ranks_start(
 ) -> None:
     """As category image, which no attempt follows: a container's GPUs alone are the job's for certain."""
     monkeypatch.setenv("PYTHONPATH", torch(machine, error=TOO_OLD)["PYTHONPATH"])
-    monkeypatch.setattr(Workspace, "fill", lambda self: self._home.mkdir())
-    topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={"live": str(machine)}, scratch=[str(machine)], groups_file=groups)
-    context: dict[str, Any] = {"resume": None, "run_id": "r", "launcher": launcher, "env": {}}
-    node = Node(context=context, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue())
-    monkeypatch.setattr(Node, "_agree_on_resume", lambda self: None)
-    node._begin("0.0")
+    node = node_of(machine, monkeypatch, launcher=launcher, groups=groups)
     node._prepare_and_join()
     assert [category(failure) for failure in node.failures] == (["image"] if failed else [])
     assert node._over() == failed
@@ -155,13 +236,20 @@ def test_a_node_ends_before_its_ranks_start(
         assert (verdict.category, verdict.exit_code) == ("image", 2)
 
 
+@pytest.mark.parametrize("env", [{}, {"LD_LIBRARY_PATH": "/job/lib"}])
 def test_the_ranks_get_the_compatibility_libraries_and_the_log_says_so(
-    machine: Path, capfd: pytest.CaptureFixture[str]
+    machine: Path, capfd: pytest.CaptureFixture[str], env: dict[str, str]
 ) -> None:
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
     site = Site(topology=topology, paths={}, scratch=[str(machine)], cuda_compat=str(machine / "compat"))
     log = LogWriter(node=0)
     log.begin("0.0", None)
-    space = Workspace(context={"run_id": "r"}, site=site, log=log)
-    assert space._export["LD_LIBRARY_PATH"].split(":")[0] == str(machine / "compat")
+    context = {"run_id": "r", "env": env, "launcher": "torchrun", "processes": 1, "debug_nccl": False}
+    space = Workspace(context=context, site=site, log=log)
+    environ = environment_of(
+        space.context, topology, base={}, export=space._export, own={}, secrets={}, values={"run_id": "r"},
+        home=str(machine), dumps=machine, cpus=1,
+    )  # fmt: skip
+    assert environ["LD_LIBRARY_PATH"].split(":")[0] == str(machine / "compat")
+    assert environ["LD_LIBRARY_PATH"].split(":")[1:] == list(env.values()) or not env
     assert "driver 535.161.08 is older than the image's CUDA" in capfd.readouterr().out

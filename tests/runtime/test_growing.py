@@ -141,13 +141,14 @@ def test_a_folder_that_cannot_be_listed_is_told_and_not_waited_for_unless_it_may
 
 
 def test_what_a_cut_off_replacement_has_left_is_left_out(one: One) -> None:
-    for name in (".model.pt.part", "sub/.x.part", "sub/x.part", ".hidden"):
+    for name in (".model.pt.part", "sub/.x.part", "sub/x.part", ".hidden", "model.git-ignore", "data.not-uploaded"):
         (one.artifacts / name).parent.mkdir(exist_ok=True)
         (one.artifacts / name).write_text("x")
     one.growing.finish()
     one.growing.start()
     assert one.growing.done.wait(10)
-    assert set(one.here()) == {"artifacts/sub/x.part", "artifacts/.hidden"}
+    users = {"sub/x.part", ".hidden", "model.git-ignore", "data.not-uploaded"}
+    assert set(one.here()) == {f"artifacts/{name}" for name in users}
 
 
 def test_it_tells_how_far_each_file_is_over_all_its_copies(one: One) -> None:

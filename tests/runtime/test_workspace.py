@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 
 from cloudtrain.errors import StorageError
-from cloudtrain.provider import Site, Topology
+from cloudtrain.provider import Site, SyncAgent, Topology
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.workspace import Workspace
 
 
 @pytest.fixture
 def space(tmp_path: Path) -> Workspace:
+    return workspace(tmp_path)
+
+
+def workspace(scratch: Path, **more: Any) -> Workspace:
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={}, scratch=[str(tmp_path)])
+    site = Site(topology=topology, paths={}, scratch=[str(scratch)], **more)
     made = Workspace(context={"run_id": "r"}, site=site, log=LogWriter(node=0))
     made.artifacts.mkdir()
     return made
@@ -40,6 +44,17 @@ def test_all_comes_back_but_what_a_cut_off_mirror_left(space: Workspace, tmp_pat
         put(tmp_path / "live" / name)
     space.bring_back(tmp_path / "live")
     assert here(space) == {"model.pt", "sub/log.csv", "sub/x.part", ".hidden"}
+
+
+def test_only_the_marks_of_the_nodes_own_agent_stay_behind(tmp_path: Path) -> None:
+    marks = {"uploading": ".x-uploading", "uploaded": ".x-uploaded", "ignored": ".x-ignore"}
+    names = {"model.pt", "model.git-ignore", "data.not-uploaded", "model.pt.x-uploaded", ".model.pt.part.x-ignore"}
+    for name in names:
+        put(tmp_path / "live" / name)
+    for agent, left in ((None, set()), (SyncAgent(**marks), {"model.pt.x-uploaded", ".model.pt.part.x-ignore"})):
+        space = workspace(tmp_path, agent=agent)
+        space.bring_back(tmp_path / "live")
+        assert here(space) == names - left
 
 
 def test_nothing_there_is_nothing_to_bring(space: Workspace, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ... import catalog
 from ...provider import Layout, LogPage, Request, Simulation, Site, Status
 from ...values import url_scheme
+from .words import IGNORED, UPLOADED, UPLOADING
 
 if TYPE_CHECKING:
     from ...checks import Check
@@ -64,6 +65,7 @@ class Provider:
     max_wait_by: ClassVar[str] = "platform"
     pace: ClassVar[float] = 1.0
     poll: ClassVar[float] = 5.0
+    sync_marks: ClassVar[tuple[str, ...]] = (UPLOADING, UPLOADED, IGNORED)
 
     def __init__(self, **settings: Any) -> None:
         from .plan import checked

@@ -80,12 +80,17 @@ def _closed(groups: Sequence[Mapping[str, Any]], *, efa: bool, encrypted: bool) 
             f"add an inbound self-referencing rule for {_named(protocol, port)}",
         )
         for protocol, port in asked
-        if not any(_lets(rule, protocol, port) and (_of_members(rule, names) or rule["IpRanges"]) for rule in inward)
+        if not any(_lets(rule, protocol, port) and (_of_members(rule, names) or _of_addresses(rule)) for rule in inward)
     ]
 
 
 def _of_members(rule: Mapping[str, Any], names: set[str]) -> bool:
     return any(pair.get("GroupId") in names for pair in rule["UserIdGroupPairs"])
+
+
+def _of_addresses(rule: Mapping[str, Any]) -> bool:
+    """Return whether a rule names addresses, of which the nodes' may be some: they are not looked up."""
+    return any(rule.get(kind) for kind in ("IpRanges", "Ipv6Ranges", "PrefixListIds"))
 
 
 def _lets(rule: Mapping[str, Any], protocol: str, port: int | None) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from ...provider import Site, SyncAgent, Topology
 from .s3 import Uploader
 from .secrets import secret
-from .words import CHANNELS, CONTEXT, FAILURE, GRACE, INPUTS, LIVE, MARK, RESUME, ROOT
+from .words import CHANNELS, CONTEXT, FAILURE, GRACE, IGNORED, INPUTS, LIVE, RESUME, ROOT, UPLOADED, UPLOADING
 
 __all__ = ["site"]
 
@@ -81,7 +81,7 @@ def _agent(base: str, environ: Mapping[str, str], region: str) -> SyncAgent:
     """Return how the agent that syncs ``live`` shows what it does, and the way past it: the job's role may write."""
     run = str(_context(base).get("run"))
     put = Uploader(f"{run}/live", environ, region=region).put if run.startswith("s3://") else None
-    return SyncAgent(uploading=f"{MARK}-uploading", uploaded=f"{MARK}-uploaded", ignored=f"{MARK}-ignore", put=put)
+    return SyncAgent(uploading=UPLOADING, uploaded=UPLOADED, ignored=IGNORED, put=put)
 
 
 def _below(base: str, path: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 __all__ = [
-    "CHANNELS", "CONTEXT", "DNS", "FAILURE", "FAILURE_VARIABLE", "GRACE", "INPUTS", "LIVE", "MARK", "NAME", "RESUME",
-    "ROOT",
-    "TAG_ATTEMPT", "TAG_CI", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID",
+    "CHANNELS", "CONTEXT", "DNS", "FAILURE", "FAILURE_VARIABLE", "GRACE", "IGNORED", "INPUTS", "LIVE", "MARK", "NAME",
+    "RESUME", "ROOT",
+    "TAG_ATTEMPT", "TAG_CI", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID", "UPLOADED", "UPLOADING",
 ]  # fmt: skip
 
 NAME = "sagemaker"
@@ -35,6 +35,7 @@ FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
 MARK = ".sagemaker"
 """The agent that syncs the checkpoint folder puts ``x.sagemaker-uploading`` and ``x.sagemaker-uploaded`` beside a file
 ``x``, and leaves ``x.sagemaker-ignore`` alone (aws/sagemaker-xgboost-container, ``checkpointing.py``)."""
+UPLOADING, UPLOADED, IGNORED = (f"{MARK}-{word}" for word in ("uploading", "uploaded", "ignore"))
 GRACE = 120
 """Seconds between SIGTERM and SIGKILL."""
 TAG_RUN, TAG_RUN_ID, TAG_ATTEMPT, TAG_NAME = (f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
