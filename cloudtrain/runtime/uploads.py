@@ -51,6 +51,8 @@ class Uploads:
         self._arrived: list[str] = []
         self._sign = self._clock()
         self._put: dict[Path, _State] = {}
+        self._shown = False
+        """Whether the agent has ever marked anything."""
         self._failed: set[str] = set()
         self._began = time.time()
         self._swept = self._clock()
@@ -100,10 +102,20 @@ class Uploads:
             return True
         return self._put.get(path) == now or self._marked(path, now)
 
+    def marks(self, folder: Path) -> bool:
+        """Return whether the agent has ever shown its work, in ``folder`` or elsewhere."""
+        ends = (self._agent.uploading, self._agent.uploaded)
+        if not self._shown:
+            with contextlib.suppress(OSError):
+                self._shown = any(name.endswith(ends) for name in os.listdir(folder))
+        return self._shown
+
     def _marked(self, path: Path, state: _State) -> bool:
         """Whether the agent has uploaded the file as it is."""
         with contextlib.suppress(OSError):
-            return os.stat(f"{path}{self._agent.uploaded}").st_mtime_ns >= state[1]
+            found = os.stat(f"{path}{self._agent.uploaded}").st_mtime_ns >= state[1]
+            self._shown = self._shown or found
+            return found
         return False
 
     def finish(self, seconds: float) -> None:
@@ -207,11 +219,14 @@ class Uploads:
         each(self._upload, [path for path in self._own() if not self.stored(path)])
 
     def _own(self) -> Iterator[Path]:
-        """What changed since this node began; what is older was restored, and is another node's or in the store."""
+        """Yield what was written since this node began. What is older was restored, and is in the store.
+
+        A merged segment bears the time of its last line, so the time of the inode's change counts.
+        """
         for folder, _, names in os.walk(self._live):
             for path in (Path(folder, name) for name in names if not is_mark(name) and not name.endswith(".part")):
                 with contextlib.suppress(OSError):
-                    if path.stat().st_mtime >= self._began:
+                    if path.stat().st_ctime >= self._began:
                         yield path
 
 
