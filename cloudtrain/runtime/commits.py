@@ -232,8 +232,13 @@ class Commits:
         else:
             self._retain(whole)
 
-    def stored(self, key: str, node: int) -> None:
-        """A node's files of the checkpoint in folder ``key`` are in the store, or can never be."""
+    def stored(self, key: str, node: int, *, there: bool = True) -> None:
+        """A node's files of the checkpoint in folder ``key`` are in the store; or, not ``there``, are given up.
+
+        A checkpoint that is given up takes no older one's place.
+        """
+        if not there:
+            self._unstored.pop(key, None)
         if key not in self._unstored:
             return
         whole, missing = self._unstored[key]
@@ -244,7 +249,7 @@ class Commits:
         if not self._told:
             self._told = True
             later = time.time() - float(whole.commit["time"])
-            self._say(f"checkpoint {whole.name} has left all nodes {later:.0f} s after its commit")
+            self._say(f"checkpoint {whole.name} is in the store, {later:.0f} s after its commit")
         self._retain(whole)
 
     def _again(self, work: _Round) -> None:

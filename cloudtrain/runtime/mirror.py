@@ -222,6 +222,8 @@ class Mirror:
         if kind == "finish":
             self._finishing = "clean" if message["clean"] else "failed"
             self._marks.clear()
+            if self._uploads is not None:
+                self._uploads.end()
             if self._commits is not None:
                 self._commits.finishing = self._finishing
         elif kind == "worked":
@@ -249,7 +251,7 @@ class Mirror:
         elif kind == "finished":
             self._commits.finished(message["name"], message["from"])
         elif kind == "stored":
-            self._commits.stored(message["folder"], message["from"])
+            self._commits.stored(message["folder"], message["from"], there=message["there"])
         elif kind == "pointers":
             self._commits.pointers(message["from"], set(message["targets"]))
         else:
@@ -406,8 +408,8 @@ class Mirror:
         self._progress()
 
     def _tell_of_uploads(self) -> None:
-        for folder in self._uploads.arrived() if self._uploads is not None else ():
-            self._send(0, {"t": "stored", "folder": folder})
+        for folder, there in self._uploads.arrived().items() if self._uploads is not None else ():
+            self._send(0, {"t": "stored", "folder": folder, "there": there})
 
     def _moved(self, source: Path, done: int) -> None:
         """Progress is what no try before has reached: a full disk takes the same bytes again and again."""
