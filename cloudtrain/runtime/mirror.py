@@ -91,7 +91,7 @@ class Mirror:
         shapes: Mapping[str, Counter[str]] | None = None,
         uploads: Uploads | None = None,
     ) -> None:
-        self._uploads, temporary = uploads, uploads.temporary if uploads is not None else ".part"
+        self._uploads, self._temporary = uploads, uploads.temporary if uploads is not None else ""
         self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
         self._metrics, self._links, self._peers = metrics, links, peers
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -113,7 +113,7 @@ class Mirror:
             small_seconds=flush_seconds,
             moved=self._moved,
             complain=self._complain,
-            temporary=temporary,
+            temporary=self._temporary or ".part",
         )
         self._commits: Commits | None = None
         if node == 0:
@@ -139,7 +139,7 @@ class Mirror:
             peers=self._peers,
             say=self._say,
             complain=self._complain,
-            agent=self._uploads is not None,
+            temporary=self._temporary,
         )
 
     def start(self) -> None:
@@ -318,7 +318,7 @@ class Mirror:
 
     def _write_pointers(self, found: Mapping[str, Pointer]) -> None:
         try:
-            checkpoints.write_pointers(self._live, self._node, found)
+            checkpoints.write_pointers(self._live, self._node, found, temporary=self._temporary)
         except OSError as exc:
             self._complain(f"cannot write {checkpoints.pointers_path(self._live, self._node)}: {exc.strerror}")
 
@@ -382,8 +382,7 @@ class Mirror:
         """In a thread of its own."""
         try:
             links = self._links / target.parent.name
-            temporary = self._uploads.temporary if self._uploads is not None else ""
-            files = checkpoints.copy_entry(entry, target, self._moved, links=links, temporary=temporary)
+            files = checkpoints.copy_entry(entry, target, self._moved, links=links, temporary=self._temporary)
         except OSError as exc:
             self._complain(f"cannot copy checkpoint {entry.name} to {self._live}: {exc.strerror}")
             files = None

@@ -172,7 +172,7 @@ class Node:
 
     def _begin(self, attempt: str) -> None:
         self.attempt = attempt
-        self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}")
+        self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}", temporary=self._temporary)
         if self.compactor is None:
             self.compactor = Compactor(self.live / "logs", attempt=attempt, node=self.me, uploads=self.uploads)
             self.compactor.start()
@@ -269,7 +269,7 @@ class Node:
             resume = self.go["url"] or self.resume.fallback(0)[0]
         self.resumed = name or resume.rpartition("/")[2]
         if self.me == 0:
-            self.start = Start(self.live, self.attempt, started=self.started)
+            self.start = Start(self.live, self.attempt, started=self.started, temporary=self._temporary)
             lost = self.start.begin(resumed=self.resumed, saved=self.go["saved"], direct=bool(self.go["url"]))
             begins = f"resuming from {self.resumed}" if resume else "a fresh start"
             self.log.say(f"attempt {self.attempt}: {begins}{lost}")
@@ -464,6 +464,11 @@ class Node:
         if self.released or "outcome" in self.peers.get(sender, {}):
             return
         self._fail(self._lost(f"was lost: {message['why']}", sender))
+
+    @property
+    def _temporary(self) -> str:
+        """The end of the name of a file that is not whole yet; empty where no agent uploads it."""
+        return self.uploads.temporary if self.uploads is not None else ""
 
     @property
     def _space(self) -> Workspace:

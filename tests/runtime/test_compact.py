@@ -13,6 +13,7 @@ from cloudtrain.provider import SyncAgent
 from cloudtrain.pull import pull
 from cloudtrain.runtime import compact
 from cloudtrain.runtime.compact import FAN, Compactor
+from cloudtrain.runtime.history import Start
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.uploads import Uploads
 from cloudtrain.seen import Seen
@@ -362,6 +363,33 @@ def test_a_look_at_the_end_finds_the_last_lines_while_segments_are_merged(mergin
     written, lines = merging
     found = Seen(written.store, RUN).lines("0.0", 30)
     assert [line.seq for line in found[0]] == list(range(lines - 29, lines + 1))
+
+
+def test_a_merge_does_not_bring_a_lost_node_back_to_life(written: Logs) -> None:
+    """An object store dates a merged segment by its upload, which the next attempt makes."""
+    written.train(0.02)
+    then = time.time() - 2 * compact.REST_SECONDS
+    folder = written.folder / "0.0" / "node-0"
+    for path in folder.iterdir():
+        os.utime(path, (then, then))
+    Start(written.folder.parent, "0.1", started=then + 60).begin(resumed="", saved=None)
+    written.compactor("0.1").step()
+    [merged] = folder.iterdir()
+    os.utime(merged)
+    [node] = Seen(written.store, RUN).nodes("0.0")
+    assert node.seen == pytest.approx(then + 60)
+
+
+def test_the_newest_segment_tells_when_a_node_was_last_alive(written: Logs) -> None:
+    written.train(0.02)
+    written.rest()
+    written.compactor().step()
+    folder = written.folder / "0.0" / "node-0"
+    [merged] = [path for path in folder.iterdir() if "-" in path.name]
+    newest = max(path for path in folder.iterdir() if path != merged)
+    os.utime(merged)
+    [node] = Seen(written.store, RUN).nodes("0.0")
+    assert node.seen == pytest.approx(newest.stat().st_mtime)
 
 
 def test_a_pull_joins_every_line_once_while_segments_are_merged(merging: tuple[Logs, int], tmp_path: Path) -> None:

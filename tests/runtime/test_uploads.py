@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ import pytest
 from cloudtrain.engine.sync import Sync, _Folder
 from cloudtrain.errors import StorageError
 from cloudtrain.provider import SyncAgent
-from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted
+from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted, write_whole
+from cloudtrain.runtime.history import Start
+from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.mirror import Mirror
 from cloudtrain.runtime.uploads import DEAD_SECONDS, Uploads
 from cloudtrain.values import is_mark
@@ -371,6 +374,52 @@ def test_temporary_files_and_marks_never_reach_the_store(fleet: Callable[..., Fl
     run.save("step-1")
     until(lambda: {"model.bin", "rank-0.pt", "commit.json"} <= seen)
     assert not [name for name in seen if name.endswith(".part") or is_mark(name)]
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are written from here on, in place of a copy."""
+    names: list[str] = []
+    for method in ("write_bytes", "write_text"):
+        whole = getattr(Path, method)
+
+        def write(path: Path, *data: Any, whole: Any = whole, **more: Any) -> int:
+            names.append(path.name)
+            return int(whole(path, *data, **more))
+
+        monkeypatch.setattr(Path, method, write)
+    return names
+
+
+def test_the_agent_sees_no_half_of_a_commit_or_a_pointer(fleet: Callable[..., Fleet], writes: list[str]) -> None:
+    run = fleet(nodes=1)
+    run.save("step-1")
+    until(lambda: run.stored() == ["step-1"])
+    (run.tmp / "0.0-n0" / "ck" / "best").write_text("step-1")
+    until(lambda: (run.store / "pointers/node-0.json").exists())
+    ours = [name for name in writes if name not in ("rank-0.pt", "best")]
+    assert sorted(ours) == [".commit.json.part.sagemaker-ignore", ".node-0.json.part.sagemaker-ignore"]
+
+
+def test_the_agent_sees_no_half_of_a_log_segment_or_a_record(tmp_path: Path, writes: list[str]) -> None:
+    log = LogWriter(node=0, out=os.open(os.devnull, os.O_WRONLY))
+    log.begin("0.0", tmp_path / "logs", temporary=".part.x-ignore")
+    log.say("hello")
+    log.flush()
+    Start(tmp_path, "0.0", started=5.0, temporary=".part.x-ignore").begin(resumed="", saved=None)
+    assert writes == [".000000001.log.part.x-ignore", ".0.0.json.part.x-ignore"]
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["0.0.json", "000000001.log"]
+
+
+def test_where_a_folder_cannot_rename_files_are_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_rename(*names: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("cloudtrain.runtime.checkpoints.os.replace", no_rename)
+    write_whole(tmp_path / "new" / "commit.json", b"{}", temporary=".part.x-ignore")
+    assert [(path.name, path.read_bytes()) for path in (tmp_path / "new").iterdir()] == [("commit.json", b"{}")]
 
 
 def test_marks_that_were_restored_are_no_checkpoint(tmp_path: Path) -> None:
