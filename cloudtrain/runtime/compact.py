@@ -57,6 +57,8 @@ class Compactor:
         """Segments that a merged one covers, and since when that is known."""
         self._merged: set[Path] = set()
         """Segments that this process wrote: the store need not have them yet."""
+        self._changed: set[Path] = set()
+        """Replaced segments that something wrote to after the merge: they stay."""
         self._past: list[Path] | None = None
         self._done: set[Path] = set()
         """Folders of past attempts whose segments are merged."""
@@ -155,7 +157,7 @@ class Compactor:
         names = {path for _, path in kept}
         waiting, whole, text = False, Path(), b""
         for span, path in sorted(_all(folder)):
-            if path in names:
+            if path in names or path in self._changed:
                 continue
             self._replaced.setdefault(path, self._clock())
             cover = next(other for around, other in reversed(kept) if around.first <= span.first)
@@ -164,8 +166,8 @@ class Compactor:
                 continue
             if whole != cover:
                 whole, text = cover, cover.read_bytes()
-            if path.read_bytes() not in text:  # something wrote to it after the merge
-                waiting = True
+            if path.read_bytes() not in text:
+                self._changed.add(path)
                 continue
             path.unlink(missing_ok=True)
             for mark in folder.glob(f"{path.name}.*"):
