@@ -115,7 +115,8 @@ class Seen:
         """The nodes of an attempt, ``expected`` of them or more, and when each last wrote a line or a metric."""
         signs: dict[int, float | None] = dict.fromkeys(range(expected))
         for node, segments in self._index(attempt).items():
-            signs[node] = max((entry.modified for _, _, entry in segments), default=0.0) or None
+            own = [entry.modified for span, _, entry in segments if not span.last]
+            signs[node] = max(own or [self._merged(attempt, segments)]) or None
         root = f"{self._live}/metrics"
         for key, entry in self._store.files.entries(root).items():
             match = _METRICS.fullmatch(key[len(root) + 1 :])
@@ -130,6 +131,18 @@ class Seen:
             Node(number=number, seen=signs[number], outcome=str(ended.get(number, {}).get("outcome") or ""))
             for number in sorted(signs)
         ]
+
+    def _merged(self, attempt: str, segments: Sequence[_Segment]) -> float:
+        """Return when a node was last alive, whose segments are all merged ones.
+
+        The next attempt merges them, and an object store dates them by that. So its start is the latest time.
+        """
+        after = [
+            float(record["started"])
+            for record in self._store.starts(self._run_id)
+            if record.get("started") and attempt_key(str(record.get("attempt"))) > attempt_key(attempt)
+        ]
+        return min([max((entry.modified for _, _, entry in segments), default=0.0), *after])
 
     def lines(
         self, attempt: str, count: int, *, keep: Callable[[Line], bool] = lambda line: True

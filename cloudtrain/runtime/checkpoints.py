@@ -327,6 +327,27 @@ def replace_file(
         copy_file(source, target, moved)
 
 
+def write_whole(path: Path, data: bytes, *, temporary: str) -> None:
+    """Write a file. With ``temporary``, the end of a name that an agent leaves alone, it appears whole or not at all.
+
+    A mounted object store shows a file once it is closed, and may not be able to rename. Raises `OSError`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if temporary:
+        beside = path.with_name(f".{path.name}{temporary}")
+        try:
+            beside.write_bytes(data)
+            os.replace(beside, path)
+        except OSError as exc:
+            with contextlib.suppress(OSError):
+                beside.unlink()
+            if exc.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP):
+                raise
+        else:
+            return
+    path.write_bytes(data)
+
+
 class _ChangedError(Exception):
     """The script has written to, or removed, what is being copied."""
 
@@ -414,12 +435,10 @@ def pointers_path(live: Path, node: int) -> Path:
     return live / "pointers" / f"node-{node}.json"
 
 
-def write_pointers(live: Path, node: int, pointers: Mapping[str, Pointer]) -> None:
-    """What this node's script points at, for later starts and for readers of the run. Raises `OSError`."""
-    path = pointers_path(live, node)
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_pointers(live: Path, node: int, pointers: Mapping[str, Pointer], *, temporary: str = "") -> None:
+    """Write what this node's script points at, for later starts and for readers of the run. Raises `OSError`."""
     text = {name: {"target": pointer.target, "link": pointer.link} for name, pointer in sorted(pointers.items())}
-    path.write_text(json.dumps(text), encoding="utf-8")
+    write_whole(pointers_path(live, node), json.dumps(text).encode(), temporary=temporary)
 
 
 def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
@@ -560,10 +579,9 @@ def date(path: Path, seconds: float) -> None:
             os.utime(item, (seconds, seconds))
 
 
-def write_commit(folder: Path, commit: Mapping[str, Any]) -> None:
-    """commit.json, last of all; raises `OSError`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / COMMIT).write_text(json.dumps(commit, sort_keys=True), encoding="utf-8")
+def write_commit(folder: Path, commit: Mapping[str, Any], *, temporary: str = "") -> None:
+    """Write commit.json, last of all. Raises `OSError`."""
+    write_whole(folder / COMMIT, json.dumps(commit, sort_keys=True).encode(), temporary=temporary)
 
 
 def quiet(entry: Entry, now: float | None = None, *, opened: float = 0.0) -> bool:

@@ -60,8 +60,9 @@ class Commits:
     """``send(node, message)`` reaches a node's mirror; ``peers()`` are the nodes now alive, node 0 included.
 
     ``keep``: so many complete checkpoints stay, the newest, beside what a pointer names; 0: all of them. ``damaged``
-    are folders of such as look complete and are not. ``agent``: a program of the platform copies all to the store, so
-    that a checkpoint counts, and older ones go, only once `stored` has told that all of its files are there.
+    are folders of such as look complete and are not. With ``temporary`` a program of the platform copies all to the
+    store, but leaves files alone whose names end so. Then a checkpoint counts, and older ones go, only once `stored`
+    has told that all of its files are there.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class Commits:
         peers: Callable[[], set[int]],
         say: Callable[[str], None],
         complain: Callable[[str], None],
-        agent: bool = False,
+        temporary: str = "",
     ) -> None:
-        self._agent = agent
+        self._temporary = temporary
         self._unstored: dict[str, tuple[checkpoints.Complete, set[int]]] = {}
         """By folder: complete checkpoints, and the nodes whose files are not in the store yet."""
         self._told = False
@@ -217,7 +218,7 @@ class Commits:
             "files": {key: value for a in work.answers.values() for key, value in a["files"].items()},
         }
         try:
-            checkpoints.write_commit(folder, commit)
+            checkpoints.write_commit(folder, commit, temporary=self._temporary)
         except OSError as exc:
             self._complain(f"cannot commit checkpoint {work.name}: {exc.strerror}")
             self._again(work)
@@ -227,13 +228,18 @@ class Commits:
         for node in sorted(self._peers()):
             self._send(node, {"t": "committed", "name": work.name, "folder": self._key(folder)})
         whole = checkpoints.Complete(name=work.name, folder=folder, commit=commit)
-        if self._agent:
+        if self._temporary:
             self._unstored[self._key(folder)] = whole, {0, *work.answers}
         else:
             self._retain(whole)
 
-    def stored(self, key: str, node: int) -> None:
-        """A node's files of the checkpoint in folder ``key`` are in the store, or can never be."""
+    def stored(self, key: str, node: int, *, there: bool = True) -> None:
+        """A node's files of the checkpoint in folder ``key`` are in the store; or, not ``there``, are given up.
+
+        A checkpoint that is given up takes no older one's place.
+        """
+        if not there:
+            self._unstored.pop(key, None)
         if key not in self._unstored:
             return
         whole, missing = self._unstored[key]
@@ -244,7 +250,7 @@ class Commits:
         if not self._told:
             self._told = True
             later = time.time() - float(whole.commit["time"])
-            self._say(f"checkpoint {whole.name} has left all nodes {later:.0f} s after its commit")
+            self._say(f"checkpoint {whole.name} is in the store, {later:.0f} s after its commit")
         self._retain(whole)
 
     def _again(self, work: _Round) -> None:

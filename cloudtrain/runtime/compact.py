@@ -28,8 +28,9 @@ FULL_BYTES = 8 << 20
 """A segment of this size is not merged again."""
 EVERY_SECONDS = 20.0
 SETTLE_SECONDS = 600.0
-"""A replaced segment is removed after so long even if nothing tells that the merged one is in the store."""
-_NUMBER = re.compile(rb"\[a\S+ n\d+ r\S+ #(\d+)\]")
+"""Where no agent shows what it uploads, a replaced segment is removed after so long."""
+REST_SECONDS = 600.0
+"""A past attempt's folder may still have a writer, which the platform counts as lost, until it rests for so long."""
 
 
 class Compactor:
@@ -54,7 +55,13 @@ class Compactor:
         self._ages: dict[Path, int] = {}
         self._replaced: dict[Path, float] = {}
         """Segments that a merged one covers, and since when that is known."""
+        self._merged: set[Path] = set()
+        """Segments that this process wrote: the store need not have them yet."""
+        self._changed: set[Path] = set()
+        """Replaced segments that something wrote to after the merge: they stay."""
         self._past: list[Path] | None = None
+        self._done: set[Path] = set()
+        """Folders of past attempts whose segments are merged."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="compact", daemon=True)
 
@@ -75,14 +82,24 @@ class Compactor:
         """Merge what is due and remove what was replaced. Raises `OSError`."""
         if self._past is None:
             self._past = [path for path in self._logs.glob(f"*/node-{self._node}") if path != self._folder]
-            for folder in self._past:
-                self._merge_past(folder)
-        self._past = [folder for folder in self._past if self._remove_replaced(folder)]
+        self._past = [folder for folder in self._past if not self._finish_past(folder)]
         if self._folder.is_dir():
             while group := self._due():
                 merged = self._merge(self._folder, group)
                 self._ages[merged] = self._ages.get(group[0][1], 0) + 1
             self._remove_replaced(self._folder)
+
+    def _finish_past(self, folder: Path) -> bool:
+        """Merge and remove what is due in a past attempt's folder. Return whether nothing is left to do."""
+        try:
+            if folder not in self._done:
+                if not _is_at_rest(folder):
+                    return False
+                self._merge_past(folder)
+                self._done.add(folder)
+            return not self._remove_replaced(folder)
+        except OSError:  # the other folders need not wait for this one
+            return False
 
     def _due(self) -> list[tuple[Span, Path]]:
         """`FAN` neighbours of one age, none of them full. The newest segment is left out: it may be half written."""
@@ -99,8 +116,8 @@ class Compactor:
 
     def _merge_past(self, folder: Path) -> None:
         """Merge all that a finished attempt has left, up to `FULL_BYTES` a file."""
-        for path in folder.glob(".*"):  # of a merge that was cut off
-            path.unlink()
+        for path in folder.glob(".*.log.part*"):  # of a merge that was cut off
+            path.unlink(missing_ok=True)
         group: list[tuple[Span, Path]] = []
         size = 0
         for item in [*_segments(folder), None]:
@@ -115,10 +132,8 @@ class Compactor:
 
     def _merge(self, folder: Path, group: list[tuple[Span, Path]]) -> Path:
         """Write one segment that holds the lines of ``group``; it counts as soon as it is there."""
-        numbers = _NUMBER.findall(group[-1][1].read_bytes())
-        if not numbers:
-            raise ValueError(f"{group[-1][1]} holds no numbered line")
-        span = Span(group[0][0].first, int(numbers[-1]))
+        after = next((span.first for span, _ in _segments(folder) if span.first > group[-1][0].first), None)
+        span = Span(group[0][0].first, _last_line(folder, *group[-1], after))
         target = folder / span.name
         beside = folder / f".{span.name}{self._temporary}"
         try:
@@ -133,27 +148,66 @@ class Compactor:
         with contextlib.suppress(OSError):  # the time of the last line tells when a lost node was last alive
             changed = group[-1][1].stat().st_mtime
             os.utime(target, (changed, changed))
+        self._merged.add(target)
         return target
 
     def _remove_replaced(self, folder: Path) -> bool:
-        """Remove the segments that stored ones cover; whether any have to wait."""
+        """Remove the segments whose lines are in stored ones. Return whether any have to wait."""
         kept = _segments(folder)
         names = {path for _, path in kept}
-        waiting = False
-        for span, path in _all(folder):
-            if path in names:
+        waiting, whole, text = False, Path(), b""
+        for span, path in sorted(_all(folder)):
+            if path in names or path in self._changed:
                 continue
-            since = self._replaced.setdefault(path, self._clock())
-            cover = next(other for around, other in kept if around.first <= span.first <= around.last)
-            if self._uploads is None or self._uploads.stored(cover) or self._clock() - since >= SETTLE_SECONDS:
-                path.unlink(missing_ok=True)
-                for mark in folder.glob(f"{path.name}.*"):
-                    mark.unlink(missing_ok=True)
-                del self._replaced[path]
-                self._ages.pop(path, None)
-            else:
+            self._replaced.setdefault(path, self._clock())
+            cover = next(other for around, other in reversed(kept) if around.first <= span.first)
+            if not self._is_safe(cover, path):
                 waiting = True
+                continue
+            if whole != cover:
+                whole, text = cover, cover.read_bytes()
+            if path.read_bytes() not in text:
+                self._changed.add(path)
+                continue
+            path.unlink(missing_ok=True)
+            for mark in folder.glob(f"{path.name}.*"):
+                mark.unlink(missing_ok=True)
+            del self._replaced[path]
+            self._ages.pop(path, None)
         return waiting
+
+    def _is_safe(self, cover: Path, path: Path) -> bool:
+        """Return whether ``cover`` is in the store, so that ``path`` need not stay there.
+
+        A busy agent may take long: the time limit is for one that shows nothing, and for what was restored.
+        """
+        if self._uploads is None or self._uploads.stored(cover):
+            return True
+        if cover in self._merged and any(self._uploads.marks(folder) for folder in (self._folder, path.parent)):
+            return False
+        return self._clock() - self._replaced[path] >= SETTLE_SECONDS
+
+
+def _is_at_rest(folder: Path) -> bool:
+    changed = [path.stat().st_mtime for path in folder.iterdir()]
+    return time.time() - max(changed, default=0.0) >= REST_SECONDS
+
+
+def _last_line(folder: Path, span: Span, path: Path, after: int | None) -> int:
+    """Return the number of the last line of a segment, which is below ``after``, the next segment's first line.
+
+    A node numbers its lines one by one. What a script prints may look like a numbered line, with any number. A segment
+    without a line, as a killed node leaves it, ends with its first.
+    """
+    if span.last:
+        return span.last
+    head = f"[a{folder.parent.name} n{folder.name.removeprefix('node-')} r"
+    numbered = re.compile(rf"^{re.escape(head)}(?:\d+|-) #(\d+)\]".encode(), re.MULTILINE)
+    number = span.first
+    for match in numbered.finditer(path.read_bytes()):
+        if int(match[1]) == number + 1:
+            number += 1
+    return number if after is None else min(number, after - 1)
 
 
 def _all(folder: Path) -> Iterator[tuple[Span, Path]]:
@@ -170,4 +224,4 @@ def _write(target: Path, group: list[tuple[Span, Path]]) -> None:
     with open(target, "wb") as out:
         for _, path in group:
             data = path.read_bytes()
-            out.write(data if data.endswith(b"\n") else data + b"\n")
+            out.write(data + b"\n" if data and not data.endswith(b"\n") else data)

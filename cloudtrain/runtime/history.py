@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..values import step_of
+from .checkpoints import write_whole
 
 __all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
 
@@ -70,7 +71,8 @@ class Start:
     A disk that does not take the record is no reason to end a run: it is history, no more.
     """
 
-    def __init__(self, live: Path, attempt: str, *, started: float) -> None:
+    def __init__(self, live: Path, attempt: str, *, started: float, temporary: str = "") -> None:
+        self._temporary = temporary
         self._live, self._path = live, live / "attempts" / f"{attempt}.json"
         self.after = max((a for a in _attempts(live) if _order(a) < _order(attempt)), key=_order, default=None)
         self._record: Record = {"protocol": 1, "attempt": attempt, "started": started, "after": self.after}
@@ -125,8 +127,7 @@ class Start:
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text(json.dumps(self._record), encoding="utf-8")
+            write_whole(self._path, json.dumps(self._record).encode(), temporary=self._temporary)
 
     def _seconds(self, reached: _Reached, saved: float | None) -> float | None:
         """From what was saved, or the start of the attempt before where that came later, to its last sign of life."""

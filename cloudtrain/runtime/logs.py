@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..segments import Span
+from .checkpoints import write_whole
 from .redact import Redactor
 
 __all__ = ["LogWriter", "lines_of"]
@@ -43,20 +44,20 @@ class LogWriter:
         self.redact = Redactor()
         self._waiting: list[tuple[str, str]] | None = []
         self._folder: Path | None = None
-        self._attempt = ""
+        self._attempt = self._temporary = ""
         self._segment: list[str] = []
         self._segment_first, self._segment_bytes, self._segment_since = 1, 0, 0.0
         self._retry_at = 0.0
         self.lines = 0
         self.last = self._clock()
 
-    def begin(self, attempt: str, folder: Path | None) -> None:
-        """Start printing as ``attempt``; segments go to ``folder`` (None: nowhere)."""
+    def begin(self, attempt: str, folder: Path | None, *, temporary: str = "") -> None:
+        """Start printing as ``attempt``; segments go to ``folder`` (None: nowhere), with `write_whole`."""
         with self._lock:
             if self._waiting is None:
                 return
             waiting, self._waiting = self._waiting, None
-            self._attempt, self._folder = attempt, folder
+            self._attempt, self._folder, self._temporary = attempt, folder, temporary
             for rank, text in waiting:
                 self._write(rank, text)
 
@@ -107,8 +108,7 @@ class LogWriter:
             return
         data = "".join(self._segment).encode("utf-8", "replace")
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / Span(self._segment_first, 0).name).write_bytes(data)
+            write_whole(self._folder / Span(self._segment_first, 0).name, data, temporary=self._temporary)
         except OSError:
             # Kept in memory for the next try, under the same first number; not without end: training goes on.
             self._retry_at = self._clock() + RETRY_SECONDS

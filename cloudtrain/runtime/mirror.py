@@ -91,7 +91,7 @@ class Mirror:
         shapes: Mapping[str, Counter[str]] | None = None,
         uploads: Uploads | None = None,
     ) -> None:
-        self._uploads, temporary = uploads, uploads.temporary if uploads is not None else ".part"
+        self._uploads, self._temporary = uploads, uploads.temporary if uploads is not None else ""
         self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
         self._metrics, self._links, self._peers = metrics, links, peers
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -113,7 +113,7 @@ class Mirror:
             small_seconds=flush_seconds,
             moved=self._moved,
             complain=self._complain,
-            temporary=temporary,
+            temporary=self._temporary or ".part",
         )
         self._commits: Commits | None = None
         if node == 0:
@@ -139,7 +139,7 @@ class Mirror:
             peers=self._peers,
             say=self._say,
             complain=self._complain,
-            agent=self._uploads is not None,
+            temporary=self._temporary,
         )
 
     def start(self) -> None:
@@ -222,6 +222,8 @@ class Mirror:
         if kind == "finish":
             self._finishing = "clean" if message["clean"] else "failed"
             self._marks.clear()
+            if self._uploads is not None:
+                self._uploads.end()
             if self._commits is not None:
                 self._commits.finishing = self._finishing
         elif kind == "worked":
@@ -249,7 +251,7 @@ class Mirror:
         elif kind == "finished":
             self._commits.finished(message["name"], message["from"])
         elif kind == "stored":
-            self._commits.stored(message["folder"], message["from"])
+            self._commits.stored(message["folder"], message["from"], there=message["there"])
         elif kind == "pointers":
             self._commits.pointers(message["from"], set(message["targets"]))
         else:
@@ -316,7 +318,7 @@ class Mirror:
 
     def _write_pointers(self, found: Mapping[str, Pointer]) -> None:
         try:
-            checkpoints.write_pointers(self._live, self._node, found)
+            checkpoints.write_pointers(self._live, self._node, found, temporary=self._temporary)
         except OSError as exc:
             self._complain(f"cannot write {checkpoints.pointers_path(self._live, self._node)}: {exc.strerror}")
 
@@ -380,8 +382,7 @@ class Mirror:
         """In a thread of its own."""
         try:
             links = self._links / target.parent.name
-            temporary = self._uploads.temporary if self._uploads is not None else ""
-            files = checkpoints.copy_entry(entry, target, self._moved, links=links, temporary=temporary)
+            files = checkpoints.copy_entry(entry, target, self._moved, links=links, temporary=self._temporary)
         except OSError as exc:
             self._complain(f"cannot copy checkpoint {entry.name} to {self._live}: {exc.strerror}")
             files = None
@@ -406,8 +407,8 @@ class Mirror:
         self._progress()
 
     def _tell_of_uploads(self) -> None:
-        for folder in self._uploads.arrived() if self._uploads is not None else ():
-            self._send(0, {"t": "stored", "folder": folder})
+        for folder, there in self._uploads.arrived().items() if self._uploads is not None else ():
+            self._send(0, {"t": "stored", "folder": folder, "there": there})
 
     def _moved(self, source: Path, done: int) -> None:
         """Progress is what no try before has reached: a full disk takes the same bytes again and again."""

@@ -172,7 +172,7 @@ class Node:
 
     def _begin(self, attempt: str) -> None:
         self.attempt = attempt
-        self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}")
+        self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}", temporary=self._temporary)
         if self.compactor is None:
             self.compactor = Compactor(self.live / "logs", attempt=attempt, node=self.me, uploads=self.uploads)
             self.compactor.start()
@@ -269,7 +269,7 @@ class Node:
             resume = self.go["url"] or self.resume.fallback(0)[0]
         self.resumed = name or resume.rpartition("/")[2]
         if self.me == 0:
-            self.start = Start(self.live, self.attempt, started=self.started)
+            self.start = Start(self.live, self.attempt, started=self.started, temporary=self._temporary)
             lost = self.start.begin(resumed=self.resumed, saved=self.go["saved"], direct=bool(self.go["url"]))
             begins = f"resuming from {self.resumed}" if resume else "a fresh start"
             self.log.say(f"attempt {self.attempt}: {begins}{lost}")
@@ -427,6 +427,8 @@ class Node:
             self.heard = time.monotonic()
             self.preempted, self.notice, self.told = at or self.heard, why, node
             self.log.say(f"{why}; the script may save a checkpoint now")
+            if self.uploads is not None and self.code is not None:
+                self.uploads.hurry()
             with contextlib.suppress(OSError):
                 if self.space is not None:
                     self.space.preempt.touch()
@@ -462,6 +464,11 @@ class Node:
         if self.released or "outcome" in self.peers.get(sender, {}):
             return
         self._fail(self._lost(f"was lost: {message['why']}", sender))
+
+    @property
+    def _temporary(self) -> str:
+        """The end of the name of a file that is not whole yet; empty where no agent uploads it."""
+        return self.uploads.temporary if self.uploads is not None else ""
 
     @property
     def _space(self) -> Workspace:
@@ -611,7 +618,10 @@ class Node:
     def _finish_mirror(self, mirror: Mirror, clean: bool) -> None:
         """Until all is mirrored, or nothing has moved for too long."""
         mirror.finish(clean=clean or self._left_by_choice())
-        quiet = CLEAN_WAIT_SECONDS if clean else FAILED_WAIT_SECONDS
+        # After a notice, a script that has saved often ends with a code of its own; `_late` keeps the grace.
+        quiet = CLEAN_WAIT_SECONDS if clean or self._outcome() == "preempted" else FAILED_WAIT_SECONDS
+        if self.uploads is not None and (self._leaving() or not clean):
+            self.uploads.hurry()
         mirror.last = time.monotonic()
         self._pump(lambda: mirror.idle.is_set() or 0 in self.gone or self._late(mirror.last + quiet))
         if not mirror.idle.is_set():
@@ -620,6 +630,12 @@ class Node:
                 self.remarks.append("not everything could be mirrored")
             elif clean:
                 self._fail(self._setup("its results could not all be mirrored to the store", "infra"))
+        elif clean and self.uploads is not None and (lost := self.uploads.given_up):
+            text = f"not known to be in the store: checkpoint {', '.join(lost)}"
+            if self.preempted is not None or self.uploads.blind:
+                self.remarks.append(text)
+            else:
+                self._fail(self._setup(text, "infra"))
 
     def _grace_end(self) -> float:
         """When the platform will kill this node (monotonic seconds), a little early; never, unless it was told so."""

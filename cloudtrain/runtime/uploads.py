@@ -25,6 +25,10 @@ DEAD_SECONDS = 240.0
 SLOW_BYTES = 20_000_000.0
 """Bytes a second of the slowest agent: a file whose upload has begun has this much more time."""
 LOOK_SECONDS = 1.0
+RETRY_SECONDS = 20.0
+"""Pause before a file is uploaded again that could not be."""
+GIVE_UP_SECONDS = 120.0
+"""After the script's end, while the agent is dead: what has not arrived by then is given up."""
 SWEEP_SECONDS = 30.0
 """While the agent is dead: how often the node looks for other files of its own to upload."""
 
@@ -33,6 +37,8 @@ _State = tuple[int, int]
 
 class Uploads:
     """The uploads of one node. ``expect`` names files, ``arrived`` tells which of them are there by now.
+
+    Only what the agent has marked, or the node has uploaded itself, counts as there.
 
     ``say`` prints a line.
     """
@@ -48,14 +54,25 @@ class Uploads:
         self._live, self._agent, self._say, self._clock = live, agent, say, clock or time.monotonic
         self._lock = threading.Lock()
         self._pending: dict[str, set[Path]] = {}
-        self._arrived: list[str] = []
+        self._newest = ""
+        self._arrived: dict[str, bool] = {}
         self._sign = self._clock()
+        """When a file last reached the store."""
+        self._ending: float | None = None
+        self._hurried = False
         self._put: dict[Path, _State] = {}
+        self._shown = False
+        """Whether the agent has ever marked anything."""
+        self._busy: set[Path] = set()
+        self._retry: dict[Path, float] = {}
         self._failed: set[str] = set()
+        self._sweeper: threading.Thread | None = None
         self._began = time.time()
         self._swept = self._clock()
         self.dead = False
         """Whether the agent has stopped; the node uploads its files itself."""
+        self.given_up: list[str] = []
+        """Keys whose files are not known to be in the store, and are not waited for any more."""
         self._moved: Callable[[], None] = lambda: None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="uploads", daemon=True)
@@ -79,12 +96,26 @@ class Uploads:
             if not self._pending:
                 self._sign = self._clock()
             self._pending[key] = set(files)
+            self._newest = key
 
-    def arrived(self) -> list[str]:
-        """Return the keys whose files all arrived since the last call."""
+    def hurry(self) -> None:
+        """Upload what is pending at once, whatever the agent does: the node may not live until the agent has."""
+        self._hurried = True
+
+    def end(self) -> None:
+        """The script has ended: what cannot be uploaded is waited for no longer than `GIVE_UP_SECONDS`."""
+        self._ending = self._clock()
+
+    def arrived(self) -> dict[str, bool]:
+        """Return the keys that were settled since the last call: whether all their files are there, or given up."""
         with self._lock:
-            found, self._arrived = self._arrived, []
+            found, self._arrived = self._arrived, {}
         return found
+
+    @property
+    def blind(self) -> bool:
+        """Whether the node can neither upload files nor see that they arrive, as the agent has never shown that."""
+        return self._agent.put is None and not self._shown
 
     @property
     def idle(self) -> bool:
@@ -100,18 +131,31 @@ class Uploads:
             return True
         return self._put.get(path) == now or self._marked(path, now)
 
+    def marks(self, folder: Path) -> bool:
+        """Return whether the agent has ever shown its work, in ``folder`` or elsewhere."""
+        ends = (self._agent.uploading, self._agent.uploaded)
+        if not self._shown:
+            with contextlib.suppress(OSError):
+                self._shown = any(name.endswith(ends) for name in os.listdir(folder))
+        return self._shown
+
     def _marked(self, path: Path, state: _State) -> bool:
         """Whether the agent has uploaded the file as it is."""
         with contextlib.suppress(OSError):
-            return os.stat(f"{path}{self._agent.uploaded}").st_mtime_ns >= state[1]
+            found = os.stat(f"{path}{self._agent.uploaded}").st_mtime_ns >= state[1]
+            self._shown = self._shown or found
+            return found
         return False
 
     def finish(self, seconds: float) -> None:
         """The node ends: while the agent is dead, upload what else is there, for so many seconds at most."""
         if self.dead:
-            sweep = threading.Thread(target=self._sweep, name="sweep", daemon=True)
-            sweep.start()
-            sweep.join(seconds)
+            last = threading.Thread(target=self._sweep, args=(True,), name="sweep", daemon=True)
+            last.start()
+            end = time.monotonic() + seconds
+            for thread in (last, self._sweeper):
+                if thread is not None:
+                    thread.join(max(0.0, end - time.monotonic()))
 
     # ------------------------------------------------------------------------------------------------------ the thread
 
@@ -144,12 +188,37 @@ class Uploads:
                 self._die()
             elif more:
                 self._moved()  # a large file takes long
-        if self.dead:
-            each(self._upload, sorted(left))
-            self._settle({key: set() for key, files in missing.items() if files})
-            if self._clock() - self._swept >= SWEEP_SECONDS:
-                self._swept = self._clock()
-                self._sweep()
+        if left and (self.dead or self._hurried):
+            self._bring(pending, left)
+            missing = {
+                key: {path for path in files if not self.stored(path)} for key, files in missing.items() if files
+            }
+            self._settle(missing)
+            self._give_up({key for key, files in missing.items() if files})
+        if self.dead and self._clock() - self._swept >= SWEEP_SECONDS:
+            self._swept = self._clock()
+            if self._sweeper is None or not self._sweeper.is_alive():
+                self._sweeper = threading.Thread(target=self._sweep, name="sweep", daemon=True)
+                self._sweeper.start()
+
+    def _bring(self, pending: dict[str, set[Path]], left: set[Path]) -> None:
+        """Upload what is missing, the newest key's files first; stop between two files for a newer key."""
+        newest, now = self._newest, self._clock()
+        ordered = [path for key in reversed(pending) for path in sorted(pending[key] & left)]
+        due = [path for path in ordered if now >= self._retry.get(path, now)]
+        each(lambda path: self._upload(path) if self._newest == newest else None, due)
+
+    def _give_up(self, keys: set[str]) -> None:
+        """After the end, settle what nothing brings to the store as what it is: not there."""
+        if not self.dead or self._ending is None or not keys:
+            return
+        if self._clock() - max(self._ending, self._sign) >= GIVE_UP_SECONDS:
+            self._say(f"not known to be in the store: checkpoint {', '.join(sorted(keys))}")
+            with self._lock:
+                for key in sorted(keys & self._pending.keys()):
+                    del self._pending[key]
+                    self._arrived[key] = False
+                    self.given_up.append(key)
 
     def _heard(self) -> None:
         """The agent has uploaded a file."""
@@ -166,7 +235,7 @@ class Uploads:
                     self._pending[key] = left
                 else:
                     self._pending.pop(key, None)
-                    self._arrived.append(key)
+                    self._arrived[key] = True
 
     def _allowance(self, left: set[Path]) -> float:
         """More seconds, while the agent is at work on a large file."""
@@ -184,34 +253,52 @@ class Uploads:
         self._say(f"the platform's sync has stopped: it has uploaded no file of a checkpoint for {waited}; {what}")
 
     def _upload(self, path: Path) -> None:
-        if self._agent.put is None:
-            return
+        with self._lock:
+            if self._agent.put is None or path in self._busy:
+                return
+            self._busy.add(path)
         try:
             state = _state(path)
             self._agent.put(path.relative_to(self._live).as_posix(), path, self._moved)
         except FileNotFoundError:
             return
         except (CloudtrainError, OSError) as exc:
+            self._retry[path] = self._clock() + RETRY_SECONDS
             self._complain(str(exc))
         else:
             self._put[path] = state
+            self._sign = self._clock()
             self._moved()
+        finally:
+            with self._lock:
+                self._busy.discard(path)
 
     def _complain(self, why: str) -> None:
         if why not in self._failed:
             self._failed.add(why)
             self._say(f"this node cannot upload its files: {why}")
 
-    def _sweep(self) -> None:
-        """Upload what else this node has written: logs, metrics, artifacts, records."""
-        each(self._upload, [path for path in self._own() if not self.stored(path)])
+    def _sweep(self, last: bool = False) -> None:
+        """Upload what else this node has written: logs, metrics, artifacts, records.
+
+        Unless it is the ``last`` time, stop between two files as soon as a checkpoint is pending.
+        """
+        modest()
+        try:
+            files = [path for path in self._own() if not self.stored(path)]
+            each(lambda path: self._upload(path) if last or not self._pending else None, files)
+        except Exception as exc:  # noqa: BLE001  the next sweep tries again
+            self._complain(f"{type(exc).__name__}: {exc}")
 
     def _own(self) -> Iterator[Path]:
-        """What changed since this node began; what is older was restored, and is another node's or in the store."""
+        """Yield what was written since this node began. What is older was restored, and is in the store.
+
+        A merged segment bears the time of its last line, so the time of the inode's change counts.
+        """
         for folder, _, names in os.walk(self._live):
             for path in (Path(folder, name) for name in names if not is_mark(name) and not name.endswith(".part")):
                 with contextlib.suppress(OSError):
-                    if path.stat().st_mtime >= self._began:
+                    if path.stat().st_ctime >= self._began:
                         yield path
 
 

@@ -340,6 +340,16 @@ def test_an_s3_that_fails_is_asked_again(s3_url: str, tmp_path: Path, monkeypatc
     assert tries == [3]
 
 
+def test_another_thread_may_forget_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four threads upload with one `Uploader`; each forgets the keys when S3 refuses it."""
+
+    class Forgetful(Uploader):
+        _keys = property(lambda self: None, lambda self, keys: None)  # type: ignore[assignment]
+
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.s3.credentials", lambda environ: "keys")
+    assert Forgetful("s3://bucket/live", {}, region="us-east-1")._credentials() == "keys"  # type: ignore[comparison-overlap]
+
+
 def test_the_site_knows_the_agents_marks_and_the_way_past_it(tmp_path: Path) -> None:
     agent = site(tmp_path, context={"run": "s3://bucket/runs/r1"}).agent
     assert agent is not None

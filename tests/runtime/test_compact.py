@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from cloudtrain.provider import SyncAgent
 from cloudtrain.pull import pull
 from cloudtrain.runtime import compact
 from cloudtrain.runtime.compact import FAN, Compactor
+from cloudtrain.runtime.history import Start
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.uploads import Uploads
 from cloudtrain.seen import Seen
@@ -72,6 +74,12 @@ class Logs:
         os.close(out)
         return writer.lines
 
+    def rest(self, attempt: str = "0.0", node: int = 0) -> None:
+        """Let the attempt's last write be long ago."""
+        then = time.time() - compact.REST_SECONDS - 1
+        for path in (self.folder / attempt / f"node-{node}").iterdir():
+            os.utime(path, (then, then))
+
     def names(self, attempt: str = "0.0", node: int = 0) -> list[str]:
         return sorted(os.listdir(self.folder / attempt / f"node-{node}"))
 
@@ -117,6 +125,7 @@ def test_a_week_with_a_restart_every_two_hours(written: Logs) -> None:
     """84 attempts of 16 nodes: one object for each, those of the last attempt, and an exit record for each."""
     for restart in range(84):
         lines = written.train(0.05, attempt=f"0.{restart}", compactor=written.compactor(f"0.{restart}"))
+        written.rest(f"0.{restart}")
     assert all(len(written.names(f"0.{restart}")) == 1 for restart in range(83))
     assert all(written.text(f"0.{restart}") == list(range(1, lines + 1)) for restart in range(84))
     assert 16 * (83 + objects(2 * 3600 // 5) + 84) + 84 + 84 <= 5000  # and metrics and starts of node 0
@@ -162,6 +171,7 @@ def test_a_merge_that_was_cut_off_is_made_again_by_the_next_attempt(written: Log
     other = written.folder / "0.0" / "node-1"
     other.mkdir()
     (other / "000000001.log").write_text("[a0.0 n1 r0 #1] another node's\n")
+    written.rest()
     written.compactor("0.1").step()
     assert written.names() == [Span(1, lines).name]
     assert written.text() == list(range(1, lines + 1))
@@ -173,6 +183,7 @@ def test_full_segments_are_not_merged_again(written: Logs, monkeypatch: pytest.M
     lines = written.train(1, compactor=written.compactor())
     folder = written.folder / "0.0" / "node-0"
     assert max(path.stat().st_size for path in folder.iterdir()) < 1000 * FAN
+    written.rest()
     written.compactor("0.1").step()
     assert written.text() == list(range(1, lines + 1))
 
@@ -186,6 +197,129 @@ def test_a_file_system_that_cannot_rename(written: Logs, monkeypatch: pytest.Mon
     written.compactor().step()
     assert written.text() == list(range(1, lines + 1))
     assert len(written.names()) == lines + 1 - FAN
+
+
+def add(written: Logs, first: int, *texts: str) -> Path:
+    """A segment of node 0 with these lines, the first one's number being ``first``."""
+    path = written.folder / "0.0" / "node-0" / Span(first, 0).name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"[a0.0 n0 r0 #{first + n}] {text}\n" for n, text in enumerate(texts)))
+    return path
+
+
+@pytest.mark.parametrize("text", ["child says: [a0.0 n0 r0 #99999] hello", "#99999]", "\n[a0.0 n0 r0 #99999] hello"])
+@pytest.mark.parametrize("past", [False, True])
+def test_a_text_that_looks_like_a_numbered_line_loses_no_line(written: Logs, text: str, past: bool) -> None:
+    for first in range(1, 21, 2):
+        add(written, first, "step", text)
+    if past:
+        written.rest()
+    written.compactor("0.1" if past else "0.0").step()
+    assert sorted({*written.text()} - {99999}) == list(range(1, 21))
+    assert written.names()[0] == ("000000001-000000020.log" if past else "000000001-000000016.log")
+
+
+def test_a_text_that_goes_on_counting_is_cut_at_the_next_segment(written: Logs) -> None:
+    for first in range(1, 10):
+        add(written, first, f"step\n[a0.0 n0 r0 #{first + 1}] child\n[a0.0 n0 r0 #{first + 2}] child")
+    written.compactor().step()
+    assert written.names() == ["000000001-000000008.log", "000000009.log"]
+
+
+@pytest.mark.parametrize("empty", [1, 4, 8])
+def test_an_empty_segment_stops_no_merge(written: Logs, empty: int) -> None:
+    for first in range(1, 18):
+        add(written, first, *([] if first == empty else ["step"]))
+    written.compactor().step()
+    assert written.names() == ["000000001-000000008.log", "000000009-000000016.log", "000000017.log"]
+    assert written.text() == [number for number in range(1, 18) if number != empty]
+
+
+def test_one_folder_that_cannot_be_read_holds_up_no_other(written: Logs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory in place of a segment raises `OSError` when it is read."""
+    for number in range(3):
+        written.train(0.02, attempt=f"0.{number}")
+    broken = written.folder / "0.1" / "node-0"
+    (broken / "000000001.log").unlink()
+    (broken / "000000001.log").mkdir()
+    for number in range(3):
+        written.rest(f"0.{number}")
+    compactor = written.compactor("0.3")
+    compactor.step()
+    assert [len(written.names(f"0.{number}")) for number in (0, 2)] == [1, 1]
+    (broken / "000000001.log").rmdir()
+    compactor.step()
+    assert len(written.names("0.1")) == 1
+
+
+@pytest.mark.parametrize("past", [False, True])
+def test_a_busy_agent_is_waited_for_without_a_limit(written: Logs, past: bool) -> None:
+    """It uploads a large file first: the small segments in the store must not go before the merged one is there."""
+    lines = written.train(0.02)
+    folder = written.folder / "0.0" / "node-0"
+    if past:
+        written.rest()
+    (folder / f"{written.names()[0]}.x-uploaded").touch()
+    if past:
+        written.rest()
+    stored: set[Path] = set()
+    compactor = written.compactor("0.1" if past else "0.0", uploads=Stored(stored))
+    compactor.step()
+    written.clock.now += 10 * compact.SETTLE_SECONDS
+    compactor.step()
+    assert len([name for name in written.names() if "-" not in name]) == lines
+    stored.add(next(path for path in folder.iterdir() if span_of(path.name) and "-" in path.name))
+    compactor.step()
+    assert len([name for name in written.names() if "-" not in name]) == (0 if past else lines - FAN)
+    assert written.text() == list(range(1, lines + 1))
+
+
+def test_a_past_segment_that_is_merged_is_uploaded_by_a_node_whose_agent_is_dead(written: Logs) -> None:
+    """It bears the time of its last line, which is before this node began."""
+    written.train(0.02)
+    written.rest()
+    put: list[str] = []
+    live = written.folder.parent
+    agent = SyncAgent(
+        uploading=".x-uploading", uploaded=".x-uploaded", ignored=".x-ignore", put=lambda name, *_: put.append(name)
+    )
+    time.sleep(0.05)  # a file's time may be a little early
+    uploads = Uploads(live, agent, say=print)
+    uploads.dead = True
+    time.sleep(0.05)
+    compactor = written.compactor("0.1", uploads=uploads)
+    compactor.step()
+    uploads.finish(10)
+    compactor.step()
+    assert [f"logs/0.0/node-0/{name}" for name in written.names()] == put[-1:]
+
+
+def test_a_past_folder_that_still_has_a_writer_is_left_alone(written: Logs) -> None:
+    """The platform counts the node as lost, and it writes on: its folder is merged once it rests."""
+    lines = written.train(0.02)
+    folder = written.folder / "0.0" / "node-0"
+    written.rest()
+    (folder / ".000000001-000000008.log.part").write_text("half of it, so far")
+    before = written.names()
+    compactor = written.compactor("0.1")
+    compactor.step()
+    assert written.names() == before
+    written.rest()
+    compactor.step()
+    assert written.names() == [Span(1, lines).name]
+
+
+def test_a_segment_that_changed_after_the_merge_is_kept(written: Logs) -> None:
+    written.train(0.02)
+    stored: set[Path] = set()
+    compactor = written.compactor(uploads=Stored(stored))
+    compactor.step()
+    folder = written.folder / "0.0" / "node-0"
+    changed = folder / "000000003.log"
+    changed.write_text("[a0.0 n0 r0 #3] something else\n")
+    stored.add(folder / "000000001-000000008.log")
+    compactor.step()
+    assert [name for name in written.names() if name < "000000009"] == ["000000001-000000008.log", "000000003.log"]
 
 
 # ------------------------------------------------------------------------------------------------------------- readers
@@ -229,6 +363,33 @@ def test_a_look_at_the_end_finds_the_last_lines_while_segments_are_merged(mergin
     written, lines = merging
     found = Seen(written.store, RUN).lines("0.0", 30)
     assert [line.seq for line in found[0]] == list(range(lines - 29, lines + 1))
+
+
+def test_a_merge_does_not_bring_a_lost_node_back_to_life(written: Logs) -> None:
+    """An object store dates a merged segment by its upload, which the next attempt makes."""
+    written.train(0.02)
+    then = time.time() - 2 * compact.REST_SECONDS
+    folder = written.folder / "0.0" / "node-0"
+    for path in folder.iterdir():
+        os.utime(path, (then, then))
+    Start(written.folder.parent, "0.1", started=then + 60).begin(resumed="", saved=None)
+    written.compactor("0.1").step()
+    [merged] = folder.iterdir()
+    os.utime(merged)
+    [node] = Seen(written.store, RUN).nodes("0.0")
+    assert node.seen == pytest.approx(then + 60)
+
+
+def test_the_newest_segment_tells_when_a_node_was_last_alive(written: Logs) -> None:
+    written.train(0.02)
+    written.rest()
+    written.compactor().step()
+    folder = written.folder / "0.0" / "node-0"
+    [merged] = [path for path in folder.iterdir() if "-" in path.name]
+    newest = max(path for path in folder.iterdir() if path != merged)
+    os.utime(merged)
+    [node] = Seen(written.store, RUN).nodes("0.0")
+    assert node.seen == pytest.approx(newest.stat().st_mtime)
 
 
 def test_a_pull_joins_every_line_once_while_segments_are_merged(merging: tuple[Logs, int], tmp_path: Path) -> None:

@@ -353,6 +353,50 @@ def test_a_node_that_may_be_taken_says_why_it_left_before_it_mirrors(
     assert (record["outcome"], record["category"], record["told"]) == ("preempted", "preempted", 0)
 
 
+class SlowMirror:
+    """A mirror that is idle some time after the script's end, or only once it is in a hurry."""
+
+    def __init__(self) -> None:
+        self.idle, self.last = threading.Event(), 0.0
+
+    def finish(self, *, clean: bool) -> None:
+        threading.Timer(0.5, self.idle.set).start()
+
+
+@pytest.mark.parametrize(("told", "exception", "waits"), [(True, "SystemExit: 143", True), (False, "x", False)])
+def test_a_script_that_leaves_after_a_notice_has_the_grace_for_its_last_checkpoint(
+    head: Node, monkeypatch: pytest.MonkeyPatch, told: bool, exception: str, waits: bool
+) -> None:
+    monkeypatch.setattr(node, "FAILED_WAIT_SECONDS", 0.1)
+    hurried: list[str] = []
+    head.uploads = SimpleNamespace(hurry=lambda: hurried.append("at once"), given_up=[])  # type: ignore[assignment]
+    if told:
+        head._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})
+    says(head, notified=True, exception=exception)
+    mirror = SlowMirror()
+    head._finish_mirror(mirror, False)  # type: ignore[arg-type]
+    assert mirror.idle.is_set() is waits
+    assert hurried == ["at once"]
+
+
+def test_a_clean_end_without_a_notice_is_in_no_hurry(head: Node) -> None:
+    hurried: list[str] = []
+    head.uploads = SimpleNamespace(hurry=lambda: hurried.append("at once"), given_up=[])  # type: ignore[assignment]
+    head._finish_mirror(SlowMirror(), True)  # type: ignore[arg-type]
+    assert hurried == []
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_a_clean_end_with_results_that_are_not_in_the_store_is_no_plain_success(head: Node, blind: bool) -> None:
+    head.uploads = SimpleNamespace(given_up=["step-2/0.0-2"], blind=blind)  # type: ignore[assignment]
+    head.code = 0
+    head._finish_mirror(SlowMirror(), True)  # type: ignore[arg-type]
+    text = "not known to be in the store: checkpoint step-2/0.0-2"
+    assert head.remarks == ([text] if blind else [])
+    assert head._outcome() == ("succeeded" if blind else "failed")
+    assert [failure.category for failure in head.failures] == ([] if blind else ["infra"])
+
+
 def test_after_a_signal_no_node_stays(at_work: Node) -> None:
     at_work._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})
     at_work.site = dataclasses.replace(at_work.site, hold=30.0)

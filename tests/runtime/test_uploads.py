@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ import pytest
 from cloudtrain.engine.sync import Sync, _Folder
 from cloudtrain.errors import StorageError
 from cloudtrain.provider import SyncAgent
-from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted
+from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted, write_whole
+from cloudtrain.runtime.history import Start
+from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.mirror import Mirror
 from cloudtrain.runtime.uploads import DEAD_SECONDS, Uploads
 from cloudtrain.values import is_mark
@@ -125,11 +128,11 @@ def until(what: Callable[[], Any], seconds: float = 30) -> float:
 def test_a_checkpoint_counts_once_all_nodes_files_are_in_the_store(fleet: Callable[..., Fleet]) -> None:
     run = fleet(keep=1)
     run.save("step-1")
-    until(lambda: any("checkpoint step-1 has left all nodes" in text for text in run.lines()))
+    until(lambda: any("checkpoint step-1 is in the store" in text for text in run.lines()))
     assert run.stored() == ["step-1"]
     run.save("step-2")
     until(lambda: run.stored() == ["step-2"])
-    assert sum("has left all nodes" in text for text in run.lines()) == 1  # once is enough
+    assert sum("is in the store" in text for text in run.lines()) == 1  # once is enough
     assert not any("stopped" in text for text in run.lines())
 
 
@@ -137,7 +140,7 @@ def test_an_older_checkpoint_stays_until_the_newer_one_is_in_the_store(fleet: Ca
     """Else a machine that goes in between leaves a store with none."""
     run = fleet(keep=1, put=False)
     run.save("step-1")
-    until(lambda: "has left" in "".join(run.lines()))
+    until(lambda: "is in the store" in "".join(run.lines()))
     run.dead = True
     run.save("step-2")
     until(lambda: len(complete(run.local(0) / "checkpoints")) == 0 and (run.local(0) / "checkpoints/step-2").is_dir())
@@ -193,20 +196,43 @@ def test_a_sync_that_comes_back_is_left_to_its_work(fleet: Callable[..., Fleet])
     until(lambda: "step-2" in run.stored())
 
 
-def test_a_node_without_a_way_to_the_store_says_so_and_goes_on(fleet: Callable[..., Fleet]) -> None:
-    run = fleet(put=False)
-    run.dead = True
+def refuse(self: Fleet, name: str, path: Path, moved: Callable[[], None]) -> None:
+    raise StorageError("S3 refused PUT (AccessDenied)")
+
+
+def test_a_node_without_a_way_to_the_store_gives_up_and_claims_nothing(fleet: Callable[..., Fleet]) -> None:
+    """It once counted the checkpoint as stored, said so, and removed the older one."""
+    run = fleet(put=False, keep=1)
     run.save("step-1")
+    until(lambda: run.stored() == ["step-1"] and "is in the store" in "".join(run.lines()))
+    run.dead = True
+    run.save("step-2")
     for mirror in run.mirrors:
         mirror.finish(clean=True)
     until(lambda: all(mirror.idle.is_set() for mirror in run.mirrors))
     assert "nothing else can upload them from here" in "".join(run.lines())
+    assert run.uploads[0].given_up == ["step-2/0.0-2"]
+    assert not run.uploads[0].blind, "it has seen marks"
+    assert sum("is in the store" in text for text in run.lines()) == 1
+    assert "not known to be in the store: checkpoint step-2/0.0-2" in run.lines()
+    assert run.stored() == ["step-1"]
+    assert [item.name for item in complete(run.local(0) / "checkpoints")] == []
+    assert (run.local(0) / "checkpoints/step-1/0.0-1/commit.json").exists()
 
 
-def test_an_upload_that_is_refused_is_said_once(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Fleet, name: str, path: Path, moved: Callable[[], None]) -> None:
-        raise StorageError("S3 refused PUT (AccessDenied)")
+def test_a_node_that_never_saw_a_mark_and_cannot_upload_is_blind(fleet: Callable[..., Fleet]) -> None:
+    run = fleet(put=False, nodes=1)
+    run.dead = True
+    run.save("step-1")
+    run.mirrors[0].finish(clean=True)
+    until(run.mirrors[0].idle.is_set)
+    assert run.uploads[0].blind
+    assert run.uploads[0].given_up
 
+
+def test_an_upload_that_is_refused_is_said_once_and_never_counts(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Fleet, "put", refuse)
     run = fleet(nodes=1)
     run.dead = True
@@ -214,6 +240,98 @@ def test_an_upload_that_is_refused_is_said_once(fleet: Callable[..., Fleet], mon
     run.mirrors[0].finish(clean=True)
     until(run.mirrors[0].idle.is_set)
     assert sum("AccessDenied" in text for text in run.lines()) == 1
+    assert run.uploads[0].given_up == ["step-1/0.0-1"]
+    assert not run.uploads[0].blind
+    assert not any("is in the store" in text for text in run.lines())
+
+
+def test_an_older_checkpoint_stays_while_uploads_are_refused(
+    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = fleet(nodes=1, keep=1)
+    run.save("step-1")
+    until(lambda: "is in the store" in "".join(run.lines()))
+    agent = run.uploads[0]._agent
+    run.uploads[0]._agent = SyncAgent(**AGENT, put=lambda name, path, moved: refuse(run, name, path, moved))
+    run.dead = True
+    run.save("step-2")
+    until(lambda: "AccessDenied" in "".join(run.lines()))
+    time.sleep(0.5)
+    assert (run.local(0) / "checkpoints/step-1/0.0-1/commit.json").exists()
+    assert run.stored() == ["step-1"]
+    run.uploads[0]._agent = agent  # the next try succeeds
+    until(lambda: "step-2" in run.stored())
+    until(lambda: not (run.local(0) / "checkpoints/step-1").exists())
+
+
+def test_a_node_in_a_hurry_does_not_wait_for_the_agent(tmp_path: Path) -> None:
+    """The grace after a notice is shorter than what tells that an agent has stopped."""
+    put: list[str] = []
+    uploads = Uploads(tmp_path, SyncAgent(**AGENT, put=lambda name, *_: put.append(name)), say=print)
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+        uploads.expect(name, [tmp_path / name])
+    uploads.step()
+    assert not put
+    uploads.hurry()
+    uploads.step()
+    assert sorted(put) == ["a", "b"]
+    assert uploads.arrived() == {"a": True, "b": True}
+    assert not uploads.dead
+
+
+def test_a_newer_checkpoint_goes_before_the_rest_of_an_older_one(tmp_path: Path) -> None:
+    order: list[str] = []
+    new = tmp_path / "new"
+    new.write_text("x")
+
+    def put(name: str, path: Path, moved: Callable[[], None]) -> None:
+        order.append(name)
+        uploads.expect("newer", [new])
+
+    uploads = Uploads(tmp_path, SyncAgent(**AGENT, put=put), say=print)
+    old = [tmp_path / f"old-{number:02}" for number in range(20)]
+    for path in old:
+        path.write_text("x")
+    uploads.expect("older", old)
+    uploads.hurry()
+    uploads.step()
+    uploads.step()
+    assert order.index("new") <= 8
+    assert len(order) == 21
+
+
+def test_a_sweep_of_large_files_does_not_hold_up_a_checkpoint(tmp_path: Path) -> None:
+    now, go, put = [0.0], threading.Event(), list[str]()
+
+    def send(name: str, path: Path, moved: Callable[[], None]) -> None:
+        if name.startswith("artifact"):
+            go.wait(20)
+        put.append(name)
+
+    uploads = Uploads(tmp_path, SyncAgent(**AGENT, put=send), say=print, clock=lambda: now[0])
+    time.sleep(0.05)  # a file's time may be a little early
+    for number in range(20):
+        (tmp_path / f"artifact-{number}").write_text("large")
+    uploads.dead = True
+    now[0] = 100.0
+    began = time.monotonic()
+    uploads.step()
+    (tmp_path / "saved").write_text("a checkpoint")
+    uploads.expect("saved", [tmp_path / "saved"])
+    uploads._agent = SyncAgent(**AGENT, put=send)
+    uploads.step()
+    assert put == ["saved"]
+    assert uploads.arrived() == {"saved": True}
+    assert time.monotonic() - began < 10
+    uploads.expect("next", [tmp_path / "next"])
+    (tmp_path / "next").write_text("pending")
+    go.set()
+    assert uploads._sweeper is not None
+    uploads._sweeper.join(20)
+    assert len([name for name in put if name.startswith("artifact")]) <= 4, "the rest waits for the checkpoint"
+    uploads.finish(20)
+    assert len([name for name in put if name.startswith("artifact")]) == 20
 
 
 def test_a_large_file_that_is_on_its_way_has_more_time(tmp_path: Path) -> None:
@@ -230,14 +348,14 @@ def test_a_large_file_that_is_on_its_way_has_more_time(tmp_path: Path) -> None:
     now[0] += 200
     uploads.step()
     assert uploads.dead
-    assert uploads.arrived() == ["a"]
+    assert uploads.arrived() == {"a": True}
 
 
 def test_restored_parts_of_other_nodes_go_with_their_checkpoint(fleet: Callable[..., Fleet], tmp_path: Path) -> None:
     """Each node restores all of it. What the run drops goes from every disk, and from the store; nothing else does."""
     first = fleet()
     first.save("step-1")
-    until(lambda: first.stored() == ["step-1"] and "has left" in "".join(first.lines()))
+    until(lambda: first.stored() == ["step-1"] and "is in the store" in "".join(first.lines()))
     first.stop()
     again = fleet(keep=1, attempt="0.1")
     assert (again.local(0) / "checkpoints/step-1/0.0-1/node-1").is_dir()
@@ -256,6 +374,52 @@ def test_temporary_files_and_marks_never_reach_the_store(fleet: Callable[..., Fl
     run.save("step-1")
     until(lambda: {"model.bin", "rank-0.pt", "commit.json"} <= seen)
     assert not [name for name in seen if name.endswith(".part") or is_mark(name)]
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are written from here on, in place of a copy."""
+    names: list[str] = []
+    for method in ("write_bytes", "write_text"):
+        whole = getattr(Path, method)
+
+        def write(path: Path, *data: Any, whole: Any = whole, **more: Any) -> int:
+            names.append(path.name)
+            return int(whole(path, *data, **more))
+
+        monkeypatch.setattr(Path, method, write)
+    return names
+
+
+def test_the_agent_sees_no_half_of_a_commit_or_a_pointer(fleet: Callable[..., Fleet], writes: list[str]) -> None:
+    run = fleet(nodes=1)
+    run.save("step-1")
+    until(lambda: run.stored() == ["step-1"])
+    (run.tmp / "0.0-n0" / "ck" / "best").write_text("step-1")
+    until(lambda: (run.store / "pointers/node-0.json").exists())
+    ours = [name for name in writes if name not in ("rank-0.pt", "best")]
+    assert sorted(ours) == [".commit.json.part.sagemaker-ignore", ".node-0.json.part.sagemaker-ignore"]
+
+
+def test_the_agent_sees_no_half_of_a_log_segment_or_a_record(tmp_path: Path, writes: list[str]) -> None:
+    log = LogWriter(node=0, out=os.open(os.devnull, os.O_WRONLY))
+    log.begin("0.0", tmp_path / "logs", temporary=".part.x-ignore")
+    log.say("hello")
+    log.flush()
+    Start(tmp_path, "0.0", started=5.0, temporary=".part.x-ignore").begin(resumed="", saved=None)
+    assert writes == [".000000001.log.part.x-ignore", ".0.0.json.part.x-ignore"]
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["0.0.json", "000000001.log"]
+
+
+def test_where_a_folder_cannot_rename_files_are_written_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_rename(*names: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("cloudtrain.runtime.checkpoints.os.replace", no_rename)
+    write_whole(tmp_path / "new" / "commit.json", b"{}", temporary=".part.x-ignore")
+    assert [(path.name, path.read_bytes()) for path in (tmp_path / "new").iterdir()] == [("commit.json", b"{}")]
 
 
 def test_marks_that_were_restored_are_no_checkpoint(tmp_path: Path) -> None:

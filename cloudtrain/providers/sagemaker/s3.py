@@ -102,10 +102,10 @@ class Uploader:
         raise AssertionError("unreachable")
 
     def _credentials(self) -> Credentials:
-        now = time.monotonic()
-        if self._keys is None or now - self._keys[0] > KEYS_SECONDS:
-            self._keys = now, credentials(self._environ)
-        return self._keys[1]
+        now, known = time.monotonic(), self._keys
+        if known is None or now - known[0] > KEYS_SECONDS:
+            self._keys = known = now, credentials(self._environ)
+        return known[1]  # another thread may forget `_keys` meanwhile
 
 
 def _told(name: str, answer: bytes) -> str:
