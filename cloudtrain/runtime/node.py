@@ -730,7 +730,7 @@ class Node:
             "started": self.started,
             "lines": self.log.lines,
             "resumed_from": self.resumed,
-            "told": self.told,
+            "told": self.told if outcome != "succeeded" else None,
             "remarks": self.remarks,
             "decided": decided,
             "lost": decided and self.lost,
