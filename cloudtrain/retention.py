@@ -128,7 +128,7 @@ def collect(
             if say:
                 say(f"removed {item.key}")
         for name in named.without:
-            if is_run_id(name) and not store.files.entries(f"runs/{name}"):
+            if is_run_id(name) and not named.names(name) and not store.files.entries(f"runs/{name}"):
                 store.files.prune(f"runs/{name}")
         deleting.check()
     return done

@@ -185,6 +185,20 @@ def test_half_written_files_of_a_local_store(local: Store) -> None:
     assert "empty" not in local.runs()
 
 
+def test_empty_folders_of_runs_go_but_not_one_that_is_being_staged(local: Store) -> None:
+    runs = Path(local.url.removeprefix("file://")) / "runs"
+    local.stage(local.layout(run_id="next", code_digest=CODE, runtime_digest=RUNTIME), archive=lambda: b"", pyz=b"")
+    for name in ("next/live", "empty/live/logs", "Not_A_Run/live", "kept/live/checkpoints"):
+        (runs / name).mkdir(parents=True, exist_ok=True)
+    before = {path.name for path in runs.iterdir()}
+    collect(local, older_than=0)
+    assert {path.name for path in runs.iterdir()} == before
+    collect(local, older_than=0, delete=True)
+    assert {path.name for path in runs.iterdir()} == before - {"empty", "crashed"}
+    assert (runs / "next" / "live").is_dir()
+    assert (runs / "kept" / "live" / "checkpoints").is_dir()
+
+
 def test_what_only_the_request_of_a_run_names_stays(store: Store) -> None:
     """Of a client that went on with another's run and took other data."""
     request = {"inputs": {"x": {"url": f"{store.url}/data/{OLD_DATA}"}}}

@@ -45,12 +45,7 @@ def main(argv: list[str]) -> int:
         if site.restarts_in_place and (record := _failure_before(site, options.attempt)) is not None:
             return int(record["exit_code"])
         key = (options.context.parent / "key").read_bytes()
-        node = Node(context=context, site=site, attempt=options.attempt, key=key, inbox=inbox)
-        code = node.run()
-        if node.again:
-            with contextlib.suppress(OSError):
-                os.execv(sys.executable, sys.orig_argv)  # as the platform starts this node after a preemption
-        return code
+        return Node(context=context, site=site, attempt=options.attempt, key=key, inbox=inbox).run()
     except (CloudtrainError, OSError, ValueError, KeyError) as exc:
         sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
         _leave_cause(failure_file, f"this node cannot start: {exc}")

@@ -188,6 +188,7 @@ class Ranks:
         self.pids: dict[int, int] = {}
         self._bare = self.lone and not shim
         self._notified: dict[int, int] = {}
+        self._former, self._former_end = set[int](), 0
         self.codes: dict[int, int] = {}
         self._over: set[int] = set()
         self._stacks: dict[int, list[str]] = {}
@@ -299,14 +300,17 @@ class Ranks:
                 os.kill(pid, signal.SIGTERM)
         return bool(found)
 
-    def forget_notice(self) -> None:
-        """The notice was withdrawn: the next one is for every rank again."""
+    def forget_notice(self, seconds: float) -> None:
+        """Let the next notice tell every rank again. For ``seconds`` a rank may still leave because of this one."""
+        self._former = set(self._notified)
+        self._former_end = time.time_ns() + int(seconds * 1e9)
         self._notified.clear()
 
     def notified(self, rank: int, time_ns: int) -> bool:
-        """Whether `notify` had told this rank (of the whole run) by then."""
-        told = self._notified.get(self._pids_of_ranks().get(rank - self.first_rank, 0))
-        return told is not None and told <= time_ns
+        """Return whether `notify` had told this rank (of the whole run) by then."""
+        pid = self._pids_of_ranks().get(rank - self.first_rank, 0)
+        told = self._notified.get(pid)
+        return (told is not None and told <= time_ns) or (pid in self._former and time_ns < self._former_end)
 
     def _pids_of_ranks(self) -> dict[int, int]:
         """By local rank. The user's own command, which tells us of no rank, is the only one of its node."""

@@ -53,12 +53,10 @@ CLEAN_WAIT_SECONDS = 900.0
 """How long nothing may move while what is left is mirrored, after a failure and after a clean end."""
 MEET_SECONDS = 3.0
 """After a notice that came before two nodes had met: how long one waits for the other, to leave together."""
-WITHDRAWN = float("inf")
-"""The time of a notice that the platform has withdrawn while the ranks still ran: no grace ends."""
 HOLD_SLACK_SECONDS = 5.0
 """The other nodes wait so much longer than node 0, for its word."""
 WITHDRAWN_SECONDS = 120.0
-"""How long ranks that end after that may have seen the notice: their end is a preemption, and no success."""
+"""A rank that ends within this time after a notice was withdrawn may have seen it: that is a preemption, no success."""
 PEERS_SECONDS = 60.0
 NODE_0_SECONDS = 120.0
 """After a failure: how long node 0 waits for its peers' last words, and they for its."""
@@ -106,9 +104,13 @@ class Node:
         self.sources: set[int] = set()
         """Of `Site.notices`: those that now say that this node is about to go."""
         self.standing: set[tuple[int, str]] = set()
-        """Node 0: which nodes are about to go, and of what they know: ``signal``, or ``notice`` of a source."""
-        self.again = False
-        """Whether this node is to start again at once, as the platform starts it after a preemption."""
+        """Nodes that are about to go, with what told them: ``signal``, or ``notice`` of a source. Node 0 knows all."""
+        self.passed_on: set[str] = set()
+        """Node 0: what of this notice all nodes have heard, by the second word of `standing`."""
+        self.withdrawn = float("-inf")
+        """When the last notice was withdrawn (monotonic seconds)."""
+        self.complete = False
+        """The script ended well before any notice."""
         self.stopping: float | None = None
         self.stopped_ns: int | None = None
         self.signalled = 0
@@ -121,7 +123,7 @@ class Node:
         self.code: int | None = None
         self.peers: dict[int, Message] = {}
         self.gone: set[int] = set()
-        self.released = self.lost = self.passed_on = False
+        self.released = self.lost = False
         self.go: Message | None = None
         self.start: Start | None = None
         self.oom_before = oom_kills()
@@ -162,10 +164,6 @@ class Node:
 
     def _over(self) -> bool:
         return self._broken() or self.preempted is not None
-
-    def _leaving(self) -> bool:
-        """Whether a stop notice stands."""
-        return self.preempted is not None and self.preempted < WITHDRAWN
 
     def _broken(self) -> bool:
         return bool(self.failures) or self.stopping is not None
@@ -336,8 +334,8 @@ class Node:
             self.link.send(sender, {"t": "attempt", "attempt": self.attempt})
             if self.stopping is not None:
                 self.link.send(sender, {"t": "stop"})
-            if self._leaving():
-                of = "notice" if self._awaited() else "signal"
+            if self.preempted is not None:
+                of = max((of for _, of in self.standing), default="")  # a signal, if there was one
                 self.link.send(sender, {"t": "preempt", "why": self.notice, "node": self.told, "of": of})
 
     def _on_attempt(self, sender: int, message: Message) -> None:
@@ -346,9 +344,6 @@ class Node:
     def _on_ready(self, sender: int, message: Message) -> None:
         if message["t"] != "restored" or "outcome" not in self.peers.get(sender, {}):  # it has left meanwhile
             self.peers[sender] = message
-        if message.get("outcome") == "preempted" and not self._leaving():  # its ranks saw a notice that was withdrawn
-            self.passed_on = False
-            self._on_preempt(sender, {"t": "preempt", "why": f"node {sender} has left", "node": sender, "of": ""})
         self._on_failed(sender, message)
 
     _on_done = _on_restored = _on_ready
@@ -363,13 +358,12 @@ class Node:
         name, at = signal.Signals(message["number"]).name, message["at"]
         self._announce(f"node {self.me} was told to stop", "signal", f" ({name})", at)
 
-    def _announce(self, why: str, of: str, more: str, at: float) -> None:
-        self.standing.add((self.me, of))
-        self._preempt(why + more, self.me, at)
+    def _announce(self, why: str, of: str, more: str = "", at: float | None = None) -> None:
+        self._preempt(why + more, self.me, of, at)
         self._tell({"t": "preempt", "why": why, "node": self.me, "of": of})
 
     def _heard_of(self, source: int, why: str) -> None:
-        """In the source's thread."""
+        """Pass on the word of a source, in its thread."""
         self.inbox.put((-1, {"t": "notice", "source": source, "why": why, "at": time.monotonic()}))
 
     def _on_notice(self, sender: int, message: Message) -> None:
@@ -382,50 +376,54 @@ class Node:
             self._tell({"t": "withdraw", "node": self.me})
 
     def _on_withdraw(self, sender: int, message: Message) -> None:
-        """Node 0: a node is not about to go any more. All train on, unless ranks of any node have left already."""
+        """Take back one node's notice, on node 0. When no node is about to go any more, all hear that."""
         self.standing.discard((message["node"], "notice"))
-        if not self.standing and self._leaving() and self._all_at_work():
-            self.passed_on = False
+        if not self.standing and self.preempted is not None:
+            self.passed_on.clear()
             self.link.send_all({"t": "withdrawn"})
             self._on_withdrawn(0, message)
 
     def _on_withdrawn(self, sender: int, message: Message) -> None:
+        """Forget the notice and train on, unless ranks have left because of it: then all nodes leave."""
         self.standing.clear()
-        if self._leaving() and self._all_at_work():
+        if self.preempted is not None and (self._broken() or (self._left() and not self.complete)):
+            self._announce_leaving()
+        elif self.preempted is not None:
             self.log.say("the notice was withdrawn; training continues")
-            self.preempted, self.heard = WITHDRAWN, time.monotonic()
+            self.preempted = self.told = self.stopped_ns = None
+            self.notice, self.withdrawn = "", time.monotonic()
             self._space.preempt.unlink(missing_ok=True)
+            if self.ranks is not None:
+                self.ranks.forget_notice(WITHDRAWN_SECONDS)
 
-    def _all_at_work(self) -> bool:
-        """Whether no rank that this node knows of has ended, or was stopped."""
-        ended = any("end" in events for events in self.seen.values())
-        left = any("outcome" in message for message in self.peers.values())
-        return self.ranks is not None and self.code is None and not (ended or left or self.signalled or self._broken())
+    def _left(self) -> bool:
+        """Return whether a rank that this node knows of has ended, or was stopped."""
+        ended = self.ranks is None or self.code is not None or any("end" in events for events in self.seen.values())
+        return ended or self.signalled > 0 or any(m.get("outcome") == "preempted" for m in self.peers.values())
 
-    def _forget_notice(self) -> None:
-        assert self.ranks is not None
-        self.preempted = self.told = self.stopped_ns = None
-        self.notice = ""
-        self.ranks.forget_notice()
+    def _check_leaving(self) -> None:
+        """Let all nodes leave when a rank has ended so soon after a withdrawal that it may have seen the notice."""
+        if not self._over() and time.monotonic() < self.withdrawn + WITHDRAWN_SECONDS:
+            self._announce_leaving()
 
-    def _awaited(self) -> bool:
-        """Whether the platform is about to take a node of which only a source of `Site.notices` has told."""
-        return any(of == "notice" for _, of in self.standing)
+    def _announce_leaving(self) -> None:
+        self._announce(f"ranks of node {self.me} have left at a notice that was withdrawn", "")
 
     def _on_preempt(self, sender: int, message: Message) -> None:
-        if of := message.get("of", "signal"):
-            self.standing.add((message["node"], of))
-        if self.me == 0 and not self.passed_on:  # a platform tells all nodes at once, and each of them tells us
-            self.passed_on = True
+        of = message.get("of", "signal")
+        if self.me == 0 and of not in self.passed_on:  # a platform tells all nodes at once, and each of them tells us
+            self.passed_on.add(of)
             self.link.send_all(message)
-        self._preempt(message["why"], message["node"])
+        self._preempt(message["why"], message["node"], of)
 
-    def _preempt(self, why: str, node: int, at: float | None = None) -> None:
-        if self.preempted is not None and self._leaving():
-            self.preempted = min(self.preempted, at or self.preempted)
-        else:
-            self.heard = time.monotonic()
-            self.preempted, self.notice, self.told = at or self.heard, why, node
+    def _preempt(self, why: str, node: int, of: str = "", at: float | None = None) -> None:
+        """Begin to leave, for a notice at ``at``. Where ``of`` is empty, no machine is about to be taken."""
+        first, at = self.preempted is None, at or time.monotonic()
+        self.preempted = min(self.preempted, at) if self.preempted is not None and self.standing else at
+        if of:
+            self.standing.add((node, of))
+        if first:
+            self.heard, self.notice, self.told = time.monotonic(), why, node
             self.log.say(f"{why}; the script may save a checkpoint now")
             if self.uploads is not None and self.code is not None:
                 self.uploads.hurry()
@@ -453,7 +451,7 @@ class Node:
     def _on_exit(self, sender: int, message: Message) -> None:
         if self.go is None and message["outcome"] == "preempted":  # it was leaving when we came
             self._preempt("node 0 was told to stop", 0)
-        self.released, self.lost, self.again = True, message["lost"], message.get("again", False)
+        self.released, self.lost = True, message["lost"]
 
     def _on_quiet(self, sender: int, message: Message) -> None:
         self.log.say(text := f"node {sender} was not heard of for {message['seconds']} s")
@@ -486,6 +484,8 @@ class Node:
         self.seen.setdefault(local, set()).add(event)
         if event == "start":
             self._space.note_group(message["pid"])
+        elif event == "end":
+            self._check_leaving()
         elif event == "eof":
             self.eof[local] = message["time_ns"]
             if self.mirror is not None and not self.seen[local] & {"end", "error"}:
@@ -496,7 +496,10 @@ class Node:
 
     def _on_ended(self, sender: int, message: Message) -> None:
         self.code = message["code"]
-        if self.code != 0:
+        if self.code == 0:
+            self._check_leaving()
+            self.complete = self.preempted is None
+        else:
             self._blame_the_silent()
 
     def _blame_the_silent(self, since_ns: int = 0) -> None:
@@ -520,6 +523,8 @@ class Node:
         failure = failure.without_secrets(self.log.redact)
         if self.ranks is not None and failure.rank is not None:
             failure = replace(failure, notified=self.ranks.notified(failure.rank, failure.time_ns))
+        if failure.kind in ("died", "error") and not real(failure, self.stopped_ns):
+            self._check_leaving()
         self.failures.append(failure)
         if self.me != 0:
             self._tell({"t": "failed", "failures": [failure.to_dict()]})
@@ -543,8 +548,6 @@ class Node:
         if self.ranks is not None and self.code is None:
             self._blame_the_dead()
             self._escalate(now)
-            if self.preempted == WITHDRAWN and self.code is None and now > self.heard + WITHDRAWN_SECONDS:
-                self._forget_notice()
         if self.start is not None:
             self.start.look(self._space.metrics)
         if self.site.supervisor and os.getppid() != self.site.supervisor and self.stopping is None:
@@ -569,7 +572,7 @@ class Node:
         term = kill = float("inf")
         if self.stopping is not None:
             term, kill = self.stopping + STOP_TERM_SECONDS, self.stopping + STOP_KILL_SECONDS
-        elif self.preempted is not None and self._leaving():
+        elif self.preempted is not None:
             if not self.signalled and self.ranks.notify():
                 self.stopped_ns = self.stopped_ns or time.time_ns()
             reserve = min(RESERVE_SECONDS, self.site.stop_grace * GRACE_RESERVE)
@@ -594,7 +597,7 @@ class Node:
             self.ranks.kill()  # whatever the ranks left running
             if not clean:
                 self._space.keep_dumps(self.attempt)
-        if self.site.hold and self._leaving():  # the machine may be gone before everything is mirrored
+        if self._held():  # the machine may be gone before everything is mirrored
             self._record(self._outcome(), self._own_cause(), decided=False)
         if self.mirror is not None:
             self._finish_mirror(self.mirror, clean)
@@ -604,11 +607,9 @@ class Node:
             outcome = self._outcome()
             self._record(outcome, self._own_cause(), decided=False)
             self._tell({"t": "done", "outcome": outcome, "failures": [f.to_dict() for f in self.failures]})
-            patience = time.monotonic() + (NODE_0_SECONDS if self.attempt else 0.0)
-            if outcome == "preempted" and self._may_stay():
-                self._pump(lambda: self.released, self.heard + self.site.hold + HOLD_SLACK_SECONDS)
-            else:
-                self._pump(lambda: self.released or 0 in self.gone or self._late(), None if clean else patience)
+            patience = float("inf") if clean or outcome == "preempted" else NODE_0_SECONDS
+            end = time.monotonic() + (patience if self.attempt else 0.0)
+            self._pump(lambda: self.released or self._alone(end))
             if not self.released:  # only now may the link know that node 0 is lost
                 self.lost = (cause := self._own_cause()) is not None and cause.kind == "lost"
         if self.mirror is not None:
@@ -637,9 +638,24 @@ class Node:
             else:
                 self._fail(self._setup(text, "infra"))
 
+    def _alone(self, end: float) -> bool:
+        """Return whether a peer waits in vain for node 0. The platform may take that first, and this node after it."""
+        if self._held():
+            return time.monotonic() > self._grace_end() + HOLD_SLACK_SECONDS
+        return 0 in self.gone or self._late(end)
+
     def _grace_end(self) -> float:
-        """When the platform will kill this node (monotonic seconds), a little early; never, unless it was told so."""
-        return float("inf") if self.preempted is None else self.preempted + self.site.stop_grace - 2.0
+        """Return when this node must have ended (monotonic seconds): never, unless a node is about to go.
+
+        That is a little before the platform kills it, or when `Site.hold` is over.
+        """
+        if self.preempted is None or not self.standing:
+            return float("inf")
+        return self.preempted + (self.site.hold if self._held() else self.site.stop_grace - 2.0)
+
+    def _held(self) -> bool:
+        """Return whether this node is to stay until the platform takes it: it will get no signal before that."""
+        return self.site.hold > 0 and {of for _, of in self.standing} == {"notice"}
 
     def _late(self, end: float = float("inf")) -> bool:
         return time.monotonic() > min(end, self._grace_end())
@@ -649,7 +665,7 @@ class Node:
 
     def _conclude(self) -> str:
         """Node 0: wait for every node, name the root cause, let all go."""
-        if self.go is None and self.preempted is not None:  # who comes now hears of the notice, too
+        if self.go is None and self.preempted is not None:  # a peer that comes now hears of the notice, too
             self._pump(lambda: self._met() or self._broken() or self._unmet())
         others = set(range(1, self.nodes)) if self.go is not None else self.link.connected()  # or it never came
         if self.attempt and self.nodes > 1:
@@ -658,10 +674,10 @@ class Node:
                 began = time.monotonic()
                 self._pump(lambda: others <= self._accounted() or self._in_vain(began))
         outcome = self._outcome()
-        if outcome == "succeeded" and any(m.get("outcome") == "preempted" for m in self.peers.values()):
+        mute = others - {n for n, m in self.peers.items() if "outcome" in m}  # lost, though the link may not know yet
+        if outcome == "succeeded" and (mute or any(m.get("outcome") == "preempted" for m in self.peers.values())):
             outcome = "preempted"
         cause = root_cause(self.failures, stopped_ns=self.stopped_ns) if outcome == "failed" else None
-        mute = others - {n for n, m in self.peers.items() if "outcome" in m}  # lost, though the link may not know yet
         if cause is not None and cause.consequence and mute:
             cause = self._lost("was lost: it has not said how it ended", min(mute))
         self.lost = cause is not None and cause.kind == "lost"
@@ -669,29 +685,19 @@ class Node:
         if self.go is None and self.preempted is not None:
             self.link.shut()
         self._record(outcome, cause, decided=True)
-        self.again = outcome == "preempted" and self._hold()
-        self.link.send_all({"t": "exit", "outcome": outcome, "lost": self.lost, "again": self.again})
-        self.link.let_go(float("inf") if self.again else self._grace_end())
+        if outcome == "preempted":
+            self._hold()
+        self.link.send_all({"t": "exit", "outcome": outcome, "lost": self.lost})
+        self.link.let_go(self._grace_end())
         return outcome
 
-    def _hold(self) -> bool:
-        """Node 0: keep all nodes for the platform to take. Whether all notices were withdrawn instead."""
-        if not self._may_stay():
-            return False
-        if self._awaited():
-            self.log.say(f"waiting at most {self.site.hold:.0f} s for the platform to take its machine")
-        self._pump(lambda: not self._awaited() and self._mirrored(), self.heard + self.site.hold)
-        if again := not self.standing:
-            self.log.say("the notice was withdrawn after the script had left; starting again")
-        self.log.flush()
-        return again
-
-    def _may_stay(self) -> bool:
-        """Whether the platform kills this node only by taking its machine."""
-        return self.site.hold > 0 and all(of != "signal" for _, of in self.standing)
-
-    def _mirrored(self) -> bool:
-        return self.mirror is None or self.mirror.idle.is_set()
+    def _hold(self) -> None:
+        """Keep all nodes for the platform to take, on node 0."""
+        if self._held():
+            nodes = ", ".join(f"node {n}" for n in sorted({n for n, _ in self.standing}))
+            self.log.say(f"waiting until the platform takes {nodes}, at most {self.site.hold:.0f} s from the notice")
+            self.log.flush()
+            self._pump(lambda: not self._held(), self._grace_end())
 
     def _in_vain(self, since: float) -> bool:
         """Whether no node's copies have moved for so long that last words are waited for in vain."""
@@ -709,12 +715,13 @@ class Node:
 
     def _outcome(self) -> str:
         if self.preempted is not None and not any(real(f, self.stopped_ns) for f in self.failures):
-            return "preempted"
+            well = self.complete and not self._broken() and (self.mirror is None or self.mirror.idle.is_set())
+            return "succeeded" if well else "preempted"
         if self.failures:
             return "failed"
         if self.stopping is not None:
             return "stopped"
-        return "succeeded" if self.code == 0 else "preempted" if self.preempted is not None else "stopped"
+        return "succeeded" if self.code == 0 else "stopped"
 
     def _comes_of_the_notice(self, failure: Failure) -> bool:
         """A rank that ended in some way once all were told to stop: no reason to take the others' grace from them."""
@@ -739,7 +746,7 @@ class Node:
             "started": self.started,
             "lines": self.log.lines,
             "resumed_from": self.resumed,
-            "told": self.told,
+            "told": self.told if outcome != "succeeded" else None,
             "remarks": self.remarks,
             "decided": decided,
             "lost": decided and self.lost,

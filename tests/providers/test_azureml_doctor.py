@@ -161,6 +161,7 @@ OWN = {"type": "UserAssigned", "userAssignedIdentities": {"/subscriptions/s/x": 
         ("managed_identity", {"type": "SystemAssigned"}, True),
         ("managed_identity", OWN, False),
         ("managed_identity:c-1", OWN, True),
+        ("managed_identity:C-1", OWN, True),
         ("managed_identity:c-2", OWN, False),
         ("managed_identity:c-1", {"type": "SystemAssigned"}, False),
         ("user_identity", {"type": "None"}, True),
@@ -173,6 +174,22 @@ def test_a_serverless_job_is_the_workspace_s_own_identity(
     examiner.settings("azureml", world.store, table(world, identity=setting))
     found = examiner("--image", "team/none:1")
     assert found.status("serverless") == ("ok" if right else "failed"), found.rows["serverless"]
+
+
+@pytest.mark.parametrize(
+    ("identity", "has"),
+    [
+        ({"type": "SystemAssigned"}, "own identity: managed_identity"),
+        ({**OWN, "type": "SystemAssigned, UserAssigned"}, "own identity: managed_identity or managed_identity:c-1"),
+        ({"type": "None"}, "own identity: the workspace has none"),
+    ],
+)
+def test_the_identity_that_a_serverless_job_can_be_is_named(
+    world: AzureMLWorld, examiner: Examiner, identity: dict[str, Any], has: str
+) -> None:
+    world.plane.questions.identity = identity
+    examiner.settings("azureml", world.store, table(world, identity="managed_identity:c-9"))
+    assert has in examiner("--image", "team/none:1").rows["serverless"]["detail"]
 
 
 def test_an_image_needs_the_right_to_make_an_environment(world: AzureMLWorld, examiner: Examiner) -> None:

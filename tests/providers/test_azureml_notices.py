@@ -186,18 +186,18 @@ class TestWholeRuns:
         assert steps(job, "0.1")[0] == stopped + 1
         assert second["resumed_from"] == f"step-{stopped}"
 
-    def test_a_notice_that_is_withdrawn_once_all_have_left_starts_them_again(
+    def test_a_notice_that_is_withdrawn_once_all_have_left_ends_the_attempt_as_preempted(
         self, client: AzureClient, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(client.world.plane, "notice", 10 * NOTICE)
         job = detached(client, "spared")
         job.preempt(0)
-        client.until("spared", "waiting at most 120 s for the platform")
+        client.until("spared", "waiting until the platform takes node 0, at most 120 s from the notice")
         job.withdraw()
-        assert job.wait(PATIENCE) == "Completed"
+        assert job.wait(PATIENCE) == "Failed"
         assert job.starts == 1
-        assert [attempt["number"] for attempt in client.run("spared").result()["attempts"]] == ["0.0", "0.1"]
-        assert steps(job, "0.1")[0] == steps(job, "0.0")[-1] + 1
+        (attempt,) = client.run("spared").result()["attempts"]
+        assert (attempt["number"], attempt["category"]) == ("0.0", "preempted"), job.printed()
 
     def test_ranks_that_still_run_when_a_notice_is_withdrawn_train_on(
         self, client: AzureClient, monkeypatch: pytest.MonkeyPatch
@@ -207,6 +207,6 @@ class TestWholeRuns:
         job.preempt(1)
         client.until("deaf", "Azure announced Preempt")
         job.withdraw()
-        assert job.wait(PATIENCE) == "Completed"
+        assert job.wait(PATIENCE) == "Failed", "its end, within 120 s, may come of the notice"
         assert "the notice was withdrawn; training continues" in job.printed()
         assert (job.starts, steps(job, "0.0")[-1]) == (1, STEPS)

@@ -520,6 +520,23 @@ def test_a_log_that_begins_anew_is_read_from_its_start(plane: Plane, length: int
     assert provider.logs(native, last.cursor).lines == ()
 
 
+@pytest.mark.parametrize("older", [False, True], ids=["cursor", "older-cursor"])
+def test_a_log_that_begins_anew_with_the_same_lines_before_its_place(plane: Plane, older: bool) -> None:
+    """Its first bytes differ. A cursor of an older version does not hold those, and is still read."""
+    provider = client(plane)
+    native = provider.submit(plans(plane).planned())
+    job = only(plane)
+    same = "waiting for data\n" * 40
+    job.log(0).take(f"attempt 0\n{same}".encode())
+    job.log(0).flush()
+    cursor = json.loads(json.dumps(provider.logs(native).cursor))
+    if older:
+        cursor["at"] = {name: place[:3] for name, place in cursor["at"].items()}
+    restarted(job, 0, f"attempt 1\n{same}done\n")
+    lines = [line.text for line in provider.logs(native, cursor).lines]
+    assert lines == (["done"] if older else ["attempt 1", *same.splitlines(), "done"])
+
+
 def test_a_log_that_is_named_and_not_there_yet_keeps_its_place(plane: Plane) -> None:
     provider = client(plane)
     native = provider.submit(plans(plane).planned())

@@ -487,7 +487,6 @@ os.kill(os.getpid(), signal.SIGTERM)
 print("alive", flush=True)
 from cloudtrain.runtime import __main__ as runtime
 class Node:
-    again = False
     def __init__(self, *, inbox, **given):
         self.inbox = inbox
     def run(self):

@@ -494,6 +494,18 @@ def test_a_lone_rank_with_a_handler_has_the_notice_once(tmp_path: Path, start: C
     assert (out + run.out).count("told") == 1
 
 
+def test_a_rank_has_the_next_notice_when_one_was_withdrawn(start: Callable[..., Started]) -> None:
+    """What it does soon after may still come of the first; it was told of the second in its own time."""
+    run = start(["/bin/sh", "-c", "trap 'echo told' TERM; echo up; while :; do sleep 0.1; done"], shim=False)
+    printed(run, "up")
+    assert run.ranks.notify()
+    run.ranks.forget_notice(60.0)
+    assert run.ranks.notified(4, time.time_ns())
+    assert not run.ranks.notified(4, time.time_ns() + 61 * 10**9)
+    assert run.ranks.notify()
+    assert run.ranks.notified(4, time.time_ns() + 61 * 10**9)
+
+
 def test_torchrun_itself_has_no_notice(tmp_path: Path, start: Callable[..., Started]) -> None:
     code = "import signal, time; signal.signal(15, lambda *a: print('told', flush=True)); print('up', flush=True)"
     run = start([sys.executable, "-c", f"{code}; time.sleep(30)", "torch.distributed.run"], shim=False)

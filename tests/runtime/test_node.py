@@ -154,7 +154,7 @@ def test_a_consequence_of_a_node_that_says_nothing_more_is_that_node_lost(
     record = json.loads(Path(head.live, "exit", "0.0-node-0.json").read_text())
     assert (record["category"], record["failure"]["node"], record["failure"]["rank"]) == ("infra", 1, None)
     assert record["reason"] == "node 1 was lost: it has not said how it ended"
-    assert told[-1] == {"t": "exit", "outcome": "failed", "lost": True, "again": False}
+    assert told[-1] == {"t": "exit", "outcome": "failed", "lost": True}
 
 
 # -------------------------------------------------------------------------------------------------- what to resume from
@@ -220,8 +220,11 @@ class Working:
         self.notified += 1
         return self.notified == 1
 
-    def forget_notice(self) -> None:
+    def forget_notice(self, seconds: float) -> None:
         self.notified = 0
+
+    def kill(self) -> None:
+        pass
 
 
 @pytest.fixture
@@ -232,7 +235,9 @@ def at_work(head: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node
     monkeypatch.setattr(node, "LAUNCHER_SECONDS", 0.0)
     head.sent = sent  # type: ignore[attr-defined]
     head.site = dataclasses.replace(head.site, hold=0.5)
-    head.space = SimpleNamespace(preempt=tmp_path / "preempt", metrics=tmp_path / "m")  # type: ignore[assignment]
+    head.space = SimpleNamespace(  # type: ignore[assignment]
+        preempt=tmp_path / "preempt", metrics=tmp_path / "m", keep_dumps=lambda _: None
+    )
     head.ranks = Working()  # type: ignore[assignment]
     head.attempt, head.go = "0.0", {"t": "go"}
     return head
@@ -281,8 +286,8 @@ def test_a_signal_is_never_withdrawn(at_work: Node) -> None:
     notice(at_work, "Azure announced Preempt")
     at_work._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})
     notice(at_work, "")
-    assert "withdrawn" not in sent(at_work)
-    assert at_work._hold() is False
+    assert sent(at_work) == ["preempt", "preempt"], "the peers hear of the signal, too: it ends their stay"
+    assert not at_work._held()
 
 
 def test_no_rank_is_killed_for_a_notice_that_was_withdrawn(at_work: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,45 +297,186 @@ def test_no_rank_is_killed_for_a_notice_that_was_withdrawn(at_work: Node, monkey
     assert at_work.signalled == 0
 
 
-def test_what_ends_soon_after_may_have_seen_the_notice_and_is_no_success(
-    at_work: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notice(at_work, "Azure announced Preempt")
-    notice(at_work, "")
+def drain(head: Node) -> None:
+    while not head.inbox.empty():
+        head._handle(*head.inbox.get())
+
+
+def spared(head: Node) -> None:
+    """A notice comes to a peer, and is withdrawn."""
+    head._handle(1, {"t": "preempt", "why": "node 1 is about to go", "node": 1, "of": "notice"})
+    head._handle(1, {"t": "withdraw", "node": 1})
+
+
+@pytest.mark.parametrize(
+    "message", [{"t": "rank", "local": 0, "event": "end"}, {"t": "ended", "code": 0}], ids=lambda message: message["t"]
+)
+def test_ranks_that_end_soon_after_a_withdrawal_take_all_nodes_along(at_work: Node, message: dict[str, object]) -> None:
+    """They may have seen the notice: no success. A peer's rank may miss it, and would wait for them for ever."""
+    spared(at_work)
+    assert at_work._outcome() == "stopped", "as without a notice"
+    at_work._handle(0, message)
+    drain(at_work)
     at_work.code = 0
-    assert at_work._outcome() == "preempted"
-    at_work.code = None
+    assert (sent(at_work), at_work._outcome()) == (["preempt", "withdrawn", "preempt"], "preempted")
+    assert at_work.space is not None
+    assert at_work.space.preempt.exists()
+    assert at_work._grace_end() == float("inf"), "no machine is about to be taken"
+
+
+@pytest.mark.parametrize(("notified", "outcome"), [(True, "preempted"), (False, "failed")])
+def test_a_rank_that_fails_soon_after_a_withdrawal(at_work: Node, notified: bool, outcome: str) -> None:
+    spared(at_work)
+    at_work.ranks.notified = lambda rank, time_ns: notified  # type: ignore[union-attr, method-assign]
+    at_work._fail(Failure(kind="error", node=0, rank=0, time_ns=time.time_ns(), exception="SystemExit: 1", code=1))
+    drain(at_work)
+    assert (at_work._outcome(), at_work.stopping is None) == (outcome, notified)
+
+
+def test_what_ends_later_is_a_success(at_work: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "WITHDRAWN_SECONDS", 0.0)
+    spared(at_work)
+    at_work._handle(0, {"t": "ended", "code": 0})
+    assert (at_work.preempted, at_work._outcome(), sent(at_work)) == (None, "succeeded", ["preempt", "withdrawn"])
+
+
+def test_ranks_hear_of_a_second_notice(at_work: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(at_work, "_blame_the_dead", lambda: None)
-    at_work._tick()
-    at_work.code = 0
-    assert (at_work.preempted, at_work._outcome()) == (None, "succeeded")
+    for _ in range(2):
+        notice(at_work, "Azure announced Preempt")
+        at_work._tick()
+        assert (at_work.ranks.notified, at_work.stopped_ns is None) == (1, False)  # type: ignore[union-attr]
+        notice(at_work, "")
+        assert (at_work.ranks.notified, at_work.stopped_ns) == (0, None)  # type: ignore[union-attr]
 
 
-def test_a_node_that_has_left_at_a_withdrawn_notice_takes_the_others_with_it(at_work: Node) -> None:
+@pytest.mark.parametrize("spoken", [True, False])
+def test_ranks_that_have_left_before_the_withdrawal_end_the_attempt(at_work: Node, spoken: bool) -> None:
+    """Ranks of this node, or of a peer whose last word has come."""
     notice(at_work, "Azure announced Preempt")
+    if spoken:
+        at_work._handle(1, {"t": "done", "outcome": "preempted", "failures": []})
+    else:
+        at_work._handle(0, {"t": "rank", "local": 0, "event": "end"})
     notice(at_work, "")
-    at_work._handle(1, {"t": "done", "outcome": "preempted", "failures": []})
-    assert (sent(at_work)[-1], at_work._leaving()) == ("preempt", True)
-    assert at_work._hold() is True, "nothing is about to be taken: all start again"
+    assert sent(at_work) == ["preempt", "withdrawn", "preempt"]
+    assert at_work.sent[-1]["of"] == ""  # type: ignore[attr-defined]
+    assert (at_work.preempted is None, at_work._held(), at_work._outcome()) == (False, False, "preempted")
 
 
-def test_ranks_that_have_left_before_the_withdrawal_end_the_attempt(at_work: Node) -> None:
+def test_a_notice_after_ranks_have_left_at_a_withdrawn_one_counts_from_its_own_time(at_work: Node) -> None:
     notice(at_work, "Azure announced Preempt")
-    at_work.seen[0] = {"start", "end"}
+    at_work.code, at_work.preempted = 0, time.monotonic() - 1000
     notice(at_work, "")
-    assert (sent(at_work), at_work._leaving()) == (["preempt"], True)
+    notice(at_work, "Azure announced Preempt")
+    assert (at_work._held(), at_work._late(), sent(at_work)[-1]) == (True, False, "preempt")
 
 
 def test_a_node_stays_until_it_is_taken_or_the_hold_is_over(at_work: Node) -> None:
     notice(at_work, "Azure announced Preempt")
     at_work.code, began = 0, time.monotonic()
-    assert at_work._hold() is False
+    at_work._hold()
     assert time.monotonic() - began >= 0.4
     threading.Timer(0.1, at_work._heard_of, (0, "")).start()
-    at_work.heard, at_work.site = time.monotonic(), dataclasses.replace(at_work.site, hold=30.0)
-    assert at_work._hold() is True
+    at_work.preempted, at_work.site = time.monotonic(), dataclasses.replace(at_work.site, hold=30.0)
+    at_work._hold()
     assert time.monotonic() - began < 10
+
+
+class Copying:
+    """A mirror that is not idle before ``seconds`` have passed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.idle, self.last = threading.Event(), 0.0
+        threading.Timer(seconds, self.idle.set).start()
+
+    def finish(self, *, clean: bool) -> None:
+        pass
+
+    stop = freeze = lambda self: None
+
+
+@pytest.mark.parametrize(("seconds", "outcome"), [(0.5, "succeeded"), (60.0, "preempted")])
+def test_a_notice_after_the_script_has_ended_well(at_work: Node, seconds: float, outcome: str) -> None:
+    """It costs nothing if all is mirrored in time."""
+    at_work._handle(0, {"t": "ended", "code": 0})
+    at_work.mirror = Copying(seconds)  # type: ignore[assignment]
+    at_work.inbox.put((1, {"t": "done", "outcome": "succeeded", "failures": []}))
+    at_work.site = dataclasses.replace(at_work.site, hold=2.0)
+    at_work._heard_of(0, "Azure announced Preempt")
+    assert at_work._finish() == outcome
+    assert at_work.remarks == ([] if outcome == "succeeded" else ["not everything could be mirrored"])
+
+
+def test_a_notice_after_the_script_has_ended_well_that_is_withdrawn(at_work: Node) -> None:
+    at_work._handle(0, {"t": "ended", "code": 0})
+    notice(at_work, "Azure announced Preempt")
+    notice(at_work, "")
+    assert (at_work.preempted, at_work._outcome()) == (None, "succeeded")
+
+
+def test_mirroring_goes_on_while_the_node_is_held(at_work: Node) -> None:
+    """Past the grace of a signal; what is missing is told of when the hold is over."""
+    at_work.site = dataclasses.replace(at_work.site, hold=20.0, stop_grace=2)
+    at_work.mirror = Copying(1.0)  # type: ignore[assignment]
+    notice(at_work, "Azure announced Preempt")
+    at_work._handle(0, {"t": "ended", "code": 0})
+    at_work.inbox.put((1, {"t": "done", "outcome": "preempted", "failures": []}))
+    threading.Timer(1.5, at_work._heard_of, (0, "")).start()
+    assert (at_work._finish(), at_work.remarks) == ("preempted", [])
+
+
+def test_mirroring_goes_on_after_a_withdrawal(at_work: Node) -> None:
+    at_work.site = dataclasses.replace(at_work.site, hold=0.5, stop_grace=2)
+    at_work.mirror = Copying(1.5)  # type: ignore[assignment]
+    notice(at_work, "Azure announced Preempt")
+    at_work._handle(0, {"t": "ended", "code": 0})
+    at_work.inbox.put((1, {"t": "done", "outcome": "preempted", "failures": []}))
+    notice(at_work, "")
+    assert (at_work._finish(), at_work.remarks) == ("preempted", [])
+
+
+@pytest.fixture
+def peer(at_work: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """Node 1 of the two."""
+    monkeypatch.setattr("cloudtrain.runtime.link.Link.send", lambda _, node, message: at_work.sent.append(message))  # type: ignore[attr-defined]
+    at_work.me = 1
+    return at_work
+
+
+def test_a_peer_that_ends_long_after_a_withdrawal_waits_for_node_0(peer: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hold of the withdrawn notice is over by then."""
+    monkeypatch.setattr(node, "WITHDRAWN_SECONDS", 0.0)
+    monkeypatch.setattr(node, "HOLD_SLACK_SECONDS", 0.0)
+    peer._handle(0, {"t": "preempt", "why": "node 0 is about to go", "node": 0, "of": "notice"})
+    peer._handle(0, {"t": "withdrawn"})
+    peer._handle(1, {"t": "ended", "code": 0})
+    threading.Timer(1.0, peer.inbox.put, [(0, {"t": "exit", "outcome": "succeeded", "lost": False})]).start()
+    assert (peer._finish(), peer.released) == ("succeeded", True)
+    assert sent(peer) == ["done"]
+
+
+def test_a_peer_that_has_left_at_a_withdrawn_notice_says_so_and_waits_for_node_0(
+    peer: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node, "HOLD_SLACK_SECONDS", 0.0)
+    peer._handle(0, {"t": "preempt", "why": "node 0 is about to go", "node": 0, "of": "notice"})
+    peer._handle(1, {"t": "ended", "code": 0})
+    peer.inbox.put((0, {"t": "withdrawn"}))
+    threading.Timer(1.5, peer.inbox.put, [(0, {"t": "exit", "outcome": "preempted", "lost": False})]).start()
+    assert (peer._finish(), peer.released) == ("preempted", True)
+    assert sorted(sent(peer)) == ["done", "preempt"]
+
+
+def test_a_peer_stays_for_the_platform_when_node_0_is_taken_first(peer: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "HOLD_SLACK_SECONDS", 0.0)
+    peer.site = dataclasses.replace(peer.site, hold=1.0)
+    peer._handle(0, {"t": "preempt", "why": "node 0 is about to go", "node": 0, "of": "notice"})
+    peer._handle(1, {"t": "ended", "code": 0})
+    peer.gone.add(0)
+    began = time.monotonic()
+    assert peer._finish() == "preempted"
+    assert time.monotonic() - began >= 0.8
 
 
 def test_a_node_that_may_be_taken_says_why_it_left_before_it_mirrors(
@@ -344,8 +490,6 @@ def test_a_node_that_may_be_taken_says_why_it_left_before_it_mirrors(
 
     notice(at_work, "Azure announced Preempt")
     at_work.code, at_work.mirror = 0, SimpleNamespace()  # type: ignore[assignment]
-    at_work.ranks.kill = lambda: None  # type: ignore[union-attr, method-assign]
-    at_work._space.keep_dumps = lambda _: None  # type: ignore[method-assign]
     monkeypatch.setattr(at_work, "_finish_mirror", taken)
     with pytest.raises(Taken):
         at_work._finish()
@@ -401,7 +545,7 @@ def test_after_a_signal_no_node_stays(at_work: Node) -> None:
     at_work._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})
     at_work.site = dataclasses.replace(at_work.site, hold=30.0)
     began = time.monotonic()
-    assert at_work._hold() is False
+    at_work._hold()
     assert time.monotonic() - began < 5
 
 

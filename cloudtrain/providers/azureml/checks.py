@@ -141,13 +141,15 @@ def _serverless(account: Account, workspace: Mapping[str, Any]) -> Check:
         return ok("serverless", f"jobs run as {kind or 'aml_token'}")
     given = workspace.get("identity") or {}
     own = given.get("userAssignedIdentities") or {}
-    clients = sorted(str((item or {}).get("clientId") or "") for item in own.values())
-    if client in clients or (not client and "SystemAssigned" in str(given.get("type"))):
+    clients = sorted(str((item or {}).get("clientId") or "").lower() for item in own.values())
+    system = "SystemAssigned" in str(given.get("type"))
+    if client.lower() in clients or (not client and system):
         return ok("serverless", "jobs run as the workspace's own managed identity")
     if not client and workspace["properties"].get("primaryUserAssignedIdentity"):
         return ok("serverless", "jobs run as the workspace's primary managed identity")
-    has = f"managed_identity:{clients[0]}" if clients else "no identity of its own"
-    text = f"a serverless job can only be the workspace's own identity, and the workspace has {has}"
+    names = (["managed_identity"] if system else []) + [f"managed_identity:{name}" for name in clients]
+    has = " or ".join(names)
+    text = f"a serverless job can only be the workspace's own identity: {has or 'the workspace has none'}"
     fix = "give the workspace that identity (az ml workspace update); or set azureml.identity, or azureml.compute"
     return failed("serverless", text, fix=fix, code=SpecError.exit_code)
 

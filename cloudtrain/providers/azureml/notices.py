@@ -1,4 +1,4 @@
-"""How Azure tells a machine that it is about to be taken away. Runs on the node: standard library alone.
+"""Azure's notices to a machine that it is about to be taken away. Runs on the node: standard library alone.
 
 A cluster or serverless machine of low priority gets no signal. Its only notice is Scheduled Events of the machine's
 metadata service, and Azure may withdraw it (microsoft/ai4s-jobq, 2.5.2). Clusters of Kubernetes make a file instead

@@ -24,8 +24,9 @@ __all__ = ["page"]
 
 FILES = re.compile(r"(.*/)?user_logs/(retry_\d+/)?std_log.*\.txt")
 """azure-ai-ml's COMMON_RUNTIME_ALL_USER_LOG_PATTERN, and the same of a restarted job (microsoft/hi-ml)."""
-TAIL_BYTES = 64
-"""How much before its place in a file a page reads again: a job that the service restarts may begin its files anew."""
+MARK_BYTES = 64
+"""How much of a file's beginning, and of what stands before its place in the file, a page compares with what was read
+before: a job that the service restarts may begin its files anew."""
 PAGE_BYTES, PAGE_LINES = 512 * 1024, 20_000
 LOOK = 5.0
 """Seconds after which the history is asked again, for files that are new, and whether the job has ended; one second
@@ -40,7 +41,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     """Return the next page.
 
     The ``cursor`` says whose turn it is and, of each file, how often it has begun anew, how many of its bytes were
-    given, and the last of these. A file in which other bytes stand there is another file: it is read from its start.
+    given, the last of these, and the first. A file with other bytes there is another file: it is read from its start.
     """
     state: Mapping[str, Any] = cursor or {"at": {}, "turn": ""}
     details = _details(account, native_id)
@@ -87,24 +88,33 @@ def _details(account: Account, native_id: str) -> Mapping[str, Any]:
 
 
 class _Place(NamedTuple):
-    """Where a file is read from: the cursor's part of it. ``last`` are the bytes before ``at``, as latin-1."""
+    """The cursor's part of a file. ``last`` are the bytes before ``at``, ``first`` those of its start, as latin-1.
+
+    An older cursor has no ``first``.
+    """
 
     generation: int = 0
     at: int = 0
     last: str = ""
+    first: str = ""
 
     def after(self, data: bytes) -> _Place:
-        last = (self.last.encode("latin-1") + data)[-TAIL_BYTES:].decode("latin-1")
-        return _Place(self.generation, self.at + len(data), last)
+        text = data.decode("latin-1")
+        first = self.first + text[: MARK_BYTES - len(self.first)] if self.at == len(self.first) else self.first
+        return _Place(self.generation, self.at + len(data), (self.last + text)[-MARK_BYTES:], first)
 
 
 def _read(account: Account, native_id: str, name: str, place: _Place) -> bytes | None:
     """Return at most `PAGE_BYTES` bytes of a file from ``place``, empty at its end; None of another file by now."""
-    before = place.last.encode("latin-1")
+    before, first = place.last.encode("latin-1"), place.first.encode("latin-1")
     data = _bytes(account, native_id, name, place.at - len(before), len(before) + PAGE_BYTES)
     if data is None:
         return b""
-    return data[len(before) :] if data.startswith(before) else None
+    if not data.startswith(before):
+        return None
+    if first and place.at > len(before) < len(data) and _bytes(account, native_id, name, 0, len(first)) != first:
+        return None
+    return data[len(before) :]
 
 
 def _bytes(account: Account, native_id: str, name: str, begin: int, most: int) -> bytes | None:
