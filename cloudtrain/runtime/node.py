@@ -621,7 +621,7 @@ class Node:
         mirror.finish(clean=clean or self._left_by_choice())
         # After a notice, a script that has saved often ends with a code of its own; `_late` keeps the grace.
         quiet = CLEAN_WAIT_SECONDS if clean or self._outcome() == "preempted" else FAILED_WAIT_SECONDS
-        if self.uploads is not None and (self._leaving() or not clean):
+        if self.uploads is not None and (self.preempted is not None or not clean):
             self.uploads.hurry()
         mirror.last = time.monotonic()
         self._pump(lambda: mirror.idle.is_set() or 0 in self.gone or self._late(mirror.last + quiet))

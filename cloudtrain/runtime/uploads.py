@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ..errors import CloudtrainError
 from ..provider import SyncAgent
-from ..values import is_mark
 from .checkpoints import each, modest
 
 __all__ = ["Uploads"]
@@ -296,7 +295,7 @@ class Uploads:
         A merged segment bears the time of its last line, so the time of the inode's change counts.
         """
         for folder, _, names in os.walk(self._live):
-            for path in (Path(folder, name) for name in names if not is_mark(name) and not name.endswith(".part")):
+            for path in (Path(folder, name) for name in names if not name.endswith((*self._agent.marks, ".part"))):
                 with contextlib.suppress(OSError):
                     if path.stat().st_ctime >= self._began:
                         yield path

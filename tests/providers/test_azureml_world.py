@@ -492,7 +492,7 @@ class TestJobs:
             {
                 "word": "of the input",
                 "env": "of the environment",
-                "engine": [],
+                "engine": ["CLOUDTRAIN_METADATA_URL"],  # a true node needs none: it has a metadata service
                 "run": "done",
                 "world": "2",
                 "live": ["earlier"],

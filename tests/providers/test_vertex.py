@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
@@ -292,7 +293,8 @@ class TestTrouble:
         """Without a container: its record is as the service would leave it."""
         run = idle.send(idle.plan({"max_runtime": 3600}, run_id="long"))
         job = held(idle)
-        job.record.start_time.FromSeconds(int(time.time()) - 3700)
+        began = {"attempt": "0.0", "started": time.time() - 3700, "after": None}
+        run.store.files.write("runs/long/live/attempts/0.0.json", json.dumps(began).encode())
         job.end(state)
         result = run.wait(timeout=PATIENCE, poll=0.2)
         assert (result["state"], result["category"], result["exit_code"]) == ("failed", "timeout", 6)
