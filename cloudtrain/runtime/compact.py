@@ -153,10 +153,11 @@ class Compactor:
 
     def _remove_replaced(self, folder: Path) -> bool:
         """Remove the segments whose lines are in stored ones. Return whether any have to wait."""
-        kept = _segments(folder)
+        found = sorted(_all(folder))  # once: the writer may add a segment at any moment
+        kept = distinct(found)
         names = {path for _, path in kept}
         waiting, whole, text = False, Path(), b""
-        for span, path in sorted(_all(folder)):
+        for span, path in found:
             if path in names or path in self._changed:
                 continue
             self._replaced.setdefault(path, self._clock())

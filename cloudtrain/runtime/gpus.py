@@ -101,7 +101,7 @@ def trouble(
         return None
     try:
         cuda, error = json.loads(_answer([python, "-c", CHECK], environ, folder, say, wait).splitlines()[-1])
-    except (OSError, ValueError, IndexError):  # there is no PyTorch, or the ranks meet the same error and show it
+    except (OSError, TypeError, ValueError, IndexError):  # no PyTorch, or the ranks meet the same error and show it
         return None
     if not error:
         return None

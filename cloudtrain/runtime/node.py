@@ -715,8 +715,7 @@ class Node:
 
     def _outcome(self) -> str:
         if self.preempted is not None and not any(real(f, self.stopped_ns) for f in self.failures):
-            well = self.complete and not self._broken() and (self.mirror is None or self.mirror.idle.is_set())
-            return "succeeded" if well else "preempted"
+            return "succeeded" if self.complete and not self._broken() and self._is_saved() else "preempted"
         if self.failures:
             return "failed"
         if self.stopping is not None:
@@ -726,6 +725,11 @@ class Node:
     def _comes_of_the_notice(self, failure: Failure) -> bool:
         """A rank that ended in some way once all were told to stop: no reason to take the others' grace from them."""
         return self.preempted is not None and failure.kind in ("died", "error") and not real(failure, self.stopped_ns)
+
+    def _is_saved(self) -> bool:
+        """Return whether all results are mirrored, and no checkpoint is known to have missed the store."""
+        missed = self.uploads is not None and bool(self.uploads.given_up) and not self.uploads.blind
+        return (self.mirror is None or self.mirror.idle.is_set()) and not missed
 
     def _left_by_choice(self) -> bool:
         """Whether all that failed here are ranks that were told to stop and, in their own time, exited with a code."""

@@ -541,6 +541,14 @@ def test_a_clean_end_with_results_that_are_not_in_the_store_is_no_plain_success(
     assert [failure.category for failure in head.failures] == ([] if blind else ["infra"])
 
 
+def test_a_stop_after_the_script_ended_does_not_make_lost_results_a_success(head: Node) -> None:
+    head.code, head.complete = 0, True
+    head._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})
+    assert head._outcome() == "succeeded"
+    head.uploads = SimpleNamespace(given_up=["step-2/0.0-2"], blind=False)  # type: ignore[assignment]
+    assert head._outcome() == "preempted"
+
+
 def test_after_a_signal_no_node_stays(at_work: Node) -> None:
     at_work._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()})
     at_work.site = dataclasses.replace(at_work.site, hold=30.0)
