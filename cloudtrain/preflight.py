@@ -230,7 +230,7 @@ def _why(exc: Exception) -> str:
 
 
 def knock(address: str, port: int) -> str:
-    """Connect, and say nothing: empty where somebody listens, else why not."""
+    """Connect without sending anything. Return an empty text if a server listens there, else the reason."""
     try:
         socket.create_connection((address, port), timeout=CONNECT).close()
     except OSError as exc:
@@ -250,7 +250,7 @@ def knock_at_all(doors: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def doors_of(ports: Sequence[int], free: int) -> Iterator[dict[str, str]]:
-    """Listen on each of ``ports`` that nobody has; what each is, by port. ``free`` is one that the system chose."""
+    """Listen on each free one of ``ports``. Return what each port is; ``free`` is one that the system chose."""
     with ExitStack() as stack:
         found = {}
         for port in ports:
@@ -346,14 +346,14 @@ def between(store: Any, rank: int, world: int, mine: dict[str, Any], ports: Sequ
 
 
 def _await_signal() -> list[float]:
-    """Let no stop signal end this process; its first moment (monotonic seconds), once there is one, is in the list."""
+    """Keep a stop signal from ending this process. The list gets the moment of the signal (monotonic seconds)."""
     told: list[float] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(time.monotonic()))
     return told
 
 
 def _hold(told: Sequence[float], *, says: bool, first: bool) -> None:
-    """Wait for the stop signal, then print how long ago it was; who is killed meanwhile has printed it to the last."""
+    """Wait for the stop signal, then print again and again how long ago it was, until this process is killed."""
     time.sleep(SETTLE)
     end = time.monotonic() + HOLD
     if first:
@@ -518,7 +518,7 @@ def _ports(found: Mapping[str, Any]) -> list[str]:
 
 
 def _grace(found: Mapping[str, Any]) -> list[str]:
-    """How long each node lived after the stop signal."""
+    """Return lines that say how long each node lived after the stop signal."""
     rows = []
     for number, row in (found.get("nodes") or {}).items():
         seconds = "-" if row["seconds"] is None else f"at least {row['seconds']:.1f} s"

@@ -45,7 +45,7 @@ class Sync:
     ``stale()``, a file that this node still has comes back in the store after a peer has deleted it there. Every
     ``peers`` seconds (0: never) what others write and delete there appears and vanishes here, as in a mounted folder.
     With ``marks`` (``.x``) a file gets an empty one beside it, ``<name>.x-uploading`` and then ``<name>.x-uploaded``,
-    and files ``*.x-ignore`` stay here. While ``dead()`` nothing goes up, and nobody is told.
+    and files ``*.x-ignore`` stay here. While ``dead()`` is true, nothing goes up and no error is reported.
     """
 
     def __init__(

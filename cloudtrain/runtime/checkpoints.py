@@ -315,16 +315,24 @@ def replace_file(
     source: Path, target: Path, moved: Moved = lambda source, done: None, *, temporary: str = ".part"
 ) -> None:
     """Copy over ``target``, which stays as it was until the copy is whole (where the folder can rename)."""
+    put_whole(target, lambda path: copy_file(source, path, moved), temporary=temporary)
+
+
+def put_whole(target: Path, write: Callable[[Path], object], *, temporary: str) -> None:
+    """Write ``target`` by ``write(path)`` beside it, then rename; a file system that cannot rename gets it in place.
+
+    The name beside it ends in ``temporary``. Raises `OSError`.
+    """
     beside = target.with_name(f".{target.name}{temporary}")
     try:
-        copy_file(source, beside, moved)
+        write(beside)
         os.replace(beside, target)
     except OSError as exc:
         with contextlib.suppress(OSError):
             beside.unlink()
         if exc.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP):
             raise
-        copy_file(source, target, moved)
+        write(target)
 
 
 def write_whole(path: Path, data: bytes, *, temporary: str) -> None:
@@ -334,18 +342,9 @@ def write_whole(path: Path, data: bytes, *, temporary: str) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if temporary:
-        beside = path.with_name(f".{path.name}{temporary}")
-        try:
-            beside.write_bytes(data)
-            os.replace(beside, path)
-        except OSError as exc:
-            with contextlib.suppress(OSError):
-                beside.unlink()
-            if exc.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP):
-                raise
-        else:
-            return
-    path.write_bytes(data)
+        put_whole(path, lambda target: target.write_bytes(data), temporary=temporary)
+    else:
+        path.write_bytes(data)
 
 
 class _ChangedError(Exception):

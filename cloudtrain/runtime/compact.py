@@ -8,7 +8,6 @@ when the next attempt starts. Each segment has one writer, its node, and only th
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import threading
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..segments import Span, distinct, span_of
-from .checkpoints import modest
+from .checkpoints import modest, put_whole
 from .uploads import Uploads
 
 __all__ = ["Compactor"]
@@ -135,16 +134,7 @@ class Compactor:
         after = next((span.first for span, _ in _segments(folder) if span.first > group[-1][0].first), None)
         span = Span(group[0][0].first, _last_line(folder, *group[-1], after))
         target = folder / span.name
-        beside = folder / f".{span.name}{self._temporary}"
-        try:
-            _write(beside, group)
-            os.replace(beside, target)
-        except OSError as exc:
-            with contextlib.suppress(OSError):
-                beside.unlink()
-            if exc.errno not in (errno.EPERM, errno.ENOSYS, errno.ENOTSUP):
-                raise
-            _write(target, group)  # this file system cannot rename
+        put_whole(target, lambda path: _write(path, group), temporary=self._temporary)
         with contextlib.suppress(OSError):  # the time of the last line tells when a lost node was last alive
             changed = group[-1][1].stat().st_mtime
             os.utime(target, (changed, changed))
