@@ -52,16 +52,19 @@ def unknown(name: str, why: str) -> Check:
 
 
 def failure(name: str, exc: CloudtrainError, *, fix: str = "") -> Check:
-    """What an error of ours says. Its message ends with what to do, after the last colon; a `SpecError`'s names what to
-    mend, and of a platform that does not answer only time or the network can be mended."""
-    text = _line(str(exc))
+    """Return the failed check for an error of ours: its message as the problem, ``fix`` or its hint as the fix.
+
+    An error without a hint gets one by its class, or the last clause of its message; the fix never repeats the problem.
+    """
+    problem, general = str(exc), ""
     if isinstance(exc, (LostContactError, PlatformError)):
-        said = "see that it can be reached from here (network, proxy, the platform's own page of its state); try again"
+        general = "check your network, your proxy and the platform's status page; then try again"
     elif isinstance(exc, SpecError) and exc.field:
-        said = f"mend {exc.field}: {exc.message}"
-    else:
-        said = text.rpartition(": ")[2]
-    return failed(name, text, fix=fix or said, code=exc.exit_code)
+        general = f"change {exc.field}"
+    if not (fix or exc.hint or general):
+        head, _, general = problem.rpartition(": ")
+        problem = head or problem
+    return failed(name, problem, fix=fix or exc.hint or general, code=exc.exit_code)
 
 
 def tried(name: str, look: Callable[[], Iterable[Check] | Check], *, extra: bool = False) -> Iterator[Check]:

@@ -88,17 +88,22 @@ def _worded(message: str) -> str:
 
 
 class CloudtrainError(Exception):
-    """Base of everything cloudtrain raises on purpose.
+    """Base class of the errors that cloudtrain raises on purpose.
 
-    ``str()`` is one line a user can act on, of at most 4,000 characters, and `scrubbed`.
+    ``str()`` says what is wrong in one line of at most 4,000 characters, `scrubbed`. ``hint`` says how to fix it, with
+    the exact command or the lines to paste where there are any; it may have several lines and is empty where there is
+    nothing to say. A hint never repeats the message. A traceback shows both (from Python 3.11 on).
     """
 
     exit_code = 9
     refusals: tuple[Mapping[str, Any], ...] = ()
     """Of a job that nobody takes: what each place said."""
 
-    def __init__(self, *args: object) -> None:
+    def __init__(self, *args: object, hint: str = "") -> None:
         super().__init__(*(_worded(arg) if isinstance(arg, str) else arg for arg in args))
+        self.hint = scrubbed(hint)
+        if self.hint:
+            self.__notes__ = [f"hint: {self.hint}"]
 
 
 class SpecError(CloudtrainError):
@@ -109,17 +114,17 @@ class SpecError(CloudtrainError):
 
     exit_code = 2
 
-    def __init__(self, message: str, *, field: str = "") -> None:
+    def __init__(self, message: str, *, field: str = "", hint: str = "") -> None:
         self.field, self.message = field, _worded(message)
-        super().__init__(f"{field}: {message}" if field else message)
+        super().__init__(f"{field}: {message}" if field else message, hint=hint)
 
 
 class UnsupportedError(SpecError):
-    """``provider`` cannot honour ``field``; ``why`` says why and what to do instead."""
+    """``provider`` cannot honour ``field``; ``why`` says why, ``hint`` what to do instead."""
 
-    def __init__(self, provider: str, field: str, why: str) -> None:
+    def __init__(self, provider: str, field: str, why: str, *, hint: str = "") -> None:
         self.provider, self.why = provider, why
-        super().__init__(f"not supported by provider {provider}: {why}", field=field)
+        super().__init__(f"not supported by provider {provider}: {why}", field=field, hint=hint)
 
 
 class ConflictError(SpecError):
@@ -157,9 +162,9 @@ class LostContactError(CloudtrainError):
 
     exit_code = 7
 
-    def __init__(self, message: str, *, passing: bool = True, throttled: bool = False) -> None:
+    def __init__(self, message: str, *, passing: bool = True, throttled: bool = False, hint: str = "") -> None:
         self.passing, self.throttled = passing, throttled
-        super().__init__(message)
+        super().__init__(message, hint=hint)
 
 
 class StorageError(CloudtrainError):

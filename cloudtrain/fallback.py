@@ -73,7 +73,8 @@ def make_plan(
         except SpecError as exc:
             if not place:
                 raise
-            raise SpecError(f"{exc.message} (in {_named(own)}, which is to follow)", field=exc.field) from None
+            why = f"{exc.message} (in {_named(own)}, which is to follow)"
+            raise SpecError(why, field=exc.field, hint=exc.hint) from None
         run_id = run_id or (None if preview else plans[0].run_id)
         if not place and (resumed := job.resume_from) and is_bare(resumed, cwd):  # a run of the first place's store
             job = job.replace(resume_from=f"{plans[0].store.url}/runs/{resumed}")

@@ -580,7 +580,7 @@ def _override(job: Job, provider: str, overrides: Mapping[str, Any]) -> Job:
     except SpecError as exc:
         if not overrides:
             raise
-        raise SpecError(str(exc), field=f"on.{provider}") from None
+        raise SpecError(str(exc), field=f"on.{provider}", hint=exc.hint) from None
 
 
 def anchored(data: dict[str, Any], folder: Path) -> dict[str, Any]:

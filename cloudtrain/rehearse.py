@@ -123,7 +123,7 @@ def _check_there(url: str, places: Mapping[str, str], field: str) -> None:
     try:
         path = local_path(place_of(url, places))
     except SpecError as exc:
-        raise SpecError(exc.message, field=field) from None
+        raise SpecError(exc.message, field=field, hint=exc.hint) from None
     if path is None or not path.exists():
         raise SpecError(f"there is no {path}, which stands for {url}; or name what does: --map {url}=PATH", field=field)
 

@@ -174,7 +174,7 @@ class _Input:
         except SpecError as exc:
             if exc.field != "store":  # as it is called of any URL that cannot be opened
                 raise
-            raise SpecError(exc.message, field=self.field) from exc
+            raise SpecError(exc.message, field=self.field, hint=exc.hint) from exc
 
     def _entries(self, source: RemoteFiles) -> dict[str, Entry]:
         if self._file is None:

@@ -162,7 +162,7 @@ def described(exc: SpecError) -> SpecError:
     for part in re.sub(r"\[\d+\]", "", exc.field).split("."):
         where = where.get("properties", {}).get(part, {})
     text = where.get("description")
-    return SpecError(f"{exc.message} ({text})", field=exc.field) if text else exc
+    return SpecError(f"{exc.message} ({text})", field=exc.field, hint=exc.hint) if text else exc
 
 
 def _flat_name(owner: str, name: str) -> str:

@@ -314,7 +314,7 @@ def _resumed(
     try:
         url = normalize(settings.resolved(given, ask=ask), cwd=cwd)
     except SpecError as exc:
-        raise SpecError(exc.message, field="resume_from") from None
+        raise SpecError(exc.message, field="resume_from", hint=exc.hint) from None
     url = followed(url, settings, ask=follows)
     if "/runs/" in url and "/" not in url.rpartition("/runs/")[2]:
         url = f"{url}/live/checkpoints"

@@ -123,7 +123,7 @@ def _strict(schema: dict[str, Any]) -> bool:
 
 def test_the_files_refer_to_each_other_as_files(tmp_path: Path) -> None:
     """A tool that is given the path of one, and knows nothing of us, finds the others."""
-    error = {"error": "x: no", "field": "x", "exit_code": 2}
+    error = {"error": "x: no", "field": "x", "hint": "", "exit_code": 2}
     (tmp_path / "good.json").write_text(json.dumps(error))
     (tmp_path / "bad.json").write_text(json.dumps({**error, "more": 1}))
     command = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(schemas.path("status"))]
@@ -173,8 +173,8 @@ def test_what_is_no_answer_is_refused(account: Account) -> None:
     changed += [{**good, "exit_code": None}, {**good, "state": "running"}]
     changed += [{**good, "cost": {**good["cost"], "usd": 1}}]
     changed += [{**good, "attempts": [{**good["attempts"][0], "number": "first"}]}, {**good, "error": "x"}]
-    changed += [{"error": "x", "exit_code": 2}, {"error": "x\ny", "field": "", "exit_code": 2}, {}]
-    changed += [{"error": "x", "field": "", "exit_code": 0}, {"error": "x", "field": "", "exit_code": 2, "run": 1}]
+    changed += [{"error": "x", "exit_code": 2}, {"error": "x\ny", "field": "", "hint": "", "exit_code": 2}, {}]
+    changed += [{"error": "x", "field": "", "hint": "", "exit_code": 0}, {"error": "x", "field": "", "hint": "", "exit_code": 2, "run": 1}]
     for value in changed:
         assert refused("status", value), value
     listed = account.of("list")
@@ -358,7 +358,7 @@ def test_a_stream_is_an_object_a_line_up_to_the_error() -> None:
     screen.emit({"error": "x", "exit_code": 7})
     screen.emit({"error": "y", "exit_code": 7})
     assert isinstance(screen.out, io.StringIO)
-    assert json.loads(screen.out.getvalue()) == {"error": "x", "exit_code": 7, "field": ""}
+    assert json.loads(screen.out.getvalue()) == {"error": "x", "exit_code": 7, "field": "", "hint": ""}
 
 
 # ---------------------------------------------------------------------------------------------- what is no run's

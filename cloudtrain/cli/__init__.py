@@ -181,16 +181,17 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
         from ..errors import CloudtrainError
 
         if isinstance(exc, CloudtrainError):
-            return _report(screen, str(exc), exc.exit_code, wants_json, field=getattr(exc, "field", ""))
+            field = getattr(exc, "field", "")
+            return _report(screen, str(exc), exc.exit_code, wants_json, field=field, hint=exc.hint)
         text = f"{type(exc).__name__}: {exc} (this is a bug in cloudtrain; CLOUDTRAIN_DEBUG=1 shows where)"
         return _report(screen, text, EXIT_BUG, wants_json)
 
 
-def _report(screen: Screen, text: str, code: int, wants_json: bool, field: str = "") -> int:
+def _report(screen: Screen, text: str, code: int, wants_json: bool, *, field: str = "", hint: str = "") -> int:
     from ..errors import scrubbed
 
     line = scrubbed(" ".join(text.split("\n")))
-    screen.talk(f"error: {line}")
+    screen.error(line, hint)
     if wants_json:
-        screen.emit({**screen.about, "error": line, "field": field, "exit_code": code})
+        screen.emit({**screen.about, "error": line, "field": field, "hint": hint, "exit_code": code})
     return code

@@ -51,13 +51,19 @@ class Screen:
         except BrokenPipeError:
             _silence(self.err)
 
+    def error(self, text: str, hint: str = "") -> None:
+        """Print ``error: text`` and, where there is one, ``hint: …`` with its further lines indented below it."""
+        self.talk(f"error: {text}")
+        if hint:
+            self.talk("hint: " + hint.replace("\n", "\n      "))
+
     def emit(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
         """The one JSON object of ``--json``: what would be a second one is not printed. An error names its field."""
         if self.emitted:
             return
         self.emitted = True
         if "error" in value and "state" not in value:
-            value = {**value, "field": value.get("field", "")}
+            value = {**value, "field": value.get("field", ""), "hint": value.get("hint", "")}
         self.data(json.dumps(value, ensure_ascii=False, indent=indent))
 
     def next(self, *commands: list[str], where: Sequence[str] = ()) -> None:

@@ -169,7 +169,7 @@ class Hosted:
         try:
             Simulation.from_dict({key: body[key] for key in ("nodes", "rules")})
         except SpecError as exc:
-            raise SpecError(exc.message, field=f"options.{self.name}.{exc.field}") from None
+            raise SpecError(exc.message, field=f"options.{self.name}.{exc.field}", hint=exc.hint) from None
         return Request(
             provider=self.name,
             operation="supervise",

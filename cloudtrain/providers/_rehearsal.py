@@ -221,7 +221,7 @@ class Provider(Hosted):
         try:
             check_image(connect(), str(node.image), node.platform)
         except SpecError as exc:
-            raise SpecError(exc.message, field=exc.field or "rehearse") from None
+            raise SpecError(exc.message, field=exc.field or "rehearse", hint=exc.hint) from None
 
     def image_digest(self, request: Request) -> str | None:
         """Of the image that runs here."""

@@ -178,7 +178,8 @@ class Provider(Hosted):
         try:
             api = connect()
         except SpecError as exc:
-            raise SpecError(f"{exc.message}, or use --provider local", field="provider docker") from None
+            hint = "\n".join(filter(None, [exc.hint, "or run it without containers: --provider local"]))
+            raise SpecError(exc.message, field="provider docker", hint=hint) from None
         uid = nodes[0].user and nodes[0].user.partition(":")[0]
         if uid and int(uid) != os.geteuid() and os.geteuid() != 0:
             why = f"uid {uid} could not write the run's folder, and only root may give it to another"
