@@ -174,7 +174,8 @@ def test_what_is_no_answer_is_refused(account: Account) -> None:
     changed += [{**good, "cost": {**good["cost"], "usd": 1}}]
     changed += [{**good, "attempts": [{**good["attempts"][0], "number": "first"}]}, {**good, "error": "x"}]
     changed += [{"error": "x", "exit_code": 2}, {"error": "x\ny", "field": "", "hint": "", "exit_code": 2}, {}]
-    changed += [{"error": "x", "field": "", "hint": "", "exit_code": 0}, {"error": "x", "field": "", "hint": "", "exit_code": 2, "run": 1}]
+    refusal: dict[str, Any] = {"error": "x", "field": "", "hint": "", "exit_code": 2}
+    changed += [{**refusal, "exit_code": 0}, {**refusal, "run": 1}]
     for value in changed:
         assert refused("status", value), value
     listed = account.of("list")
