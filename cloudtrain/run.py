@@ -101,7 +101,7 @@ class Run(Moving):
 
     def status(self) -> Status:
         """How the run stands now. Raises what the provider raises, `LostContactError` when it does not answer."""
-        self.lead()
+        self._lead()
         return self._current()[0]
 
     def checkpoint(self) -> Checkpoint | None:
@@ -110,7 +110,7 @@ class Run(Moving):
 
     def result(self) -> Result:
         """The object that submit, wait and status print; written as result.json once the run is final."""
-        self.lead()
+        self._lead()
         stored = self.store.result(self.run_id)
         if stored is not None:
             return shown(stored)
@@ -170,9 +170,9 @@ class Run(Moving):
         if self.store.cancelled(self.run_id):
             return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
         refused, request = self.store.refused(self.run_id, last), self.store.attempt_request(self.run_id, last)
-        if refused and request is not None and self.follows(request, refused["category"]):
+        if refused and request is not None and self._follows(request, refused["category"]):
             return Status(state="failed", category=refused["category"], reason=f"refused: {refused['reason']}")
-        if not refused and (last or self.led) and self.provider.retried_by != "supervisor":
+        if not refused and (last or self._led) and self.provider.retried_by != "supervisor":
             self._unsent = last  # whoever waits sends it
         why = f"refused: {refused['reason']}" if refused else "recorded but never submitted"
         reason = f"{why}; submit the same job again with --run-id {self.run_id}, or cancel it"
@@ -269,7 +269,7 @@ class Run(Moving):
         starts = self.store.starts(self.run_id)
         attempts = attempts_of(said, natives, exits, starts)
         verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
-        refusals = self.refusals(natives)
+        refusals = self._refusals(natives)
         return {
             "run": self.url,
             "run_id": self.run_id,
@@ -316,14 +316,14 @@ class Run(Moving):
 
     def _may_go_on(self, result: Result) -> bool:
         """Whether a waiting client may still start another attempt of a run that failed, here or in another place."""
-        return self.may_retry(result) or self.may_move(result)
+        return self._may_retry(result) or self._may_move(result)
 
-    def kept(self, result: Result) -> Result:
+    def _kept(self, result: Result) -> Result:
         """``result`` as result.json has it."""
         return {**result, "name": self.job.name, "created": self.record.get("created")}
 
     def _keep(self, result: Result) -> Result:
-        return shown(self.store.write_result(self.run_id, self.kept(result)))
+        return shown(self.store.write_result(self.run_id, self._kept(result)))
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
@@ -357,7 +357,7 @@ class Run(Moving):
         Stops what has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another attempt, keeps
         the result of a run that is over. Any number may do so at once and again. Raises what `status` raises.
         """
-        self.lead()
+        self._lead()
         stored = self.store.result(self.run_id)
         if stored is not None:
             return shown(stored)
@@ -380,7 +380,7 @@ class Run(Moving):
         """The result, None when another attempt has begun; one that none will follow is kept."""
         if result["state"] not in FINAL:
             return result
-        if self.lead():  # it was left for another place meanwhile, whoever did so
+        if self._lead():  # it was left for another place meanwhile, whoever did so
             if begin := getattr(retry, "begin", None):
                 begin()
             return None
@@ -413,7 +413,7 @@ class Run(Moving):
         seconds: the run goes on, as it does after an interrupt.
         """
         deadline = None if timeout is None else self._clock() + timeout
-        self.lead()
+        self._lead()
         tail: Tail | None = None
         while True:
             if on_line is not None and (tail is None or tail.store is not self.store):  # another place, other lines
@@ -511,7 +511,7 @@ class Run(Moving):
         if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
             return False
         if newest not in self._retried:
-            self._retried[newest] = self.may_retry(self._compute(status, natives))
+            self._retried[newest] = self._may_retry(self._compute(status, natives))
         return self._retried[newest] and not self.store.cancelled(self.run_id)
 
     @contextlib.contextmanager
@@ -568,7 +568,7 @@ class Run(Moving):
         Every attempt is asked to stop, then the first error, if any, is raised.
         """
         self._check()
-        self.lead()
+        self._lead()
         if self._is_over():
             return
         self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
@@ -582,7 +582,7 @@ class Run(Moving):
                 continue  # what the platform does not know does not run
             except CloudtrainError as exc:
                 errors.append(exc)
-        if self.lead():  # whoever left this place meanwhile may not have seen it
+        if self._lead():  # whoever left this place meanwhile may not have seen it
             self.cancel()
         if errors:
             raise errors[0]
@@ -630,7 +630,7 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
 
     run, asked = settings.let_in(where, read)
     with contextlib.suppress(CloudtrainError):  # without its provider, too, there are files to pull
-        run.lead()
+        run._lead()
         if local_path(run.store.url) is None and (own := asked.own(run.store.url, run.provider)) is not None:
             run.store = Store(run.store.url, storage=own, moving=settings.moving)
     return run

@@ -545,7 +545,7 @@ def _to_send(plan: Plan, run: Run) -> Request | None:
     if not newest:
         return plan.request
     request, refused = store.attempt_request(run_id, newest), store.refused(run_id, newest)
-    if request is None or refused is None or run.follows(request, refused["category"]):
+    if request is None or refused is None or run._follows(request, refused["category"]):
         return None  # a waiting client's
     return request
 

@@ -241,7 +241,7 @@ def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
     if json:
         ended = run.store.result(run.run_id)  # a run that was sent before
         state = ended["state"] if ended else "cancelled" if run.store.cancelled(run.run_id) else "pending"
-        refusals = run.refusals(run.store.attempts(run.run_id)[-1:])
+        refusals = run._refusals(run.store.attempts(run.run_id)[-1:])
         told = {"refusals": refusals} if refusals else {}
         screen.emit({**screen.about, **_uploaded(run), **told, "state": state, "exit_code": 0})
     else:
