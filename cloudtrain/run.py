@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,9 +29,9 @@ from .provider import FINAL, AttemptInfo, Provider, Request, Status
 from .pull import PATIENCE, PULLED, PullReport, pull
 from .settings import Caller, Settings
 from .store import Staged, Store
-from .tail import Contact, Tail, patiently
+from .tail import Contact, Tail, newest, patiently, written_since
 from .transfer import Progress
-from .values import nearest, url_scheme
+from .values import nearest, parse_since, url_scheme, whole_number
 from .verdict import (
     attempt_row,
     attempts_of,
@@ -327,27 +328,86 @@ class Run(Moving):
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
-    def logs(self, *, follow: bool = False, poll: float | None = None, patience: float = PATIENCE) -> Iterator[Line]:
-        """Every line of every node, each once and in order for each node; ``follow``: until the run has ended.
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        n: int | None = None,
+        since: str | timedelta | datetime | None = None,
+        node: int | None = None,
+        rank: int | None = None,
+        times: bool = True,
+        poll: float | None = None,
+        patience: float = PATIENCE,
+    ) -> Iterator[Line]:
+        """Give the log lines of all nodes, each once and in order for each node.
 
-        Of a run that a waiting client may retry a follower waits `NEXT_SECONDS` for the next attempt.
-        Looks at the platform every 0.1 s while lines come, at most ``poll`` seconds apart while none do (default: what
-        the provider says). When the platform has not answered for ``patience`` seconds, what the store itself holds is
-        given and then `LostContactError` raised; without ``follow``, the store's own copy steps in at once.
+        ``follow``
+            go on until the run has ended. ``n`` then counts the lines that are there at the start.
+        ``n``
+            the last ``n`` lines only.
+        ``since``
+            lines of so long ago at most (``"10m"``, a timedelta), or since a time (ISO text, a datetime; UTC).
+        ``node``, ``rank``
+            lines of this node, of this global rank.
+        ``times``
+            fill `Line.time` from the nodes' own copy of the log, where the platform's log has no times.
+        ``poll``
+            look at the platform at most so many seconds apart (default: as the provider says).
+        ``patience``
+            when the platform has not answered for so many seconds, give the nodes' own copy and raise
+            `LostContactError`. Without ``follow`` the copy is used at once.
+
+        Raises `SpecError` for a rank, a node or a time that cannot be, `NotFoundError` when there is no such run.
         """
-        tail = self._tail(patience)
+        count = None if n is None else whole_number(n, "n", least=0)
+        moment = None if since is None else parse_since(since, self._clock(), field="since")
+        self._check_part("node", node)
+        self._check_part("rank", rank)
+        found = self._lines(self._tail(patience), follow, times or since is not None, poll, patience)
+        lines = (
+            line
+            for line in found
+            if line is None or ((node is None or str(line.node) == str(node)) and (rank is None or line.rank == rank))
+        )
+        return newest(lines if moment is None else written_since(lines, moment), count)
+
+    def _check_part(self, kind: str, number: int | None) -> None:
+        """Raise `NotFoundError` for a number that no node or rank of the run has."""
+        if number is None:
+            return
+        wanted = self.job.at(self.provider_name)
+        count = wanted.resources.instance_count
+        if kind == "rank" and wanted.launcher == "torchrun":
+            count *= max(wanted.resources.processes(i) for i in range(max(1, len(wanted.resources.gpu))))
+        if not 0 <= number < count:
+            there = f"{kind}s are 0 to {count - 1}" if count > 1 else f"the only {kind} is 0"
+            raise NotFoundError(f"no {kind} {number}; {there}", hint=f"use --{kind} 0, or leave it out for all {kind}s")
+
+    def _lines(
+        self, tail: Tail, follow: bool, times: bool, poll: float | None, patience: float
+    ) -> Iterator[Line | None]:
+        """Yield log lines; None once what is there already has been given, if more may follow."""
+        over = looked = False
         if follow:
             for event in self._events(tail=tail, poll=poll, patience=patience, deadline=None):
                 if isinstance(event, Line):
-                    yield event
+                    yield tail.dated(event, over=over) if times else event
+                    continue
+                over = event.final
+                if looked and not tail.more:
+                    yield None
+                looked = True
             return
         self._check()
         natives: dict[int, str] = {}
         try:
-            natives = self._current()[1]
+            status, natives = self._current()
+            over = status.final
         except LostContactError as exc:
             yield from tail.give_up(exc)
-        yield from tail.end(natives)
+        for line in tail.end(natives):
+            yield tail.dated(line, over=over) if times else line
 
     def reconcile(
         self, *, retry: Callable[[Result], bool] | None = None, say: Callable[[str], None] = lambda _: None

@@ -256,7 +256,7 @@ def _follow(
     from ..fallback import Onward
 
     write = screen.talk if json else screen.data
-    many = ranks(run.job) > 1
+    many = ranks(run.job.at(run.provider_name)) > 1
     try:
         result = run.wait(
             timeout=timeout,
