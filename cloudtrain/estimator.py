@@ -244,12 +244,13 @@ def ranks(job: Job) -> int:
     return job.resources.instance_count * (job.resources.processes() if job.launcher == "torchrun" else 1)
 
 
-def log_line(line: Line, *, many: bool) -> str:
-    """A log line for people: ``[n0 r1] text`` where the run has ``many`` ranks, else the text."""
-    if not many:
-        return line.text
-    node = f"n{line.node}" if isinstance(line.node, int) else line.node
-    words = [node] if node else []
-    if line.rank is not None:
-        words.append(f"r{line.rank}")
-    return f"[{' '.join(words)}] {line.text}" if words else line.text
+def log_line(line: Line, *, many: bool, times: bool = False) -> str:
+    """Return a log line for people: ``[n0 r1] text`` where the run has ``many`` ranks, else the text.
+
+    ``times``: its time comes first, in UTC; a dash for a line without one.
+    """
+    from .follow import line_label
+    from .verdict import iso_time
+
+    text = f"{label}{line.text}" if many and (label := line_label(line)) else line.text
+    return f"{iso_time(line.time) or '-':24} {text}" if times else text

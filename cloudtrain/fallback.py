@@ -142,7 +142,7 @@ def submit(
             result = run.result()
             if _refused(run) is None:  # it was accepted all the same
                 continue
-            if not (run.may_retry(result) or run.may_move(result)) or not onward(result):
+            if not (run._may_retry(result) or run._may_move(result)) or not onward(result):
                 raise _nowhere(run, refused)
         elif (unsent := _unsent(run)) is None:
             return run
@@ -185,7 +185,7 @@ def _refused(run: Run) -> dict[str, Any] | None:
 
 def _nowhere(run: Run, refused: Mapping[str, Any]) -> CloudtrainError:
     """The error of a job that nobody takes."""
-    refusals = run.refusals(())
+    refusals = run._refusals(())
     before = [_told(item) for item in refusals[:-1]]
     reason = str(refused["reason"]) + (f" (before that, {'; '.join(before)})" if before else "")
     error = _KINDS.get(str(refused["category"]), PlatformError)(reason)
@@ -216,23 +216,23 @@ class Onward(Retry):
         moved: Progress | None = None,
     ) -> None:
         self._plans, self._progress, self._moved = {plan.run_url: plan for plan in plans}, progress, moved
-        run.lead()
+        run._lead()
         super().__init__(run, say, environ=environ)
         self.begin()
 
     def __call__(self, result: Mapping[str, Any]) -> bool:
         """Start another attempt, here or in the next place; False when none should follow."""
         run = self._run
-        if run.lead():
+        if run._lead():
             self.begin()
             return True
         newest = max(run.store.attempts(run.run_id))
-        request, moves = run.store.attempt_request(run.run_id, newest), run.may_move(result)
+        request, moves = run.store.attempt_request(run.run_id, newest), run._may_move(result)
         if moves and overtaken(run.store, run.run_id, newest, result):
             return True
         # Where no GPU of the list is left, another attempt here would ask for what there is none of.
-        here = not moves or (request is not None and run.has_another(request, result["category"]))
-        if here and run.may_retry(dict(result)) and super().__call__(result):
+        here = not moves or (request is not None and run._has_another(request, result["category"]))
+        if here and run._may_retry(dict(result)) and super().__call__(result):
             return True
         return moves and (self._is_alive(newest, result) or self._move(result))
 
@@ -242,10 +242,10 @@ class Onward(Retry):
         for row in result["attempts"]:  # what was taken, and ended without ever having machines
             request = run.store.attempt_request(run.run_id, int(str(row["number"]).partition(".")[0]))
             if row["category"] in NO_MACHINES and request is not None:
-                refusals.append(run.refusal(row, request.choice))
+                refusals.append(run._refusal(row, request.choice))
         if not refusals:
             request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
-            refusals.append(run.refusal(result, request.choice if request is not None else 0))
+            refusals.append(run._refusal(result, request.choice if request is not None else 0))
         from .relay import Left
 
         left = Left(run.store, Layout.from_dict(run.record["layout"]))
@@ -254,7 +254,7 @@ class Onward(Retry):
 
         def leave() -> None:
             reason = f"{result['reason']}; it went on to {plan.run_url}"
-            if not decide(run.store, run.run_id, plan.run_url, run.kept({**result, "reason": reason})):
+            if not decide(run.store, run.run_id, plan.run_url, run._kept({**result, "reason": reason})):
                 raise ConflictError(f"{run.url} went on elsewhere", field="run_id")
             if run.store.cancelled(run.run_id):  # who cancelled looks here after that: one of the two sees the other
                 plan.store.cancel(plan.run_id)
@@ -262,16 +262,16 @@ class Onward(Retry):
         try:
             self._send_plan(plan, decide=leave)
         finally:
-            run.lead()
+            run._lead()
         return True
 
     def begin(self) -> None:
         """Start the run in a place that it has come to, if who brought it there has died before."""
         run = self._run
-        if run.led and not run.store.attempts(run.run_id) and not run.store.cancelled(run.run_id):
+        if run._led and not run.store.attempts(run.run_id) and not run.store.cancelled(run.run_id):
             self._say(f"starting it in {run.store.url}, to which it had come")
-            self._send_plan(self._recorded(run.record, run.fallbacks))
-            run.lead()
+            self._send_plan(self._recorded(run.record, run._fallbacks))
+            run._lead()
 
     def _send_plan(self, plan: Plan, decide: Callable[[], object] | None = None) -> None:
         """Send it; that the place has no machines is said."""
@@ -284,7 +284,7 @@ class Onward(Retry):
 
     def _following(self) -> Plan:
         """The plan of the next place."""
-        (record, *rest) = self._run.fallbacks
+        (record, *rest) = self._run._fallbacks
         return self._plans.get(str(record["run"])) or self._recorded(record, rest)
 
     def _recorded(self, record: Mapping[str, Any], rest: Sequence[Mapping[str, Any]]) -> Plan:

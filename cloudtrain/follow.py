@@ -1,8 +1,9 @@
 """The log follower: every line of every node exactly once, in order for each node, whatever a platform does to them.
 
 Lines leave a node as ``[a<attempt> n<node> r<rank> #<number>] text`` and are ordered, de-duplicated and completed by
-(attempt, node, number) alone. Lines without a number are the platform's own, de-duplicated by its id. Nothing here
-reads, waits or sleeps: pages and segments are fed in, lines come out, `Follower.wanted` says what to look for next.
+(attempt, node, number) alone. A segment has the line's time after the number; segments of older runs lack it. Lines
+without a number are the platform's own, de-duplicated by its id. Nothing here reads, waits or sleeps: pages and
+segments are fed in, lines come out, `Follower.wanted` says what to look for next.
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ import heapq
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from .provider import LogLine
 
-__all__ = ["Follower", "Line", "Stream", "Want", "attempt_key", "parse"]
+__all__ = ["Follower", "Line", "Stream", "Want", "attempt_key", "line_label", "parse"]
 
 _NUMBERED = re.compile(
-    r"\[a([0-9]{1,9}\.[0-9]{1,9}) n([0-9]{1,9}) r([0-9]{1,9}|-) #([1-9][0-9]{0,17})\](?: (.*))?", re.DOTALL
+    r"\[a([0-9]{1,9}\.[0-9]{1,9}) n([0-9]{1,9}) r([0-9]{1,9}|-) #([1-9][0-9]{0,17})"
+    r"(?: ([0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3})Z)?\](?: (.*))?",
+    re.DOTALL,
 )
 
 Stream = tuple[str, int]
@@ -30,7 +34,8 @@ class Line:
     """One line of a run. ``attempt`` is ``k.r``, ``rank`` None for the runtime's own lines, ``seq`` counts from 1.
 
     The platform's own lines have ``attempt`` ``""``, the platform's name of the node in ``node``, and ``seq`` 0; a
-    marker of lost lines has ``seq`` 0 too. ``time`` is Unix seconds by the platform's clock, None when it did not say.
+    marker of lost lines has ``seq`` 0 too. ``time`` is Unix seconds: by the platform's clock where its log has times,
+    else by the node's; None where neither is known.
     """
 
     attempt: str
@@ -65,21 +70,37 @@ def parse(line: LogLine) -> Line:
     match = _NUMBERED.fullmatch(line.text)
     if not match:
         return Line(attempt="", node=line.node, rank=None, seq=0, text=line.text, time=line.time)
-    attempt, node, rank, seq, text = match.groups(default="")
+    attempt, node, rank, seq, stamp, text = match.groups(default="")
     return Line(
         attempt=attempt,
         node=int(node),
         rank=None if rank == "-" else int(rank),
         seq=int(seq),
         text=text,
-        time=line.time,
+        time=_unix(stamp) if line.time is None else line.time,
     )
+
+
+def _unix(stamp: str) -> float | None:
+    """Return a stamp of a segment as Unix seconds; None for no stamp, or for one that is no date."""
+    try:
+        return datetime.fromisoformat(f"{stamp}+00:00").timestamp() if stamp else None
+    except ValueError:
+        return None
 
 
 def attempt_key(attempt: str) -> tuple[int, ...]:
     """What to sort attempts ``k.r`` by; anything else sorts before them all."""
     parts = attempt.split(".")
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
+
+
+def line_label(line: Line) -> str:
+    """Return ``[n0 r1] `` of a rank's line, ``[n0] `` of cloudtrain's own on a node; empty where no node is known."""
+    node = str(line.node)
+    words = [f"n{node}" if node.isdecimal() else node] if node else []
+    words += [f"r{line.rank}"] if line.rank is not None else []
+    return f"[{' '.join(words)}] " if words else ""
 
 
 @dataclass

@@ -202,7 +202,7 @@ class Moving:
     _over: dict[int, float]
     _retried: dict[int, bool]
     _began: dict[int, float]
-    led: bool = False
+    _led: bool = False
     """Whether it came here from another place, so that it is decided that the run goes on here."""
 
     @property
@@ -228,24 +228,24 @@ class Moving:
         return self._provider
 
     @property
-    def fallbacks(self) -> list[dict[str, Any]]:
+    def _fallbacks(self) -> list[dict[str, Any]]:
         """What may follow this run, as it is recorded; empty for most."""
         try:
             return list(self.record.get("fallbacks") or ())
         except NotFoundError:
             return []
 
-    def refusals(self, natives: Collection[int] = ()) -> list[dict[str, Any]]:
+    def _refusals(self, natives: Collection[int] = ()) -> list[dict[str, Any]]:
         """Who had no machines, in order: the places before, and of this one the requests that were refused, which are
         attempts without a native id in ``natives``."""
         found = list(self.record.get("refusals") or ())
         for k in sorted(set(self.store.attempts(self.run_id)) - set(natives)):
             refused, request = self.store.refused(self.run_id, k), self.store.attempt_request(self.run_id, k)
             if refused and request is not None:
-                found.append(self.refusal(refused, choice=request.choice))
+                found.append(self._refusal(refused, choice=request.choice))
         return found
 
-    def refusal(self, said: Record, choice: int) -> dict[str, Any]:
+    def _refusal(self, said: Record, choice: int) -> dict[str, Any]:
         """Why this place had no machines for one GPU of the list: its category and reason as ``said``."""
         gpus = self.job.at(self.provider_name).resources.gpu
         return {
@@ -257,17 +257,17 @@ class Moving:
             "reason": said["reason"],
         }
 
-    def lead(self) -> bool:
+    def _lead(self) -> bool:
         """Become the handle of the newest run that this one was left for; whether there is one.
 
         Who does so also keeps the result of each that was left, should whoever left it have died before.
         """
         moved = False
-        while (following := self.fallbacks[:1]) and (noted := next_of(self.store, self.run_id)) is not None:
+        while (following := self._fallbacks[:1]) and (noted := next_of(self.store, self.run_id)) is not None:
             left, (record,) = self.store, following
             self._provider = self._settings.provider_of(record)
             self.store = Store(record["layout"]["store"], storage=self._provider.storage, moving=self._settings.moving)
-            self._record, self.led, moved = None, True, True
+            self._record, self._led, moved = None, True, True
             for known in (self._natives, self._refused, self._over, self._retried, self._began):
                 known.clear()
             self._unsent = self._max_wait = None  # they are of the place that was left
@@ -286,7 +286,7 @@ class Moving:
             with contextlib.suppress(AuthError, StorageError):  # verbs that only read come here too
                 left.write_result(run_id, result)
 
-    def may_retry(self, result: Record) -> bool:
+    def _may_retry(self, result: Record) -> bool:
         """Whether a waiting client may still start another attempt of a run that failed so."""
         if result["state"] != "failed" or self.provider.retried_by != "client" or self.store.cancelled(self.run_id):
             return False
@@ -296,25 +296,25 @@ class Moving:
         # Another GPU of the list is no retry: the job has not had its machines yet.
         choices = {request.choice for request in requests if request is not None}
         last = requests[-1]
-        another = category in NO_MACHINES and last is not None and self.has_another(last, category)
+        another = category in NO_MACHINES and last is not None and self._has_another(last, category)
         more = newest - max(0, len(choices) - 1) < job.retries and category not in NOT_RETRIED
         return another or more or overtaken(self.store, self.run_id, newest, result)
 
-    def may_move(self, result: Record) -> bool:
+    def _may_move(self, result: Record) -> bool:
         """Whether the run, which ended with ``result``, may be left for another place: it never ran, and nobody has
         cancelled it."""
-        if result["state"] != "failed" or result["category"] not in NO_MACHINES or not self.fallbacks:
+        if result["state"] != "failed" or result["category"] not in NO_MACHINES or not self._fallbacks:
             return False
         store, run_id = self.store, self.run_id
         started = any(row["started"] for row in result["attempts"])  # by the platform's word
         ran = started or result["checkpoint"] or store.starts(run_id) or store.exits(run_id)
         return not ran and not store.cancelled(run_id)
 
-    def follows(self, request: Request, category: str) -> bool:
+    def _follows(self, request: Request, category: str) -> bool:
         """Whether another request may follow this one, once it was refused for ``category``."""
-        return category in NO_MACHINES and (bool(self.fallbacks) or self.has_another(request, category))
+        return category in NO_MACHINES and (bool(self._fallbacks) or self._has_another(request, category))
 
-    def has_another(self, request: Request, category: str) -> bool:
+    def _has_another(self, request: Request, category: str) -> bool:
         """Whether the GPU of the list that is next after ``request`` can be asked for here."""
         job, choice = self.job.at(self.provider_name), request.next_choice(category)
         if self.provider.retried_by != "client" or choice >= len(job.resources.gpu):

@@ -17,7 +17,7 @@ from typing import Any
 from .checkpoint import Checkpoint
 from .curves import Curve, curves
 from .errors import scrubbed
-from .follow import Line
+from .follow import line_label
 from .job import Job
 from .markup import Html, figure, page, quantity, size, table, tag
 from .provider import FINAL
@@ -299,16 +299,12 @@ def _last_lines(seen: Seen) -> Html:
         tag(
             "details",
             tag("summary", f"Node {node}, the last {len(lines)} of {lines[-1].seq:,} lines"),
-            _pre([_labelled(line) for line in lines], tall=True),
+            _pre([f"{line_label(line)}{line.text}" for line in lines], tall=True),
             open="open" if len(said) <= 2 else None,
         )
         for node, lines in said.items()
     ]
     return _section("Last lines", tag("p", f"Of attempt {attempt}, by node.", class_="faint"), *parts)
-
-
-def _labelled(line: Line) -> str:
-    return f"{'   -' if line.rank is None else f'r{line.rank}':>4} | {line.text}"
 
 
 # -------------------------------------------------------------------------------------------------------- configuration

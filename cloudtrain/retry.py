@@ -61,12 +61,12 @@ def deliver(run: Run, request: Request, values: Mapping[str, str]) -> str | None
     """Send the request of an attempt, and note what the platform calls it; None when it was refused before, and another
     one is to follow it, or when it was cancelled before the platform had it. Raises what sending raises."""
     store, attempt = run.store, request.attempt
-    more = run.follows(request, "capacity") or run.follows(request, "quota")
+    more = run._follows(request, "capacity") or run._follows(request, "quota")
     with contextlib.ExitStack() as stack:
         if more:
             stack.enter_context(sending(store, run.run_id, attempt))
             refused = store.refused(run.run_id, attempt)
-            if refused and run.follows(request, refused["category"]):
+            if refused and run._follows(request, refused["category"]):
                 return None
         native = patiently(partial(_send_unless_cancelled, run, request, values))
         if native is None:

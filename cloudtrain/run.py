@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,9 +29,9 @@ from .provider import FINAL, AttemptInfo, Provider, Request, Status
 from .pull import PATIENCE, PULLED, PullReport, pull
 from .settings import Caller, Settings
 from .store import Staged, Store
-from .tail import Contact, Tail, patiently
+from .tail import Contact, Tail, newest, patiently, written_since
 from .transfer import Progress
-from .values import nearest, url_scheme
+from .values import nearest, parse_since, url_scheme, whole_number
 from .verdict import (
     attempt_row,
     attempts_of,
@@ -101,7 +102,7 @@ class Run(Moving):
 
     def status(self) -> Status:
         """How the run stands now. Raises what the provider raises, `LostContactError` when it does not answer."""
-        self.lead()
+        self._lead()
         return self._current()[0]
 
     def checkpoint(self) -> Checkpoint | None:
@@ -110,7 +111,7 @@ class Run(Moving):
 
     def result(self) -> Result:
         """The object that submit, wait and status print; written as result.json once the run is final."""
-        self.lead()
+        self._lead()
         stored = self.store.result(self.run_id)
         if stored is not None:
             return shown(stored)
@@ -170,9 +171,9 @@ class Run(Moving):
         if self.store.cancelled(self.run_id):
             return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
         refused, request = self.store.refused(self.run_id, last), self.store.attempt_request(self.run_id, last)
-        if refused and request is not None and self.follows(request, refused["category"]):
+        if refused and request is not None and self._follows(request, refused["category"]):
             return Status(state="failed", category=refused["category"], reason=f"refused: {refused['reason']}")
-        if not refused and (last or self.led) and self.provider.retried_by != "supervisor":
+        if not refused and (last or self._led) and self.provider.retried_by != "supervisor":
             self._unsent = last  # whoever waits sends it
         why = f"refused: {refused['reason']}" if refused else "recorded but never submitted"
         reason = f"{why}; submit the same job again with --run-id {self.run_id}, or cancel it"
@@ -269,7 +270,7 @@ class Run(Moving):
         starts = self.store.starts(self.run_id)
         attempts = attempts_of(said, natives, exits, starts)
         verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
-        refusals = self.refusals(natives)
+        refusals = self._refusals(natives)
         return {
             "run": self.url,
             "run_id": self.run_id,
@@ -316,38 +317,97 @@ class Run(Moving):
 
     def _may_go_on(self, result: Result) -> bool:
         """Whether a waiting client may still start another attempt of a run that failed, here or in another place."""
-        return self.may_retry(result) or self.may_move(result)
+        return self._may_retry(result) or self._may_move(result)
 
-    def kept(self, result: Result) -> Result:
+    def _kept(self, result: Result) -> Result:
         """``result`` as result.json has it."""
         return {**result, "name": self.job.name, "created": self.record.get("created")}
 
     def _keep(self, result: Result) -> Result:
-        return shown(self.store.write_result(self.run_id, self.kept(result)))
+        return shown(self.store.write_result(self.run_id, self._kept(result)))
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
-    def logs(self, *, follow: bool = False, poll: float | None = None, patience: float = PATIENCE) -> Iterator[Line]:
-        """Every line of every node, each once and in order for each node; ``follow``: until the run has ended.
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        n: int | None = None,
+        since: str | timedelta | datetime | None = None,
+        node: int | None = None,
+        rank: int | None = None,
+        times: bool = True,
+        poll: float | None = None,
+        patience: float = PATIENCE,
+    ) -> Iterator[Line]:
+        """Give the log lines of all nodes, each once and in order for each node.
 
-        Of a run that a waiting client may retry a follower waits `NEXT_SECONDS` for the next attempt.
-        Looks at the platform every 0.1 s while lines come, at most ``poll`` seconds apart while none do (default: what
-        the provider says). When the platform has not answered for ``patience`` seconds, what the store itself holds is
-        given and then `LostContactError` raised; without ``follow``, the store's own copy steps in at once.
+        ``follow``
+            go on until the run has ended. ``n`` then counts the lines that are there at the start.
+        ``n``
+            the last ``n`` lines only.
+        ``since``
+            lines of so long ago at most (``"10m"``, a timedelta), or since a time (ISO text, a datetime; UTC).
+        ``node``, ``rank``
+            lines of this node, of this global rank.
+        ``times``
+            fill `Line.time` from the nodes' own copy of the log, where the platform's log has no times.
+        ``poll``
+            look at the platform at most so many seconds apart (default: as the provider says).
+        ``patience``
+            when the platform has not answered for so many seconds, give the nodes' own copy and raise
+            `LostContactError`. Without ``follow`` the copy is used at once.
+
+        Raises `SpecError` for a rank, a node or a time that cannot be, `NotFoundError` when there is no such run.
         """
-        tail = self._tail(patience)
+        count = None if n is None else whole_number(n, "n", least=0)
+        moment = None if since is None else parse_since(since, self._clock(), field="since")
+        self._check_part("node", node)
+        self._check_part("rank", rank)
+        found = self._lines(self._tail(patience), follow, times or since is not None, poll, patience)
+        lines = (
+            line
+            for line in found
+            if line is None or ((node is None or str(line.node) == str(node)) and (rank is None or line.rank == rank))
+        )
+        return newest(lines if moment is None else written_since(lines, moment), count)
+
+    def _check_part(self, kind: str, number: int | None) -> None:
+        """Raise `NotFoundError` for a number that no node or rank of the run has."""
+        if number is None:
+            return
+        wanted = self.job.at(self.provider_name)
+        count = wanted.resources.instance_count
+        if kind == "rank" and wanted.launcher == "torchrun":
+            count *= max(wanted.resources.processes(i) for i in range(max(1, len(wanted.resources.gpu))))
+        if not 0 <= number < count:
+            there = f"{kind}s are 0 to {count - 1}" if count > 1 else f"the only {kind} is 0"
+            raise NotFoundError(f"no {kind} {number}; {there}", hint=f"use --{kind} 0, or leave it out for all {kind}s")
+
+    def _lines(
+        self, tail: Tail, follow: bool, times: bool, poll: float | None, patience: float
+    ) -> Iterator[Line | None]:
+        """Yield log lines; None once what is there already has been given, if more may follow."""
+        over = looked = False
         if follow:
             for event in self._events(tail=tail, poll=poll, patience=patience, deadline=None):
                 if isinstance(event, Line):
-                    yield event
+                    yield tail.dated(event, over=over) if times else event
+                    continue
+                over = event.final
+                if looked and not tail.more:
+                    yield None
+                looked = True
             return
         self._check()
         natives: dict[int, str] = {}
         try:
-            natives = self._current()[1]
+            status, natives = self._current()
+            over = status.final
         except LostContactError as exc:
             yield from tail.give_up(exc)
-        yield from tail.end(natives)
+        for line in tail.end(natives):
+            yield tail.dated(line, over=over) if times else line
 
     def reconcile(
         self, *, retry: Callable[[Result], bool] | None = None, say: Callable[[str], None] = lambda _: None
@@ -357,7 +417,7 @@ class Run(Moving):
         Stops what has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another attempt, keeps
         the result of a run that is over. Any number may do so at once and again. Raises what `status` raises.
         """
-        self.lead()
+        self._lead()
         stored = self.store.result(self.run_id)
         if stored is not None:
             return shown(stored)
@@ -380,7 +440,7 @@ class Run(Moving):
         """The result, None when another attempt has begun; one that none will follow is kept."""
         if result["state"] not in FINAL:
             return result
-        if self.lead():  # it was left for another place meanwhile, whoever did so
+        if self._lead():  # it was left for another place meanwhile, whoever did so
             if begin := getattr(retry, "begin", None):
                 begin()
             return None
@@ -413,7 +473,7 @@ class Run(Moving):
         seconds: the run goes on, as it does after an interrupt.
         """
         deadline = None if timeout is None else self._clock() + timeout
-        self.lead()
+        self._lead()
         tail: Tail | None = None
         while True:
             if on_line is not None and (tail is None or tail.store is not self.store):  # another place, other lines
@@ -511,7 +571,7 @@ class Run(Moving):
         if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
             return False
         if newest not in self._retried:
-            self._retried[newest] = self.may_retry(self._compute(status, natives))
+            self._retried[newest] = self._may_retry(self._compute(status, natives))
         return self._retried[newest] and not self.store.cancelled(self.run_id)
 
     @contextlib.contextmanager
@@ -568,7 +628,7 @@ class Run(Moving):
         Every attempt is asked to stop, then the first error, if any, is raised.
         """
         self._check()
-        self.lead()
+        self._lead()
         if self._is_over():
             return
         self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
@@ -582,7 +642,7 @@ class Run(Moving):
                 continue  # what the platform does not know does not run
             except CloudtrainError as exc:
                 errors.append(exc)
-        if self.lead():  # whoever left this place meanwhile may not have seen it
+        if self._lead():  # whoever left this place meanwhile may not have seen it
             self.cancel()
         if errors:
             raise errors[0]
@@ -630,7 +690,7 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
 
     run, asked = settings.let_in(where, read)
     with contextlib.suppress(CloudtrainError):  # without its provider, too, there are files to pull
-        run.lead()
+        run._lead()
         if local_path(run.store.url) is None and (own := asked.own(run.store.url, run.provider)) is not None:
             run.store = Store(run.store.url, storage=own, moving=settings.moving)
     return run

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import html
 import json
 import os
 import secrets
@@ -38,6 +39,7 @@ from .retry import category_of, deliver, secret_values, write_context
 from .run import NO_SETTINGS, Run
 from .settings import Settings
 from .store import LocalTree, Staged, Store
+from .summary import summary
 from .transfer import Progress
 from .values import nearest, url_scheme, without_secrets
 
@@ -104,6 +106,16 @@ class Plan:
     @property
     def run_url(self) -> str:
         return self.layout.run
+
+    def __repr__(self) -> str:
+        return f"Plan({self.run_url!r}, provider={self.provider_name!r})"
+
+    def __str__(self) -> str:
+        return summary(self.document())
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a notebook shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def document(self) -> dict[str, Any]:
         """Plain JSON; equal plans give equal documents. Sizes are bytes, times seconds."""
@@ -545,7 +557,7 @@ def _to_send(plan: Plan, run: Run) -> Request | None:
     if not newest:
         return plan.request
     request, refused = store.attempt_request(run_id, newest), store.refused(run_id, newest)
-    if request is None or refused is None or run.follows(request, refused["category"]):
+    if request is None or refused is None or run._follows(request, refused["category"]):
         return None  # a waiting client's
     return request
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import CloudtrainError, LostContactError, NotFoundError
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from .provider import Provider
     from .store import Store
 
-__all__ = ["ASK_SECONDS", "Contact", "Tail", "patiently"]
+__all__ = ["ASK_SECONDS", "Contact", "Tail", "newest", "patiently", "written_since"]
 
 ASK_SECONDS = 60.0
 """For how long one call that a platform throttles, or does not answer, is made again."""
@@ -103,6 +105,8 @@ class Tail:
         self._stalls = 0
         self._given_up = self._told_why_late = False
         self._segments_due = 0.0
+        self._dates: dict[Stream, dict[int, float]] | None = None
+        self._dates_whole = False
 
     def round(self, natives: Mapping[int, str]) -> Iterator[Line]:
         """The next page of the newest attempt, after all of any earlier one whose end nobody has read yet."""
@@ -129,6 +133,30 @@ class Tail:
         for want in self._follower.drain(self.store.exits(self._run_id), index):
             yield from self._read(want, index)
             yield from self._follower.finish(want.stream)
+
+    def dated(self, line: Line, *, over: bool) -> Line:
+        """Return ``line`` with a time, if its platform's log gives none: the one of the node's own segments.
+
+        A line that its node has yet to store has the time at which it was read here; ``over``: that of the last look.
+        """
+        if line.time is not None or line.stream is None or not line.seq:
+            return line
+        if self._dates is None or (over and not self._dates_whole):
+            self._dates, self._dates_whole = self._segment_dates(), over
+        known = self._dates.get(line.stream)
+        at = known.get(line.seq) if known else None
+        if at is None and not over and known != {}:  # {}: of a run whose segments have no times
+            at = self._clock()
+        return replace(line, time=at)
+
+    def _segment_dates(self) -> dict[Stream, dict[int, float]]:
+        """Return the times of the stored lines by their number, for each node."""
+        stored = Tail(store=self.store, run_id=self._run_id, provider=self._provider, clock=self._clock, patience=0.0)
+        dates: dict[Stream, dict[int, float]] = {}
+        for line in stored.rest():
+            if line.stream is not None:
+                dates.setdefault(line.stream, {}).update({line.seq: line.time} if line.time is not None else {})
+        return dates
 
     def give_up(self, error: CloudtrainError) -> Iterator[Line]:
         """No more pages: segments stand in. Says so, once."""
@@ -220,6 +248,46 @@ class Tail:
             if not gone:
                 return
             index = self._index(f"{want.attempt}/node-{want.node}/")
+
+
+def newest(lines: Iterable[Line | None], count: int | None) -> Iterator[Line]:
+    """Yield the last ``count`` of the lines before the first None, which ends what is there already; then every line.
+
+    ``count`` None: every line.
+    """
+    kept: deque[Line] = deque(maxlen=count)
+    waits = count is not None
+    for line in lines:
+        if line is None:
+            waits = False
+            yield from kept
+            kept.clear()
+        elif waits:
+            kept.append(line)
+        else:
+            yield line
+    yield from kept
+
+
+def written_since(lines: Iterable[Line | None], moment: float) -> Iterator[Line | None]:
+    """Yield the lines of ``moment`` (Unix seconds) or later. A line without a time goes with the line before it.
+
+    Where no line has a time, all are given.
+    """
+    first: list[Line | None] = []
+    inside: bool | None = None
+    for line in lines:
+        if line is not None and line.time is not None:
+            inside = line.time >= moment
+        if inside is None:
+            first.append(line)
+            continue
+        if inside:
+            yield from first
+        first = []
+        if inside or line is None:
+            yield line
+    yield from first
 
 
 def _marker(text: str) -> Line:

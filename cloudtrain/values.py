@@ -32,6 +32,7 @@ __all__ = [
     "nearest",
     "newer_than_metadata",
     "parse_duration",
+    "parse_since",
     "sequence_of",
     "step_of",
     "table_of",
@@ -99,6 +100,20 @@ def parse_duration(value: Any, *, field: str) -> int:
     if value > _LONGEST:
         raise SpecError("must be at most 100 years", field=field)
     return int(value)
+
+
+def parse_since(value: Any, now: float, *, field: str) -> float:
+    """Return Unix seconds of a moment: so long before ``now`` (``"10m"``, a timedelta), or a time.
+
+    A time is a datetime or ISO 8601 text; without a zone it is UTC. Raises `SpecError`.
+    """
+    if isinstance(value, timedelta) or (isinstance(value, str) and re.match(r"(\d+[dhms]?)+$", value.strip(), re.I)):
+        return now - parse_duration(value, field=field)
+    with contextlib.suppress(ValueError, OverflowError):
+        if isinstance(value, (datetime, str)):
+            return unix_seconds(value)
+    hint = "write how long ago ('10m', '2h30m', '1d') or a time ('2026-11-24T03:00:00Z')"
+    raise SpecError(f"{brief(value)} is neither a duration nor a time", field=field, hint=hint)
 
 
 def duration(seconds: float) -> str:

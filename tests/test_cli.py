@@ -498,6 +498,28 @@ def test_plan_is_the_same_twice_and_can_be_sent(demo: Path) -> None:
     assert json.loads(sent.stdout)["run_id"] == "good-plan"
 
 
+@pytest.mark.parametrize(
+    ("flags", "there", "absent"),
+    [
+        ([], ["sends", "to see the exact request"], ["request\n{", "context", "files ("]),
+        (["--verbose"], ["files (", "sends"], ["request\n{"]),
+        (["--request"], ["request\n{", "files (", "cloudtrain.pyz"], ["context\n"]),
+    ],
+)
+def test_a_terminal_gets_the_summary_of_a_plan_last(
+    demo: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str], there: list[str], absent: list[str]
+) -> None:
+    monkeypatch.chdir(demo)
+    out, err = io.StringIO(), io.StringIO()
+    out.isatty = lambda: True  # type: ignore[method-assign]
+    assert cli.parse(["plan", "good.py", *flags], None, Screen(out, err))() == 0
+    text = out.getvalue() + err.getvalue()
+    assert all(part in text for part in there), text
+    assert not any(part in text for part in absent), text
+    assert out.getvalue().rstrip().rpartition("\n")[2].split()[0] in ("sends", "note", "warning")
+    assert "limits:" not in err.getvalue()
+
+
 def test_a_long_list_of_files_is_cut_unless_verbose(demo: Path) -> None:
     document = json.loads(run_cli("plan", "good.py", "--json", cwd=demo).stdout)
     document["code"]["files"] = [{"path": f"f{i:03}\n", "bytes": i, "mode": "0644"} for i in range(50)]
@@ -506,6 +528,11 @@ def test_a_long_list_of_files_is_cut_unless_verbose(demo: Path) -> None:
     assert "f049\\n" in short
     assert "f000" not in short
     assert "f000" in full
+    document["request"]["body"] = {"args": ["x" * 5000]}
+    assert "x" * 5000 in show.plan_text(document)
+    cut = show.plan_text(document, terminal=True)
+    assert "x… (of 5,000 characters; --json shows all)" in cut
+    assert len(cut) < 5000
     assert "more (--verbose)" not in full
 
 

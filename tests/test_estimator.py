@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import inspect
 from datetime import timedelta
 from pathlib import Path
@@ -127,3 +128,7 @@ def test_plan_sends_nothing(folder: Path) -> None:
     assert plan.document()["inputs"]["train"]["file"] == "good"
     assert plan.document()["limits"]["max_code_bytes"] == 1 << 20
     assert not (folder / ".cloudtrain").exists()
+    assert str(plan).startswith("run")
+    assert {line.split()[0] for line in str(plan).splitlines()} > {"run", "script", "code", "limits", "sends"}
+    assert plan._repr_html_() == f"<pre>{html.escape(str(plan))}</pre>"
+    assert repr(plan) == f"Plan({plan.run_url!r}, provider='local')"

@@ -28,7 +28,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
     for row in (
         "_version errors",
         "ask options schemas segments values",
-        "job disk kinds preflight provenance",
+        "job disk kinds preflight provenance summary",
         "prices",
         "catalog checks credential curves faults ignore provider transfer",
         "limits",

@@ -159,7 +159,7 @@ def test_a_good_run(world: World) -> None:
     ]  # fmt: skip
     assert "3 GiB" in page.figure("peak_memory")
     assert page.table("Complete ones")[1:] == [["step-20", "20", "0.0", "1", "3 B", "2023-11-14 22:13:25 UTC", "55s"]]
-    assert page.blocks()[0].split("\n") == ["  r0 | line 1", "  r0 | line 2", "  r0 | line 3"]
+    assert page.blocks()[0].split("\n") == ["[n0 r0] line 1", "[n0 r0] line 2", "[n0 r0] line 3"]
     assert page.facts("Configuration")["limits"] == "max_runtime 2h, stall_timeout 30m, 1 retry"
     assert "Failure" not in page.text
     assert page.of("html") == [{"lang": "en"}]
@@ -436,7 +436,7 @@ def test_text_of_others_is_text(world: World) -> None:
     assert page.source.count("<script") == 0
     assert page.text.count("<script>alert('ran')</script>") >= 10
     assert any(block.endswith(CANARY) for block in page.blocks())
-    assert "  r0 | red \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}" in page.text
+    assert "[n0 r0] red \N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}" in page.text
     assert CANARY in page.facts("Where it failed")["exception"]
 
 
@@ -567,7 +567,7 @@ def test_a_page_is_the_same_from_a_bucket(world: World, s3_url: str) -> None:
     here, far = (Page(report(run, run.result(), clock=time.time)) for run in (world.run(), there))
     assert far.table("loss, 24 points") == here.table("loss, 24 points")
     assert far.table("Complete ones")[1][:6] == here.table("Complete ones")[1][:6]
-    assert far.blocks()[0] == here.blocks()[0] == "  r0 | line 1\n  r0 | line 2\n  r0 | line 3"
+    assert far.blocks()[0] == here.blocks()[0] == "[n0 r0] line 1\n[n0 r0] line 2\n[n0 r0] line 3"
     assert far.facts("Links")["run"] == f"{s3_url}/runs/r1"
     [node] = Seen(there.store, world.run_id).nodes("1.0")
     assert node.seen == pytest.approx(time.time(), abs=60)

@@ -6,7 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from cloudtrain.listing import list_runs
 from cloudtrain.provider import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Simulation, Site, Status
 from cloudtrain.run import NEXT_SECONDS, NOT_RETRIED, Run, open_run
 from cloudtrain.store import Store
+from cloudtrain.values import unix_seconds
 from cloudtrain.verdict import iso_time
 
 T0 = 1_700_000_000.0
@@ -816,6 +818,111 @@ def test_a_segment_that_vanishes_or_is_none_is_passed_over(world: World) -> None
     world.write("live/logs/0.0/node-0/notes.txt", "x")
     world.write("live/logs/0.0/node-0/000000002.log", "")
     assert texts(list(world.run().logs())) == ["line 1"]
+
+
+def stamped(seq: int, moment: str, *, node: int = 0) -> str:
+    return f"[a0.0 n{node} r{node} #{seq} 2026-11-24T{moment}Z] line {seq}"
+
+
+def timed(world: World) -> World:
+    """A finished run of two nodes whose platform's log has no times."""
+    world.recorded(instance_count=2).attempt(0, SUCCEEDED)
+    world.says("pulling the image", *[numbered(i) for i in (1, 2, 3)], numbered(1, node=1))
+    for node, moments in ((0, ["10:00:00.000", "10:05:00.000", "10:09:59.500"]), (1, ["10:06:00.250"])):
+        lines = [stamped(i, moment, node=node) for i, moment in enumerate(moments, 1)]
+        world.write(f"live/logs/0.0/node-{node}/000000001.log", "".join(f"{line}\n" for line in lines))
+        world.exit(node, outcome="succeeded", decided=True, lines=len(moments))
+    return world
+
+
+TEN = unix_seconds("2026-11-24T10:00:00Z")
+
+
+def test_lines_have_the_times_of_the_segments_where_the_platform_tells_none(world: World) -> None:
+    run = timed(world).run()
+    times = {(line.node, line.seq): line.time for line in run.logs()}
+    assert times == {("host", 0): None, (0, 1): TEN, (0, 2): TEN + 300, (0, 3): TEN + 599.5, (1, 1): TEN + 360.25}
+    assert [line.time for line in run.logs(times=False)] == [None] * 5
+
+
+def test_the_platforms_own_times_win(world: World) -> None:
+    timed(world)
+    pages = world.platform.pages
+    pages["job-0"] = [replace(line, time=5.0) for line in pages["job-0"]]
+    assert [line.time for line in world.run().logs()] == [5.0] * 5
+
+
+def test_an_older_runs_segments_have_no_times(world: World) -> None:
+    world.recorded().attempt(0, RUNNING).segment([1, 2])
+    world.says(numbered(1), numbered(2), numbered(3))
+    assert [line.time for line in world.run().logs()] == [None] * 3
+
+
+def test_a_line_that_is_not_stored_yet_has_the_time_at_which_it_was_read(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.says(numbered(1), numbered(2))
+    world.write("live/logs/0.0/node-0/000000001.log", stamped(1, "10:00:00.000") + "\n")
+    assert [line.time for line in world.run().logs()] == [TEN, world.time.now]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        ({"n": 2}, [3, 1]),
+        ({"n": 0}, []),
+        ({"n": 1, "rank": 0}, [3]),
+        ({"node": 1}, [1]),
+        ({"since": "2026-11-24T10:05:00Z"}, [2, 3, 1]),
+        ({"since": datetime(2026, 11, 24, 10, 6)}, [3, 1]),
+        ({"since": "2026-11-24T10:05", "n": 1, "node": 0}, [3]),
+        ({"since": "2026-11-24T10:00:00"}, [0, 1, 2, 3, 1]),
+        ({"since": "2030-01-01"}, []),
+    ],
+)
+def test_some_of_the_lines(world: World, wanted: dict[str, Any], found: list[int]) -> None:
+    assert [line.seq for line in timed(world).run().logs(**wanted)] == found
+
+
+def test_lines_of_so_long_ago(world: World) -> None:
+    run = timed(world).run()
+    world.time.now = TEN + 600
+    assert [line.seq for line in run.logs(since="5m")] == [2, 3, 1]
+    assert [line.seq for line in run.logs(since=timedelta(seconds=1))] == [3]
+
+
+def test_lines_without_any_time_are_all_given(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).segment([1, 2]).exit(0, outcome="succeeded", lines=2, decided=True)
+    assert [line.seq for line in world.run().logs(since="1h")] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"),
+    [
+        ({"rank": 9}, "no rank 9; ranks are 0 to 1"),
+        ({"rank": -1}, "no rank -1; ranks are 0 to 1"),
+        ({"node": 2}, "no node 2; nodes are 0 to 1"),
+        ({"n": -3}, "n: "),
+        ({"since": "soon"}, "since: 'soon' is neither a duration nor a time"),
+        ({"since": "0m"}, "since: must be above zero"),
+    ],
+)
+def test_lines_that_cannot_be(world: World, wanted: dict[str, Any], error: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        timed(world).run().logs(**wanted)
+    assert str(caught.value).startswith(error)
+
+
+def test_following_begins_with_the_newest_lines(world: World) -> None:
+    world.recorded().attempt(0, RUNNING)
+    world.says(*[numbered(i) for i in range(1, 6)])
+    world.time.at = [
+        (20, lambda: world.says(numbered(6), numbered(7))),
+        (40, lambda: world.exit(0, outcome="succeeded", decided=True, lines=7)),
+        (41, lambda: world.platform.jobs.update({"job-0": SUCCEEDED})),
+    ]
+    came = [(line.seq, line.time) for line in world.run().logs(follow=True, n=2)]
+    assert [seq for seq, _ in came] == [4, 5, 6, 7]
+    assert all(at is not None and T0 <= at < T0 + 30 for _, at in came)
 
 
 def test_following_gives_each_line_once_until_the_end(world: World) -> None:

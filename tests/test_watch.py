@@ -196,7 +196,7 @@ def test_everything_is_there_where_there_is_room() -> None:
     assert text[16].startswith("0.05 ")
     assert text[17].startswith("── last lines ──")
     assert len(text) == 40
-    assert text[-1].startswith("n1 r3 | line 59 漢字 éà")
+    assert text[-1].startswith("[n1 r3] line 59 漢字 éà")
 
 
 @given(st.integers(1, 220), st.integers(1, 70), st.booleans())
@@ -213,7 +213,7 @@ def test_a_small_terminal_has_what_matters() -> None:
     assert len(text) == 10
     assert text[0] == "digits-1  running, attempt 1.0, on memo…"
     assert text[1] == "step 20, loss 0.05, 1h56m left of 2h, s…"
-    assert text[-1].startswith("n1 r3 | line 59")
+    assert text[-1].startswith("[n1 r3] line 59")
 
 
 def test_a_terminal_that_knows_no_unicode_gets_ascii() -> None:
@@ -248,7 +248,7 @@ def test_until_an_attempt_says_something_the_last_words_of_the_one_before_stay(w
     last, _ = watched(world)
     text = screen(last, width=60, height=20, now=T0).plain
     assert "── last lines of attempt 0.0 ──" in text
-    assert text.endswith("r0 | line 3")
+    assert text.endswith("[n0 r0] line 3")
 
 
 def test_the_example_in_the_docs_is_what_it_shows(world: World) -> None:

@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
 from ..estimator import log_line, ranks
 from ..job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
+from ..summary import files_text, summary
 from ..values import parse_duration
 from . import show
 from .flags import JobFlags, given_flags, job_of
@@ -42,6 +43,9 @@ Set = Annotated[list[str] | None, Parameter(name="--set", help="a setting: KEY=V
 Detach = Annotated[bool, Parameter(negative="", show_default=False, help="return as soon as the run is submitted")]
 PullTo = Annotated[str | None, Parameter(name="--pull", help="folder to copy the results to at the end")]
 PlanFile = Annotated[str | None, Parameter(name="--plan", help="send this saved `plan --json`")]
+Request = Annotated[
+    bool, Parameter(negative="", show_default=False, help="on a terminal: the exact request, before the summary")
+]
 Verbose = Annotated[bool, Parameter(negative="", show_default=False, help="list every file")]
 
 NO_FLAGS = JobFlags()
@@ -164,12 +168,13 @@ def plan(
     at: At = HERE,
     run_id: RunId = None,
     settings: Set = None,
+    request: Request = False,
     verbose: Verbose = False,
     json: Json = False,
     args: Ours[list[str] | None] = None,
     screen: Ours[Screen],
 ) -> int:
-    """The files that would ship and why others not, sizes, digest, instance, limits, and the exact request."""
+    """Show what would run where, its limits and its price; --request, --json and a pipe have the exact request."""
     cwd = Path.cwd()
     chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
     job = job_of(script, module, flags, args, cwd=cwd)
@@ -177,14 +182,21 @@ def plan(
 
     planned = make_plan(job, settings=chosen, run_id=run_id, cwd=cwd, preview=True)
     document = planned.document()
+    terminal = screen.out.isatty()
     if json:
         screen.emit(document, indent=2)
+    elif terminal and not request:
+        screen.data("\n\n".join([*([files_text(document)] if verbose else []), summary(document)]))
     else:
-        screen.data(show.plan_text(document, verbose=verbose))
+        screen.data(show.plan_text(document, verbose=verbose, terminal=terminal))
     if run_id is None:
         screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
-    say_limits(planned.job, screen)
-    screen.talk("to send exactly this: add --json > plan.json, then cloudtrain submit --plan plan.json")
+    if not terminal:
+        say_limits(planned.job, screen)
+    elif not (request or json):
+        screen.talk("to see the exact request: add --request")
+    save = "save this output" if json else "add --json > plan.json"
+    screen.talk(f"to send exactly this: {save}, then cloudtrain submit --plan plan.json")
     return 0
 
 
@@ -241,7 +253,7 @@ def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
     if json:
         ended = run.store.result(run.run_id)  # a run that was sent before
         state = ended["state"] if ended else "cancelled" if run.store.cancelled(run.run_id) else "pending"
-        refusals = run.refusals(run.store.attempts(run.run_id)[-1:])
+        refusals = run._refusals(run.store.attempts(run.run_id)[-1:])
         told = {"refusals": refusals} if refusals else {}
         screen.emit({**screen.about, **_uploaded(run), **told, "state": state, "exit_code": 0})
     else:
@@ -256,7 +268,7 @@ def _follow(
     from ..fallback import Onward
 
     write = screen.talk if json else screen.data
-    many = ranks(run.job) > 1
+    many = ranks(run.job.at(run.provider_name)) > 1
     try:
         result = run.wait(
             timeout=timeout,

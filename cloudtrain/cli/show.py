@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import collections
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..provider import FINAL
-from ..values import duration, without_secrets
+from ..summary import columns, max_runtime, place, plan_text, plural, price, size, stall_timeout
+from ..values import duration
 
 if TYPE_CHECKING:
     from ..provider import Status
@@ -25,17 +25,6 @@ __all__ = [
 
 
 # ----------------------------------------------------------------------------------------------------------- quantities
-
-
-def size(count: float) -> str:
-    """Bytes as people write them: ``812 B``, ``1.4 MiB``."""
-    if count < 1024:
-        return f"{int(count)} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1024:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1024:.1f} TiB"
 
 
 # ---------------------------------------------------------------------------------------------------------------- a run
@@ -196,7 +185,7 @@ def status_text(result: Mapping[str, Any]) -> str:
     if cost := _cost(result.get("cost") or {}):
         rows.append(("cost", cost))
     rows.append(("url", result["run"]))
-    return _columns(rows)
+    return columns(rows)
 
 
 def _cost(cost: Mapping[str, Any]) -> str:
@@ -246,7 +235,7 @@ LISTED = ("run_id", "state", "category", "provider", "created", "name")
 
 def table(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = LISTED) -> str:
     """Runs in plain columns, their names on top."""
-    return _columns([names, *[tuple(str(run.get(name) or "-") for name in names) for run in runs]])
+    return columns([names, *[tuple(str(run.get(name) or "-") for name in names) for run in runs]])
 
 
 def leftovers(found: Collected) -> str:
@@ -298,174 +287,3 @@ def came(report: PullReport) -> str:
 
 def _by(mover: str, verbose: bool) -> str:
     return f", by {mover}" if verbose and mover else ""
-
-
-def plural(count: int, word: str) -> str:
-    """``1 file``, ``2 files``."""
-    return f"{count} {word}" + ("" if count == 1 else "s")
-
-
-def _columns(rows: Sequence[Sequence[Any]]) -> str:
-    """Left-aligned columns; the last one is as wide as it is."""
-    cells = [[" ".join(str(cell).split()) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]) - 1)]
-    return "\n".join(
-        "  ".join([*[c.ljust(w) for c, w in zip(row, widths, strict=False)], row[-1]]).rstrip() for row in cells
-    )
-
-
-# --------------------------------------------------------------------------------------------------------------- a plan
-
-LARGEST = 20
-"""Files, and things left out, that a plan lists unless all are asked for."""
-RETRIED_BY = {
-    "platform": "the platform itself",
-    "supervisor": "a supervisor on this machine, also when no client waits",
-    "client": "a waiting client only: keep `submit` or `wait` running, or `reconcile` now and then",
-}
-
-
-def plan_text(document: Mapping[str, Any], *, verbose: bool = False) -> str:
-    """The object of ``plan --json``, for people; lists the largest files unless ``verbose``."""
-    limit = None if verbose else LARGEST
-    parts = [
-        _columns(_plan_rows(document)),
-        _plan_files(document["code"], limit),
-        _plan_excluded(document["code"], limit),
-        "request\n" + _json(document["request"]["body"]),
-        "context\n" + _json(document["request"]["context"]),
-        *(
-            f"{place(number, further)}\nrequest\n{_json(further['request']['body'])}"
-            for number, further in enumerate(document.get("fallbacks", ()), 2)
-        ),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    code, runtime, request = document["code"], document["runtime"], document["request"]
-    rows = [
-        ("run", f"{document['run_id']} on {document['provider']}"),
-        ("url", document["run"]),
-        ("script", f"{code['entry_point']} in {code['root']}"),
-        ("code", f"{plural(len(code['files']), 'file')}, {size(code['bytes'])}, digest {code['digest']}"),
-    ]
-    if git := code.get("git"):
-        rows.append(("git", f"{git.get('commit') or 'no commit yet'}{', with changes' if git.get('dirty') else ''}"))
-    rows.append(("runtime", f"digest {runtime['digest']}"))
-    for name, item in document["inputs"].items():
-        words = [item["mode"], *(["sharded"] if item["shard"] else [])]
-        words += [f"copied from {without_secrets(item['source'])}, through this machine"] if item.get("source") else []
-        rows.append((f"input {name}", f"{item['url']} ({', '.join(words)})"))
-    if resume := document["layout"]["resume"]:
-        source = document["layout"]["resume_source"]
-        how = f" (the newest checkpoint copied from {source}, through this machine)" if source else ""
-        rows.append(("resumes from", f"{without_secrets(resume)}{how}"))
-    rows += [
-        ("instance", _plan_instance(document["resources"])),
-        *_plan_price(document["resources"]),
-        ("limits", _plan_limits(document["limits"])),
-        ("retries", _plan_retries(document["retries"])),
-        ("disk", _plan_disk(document["disk"])),
-        ("sends", f"{request['operation']} (attempt {request['attempt']})"),
-    ]
-    return rows + [("warning", text) for text in [*code["warnings"], *request.get("notes", ())]]
-
-
-def place(number: int, document: Mapping[str, Any]) -> str:
-    """A place that a job comes to where those before have no machines: its plan in one line."""
-    found = f"{document['provider']}: {_plan_instance(document['resources'])}, {document['run']}"
-    return f"place {number}: {found}; {price(document['resources']['price'], document['resources']['instance_types'])}"
-
-
-def _plan_instance(resources: Mapping[str, Any]) -> str:
-    count = resources["instance_count"]
-    words = [plural(count, "node")]
-    types = resources.get("instance_types") or [resources.get("instance_type")]
-    words += [" or ".join(types)] if types[0] else []
-    words += ["GPU " + " or ".join(resources["gpu"])] if resources.get("gpu") else []
-    words.append(f"{plural(resources['ranks'], 'rank')}, {resources['nproc_per_node']} a node")
-    return ", ".join(words)
-
-
-def _plan_price(resources: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """None where this machine starts the nodes and nobody gave it a price."""
-    types = resources["instance_types"]
-    return [("price", price(resources["price"], types))] if types or resources["price"] else []
-
-
-def price(price: Mapping[str, Any] | None, machines: Sequence[str] = ()) -> str:
-    """An estimate, of what, and whose: nobody may take it for a bill."""
-    if price is None:
-        how = f" (--set prices.{machines[0]}=USD says it)" if machines else ""
-        return f"price unknown{how}"
-    count, name = price["machines"], price["instance_type"]
-    hourly = f"about {price['usd_per_hour']:.2f} USD an hour for {count} x {name}"
-    words = f"{hourly}, {price['usd_for_hard_limit']:.2f} USD until the hard limit of {duration(price['hard_limit_s'])}"
-    whose = price["source"] + (f", {price['date']}" if price["date"] else "")
-    return f"{words}: an estimate by {whose}" + ("" if price["of_service"] else "; not the service's own price")
-
-
-def _plan_limits(limits: Mapping[str, Any]) -> str:
-    words = [max_runtime(limits["max_runtime_s"], is_default=limits["max_runtime_is_default"])]
-    if limits.get("max_wait_s") is not None:
-        waits = " (ended by a waiting client, or `reconcile`)" if limits["max_wait_by"] == "client" else ""
-        words.append(f"max_wait {duration(limits['max_wait_s'])}{waits}")
-    if limits.get("max_cost_usd") is not None:
-        words.append(f"max_cost {limits['max_cost_usd']:.2f} USD")
-    if limits.get("max_gpu_hours") is not None:
-        words.append(f"max_gpu_hours {limits['max_gpu_hours']:g}")
-    words.append(stall_timeout(limits["stall_timeout_s"], is_default=limits["stall_timeout_is_default"]))
-    words.append(f"code {size(limits['max_code_bytes'])}")
-    return ", ".join(words)
-
-
-def max_runtime(seconds: int, *, is_default: bool) -> str:
-    """The hard limit, loudly when nobody chose it."""
-    return f"max_runtime {duration(seconds)}" + (" (default; --max-runtime)" if is_default else "")
-
-
-def stall_timeout(seconds: int | None, *, is_default: bool) -> str:
-    """How long nothing may stir, loudly when nobody chose it."""
-    words = f"stall_timeout {duration(seconds)}" if seconds else "stall_timeout never"
-    return words + (" (default; --stall-timeout)" if is_default else "")
-
-
-def _plan_retries(retries: Mapping[str, Any]) -> str:
-    return f"{retries['count'] or 'none'}, started by {RETRIED_BY.get(retries['by'], retries['by'])}"
-
-
-def _plan_disk(disk: Mapping[str, Any]) -> str:
-    known = f"{size(disk['code_bytes'])} of code, {size(disk['input_bytes'])} of inputs staged from here"
-    count = disk["checkpoints"]
-    room = f"{count} checkpoints at a time" if count else "every checkpoint (--keep-checkpoints)"
-    return f"{known}, and {room}"
-
-
-def _plan_files(code: Mapping[str, Any], limit: int | None) -> str:
-    files = sorted(code["files"], key=lambda file: (-file["bytes"], file["path"]))[:limit]
-    more = len(code["files"]) - len(files)
-    lines = [f"  {size(file['bytes']):>10}  {_plain(file['path'])}" for file in files]
-    return "\n".join([f"files ({len(code['files'])})", *lines, *_more(more)])
-
-
-def _plan_excluded(code: Mapping[str, Any], limit: int | None) -> str:
-    rows = [(f"  {_plain(item['path'])}", item["rule"]) for item in code["excluded"][:limit]]
-    if not rows:
-        return ""
-    width = max(len(path) for path, _ in rows)
-    lines = [f"{path.ljust(width)}  {_plain(rule)}" for path, rule in rows]
-    return "\n".join([f"left out ({len(code['excluded'])})", *lines, *_more(len(code["excluded"]) - len(rows))])
-
-
-def _more(count: int) -> list[str]:
-    return [f"  … and {count} more (--verbose)"] if count > 0 else []
-
-
-def _plain(text: str) -> str:
-    """``text`` on one line, whatever a file is called."""
-    return text if text.isprintable() else ascii(text)[1:-1]
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from ..errors import EXIT_CODES, AuthError, LostContactError
+from ..errors import EXIT_CODES, AuthError, LostContactError, SpecError
 from ..estimator import log_line, ranks
 from ..provider import FINAL
 from ..values import url_scheme
@@ -83,6 +83,15 @@ def logs(
     /,
     *,
     follow: Follow = False,
+    newest: Annotated[
+        int | None, Parameter(name=("--tail", "-n"), help="the last N lines only; with --follow, N of those so far")
+    ] = None,
+    since: Annotated[
+        str | None, Parameter(help="lines of so long ago at most, '10m', or since a time, '2026-11-24T03:00:00Z'")
+    ] = None,
+    timestamps: Annotated[
+        bool, Parameter(negative="", show_default=False, help="begin each line with its time, in UTC")
+    ] = False,
     node: Annotated[int | None, Parameter(help="lines of this node only")] = None,
     rank: Annotated[int | None, Parameter(help="lines of this global rank only")] = None,
     at: At = HERE,
@@ -91,12 +100,19 @@ def logs(
 ) -> int:
     """Every line of every node, each once, in order for each node."""
     handle = _open(run, at, screen)
-    many = ranks(handle.job) > 1
-    for line in handle.logs(follow=follow):
-        if (node is None or line.node == node) and (rank is None or line.rank == rank):
-            screen.data(
-                json_.dumps(dataclasses.asdict(line), ensure_ascii=False) if json else log_line(line, many=many)
-            )
+    if newest is not None and newest < 0:
+        raise SpecError(
+            f"{newest} is below zero", field="tail", hint="write how many of the last lines to print: -n 20"
+        )
+    many = ranks(handle.job.at(handle.provider_name)) > 1
+    timed = since is None
+    lines = handle.logs(follow=follow, n=newest, since=since, node=node, rank=rank, times=timestamps or json)
+    for line in lines:
+        timed = timed or line.time is not None
+        text = log_line(line, many=many, times=timestamps)
+        screen.data(json_.dumps(dataclasses.asdict(line), ensure_ascii=False) if json else text)
+    if not timed:
+        screen.talk("note: no line has a time, so --since has left none out")
     if not follow:
         screen.next(["logs", "-f", run], ["status", run], where=at.flags)
     return 0

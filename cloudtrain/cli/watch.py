@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import Checkpoint
 from ..curves import Curve, curves, is_log, spread
 from ..errors import CloudtrainError
-from ..follow import Line, attempt_key
+from ..follow import Line, attempt_key, line_label
 from ..markup import quantity
 from ..provider import AttemptInfo, Status
 from ..pull import EVERY
@@ -287,7 +287,7 @@ def screen(picture: Picture, *, width: int, height: int, now: float, ascii_only:
     if rest >= 2 and (said := fair(picture.lines, rest - 1)):
         older = f" of attempt {said[0].attempt}" if said[0].attempt != picture.attempt else ""
         body.append((_rule(f"last lines{older}", width, ascii_only), "dim"))
-        body += [(_labelled(line, picture), "") for line in said]
+        body += [(f"{line_label(line)}{line.text}", "") for line in said]
     text = Text(no_wrap=True, overflow="crop" if ascii_only else "ellipsis", end="")
     rows = (head + body)[:height]
     for i, (line, style) in enumerate(rows):
@@ -385,11 +385,6 @@ def _attempt(info: AttemptInfo, picture: Picture) -> str:
     if (steps := lost.get("steps")) is not None:
         words.append(f"lost {quantity(steps)} steps")
     return f"attempt {info.number}: {', '.join(filter(None, words))}"
-
-
-def _labelled(line: Line, picture: Picture) -> str:
-    node = f"n{line.node} " if len(picture.nodes) > 1 else ""
-    return f"{node}{'-' if line.rank is None else f'r{line.rank}'} | {line.text}"
 
 
 def _rule(title: str, width: int, ascii_only: bool) -> str:

@@ -193,7 +193,7 @@ def _last_line(folder: Path, span: Span, path: Path, after: int | None) -> int:
     if span.last:
         return span.last
     head = f"[a{folder.parent.name} n{folder.name.removeprefix('node-')} r"
-    numbered = re.compile(rf"^{re.escape(head)}(?:\d+|-) #(\d+)\]".encode(), re.MULTILINE)
+    numbered = re.compile(rf"^{re.escape(head)}(?:\d+|-) #(\d+)[\] ]".encode(), re.MULTILINE)
     number = span.first
     for match in numbered.finditer(path.read_bytes()):
         if int(match[1]) == number + 1:

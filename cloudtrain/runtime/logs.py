@@ -1,7 +1,8 @@
 """Numbered log lines of one node: ``[a<attempt> n<node> r<rank> #<seq>] text`` to the platform and to our own segments.
 
 The platform may lose, repeat or reorder what it is given; the number alone tells a reader what came first and what is
-missing, and the segments (whole files in ``live/logs``, each written once) hold what the platform lost.
+missing, and the segments (whole files in ``live/logs``, each written once) hold what the platform lost. In a
+segment the line's time follows its number, ``#<seq> 2026-11-24T03:00:00.123Z]``: when the node read it, by its clock.
 """
 
 from __future__ import annotations
@@ -37,12 +38,20 @@ class LogWriter:
     """
 
     def __init__(
-        self, *, node: int, out: int = 1, flush_seconds: float = 5.0, clock: Callable[[], float] | None = None
+        self,
+        *,
+        node: int,
+        out: int = 1,
+        flush_seconds: float = 5.0,
+        clock: Callable[[], float] | None = None,
+        now: Callable[[], float] | None = None,
     ) -> None:
         self._node, self._out, self._flush_seconds, self._clock = node, out, flush_seconds, clock or time.monotonic
+        self._now = now or time.time
+        self._second, self._date = -1, ""
         self._lock = threading.Lock()
         self.redact = Redactor()
-        self._waiting: list[tuple[str, str]] | None = []
+        self._waiting: list[tuple[str, str, float]] | None = []
         self._folder: Path | None = None
         self._attempt = self._temporary = ""
         self._segment: list[str] = []
@@ -58,8 +67,8 @@ class LogWriter:
                 return
             waiting, self._waiting = self._waiting, None
             self._attempt, self._folder, self._temporary = attempt, folder, temporary
-            for rank, text in waiting:
-                self._write(rank, text)
+            for rank, text, at in waiting:
+                self._write(rank, text, at)
 
     def write(self, rank: str, text: str) -> None:
         """One line (no newline in it) of rank ``rank``, ``-`` for the runtime itself."""
@@ -68,18 +77,18 @@ class LogWriter:
             if rank != "-":
                 self.last = self._clock()
             if self._waiting is not None:
-                self._waiting.append((rank, text))
+                self._waiting.append((rank, text, self._now()))
             else:
-                self._write(rank, text)
+                self._write(rank, text, self._now())
 
     def say(self, text: str) -> None:
         """A line of the runtime's own."""
         self.write("-", f"cloudtrain: {text}")
 
-    def _write(self, rank: str, text: str) -> None:
+    def _write(self, rank: str, text: str, at: float) -> None:
         self.lines += 1
-        line = f"[a{self._attempt} n{self._node} r{rank} #{self.lines}] {text}\n"
-        data = line.encode("utf-8", "replace")
+        label = f"[a{self._attempt} n{self._node} r{rank} #{self.lines}"
+        data = f"{label}] {text}\n".encode("utf-8", "replace")
         try:
             while data:
                 data = data[os.write(self._out, data) :]
@@ -87,10 +96,18 @@ class LogWriter:
             pass  # nobody reads us any more; the segments still have the line
         if not self._segment:
             self._segment_first, self._segment_since = self.lines, self._clock()
+        line = f"{label} {self._stamp(at)}] {text}\n"
         self._segment.append(line)
         self._segment_bytes += len(line)
         if self._segment_bytes >= SEGMENT_BYTES:
             self._flush()
+
+    def _stamp(self, at: float) -> str:
+        """Return Unix seconds as ISO 8601 in UTC, to the millisecond; a second's date is made once."""
+        second, milli = divmod(int(at * 1000), 1000)
+        if second != self._second:
+            self._second, self._date = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        return f"{self._date}.{milli:03d}Z"
 
     def tick(self) -> None:
         """Write the segment once it is old enough; called a few times a second."""

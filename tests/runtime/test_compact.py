@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from pathlib import Path
 
@@ -88,7 +89,7 @@ class Logs:
         folder = self.folder / attempt / f"node-{node}"
         found = distinct((span, folder / n) for n in os.listdir(folder) if (span := span_of(n)))
         lines = "".join(path.read_text() for _, path in found).splitlines()
-        return [int(line.partition("#")[2].partition("]")[0]) for line in lines]
+        return [int(re.split(r"[ \]]", line.partition("#")[2])[0]) for line in lines]
 
 
 @pytest.fixture
@@ -398,7 +399,7 @@ def test_a_pull_joins_every_line_once_while_segments_are_merged(merging: tuple[L
     for _ in range(2):
         pull(written.store, RUN, tmp_path / "out", what="logs")
         text = (tmp_path / "out" / "logs" / "0.0" / "node-0.log").read_text()
-        numbers = [line.partition("#")[2].partition("]")[0] for line in text.splitlines()]
+        numbers = [re.split(r"[ \]]", line.partition("#")[2])[0] for line in text.splitlines()]
         assert numbers == [str(number) for number in range(1, lines + 1)]
 
 

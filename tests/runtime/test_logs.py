@@ -134,6 +134,14 @@ class Pipe:
         return self.path.read_text(encoding="utf-8").splitlines()
 
 
+def untimed(*segments: Path) -> list[str]:
+    """The lines of segments as the platform got them."""
+    lines = "".join(path.read_text() for path in segments).splitlines()
+    timed = re.compile(r"(\[a\S+ n\d+ r\S+ #\d+) \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\]")
+    assert all(timed.match(line) for line in lines)
+    return [timed.sub(r"\1]", line) for line in lines]
+
+
 @pytest.fixture
 def pipe(tmp_path: Path) -> Pipe:
     return Pipe(tmp_path)
@@ -187,10 +195,9 @@ def test_numbers_are_whole_and_in_order_from_many_threads(tmp_path: Path, pipe: 
     assert [int(m[2]) for m in parsed if m] == list(range(1, 2401))
     for rank in range(8):
         assert [int(m[4]) for m in parsed if m and m[1] == str(rank)] == list(range(300))
-    segments = "".join(p.read_text() for p in sorted(folder.iterdir()))
-    assert segments.splitlines() == pipe.lines()
+    assert untimed(*sorted(folder.iterdir())) == pipe.lines()
     for path in folder.iterdir():
-        assert f"#{int(path.stem)}]" in path.read_text().splitlines()[0]
+        assert f"#{int(path.stem)} " in path.read_text().splitlines()[0]
 
 
 def test_segments_are_written_by_size_and_age_and_each_once(
@@ -209,10 +216,10 @@ def test_segments_are_written_by_size_and_age_and_each_once(
     assert len(list(folder.iterdir())) == 1
     monkeypatch.setattr(logs, "SEGMENT_BYTES", 100)
     for _ in range(3):
-        writer.write("0", "y" * 60)
+        writer.write("0", "y" * 40)
     writer.flush()
     assert sorted(p.name for p in folder.iterdir()) == ["000000001.log", "000000002.log", "000000004.log"]
-    assert "".join(p.read_text() for p in sorted(folder.iterdir())).splitlines() == pipe.lines()
+    assert untimed(*sorted(folder.iterdir())) == pipe.lines()
 
 
 def test_a_segment_that_cannot_be_written_is_kept_and_tried_again(tmp_path: Path, pipe: Pipe) -> None:
@@ -225,7 +232,7 @@ def test_a_segment_that_cannot_be_written_is_kept_and_tried_again(tmp_path: Path
     (tmp_path / "blocked").unlink()
     writer.flush()
     (path,) = (tmp_path / "blocked" / "segments").iterdir()
-    assert (path.name, path.read_text().splitlines()) == ("000000001.log", pipe.lines())
+    assert (path.name, untimed(path)) == ("000000001.log", pipe.lines())
 
 
 def test_a_reader_that_is_gone_costs_only_its_own_copy(tmp_path: Path) -> None:
@@ -237,7 +244,7 @@ def test_a_reader_that_is_gone_costs_only_its_own_copy(tmp_path: Path) -> None:
         writer.write("0", str(i))
     writer.flush()
     os.close(into)
-    assert (tmp_path / "000000001.log").read_text().splitlines() == [f"[a0.0 n0 r0 #{i + 1}] {i}" for i in range(3)]
+    assert untimed(tmp_path / "000000001.log") == [f"[a0.0 n0 r0 #{i + 1}] {i}" for i in range(3)]
 
 
 def test_text_that_cannot_be_encoded_is_still_a_line(tmp_path: Path, pipe: Pipe) -> None:
@@ -246,4 +253,19 @@ def test_text_that_cannot_be_encoded_is_still_a_line(tmp_path: Path, pipe: Pipe)
     writer.write("0", "bad \udcff surrogate")
     writer.flush()
     assert pipe.lines() == ["[a0.0 n0 r0 #1] bad ? surrogate"]
-    assert (tmp_path / "s" / "000000001.log").read_text().splitlines() == pipe.lines()
+    assert untimed(tmp_path / "s" / "000000001.log") == pipe.lines()
+
+
+def test_a_stored_line_has_the_time_at_which_the_node_read_it(tmp_path: Path, pipe: Pipe) -> None:
+    moments = iter([1764000000.1239, 1764000000.9, 1764000001.0])
+    writer = LogWriter(node=2, out=pipe.fd, now=lambda: next(moments))
+    writer.write("0", "before the attempt is known")
+    writer.begin("0.0", tmp_path / "s")
+    writer.say("two")
+    writer.write("1", "three")
+    writer.flush()
+    assert (tmp_path / "s" / "000000001.log").read_text().splitlines() == [
+        "[a0.0 n2 r0 #1 2025-11-24T16:00:00.123Z] before the attempt is known",
+        "[a0.0 n2 r- #2 2025-11-24T16:00:00.900Z] cloudtrain: two",
+        "[a0.0 n2 r1 #3 2025-11-24T16:00:01.000Z] three",
+    ]
