@@ -122,6 +122,8 @@ def _check_run(place: str, run_id: str, settings: Settings, folder: Path | None)
             return NotFoundError(f"no run {run_id!r} in {place}", field=FIELD, hint=hint)
         if not resumable(found.checkpoints(run_id)):
             hint = f"name another run, or leave {FIELD} out to start from the beginning"
+            if written := found.direct(run_id):
+                hint = f"its script wrote one to the store itself: --resume-from {place}/{written[-1].key}"
             return SpecError(f"run {run_id!r} has no complete checkpoint", field=FIELD, hint=hint)
         return None
 

@@ -26,7 +26,7 @@ PATIENCE, PAUSE = 300.0, 15.0
 """Seconds for which a store that is silent is asked, and between two times, where the answer may be all there is."""
 RUN_FOLDER = "/live/checkpoints"
 """How the URL of another run's checkpoints ends; any other folder is the user's own."""
-_RUN = re.compile(rf".*/runs/([^/]+){RUN_FOLDER}")
+_OF_RUN = re.compile(rf".*/runs/([^/]+){RUN_FOLDER}(?:/([^/]+).*)?")
 
 Message = dict[str, Any]
 
@@ -212,8 +212,10 @@ class Resume:
         Without a name, what they call the folder that `fallback` gives: its own name, after that of the folder that
         its ``checkpoints`` lies in.
         """
-        if not name:
-            parts = self._source.rpartition("://")[2].split("/")
-            return "/".join([*parts[-3:-2], parts[-1]] if parts[-2:-1] == ["checkpoints"] else parts[-1:])
-        run = _RUN.fullmatch(self._source) if self._root_of_restored == "given" else None
-        return f"{run[1]}/{name}" if run else name
+        run = _OF_RUN.fullmatch(self._source)
+        if name and self._root_of_restored != "given":
+            return name
+        if run:
+            return f"{run[1]}/{name or run[2]}"
+        parts = self._source.rpartition("://")[2].split("/")
+        return name or "/".join([*parts[-3:-2], parts[-1]] if parts[-2:-1] == ["checkpoints"] else parts[-1:])
