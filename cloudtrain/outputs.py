@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,9 @@ _OF_JOBS = frozenset(
 )
 """Fields of a Job of which a job file has at least one; the others are words that any file of settings may use."""
 
+_TELLING = re.compile("|".join({"run_id", "exit_code", "order", "profiles", "older_than_s", *_OF_JOBS}).encode())
+"""A file without one of these words is not parsed: data of the user's may be large."""
+
 
 def reason(path: str, size: int) -> str:
     """Return why the file at ``path``, of ``size`` bytes, is cloudtrain's; an empty text for a file of the user's.
@@ -68,7 +72,8 @@ def reason(path: str, size: int) -> str:
         return "page of cloudtrain report" if GENERATOR.encode() in _read(path, _HEAD) else ""
     if suffix not in (".json", ".toml") or size > _MOST:
         return ""
-    data = _parsed(_read(path, _MOST), suffix)
+    text = _read(path, _MOST)
+    data = _parsed(text, suffix) if _TELLING.search(text) else None
     if not isinstance(data, dict):
         return ""
     if suffix == ".json" and _is_printed(data):

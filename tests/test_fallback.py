@@ -322,7 +322,7 @@ def test_where_every_gpu_was_refused_the_same_command_asks_again(tmp_path: Path,
 
 
 def test_the_id_of_a_run_to_resume_from_means_one_of_the_first_place_s_store(places: Places) -> None:
-    (places.folder / "store-0/runs/old/live/checkpoints").mkdir(parents=True)
+    Ran(places.stores[0].url, "old").save(6)
     places.clouds[0].refuse("quota", "no more")
     run = places.submit(resume_from="old")
     assert run.record["layout"]["resume"] == f"{places.stores[0].url}/runs/old/live/checkpoints"
@@ -382,7 +382,7 @@ def test_the_command_line_resumes_a_run_that_has_moved(
 
 def test_a_saved_plan_of_a_run_that_has_moved_since_is_refused_with_where_it_is(places: Places) -> None:
     old = places.estimator().fit(wait=False, run_id="old")
-    (places.folder / "store-0/runs/old/live/checkpoints").mkdir(parents=True)
+    Ran(places.stores[0].url, "old").save(6)
     saved = places.folder / "plan.json"
     saved.write_text(json.dumps(places.estimator(resume_from=old.url).plan(run_id="r").document()))
     load_plan(saved, settings=Settings(), cwd=places.folder)

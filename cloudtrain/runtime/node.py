@@ -92,13 +92,8 @@ class Node:
             inbox=inbox,
             join_timeout=site.join_timeout,
         )
-        self.resume = Resume(
-            live=self.live,
-            given=site.paths.get("resume"),
-            url=context["resume"],
-            say=self.log.say,
-            source=context.get("resume_source"),
-        )
+        urls = {"url": context["resume"], "source": context.get("resume_source")}
+        self.resume = Resume(live=self.live, given=site.paths.get("resume"), say=self.log.say, **urls)
         self.attempt = self.notice = self.resumed = ""
         self.space: Workspace | None = None
         self.started, self.heard = time.time(), 0.0
