@@ -59,7 +59,7 @@ def checkpoints_url(given: str, *, store: Store, settings: Settings, cwd: Path, 
             _check_folder(path, given)
         return url
     if follows or path is not None:
-        _check_run(run[1], run[2], settings, cwd / given if bare else None)
+        _check_run(run[1], run[2], settings, sends=follows, folder=cwd / given if bare else None)
     return f"{run[1]}/runs/{run[2]}/live/checkpoints"
 
 
@@ -106,11 +106,11 @@ def _has_state(folder: Path) -> bool:
     return bool(unread)
 
 
-def _check_run(place: str, run_id: str, settings: Settings, folder: Path | None) -> None:
+def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, folder: Path | None) -> None:
     """Raise `SpecError` where the store at ``place`` has no such run, or the run has no complete checkpoint.
 
-    A store that lets nobody in, or that is none, tells nothing: nodes may read what this client cannot. ``folder`` is
-    what the run's id would name as a path.
+    Unless the job is sent now (``sends``), a run that is not over may still save one. A store that lets nobody in, or
+    that is none, tells nothing: nodes may read what this client cannot. ``folder`` is the path that the id would name.
     """
 
     def look(caller: Caller) -> SpecError | None:
@@ -120,8 +120,10 @@ def _check_run(place: str, run_id: str, settings: Settings, folder: Path | None)
             hints += [f"for the folder of that name: ./{run_id}"] if folder and folder.exists() else []
             hint = "; ".join(filter(None, hints)) or f"to see the runs there: cloudtrain list --store {place}"
             return NotFoundError(f"no run {run_id!r} in {place}", field=FIELD, hint=hint)
-        if not resumable(found.checkpoints(run_id)):
+        over = found.result(run_id) is not None
+        if (sends or over) and not resumable(found.checkpoints(run_id)):
             hint = f"name another run, or leave {FIELD} out to start from the beginning"
+            hint = hint if over else f"wait until it has saved one: cloudtrain status {place}/runs/{run_id}"
             if written := found.direct(run_id):
                 hint = f"its script wrote one to the store itself: --resume-from {place}/{written[-1].key}"
             return SpecError(f"run {run_id!r} has no complete checkpoint", field=FIELD, hint=hint)

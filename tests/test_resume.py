@@ -27,6 +27,8 @@ class Here:
         self.ran.save(4)
         self.ran.save(12)
         Ran(self.store.url, "empty")
+        self.store.write_result("empty", {"state": "succeeded"})
+        Ran(self.store.url, "young")
 
     def url(self, given: str, **how: Any) -> str:
         how = {"ask": True, "follows": True, **how}
@@ -103,6 +105,13 @@ def test_what_holds_nothing_is_refused_in_one_line(
     assert (caught.value.field, caught.value.message) == ("resume_from", message.format(here.folder))
     assert caught.value.hint.startswith(hint.format(here.folder)) or hint.format(here.folder) in caught.value.hint
     assert "live/checkpoints" not in str(caught.value) + caught.value.hint
+
+
+def test_a_plan_may_name_a_run_that_is_yet_to_save_its_first(here: Here) -> None:
+    assert here.url("young", follows=False) == f"{here.store.url}/runs/young/live/checkpoints"
+    with pytest.raises(SpecError, match=r"^resume_from: run 'young' has no complete checkpoint") as caught:
+        here.url("young")
+    assert caught.value.hint == f"wait until it has saved one: cloudtrain status {here.store.url}/runs/young"
 
 
 def test_of_a_script_that_wrote_to_the_store_itself_the_hint_names_the_url(here: Here) -> None:
