@@ -24,7 +24,7 @@ from .job import Source
 from .tree import IGNORE, Entry, Walk, below, disk_errors
 from .values import nearest
 
-__all__ = ["MANIFEST", "MAX_BYTES", "Bundle", "Excluded", "File", "build", "resolve"]
+__all__ = ["MANIFEST", "MAX_BYTES", "Bundle", "Excluded", "File", "build", "changes", "resolve"]
 
 MANIFEST = ".cloudtrain-manifest.json"
 """Name of the archive's first member; no file of the tree may have it."""
@@ -212,6 +212,27 @@ class _Verified:
 
     def _changed(self) -> NoReturn:
         raise StorageError(f"{self._expected.path!r} changed since the bundle was built; build it again")
+
+
+def changes(bundle: Bundle, archive: bytes) -> list[str]:
+    """Return how ``bundle`` differs from an earlier one's ``archive``: ``+ new.py``, ``- old.py``, ``~ train.py``.
+
+    Raises ValueError for what is not an archive of a bundle.
+    """
+    import io
+    import tarfile
+
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
+            manifest = tar.extractfile(MANIFEST)
+            rows = json.load(manifest) if manifest is not None else []
+    except (tarfile.TarError, OSError, EOFError, KeyError) as exc:
+        raise ValueError(f"not the archive of a bundle: {exc}") from None
+    before = {row["path"]: row for row in rows}
+    now = {row["path"]: row for row in json.loads(bundle.manifest())}
+    added, removed = sorted(now.keys() - before.keys()), sorted(before.keys() - now.keys())
+    changed = sorted(path for path in now.keys() & before.keys() if now[path] != before[path])
+    return [f"{mark} {path}" for mark, paths in zip("+-~", (added, removed, changed), strict=True) for path in paths]
 
 
 # ------------------------------------------------------------------------------------------------- root and entry point

@@ -47,6 +47,12 @@ class _Place(NamedTuple):
     run_id: str
     below: str
 
+    @property
+    def title(self) -> str:
+        """What messages call it: ``run 'first'``, or a checkpoint of that."""
+        name = self.below.removeprefix(_BELOW).strip("/").partition("/")[0]
+        return f"checkpoint {name!r} of run {self.run_id!r}" if name else f"run {self.run_id!r}"
+
 
 def _place(url: str) -> _Place | None:
     match = _RUN.fullmatch(url)
@@ -142,15 +148,15 @@ def carry(
             except _GoneError:
                 break
         else:
-            raise SpecError(f"{layout.resume_source}: nothing complete and undamaged to resume from", field=FIELD)
-    raise StorageError(f"{layout.resume_source}: checkpoints go away faster than they can be copied; start again")
+            raise SpecError(f"{place.title}: nothing complete and undamaged to resume from", field=FIELD)
+    raise StorageError(f"{place.title}: checkpoints go away faster than they can be copied; start again")
 
 
 def _opened(place: _Place, mover: str, caller: Caller) -> Store:
     """The source's store, which lets ``caller`` in. `SpecError` when it has no such run."""
     found = Store(place.store, storage=caller, moving=Moving(mover=mover))
     if not found.files.exists(f"runs/{place.run_id}/run.json"):
-        raise SpecError(f"there is no run {place.run_id} in {place.store}", field=FIELD)
+        raise SpecError(f"no run {place.run_id!r} in {place.store}", field=FIELD)
     return found
 
 
@@ -159,7 +165,8 @@ def _candidates(source: Store, place: _Place) -> Iterator[Checkpoint]:
     root = f"runs/{place.run_id}/{place.below}/"
     found = resumable([item for item in source.checkpoints(place.run_id) if f"{item.key}/".startswith(root)])
     if not found:
-        raise SpecError(f"{place.store}/{root[:-1]} holds no complete checkpoint to resume from", field=FIELD)
+        hint = f"name another run, or leave {FIELD} out to start from the beginning"
+        raise SpecError(f"{place.title} has no complete checkpoint", field=FIELD, hint=hint)
     return reversed(found)
 
 

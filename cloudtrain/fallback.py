@@ -37,7 +37,7 @@ from .retry import Retry
 from .run import Run
 from .settings import Settings
 from .store import Store
-from .submit import Plan, chained, handle, is_bare, later_choices, noted, recorded
+from .submit import Plan, chained, handle, later_choices, noted, recorded
 from .submit import make_plan as plan_of
 from .submit import submit as send
 from .transfer import Progress
@@ -66,6 +66,8 @@ def make_plan(
     As `cloudtrain.submit.make_plan`, and with ``preview`` as pure; else the store of a run to resume from is asked
     where that is now. What is wrong with a later place is said now, not when its turn has come.
     """
+    from .resume import is_bare
+
     plans: list[Plan] = []
     for place, own in enumerate(settings.candidates()):
         try:
@@ -76,7 +78,7 @@ def make_plan(
             why = f"{exc.message} (in {_named(own)}, which is to follow)"
             raise SpecError(why, field=exc.field, hint=exc.hint) from None
         run_id = run_id or (None if preview else plans[0].run_id)
-        if not place and (resumed := job.resume_from) and is_bare(resumed, cwd):  # a run of the first place's store
+        if not place and (resumed := job.resume_from) and is_bare(resumed):  # a run of the first place's store
             job = job.replace(resume_from=f"{plans[0].store.url}/runs/{resumed}")
     return chained(plans)
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from .curves import Curve, Point, Stretch, decades, is_log, means, spread, ticks
+from .outputs import GENERATOR
 
 __all__ = ["Html", "chart", "figure", "page", "quantity", "size", "table", "tag"]
 
@@ -76,6 +77,7 @@ def page(title: str, *body: Html) -> Html:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
+        Html(GENERATOR),
         Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="referrer", content="no-referrer"),

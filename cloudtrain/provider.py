@@ -622,6 +622,7 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "keep_checkpoints": job.keep_checkpoints or 0,
         "checkpoint_url": layout.direct,
         "resume": layout.resume,
+        **({"resume_source": layout.resume_source} if layout.resume_source else {}),
     }
 
 

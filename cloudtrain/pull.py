@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoint, newest_of, numbers_of
+from .checkpoint import Checkpoint, newest_of, numbers_of, resumable
 from .digests import Digests, looks
 from .disk import inside, local_path, safe
 from .errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
+from .outputs import PULL_STATE
 from .provider import Status, find_provider
 from .segments import Span, distinct, span_of
 from .store import Store, expect, run_folder, to_json
@@ -26,7 +27,7 @@ from .swap import aside, below, discard, prune, swap, take, tidy
 from .transfer import Progress, files, parallel
 from .values import METADATA, json_rows, merge_metrics, nearest, newer_than_metadata
 
-__all__ = ["PULLED", "PullReport", "merge_metrics", "parts", "pull"]
+__all__ = ["PULLED", "PullReport", "merge_metrics", "newest_pulled", "parts", "pull"]
 
 PULLED = ("checkpoints", "artifacts", "logs", "metrics")
 """What `pull` can fetch. What the platform wrote itself comes with artifacts; result.json and run.json always.
@@ -40,7 +41,6 @@ PATIENCE = 600.0
 """Seconds without an answer before contact with a platform, or a remote store, counts as lost."""
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "result.json", "run.json")
-_STATE = ".cloudtrain-pull.json"
 _SAVED = 2.0  # seconds after which what has come is written down, for a pull that is killed
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """What this machine's disk says: of a store that is not here no time mends it."""
@@ -186,6 +186,7 @@ class _Pull:
         self.missing: list[str] = []
         self.origin = f"{store.url}/{self.run}"
         self.known: dict[str, dict[str, Any]] = {}
+        self.states: list[str] = []  # names of the checkpoints that a training can resume from, newest first
         self.digests = Digests(folder)
         self.sure: dict[str, list[int]] = {}  # how the files look that this process has put here or read
         self.saved = time.monotonic()
@@ -213,6 +214,8 @@ class _Pull:
         run_id = self.run.removeprefix("runs/")
         mirrored, written = self.store.checkpoints(run_id), self.store.direct(run_id)
         pointers = self.store.pointers(run_id)
+        states = [item.name for item in reversed(_by_age(resumable(mirrored), written))]
+        self.states = [*dict.fromkeys([*states, *self.states])]
         tidy(self.folder / "checkpoints", {item.name for item in [*mirrored, *written]})
         wanted = self._wanted(choices, mirrored, written, pointers)
         if strict and self.missing:
@@ -555,19 +558,20 @@ class _Pull:
         if self.folder.is_file():
             raise SpecError(f"{self.folder} is a file; name a folder", field="folder")
         try:
-            state = json.loads(self.out.read(_STATE))
+            state = json.loads(self.out.read(PULL_STATE))
             known, same = dict(state["files"]), state["run"] == self.origin
             known = {path: item for path, item in known.items() if {"sources", "sha256", "size"} <= set(item)}
+            states = [str(name) for name in state.get("states", ())] if same else []
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             foreign = [name for name in _PLACES if (self.folder / name).exists()]
             if foreign and not self._ours():
                 raise SpecError(
                     f"{self.folder} has a {foreign[0]} that no pull has put there; name another folder", field="folder"
                 ) from None
-            known, same = {}, True
+            known, states, same = {}, [], True
         if known or not self.folder.exists() or not any(self.folder.iterdir()):
             self.out.create(".gitignore", b"*\n")
-        self.known = known
+        self.known, self.states = known, states
         if not same:
             for path in [path for path in known if safe(path) and self._intact(path)]:
                 self.out.remove(path)
@@ -588,7 +592,7 @@ class _Pull:
         self.digests.keep()
 
     def _save(self) -> None:
-        self.out.write(_STATE, to_json({"run": self.origin, "files": self.known}))
+        self.out.write(PULL_STATE, to_json({"run": self.origin, "files": self.known, "states": self.states}))
         self.saved = time.monotonic()
 
     def report(self) -> PullReport:
@@ -602,6 +606,25 @@ class _Pull:
             mover=self.files.mover,
             missing=tuple(self.missing),
         )
+
+
+def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
+    """Return the URL of the run that `pull` brought into ``folder``, and its newest checkpoint there, None for none.
+
+    None for a folder that no pull has filled.
+    """
+    try:
+        state = json.loads((folder / PULL_STATE).read_bytes())
+        names = [str(name) for name in state.get("states", ())]
+        found = [path for name in names if safe(name) and (path := folder / "checkpoints" / name).exists()]
+        return str(state["run"]), next(iter(found), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _by_age(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return both kinds of checkpoints, oldest first; each is in that order already."""
+    return sorted([*mirrored, *direct], key=lambda item: item.saved) if direct else [*mirrored]
 
 
 def _merge_nodes(item: Checkpoint) -> dict[str, _Source]:

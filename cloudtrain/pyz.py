@@ -50,6 +50,7 @@ _CLIENT_ONLY = frozenset(
         "retry",
         "provenance",
         "carry",
+        "resume",
         "fallback",
         "listing",
         "reconcile",

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _version, catalog, pyz
-from .disk import local_path, normalize
+from .disk import local_path
 from .errors import (
     AuthError,
     ConflictError,
@@ -41,7 +41,7 @@ from .settings import Settings
 from .store import LocalTree, Staged, Store
 from .summary import summary
 from .transfer import Progress
-from .values import nearest, url_scheme, without_secrets
+from .values import nearest, without_secrets
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -51,7 +51,6 @@ __all__ = [
     "Plan",
     "chained",
     "handle",
-    "is_bare",
     "later_choices",
     "load_plan",
     "make_plan",
@@ -61,6 +60,8 @@ __all__ = [
 ]
 
 MIB = 1 << 20
+MOST_NAMED = 8
+"""Files and fields that an error names; it counts those beyond."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,21 +319,10 @@ def _resumed(
     """
     if given is None:
         return layout
-    from .carry import followed, place_for
+    from .carry import place_for
+    from .resume import checkpoints_url
 
-    if is_bare(given, cwd):
-        check_run_id(given)
-        given = f"{store.url}/runs/{given}"
-    try:
-        url = normalize(settings.resolved(given, ask=ask), cwd=cwd)
-    except SpecError as exc:
-        raise SpecError(exc.message, field="resume_from", hint=exc.hint) from None
-    url = followed(url, settings, ask=follows)
-    if "/runs/" in url and "/" not in url.rpartition("/runs/")[2]:
-        url = f"{url}/live/checkpoints"
-    path = local_path(url)
-    if path is not None and not os.path.exists(path):
-        raise SpecError(f"there is no {path}", field="resume_from")
+    url = checkpoints_url(given, store=store, settings=settings, cwd=cwd, ask=ask, follows=follows)
     there = place_for(url, store, provider.schemes)
     return dataclasses.replace(layout, resume=there or url, resume_source=url if there else None)
 
@@ -343,11 +333,6 @@ def _check_resumed(url: str | None, settings: Settings) -> None:
 
     if url and (now := followed(url, settings, ask=True)) != url:
         raise SpecError(f"{url} went on to {now}; plan again with that", field="resume_from")
-
-
-def is_bare(given: str, cwd: Path) -> bool:
-    """Whether ``resume_from`` says no more of a run than its id."""
-    return not url_scheme(given) and "/" not in given and not os.path.exists(cwd / given)
 
 
 def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
@@ -590,14 +575,12 @@ def recorded(plan: Plan) -> Plan | None:
     record = plan.store.run(plan.run_id, needs=("job_digest", "code", "provider", "layout"))
     ours: tuple[Any, ...] = (plan.job.digest, plan.layout.code_digest, plan.provider_name)
     if (record["job_digest"], record["code"].get("digest"), record["provider"]) != ours:
-        raise ConflictError(
-            f"{plan.run_id!r} is already the id of another job in {plan.store.url}; choose another", field="run_id"
-        )
+        raise _of_another_job(plan, record)
     layout = Layout.from_dict(record["layout"])
     following = [item.run_url for item in plan.further] or [item["run"] for item in plan.rest]
     there = [item["run"] for item in record.get("fallbacks", ())]
     if layout != plan.layout or (there, record.get("first", "")) != (following, plan.first):
-        raise _recorded_otherwise(plan)
+        raise _recorded_otherwise(plan, layout)
     if layout.origin == plan.layout.origin:  # a saved plan is sent as it was saved
         return plan
     request = noted(plan.provider.plan(plan.job, layout), layout)
@@ -605,8 +588,56 @@ def recorded(plan: Plan) -> Plan | None:
     return dataclasses.replace(plan, layout=layout, request=request, later=later)
 
 
-def _recorded_otherwise(plan: Plan) -> ConflictError:
+def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
+    """Return the error of a run id that another job has; it names what differs, as far as the store still tells."""
+    words = []
+    if record["provider"] != plan.provider_name:
+        words.append(f"it runs on {record['provider']}")
+    if record["job_digest"] != plan.job.digest:
+        before, now = _fields(record.get("job", {})), _fields(plan.job.to_dict())
+        words += [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    if (digest := record["code"].get("digest")) != plan.layout.code_digest:
+        words += _changes(plan, str(digest)) or ["the code"]
     return ConflictError(
-        f"{plan.run_id!r} was recorded with another request (inputs, settings or version); choose another id",
+        f"{plan.run_id!r} is already the id of another job in {plan.store.url}; different: {_listed(words)}",
         field="run_id",
+        hint="choose another --run-id; to find this run again, undo the change",
+    )
+
+
+def _changes(plan: Plan, digest: str) -> list[str]:
+    """Return how the code differs from that of ``digest``; nothing where the store has that no more."""
+    from .bundle import changes
+
+    try:
+        return changes(plan.bundle, plan.store.files.read(f"code/{digest}/code.tar.gz"))
+    except (FileNotFoundError, StorageError, ValueError):
+        return []
+
+
+def _fields(value: Any, name: str = "") -> dict[str, Any]:
+    """Return the values of a job's nested tables by their dotted names."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {k: v for key, item in value.items() for k, v in _fields(item, f"{name}.{key}" if name else key).items()}
+
+
+def _listed(words: Sequence[str]) -> str:
+    more = len(words) - MOST_NAMED
+    return ", ".join([*words[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
+
+
+def _recorded_otherwise(plan: Plan, recorded: Layout | None = None) -> ConflictError:
+    """Return the error of a run id whose job was recorded with another request; ``recorded`` is its layout."""
+    words = []
+    if recorded is not None:
+        before, now = recorded.inputs, plan.layout.inputs
+        words = [f"inputs.{name}" for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+        given = [(layout.resume_source or layout.resume) for layout in (recorded, plan.layout)]
+        words += ["resume_from"] if given[0] != given[1] else []
+        words += ["the version of cloudtrain"] if recorded.runtime_digest != plan.layout.runtime_digest else []
+    return ConflictError(
+        f"{plan.run_id!r} was recorded with another request; different: {_listed(words) or 'settings'}",
+        field="run_id",
+        hint="choose another --run-id",
     )

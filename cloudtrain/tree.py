@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from .errors import SpecError, StorageError
 from .ignore import Rule, Rules, parse
+from .outputs import PULL_STATE, pulled_files, reason
 
 __all__ = ["IGNORE", "Entry", "Walk", "below", "disk_errors"]
 
@@ -33,6 +34,7 @@ _NEVER = frozenset(
         ".mypy_cache",
         ".pytest_cache",
         ".ruff_cache",
+        PULL_STATE,
         "__pycache__",
         "node_modules",
     }
@@ -79,6 +81,7 @@ class Walk:
         self.warnings: list[str] = []
         self.commit: dict[str, Any] | None = None
         self._never, self._exclude, self._git, self._outputs = never, exclude, git, outputs
+        self._pulled: set[str] = set()
 
     def add(self, folder: str, prefix: str) -> None:
         stack = [_Folder(folder, prefix, self._scope(folder, prefix), Rules(), None)]
@@ -96,6 +99,9 @@ class Walk:
                 return
             if not here.closed:
                 here = here._replace(scope=self._nested(here, names))
+        elif PULL_STATE in names:
+            with disk_errors(here.path + PULL_STATE):
+                self._pulled |= {here.path + path for path in pulled_files(names[PULL_STATE].path)}
         here = here._replace(scope=here.scope.inside(here, names))
         if IGNORE in names:
             here = here._replace(own=here.own.plus(here.path, _load(names[IGNORE].path, here.path + IGNORE)))
@@ -140,7 +146,17 @@ class Walk:
         if (status.st_dev, status.st_ino) in self._outputs:
             self.excluded.append((path, "built-in: this command writes to it"))
             return
+        if not link and path not in self.named and (why := self._not_code(path, entry.path, status.st_size)):
+            self.excluded.append((path, f"built-in: {why}"))
+            return
         self.entries.append(Entry(path, entry.path, 0 if link else status.st_size, status.st_mode, target))
+
+    def _not_code(self, path: str, disk: str, size: int) -> str:
+        """Return why a file is cloudtrain's and no code; an empty text for a file of the user's."""
+        if path in self._pulled:
+            return "cloudtrain pull wrote it"
+        with disk_errors(path):
+            return reason(disk, size)
 
     def _own(self, path: str, own: Rules, *, folder: bool) -> str | None:
         """What the ignore files of cloudtrain say: the rule that excludes, ``""`` for ships, None for nothing."""
@@ -186,6 +202,8 @@ def _built_in(name: str) -> str:
 def _marker(names: dict[str, os.DirEntry[str]]) -> str:
     if "pyvenv.cfg" in names:
         return "built-in: virtual environment (pyvenv.cfg)"
+    if PULL_STATE in names:
+        return "built-in: cloudtrain pull wrote it"
     if ".cloudtrain" in names and names[".cloudtrain"].is_file(follow_symlinks=False):
         return "built-in: cloudtrain store"
     return ""

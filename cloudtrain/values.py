@@ -319,8 +319,9 @@ def unversioned(name: str) -> str:
 def step_of(name: str) -> int | None:
     """The step that a checkpoint's name tells: the number after step, iter or checkpoint, else the last one.
 
-    That of an epoch is none, nor is a version (``last-v1.ckpt``).
+    That of an epoch is none, nor is a version (``last-v1.ckpt``). Of ``RUN/NAME`` only ``NAME`` counts.
     """
+    name = name.rpartition("/")[2]
     found = _STEP.findall(name) or re.findall(r"\d+", _NO_STEP.sub("", name))
     return int(found[-1]) if found else None
 

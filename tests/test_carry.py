@@ -244,13 +244,13 @@ def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple
 
 def test_refusals_are_one_line_and_leave_nothing(here: tuple[Ran, Target]) -> None:
     ran, target = here
-    with pytest.raises(SpecError, match=r"^resume_from: \S+/runs/first/live/checkpoints holds no complete checkpoint"):
+    with pytest.raises(SpecError, match=r"^resume_from: run 'first' has no complete checkpoint"):
         target.carry(ran.url)
     ran.save(4)
     ran.files.remove("runs/first/live/checkpoints/step-4/0.0-4/node-1")
     with pytest.raises(SpecError, match="no complete checkpoint"):
         target.carry(ran.url)
-    with pytest.raises(SpecError, match=r"^resume_from: there is no run other in \S+$"):
+    with pytest.raises(SpecError, match=r"^resume_from: no run 'other' in \S+$"):
         target.carry(ran.url.replace("first", "other"))
     assert target.store.files.list("data") == {}
 

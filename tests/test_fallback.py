@@ -322,7 +322,7 @@ def test_where_every_gpu_was_refused_the_same_command_asks_again(tmp_path: Path,
 
 
 def test_the_id_of_a_run_to_resume_from_means_one_of_the_first_place_s_store(places: Places) -> None:
-    (places.folder / "store-0/runs/old/live/checkpoints").mkdir(parents=True)
+    Ran(places.stores[0].url, "old").save(6)
     places.clouds[0].refuse("quota", "no more")
     run = places.submit(resume_from="old")
     assert run.record["layout"]["resume"] == f"{places.stores[0].url}/runs/old/live/checkpoints"

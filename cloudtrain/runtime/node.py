@@ -92,7 +92,8 @@ class Node:
             inbox=inbox,
             join_timeout=site.join_timeout,
         )
-        self.resume = Resume(live=self.live, given=site.paths.get("resume"), url=context["resume"], say=self.log.say)
+        urls = {"url": context["resume"], "source": context.get("resume_source")}
+        self.resume = Resume(live=self.live, given=site.paths.get("resume"), say=self.log.say, **urls)
         self.attempt = self.notice = self.resumed = ""
         self.space: Workspace | None = None
         self.started, self.heard = time.time(), 0.0
@@ -265,7 +266,7 @@ class Node:
             resume = str(restored[name].path if name in restored else space.checkpoints / name)
         else:
             resume = self.go["url"] or self.resume.fallback(0)[0]
-        self.resumed = name or resume.rpartition("/")[2]
+        self.resumed = self.go["url"].rpartition("/")[2] or (resume and self.resume.title(name))
         if self.me == 0:
             self.start = Start(self.live, self.attempt, started=self.started, temporary=self._temporary)
             lost = self.start.begin(resumed=self.resumed, saved=self.go["saved"], direct=bool(self.go["url"]))

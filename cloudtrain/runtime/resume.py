@@ -26,16 +26,24 @@ PATIENCE, PAUSE = 300.0, 15.0
 """Seconds for which a store that is silent is asked, and between two times, where the answer may be all there is."""
 RUN_FOLDER = "/live/checkpoints"
 """How the URL of another run's checkpoints ends; any other folder is the user's own."""
+_OF_RUN = re.compile(rf".*/runs/([^/]+){RUN_FOLDER}(?:/([^/]+).*)?")
 
 Message = dict[str, Any]
 
 
 class Resume:
-    """Of one node. ``live`` is this run's own folder; ``given`` is where ``resume_from``, a ``url``, appears here."""
+    """Of one node. ``live`` is this run's own folder; ``given`` is where ``resume_from``, a ``url``, appears here.
 
-    def __init__(self, *, live: Path, given: str | None, url: str | None, say: Callable[[str], None]) -> None:
+    ``source`` is the URL that the one at ``url`` was copied from, if it was.
+    """
+
+    def __init__(
+        self, *, live: Path, given: str | None, url: str | None, say: Callable[[str], None], source: str | None = None
+    ) -> None:
         self._live, self._given = live, Path(given).absolute() if given and url else None
         self._of_run = bool(url) and str(url).endswith(RUN_FOLDER)
+        self._source = source or url or ""
+        self._root_of_restored = ""
         self._say = say
         self._placed: list[Path] = []
         self.shapes: dict[str, Counter[str]] = {}
@@ -102,6 +110,7 @@ class Resume:
         that, and what comes back beside it is older.
         """
         self.clear()
+        self._root_of_restored = message["root"]
         try:  # first, as there may be no room for more
             self._place(message["root"], message["folder"], space)
         except DigestError as exc:
@@ -194,5 +203,19 @@ class Resume:
         if self._of_run or tried:
             return "", "resume_from: nothing complete and undamaged to resume from"
         if not os.path.exists(self._given):
-            return "", f"resume_from: nothing at {self._given}"
+            return "", f"resume_from: nothing at {self._source}"
         return str(self._given), ""
+
+    def title(self, name: str) -> str:
+        """Return what messages call the checkpoint ``name`` that is restored: ``RUN/NAME`` where it is another run's.
+
+        Without a name, what they call the folder that `fallback` gives: its own name, after that of the folder that
+        its ``checkpoints`` lies in.
+        """
+        run = _OF_RUN.fullmatch(self._source)
+        if name and self._root_of_restored != "given":
+            return name
+        if run:
+            return f"{run[1]}/{name or run[2]}"
+        parts = self._source.rpartition("://")[2].split("/")
+        return name or "/".join([*parts[-3:-2], parts[-1]] if parts[-2:-1] == ["checkpoints"] else parts[-1:])

@@ -45,8 +45,8 @@ def test_a_run_with_nothing_complete_is_no_place_to_resume_from(tmp_path: Path) 
     assert cloudtrain(tmp_path, "submit", "train.py", "--run-id", "first")[0] == 0
     (tmp_path / "st/runs/first/live/checkpoints/step-1/0.0-1/node-0").mkdir(parents=True)
     code, result = cloudtrain(tmp_path, "submit", "train.py", "--run-id", "second", "--resume-from", "first")
-    assert (code, result["category"]) == (1, "user_error")
-    assert "nothing complete" in result["reason"]
+    assert (code, result["error"]) == (2, "resume_from: run 'first' has no complete checkpoint")
+    assert not (tmp_path / "st/runs/second").exists()
 
 
 def test_artifacts_of_an_earlier_start_are_there_again(tmp_path: Path) -> None:
