@@ -40,8 +40,8 @@ def refusal(provider: str, names: Sequence[str], *, file: str = "") -> SpecError
 
 def summary(names: Sequence[str]) -> str:
     """Return ``2 settings are missing: region, role``."""
-    count = "1 setting is" if len(names) == 1 else f"{len(names)} settings are"
-    return f"{count} missing: {', '.join(map(_short, names))}"
+    listed = ", ".join(map(_short, names))
+    return f"1 setting is missing: {listed}" if len(names) == 1 else f"{len(names)} settings are missing: {listed}"
 
 
 def snippet(provider: str, names: Sequence[str], *, file: str = "") -> str:

@@ -27,7 +27,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "_version errors",
-        "ask options schemas segments values",
+        "ask options packages schemas segments values",
         "job disk kinds preflight provenance",
         "prices",
         "catalog checks credential curves faults ignore provider transfer",
@@ -51,7 +51,20 @@ ORDER: tuple[frozenset[str], ...] = tuple(
 ONLY: dict[str, frozenset[str]] = {
     "runtime": frozenset({"errors", "provider", "segments", "values"}),
     "providers": frozenset(
-        {"ask", "catalog", "checks", "credential", "errors", "job", "limits", "options", "prices", "provider", "values"}
+        {
+            "ask",
+            "catalog",
+            "checks",
+            "credential",
+            "errors",
+            "job",
+            "limits",
+            "options",
+            "packages",
+            "prices",
+            "provider",
+            "values",
+        }
     ),
 }
 #: Providers whose nodes this machine itself starts; nobody chooses one with an underscore, so it has no extra.

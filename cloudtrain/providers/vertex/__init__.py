@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
 STORE = Need(
-    example="gs://BUCKET/PREFIX",
+    example="gs://my-bucket/cloudtrain",
     find="gcloud storage buckets list",
     stand_in="gs://missing-bucket",
     shown="gs://<bucket>",
