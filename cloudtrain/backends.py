@@ -110,8 +110,9 @@ def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
     from .packages import extra_of, not_installed
 
     cause = exc.__cause__ if isinstance(exc.__cause__, ImportError) else exc
+    why = "" if isinstance(cause, ModuleNotFoundError) else str(cause)
     name = package if package != "fsspec" else str(cause.name or package)
-    return not_installed(f"{scheme}://", extra_of(name), field="store", named=[name], why=str(cause))
+    return not_installed(f"{scheme}://", extra_of(name), field="store", named=[name], why=why)
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:

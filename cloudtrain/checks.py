@@ -39,7 +39,9 @@ def ok(name: str, detail: str) -> Check:
 
 def failed(name: str, detail: str, *, fix: str, code: int) -> Check:
     """It is not, and ``fix`` is what to do."""
-    return Check(name=name, status="failed", detail=_line(detail), fix=_line(fix), exit_code=code)
+    return Check(
+        name=name, status="failed", detail=_line(detail), fix="\n".join(map(_line, fix.splitlines())), exit_code=code
+    )
 
 
 def skipped(name: str, why: str) -> Check:
