@@ -31,11 +31,9 @@ def find_missing(settings: Settings, provider: Provider, job: Job) -> tuple[str,
 
 def refusal(provider: str, names: Sequence[str], *, file: str = "") -> SpecError:
     """Return the error for a job that lacks ``names``; its hint has the lines to paste into ``file``."""
-    return SpecError(
-        summary(names),
-        field=f"provider {provider}",
-        hint=f"{snippet(provider, names, file=file)}\nor let cloudtrain ask: cloudtrain init --provider {provider}",
-    )
+    lines = [snippet(provider, names, file=file)]
+    lines += [] if file else [f"or let cloudtrain ask: cloudtrain init --provider {provider}"]
+    return SpecError(summary(names), field=f"provider {provider}", hint="\n".join(lines))
 
 
 def summary(names: Sequence[str]) -> str:

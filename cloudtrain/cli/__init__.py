@@ -52,6 +52,11 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "list": ("verbs:list_runs", "List the runs of a store.", "[OPTIONS]"),
     "gpus": ("gpus:gpus", "Find machines with GPUs, and what they cost.", "[PATTERN] [OPTIONS]"),
     "gc": ("verbs:gc", "Find, and remove, what no run of a store needs.", "[STORE] [OPTIONS]"),
+    "init": (
+        "init:init",
+        "Write cloudtrain.toml, job.toml and .cloudtrainignore, and check them.",
+        "[SCRIPT] [OPTIONS]",
+    ),
     "doctor": (
         "doctor:doctor",
         "Look whether a job could be sent; --job: on every node.",

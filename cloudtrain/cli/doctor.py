@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..settings import Settings
     from ..submit import Plan
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "looked"]
 
 Which = Annotated[str | None, Parameter(help="your script or job file, or the name of a provider")]
 Flags = Annotated[JobFlags, Parameter(name="*")]
@@ -85,9 +85,9 @@ def doctor(
         raise SpecError("only --job starts a run", field="run_id")
     from ..doctor import Doctor
 
-    where = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
+    where: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
     looking = Doctor(**where, fields=fields, cwd=cwd, job=job)
-    found = _looked(looking, None if json else screen)
+    found = looked(looking, None if json else screen)
     code = gravest(check for _, checks in found for check in checks)
     if json:
         (first, checks), *later = found
@@ -118,7 +118,7 @@ def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | Non
     raise NotFoundError(f"{what!r} is neither a provider nor a file here", field="provider", hint=hint)
 
 
-def _looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Check]]]:
+def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Check]]]:
     """Each place and its checks, told as they are made. Of several places each is named, and what was told of an
     earlier one of the provider, word for word, is not told again."""
     found: list[tuple[Place, list[Check]]] = []
