@@ -72,15 +72,14 @@ def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
     try:
         from fsspec.registry import get_filesystem_class, known_implementations
     except ImportError as exc:
-        raise SpecError(f"{scheme}: URLs need fsspec; pip install fsspec ({exc})", field="store") from exc
+        raise _uninstalled(scheme, "fsspec", exc) from exc
     package = str(known_implementations.get(scheme, {}).get("class", "")).split(".")[0]
     # They print tracebacks of what they raise.
     logging.getLogger(_LOGS.get(scheme, package or scheme)).addHandler(logging.NullHandler())
     try:
         kind = get_filesystem_class(scheme)
     except ImportError as exc:
-        hint = "" if package == "fsspec" else f": pip install {package}"  # of its own ones the message says what
-        raise SpecError(f"{exc}{hint} ({exc.__cause__})", field="store") from exc
+        raise _uninstalled(scheme, package, exc) from exc
     except ValueError as exc:
         raise SpecError(f"no file system is known for {scheme}: URLs", field="store") from exc
 
@@ -104,6 +103,16 @@ def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
         return fs, str(root).rstrip("/")
 
     return Clients(make, most=most)
+
+
+def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
+    """Return the error for a scheme whose ``package`` cannot be imported; fsspec's own classes import another one."""
+    from .packages import extra_of, not_installed
+
+    cause = exc.__cause__ if isinstance(exc.__cause__, ImportError) else exc
+    why = "" if isinstance(cause, ModuleNotFoundError) else str(cause)
+    name = package if package != "fsspec" else str(cause.name or package)
+    return not_installed(f"{scheme}://", extra_of(name), field="store", named=[name], why=why)
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:

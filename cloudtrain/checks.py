@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .errors import AuthError, CloudtrainError, LostContactError, NotFoundError, PlatformError, SpecError
+from .packages import not_installed
 
 __all__ = ["STATUSES", "Check", "failed", "failure", "gravest", "installed", "ok", "skipped", "tried", "unknown"]
 
@@ -38,7 +39,9 @@ def ok(name: str, detail: str) -> Check:
 
 def failed(name: str, detail: str, *, fix: str, code: int) -> Check:
     """It is not, and ``fix`` is what to do."""
-    return Check(name=name, status="failed", detail=_line(detail), fix=_line(fix), exit_code=code)
+    return Check(
+        name=name, status="failed", detail=_line(detail), fix="\n".join(map(_line, fix.splitlines())), exit_code=code
+    )
 
 
 def skipped(name: str, why: str) -> Check:
@@ -93,19 +96,13 @@ def tried(name: str, look: Callable[[], Iterable[Check] | Check], *, extra: bool
 
 
 def installed(packages: Sequence[str], *, extra: str) -> Check:
-    """That the packages are there, with their versions."""
+    """Check that the packages are there, and return their versions."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found, missing = [], []
-    for name in packages:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            missing.append(name)
-    if missing:
-        what = f"{', '.join(missing)} not installed"
-        return failed("sdk", what, fix=f"pip install 'cloudtrain[{extra}]'", code=SpecError.exit_code)
-    return ok("sdk", ", ".join(found))
+    try:
+        return ok("sdk", ", ".join(f"{name} {version(name)}" for name in packages))
+    except PackageNotFoundError:
+        return failure("sdk", not_installed(f"provider {extra}", extra, field=""))
 
 
 def gravest(checks: Iterable[Check]) -> int:

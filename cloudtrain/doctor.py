@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import re
 import secrets
@@ -26,7 +27,8 @@ from .errors import AuthError, CloudtrainError, NotFoundError, SpecError, Storag
 from .fallback import where
 from .follow import Line
 from .job import Job
-from .provider import Provider, Request
+from .needs import find_missing, refusal, summary
+from .provider import Provider, Request, needs_of
 from .run import Run
 from .settings import Settings
 from .submit import Plan, make_plan
@@ -57,7 +59,8 @@ class Place:
 
 
 class Doctor:
-    """``provider`` None is the setting; ``fields`` are flat ones of a Job: its machine and image."""
+    """``provider`` None is the setting; ``job`` is the one to look at, None: one of the doctor's own, with ``fields``,
+    which are flat ones of a Job: its machine and image."""
 
     def __init__(
         self,
@@ -68,9 +71,10 @@ class Doctor:
         fields: Mapping[str, Any],
         cwd: Path,
         profile: str | None = None,
+        job: Job | None = None,
     ) -> None:
         self._profile, self._name, self._store = profile, provider, store
-        self._given, self._fields, self._cwd = settings, dict(fields), cwd
+        self._given, self._fields, self._cwd, self._job = settings, dict(fields), cwd, job
 
     def places(self) -> Iterator[Place]:
         """Each place that a job tries, in order; settings that cannot be read are one, with a check that says so."""
@@ -91,6 +95,12 @@ class Doctor:
         except CloudtrainError as exc:
             yield failure("settings", exc)
             return
+        missing, imageless = self._missing(settings, made)
+        if missing:
+            yield failure("settings", refusal(made.name, missing, file=settings.file))
+            yield skipped("plan", summary(missing))
+            yield from itertools.islice(_own(made, "", None), 1)  # the packages; all else needs the settings
+            return
         yield ok("settings", f"provider {made.name}, store {without_secrets(settings.store)}")
         store, planned = "", None
         try:
@@ -99,8 +109,11 @@ class Doctor:
             yield failure("store", exc)
             yield skipped("plan", "where the store is could not be told")
         else:
-            planned, found = self._planned(dataclasses.replace(settings, store=store))
-            yield found
+            if imageless:
+                yield skipped("plan", "no image is named; with --image it is planned and looked for")
+            else:
+                planned, found = self._planned(dataclasses.replace(settings, store=store))
+                yield found
         stopped = False
         for check in _own(made, store, planned):
             yield check
@@ -112,17 +125,24 @@ class Doctor:
             return
         yield round_trip(files(store, storage=made.storage, moving=moving))
 
+    def _missing(self, settings: Settings, made: Provider) -> tuple[tuple[str, ...], bool]:
+        """Return the names of the settings that are missing, and whether the doctor's own job lacks an image alone."""
+        image = self._fields.get("image")
+        job = self._job or Job.make(entry_point=SCRIPT, **({"image": image} if image else {}))
+        names = find_missing(settings, made, job.at(made.name))
+        needs = needs_of(type(made))
+        of_job = () if self._job else [name for name in names if "image" in (name, needs[name].instead)]
+        return tuple(name for name in names if name not in of_job), bool(of_job)
+
     def _planned(self, settings: Settings) -> tuple[Plan | None, Check]:
-        """The plan of a job with one node, and how making it went."""
+        """Return the plan of the job, by default one with one node, and how making it went."""
         with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
             Path(folder, SCRIPT).write_text("print('well')\n", encoding="utf-8")
             fields = {"name": "doctor", **self._fields, "entry_point": SCRIPT, "source_dir": folder}
             try:
-                planned = make_plan(Job.from_dict(fields), settings=settings, cwd=self._cwd, preview=True)
+                job = self._job or Job.from_dict(fields)
+                planned = make_plan(job, settings=settings, cwd=self._cwd, preview=True)
             except CloudtrainError as exc:
-                bare = isinstance(exc, SpecError) and exc.field == "image" and not self._fields.get("image")
-                if bare:
-                    return None, skipped("plan", f"{exc}; name one with --image to have it planned and looked for")
                 return None, failure("plan", exc)
         kinds = ", ".join(planned.request.instance_types) or "this machine"
         nodes = planned.job.resources.instance_count

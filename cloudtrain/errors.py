@@ -18,9 +18,8 @@ A run that ended badly is no exception: it is a result (see ``EXIT_CODES``).
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "StorageError",
     "UnsupportedError",
     "scrubbed",
-    "translated",
 ]
 
 #: Exit code of ``submit`` and ``wait`` by the category of a run that ended other than well.
@@ -181,23 +179,3 @@ class PlatformError(CloudtrainError):
     """The platform failed or broke its own contract."""
 
     exit_code = 9
-
-
-@contextlib.contextmanager
-def translated(error_of: Callable[[Exception], CloudtrainError | None], *, needs: str, extra: str) -> Iterator[None]:
-    """What a vendor's library raises becomes ours, as ``error_of`` says; what is none of its own goes on as it is.
-
-    `SpecError` where a library is missing: the package that it ``needs`` comes with our ``extra``.
-    """
-    try:
-        yield
-    except CloudtrainError:
-        raise
-    except ImportError as exc:
-        why = " ".join(str(exc).split())[:200]
-        raise SpecError(f"needs {needs}: pip install 'cloudtrain[{extra}]' ({why})", field="provider") from None
-    except Exception as exc:  # a library may raise anything
-        ours = error_of(exc)
-        if ours is None:
-            raise
-        raise ours from None

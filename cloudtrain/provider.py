@@ -36,6 +36,7 @@ __all__ = [
     "LogLine",
     "LogPage",
     "Mount",
+    "Need",
     "NodeSpec",
     "Provider",
     "Request",
@@ -45,8 +46,11 @@ __all__ = [
     "Status",
     "Topology",
     "check_inputs",
+    "check_needs",
     "context_of",
     "find_provider",
+    "lacking",
+    "needs_of",
     "provider_names",
     "python_command",
     "recorded_settings",
@@ -497,12 +501,29 @@ def _check_values(data: Mapping[str, Any], kind: type[Any], values: _Values, whe
 # ------------------------------------------------------------------------------------------------------- the protocol
 
 
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A value without which no job of a provider can be sent: the metadata ``need`` of a field of its ``Settings``.
+
+    ``example`` is a value in the right form. ``find`` is a command that prints the right one, or names a page.
+    ``stand_in`` is a valid value with which ``plan`` goes on where there is none; default: ``missing-NAME``. The plan
+    shows it as ``shown``; default: ``<NAME>``. A job that has the field ``instead`` does without the value.
+    """
+
+    example: str
+    find: str
+    stand_in: str = ""
+    shown: str = ""
+    instead: str = ""
+
+
 @runtime_checkable
 class Provider(Protocol):
     """Where to run. Made of its settings; every method is required.
 
     A provider may state ``sync_marks``, a tuple of texts: the ends of the names that its platform's agent puts into a
-    run's folder (`SyncAgent.marks`). `pull` leaves such files there.
+    run's folder (`SyncAgent.marks`). `pull` leaves such files there. It may state ``needs``, a `Need` by ``store`` or
+    ``image``: what a job needs that is no setting of its own.
     """
 
     name: ClassVar[str]
@@ -644,3 +665,28 @@ def check_inputs(provider: type[Provider], inputs: Mapping[str, Input | LayoutIn
         if scheme not in provider.schemes:
             known = ", ".join(f"{s}:" for s in sorted(provider.schemes))
             raise UnsupportedError(provider.name, f"inputs.{name}", f"it cannot read {scheme}: URLs, only {known}")
+
+
+def needs_of(kind: type[Provider]) -> dict[str, Need]:
+    """Return what the provider ``kind`` needs, by name: ``store``, ``NAME.region`` of its settings, ``image``."""
+    stated: Mapping[str, Need] = getattr(kind, "needs", {})
+    own = {f"{kind.name}.{spec.name}": spec.metadata.get("need") for spec in dataclasses.fields(kind.Settings)}
+    found = {"store": stated.get("store"), **own, "image": stated.get("image")}
+    return {name: need for name, need in found.items() if need is not None}
+
+
+def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
+    """Return the names of what ``settings`` of the provider ``kind`` and ``job`` lack; the store is not looked at."""
+
+    def has(name: str, need: Need) -> bool:
+        own = job if name == "image" else settings
+        return bool(getattr(own, name.rpartition(".")[2]) or (need.instead and getattr(job, need.instead)))
+
+    return tuple(name for name, need in needs_of(kind).items() if name != "store" and not has(name, need))
+
+
+def check_needs(kind: type[Provider], settings: Any, job: Job) -> None:
+    """Raise `SpecError` for the first thing that is `lacking`."""
+    for name in lacking(kind, settings, job):
+        need = needs_of(kind)[name]
+        raise SpecError("is not set", field=name, hint=f"for example {json.dumps(need.example)}: {need.find}")

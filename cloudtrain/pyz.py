@@ -39,6 +39,8 @@ _CLIENT_ONLY = frozenset(
         "compat",
         "checks",
         "doctor",
+        "needs",
+        "packages",
         "preflight",
         "schema",
         "schemas",

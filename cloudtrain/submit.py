@@ -33,6 +33,7 @@ from .errors import (
 from .job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
 from .limits import THIS_MACHINE
 from .moves import REFUSALS
+from .needs import find_missing, refusal, stand_ins, with_placeholders
 from .provenance import asked, digest_of, origin_of
 from .provider import Layout, Provider, Request, provider_names, recorded_settings
 from .retry import category_of, deliver, secret_values, write_context
@@ -73,7 +74,8 @@ class Plan:
     ``further`` are the plans of the places that follow where this one has no machines, ``rest`` such as a run.json has
     recorded them; ``first`` is the URL of the run in the first place, of any other, and ``refusals`` say why those
     before had none. ``left`` is the place before, which may have what was copied for the run, ``runtime`` gives
-    cloudtrain.pyz where it is not to be made.
+    cloudtrain.pyz where it is not to be made. ``missing`` names the settings that are not set. `layout` and
+    `request` then hold stand-ins, `document` shows placeholders, and `submit` refuses the plan.
     """
 
     job: Job
@@ -95,6 +97,7 @@ class Plan:
     refusals: tuple[Mapping[str, Any], ...] = ()
     left: Left | None = None
     runtime: Callable[[], bytes] | None = None
+    missing: tuple[str, ...] = ()
 
     @property
     def provider_name(self) -> str:
@@ -119,14 +122,20 @@ class Plan:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def document(self) -> dict[str, Any]:
-        """Plain JSON; equal plans give equal documents. Sizes are bytes, times seconds."""
-        return self._document() | ({"fallbacks": [plan._document() for plan in self.further]} if self.further else {})
+        """Plain JSON; equal plans give equal documents. Sizes are bytes, times seconds. Missing settings have
+        placeholders."""
+        return self._placed() | ({"fallbacks": [plan._placed() for plan in self.further]} if self.further else {})
+
+    def _placed(self) -> dict[str, Any]:
+        document: dict[str, Any] = with_placeholders(self._document(), self.provider_name, self.missing)
+        return document
 
     def _document(self) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
             "run": self.run_url,
             "provider": self.provider_name,
+            "missing": list(self.missing),
             "settings": recorded_settings(type(self.provider).Settings, dataclasses.asdict(self.provider.settings)),
             "job": self.job.to_dict(),
             "job_digest": self.job.digest,
@@ -233,14 +242,18 @@ def make_plan(
 ) -> Plan:
     """The plan of ``job`` on ``provider`` (default: the setting). Reads files; no network, no credentials, no SDK.
 
-    With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one. ``follows``: the store of the run to
-    resume from is asked where it has moved to; else this machine's own files are. Raises `SpecError`,
-    `UnsupportedError` and `StorageError`.
+    With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one; a missing setting gets a placeholder.
+    ``follows``: the store of the run to resume from is asked where it has moved to; else this machine's own files are.
+    Raises `SpecError`, which names every missing setting, `UnsupportedError` and `StorageError`.
     """
     chosen = settings.make_provider(provider)
     _check_names(job)
     job = job.at(chosen.name)
-    store = Store(settings.resolved(ask=not preview), cwd=cwd, storage=chosen.storage, moving=settings.moving)
+    missing = find_missing(settings, chosen, job)
+    if missing and not preview:
+        raise refusal(chosen.name, missing, file=settings.file)
+    filled, planner, whole = stand_ins(settings, chosen.name, job, missing) if missing else (settings, chosen, job)
+    store = Store(filled.resolved(ask=not preview), cwd=cwd, storage=chosen.storage, moving=settings.moving)
     bundle = _built(job.source, store, settings, cwd)
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
     if run_id is not None:
@@ -258,7 +271,8 @@ def make_plan(
         job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=dependencies
     )
     # As it is recorded: the script relative to the code, and no folder of this machine.
-    job = job.replace(entry_point=bundle.entry_point, source_dir=None, dependencies=(), exclude=())
+    recorded = {"entry_point": bundle.entry_point, "source_dir": None, "dependencies": (), "exclude": ()}
+    job, whole = job.replace(**recorded), whole.replace(**recorded)
     return Plan(
         job=job,
         source=source,
@@ -266,12 +280,13 @@ def make_plan(
         store=store,
         bundle=bundle,
         layout=layout,
-        request=noted(chosen.plan(job, layout), layout),
-        later=later_choices(chosen, job, layout),
+        request=noted(planner.plan(whole, layout), layout),
+        later=later_choices(planner, whole, layout),
         trees=tuple(trees),
         preview=preview and run_id is None,
         max_code_mb=settings.max_code_mb,
         settings=settings,
+        missing=missing,
     )
 
 
@@ -357,6 +372,9 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
             Request.from_dict(data["request"]),
         )
         source = Source(**data["source"])
+        missing = tuple(data.get("missing", ()))
+        if missing:
+            raise refusal(data["provider"], missing, file=settings.file)
         chosen = settings.make_provider(data["provider"], **data["settings"])
     except (ValueError, KeyError, TypeError) as exc:
         raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
@@ -442,6 +460,8 @@ def submit(
     recorded, before it can start. Raises `ConflictError` when the run id belongs to another job, and whatever storage
     and the provider raise.
     """
+    if plan.missing:
+        raise refusal(plan.provider_name, plan.missing, file=plan.settings.file)
     values = secret_values(plan.job, environ)
     say = progress or (lambda _: None)
     known = recorded(plan)

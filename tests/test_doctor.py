@@ -69,8 +69,8 @@ def test_a_job_that_cannot_be_planned(examiner: Examiner) -> None:
 
 
 def test_a_provider_and_a_setting_that_there_are_none(examiner: Examiner) -> None:
-    found = examiner("lokal")
-    found.failure("settings", "did you mean 'local'", fix="provider", code=2)
+    assert cli.main(["doctor", "lokal"]) == 2
+    assert "hint: cloudtrain doctor local" in examiner.capsys.readouterr().err
     examiner("--set", "sse=what").failure("settings", "sse", fix="sse", code=2)
 
 

@@ -27,13 +27,13 @@ ORDER: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
         "_version errors",
-        "ask options schemas segments values",
+        "ask options schemas segments values packages",
         "job disk kinds preflight provenance summary",
         "prices",
         "catalog checks credential curves faults ignore outputs provider transfer",
         "limits",
         "tree follow settings engine pyz backends access lease digests swap",
-        "checkpoint filesystem",
+        "checkpoint filesystem needs",
         "bundle markup schema store verdict providers runtime objects",
         "tail pull max_wait moves remote cost seen",
         "run relay",
@@ -52,7 +52,20 @@ ORDER: tuple[frozenset[str], ...] = tuple(
 ONLY: dict[str, frozenset[str]] = {
     "runtime": frozenset({"errors", "provider", "segments", "values"}),
     "providers": frozenset(
-        {"ask", "catalog", "checks", "credential", "errors", "job", "limits", "options", "prices", "provider", "values"}
+        {
+            "ask",
+            "catalog",
+            "checks",
+            "credential",
+            "errors",
+            "job",
+            "limits",
+            "options",
+            "packages",
+            "prices",
+            "provider",
+            "values",
+        }
     ),
 }
 #: Providers whose nodes this machine itself starts; nobody chooses one with an underscore, so it has no extra.

@@ -113,7 +113,7 @@ def test_every_provider_plans_for_real_and_a_run_ends_well(fake_cloud: FakeCloud
 
 
 def test_refusals_are_the_providers_own_and_send_nothing(fake_cloud: FakeCloud) -> None:
-    with pytest.raises(UnsupportedError, match=r"set store to s3://bucket/prefix"):
+    with pytest.raises(UnsupportedError, match=r"its nodes read s3:// only"):
         Estimator(entry_point="train.py", provider="sagemaker", settings=AWS).fit()
     assert fake_cloud.requests == []
 

@@ -52,7 +52,16 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "list": ("verbs:list_runs", "List the runs of a store.", "[OPTIONS]"),
     "gpus": ("gpus:gpus", "Find machines with GPUs, and what they cost.", "[PATTERN] [OPTIONS]"),
     "gc": ("verbs:gc", "Find, and remove, what no run of a store needs.", "[STORE] [OPTIONS]"),
-    "doctor": ("doctor:doctor", "Look whether a job could be sent; --job: on every node.", "[PROVIDER] [OPTIONS]"),
+    "init": (
+        "init:init",
+        "Write cloudtrain.toml, job.toml and .cloudtrainignore, and check them.",
+        "[SCRIPT] [OPTIONS]",
+    ),
+    "doctor": (
+        "doctor:doctor",
+        "Look whether a job could be sent; --job: on every node.",
+        "[SCRIPT|JOB.toml|PROVIDER] [OPTIONS]",
+    ),
     "config": ("config:config", "Show every setting and where it comes from.", "[KEY] [OPTIONS]"),
     "schema": ("config:schema", "Print the JSON schema of a file, or of what a verb prints.", "[NAME]"),
     "completion": ("complete:completion", "Print a shell's completion: bash, zsh or fish.", "SHELL"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..checks import gravest
-from ..errors import AuthError, LostContactError, SpecError
+from ..errors import AuthError, LostContactError, NotFoundError, SpecError
+from ..provider import provider_names
 from . import show
-from .flags import JobFlags, given_flags
+from .flags import JobFlags, given_flags, job_of
 from .screen import Screen
-from .send import RunId, Set, say_limits, say_price, settings_pairs
+from .send import Provider, RunId, Set, say_limits, say_price, settings_pairs
 from .verbs import Json, Ours, left, stopped
 from .where import HERE, At, Where, stoppable
 
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
     from ..settings import Settings
     from ..submit import Plan
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "looked"]
 
-Which = Annotated[str | None, Parameter(help="where jobs run; default: setting provider, local")]
+Which = Annotated[str | None, Parameter(help="your script or job file, or the name of a provider")]
 Flags = Annotated[JobFlags, Parameter(name="*")]
 OnNodes = Annotated[
     bool, Parameter(name="--job", negative="", show_default=False, help="send a job that looks at every node")
@@ -47,9 +49,10 @@ OURS = ("entry_point", "source_dir", "dependencies", "requirements", "exclude", 
 
 
 def doctor(
-    provider: Which = None,
+    what: Which = None,
     /,
     *,
+    provider: Provider = None,
     on_nodes: OnNodes = False,
     measure_grace: Measure = False,
     flags: Flags = _NO_FLAGS,
@@ -62,7 +65,11 @@ def doctor(
     """A line for each check, the fix where one failed; the exit code is that of the gravest failure."""
     cwd, given = Path.cwd(), settings_pairs(settings)
     fields = given_flags(flags)
-    for name in OURS:
+    provider, script = _meant(what, provider, cwd)
+    job = job_of(script, None, flags, None, cwd=cwd) if script is not None else None
+    if job is not None and on_nodes:
+        raise SpecError(f"--job sends a script of its own; leave out {script}", field="job")
+    for name in OURS if job is None else ():
         if name in fields:
             raise SpecError("the doctor has a script of its own; leave it out", field=name)
     if on_nodes:
@@ -78,8 +85,9 @@ def doctor(
         raise SpecError("only --job starts a run", field="run_id")
     from ..doctor import Doctor
 
-    looking = Doctor(provider=provider, store=at.store, profile=at.profile, settings=given, fields=fields, cwd=cwd)
-    found = _looked(looking, None if json else screen)
+    where: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
+    looking = Doctor(**where, fields=fields, cwd=cwd, job=job)
+    found = looked(looking, None if json else screen)
     code = gravest(check for _, checks in found for check in checks)
     if json:
         (first, checks), *later = found
@@ -88,12 +96,29 @@ def doctor(
             "checks": [dataclasses.asdict(check) for check in checks],
             **({"fallbacks": [_told(*item) for item in later]} if later else {}), "exit_code": code,
         })  # fmt: skip
-    elif code == 0 and not fields:
+    elif code == 0 and not fields and job is None:
         screen.next(["doctor", *([provider] if provider else []), "--job"], where=at.flags)
     return code
 
 
-def _looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Check]]]:
+def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | None, str | None]:
+    """Return the provider and the script or job file that are to be looked at; ``what`` is either."""
+    if what is None:
+        return provider, None
+    names = provider_names()
+    if set(what.split(",")) <= set(names):
+        if provider not in (None, what):
+            raise SpecError(f"{what!r} and {provider!r} are two providers; name one", field="provider")
+        return what, None
+    if (cwd / what).exists() or os.path.splitext(what)[1] or "/" in what:
+        return provider, what
+    files = [item.name for item in cwd.iterdir() if item.suffix in (".py", ".toml", ".json", ".sh")]
+    near = [f"cloudtrain doctor {name}" for name in difflib.get_close_matches(what, [*names, *files], n=2)]
+    hint = " or ".join(near) or f"name one of {', '.join(names)}, or a script or job file"
+    raise NotFoundError(f"{what!r} is neither a provider nor a file here", field="provider", hint=hint)
+
+
+def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Check]]]:
     """Each place and its checks, told as they are made. Of several places each is named, and what was told of an
     earlier one of the provider, word for word, is not told again."""
     found: list[tuple[Place, list[Check]]] = []
@@ -109,7 +134,8 @@ def _looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Ch
                 told.add((place.provider, check))
                 screen.data(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
                 if check.fix:
-                    screen.data(f"{'':<{WIDTH}}  fix: {check.fix}")
+                    lines = check.fix.replace("\n", f"\n{'':<{WIDTH}}       ")
+                    screen.data(f"{'':<{WIDTH}}  fix: {lines}")
     return found
 
 

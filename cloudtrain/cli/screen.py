@@ -54,8 +54,12 @@ class Screen:
     def error(self, text: str, hint: str = "") -> None:
         """Print ``error: text`` and, where there is one, ``hint: …`` with its further lines indented below it."""
         self.talk(f"error: {text}")
-        if hint:
-            self.talk("hint: " + hint.replace("\n", "\n      "))
+        self.hint(hint)
+
+    def hint(self, text: str) -> None:
+        """Print ``hint: …``; nothing for an empty text."""
+        if text:
+            self.talk("hint: " + text.replace("\n", "\n      "))
 
     def emit(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
         """The one JSON object of ``--json``: what would be a second one is not printed. An error names its field."""

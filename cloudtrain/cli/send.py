@@ -193,11 +193,24 @@ def plan(
         screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
     if not terminal:
         say_limits(planned.job, screen)
-    elif not (request or json):
-        screen.talk("to see the exact request: add --request")
-    save = "save this output" if json else "add --json > plan.json"
-    screen.talk(f"to send exactly this: {save}, then cloudtrain submit --plan plan.json")
+    incomplete = [item for item in (planned, *planned.further) if item.missing]
+    for item in incomplete:
+        say_missing(item, chosen.file, screen)
+    if not incomplete:
+        if terminal and not (request or json):
+            screen.talk("to see the exact request: add --request")
+        save = "save this output" if json else "add --json > plan.json"
+        screen.talk(f"to send exactly this: {save}, then cloudtrain submit --plan plan.json")
     return 0
+
+
+def say_missing(planned: Plan, file: str, screen: Screen) -> None:
+    """Warn of the settings that have placeholders in the plan, and say how to set them."""
+    from ..needs import refusal
+
+    error = refusal(planned.provider_name, planned.missing, file=file)
+    screen.talk(f"warning: {error}; this plan cannot be sent")
+    screen.hint(error.hint)
 
 
 def settings_pairs(texts: list[str] | None) -> dict[str, str]:

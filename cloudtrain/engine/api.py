@@ -57,7 +57,9 @@ def connect() -> Any:
     try:
         import docker
     except ModuleNotFoundError:
-        raise SpecError("needs the package that talks to it: pip install 'cloudtrain[docker]'") from None
+        from ..packages import not_installed
+
+        raise not_installed("an engine of containers", "docker", field="", named=["docker"]) from None
     where = _address()
     try:
         if _is_remote(where):

@@ -21,9 +21,11 @@ TORCH = "import torch; print(torch.__version__, torch.cuda.device_count() if tor
 SECONDS = 120
 
 
-def of_processes(python: str, request: Request | None, check: Callable[[Request], None]) -> Iterator[Check]:
-    """``check`` is the provider's own, of what would be started."""
-    yield _torch(python)
+def of_processes(
+    python: str, request: Request | None, check: Callable[[Request], None], *, fix: str
+) -> Iterator[Check]:
+    """``check`` is the provider's own, of what would be started; ``fix`` installs torch."""
+    yield _torch(python, fix)
     yield from tried("ports", _ports)
     yield (
         _disk("/dev/shm", "shm", SpecError.exit_code, least=0)
@@ -41,7 +43,7 @@ def of_containers(request: Request | None, check: Callable[[Request], None]) -> 
     try:
         api = connect()
     except CloudtrainError as exc:
-        name = "sdk" if "pip install" in str(exc) else "engine"
+        name = "sdk" if "not installed" in str(exc) else "engine"
         yield failure(name, exc)
         yield skipped("image", "no engine to ask")
         return
@@ -67,8 +69,8 @@ def of_containers(request: Request | None, check: Callable[[Request], None]) -> 
     yield from _request(request, check, "start")
 
 
-def _torch(python: str) -> Check:
-    fix = f"{python} -m pip install torch, or set python to a Python that has it"
+def _torch(python: str, install: str) -> Check:
+    fix = f"{install}; or set python to a Python that has it"
     try:
         done = subprocess.run([python, "-c", TORCH], capture_output=True, text=True, errors="replace", timeout=SECONDS)
     except OSError as exc:

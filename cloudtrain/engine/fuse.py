@@ -57,7 +57,9 @@ def why_not(environ: Mapping[str, str] = os.environ) -> str:
     try:
         import mfusepy  # noqa: F401  it looks for libfuse as it is imported
     except ImportError:
-        return "mfusepy is not installed: pip install 'cloudtrain[rehearse]'"
+        from ..packages import install_command
+
+        return f"mfusepy is not installed: {install_command('rehearse')}"
     except Exception:  # noqa: BLE001  whatever it finds, or does not
         return "libfuse cannot be loaded: install Debian's libfuse3-3, or what your system calls it"
     return ""

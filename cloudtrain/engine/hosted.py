@@ -376,7 +376,7 @@ def refuse(path: Path, exc: errors.CloudtrainError) -> None:
     """What a supervisor leaves for its client when the request cannot be started at all."""
     field, text = (exc.field, exc.message) if isinstance(exc, SpecError) else ("", str(exc))
     kind = "SpecError" if isinstance(exc, SpecError) else type(exc).__name__
-    _write(path, {"kind": kind, "field": field, "text": text})
+    _write(path, {"kind": kind, "field": field, "text": text, "hint": exc.hint})
 
 
 def _raise_refusal(path: Path) -> None:
@@ -384,8 +384,8 @@ def _raise_refusal(path: Path) -> None:
         said = _read(path)
         path.unlink(missing_ok=True)
         if said["kind"] == "SpecError":
-            raise SpecError(said["text"], field=said["field"])
-        raise getattr(errors, said["kind"], PlatformError)(said["text"])
+            raise SpecError(said["text"], field=said["field"], hint=said["hint"])
+        raise getattr(errors, said["kind"], PlatformError)(said["text"], hint=said["hint"])
 
 
 def _attempt_order(path: Path) -> tuple[int, int, str]:

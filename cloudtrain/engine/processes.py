@@ -6,6 +6,7 @@ A node's mounts appear below its root: a symbolic link for ``mount`` and ``sync`
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from ..errors import CapacityError, StorageError
 from ..provider import NodeSpec, Simulation
 from . import ENGINE_PREFIX, staged
 
-__all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "gpus_of"]
+__all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "gpus_of", "has_torch"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -205,6 +207,14 @@ def check_gpus(wanted: int, name: str) -> None:
         raise CapacityError(f"the job asks for {wanted} {name} GPUs on this machine, which has {has}")
     if not all(matching[:wanted]):
         raise CapacityError(f"other GPUs come before this machine's {wanted} {name}; name these alone in {VISIBLE}")
+
+
+def has_torch(python: str) -> bool:
+    """Return False where ``python``, a program, says that it has no torch."""
+    if python == sys.executable:
+        return importlib.util.find_spec("torch") is not None
+    code = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else 66)"
+    return subprocess.run([python, "-c", code], check=False, capture_output=True).returncode != 66
 
 
 def _is_start(word: str, key: str) -> bool:

@@ -90,11 +90,19 @@ class Provider(Hosted):
         return request
 
     def check(self, request: Request) -> None:
-        from ..engine.processes import check_gpus
+        from ..engine.processes import check_gpus, has_torch
+        from ..packages import not_installed
 
-        nodes = self.nodes(request).nodes
+        nodes, context = self.nodes(request).nodes, request.context
         if shutil.which(nodes[0].command[0]) is None:
             raise SpecError(f"there is no {nodes[0].command[0]} to run", field="local.python")
+        if context["launcher"] == "torchrun" and context["nodes"] * context["processes"] > 1:
+            python = nodes[0].command[0]
+            if not has_torch(python) and python == sys.executable:
+                raise not_installed(f"provider {self.name}", self.name, field="", named=["torch"])
+            if not has_torch(python):
+                why = f"{python} has no torch, which starts several ranks"
+                raise SpecError(why, field="local.python", hint=_torch_command(python))
         if wanted := sum(node.gpus for node in nodes):
             check_gpus(wanted, str(request.body["gpu"]))
 
@@ -102,7 +110,8 @@ class Provider(Hosted):
         """See `doctor`."""
         from ..engine.checks import of_processes
 
-        yield from of_processes(self.settings.python, request, self.check)
+        python = self.settings.python
+        yield from of_processes(python, request, self.check, fix=_torch_command(python))
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
@@ -129,6 +138,14 @@ class Provider(Hosted):
             cpus=max(1, _cpus() // nodes),
             attempt=environ.get(ENGINE_PREFIX + "ATTEMPT", ""),
         )
+
+
+def _torch_command(python: str) -> str:
+    """Return the command that installs torch for ``python``."""
+    from ..packages import install_command
+
+    own = python == sys.executable
+    return install_command("local") if own else f"{python} -m pip install torch numpy"
 
 
 def _cpus() -> int:

@@ -294,7 +294,7 @@ def test_the_longest_job() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("azureml.subscription_id", {"subscription_id": ""}, {}, "config.json"),
+    ("azureml.subscription_id", {"subscription_id": ""}, {}, "az account show"),
     ("azureml.workspace_name", {"workspace_name": ""}, {}, "config.json"),
     ("azureml.resource_group", {"resource_group": "a/b"}, {}, "no such name"),
     ("store", {"store": "s3://bucket/x"}, {}, "abfs://CONTAINER@ACCOUNT"),
@@ -303,7 +303,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("store", {"store": f"{STORE}/a%20b"}, {}, "rename"),
     ("azureml.cloud", {"store": STORE.replace("windows.net", "chinacloudapi.cn")}, {}, "name the store's cloud"),
     ("store", {"store": f"{STORE}/it's"}, {}, "rename"),
-    ("image", {}, {"image": None}, "az ml environment list --registry-name azureml"),
+    ("azureml.environment", {}, {"image": None}, "az ml environment list --registry-name azureml"),
     ("image", {}, {"image": "azureml:"}, "no environment"),
     ("resources.instance_type", CLUSTER, {"instance_type": "Standard_DS3_v2"}, "cluster gpu-cluster"),
     ("resources.spot", CLUSTER, {"spot": True}, "cluster gpu-cluster"),
@@ -403,7 +403,7 @@ def test_refused(
     monkeypatch.chdir(tmp_path)
     error = refused(given, **fields)
     assert error.field == field
-    assert says in str(error)
+    assert says in f"{error}; {error.hint}"
     assert "\n" not in str(error)
     assert "sig=" not in str(error)
 

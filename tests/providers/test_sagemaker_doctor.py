@@ -81,16 +81,16 @@ def test_all_is_well(world: SageMakerWorld, examiner: Examiner) -> None:
 
 
 def test_no_sdk(world: SageMakerWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = importlib.metadata.version
+    known = importlib.metadata.distribution
 
-    def version(name: str) -> str:
+    def distribution(name: str) -> importlib.metadata.Distribution:
         if name == "s3fs":
             raise importlib.metadata.PackageNotFoundError(name)
         return known(name)
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     found = examiner()
-    found.failure("sdk", "s3fs not installed", fix="pip install 'cloudtrain[sagemaker]'", code=2)
+    found.failure("sdk", "provider sagemaker needs s3fs, which is not installed", fix="[sagemaker]'", code=2)
     assert found.names == ["settings", "plan", "sdk", "store"]
     assert found.status("store") == "skipped"
 

@@ -366,7 +366,7 @@ def test_settings_reach_the_request() -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("sagemaker.role", {"role": ""}, {}, "ARN"),
+    ("sagemaker.role", {"role": ""}, {}, "is not set"),
     ("sagemaker.role", {"role": "training"}, {}, "aws iam get-role --role-name training"),
     ("image", {}, {"image": "pytorch/pytorch:2"}, "push $ACCOUNT.dkr.ecr.eu-west-1.amazonaws.com/pytorch/pytorch:2"),
     ("image", {}, {"image": "ghcr.io/a/b:1"}, "tag ghcr.io/a/b:1 $ACCOUNT.dkr.ecr.eu-west-1.amazonaws.com/a/b:1"),

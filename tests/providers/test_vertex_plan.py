@@ -392,7 +392,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_refused_is_named(field: str, given: dict[str, Any], fields: dict[str, Any], says: str) -> None:
     error = refused(given, **fields)
     assert error.field == field, error
-    assert says in str(error)
+    assert says in f"{error}; {error.hint}"
 
 
 @pytest.mark.parametrize(("field", "options", "says"), OPTIONS, ids=lambda value: str(value)[:40])

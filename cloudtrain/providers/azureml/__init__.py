@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider import Layout, LogPage, Request, Simulation, Site, Status
+from ...provider import Layout, LogPage, Need, Request, Simulation, Site, Status
 
 if TYPE_CHECKING:
     from ...checks import Check
@@ -20,6 +20,22 @@ if TYPE_CHECKING:
     from .account import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
+
+STORE = Need(
+    example="abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX",
+    find="az ml datastore list -o table",
+    stand_in="abfs://missing-container@missingaccount.dfs.core.windows.net",
+    shown="abfs://<container>@<account>.dfs.core.windows.net",
+)
+SUBSCRIPTION = Need(example="00000000-0000-0000-0000-000000000000", find="az account show --query id")
+GROUP = Need(example="GROUP", find="az group list -o table")
+WORKSPACE = Need(example="WORKSPACE", find="az ml workspace list -o table; or Studio's config.json here")
+ENVIRONMENT = Need(
+    example="azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/labels/latest",
+    find="az ml environment list --registry-name azureml; or --image",
+    stand_in="azureml:missing-environment:1",
+    instead="image",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +52,12 @@ class Settings:
     by instance type, or cluster, for ``max_cost``.
     """
 
-    subscription_id: str = ""
-    resource_group: str = ""
-    workspace_name: str = field(default="", metadata={"place": True})
+    subscription_id: str = field(default="", metadata={"need": SUBSCRIPTION})
+    resource_group: str = field(default="", metadata={"need": GROUP})
+    workspace_name: str = field(default="", metadata={"place": True, "need": WORKSPACE})
     datastore: str = "workspaceblobstore"
     compute: str = ""
-    environment: str = ""
+    environment: str = field(default="", metadata={"need": ENVIRONMENT})
     experiment_name: str = ""
     identity: str = ""
     job_tier: str = ""
@@ -62,6 +78,7 @@ class Provider:
     max_wait_by: ClassVar[str] = "client"
     pace: ClassVar[float] = 1.0
     poll: ClassVar[float] = 5.0
+    needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
     def __init__(self, **settings: Any) -> None:
         from .plan import checked

@@ -104,7 +104,7 @@ def _datastore(account: Account, store: str) -> Check:
     if not store:
         return skipped("datastore", "where the store is could not be told")
     if url_scheme(store) not in FSSPEC:
-        fix = "set store to abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/…, the container of the datastore"
+        fix = 'add to cloudtrain.toml: store = "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX", of the datastore'
         return failed("datastore", f"its nodes see Azure Storage, not {store}", fix=fix, code=SpecError.exit_code)
     check_datastore(account, store)
     return ok("datastore", f"{account.settings.datastore} is the store's container")

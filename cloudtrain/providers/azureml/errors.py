@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ... import errors
+from ... import packages
 from ...errors import (
     AuthError,
     CapacityError,
@@ -107,7 +107,7 @@ def _place(status: int, code: str, said: str) -> str:
 
 def translated(what: str) -> AbstractContextManager[None]:
     """Errors of Azure's libraries become ours, in one line; ``what`` was being done."""
-    return errors.translated(partial(error_of, what=what), needs="azure-ai-ml", extra="azureml")
+    return packages.translated(partial(error_of, what=what), needs="azure-ai-ml", extra="azureml")
 
 
 def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:

@@ -16,7 +16,7 @@ from ...errors import SpecError, UnsupportedError
 from ...job import job_name, run_tag
 from ...limits import checked_prices, hard_limit
 from ...options import merge_options
-from ...provider import Layout, Request, check_inputs, context_of
+from ...provider import Layout, Request, check_inputs, check_needs, context_of
 from ...values import choice_of, url_scheme
 from .clouds import cloud_of
 from .preflight import check_document, check_options
@@ -70,7 +70,6 @@ _SCOPE = re.compile(r"/subscriptions/([^/]+)/resourceGroups/([^/]+)/providers/[^
 CONFIGS = tuple(f"{folder}{name}.json" for folder in (".azureml/", "aml_config/", "") for name in ("config", "project"))
 """Where Azure ML's own SDK looks for its file, here and in every folder above."""
 WORKSPACE = ("subscription_id", "resource_group", "workspace_name")
-ENVIRONMENTS = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/labels/latest"
 OWNED = (
     *("$schema", "type", "name", "command", "code", "environment", "compute", "distribution", "inputs", "outputs"),
     *("limits", "queue_settings", "identity", "tags", "experiment_name", f"environment_variables.{NODES}"),
@@ -135,15 +134,10 @@ def _config(folder: Path) -> dict[str, str]:
 def _check_account(settings: Settings, store: str) -> None:
     check_url(store, "store")
     if url_scheme(store) not in FSSPEC or not Blob.parse(store).container:
-        why = (
-            "its nodes read a container of Azure Storage; set store to abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/…"
-        )
-        raise UnsupportedError(NAME, "store", f"{why}, not {store}")
+        hint = 'add to cloudtrain.toml: store = "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX"'
+        raise UnsupportedError(NAME, "store", f"its nodes read a container of Azure Storage, not {store}", hint=hint)
     storage(store, cloud_of(settings), {})
     for name in WORKSPACE:
-        if not getattr(settings, name):
-            why = "is not set; give it, or put the workspace's config.json (Studio offers it) into this folder or above"
-            raise SpecError(why, field=f"azureml.{name}")
         if not re.fullmatch(r"[\w().-]{1,90}", getattr(settings, name)):
             raise SpecError(f"{getattr(settings, name)!r} is no such name", field=f"azureml.{name}")
 
@@ -167,6 +161,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     """The request; see `cloudtrain.provider.Provider.plan`."""
     from . import Provider
 
+    check_needs(Provider, settings, job)
     _check_account(settings, layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(job)
@@ -300,10 +295,7 @@ def _environment(settings: Settings, job: Job) -> str | dict[str, str]:
         return {"image": job.image}
     if job.image and not is_environment(job.image):
         raise UnsupportedError(NAME, "image", f"{job.image!r} is no environment: azureml:NAME:VERSION or azureml://…")
-    if found := job.image or settings.environment:
-        return found
-    how = f"give one, or set azureml.environment, such as {ENVIRONMENTS}"
-    raise SpecError(f"is not given; {how} (az ml environment list --registry-name azureml -o table)", field="image")
+    return job.image or settings.environment
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a body

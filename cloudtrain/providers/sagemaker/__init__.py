@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ... import catalog
-from ...provider import Layout, LogPage, Request, Simulation, Site, Status
+from ...provider import Layout, LogPage, Need, Request, Simulation, Site, Status
 from ...values import url_scheme
 from .words import IGNORED, UPLOADED, UPLOADING
 
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
 CALLER = {"caller": True}
+STORE = Need(example="s3://BUCKET/PREFIX", find="aws s3 ls", stand_in="s3://missing-bucket", shown="s3://<bucket>")
+REGION = Need(example="eu-west-1", find="the region of the store's bucket", stand_in="us-east-1")
+ROLE = Need(
+    example="arn:aws:iam::123456789012:role/ROLE",
+    find="aws iam list-roles --query Roles[].Arn",
+    stand_in="arn:aws:iam::000000000000:role/missing",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +46,9 @@ class Settings:
     ``prices`` are US dollars an hour by instance type, for ``max_cost`` and estimates.
     """
 
-    region: str = field(default="", metadata={"place": True})
+    region: str = field(default="", metadata={"place": True, "need": REGION})
     profile: str = field(default="", metadata=CALLER)
-    role: str = ""
+    role: str = field(default="", metadata={"need": ROLE})
     role_to_assume: str = field(default="", metadata=CALLER)
     subnets: tuple[str, ...] = ()
     security_group_ids: tuple[str, ...] = ()
@@ -66,6 +73,7 @@ class Provider:
     pace: ClassVar[float] = 1.0
     poll: ClassVar[float] = 5.0
     sync_marks: ClassVar[tuple[str, ...]] = (UPLOADING, UPLOADED, IGNORED)
+    needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
     def __init__(self, **settings: Any) -> None:
         from .plan import checked

@@ -20,9 +20,9 @@ from ...errors import (
     PlatformError,
     QuotaError,
     SpecError,
-    translated,
 )
 from ...job import run_tag
+from ...packages import translated
 from ...provider import Request
 from .caller import sign_in
 from .plan import FIELDS

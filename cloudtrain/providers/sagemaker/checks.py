@@ -79,7 +79,7 @@ def _bucket(account: Account, store: str) -> Check:
     if not store:
         return skipped("bucket", "where the store is could not be told")
     if url_scheme(store) != "s3":
-        fix = "set store to s3://BUCKET/…, a bucket in the jobs' region"
+        fix = 'add to cloudtrain.toml: store = "s3://BUCKET/PREFIX", a bucket in the jobs\' region'
         return failed("bucket", f"its nodes see S3, not {store}", fix=fix, code=SpecError.exit_code)
     name, wanted = urlsplit(store).netloc, account.settings.region
     try:

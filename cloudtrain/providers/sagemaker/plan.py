@@ -15,7 +15,7 @@ from ...errors import SpecError, UnsupportedError
 from ...job import job_name, run_tag
 from ...limits import checked_prices, hard_limit
 from ...options import merge_options
-from ...provider import Layout, Request, check_inputs, context_of
+from ...provider import Layout, Request, check_inputs, check_needs, context_of
 from ...values import url_scheme
 from .images import check_image, default_image
 from .preflight import Blame, check
@@ -130,15 +130,8 @@ def _profile_region(profile: str, environ: Mapping[str, str]) -> str:
 
 def _check_account(settings: Settings, store: str) -> None:
     if url_scheme(store) != "s3":
-        raise UnsupportedError(
-            NAME, "store", f"its nodes read s3:// only, not {store}; set store to s3://bucket/prefix"
-        )
-    if not settings.region:
-        raise SpecError("is not set; give it, or set AWS_REGION", field="sagemaker.region")
-    if not settings.role:
-        raise SpecError(
-            "is not set; give the ARN of the role that jobs run as (docs/sagemaker.md)", field="sagemaker.role"
-        )
+        hint = 'add to cloudtrain.toml: store = "s3://BUCKET/PREFIX"'
+        raise UnsupportedError(NAME, "store", f"its nodes read s3:// only, not {store}", hint=hint)
     if not ROLE.fullmatch(settings.role):
         name = settings.role.rpartition("/")[2]
         how = f"aws iam get-role --role-name {name} --query Role.Arn --output text"
@@ -155,6 +148,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     """The request; see `cloudtrain.provider.Provider.plan`."""
     from . import Provider
 
+    check_needs(Provider, settings, job)
     _check_account(settings, layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(settings, job)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider import Layout, LogPage, Request, Simulation, Site, Status
+from ...provider import Layout, LogPage, Need, Request, Simulation, Site, Status
 from ...values import url_scheme
 
 if TYPE_CHECKING:
@@ -22,6 +22,20 @@ if TYPE_CHECKING:
     from .account import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
+
+STORE = Need(
+    example="gs://my-bucket/cloudtrain",
+    find="gcloud storage buckets list",
+    stand_in="gs://missing-bucket",
+    shown="gs://<bucket>",
+)
+PROJECT = Need(example="my-project", find="gcloud config get project")
+LOCATION = Need(example="europe-west4", find="the region of the store's bucket", stand_in="us-central1")
+IMAGE = Need(
+    example="europe-west4-docker.pkg.dev/my-project/images/train:1",
+    find="with CUDA and PyTorch: Google's own stopped at 2.4",
+    stand_in="missing.invalid/image:latest",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +51,8 @@ class Settings:
     ``n1-standard-8+T4:1``), for ``max_cost``. ``log_drain`` is seconds after a job's end in which its log may grow.
     """
 
-    project: str = ""
-    location: str = field(default="", metadata={"place": True})
+    project: str = field(default="", metadata={"need": PROJECT})
+    location: str = field(default="", metadata={"place": True, "need": LOCATION})
     service_account: str = ""
     network: str = ""
     tensorboard: str = ""
@@ -61,6 +75,7 @@ class Provider:
     max_wait_by: ClassVar[str] = "client"
     pace: ClassVar[float] = 2.0
     poll: ClassVar[float] = 10.0
+    needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
     probe_ports: ClassVar[tuple[int, ...]] = (2222, 2223, 3333, 6000, 29500)
     """What ``doctor --job`` tries: ports that the chief's Service is known to forward, and two that it may not."""
 

@@ -96,7 +96,7 @@ def _bucket(account: Account, store: str) -> Check:
     wanted = account.settings.location
     make = f"gcloud storage buckets create gs://NAME --location={wanted}"
     if url_scheme(store) != "gs":
-        fix = f"set store to gs://BUCKET/…, a bucket in {wanted}"
+        fix = f'add to cloudtrain.toml: store = "gs://BUCKET/PREFIX", a bucket in {wanted}'
         return failed("bucket", f"its nodes see Cloud Storage, not {store}", fix=fix, code=SpecError.exit_code)
     name = urlsplit(store).netloc
     try:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ... import catalog, errors
+from ... import catalog, packages
 from ...errors import (
     AuthError,
     CapacityError,
@@ -204,7 +204,7 @@ def answered(body: bytes) -> tuple[str, str, Mapping[str, Any]]:
 
 def translated(what: str) -> AbstractContextManager[None]:
     """Errors of Google's libraries become ours, in one line; ``what`` was being done."""
-    return errors.translated(partial(error_of, what=what), needs="google-cloud-aiplatform", extra="vertex")
+    return packages.translated(partial(error_of, what=what), needs="google-cloud-aiplatform", extra="vertex")
 
 
 def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:

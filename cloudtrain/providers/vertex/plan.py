@@ -15,7 +15,7 @@ from ...errors import SpecError, UnsupportedError
 from ...job import job_name, run_tag
 from ...limits import checked_prices, hard_limit
 from ...options import merge_options
-from ...provider import Layout, Request, check_inputs, context_of, python_command
+from ...provider import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...values import choice_of, url_scheme
 from .fabric import TRANSPORTS
 from .machines import DISK_LIMITS_GB, FLEXIBLE, advice, machine_of, machine_spec, notes_of, priced, unavailable
@@ -55,10 +55,6 @@ AFFINITIES: Mapping[str, str] = {"any": "ANY_RESERVATION", "none": "NO_RESERVATI
 """The reservationAffinityType of each word that ``reservation`` may be; any other text names one reservation."""
 FLEX_SECONDS = 7 * 86400
 """Longest timeout of a job on FLEX_START: Vertex AI's page on the Dynamic Workload Scheduler."""
-IMAGE = (
-    "is not set; Google's own PyTorch images stopped at 2.4 (us-docker.pkg.dev/vertex-ai/training/"
-    "pytorch-gpu.2-4.py310), so give one with CUDA and PyTorch, from Artifact Registry or Docker Hub"
-)
 _PATTERNS: Mapping[str, tuple[str, str]] = {
     "project": (r"[a-z0-9][a-z0-9.:-]{0,62}", "is not a project's id; gcloud projects list names those there are"),
     "location": (r"[a-z]+-[a-z]+\d+", "is not one region, like europe-west4: a run's store is one bucket, in one"),
@@ -145,13 +141,9 @@ def _affinity(settings: Settings) -> dict[str, Any]:
 
 def _check_account(settings: Settings, store: str) -> None:
     if url_scheme(store) != "gs" or not _BUCKET.fullmatch(store):
-        why = f"its nodes see Cloud Storage; set store to gs://BUCKET/…, a bucket in the job's region, not {store}"
-        raise UnsupportedError(NAME, "store", why)
+        hint = 'add to cloudtrain.toml: store = "gs://BUCKET/PREFIX", a bucket in the job\'s region'
+        raise UnsupportedError(NAME, "store", f"its nodes see Cloud Storage, not {store}", hint=hint)
     _check_url(store, "store")
-    hints = {"project": "gcloud config get project prints yours", "location": "the region of the store's bucket"}
-    for name, hint in hints.items():
-        if not getattr(settings, name):
-            raise SpecError(f"is not set; give it ({hint})", field=f"{NAME}.{name}")
 
 
 def _check_url(url: str, field: str) -> None:
@@ -171,14 +163,13 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     """The request; see `cloudtrain.provider.Provider.plan`."""
     from . import Provider
 
+    check_needs(Provider, settings, job)
     _check_account(settings, layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(settings, job)
     if job.resources.shm_gb:
         why = "no field of a custom job sets the size of /dev/shm; use fewer DataLoader workers"
         raise UnsupportedError(NAME, "resources.shm_gb", why)
-    if not job.image:
-        raise SpecError(IMAGE, field="image")
     machine = machine_of(job, choice)
     notes = notes_of(machine, job.resources.instance_count)
     name = job_name(layout.run, attempt, choice)

@@ -1,0 +1,195 @@
+"""The verb init: the three files that a folder of jobs starts with, and what the doctor says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from ..errors import SpecError
+from ..job import Job
+from ..needs import assignment, find_missing
+from ..provider import find_provider, needs_of, provider_names
+from ..settings import FILE, Settings
+from ..values import nearest, url_scheme
+from .doctor import looked
+from .screen import Screen
+from .send import Provider, Set, settings_pairs
+from .verbs import Json, Ours
+from .where import HERE, At, Where
+
+if TYPE_CHECKING:
+    from ..checks import Check
+
+__all__ = ["init"]
+
+JOB, IGNORE, SCRIPT = "job.toml", ".cloudtrainignore", "train.py"
+IGNORED = """\
+# What does not ship with your code, in the syntax of .gitignore. cloudtrain plan lists what ships.
+lightning_logs/
+mlruns/
+wandb/
+"""
+
+
+def init(
+    script: Annotated[str | None, Parameter(help="your script; default: the only one here, train.py")] = None,
+    /,
+    *,
+    provider: Provider = None,
+    image: Annotated[str | None, Parameter(help="image for job.toml")] = None,
+    at: At = HERE,
+    settings: Set = None,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Write the files that are not there, ask for missing settings on a terminal, and show the doctor's findings."""
+    cwd, given = Path.cwd(), settings_pairs(settings)
+    kept = at.settings(overrides=given, cwd=cwd, provider=provider).file  # nothing that is asked could be written there
+    asks = sys.stdin.isatty() and screen.err.isatty() and not json and not kept
+    if provider is None and asks:
+        provider = _asked_provider(screen)
+    chosen = at.settings(overrides=given, cwd=cwd, provider=provider)
+    job = Job.make(entry_point=script or _script(cwd), **({"image": image} if image else {}))
+    values = _given(chosen, given, at)
+    missing = find_missing(chosen, chosen.make_provider(), job.at(chosen.provider))
+    if asks:
+        found = _asked(chosen, missing, screen)
+        job = job.replace(image=found.pop("image")) if "image" in found else job
+        values |= found
+    home = os.path.relpath(kept, cwd) if kept else FILE
+    files = {home: _settings_text(chosen, values), JOB: _job_text(chosen.provider, job), IGNORE: IGNORED}
+    rows = [{"path": name, "status": _written(cwd / name, text)} for name, text in files.items()]
+    if not json:
+        for row in rows:
+            screen.talk(f"{row['status']} {row['path']}")
+        if not (cwd / str(job.source.entry_point)).exists():
+            screen.talk(f"note: there is no {job.source.entry_point} here yet")
+    missing, checks = _examined(chosen.provider, given, job, at, cwd, None if json else screen)
+    if json:
+        told = [dataclasses.asdict(check) for check in checks]
+        screen.emit({"provider": chosen.provider, "files": rows, "missing": missing, "checks": told, "exit_code": 0})
+    else:
+        screen.next(["plan", JOB], where=at.flags if kept else ())
+    return 0
+
+
+def _script(cwd: Path) -> str:
+    """Return the only script here, or the usual name."""
+    names = [path.name for path in cwd.glob("*.py")]
+    return names[0] if len(names) == 1 else SCRIPT
+
+
+def _given(chosen: Settings, given: Mapping[str, str], at: Where) -> dict[str, Any]:
+    """Return what the command line sets, by name as `cloudtrain config` shows it."""
+    own = {f"{chosen.provider}.{key}": item.value for key, item in chosen.of_provider(chosen.provider).items()}
+    values = {name: value for name, value in own.items() if {name, name.partition(".")[2]} & set(given)}
+    values |= {name: getattr(chosen, name) for name in given if name in Settings.__dataclass_fields__}
+    return values | ({"store": chosen.store} if at.store else {})
+
+
+# ------------------------------------------------------------------------------------------------------------- asking
+
+
+def _asked_provider(screen: Screen) -> str:
+    names = provider_names()
+    while True:
+        word = _answer(f"provider, one of {', '.join(names)}", "local", screen)
+        if not word or word in names:
+            return word or "local"
+        screen.talk(f"error: no provider {word!r}{nearest(word, names)}")
+
+
+def _asked(chosen: Settings, missing: tuple[str, ...], screen: Screen) -> dict[str, str]:
+    """Return the answers, by name; none for what was left for later."""
+    found, needs = dict[str, str](), needs_of(find_provider(chosen.provider))
+    for name in missing:
+        need, key = needs[name], name.rpartition(".")[2]
+        while word := _answer(f"{name}, such as {need.example} ({need.find})", "later", screen):
+            try:
+                if name == "store" and url_scheme(word) != url_scheme(need.example):
+                    raise SpecError(f"{word!r} is not of the form {need.example}", field="store")
+                if name not in ("store", "image"):
+                    chosen.make_provider(**{key: word})
+            except SpecError as exc:
+                screen.error(str(exc), exc.hint)
+            else:
+                found[name] = word
+                break
+    return found
+
+
+def _answer(question: str, default: str, screen: Screen) -> str:
+    screen.err.write(f"{question}\n  [Enter: {default}] ")
+    screen.err.flush()
+    return sys.stdin.readline().strip()
+
+
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def _settings_text(chosen: Settings, values: Mapping[str, Any]) -> str:
+    """Return cloudtrain.toml: what is set, and what is not as a comment with an example."""
+    needs = needs_of(find_provider(chosen.provider))
+    general = {"provider": chosen.provider, **{name: value for name, value in values.items() if "." not in name}}
+    own = {name: value for name, value in values.items() if "." in name}
+    later = [name for name in needs if name not in values and name != "image"]
+    lines = ["# Settings for this folder and those below it. All of them: cloudtrain config", *_lines(general)]
+    lines += [f"# {assignment(name, needs[name])}" for name in later if "." not in name]
+    if own or any("." in name for name in later):
+        header, *rest = _lines({chosen.provider: {name.partition(".")[2]: value for name, value in own.items()}})
+        lines += [
+            "",
+            header,
+            *(f"# {assignment(name.partition('.')[2], needs[name])}" for name in later if "." in name),
+        ]
+        lines += rest
+    return "\n".join(lines) + "\n"
+
+
+def _job_text(provider: str, job: Job) -> str:
+    need = needs_of(find_provider(provider)).get("image")
+    lines = ["# The job: cloudtrain submit job.toml", *_lines({"entry_point": job.source.entry_point})]
+    lines += _lines({"image": job.image}) if job.image else [f"# {assignment('image', need)}"] if need else []
+    lines += ["", "[resources]", "instance_count = 1", '# gpu = "A100-80GB:8"  # cloudtrain gpus lists them']
+    return "\n".join(lines) + "\n"
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    import tomli_w
+
+    return tomli_w.dumps(values).splitlines()
+
+
+def _written(path: Path, text: str) -> str:
+    """Write the file unless it is there; return ``wrote`` or ``kept``."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return "kept"
+    return "wrote"
+
+
+def _examined(
+    provider: str,
+    given: Mapping[str, str],
+    job: Job,
+    at: Where,
+    cwd: Path,
+    screen: Screen | None,
+) -> tuple[list[str], list[Check]]:
+    """Return what is still missing, and what the doctor finds; the job is looked at once its script is there."""
+    from ..doctor import Doctor
+
+    there = (cwd / str(job.source.entry_point)).exists()
+    own: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
+    doctor = Doctor(**own, fields={}, cwd=cwd, job=job if there else None)
+    found = looked(doctor, screen)
+    now = at.settings(overrides=given, cwd=cwd, provider=provider)
+    return list(find_missing(now, now.make_provider(), job.at(provider))), [c for _, checks in found for c in checks]

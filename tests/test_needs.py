@@ -1,0 +1,136 @@
+"""What is missing before a job can be sent: named in one error, with the lines to paste; a plan goes on without it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from cloudtrain import Estimator, cli
+from cloudtrain.errors import SpecError
+from cloudtrain.job import Job
+from cloudtrain.needs import snippet, stand_ins
+from cloudtrain.provider import find_provider, needs_of
+from cloudtrain.settings import Settings
+from cloudtrain.values import toml_loads
+
+WANTED = {
+    "sagemaker": ["store", "sagemaker.region", "sagemaker.role"],
+    "azureml": [
+        "store", "azureml.subscription_id", "azureml.resource_group", "azureml.workspace_name", "azureml.environment",
+    ],
+    "vertex": ["store", "vertex.project", "vertex.location", "image"],
+}  # fmt: skip
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a script, and no settings anywhere."""
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    (tmp_path / "train.py").write_text("print('hello')\n")
+    monkeypatch.chdir(tmp_path)
+
+
+def pasted(hint: str) -> str:
+    """The lines of the hint that are TOML."""
+    return "\n".join(line for line in hint.splitlines() if re.match(r"\[|[a-z_]+ = ", line))
+
+
+@pytest.mark.parametrize("provider", WANTED)
+def test_one_error_names_all_that_is_missing(provider: str, capsys: Capture) -> None:
+    assert cli.main(["submit", "train.py", "--provider", provider, "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    short = ", ".join(name.rpartition(".")[2] for name in WANTED[provider])
+    assert told["error"] == f"provider {provider}: {len(WANTED[provider])} settings are missing: {short}"
+    table = toml_loads(pasted(told["hint"]), where="hint")
+    found = {"store": table.pop("store"), **table.pop(provider)}
+    assert {*found, *table} == set(short.split(", "))
+    assert told["hint"].endswith(f"cloudtrain init --provider {provider}")
+    assert not Path(".cloudtrain").exists()
+
+
+@pytest.mark.parametrize("provider", WANTED)
+def test_the_pasted_lines_are_all_it_takes(provider: str, capsys: Capture) -> None:
+    assert cli.main(["submit", "train.py", "--provider", provider, "--json"]) == 2
+    lines = pasted(json.loads(capsys.readouterr().out)["hint"]).splitlines()
+    image = [line for line in lines if line.startswith("image")]
+    Path("cloudtrain.toml").write_text("\n".join(line for line in lines if line not in image))
+    Path("job.toml").write_text("\n".join(['entry_point = "train.py"', *image]))
+    assert cli.main(["plan", "job.toml", "--provider", provider, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == []
+
+
+@pytest.mark.parametrize("provider", WANTED)
+def test_a_plan_has_placeholders_and_is_never_sent(provider: str, capsys: Capture) -> None:
+    assert cli.main(["plan", "train.py", "--provider", provider, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"^warning: .* settings are missing: .*; this plan cannot be sent$", err, re.MULTILINE)
+    assert "to send exactly this" not in err
+    told = json.loads(out)
+    assert told["missing"] == WANTED[provider]
+    assert "missing-" not in json.dumps(told["request"])
+    assert told["run"].partition("://")[2].startswith("<")
+    Path("plan.json").write_text(out)
+    assert cli.main(["submit", "--plan", "plan.json"]) == 2
+    assert "settings are missing: store" in capsys.readouterr().err
+
+
+def test_placeholders_stand_where_the_values_would() -> None:
+    plan = Estimator(entry_point="train.py", provider="sagemaker").plan()
+    body = plan.document()["request"]["body"]
+    assert body["RoleArn"] == "<role>"
+    assert body["AlgorithmSpecification"]["TrainingImage"].startswith("763104351884.dkr.ecr.<region>.amazonaws.com/")
+    assert body["CheckpointConfig"]["S3Uri"] == "s3://<bucket>/runs/train-plan/live/"
+    assert plan.missing == ("store", "sagemaker.region", "sagemaker.role")
+
+
+def test_a_plan_with_placeholders_is_refused_in_python() -> None:
+    from cloudtrain.submit import submit
+
+    plan = Estimator(entry_point="train.py", provider="sagemaker").plan()
+    with pytest.raises(SpecError, match="3 settings are missing"):
+        submit(plan, environ={})
+
+
+def test_only_what_is_missing_is_named(capsys: Capture) -> None:
+    Path("cloudtrain.toml").write_text('store = "s3://b/p"\n[sagemaker]\nregion = "eu-west-1"\n')
+    assert cli.main(["plan", "train.py", "--provider", "sagemaker", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "1 setting is missing: role" in err
+    told = json.loads(out)
+    assert told["run"] == "s3://b/p/runs/train-plan"
+    assert "ecr.eu-west-1." in told["request"]["body"]["AlgorithmSpecification"]["TrainingImage"]
+
+
+def test_an_image_does_for_an_environment(capsys: Capture) -> None:
+    assert cli.main(["plan", "train.py", "--provider", "azureml", "--image", "team/i:1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == WANTED["azureml"][:-1]
+
+
+def test_each_place_says_what_it_lacks(capsys: Capture) -> None:
+    assert cli.main(["plan", "train.py", "--provider", "sagemaker,vertex", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [item["missing"] for item in json.loads(out)["fallbacks"]] == [WANTED["vertex"]]
+    assert err.count("this plan cannot be sent") == 2
+
+
+def test_lines_for_a_pyproject_are_in_its_table() -> None:
+    lines = snippet("sagemaker", WANTED["sagemaker"], file="/x/pyproject.toml").splitlines()
+    assert lines[0] == "add to pyproject.toml:"
+    tool = toml_loads(pasted("\n".join(lines)), where="hint")["tool"]
+    assert set(tool["cloudtrain"]) == {"store", "sagemaker"}
+
+
+@pytest.mark.parametrize("provider", WANTED)
+def test_stand_ins_are_not_examples(provider: str) -> None:
+    """A value that somebody pasted must not be shown as a placeholder."""
+    needs = needs_of(find_provider(provider))
+    settings, made, job = stand_ins(Settings(), provider, Job.make(entry_point="t.py"), list(needs))
+    for name, need in needs.items():
+        owner = {"store": settings, "image": job}.get(name, made.settings)
+        assert getattr(owner, name.rpartition(".")[2]) not in ("", None, need.example)
