@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from .errors import NotFoundError, SpecError, UnsupportedError
-from .values import nearest, url_scheme
+from .values import did_you_mean, url_scheme
 
 if TYPE_CHECKING:  # a node compiles all that it imports at each start, and has no use for it
     from pathlib import Path
@@ -488,7 +488,7 @@ def _check_values(data: Mapping[str, Any], kind: type[Any], values: _Values, whe
     known = {item.name: item.default for item in dataclasses.fields(kind)}
     for name, value in dict(data).items():
         if name not in known:
-            raise SpecError(f"no such field{nearest(name, known)}", field=f"{where}.{name}")
+            raise SpecError("no such field", field=f"{where}.{name}", hint=did_you_mean(name, known))
         test, what = values.get(name, (lambda value: True, ""))
         if not test(value) and not (value is None and known[name] is None):
             raise SpecError(f"must be {what}, not {value!r}", field=f"{where}.{name}")
@@ -589,7 +589,8 @@ def find_provider(name: str) -> type[Provider]:
         if entry.name == name:
             return entry.load()  # type: ignore[no-any-return]
     known = provider_names()
-    raise NotFoundError(f"no provider {name!r}{nearest(name, known)}; there are {', '.join(known)}", field="provider")
+    near = did_you_mean(name, known)
+    raise NotFoundError(f"no provider {name!r}; there are {', '.join(known)}", field="provider", hint=near)
 
 
 # ----------------------------------------------------------------------------- pure pieces every provider's plan uses

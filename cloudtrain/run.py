@@ -30,7 +30,7 @@ from .settings import Caller, Settings
 from .store import Staged, Store
 from .tail import Contact, Tail, patiently
 from .transfer import Progress
-from .values import nearest, url_scheme
+from .values import did_you_mean, url_scheme
 from .verdict import (
     attempt_row,
     attempts_of,
@@ -624,8 +624,8 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
         except SpecError as exc:
             if not isinstance(exc, NotFoundError) and exc.field != "run_id":
                 raise
-            near = nearest(run_id, run.store.runs())
-            raise NotFoundError(f"no run {run_id!r} in {run.store.url}{near}", field="run") from None
+            near = did_you_mean(run_id, run.store.runs())
+            raise NotFoundError(f"no run {run_id!r} in {run.store.url}", field="run", hint=near) from None
         return run, caller
 
     run, asked = settings.let_in(where, read)

@@ -25,7 +25,7 @@ from .errors import AuthError, SpecError
 from .kinds import Each, Found, below, each, is_table, json_or_text, over, texts, typed, urls
 from .provider import Provider, find_provider, provider_names, recorded_settings
 from .transfer import Moving
-from .values import brief, choice_of, nearest, table_of, toml_loads, url_scheme, without_secrets
+from .values import brief, choice_of, did_you_mean, table_of, toml_loads, url_scheme, without_secrets
 
 __all__ = ["FILE", "PROJECT", "Caller", "Found", "Settings"]
 
@@ -302,7 +302,7 @@ class Settings:
         for variable, text in self.environ.items():
             if variable.startswith(prefix) and text:
                 if variable not in known:
-                    raise SpecError(f"no such setting of {name}{nearest(variable, known)}", field=variable)
+                    raise SpecError(f"no such setting of {name}", field=variable, hint=did_you_mean(variable, known))
                 if (key := known[variable]) != _STORE:
                     found[key] = Found(over(found.get(key), typed(key, text, variable)), variable)
         for path, text in self.overrides.items():
@@ -466,9 +466,8 @@ def _profile(read: _Read, name: str) -> _Layer:
             where = f"{read.path} has no [{read.base.table and read.base.table + '.'}profiles.{name}]"
             raise SpecError(where if read.path else f"there is no {FILE} here or above", field=f"profile {name}")
         known = ", ".join(sorted(read.profiles))
-        raise SpecError(
-            f"no such profile{nearest(name, read.profiles)}; {read.path} has {known}", field=f"profile {name}"
-        )
+        near = did_you_mean(name, read.profiles)
+        raise SpecError(f"no such profile; {read.path} has {known}", field=f"profile {name}", hint=near)
     table = ".".join(filter(None, [read.base.table, _PROFILES, name]))
     return _Layer(read.profiles[name], read.base.file, table)
 
@@ -478,7 +477,7 @@ def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Fo
     for key, value in layer.values.items():
         if isinstance(value, Mapping):
             if key not in provider_names():
-                raise SpecError(f"no such provider{nearest(key, provider_names())}", field=layer.where(key))
+                raise SpecError("no such provider", field=layer.where(key), hint=did_you_mean(key, provider_names()))
             table = tables.setdefault(key, {})
             for name, item in value.items():
                 old = table[name].value if name in table else None
@@ -516,7 +515,7 @@ def _stores(count: int) -> str:
 def _known(key: str, names: Mapping[str, Any], where: str, shown: Iterable[str] | None = None) -> None:
     if key not in names:
         shown = list(shown or names)
-        raise SpecError(f"no such setting{nearest(key, shown)}; there are {', '.join(shown)}", field=where)
+        raise SpecError(f"no such setting; there are {', '.join(shown)}", field=where, hint=did_you_mean(key, shown))
 
 
 def _told(value: Any) -> Any:

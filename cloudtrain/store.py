@@ -30,7 +30,7 @@ from .job import Input, Job, check_run_id, is_run_id
 from .lease import FOLDER, announce, withdraw
 from .provider import Layout, LayoutInput, Request
 from .transfer import Entry, Moving, Progress, Storage, files, parallel
-from .values import METADATA, checked_run, json_loads, nearest, url_scheme
+from .values import METADATA, checked_run, did_you_mean, json_loads, url_scheme
 
 __all__ = [
     "RELAYED",
@@ -282,7 +282,8 @@ class Store:
         """The record given to `create_run`, with its ``needs``. `NotFoundError` names the store and the nearest run."""
         record = self._json(f"{run_folder(run_id)}/run.json")
         if record is None:
-            raise NotFoundError(f"no run {run_id!r} in {self.url}{nearest(run_id, self.runs())}", field="run")
+            near = did_you_mean(run_id, self.runs())
+            raise NotFoundError(f"no run {run_id!r} in {self.url}", field="run", hint=near)
         record.pop(_TOKEN, None)
         return checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
 
@@ -526,4 +527,4 @@ def _existing(path: Path, where: str) -> Path:
     if os.path.exists(path):  # False too for a name that no file can have
         return path
     siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
-    raise SpecError(f"there is no {path}{nearest(path.name, siblings)}", field=where)
+    raise SpecError(f"there is no {path}", field=where, hint=did_you_mean(path.name, siblings))

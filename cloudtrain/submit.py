@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _version, catalog, pyz
 from .disk import local_path, normalize
+from .entry_point import check_script
 from .errors import (
     AuthError,
     ConflictError,
@@ -39,7 +40,7 @@ from .run import NO_SETTINGS, Run
 from .settings import Settings
 from .store import LocalTree, Staged, Store
 from .transfer import Progress
-from .values import nearest, url_scheme, without_secrets
+from .values import did_you_mean, url_scheme, without_secrets
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -229,6 +230,8 @@ def make_plan(
     job = job.at(chosen.name)
     store = Store(settings.resolved(ask=not preview), cwd=cwd, storage=chosen.storage, moving=settings.moving)
     bundle = _built(job.source, store, settings, cwd)
+    if job.launcher != "command" and bundle.entry_point:
+        check_script(bundle.root, bundle.entry_point)
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
     if run_id is not None:
         check_run_id(run_id)
@@ -416,8 +419,8 @@ def _check_names(job: Job) -> None:
     known = provider_names()
     for field, table in (("on", job.on), ("options", job.options)):
         for name in table:
-            if name not in known and (hint := nearest(name, known)):
-                raise SpecError(f"no provider {name!r}{hint}", field=field)
+            if name not in known and (near := did_you_mean(name, known)):
+                raise SpecError(f"no provider {name!r}", field=field, hint=near)
 
 
 def _identities(*files: int | Path) -> list[tuple[int, int]]:
