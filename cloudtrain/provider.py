@@ -9,11 +9,13 @@ because the node side runs from the same files inside images that have nothing e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import pkgutil
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -50,6 +52,7 @@ __all__ = [
     "provider_names",
     "python_command",
     "recorded_settings",
+    "suggested_provider",
 ]
 
 PROTOCOL = 1
@@ -576,7 +579,8 @@ def find_provider(name: str) -> type[Provider]:
     """The provider class called ``name``; raises `NotFoundError` naming the nearest one."""
     known = provider_names() if not name.replace("-", "_").isidentifier() else ()
     if known:
-        raise NotFoundError(f"{name!r} is no name of a provider; there are {', '.join(known)}", field="provider")
+        why = f"{name!r} is not the name of a provider; there are {', '.join(known)}"
+        raise NotFoundError(why, field="provider", hint=suggested_provider(name))
     for module in (f"{__package__}.providers.{name}", f"{__package__}.providers._{name}"):  # _: that nobody chooses
         try:
             return importlib.import_module(module).Provider  # type: ignore[no-any-return]
@@ -588,9 +592,21 @@ def find_provider(name: str) -> type[Provider]:
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name == name:
             return entry.load()  # type: ignore[no-any-return]
+    known, hint = provider_names(), suggested_provider(name)
+    raise NotFoundError(f"no provider {name!r}; there are {', '.join(known)}", field="provider", hint=hint)
+
+
+def suggested_provider(name: str) -> str:
+    """Return a hint for a name that no provider has: the one that it may mean, by its ``ALIASES`` or by a slip.
+
+    ``ALIASES`` of a provider's module are other words for its platform, in lower case.
+    """
     known = provider_names()
-    near = did_you_mean(name, known)
-    raise NotFoundError(f"no provider {name!r}; there are {', '.join(known)}", field="provider", hint=near)
+    for other in known:
+        with contextlib.suppress(ImportError, AttributeError):  # a third party's that cannot be loaded has none
+            if name.lower() in getattr(sys.modules[find_provider(other).__module__], "ALIASES", ()):
+                return f"the provider is called {other!r}"
+    return did_you_mean(name, known)
 
 
 # ----------------------------------------------------------------------------- pure pieces every provider's plan uses

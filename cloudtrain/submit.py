@@ -34,13 +34,13 @@ from .job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_
 from .limits import THIS_MACHINE
 from .moves import REFUSALS
 from .provenance import asked, digest_of, origin_of
-from .provider import Layout, Provider, Request, provider_names, recorded_settings
+from .provider import Layout, Provider, Request, provider_names, recorded_settings, suggested_provider
 from .retry import category_of, deliver, secret_values, write_context
 from .run import NO_SETTINGS, Run
 from .settings import Settings
 from .store import LocalTree, Staged, Store
 from .transfer import Progress
-from .values import did_you_mean, url_scheme, without_secrets
+from .values import url_scheme, without_secrets
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -419,7 +419,7 @@ def _check_names(job: Job) -> None:
     known = provider_names()
     for field, table in (("on", job.on), ("options", job.options)):
         for name in table:
-            if name not in known and (near := did_you_mean(name, known)):
+            if name not in known and (near := suggested_provider(name)):
                 raise SpecError(f"no provider {name!r}", field=field, hint=near)
 
 

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from .. import catalog
 from ..errors import CloudtrainError, NotFoundError, SpecError
 from ..job import Gpu
-from ..provider import find_provider, provider_names
+from ..provider import find_provider, provider_names, suggested_provider
 from ..values import did_you_mean
 from . import show
 from .screen import Screen
@@ -68,7 +68,7 @@ def gpus(
 ) -> int:
     """Machines with GPUs, by name, memory, network and price."""
     if provider is not None and provider not in provider_names():
-        near = did_you_mean(provider, provider_names())
+        near = suggested_provider(provider)
         raise NotFoundError(f"no provider {provider!r}", field="provider", hint=near)
     chosen = at.settings(overrides=settings_pairs(settings), provider=provider)
     if settings and chosen.provider not in catalog.providers():

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
 
+ALIASES = ("azure", "aml", "az", "microsoft")
+"""Other words for the platform, for the hint of an unknown provider."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The workspace's, in Azure ML's own words.

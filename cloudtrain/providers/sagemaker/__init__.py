@@ -28,6 +28,10 @@ __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 CALLER = {"caller": True}
 
 
+ALIASES = ("aws", "amazon", "sm", "amazonsagemaker")
+"""Other words for the platform, for the hint of an unknown provider."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The account's, in SageMaker's own words.

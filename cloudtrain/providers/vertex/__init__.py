@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
 
+ALIASES = ("gcp", "google", "vertexai", "vertex-ai", "gcloud")
+"""Other words for the platform, for the hint of an unknown provider."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The project's, in Vertex AI's own words.
