@@ -47,6 +47,19 @@ __all__ = [
 RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes of remote data that can be copied into a store, where nodes cannot read them."""
 
+NO_STORES = frozenset({"ftp", "http", "https", "hf"})
+"""Schemes of data that a job can read, where no client can create a file exclusively."""
+STORES = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX"
+_S3 = r"s3(?:[.-][a-z0-9-]+)?\.amazonaws\.com(?:\.cn)?"
+_MEANT = (
+    (r"https?://([^./]+)\.(?:blob|dfs)\.(core\.[^/]+)/([^/?]+)(/[^?]*)?", r"abfs://\3@\1.dfs.\2\4"),
+    (rf"https?://{_S3}/([^?]+)", r"s3://\1"),
+    (rf"https?://([^/]+?)\.{_S3}(/[^?]*)?", r"s3://\1\2"),
+    (r"https?://storage\.(?:googleapis|cloud\.google)\.com/([^?]+)", r"gs://\1"),
+    (r"https?://([^/]+)\.storage\.googleapis\.com(/[^?]*)?", r"gs://\1\2"),
+)
+"""URLs of a cloud's web page or API, and the store that each means."""
+
 _COPIED = "copied from "
 """Put before a URL to make an address of it, so that no list of files has the same."""
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
@@ -77,7 +90,7 @@ class Store:
         storage: Storage | None = None,
         moving: Moving = Moving(),  # noqa: B008 - it is frozen
     ) -> None:
-        self.url, self.moving = _keyless(normalize(url, cwd=cwd or Path.cwd())), moving
+        self.url, self.moving = _checked(normalize(url, cwd=cwd or Path.cwd())), moving
         self.files = files(self.url, gitignore=True, storage=storage, moving=moving)
         self._announced: dict[str, list[tuple[str, float]]] = {}
 
@@ -481,11 +494,17 @@ class Store:
 # ------------------------------------------------------------------------------------------------------ pieces of Store
 
 
-def _keyless(url: str) -> str:
-    """``url``, which every record and native request quotes. Raises `SpecError` for one with a credential in it."""
+def _checked(url: str) -> str:
+    """Return ``url``. Raises `SpecError` for one with a credential in it, which every record would quote, and for one
+    that cannot be a store: with a URL of a cloud's web page or API, the hint is the store that it means."""
     if local_path(url) is None and scrubbed(url) != url:
         why = "holds a password, key or signature, which every record of a run would quote"
         raise SpecError(f"{scrubbed(url)} {why}; leave it out, and sign in as docs/storage.md says", field="store")
+    if url_scheme(url) in NO_STORES:
+        meant = (match.expand(store) for pattern, store in _MEANT if (match := re.match(pattern, url, re.IGNORECASE)))
+        how = next((f"use {store}" for store in meant), f"use {STORES} or a folder")
+        why = f"{url_scheme(url)} cannot create a file exclusively, so two clients could start one run"
+        raise SpecError(f"{url!r} cannot be a store: {why}", field="store", hint=how)
     return url
 
 
