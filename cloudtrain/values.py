@@ -31,6 +31,7 @@ __all__ = [
     "merge_metrics",
     "newer_than_metadata",
     "parse_duration",
+    "respelt",
     "sequence_of",
     "similar",
     "step_of",
@@ -52,16 +53,31 @@ _LONGEST = 100 * 366 * 86400
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
-def similar(word: str, choices: Iterable[str]) -> str:
+def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> str:
     """Return the choice that ``word`` may be a slip of the keyboard for, or the empty string.
 
-    A slip changes, adds, drops or swaps a few characters: one in a short word, one in three of at most nine. ``word``
-    may also be a short form of a choice (``hyperparams``), or the other way round.
+    A slip changes, adds, drops or swaps a few characters: one in a short word, one in three of at most nine. With
+    ``short_forms``, ``word`` may also be a short form of a choice (``hyperparams``), or the other way round.
     """
     found = [(_slips(word.lower(), choice.lower()), word[:2] != choice[:2], choice) for choice in choices]
     near = [item for item in found if item[0] <= min(3, max(1, len(word) // 3)) and 2 * item[0] < len(word)]
-    short = [item for item in found if _is_short_for(word.lower(), item[2].lower())]
+    short = [item for item in found if short_forms and _is_short_for(word.lower(), item[2].lower())]
     return min(near or short, default=("",))[-1]
+
+
+def respelt(name: str, names: Iterable[str], *, least: int) -> str:
+    """Return ``name`` with each word that is a slip for a word of ``names`` put right (``eu-wset-9``: ``eu-west-9``).
+
+    A word is a run of at least ``least`` letters. Numbers and new words stay, so a name that is new stays as it is.
+    """
+    words = {word for known in names for word in re.findall(rf"[a-z]{{{least},}}", known.lower())}
+
+    def put_right(match: re.Match[str]) -> str:
+        word = match[0].lower()
+        right = "" if word in words else similar(word, words, short_forms=False)
+        return (right.capitalize() if match[0][0].isupper() else right) or match[0]
+
+    return re.sub(rf"[A-Za-z]{{{least},}}", put_right, name)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

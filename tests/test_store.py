@@ -129,7 +129,7 @@ def test_local_inputs_by_content(local: Store, tmp_path: Path) -> None:
 
 def test_missing_and_impossible_inputs(local: Store, tmp_path: Path) -> None:
     (tmp_path / "train-data").mkdir()
-    with pytest.raises(SpecError, match=r"no .*/traindata \(did you mean 'train-data'") as caught:
+    with pytest.raises(SpecError, match=r"no .*/traindata\nhint: did you mean 'train-data'") as caught:
         local.inputs(job(train="traindata"), frozenset({"file"}), cwd=tmp_path)
     assert caught.value.field == "inputs.train"
     with pytest.raises(SpecError, match="holds no file"):

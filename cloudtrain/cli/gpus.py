@@ -123,8 +123,9 @@ def _matching(pattern: str | None, known: Sequence[tuple[str, Machine]]) -> Sequ
     if found:
         return found
     if same:
-        there = ", ".join(sorted({machine.gpus for _, machine in same}, key=lambda name: (len(name), name)))
-        raise NotFoundError(f"no known machine has {gpu}; there are {there}", field="pattern")
+        found = [machine for _, machine in same]
+        why = f"no known machine has {gpu}; there are {', '.join(catalog.gpu_names(found))}"
+        raise NotFoundError(why, field="pattern", hint=catalog.suggested_gpu(gpu, found))
     names = {machine.gpu for _, machine in known} | {machine.instance_type for _, machine in known}
     near = did_you_mean(text, sorted(names))
     raise NotFoundError(f"no known GPU or machine is called {text!r}", field="pattern", hint=near)

@@ -403,7 +403,7 @@ def test_refused(
     monkeypatch.chdir(tmp_path)
     error = refused(given, **fields)
     assert error.field == field
-    assert says in str(error)
+    assert says in f"{error}; {error.hint}"
     assert "\n" not in str(error)
     assert "sig=" not in str(error)
 
@@ -440,7 +440,7 @@ def test_settings_are_checked(field: str, given: dict[str, Any], says: str) -> N
     with pytest.raises(SpecError) as caught:
         Provider(**{**WORKSPACE, **given})
     assert caught.value.field == field
-    assert says in str(caught.value)
+    assert says in f"{caught.value}; {caught.value.hint}"
 
 
 @pytest.mark.parametrize("place", [".azureml/config.json", "config.json", "aml_config/project.json"])

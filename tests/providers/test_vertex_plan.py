@@ -392,14 +392,14 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_refused_is_named(field: str, given: dict[str, Any], fields: dict[str, Any], says: str) -> None:
     error = refused(given, **fields)
     assert error.field == field, error
-    assert says in str(error)
+    assert says in f"{error}; {error.hint}"
 
 
 @pytest.mark.parametrize(("field", "options", "says"), OPTIONS, ids=lambda value: str(value)[:40])
 def test_options_that_the_api_does_not_take(field: str, options: dict[str, Any], says: str) -> None:
     error = refused(options={"vertex": options})
     assert error.field.startswith(field.rpartition(".")[0]), error
-    assert says in str(error)
+    assert says in f"{error}; {error.hint}"
 
 
 def test_the_number_of_nodes_is_that_of_the_pools() -> None:
