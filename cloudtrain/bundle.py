@@ -18,13 +18,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
+from .entry_point import near, resolve
 from .errors import SpecError, StorageError
 from .ignore import Rules, parse_line
 from .job import Source
 from .tree import IGNORE, Entry, Walk, below, disk_errors
-from .values import nearest
 
-__all__ = ["MANIFEST", "MAX_BYTES", "Bundle", "Excluded", "File", "build", "changes", "resolve"]
+__all__ = ["MANIFEST", "MAX_BYTES", "Bundle", "Excluded", "File", "build", "changes"]
 
 MANIFEST = ".cloudtrain-manifest.json"
 """Name of the archive's first member; no file of the tree may have it."""
@@ -235,71 +235,6 @@ def changes(bundle: Bundle, archive: bytes) -> list[str]:
     return [f"{mark} {path}" for mark, paths in zip("+-~", (added, removed, changed), strict=True) for path in paths]
 
 
-# ------------------------------------------------------------------------------------------------- root and entry point
-
-
-def resolve(source: Source, *, cwd: Path) -> tuple[Path, str]:
-    """The folder that ships and the entry point in it: posix relative, ``-m pkg.mod`` as it is, or ``""``.
-
-    Without ``source.path`` the folder is ``cwd`` if the script lies in it, else the script's own. Raises `SpecError`
-    when the folder, script or module does not exist.
-    """
-    here = os.path.realpath(cwd)
-    root = here
-    if source.path is not None:
-        root = os.path.realpath(os.path.join(here, source.path))
-        if not os.path.isdir(root):
-            raise SpecError(f"{source.path!r} is not a folder{_near(root)}", field="source.path")
-    if source.module is not None:
-        _check_module(root, source.module)
-        return Path(root), source.entry_point
-    if not source.entry_point:
-        return Path(root), ""
-    if source.path is not None:
-        return Path(root), _script_below(root, here, source.entry_point)
-    script = _script(os.path.join(here, source.entry_point), source.entry_point)
-    inner = below(script, here)
-    return (Path(here), inner) if inner else (Path(script).parent, os.path.basename(script))
-
-
-def _script(path: str, given: str) -> str:
-    """``path`` with its folder resolved, not the script itself, which may be a link that ships as one."""
-    path = os.path.abspath(path)
-    if not os.path.isfile(path):
-        what = "is a folder" if os.path.isdir(path) else "does not exist"
-        raise SpecError(f"{given!r} {what}{_near(path)}", field="source.entry_point")
-    return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-
-
-def _script_below(root: str, here: str, given: str) -> str:
-    candidates = [os.path.join(root, given), os.path.join(here, given)]
-    found = [path for path in candidates if os.path.isfile(path)]
-    for path in found:
-        if inner := below(_script(path, given), root):
-            return inner
-    if found:
-        raise SpecError(f"{given!r} lies outside of {root}, the folder that ships", field="source.entry_point")
-    _script(candidates[0], given)
-    raise AssertionError("unreachable")
-
-
-def _near(path: str) -> str:
-    try:
-        return nearest(os.path.basename(path), sorted(os.listdir(os.path.dirname(path))))
-    except OSError:
-        return ""
-
-
-def _check_module(root: str, module: str) -> None:
-    base = os.path.join(root, *module.split("."))
-    if not (os.path.isfile(base + ".py") or os.path.isfile(os.path.join(base, "__main__.py"))):
-        raise SpecError(
-            f"no module {module} below {root}: neither {module.replace('.', '/')}.py nor"
-            f" {module.replace('.', '/')}/__main__.py{_near(base + '.py')}",
-            field="source.entry_point",
-        )
-
-
 # ------------------------------------------------------------------------------------------------------------ building
 
 
@@ -354,7 +289,7 @@ def _dependencies(source: Source, cwd: Path, root: Path, walk: Walk) -> Iterator
         path = os.path.abspath(os.path.join(os.path.realpath(cwd), given))
         folder, name = os.path.realpath(path), os.path.basename(path)
         if not os.path.isdir(folder) or not name:
-            raise SpecError(f"{given!r} is not a folder{_near(path)}", field=where)
+            raise SpecError(f"{given!r} is not a folder", field=where, hint=near(path))
         if name in taken:
             if folder == os.path.join(root, name):
                 continue

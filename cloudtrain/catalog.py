@@ -8,28 +8,36 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .errors import UnsupportedError
+from .errors import SpecError, UnsupportedError
 from .job import Gpu
+from .values import respelt, similar
 
 __all__ = [
     "Machine",
     "Price",
+    "check_name",
+    "check_region",
     "for_cpus",
     "for_gpu",
+    "gpu_names",
     "machine",
     "machines",
     "price",
     "providers",
     "region_of",
+    "suggested_gpu",
+    "variants",
 ]
 
 GIB_IN_GB = 1.073741824
+COMPASS = ("north", "south", "east", "west", "central", "northeast", "northwest", "southeast", "southwest")
+"""Words that regions are called by."""
 _MEMORY = re.compile(r"-(\d+)GB$")
 
 
@@ -171,6 +179,32 @@ def machine(provider: str, instance_type: str) -> Machine | None:
     return next((m for m in machines(provider) if m.instance_type == instance_type), None)
 
 
+def check_name(provider: str, name: str, form: re.Pattern[str], *, prefix: str = "") -> None:
+    """Raise `UnsupportedError` for a machine's name that is not of its platform's ``form``, or has a misspelt word.
+
+    The hint is the name that it may mean. A well-formed name that the table lacks passes: platforms have new machines.
+    ``prefix`` begins every name, and is what other services of the same vendor leave out.
+    """
+    names = [m.instance_type for m in machines(provider)]
+    meant = respelt(name, names, least=5)
+    if form.fullmatch(name) and meant == name:
+        return
+    tries = [meant, f"{prefix}{meant}"]
+    near = next((item for item in tries if form.fullmatch(item)), "")
+    near = near or next(filter(None, (similar(item, names) for item in tries)), "")
+    hint = f"did you mean {near!r}?" if near else f"to list the machines, run: cloudtrain gpus --provider {provider}"
+    raise UnsupportedError(
+        provider, "resources.instance_type", f"{name!r} is not the name of a machine type", hint=hint
+    )
+
+
+def check_region(field: str, region: str, known: Sequence[str]) -> None:
+    """Raise `SpecError` for a region with a misspelt word. A new region, of new words or a new number, passes."""
+    meant = respelt(region, (*known, *COMPASS), least=4)
+    if meant != region:
+        raise SpecError(f"{region!r} is not a region", field=field, hint=f"did you mean {meant!r}?")
+
+
 def for_gpu(provider: str, gpu: Gpu, *, cpus: int | None = None, memory_gb: int | None = None) -> Machine:
     """The smallest machine with exactly the GPUs that ``gpu`` names, and at least so many cores and so much memory.
 
@@ -180,8 +214,7 @@ def for_gpu(provider: str, gpu: Gpu, *, cpus: int | None = None, memory_gb: int 
     exact = [m for m in same if m.gpu_count == gpu.count]
     fitting = [m for m in exact if not m.retired and m.has(cpus=cpus, memory_gb=memory_gb)]
     if not fitting:
-        same = same or [m for m in machines(provider) if m.gpu]
-        raise UnsupportedError(provider, "resources.gpu", _none(gpu, same, exact))
+        raise _none(provider, gpu, same, exact)
     return min(fitting, key=lambda m: (m.gpu_memory_gib or 0, *_size(m)))
 
 
@@ -208,12 +241,39 @@ def _told(m: Machine) -> str:
     return f"{m.instance_type}, has {m.vcpus} cores and {m.memory_gib or 0:g} GiB"
 
 
-def _none(gpu: Gpu, same: Sequence[Machine], exact: Sequence[Machine]) -> str:
+def _none(provider: str, gpu: Gpu, same: Sequence[Machine], exact: Sequence[Machine]) -> UnsupportedError:
+    """Return the error for a GPU that no machine has so; its hint is a GPU, or a number of nodes, that there is."""
+    hint = ""
     if exact and all(m.retired for m in exact):
         gone = min(exact, key=_size)
-        return f"{gone.instance_type}, which had {gpu}, was retired on {gone.retired}; choose another GPU"
-    if exact:
+        why, hint = f"{gone.instance_type}, which had {gpu}, was retired on {gone.retired}", "choose another GPU"
+    elif exact:
         largest = max(exact, key=_size)
-        return f"no machine with {gpu} has the cpus and memory_gb asked for; the largest, {_told(largest)}"
-    there = ", ".join(sorted({m.gpus for m in same if not m.retired}))
-    return f"no known machine has {gpu}; there are {there}; or pin instance_type"
+        why = f"no machine with {gpu} has the cpus and memory_gb asked for; the largest, {_told(largest)}"
+    else:
+        there = [m for m in same or machines(provider) if m.gpu and not m.retired]
+        why, hint = f"no known machine has {gpu}; there are {', '.join(gpu_names(there))}", suggested_gpu(gpu, there)
+    return UnsupportedError(provider, "resources.gpu", why, hint=hint)
+
+
+def gpu_names(known: Iterable[Machine]) -> list[str]:
+    """Return the GPUs of machines as a job names them, by name and then by number."""
+    return list(dict.fromkeys(m.gpus for m in sorted(known, key=lambda m: (m.gpu, m.gpu_count)) if m.gpu))
+
+
+def suggested_gpu(gpu: Gpu, known: Iterable[Machine]) -> str:
+    """Return a hint for a GPU that no machine of ``known`` has: the name it may mean, or as many GPUs on more nodes."""
+    known = list(known)
+    counts = sorted({m.gpu_count for m in known if m.is_for(gpu)}, reverse=True)
+    count = next((count for count in counts if gpu.count % count == 0), 0)
+    if count:
+        return f"--nodes {gpu.count // count} --gpu {replace(gpu, count=count)} has {gpu.count} GPUs"
+    near = similar(gpu.name, {_MEMORY.sub("", m.gpu) for m in known if m.gpu})
+    if counts or not near or near == gpu.name:
+        return "to list the machines, run: cloudtrain gpus"
+    return f"did you mean --gpu {replace(gpu, name=near)}?"
+
+
+def variants(provider: str, gpu: Gpu) -> list[str]:
+    """Return the GPUs that ``gpu`` may be on machines of ``provider``: several where it does not say the memory."""
+    return gpu_names(m for m in machines(provider) if m.is_for(gpu) and m.gpu_count == gpu.count and not m.retired)

@@ -67,7 +67,7 @@ def normalize(url: str, *, cwd: Path) -> str:
         return "file://" + (path if path.startswith("/") else f"/{path}")
     rest = url[len(scheme) + 1 :].rstrip("/")
     if rest.strip("/") == "":
-        raise SpecError(f"{url!r} names no bucket or folder", field="store")
+        raise SpecError(f"{url!r} names no bucket or folder", field="store", hint=f"add it: {scheme}://BUCKET/PREFIX")
     return f"{scheme}:{rest}"
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 import secrets as _secrets
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from typing import Any
 from .errors import SpecError
 from .values import (
     choice_of,
+    did_you_mean,
     json_value,
-    nearest,
     parse_duration,
     sequence_of,
     table_of,
@@ -61,6 +62,28 @@ DEFAULT_STALL_TIMEOUT = 30 * 60
 LAUNCHERS = ("torchrun", "python", "command")
 STYLES = ("flags", "hydra", "none")
 MODES = ("auto", "copy", "mount")
+NO_SCRIPTS = frozenset(
+    (
+        *(".ipynb", ".yaml", ".yml", ".toml", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".npy", ".npz"),
+        *(
+            ".pt",
+            ".pth",
+            ".ckpt",
+            ".safetensors",
+            ".h5",
+            ".txt",
+            ".md",
+            ".rst",
+            ".html",
+            ".xml",
+            ".ini",
+            ".cfg",
+            ".log",
+        ),
+        *(".cfg", ".png", ".jpg", ".jpeg", ".pdf", ".tar", ".gz", ".tgz"),
+    )
+)
+"""Suffixes of notebooks, settings, data, weights and texts, which Python does not run."""
 SECRET_SCHEMES = ("aws", "azure", "env", "gcp")
 
 _ID = re.compile(r"[a-z0-9](-?[a-z0-9])*")
@@ -85,6 +108,7 @@ def check_run_id(run_id: str) -> str:
         raise SpecError(
             f"{run_id!r} is not a run id: lower-case letters, digits and single inner dashes, at most {_ID_MAX}",
             field="run_id",
+            hint=f"call it {_slug(run_id)!r}",
         )
     return run_id
 
@@ -130,6 +154,17 @@ def _env_names(table: dict[str, Any], where: str) -> None:
             raise SpecError(f"{key!r} is not a name for an environment variable", field=where)
         if _RESERVED.fullmatch(key):
             raise SpecError(f"{key} is set by torchrun or cloudtrain for every rank; choose another name", field=where)
+
+
+def _instead_of(entry: str, suffix: str) -> str:
+    """Return a hint for an entry point that is no script, by its suffix."""
+    if suffix == ".ipynb":
+        return f"export the notebook first: jupyter nbconvert --to script {shlex.quote(entry)}"
+    if suffix in (".yaml", ".yml"):
+        return "write the job file in TOML or JSON; docs/migration.md translates other tools' files"
+    if suffix in (".toml", ".json"):
+        return f"run a job file with: cloudtrain submit {shlex.quote(entry)}"
+    return f"name the script, and pass the file to it: cloudtrain submit train.py --input data={shlex.quote(entry)}"
 
 
 def _set(instance: Any, **values: Any) -> None:
@@ -334,7 +369,10 @@ class Job:
         launcher = self.launcher or ("command" if entry.endswith(".sh") else "torchrun")
         _set(self, launcher=choice_of(launcher, LAUNCHERS, "launcher"), args=texts_of(self.args, "args", empty=True))
         if not entry and not (launcher == "command" and self.args):
-            raise SpecError("no script: give train.py, '-m pkg.mod' or x.sh", field="source.entry_point")
+            how = "name one: cloudtrain submit train.py, or -m pkg.mod, or entry_point in a job file"
+            raise SpecError("no script", field="source.entry_point", hint=how)
+        if launcher != "command" and (suffix := PurePosixPath(entry).suffix.lower()) in NO_SCRIPTS:
+            raise SpecError(f"{entry!r} is not a script", field="source.entry_point", hint=_instead_of(entry, suffix))
         if entry.endswith(".sh") and launcher != "command":
             raise SpecError(f"{launcher} starts Python, not {entry}; use launcher 'command'", field="launcher")
         choice_of(self.hyperparameter_style, STYLES, "hyperparameter_style")
@@ -343,9 +381,9 @@ class Job:
         )
         if not isinstance(name, str) or len(name) > _ID_MAX or not _ID.fullmatch(name):
             raise SpecError(
-                f"{name!r} is not a name: lower-case letters, digits and single inner dashes, at most {_ID_MAX}"
-                f" (did you mean {_slug(str(name))!r}?)",
+                f"{name!r} is not a name: lower-case letters, digits and single inner dashes, at most {_ID_MAX}",
                 field="name",
+                hint=f"call it {_slug(str(name))!r}",
             )
         _set(self, name=name)
         if self.image is not None and (
@@ -431,9 +469,8 @@ class Job:
         for where, text in places:
             for channel in _PLACEHOLDER_INPUT.findall(text):
                 if channel not in self.inputs:
-                    raise SpecError(
-                        f"{{inputs.{channel}}} names no input of this job{nearest(channel, self.inputs)}", field=where
-                    )
+                    why, near = f"{{inputs.{channel}}} names no input of this job", did_you_mean(channel, self.inputs)
+                    raise SpecError(why, field=where, hint=near)
 
     # ---------------------------------------------------------------------------------------------------- conversions
 
@@ -460,7 +497,7 @@ class Job:
                 owner, name = FLAT_FIELDS[key]
                 (parts[owner] if owner else top)[name] = value
             else:
-                raise SpecError(f"no such field{nearest(key, [*FLAT_FIELDS, *parts])}", field=str(key))
+                raise SpecError("no such field", field=str(key), hint=did_you_mean(key, [*FLAT_FIELDS, *parts]))
         return cls(
             source=_build(Source, parts["source"], "source"),
             resources=_build(Resources, parts["resources"], "resources"),
@@ -538,7 +575,7 @@ def _build(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
     names = [f.name for f in dataclasses.fields(kind)]
     for key in values:
         if key not in names:
-            raise SpecError(f"no such field{nearest(key, names)}", field=f"{where}.{key}")
+            raise SpecError("no such field", field=f"{where}.{key}", hint=did_you_mean(key, names))
     if kind is Input and "url" not in values:
         raise SpecError("needs a url", field=where)
     return kind(**values)
@@ -573,7 +610,7 @@ def _override(job: Job, provider: str, overrides: Mapping[str, Any]) -> Job:
         where = f"on.{provider}.{key}"
         if key in _NOT_ON or key not in fields:
             allowed = [k for k in fields if k not in _NOT_ON]
-            raise SpecError(f"no field that can differ by provider{nearest(key, allowed)}", field=where)
+            raise SpecError("no field that can differ by provider", field=where, hint=did_you_mean(key, allowed))
         fields[key] = {**fields[key], **table_of(value, where)} if isinstance(fields[key], dict) else value
     try:
         return Job.from_dict(fields)

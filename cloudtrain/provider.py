@@ -9,17 +9,19 @@ because the node side runs from the same files inside images that have nothing e
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import pkgutil
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from .errors import NotFoundError, SpecError, UnsupportedError
-from .values import nearest, url_scheme
+from .values import did_you_mean, url_scheme
 
 if TYPE_CHECKING:  # a node compiles all that it imports at each start, and has no use for it
     from pathlib import Path
@@ -54,6 +56,7 @@ __all__ = [
     "provider_names",
     "python_command",
     "recorded_settings",
+    "suggested_provider",
 ]
 
 PROTOCOL = 1
@@ -492,7 +495,7 @@ def _check_values(data: Mapping[str, Any], kind: type[Any], values: _Values, whe
     known = {item.name: item.default for item in dataclasses.fields(kind)}
     for name, value in dict(data).items():
         if name not in known:
-            raise SpecError(f"no such field{nearest(name, known)}", field=f"{where}.{name}")
+            raise SpecError("no such field", field=f"{where}.{name}", hint=did_you_mean(name, known))
         test, what = values.get(name, (lambda value: True, ""))
         if not test(value) and not (value is None and known[name] is None):
             raise SpecError(f"must be {what}, not {value!r}", field=f"{where}.{name}")
@@ -597,7 +600,8 @@ def find_provider(name: str) -> type[Provider]:
     """The provider class called ``name``; raises `NotFoundError` naming the nearest one."""
     known = provider_names() if not name.replace("-", "_").isidentifier() else ()
     if known:
-        raise NotFoundError(f"{name!r} is no name of a provider; there are {', '.join(known)}", field="provider")
+        why = f"{name!r} is not the name of a provider; there are {', '.join(known)}"
+        raise NotFoundError(why, field="provider", hint=suggested_provider(name))
     for module in (f"{__package__}.providers.{name}", f"{__package__}.providers._{name}"):  # _: that nobody chooses
         try:
             return importlib.import_module(module).Provider  # type: ignore[no-any-return]
@@ -609,8 +613,21 @@ def find_provider(name: str) -> type[Provider]:
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name == name:
             return entry.load()  # type: ignore[no-any-return]
+    known, hint = provider_names(), suggested_provider(name)
+    raise NotFoundError(f"no provider {name!r}; there are {', '.join(known)}", field="provider", hint=hint)
+
+
+def suggested_provider(name: str) -> str:
+    """Return a hint for a name that no provider has: the one that it may mean, by its ``ALIASES`` or by a slip.
+
+    ``ALIASES`` of a provider's module are other words for its platform, in lower case.
+    """
     known = provider_names()
-    raise NotFoundError(f"no provider {name!r}{nearest(name, known)}; there are {', '.join(known)}", field="provider")
+    for other in known:
+        with contextlib.suppress(ImportError, AttributeError):  # a third party's that cannot be loaded has none
+            if name.lower() in getattr(sys.modules[find_provider(other).__module__], "ALIASES", ()):
+                return f"the provider is called {other!r}"
+    return did_you_mean(name, known)
 
 
 # ----------------------------------------------------------------------------- pure pieces every provider's plan uses

@@ -25,7 +25,7 @@ from .segments import Span, distinct, span_of
 from .store import Store, expect, run_folder, to_json
 from .swap import aside, below, discard, prune, swap, take, tidy
 from .transfer import Progress, files, parallel
-from .values import METADATA, json_rows, merge_metrics, nearest, newer_than_metadata
+from .values import METADATA, did_you_mean, json_rows, merge_metrics, newer_than_metadata
 
 __all__ = ["PULLED", "PullReport", "merge_metrics", "newest_pulled", "parts", "pull"]
 
@@ -76,7 +76,8 @@ def parts(what: str | Iterable[str]) -> dict[str, list[str]]:
         for part in text.split(","):
             word, colon, choice = part.strip().partition(":")
             if word not in PULLED:
-                raise SpecError(f"{word!r} is none of {', '.join(PULLED)}{nearest(word, PULLED)}", field="what")
+                near = did_you_mean(word, PULLED)
+                raise SpecError(f"{word!r} is none of {', '.join(PULLED)}", field="what", hint=near)
             if colon and (word != "checkpoints" or not _CHOICE.fullmatch(choice)):
                 raise SpecError(f"{part.strip()!r}: write checkpoints:latest, :best, :step=N or :all", field="what")
             found.setdefault(word, []).append(choice or "all")

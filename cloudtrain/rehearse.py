@@ -21,7 +21,7 @@ from .provider import Provider, find_provider, recorded_settings
 from .settings import Settings
 from .store import Store
 from .submit import Plan, make_plan, noted
-from .values import nearest
+from .values import did_you_mean
 
 __all__ = ["STORE", "plan_rehearsal"]
 
@@ -132,7 +132,9 @@ def _substitutes(job: Job, given: Mapping[str, str]) -> dict[str, str]:
     """The references ``env:VARIABLE`` in place of the job's own. `SpecError` for a secret without one."""
     for name, reference in given.items():
         if name not in job.secrets:
-            raise SpecError(f"the job has no secret {name!r}{nearest(name, job.secrets)}", field="secret_value")
+            raise SpecError(
+                f"the job has no secret {name!r}", field="secret_value", hint=did_you_mean(name, job.secrets)
+            )
         if not reference.startswith("env:") or not reference[4:]:
             raise SpecError(f"must be env:VARIABLE, not {reference!r}", field=f"secret_value.{name}")
     for name in job.secrets:

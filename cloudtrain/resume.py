@@ -18,7 +18,7 @@ from .job import is_run_id
 from .pull import newest_pulled
 from .settings import Caller, Settings
 from .store import Store
-from .values import nearest, url_scheme
+from .values import did_you_mean, url_scheme
 
 __all__ = ["checkpoints_url", "is_bare"]
 
@@ -116,7 +116,7 @@ def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, fold
     def look(caller: Caller) -> SpecError | None:
         found = Store(place, storage=caller, moving=settings.moving)
         if not found.files.exists(f"runs/{run_id}/run.json"):
-            hints = [nearest(run_id, found.runs()).strip(" ()")]
+            hints = [did_you_mean(run_id, found.runs())]
             hints += [f"for the folder of that name: ./{run_id}"] if folder and folder.exists() else []
             hint = "; ".join(filter(None, hints)) or f"to see the runs there: cloudtrain list --store {place}"
             return NotFoundError(f"no run {run_id!r} in {place}", field=FIELD, hint=hint)

@@ -24,7 +24,7 @@ from .provider import Layout, Request
 from .run import Run
 from .store import Store
 from .tail import patiently
-from .values import nearest
+from .values import did_you_mean
 from .verdict import unix_time, was_lost
 
 __all__ = ["REFUSALS", "UNSENT_SECONDS", "Retry", "category_of", "deliver", "secret_values", "write_context"]
@@ -245,6 +245,7 @@ def secret_values(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
         scheme, _, variable = reference.partition(":")
         if scheme == "env":
             if variable not in environ:
-                raise SpecError(f"{variable} is not set here{nearest(variable, environ)}", field=f"secrets.{name}")
+                near = did_you_mean(variable, environ) or f"set it first: export {variable}=VALUE"
+                raise SpecError(f"{variable} is not set here", field=f"secrets.{name}", hint=near)
             values[variable] = environ[variable]
     return values

@@ -31,7 +31,7 @@ from .settings import Caller, Settings
 from .store import Staged, Store
 from .tail import Contact, Tail, newest, patiently, written_since
 from .transfer import Progress
-from .values import nearest, parse_since, url_scheme, whole_number
+from .values import did_you_mean, parse_since, url_scheme, whole_number
 from .verdict import (
     attempt_row,
     attempts_of,
@@ -684,8 +684,8 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
         except SpecError as exc:
             if not isinstance(exc, NotFoundError) and exc.field != "run_id":
                 raise
-            near = nearest(run_id, run.store.runs())
-            raise NotFoundError(f"no run {run_id!r} in {run.store.url}{near}", field="run") from None
+            near = did_you_mean(run_id, run.store.runs())
+            raise NotFoundError(f"no run {run_id!r} in {run.store.url}", field="run", hint=near) from None
         return run, caller
 
     run, asked = settings.let_in(where, read)

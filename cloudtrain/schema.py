@@ -29,7 +29,7 @@ from .job import (
 )
 from .provider import find_provider, provider_names
 from .settings import ENCRYPTIONS, MOST_CODE_MB, MOST_FILES, Settings
-from .values import nearest
+from .values import did_you_mean
 
 __all__ = ["described", "job_schema", "names", "schema", "settings_schema"]
 
@@ -150,7 +150,8 @@ def schema(name: str) -> Schema:
     if made is not None:
         return made()
     if name not in names():
-        raise NotFoundError(f"no schema {name!r}{nearest(name, names())}; there are {', '.join(names())}", field="name")
+        near = did_you_mean(name, names())
+        raise NotFoundError(f"no schema {name!r}; there are {', '.join(names())}", field="name", hint=near)
     return schemas.load(name)
 
 

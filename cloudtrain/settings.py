@@ -12,10 +12,12 @@ stores: `Settings.candidates` gives the settings of each place.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,11 +25,11 @@ from typing import Any, NamedTuple, TypeVar
 from .disk import normalize
 from .errors import AuthError, SpecError
 from .kinds import Each, Found, below, each, is_table, json_or_text, over, texts, typed, urls
-from .provider import Provider, find_provider, provider_names, recorded_settings
+from .provider import Provider, find_provider, provider_names, recorded_settings, suggested_provider
 from .transfer import Moving
-from .values import brief, choice_of, nearest, table_of, toml_loads, url_scheme, without_secrets
+from .values import brief, choice_of, did_you_mean, similar, table_of, toml_loads, url_scheme, without_secrets
 
-__all__ = ["FILE", "PROJECT", "Caller", "Found", "Settings"]
+__all__ = ["FILE", "PROJECT", "Caller", "Found", "Settings", "setting_hint"]
 
 FILE = "cloudtrain.toml"
 PROJECT = "pyproject.toml"
@@ -302,7 +304,7 @@ class Settings:
         for variable, text in self.environ.items():
             if variable.startswith(prefix) and text:
                 if variable not in known:
-                    raise SpecError(f"no such setting of {name}{nearest(variable, known)}", field=variable)
+                    raise SpecError(f"no such setting of {name}", field=variable, hint=did_you_mean(variable, known))
                 if (key := known[variable]) != _STORE:
                     found[key] = Found(over(found.get(key), typed(key, text, variable)), variable)
         for path, text in self.overrides.items():
@@ -466,9 +468,8 @@ def _profile(read: _Read, name: str) -> _Layer:
             where = f"{read.path} has no [{read.base.table and read.base.table + '.'}profiles.{name}]"
             raise SpecError(where if read.path else f"there is no {FILE} here or above", field=f"profile {name}")
         known = ", ".join(sorted(read.profiles))
-        raise SpecError(
-            f"no such profile{nearest(name, read.profiles)}; {read.path} has {known}", field=f"profile {name}"
-        )
+        near = did_you_mean(name, read.profiles)
+        raise SpecError(f"no such profile; {read.path} has {known}", field=f"profile {name}", hint=near)
     table = ".".join(filter(None, [read.base.table, _PROFILES, name]))
     return _Layer(read.profiles[name], read.base.file, table)
 
@@ -478,7 +479,7 @@ def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Fo
     for key, value in layer.values.items():
         if isinstance(value, Mapping):
             if key not in provider_names():
-                raise SpecError(f"no such provider{nearest(key, provider_names())}", field=layer.where(key))
+                raise SpecError("no such provider", field=layer.where(key), hint=suggested_provider(key))
             table = tables.setdefault(key, {})
             for name, item in value.items():
                 old = table[name].value if name in table else None
@@ -516,7 +517,43 @@ def _stores(count: int) -> str:
 def _known(key: str, names: Mapping[str, Any], where: str, shown: Iterable[str] | None = None) -> None:
     if key not in names:
         shown = list(shown or names)
-        raise SpecError(f"no such setting{nearest(key, shown)}; there are {', '.join(shown)}", field=where)
+        near = did_you_mean(key, shown) or (_owner_hint(key) if where.startswith("--set ") else "")
+        raise SpecError(f"no such setting; there are {', '.join(shown)}", field=where, hint=near)
+
+
+def _owners() -> dict[str, list[str]]:
+    """Return the keys of all providers' settings, each with the providers that have it."""
+    found: dict[str, list[str]] = {}
+    for name in provider_names():
+        with suppress(ImportError, AttributeError):  # a third party's that cannot be loaded has none
+            for item in dataclasses.fields(find_provider(name).Settings):
+                found.setdefault(item.name, []).append(name)
+    return found
+
+
+def _owner_hint(key: str) -> str:
+    """Return a hint that says which provider has a setting ``key``, or one whose name is similar; empty for none."""
+    owners = _owners()
+    real = key if key in owners else similar(key, owners)
+    if not real:
+        return ""
+    names = owners[real]
+    what = "is a setting" if real == key else f"may be {real!r}, a setting"
+    others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+    return f"{key!r} {what} of provider {names[0]}{others}: add --provider {names[0]}"
+
+
+def setting_hint(key: str, value: Any) -> str:
+    """Return where ``key`` belongs that stands in a job file and is a setting; empty for what is no setting."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if key in _GENERAL:
+        return f"{key} is a setting; put it into {FILE}: {key} = {text}"
+    if key in provider_names():
+        how = f"settings of {key} go into {FILE}, and fields of the job that differ there under [on.{key}]"
+        return f"[{key}] is no part of a job: {how}"
+    names = _owners().get(key, [])
+    others = f" (or [{'], ['.join(names[1:])}])" if names[1:] else ""
+    return f"{key} is a setting; put it into {FILE}: [{names[0]}]{others} {key} = {text}" if names else ""
 
 
 def _told(value: Any) -> Any:

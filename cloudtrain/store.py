@@ -30,7 +30,7 @@ from .job import Input, Job, check_run_id, is_run_id
 from .lease import FOLDER, announce, withdraw
 from .provider import Layout, LayoutInput, Request
 from .transfer import Entry, Moving, Progress, Storage, files, parallel
-from .values import METADATA, checked_run, json_loads, nearest, url_scheme
+from .values import METADATA, checked_run, did_you_mean, json_loads, url_scheme
 
 __all__ = [
     "RELAYED",
@@ -46,6 +46,19 @@ __all__ = [
 
 RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes of remote data that can be copied into a store, where nodes cannot read them."""
+
+NO_STORES = frozenset({"ftp", "http", "https", "hf"})
+"""Schemes of data that a job can read, where no client can create a file exclusively."""
+STORES = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX"
+_S3 = r"s3(?:[.-][a-z0-9-]+)?\.amazonaws\.com(?:\.cn)?"
+_MEANT = (
+    (r"https?://([^./]+)\.(?:blob|dfs)\.(core\.[^/]+)/([^/?]+)(/[^?]*)?", r"abfs://\3@\1.dfs.\2\4"),
+    (rf"https?://{_S3}/([^?]+)", r"s3://\1"),
+    (rf"https?://([^/]+?)\.{_S3}(/[^?]*)?", r"s3://\1\2"),
+    (r"https?://storage\.(?:googleapis|cloud\.google)\.com/([^?]+)", r"gs://\1"),
+    (r"https?://([^/]+)\.storage\.googleapis\.com(/[^?]*)?", r"gs://\1\2"),
+)
+"""URLs of a cloud's web page or API, and the store that each means."""
 
 _COPIED = "copied from "
 """Put before a URL to make an address of it, so that no list of files has the same."""
@@ -77,7 +90,7 @@ class Store:
         storage: Storage | None = None,
         moving: Moving = Moving(),  # noqa: B008 - it is frozen
     ) -> None:
-        self.url, self.moving = _keyless(normalize(url, cwd=cwd or Path.cwd())), moving
+        self.url, self.moving = _checked(normalize(url, cwd=cwd or Path.cwd())), moving
         self.files = files(self.url, gitignore=True, storage=storage, moving=moving)
         self._announced: dict[str, list[tuple[str, float]]] = {}
 
@@ -282,7 +295,8 @@ class Store:
         """The record given to `create_run`, with its ``needs``. `NotFoundError` names the store and the nearest run."""
         record = self._json(f"{run_folder(run_id)}/run.json")
         if record is None:
-            raise NotFoundError(f"no run {run_id!r} in {self.url}{nearest(run_id, self.runs())}", field="run")
+            near = did_you_mean(run_id, self.runs())
+            raise NotFoundError(f"no run {run_id!r} in {self.url}", field="run", hint=near)
         record.pop(_TOKEN, None)
         return checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
 
@@ -480,11 +494,17 @@ class Store:
 # ------------------------------------------------------------------------------------------------------ pieces of Store
 
 
-def _keyless(url: str) -> str:
-    """``url``, which every record and native request quotes. Raises `SpecError` for one with a credential in it."""
+def _checked(url: str) -> str:
+    """Return ``url``. Raises `SpecError` for one with a credential in it, which every record would quote, and for one
+    that cannot be a store: with a URL of a cloud's web page or API, the hint is the store that it means."""
     if local_path(url) is None and scrubbed(url) != url:
         why = "holds a password, key or signature, which every record of a run would quote"
         raise SpecError(f"{scrubbed(url)} {why}; leave it out, and sign in as docs/storage.md says", field="store")
+    if url_scheme(url) in NO_STORES:
+        meant = (match.expand(store) for pattern, store in _MEANT if (match := re.match(pattern, url, re.IGNORECASE)))
+        how = next((f"use {store}" for store in meant), f"use {STORES} or a folder")
+        why = f"{url_scheme(url)} cannot create a file exclusively, so two clients could start one run"
+        raise SpecError(f"{url!r} cannot be a store: {why}", field="store", hint=how)
     return url
 
 
@@ -526,4 +546,4 @@ def _existing(path: Path, where: str) -> Path:
     if os.path.exists(path):  # False too for a name that no file can have
         return path
     siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
-    raise SpecError(f"there is no {path}{nearest(path.name, siblings)}", field=where)
+    raise SpecError(f"there is no {path}", field=where, hint=did_you_mean(path.name, siblings))

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _version, catalog, pyz
 from .disk import local_path
+from .entry_point import check_script
 from .errors import (
     AuthError,
     ConflictError,
@@ -35,14 +36,14 @@ from .limits import THIS_MACHINE
 from .moves import REFUSALS
 from .needs import find_missing, refusal, stand_ins, with_placeholders
 from .provenance import asked, digest_of, origin_of
-from .provider import Layout, Provider, Request, provider_names, recorded_settings
+from .provider import Layout, Provider, Request, provider_names, recorded_settings, suggested_provider
 from .retry import category_of, deliver, secret_values, write_context
 from .run import NO_SETTINGS, Run
 from .settings import Settings
 from .store import LocalTree, Staged, Store
 from .summary import summary
 from .transfer import Progress
-from .values import nearest, without_secrets
+from .values import without_secrets
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -255,6 +256,8 @@ def make_plan(
     filled, planner, whole = stand_ins(settings, chosen.name, job, missing) if missing else (settings, chosen, job)
     store = Store(filled.resolved(ask=not preview), cwd=cwd, storage=chosen.storage, moving=settings.moving)
     bundle = _built(job.source, store, settings, cwd)
+    if job.launcher != "command" and bundle.entry_point:
+        check_script(bundle.root, bundle.entry_point)
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
     if run_id is not None:
         check_run_id(run_id)
@@ -431,8 +434,8 @@ def _check_names(job: Job) -> None:
     known = provider_names()
     for field, table in (("on", job.on), ("options", job.options)):
         for name in table:
-            if name not in known and (hint := nearest(name, known)):
-                raise SpecError(f"no provider {name!r}{hint}", field=field)
+            if name not in known and (near := suggested_provider(name)):
+                raise SpecError(f"no provider {name!r}", field=field, hint=near)
 
 
 def _identities(*files: int | Path) -> list[tuple[int, int]]:

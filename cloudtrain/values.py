@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import math
 import re
@@ -21,6 +20,7 @@ __all__ = [
     "brief",
     "checked_run",
     "choice_of",
+    "did_you_mean",
     "duration",
     "family",
     "is_mark",
@@ -29,11 +29,12 @@ __all__ = [
     "json_rows",
     "json_value",
     "merge_metrics",
-    "nearest",
     "newer_than_metadata",
     "parse_duration",
     "parse_since",
+    "respelt",
     "sequence_of",
+    "similar",
     "step_of",
     "table_of",
     "text_of",
@@ -53,10 +54,57 @@ _LONGEST = 100 * 366 * 86400
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the valid choice closest to ``word``, or the empty string when none is close."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> str:
+    """Return the choice that ``word`` may be a slip of the keyboard for, or the empty string.
+
+    A slip changes, adds, drops or swaps a few characters: one in a short word, one in three of at most nine. With
+    ``short_forms``, ``word`` may also be a short form of a choice (``hyperparams``), or the other way round.
+    """
+    found = [(_slips(word.lower(), choice.lower()), word[:2] != choice[:2], choice) for choice in choices]
+    near = [item for item in found if item[0] <= min(3, max(1, len(word) // 3)) and 2 * item[0] < len(word)]
+    short = [item for item in found if short_forms and _is_short_for(word.lower(), item[2].lower())]
+    return min(near or short, default=("",))[-1]
+
+
+def respelt(name: str, names: Iterable[str], *, least: int) -> str:
+    """Return ``name`` with each word that is a slip for a word of ``names`` put right (``eu-wset-9``: ``eu-west-9``).
+
+    A word is a run of at least ``least`` letters. Numbers and new words stay, so a name that is new stays as it is.
+    """
+    words = {word for known in names for word in re.findall(rf"[a-z]{{{least},}}", known.lower())}
+
+    def put_right(match: re.Match[str]) -> str:
+        word = match[0].lower()
+        right = "" if word in words else similar(word, words, short_forms=False)
+        return (right.capitalize() if match[0][0].isupper() else right) or match[0]
+
+    return re.sub(rf"[A-Za-z]{{{least},}}", put_right, name)
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return the hint ``did you mean 'x'?`` for a name that is not one of ``choices``; empty when none is `similar`."""
+    found = similar(word, choices)
+    return f"did you mean {found!r}?" if found else ""
+
+
+def _is_short_for(one: str, other: str) -> bool:
+    """Return whether the shorter word is the longer one with letters left out, but for its first three."""
+    short, long = sorted((one, other), key=len)
+    rest = iter(long)
+    return len(short) > 2 and short[:3] == long[:3] and all(letter in rest for letter in short)
+
+
+def _slips(one: str, other: str) -> int:
+    """Return the number of slips between two words: Damerau's distance, of neighbours swapped at most once."""
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, left in enumerate(one):
+        older, before, row = before, row, [i + 1]
+        for j, right in enumerate(other):
+            row.append(min(before[j] + (left != right), before[j + 1] + 1, row[j] + 1))
+            if i and j and left == other[j - 1] and one[i - 1] == right:
+                row[-1] = min(row[-1], older[j - 1] + 1)
+    return row[-1]
 
 
 def brief(value: Any) -> str:
@@ -202,7 +250,9 @@ def whole_number(value: Any, where: str, *, least: int, most: int | None = None)
 def choice_of(value: Any, choices: tuple[str, ...], where: str) -> str:
     """One of ``choices``; the nearest is named when it is none."""
     if value not in choices:
-        raise SpecError(f"{value!r} is none of {', '.join(choices)}{nearest(str(value), choices)}", field=where)
+        raise SpecError(
+            f"{value!r} is none of {', '.join(choices)}", field=where, hint=did_you_mean(str(value), choices)
+        )
     return str(value)
 
 

@@ -11,6 +11,7 @@ import re
 import subprocess
 import tarfile
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cloudtrain.bundle import MANIFEST, Bundle, build, resolve
+from cloudtrain.bundle import MANIFEST, Bundle, build
+from cloudtrain.entry_point import check_script, resolve
 from cloudtrain.errors import DigestError, SpecError, StorageError
 from cloudtrain.job import Source
 from cloudtrain.runtime.unpack import unpack
@@ -127,7 +129,7 @@ def test_what_is_missing_is_named(tmp_path: Path, source: dict[str, object], fie
         files(tmp_path / "code", {})
         error = refused(tmp_path / "code", **{**source, "dependencies": ("../sub", "../nope")})
     assert error.field == field
-    assert hint in str(error)
+    assert hint in f"{error}; {error.hint}"
 
 
 def test_a_script_that_does_not_ship_is_refused_with_its_rule(tmp_path: Path) -> None:
@@ -616,3 +618,61 @@ def test_digests_change_with_content_mode_name_and_link(tmp_path: Path) -> None:
         act()
         seen.add(bundle(tmp_path).digest)
     assert len(seen) == 6
+
+
+# ---------------------------------------------------------------------------------------------- scripts that can be run
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("train.py", b"def broken(:\n", "train.py:1: invalid syntax; fix this line: def broken(:"),
+        ("train.py", b"x = 1\nprint 'x'\n", "train.py:2: Missing parentheses"),
+        ("train.py", b"\x00\x01", "train.py"),
+        ("train.py", b"'\xff'\n", "train.py:1"),
+        ("pkg/mod.py", b"return 1\n", "pkg/mod.py:1: 'return' outside function"),
+    ],
+)
+def test_what_python_cannot_parse_is_refused_with_its_line(
+    tmp_path: Path, name: str, content: bytes, says: str
+) -> None:
+    files(tmp_path, {name: ""})
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SpecError) as caught:
+        check_script(tmp_path, "-m pkg.mod" if name == "pkg/mod.py" else name)
+    assert caught.value.field == "source.entry_point"
+    assert says in f"{caught.value}; {caught.value.hint}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "try:\n    pass\nexcept* OSError:\n    pass",
+        "type Pair[T] = tuple[T, T]",
+        "def first[T](x: T) -> T:\n    return x",
+        "print(f'{d['a']}')",
+        "print(t'{x}')",
+        "try:\n    pass\nexcept OSError, ValueError:\n    pass",
+        "x = [*a for a in b]",
+        "lazy import json",
+        "'\\d'",
+    ],
+)
+def test_syntax_of_a_newer_python_than_this_one_passes(tmp_path: Path, line: str) -> None:
+    files(tmp_path, {"train.py": line + "\n"})
+    check_script(tmp_path, "train.py")
+
+
+def test_a_zip_file_passes_as_python_runs_it(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as archive:
+        archive.writestr("__main__.py", "print(1)")
+    check_script(tmp_path, "app.pyz")
+
+
+def test_a_folder_names_its_scripts(tmp_path: Path) -> None:
+    files(tmp_path, {"pkg/a.py": "", "pkg/b.py": "", "pkg/main.py": "", "pkg/__init__.py": "", "empty/x": ""})
+    with pytest.raises(SpecError, match="is a folder") as caught:
+        resolve(Source(entry_point="pkg"), cwd=tmp_path)
+    assert caught.value.hint == "name the script, such as pkg/main.py, pkg/a.py, pkg/b.py"
+    with pytest.raises(SpecError, match=r"no \.py file"):
+        resolve(Source(entry_point="empty"), cwd=tmp_path)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
+import importlib
 from pathlib import Path
 
 import pytest
 
 from cloudtrain import catalog
-from cloudtrain.errors import UnsupportedError
+from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job import Gpu
 
 TABLE = Path(catalog.__file__).parent / "data" / "instances.csv"
@@ -112,7 +113,7 @@ def test_none_is_one_clear_line(gpu: str, cpus: int | None, says: str) -> None:
     [("V100-16GB:1", "Standard_NC6s_v3"), ("V100:4", "Standard_NC24s_v3"), ("V100-32GB:8", "Standard_ND40rs_v2")],
 )
 def test_a_retired_machine_is_named_in_the_refusal_and_never_chosen(gpu: str, name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{name}, which had {gpu}, was retired on 2025-09-30; choose another"):
+    with pytest.raises(UnsupportedError, match=f"{name}, which had {gpu}, was retired on 2025-09-30"):
         found(gpu, provider="azureml")
     with pytest.raises(UnsupportedError, match="no known machine has V100-16GB:3") as caught:
         found("V100-16GB:3", provider="azureml")
@@ -171,3 +172,63 @@ def test_a_list_may_be_the_service_s_own_and_decides_nothing_yet() -> None:
             listed = catalog.price(row["provider"], row["instance_type"])
             assert listed is not None
             assert (listed.of_service, listed.own) == ({"yes": True, "no": False}[row["own"]], False), row
+
+
+def _name_of_a_machine(provider: str, name: str) -> None:
+    module = importlib.import_module(
+        f"cloudtrain.providers.{provider}.{'machines' if provider == 'vertex' else 'plan'}"
+    )
+    prefix = {"sagemaker": "ml.", "azureml": "Standard_"}.get(provider, "")
+    catalog.check_name(provider, name, module.FORM, prefix=prefix)
+
+
+@pytest.mark.parametrize("provider", catalog.providers())
+def test_every_known_machine_is_well_formed(provider: str) -> None:
+    for machine in catalog.machines(provider):
+        _name_of_a_machine(provider, machine.instance_type)
+
+
+@pytest.mark.parametrize(
+    ("provider", "name"),
+    [
+        ("sagemaker", "ml.p9e.96xlarge"), ("sagemaker", "ml.p6e-gb300.36xlarge"), ("sagemaker", "ml.dl1.24xlarge"),
+        ("azureml", "Standard_ND128isr_NDR_GB200_v6"), ("azureml", "standard_nc6s_v9"),
+        ("azureml", "Standard_M832ids_16_v3"), ("azureml", "Standard_D11_v2_Promo"), ("azureml", "Standard_E4-2ds_v4"),
+        ("vertex", "c4-standard-8-lssd"), ("vertex", "z3-highmem-14-standardlssd"), ("vertex", "a5-hypergpu-8g"),
+    ],
+)  # fmt: skip
+def test_a_new_machine_passes(provider: str, name: str) -> None:
+    _name_of_a_machine(provider, name)
+
+
+@pytest.mark.parametrize(
+    ("provider", "name", "hint"),
+    [
+        ("sagemaker", "p4d.24xlarge", "ml.p4d.24xlarge"),
+        ("sagemaker", "ml.g5.xlrage", "ml.g5.xlarge"),
+        ("sagemaker", "g5.xlrage", "ml.g5.xlarge"),
+        ("sagemaker", "ml.p5-48xlarge", "ml.p5.48xlarge"),
+        ("sagemaker", "H100", "cloudtrain gpus --provider sagemaker"),
+        ("azureml", "NC6s_v3", "Standard_NC6s_v3"),
+        ("azureml", "Standard_NC6_v33", "Standard_NC6s_v3"),
+        ("azureml", "Standrad_NC6s_v3", "Standard_NC6s_v3"),
+        ("vertex", "n1-standrd-4", "n1-standard-4"),
+        ("vertex", "a2-hihgpu-8g", "a2-highgpu-8g"),
+    ],
+)
+def test_a_misspelt_machine_names_the_one_that_it_means(provider: str, name: str, hint: str) -> None:
+    with pytest.raises(UnsupportedError, match="not the name of a machine") as caught:
+        _name_of_a_machine(provider, name)
+    assert caught.value.field == "resources.instance_type"
+    assert hint in caught.value.hint
+
+
+def test_a_region_with_a_misspelt_word_is_refused_and_a_new_one_passes() -> None:
+    known = ("eu-west-1", "us-gov-east-1", "europe-west4", "me-central-1")
+    slips = {"eu-wset-1": "eu-west-1", "europe-wset4": "europe-west4", "eurpoe-west9": "europe-west9"}
+    for region, meant in slips.items():
+        with pytest.raises(SpecError, match=region) as caught:
+            catalog.check_region("x.region", region, known)
+        assert (caught.value.field, caught.value.hint) == ("x.region", f"did you mean {meant!r}?")
+    for region in ("", "eu-west-9", "sa-west-1", "xx-northeast-1", "africa-south1", "eusc-de-east-1"):
+        catalog.check_region("x.region", region, known)

@@ -314,7 +314,7 @@ def test_what_has_no_effect_may_have_that_value_alone(name: str) -> None:
 
 def test_a_keyword_that_is_none_of_v2_names_the_nearest() -> None:
     for name in ("instance_cuont", "train_instance_count"):
-        with pytest.raises(SpecError, match=r"no such keyword \(did you mean 'instance_count'\?\)") as caught:
+        with pytest.raises(SpecError, match=r"no such keyword\nhint: did you mean 'instance_count'\?") as caught:
             pytorch(**{name: 1})
         assert caught.value.field == name
 
@@ -325,7 +325,7 @@ def test_a_keyword_that_is_none_of_v2_names_the_nearest() -> None:
         ({"role": "training"}, "role: 'training' is no ARN; this prints that of a role: aws iam get-role --role-name"),
         ({"role": None}, "role: is not set; give the ARN"),
         ({"entry_point": None}, "entry_point: is missing"),
-        ({"entry_point": "trian.py"}, "entry_point: 'trian.py' does not exist (did you mean 'train.py'?)"),
+        ({"entry_point": "trian.py"}, "entry_point: 'trian.py' does not exist"),
         ({"source_dir": "s3://b/code.tar.gz"}, "source_dir: s3://b/code.tar.gz is no folder of this machine"),
         ({"instance_type": None}, "instance_type: is missing"),
         ({"instance_type": "local_gpu"}, "instance_type: which GPUs this machine has is yours to say"),
@@ -354,7 +354,7 @@ def test_a_keyword_that_is_none_of_v2_names_the_nearest() -> None:
             {"distribution": {"pytorchddp": {"enabled": True, "custom_mpi_options": "-x A"}}},
             "distribution.custom_mpi_options: is not carried over",
         ),
-        ({"distribution": {"torch_distribtued": {}}}, "distribution: 'torch_distribtued' is not known (did you mean"),
+        ({"distribution": {"torch_distribtued": {}}}, "distribution: 'torch_distribtued' is not known"),
         ({"sagemaker_session": "eu-west-1"}, "sagemaker_session: must be a sagemaker.Session"),
         ({"sagemaker_session": SimpleNamespace(local_mode=True)}, "sagemaker_session: is of the local mode"),
         ({"sagemaker_session": type("PipelineSession", (), {})()}, "sagemaker_session: is of a pipeline"),

@@ -87,8 +87,8 @@ def test_filters(asked: Callable[..., Told]) -> None:
 def test_what_is_none_is_one_line(asked: Callable[..., Told], words: list[str], field: str, says: str) -> None:
     code, found, err = asked(*words)
     assert (code, found["exit_code"], found["field"]) == (2, 2, field)
-    assert says in found["error"]
-    assert len(err.splitlines()) == 1
+    assert says in f"{found['error']}; {found['hint']}"
+    assert len(err.splitlines()) == 1 + bool(found["hint"])
 
 
 def test_own_prices_come_first_and_by_the_name_that_a_plan_looks_for(
@@ -348,8 +348,8 @@ def test_a_list_that_cannot_be_read_leaves_the_old_one(
         monkeypatch.setenv("NO_GCE_CHECK", "true")
     got, found, err = refresh(asked, name)
     assert (got, found["exit_code"]) == (code, code), err
-    assert says in found["error"]
-    assert len(err.splitlines()) == 1
+    assert says in f"{found['error']}; {found['hint']}"
+    assert len(err.splitlines()) == 1 + bool(found["hint"])
     assert kept(name) == before
 
 

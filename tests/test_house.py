@@ -33,7 +33,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
         "catalog checks credential curves faults ignore outputs provider transfer",
         "limits",
         "tree follow settings engine pyz backends access lease digests swap",
-        "checkpoint filesystem needs",
+        "checkpoint filesystem needs entry_point",
         "bundle markup schema store verdict providers runtime objects",
         "tail pull max_wait moves remote cost seen",
         "run relay",

@@ -28,7 +28,7 @@ from cloudtrain.job import (
     check_run_id,
     new_run_id,
 )
-from cloudtrain.values import nearest, parse_duration, url_scheme
+from cloudtrain.values import did_you_mean, parse_duration, similar, url_scheme
 
 
 def job(**fields: Any) -> Job:
@@ -182,7 +182,11 @@ REFUSED = [
     ({"entry_point": "x.sh", "launcher": "torchrun"}, "launcher", "'command'"),
     ({"launcher": "torchrum"}, "launcher", "did you mean 'torchrun'?"),
     ({"hyperparameter_style": "flag"}, "hyperparameter_style", "did you mean 'flags'?"),
-    ({"name": "My Job"}, "name", "did you mean 'my-job'?"),
+    ({"name": "My Job"}, "name", "call it 'my-job'"),
+    ({"entry_point": "nb.ipynb"}, "source.entry_point", "jupyter nbconvert --to script nb.ipynb"),
+    ({"entry_point": "a.yaml"}, "source.entry_point", "TOML or JSON"),
+    ({"entry_point": "data.csv"}, "source.entry_point", "--input data=data.csv"),
+    ({"entry_point": "job.toml"}, "source.entry_point", "cloudtrain submit job.toml"),
     ({"name": "a" * 41}, "name", "at most 40"),
     ({"name": "a--b"}, "name", "single inner dashes"),
     ({"image": "a b"}, "image", "not the name of an image"),
@@ -251,7 +255,7 @@ def test_a_refusal_names_the_dotted_field_and_what_would_do(fields: dict[str, An
         job(**fields)
     assert caught.value.field == field
     assert str(caught.value).startswith(f"{field}: ")
-    assert message in str(caught.value)
+    assert message in f"{caught.value}; {caught.value.hint}"
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -430,6 +434,23 @@ def test_schemes(url: str, scheme: str) -> None:
     assert url_scheme(url) == scheme
 
 
-def test_nearest_says_nothing_when_nothing_is_near() -> None:
-    assert nearest("zzz", ["alpha", "beta"]) == ""
-    assert nearest("alpa", ["alpha", "beta"]) == " (did you mean 'alpha'?)"
+@pytest.mark.parametrize(
+    ("word", "choices", "found"),
+    [
+        ("alpa", ["alpha", "beta"], "alpha"),
+        ("tarin.py", ["test.py", "train.py"], "train.py"),
+        ("H10", ["A10", "H100", "P100"], "H100"),
+        ("REGION", ["store", "region"], "region"),
+        ("hyperparams", ["hyperparameters"], "hyperparameters"),
+        ("zzz", ["alpha", "beta"], ""),
+        ("NOPE", ["HOME", "PATH"], ""),
+        ("region", ["on", "name"], ""),
+        ("epochs", ["detach", "env"], ""),
+        ("ps", ["gpus", "ls"], ""),
+        (".", ["w"], ""),
+        ("", ["a"], ""),
+    ],
+)
+def test_only_a_slip_of_the_keyboard_is_similar(word: str, choices: list[str], found: str) -> None:
+    assert similar(word, choices) == found
+    assert did_you_mean(word, choices) == (f"did you mean {found!r}?" if found else "")

@@ -123,7 +123,7 @@ def test_a_wrong_general_setting_is_named_with_its_source(
     with pytest.raises(SpecError) as caught:
         load(tmp_path, toml, environ, overrides=overrides)
     assert caught.value.field == field
-    assert message in str(caught.value)
+    assert message in f"{caught.value}; {caught.value.hint}"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_wrong_setting_of_a_provider_is_named_with_its_source(
     with pytest.raises(SpecError) as caught:
         found.make_provider("local")
     assert caught.value.field == field
-    assert message in str(caught.value)
+    assert message in f"{caught.value}; {caught.value.hint}"
 
 
 PROFILES = """
@@ -201,7 +201,7 @@ def test_a_wrong_profile_is_named(tmp_path: Path, toml: str | None, profile: str
     with pytest.raises(SpecError) as caught:
         load(tmp_path, toml, profile=profile or None).make_provider("local")
     assert caught.value.field == field
-    assert message in str(caught.value)
+    assert message in f"{caught.value}; {caught.value.hint}"
 
 
 def test_settings_in_a_pyproject(tmp_path: Path) -> None:

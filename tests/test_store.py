@@ -129,7 +129,7 @@ def test_local_inputs_by_content(local: Store, tmp_path: Path) -> None:
 
 def test_missing_and_impossible_inputs(local: Store, tmp_path: Path) -> None:
     (tmp_path / "train-data").mkdir()
-    with pytest.raises(SpecError, match=r"no .*/traindata \(did you mean 'train-data'") as caught:
+    with pytest.raises(SpecError, match=r"no .*/traindata\nhint: did you mean 'train-data'") as caught:
         local.inputs(job(train="traindata"), frozenset({"file"}), cwd=tmp_path)
     assert caught.value.field == "inputs.train"
     with pytest.raises(SpecError, match="holds no file"):
@@ -299,7 +299,7 @@ def test_a_run_is_created_once(store: Store) -> None:
     store.files.write("runs/Not-A-Run/x", b"")
     assert store.runs() == [RUN]
     with pytest.raises(
-        NotFoundError, match=rf"no run '20250101-000000-train-abce' in {store.url} \(did you mean '{RUN}"
+        NotFoundError, match=rf"no run '20250101-000000-train-abce' in {store.url}\nhint: did you mean '{RUN}"
     ):
         store.run("20250101-000000-train-abce")
     with pytest.raises(SpecError):
@@ -722,3 +722,28 @@ def test_a_submission_that_is_noted_again_keeps_its_time(tmp_path: Path, monkeyp
         store.write_submitted("r", 0, native)
         expected = {"native_id": native, "time": 3.0 if native == "job-b" else 1.0}
         assert store.submitted("r", 0) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("https://acct.blob.core.windows.net/runs/x", "use abfs://runs@acct.dfs.core.windows.net/x"),
+        ("https://acct.dfs.core.usgovcloudapi.net/runs", "use abfs://runs@acct.dfs.core.usgovcloudapi.net"),
+        ("https://bucket.s3.eu-west-1.amazonaws.com/x", "use s3://bucket/x"),
+        ("https://my.bucket.s3.amazonaws.com/x/y", "use s3://my.bucket/x/y"),
+        ("https://s3.eu-west-1.amazonaws.com/bucket/x", "use s3://bucket/x"),
+        ("https://s3-eu-west-1.amazonaws.com/bucket/x", "use s3://bucket/x"),
+        ("https://bucket.s3.cn-north-1.amazonaws.com.cn/x", "use s3://bucket/x"),
+        ("https://storage.googleapis.com/bucket/x", "use gs://bucket/x"),
+        ("https://storage.cloud.google.com/bucket/x", "use gs://bucket/x"),
+        ("https://bucket.storage.googleapis.com/x", "use gs://bucket/x"),
+        ("https://example.org/x", "use s3://BUCKET/PREFIX"),
+        ("ftp://h/x", "use s3://BUCKET/PREFIX"),
+        ("hf://datasets/o/n", "use s3://BUCKET/PREFIX"),
+    ],
+)
+def test_what_cannot_be_a_store_names_the_one_that_it_means(url: str, hint: str) -> None:
+    with pytest.raises(SpecError, match="cannot be a store") as caught:
+        Store(url)
+    assert caught.value.field == "store"
+    assert caught.value.hint.startswith(hint)

@@ -349,7 +349,7 @@ def test_a_golden_file_of_a_plan(
         writing.setenv("CLOUDTRAIN_SNAPSHOTS", "write")
         snapshots(on_aws().plan(run_id="one"), "aws")
     assert json.loads(golden.read_text())["request"]["body"]["ResourceConfig"]["InstanceCount"] == 2
-    (code / "train.py").write_text("another script")
+    (code / "train.py").write_text("print('another script')")
     monkeypatch.setenv("GITHUB_ACTIONS", "true")  # the golden file is committed, and compared in CI
     monkeypatch.setenv("GITHUB_RUN_ID", "7")
     monkeypatch.setenv("GITHUB_RUN_ATTEMPT", "1")

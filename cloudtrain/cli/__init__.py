@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .screen import ReaderGone, Screen, plain
 
 if TYPE_CHECKING:
-    from cyclopts import App
+    from cyclopts import App, UnknownOptionError
 
 __all__ = ["main", "make_app", "parse"]
 
@@ -156,18 +157,34 @@ def _usage_error(exc: Exception, tokens: list[str], args: list[str] | None) -> E
     from ..errors import SpecError
 
     verb = tokens[0] if tokens and tokens[0] in VERBS else ""
+    usage = f"see: cloudtrain {verb + ' ' if verb else ''}--help"
+    takes_script = verb in ("submit", "plan", "rehearse") and args is None
     if isinstance(exc, UnusedCliTokensError):
-        text = f"unexpected {' '.join(repr(t) for t in exc.unused_tokens or ())}"
-    else:
-        text = " ".join(str(exc).split()).rstrip(".")
-        text = text[:1].lower() + text[1:]
-    if (
-        verb in ("submit", "plan", "rehearse")
-        and args is None
-        and isinstance(exc, (UnknownOptionError, UnusedCliTokensError))
-    ):
-        text += "; arguments of the script go after '--'"
-    return SpecError(f"{text} (see: cloudtrain {verb + ' ' if verb else ''}--help)")
+        words = list(exc.unused_tokens or ())
+        text = f"unexpected {' '.join(map(repr, words))}"
+        return SpecError(text, hint=_after_dashes(words) if takes_script else usage)
+    if isinstance(exc, UnknownOptionError):
+        flag = str(exc.token.keyword)
+        return SpecError(f"no flag {flag}", hint=_instead_of(flag, exc, tokens, takes_script=takes_script) or usage)
+    text = " ".join(str(exc).split()).rstrip(".")
+    return SpecError(text[:1].lower() + text[1:], hint=usage)
+
+
+def _instead_of(flag: str, exc: UnknownOptionError, tokens: list[str], *, takes_script: bool) -> str:
+    """Return what to write in place of an unknown flag: another verb, a similar flag, or an argument of the script."""
+    from ..values import similar
+
+    if flag == "--dry-run" and takes_script:
+        rest = [token for token in tokens[1:] if token != flag]
+        return f"plan shows what submit would send: {shlex.join(['cloudtrain', 'plan', *rest])}"
+    names = {name.lstrip("-"): name for argument in exc.argument_collection or () for name in argument.names}
+    near = names.get(similar(flag.lstrip("-"), names))
+    how = [f"did you mean {near}?"] if near else []
+    return "; ".join([*how, *([_after_dashes([flag])] if takes_script else [])])
+
+
+def _after_dashes(words: list[str]) -> str:
+    return f"arguments of the script go after '--' at the end of the line: -- {shlex.join(words)}"
 
 
 def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import NotFoundError
-from ..values import nearest
+from ..values import did_you_mean
 from . import show
 from .screen import Screen
 from .send import Provider, Set, settings_pairs
@@ -35,7 +35,8 @@ def config(
     if key is not None:
         known = {row["key"]: row for row in rows}
         if key not in known:
-            raise NotFoundError(f"no such setting{nearest(key, known)}; there are {', '.join(known)}", field=key)
+            near = did_you_mean(key, known)
+            raise NotFoundError(f"no such setting; there are {', '.join(known)}", field=key, hint=near)
         rows = [known[key]]
     if json:
         about = {"file": found.file or None, "profile": found.profile or None, "profiles": list(found.profiles)}

@@ -146,6 +146,15 @@ def _number(text: str, kind: type[int] | type[float]) -> int | float | str:
         return text  # '12h' is for the Job to read, and 'x' for the Job to refuse
 
 
+def _refuse_settings(data: Mapping[str, Any], script: str) -> None:
+    """Raise `SpecError` for a setting in a job file: a job says nothing about an account."""
+    from ..settings import setting_hint
+
+    for key in data.keys() - FLAT_FIELDS.keys() - {"source", "resources"}:
+        if hint := setting_hint(key, data[key]):
+            raise SpecError(f"{script} has the key {key!r}, which is not a field of a job", field=key, hint=hint)
+
+
 def _read_job_file(script: str, cwd: Path) -> dict[str, Any]:
     path = cwd / script
     try:
@@ -167,4 +176,5 @@ def _read_job_file(script: str, cwd: Path) -> dict[str, Any]:
             raise SpecError(f"not JSON: {exc}", field=script) from None
     if not isinstance(data, dict):
         raise SpecError("must be a table of a job's fields", field=script)
+    _refuse_settings(data, script)
     return anchored(data, Path(script).parent)

@@ -13,8 +13,8 @@ from cyclopts import Parameter
 from .. import catalog
 from ..errors import CloudtrainError, NotFoundError, SpecError
 from ..job import Gpu
-from ..provider import find_provider, provider_names
-from ..values import nearest
+from ..provider import find_provider, provider_names, suggested_provider
+from ..values import did_you_mean
 from . import show
 from .screen import Screen
 from .send import Set, settings_pairs
@@ -68,7 +68,8 @@ def gpus(
 ) -> int:
     """Machines with GPUs, by name, memory, network and price."""
     if provider is not None and provider not in provider_names():
-        raise NotFoundError(f"no provider {provider!r}{nearest(provider, provider_names())}", field="provider")
+        near = suggested_provider(provider)
+        raise NotFoundError(f"no provider {provider!r}", field="provider", hint=near)
     chosen = at.settings(overrides=settings_pairs(settings), provider=provider)
     if settings and chosen.provider not in catalog.providers():
         raise SpecError("is one provider's word: give --provider too", field="set")
@@ -122,10 +123,12 @@ def _matching(pattern: str | None, known: Sequence[tuple[str, Machine]]) -> Sequ
     if found:
         return found
     if same:
-        there = ", ".join(sorted({machine.gpus for _, machine in same}, key=lambda name: (len(name), name)))
-        raise NotFoundError(f"no known machine has {gpu}; there are {there}", field="pattern")
+        found = [machine for _, machine in same]
+        why = f"no known machine has {gpu}; there are {', '.join(catalog.gpu_names(found))}"
+        raise NotFoundError(why, field="pattern", hint=catalog.suggested_gpu(gpu, found))
     names = {machine.gpu for _, machine in known} | {machine.instance_type for _, machine in known}
-    raise NotFoundError(f"no known GPU or machine is called {text!r}{nearest(text, sorted(names))}", field="pattern")
+    near = did_you_mean(text, sorted(names))
+    raise NotFoundError(f"no known GPU or machine is called {text!r}", field="pattern", hint=near)
 
 
 def _fits(machine: Machine, memory: float | None, network: str | None, spot_only: bool | None) -> bool:

@@ -16,7 +16,7 @@ from ..job import Job
 from ..needs import assignment, find_missing
 from ..provider import find_provider, needs_of, provider_names
 from ..settings import FILE, Settings
-from ..values import nearest, url_scheme
+from ..values import did_you_mean, url_scheme
 from .doctor import looked
 from .screen import Screen
 from .send import Provider, Set, settings_pairs
@@ -102,7 +102,7 @@ def _asked_provider(screen: Screen) -> str:
         word = _answer(f"provider, one of {', '.join(names)}", "local", screen)
         if not word or word in names:
             return word or "local"
-        screen.talk(f"error: no provider {word!r}{nearest(word, names)}")
+        screen.talk(" ".join(filter(None, [f"there is no provider {word!r};", did_you_mean(word, names)])))
 
 
 def _asked(chosen: Settings, missing: tuple[str, ...], screen: Screen) -> dict[str, str]:

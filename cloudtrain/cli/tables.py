@@ -40,9 +40,16 @@ def pairs(flag: str, texts: Sequence[str], *, field: str) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise SpecError(f"{flag} {text!r} is not NAME=VALUE", field=field)
+            raise SpecError(f"{flag} {text!r} is not NAME=VALUE", field=field, hint=_with_both(flag, text))
         out[name] = value
     return out
+
+
+def _with_both(flag: str, text: str) -> str:
+    """Return a hint that completes ``text`` to a name and a value: what stands alone is an input's URL, else a name."""
+    if flag == "--input" or text.startswith("="):
+        return f"write {flag} {'train' if flag == '--input' else 'NAME'}={text.lstrip('=')}"
+    return f"write {flag} {text}=VALUE"
 
 
 def tree(flag: str, texts: Sequence[str], *, field: str) -> dict[str, Any]:
@@ -59,7 +66,8 @@ def tree(flag: str, texts: Sequence[str], *, field: str) -> dict[str, Any]:
         if not all(names):
             raise SpecError(f"{flag} {path!r} has an empty name", field=field)
         if len(names) == 1 and not isinstance(value, Mapping):
-            raise SpecError(f"{flag} {path}={text!r}: write PROVIDER.PATH=VALUE, or PROVIDER={{…}}", field=field)
+            how = f"write {flag} PROVIDER.PATH=VALUE, or {flag} PROVIDER={{…}} with a JSON table"
+            raise SpecError(f"{flag} {path}={text!r} has no PROVIDER.PATH", field=field, hint=how)
         for name in reversed(names):
             value = {name: value}
         out = merge(out, value)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import SpecError
 from ..job import Input
-from ..values import choice_of, nearest, parse_duration, table_of, text_of, url_scheme
+from ..values import choice_of, did_you_mean, parse_duration, table_of, text_of, url_scheme
 
 __all__ = [
     "CARRIED",
@@ -164,8 +164,8 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in given.items():
         if name not in CARRIED and name not in WITHOUT_EFFECT and name not in REFUSED:
-            close = nearest(name.removeprefix("train_"), [*CARRIED, *WITHOUT_EFFECT, *REFUSED])
-            raise SpecError(f"PyTorch of the SageMaker SDK v2 has no such keyword{close}", field=name)
+            near = did_you_mean(name.removeprefix("train_"), [*CARRIED, *WITHOUT_EFFECT, *REFUSED])
+            raise SpecError("PyTorch of the SageMaker SDK v2 has no such keyword", field=name, hint=near)
         if value is None or (isinstance(value, (list, tuple, dict)) and not value):
             continue
         if name in REFUSED:
@@ -274,7 +274,7 @@ def _launcher(distribution: Any) -> str:
     torch = ("torch_distributed", "pytorchddp")
     for name, told in table.items():
         if name not in (*torch, *_OTHER):
-            raise SpecError(f"{name!r} is not known{nearest(name, [*torch, *_OTHER])}", field=where)
+            raise SpecError(f"{name!r} is not known", field=where, hint=did_you_mean(name, [*torch, *_OTHER]))
         if name in _OTHER and (name == "instance_groups" or _enabled(told)):
             raise SpecError(f"is not carried over: {_OTHER[name]}", field=f"{where}.{name}")
         if name in torch and _enabled(told):

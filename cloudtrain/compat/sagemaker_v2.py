@@ -23,7 +23,7 @@ from ..errors import NotFoundError, SpecError
 from ..estimator import RunFailedError, log_line, ranks
 from ..job import Job, check_run_id, run_tag
 from ..settings import Settings
-from ..values import nearest, table_of
+from ..values import did_you_mean, table_of
 from .keywords import checked, inputs_of, job_fields, keyword_of, settings_of
 
 if TYPE_CHECKING:
@@ -231,7 +231,8 @@ class PyTorch:
     def __getattr__(self, name: str) -> Any:
         if name in NOT_CARRIED:
             raise NotCarriedError(f"is not carried over: {NOT_CARRIED[name]}", field=name)
-        raise AttributeError(f"PyTorch has no {name!r}{nearest(name, [*NOT_CARRIED, *dir(type(self))])}")
+        near = did_you_mean(name, [*NOT_CARRIED, *dir(type(self))])
+        raise AttributeError(f"PyTorch has no {name!r}" + (f"; {near}" if near else ""))
 
     # ----------------------------------------------------------------------------------------------------- what v2 has
 

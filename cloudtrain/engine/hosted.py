@@ -38,7 +38,7 @@ from ..provider import (
     check_inputs,
     context_of,
 )
-from ..values import nearest, url_scheme
+from ..values import did_you_mean, url_scheme
 from . import boot_id, last_line
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Hosted:
         body = {**body, **Simulation(nodes=nodes, rules=rules).to_dict()}
         for name in job.options.get(self.name, {}):
             if name not in body:
-                raise SpecError(f"no such field{nearest(name, body)}", field=f"options.{self.name}.{name}")
+                raise SpecError("no such field", field=f"options.{self.name}.{name}", hint=did_you_mean(name, body))
         body = merge_options(body, job.options.get(self.name, {}), owned=[*OWNED, *owned], provider=self.name)
         try:
             Simulation.from_dict({key: body[key] for key in ("nodes", "rules")})

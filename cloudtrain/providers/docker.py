@@ -20,7 +20,7 @@ from ..engine import ENGINE_PREFIX
 from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted, check_readable, clear_containers, image_id, origin_tags
 from ..errors import SpecError
 from ..provider import Layout, NodeSpec, Request, Site, Topology, python_command
-from ..values import nearest
+from ..values import did_you_mean
 
 if TYPE_CHECKING:
     from ..checks import Check
@@ -232,7 +232,7 @@ def _check_options(body: Mapping[str, Any], labels: Mapping[str, str]) -> None:
         for where, table, known in ((_CONTAINER, container, FIELDS), (f"{_CONTAINER}HostConfig.", host, HOST_FIELDS)):
             for name in table:
                 if name not in known:
-                    raise SpecError(f"no such field{nearest(name, known)}", field=f"{where}{name}")
+                    raise SpecError("no such field", field=f"{where}{name}", hint=did_you_mean(name, known))
         for name, target in _targets(container, host):
             place = "/" + posixpath.normpath("/" + target).strip("/")
             if place == "/" or f"{place}/".startswith(ROOT):
@@ -263,7 +263,7 @@ def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[
             raise SpecError("must be a list of tables", field=field)
         for table in tables:
             for wrong in (part for part in table if part not in known):
-                raise SpecError(f"no such field{nearest(wrong, known)}", field=f"{field}.*.{wrong}")
+                raise SpecError("no such field", field=f"{field}.*.{wrong}", hint=did_you_mean(wrong, known))
             if not isinstance(table.get(key), str):
                 raise SpecError(f"each must have a {key}, which is text", field=field)
             yield field, table[key]

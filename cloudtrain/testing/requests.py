@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..provider import Request
-from ..values import nearest
+from ..values import did_you_mean
 
 if TYPE_CHECKING:
     from ..submit import Plan
@@ -57,7 +57,8 @@ def assert_request(planned: Request | Plan | Mapping[str, Any], path: str, *, eq
 def _missing(path: str, walked: list[str], name: str, found: Any) -> str:
     where = ".".join(walked) or "the body"
     if isinstance(found, Mapping):
-        there = f"{where} has no {name!r}{nearest(name, found)}; there are {', '.join(found) or 'no fields'}"
+        near = did_you_mean(name, found)
+        there = f"{where} has no {name!r}{near and f' ({near})'}; there are {', '.join(found) or 'no fields'}"
     elif isinstance(found, (list, tuple)):
         there = f"{where} is a list of {len(found)}, of which {name!r} is no index"
     else:

@@ -658,7 +658,7 @@ def test_a_spot_job_keeps_few_checkpoints_and_the_plan_says_what_a_restart_downl
         ({"instance_type": "ml.r5.24xlarge"}, 30 + 768),
         ({"gpu": "A10G:1"}, 30),  # it has NVMe disks, and no other ones
         ({"instance_type": "ml.p3.16xlarge", "disk_gb": 100}, 100),
-        ({"instance_type": "ml.new.large"}, 30),
+        ({"instance_type": "ml.m99.large"}, 30),
     ],
 )
 def test_the_volume_has_room_for_the_machines_checkpoints(job: dict[str, Any], volume: int) -> None:

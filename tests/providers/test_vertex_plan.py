@@ -399,7 +399,7 @@ def test_what_is_refused_is_named(field: str, given: dict[str, Any], fields: dic
 def test_options_that_the_api_does_not_take(field: str, options: dict[str, Any], says: str) -> None:
     error = refused(options={"vertex": options})
     assert error.field.startswith(field.rpartition(".")[0]), error
-    assert says in str(error)
+    assert says in f"{error}; {error.hint}"
 
 
 def test_the_number_of_nodes_is_that_of_the_pools() -> None:

@@ -38,6 +38,10 @@ ENVIRONMENT = Need(
 )
 
 
+ALIASES = ("azure", "aml", "az", "microsoft")
+"""Other words for the platform, for the hint of an unknown provider."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The workspace's, in Azure ML's own words.

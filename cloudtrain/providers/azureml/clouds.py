@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError
-from ...values import nearest
+from ...values import did_you_mean
 
 if TYPE_CHECKING:
     from . import Settings
@@ -71,8 +71,8 @@ def cloud_of(settings: Settings) -> Cloud:
     if not told:
         if name not in CLOUDS:
             known = ", ".join(CLOUDS)
-            why = f"{name!r} is none of {known}{nearest(name, CLOUDS)}; of any other give cloud_metadata too"
-            raise SpecError(why, field="azureml.cloud")
+            near = did_you_mean(name, CLOUDS) or "for any other cloud, set azureml.cloud_metadata too"
+            raise SpecError(f"{name!r} is none of {known}", field="azureml.cloud", hint=near)
         manager, authority, studio, storage = CLOUDS[name]
         return Cloud(name=name, resource_manager=manager, authority=authority, studio=studio, storage=storage)
     if name in CLOUDS:
@@ -98,4 +98,4 @@ def _check(told: Mapping[str, Any]) -> None:
             raise SpecError(f"must be {what}, not {value!r}", field=f"azureml.cloud_metadata.{key}")
     for key in told:
         if key not in METADATA:
-            raise SpecError(f"no such key{nearest(key, METADATA)}", field=f"azureml.cloud_metadata.{key}")
+            raise SpecError("no such key", field=f"azureml.cloud_metadata.{key}", hint=did_you_mean(key, METADATA))

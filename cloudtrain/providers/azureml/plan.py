@@ -62,6 +62,8 @@ SHM_GIB = 16
 FIRST = "Standard_DS3_v2"
 FAMILIES = ("Standard_D", "Standard_E", "Standard_F")
 ACCELERATED = re.compile(r"standard_n[cdgpv]", re.IGNORECASE)
+FORM = re.compile(r"(standard|basic)_[a-z]+\d+(-\d+)?[a-z0-9]*(_(?!v\d)[a-z0-9]+)*(_v\d)?(_promo)?", re.IGNORECASE)
+"""Series, cores, features and version: Azure's page of conventions for names of virtual machines."""
 JOB_TIERS, PRIORITIES = ("spot", "basic", "standard", "premium"), ("low", "medium", "high")
 IDENTITIES = ("aml_token", "user_identity", "managed_identity")
 _REGISTERED = re.compile(r"azureml:(?!//)|azureml://.+/data/[^/]+/(versions|labels)/[^/]+$")
@@ -261,8 +263,7 @@ def _pinned(job: Job, choice: int) -> tuple[str, Machine | None]:
     wanted, name = job.resources, str(job.resources.instance_type)
     known = next((m for m in catalog.machines(NAME) if m.instance_type.lower() == name.lower()), None)
     if known is None:
-        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{1,79}", name):
-            raise UnsupportedError(NAME, "resources.instance_type", f"{name!r} is not the name of a size of machines")
+        catalog.check_name(NAME, name, FORM, prefix="Standard_")
         if ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
             why = f"how many GPUs {name} has is not known here: say how many processes"
             raise SpecError(why, field="resources.nproc_per_node")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import SpecError
-from ...values import nearest
+from ...values import did_you_mean
 from .words import NAME
 
 __all__ = ["check_document", "check_options"]
@@ -65,7 +65,7 @@ def _services(value: Any, where: str) -> None:
             raise SpecError(f"{kind!r} is none of {', '.join(SERVICES)}", field=f"{there}.type")
         for key, item in service.items():
             if key not in SERVICES[kind]:
-                raise SpecError(f"no such field{nearest(key, SERVICES[kind])}", field=f"{there}.{key}")
+                raise SpecError("no such field", field=f"{there}.{key}", hint=did_you_mean(key, SERVICES[kind]))
             _text(item, f"{there}.{key}")
         if service.get("nodes", "all") != "all":
             raise SpecError("can be all, or be left out: node 0", field=f"{there}.nodes")
@@ -95,7 +95,7 @@ FREE: Mapping[str, Check] = {
 def _known(value: Any, where: str, checks: Mapping[str, Check]) -> None:
     for key, item in _table(value, where).items():
         if key not in checks:
-            raise SpecError(f"no such field{nearest(key, checks)}", field=f"{where}.{key}")
+            raise SpecError("no such field", field=f"{where}.{key}", hint=did_you_mean(key, checks))
         checks[key](item, f"{where}.{key}")
 
 
@@ -108,7 +108,9 @@ def check_options(options: Mapping[str, Any], body: Mapping[str, Any]) -> None:
             given = {k: v for k, v in value.items() if k not in own} if isinstance(value, Mapping) and own else value
             FREE[key](given, f"{where}.{key}")
         elif key not in body and key not in ("code", "compute", "distribution", "queue_settings", "identity"):
-            raise SpecError(f"a command job has no such field to set{nearest(key, FREE)}", field=f"{where}.{key}")
+            raise SpecError(
+                "a command job has no such field to set", field=f"{where}.{key}", hint=did_you_mean(key, FREE)
+            )
 
 
 def check_document(body: Mapping[str, Any], *, serverless: bool) -> None:

@@ -35,6 +35,10 @@ ROLE = Need(
 )
 
 
+ALIASES = ("aws", "amazon", "sm", "amazonsagemaker")
+"""Other words for the platform, for the hint of an unknown provider."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The account's, in SageMaker's own words.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError, UnsupportedError
-from ...values import nearest
+from ...values import did_you_mean
 from .words import DNS
 
 __all__ = ["check_image", "default_image", "images"]
@@ -63,8 +63,9 @@ def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, versio
     if not found:
         known = ", ".join(there)
         raise SpecError(
-            f"no PyTorch {version} image in {region}{nearest(version, there)}; there are {known}; or give an image",
+            f"no PyTorch {version} image in {region}; there are {known}",
             field="sagemaker.framework_version",
+            hint=did_you_mean(version, there) or f"set framework_version = {next(reversed(there))!r}, or give an image",
         )
     serving = [n for n, told in found.items() if not accelerated or _serves(told["cuda"], gpus)]
     if not serving:

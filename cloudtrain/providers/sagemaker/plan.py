@@ -17,7 +17,7 @@ from ...limits import checked_prices, hard_limit
 from ...options import merge_options
 from ...provider import Layout, Request, check_inputs, check_needs, context_of
 from ...values import url_scheme
-from .images import check_image, default_image
+from .images import check_image, default_image, images
 from .preflight import Blame, check
 from .words import (
     CHANNELS,
@@ -66,6 +66,8 @@ FIRST = "ml.m5.xlarge"
 FAMILIES = ("ml.m5.", "ml.c5.", "ml.r5.")
 """Where a wish for cores and memory is looked for: these are in every region."""
 ACCELERATED = re.compile(r"ml\.(p|g|trn)\d")
+FORM = re.compile(r"ml\.[a-z]+\d+[a-z]*(-[a-z0-9]+)?\.(nano|micro|small|medium|large|metal|\d*xlarge)(-\w+)?")
+"""Family and size, as every TrainingInstanceType of botocore's model has them."""
 ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")
 VALUE = re.compile(r"[\w .:/=+@-]{1,256}")
 """What a tag may be worth; the model allows other kinds of spaces too."""
@@ -101,9 +103,11 @@ def checked(settings: Settings) -> Settings:
     if bool(settings.subnets) != bool(settings.security_group_ids):
         missing = "security_group_ids" if settings.subnets else "subnets"
         raise SpecError("a VPC takes both subnets and security_group_ids", field=f"sagemaker.{missing}")
+    region = settings.region or _region(settings.profile, os.environ)
+    catalog.check_region("sagemaker.region", region, tuple(images()["registries"]))
     return dataclasses.replace(
         settings,
-        region=settings.region or _region(settings.profile, os.environ),
+        region=region,
         subnets=tuple(settings.subnets),
         security_group_ids=tuple(settings.security_group_ids),
         prices=checked_prices(settings.prices, NAME),
@@ -251,6 +255,7 @@ def _pinned(job: Job, choice: int) -> str:
     wanted, name = job.resources, str(job.resources.instance_type)
     known = catalog.machine(NAME, name)
     if known is None:
+        catalog.check_name(NAME, name, FORM, prefix="ml.")
         return name
     for field, asked in (("cpus", wanted.cpus), ("memory_gb", wanted.memory_gb)):
         if not known.has(**{"cpus": None, "memory_gb": None, field: asked}):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError
-from ...values import nearest
+from ...values import did_you_mean
 
 __all__ = ["Blame", "Broken", "broken", "check", "limits", "translated"]
 
@@ -51,6 +51,7 @@ class Broken:
     path: tuple[str, ...]
     message: str
     soft: bool = False
+    hint: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,8 @@ def check(body: Mapping[str, Any], blame: Blame) -> list[str]:
     for item in broken(body):
         place = ".".join(item.path)
         if not item.soft:
-            raise SpecError(f"{item.message} ({place} of the request)", field=blame.field(item.path))
+            field = blame.field(item.path)
+            raise SpecError(f"{item.message} ({place} of the request)", field=field, hint=item.hint)
         notes.append(f"{blame.field(item.path)}: {item.message}")
     return notes
 
@@ -120,7 +122,8 @@ def _walk(shapes: Mapping[str, Any], name: str, value: Any, path: tuple[str, ...
             yield Broken(path=(*path, missing), message="is missing")
         for key, item in value.items():
             if key not in shape["members"]:
-                yield Broken(path=(*path, key), message=f"no such field{nearest(key, shape['members'])}")
+                near = did_you_mean(key, shape["members"])
+                yield Broken(path=(*path, key), message="no such field", hint=near)
             else:
                 yield from _walk(shapes, shape["members"][key], item, (*path, key))
     elif kind == "list":
@@ -146,11 +149,11 @@ def _size(shape: Mapping[str, Any], value: Any, path: tuple[str, ...]) -> Iterat
 
 def _text(name: str, shape: Mapping[str, Any], value: str, path: tuple[str, ...]) -> Iterator[Broken]:
     if "enum" in shape and value not in shape["enum"]:
-        near = nearest(value, shape["enum"])
         if name in OPEN:
-            yield Broken(path=path, message=f"{value!r} is no known instance type{near}; sent all the same", soft=True)
+            yield Broken(path=path, message=f"{value!r} is not a known instance type; sent all the same", soft=True)
         else:
-            yield Broken(path=path, message=f"{value!r} is none of {', '.join(shape['enum'])}{near}")
+            near = did_you_mean(value, shape["enum"])
+            yield Broken(path=path, message=f"{value!r} is none of {', '.join(shape['enum'])}", hint=near)
     if "pattern" in shape and not translated(shape["pattern"]).fullmatch(value):
         shown = value if len(value) <= 80 else value[:77] + "..."
         yield Broken(path=path, message=f"{shown!r} does not match {shape['pattern']}")

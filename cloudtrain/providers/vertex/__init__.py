@@ -38,6 +38,10 @@ IMAGE = Need(
 )
 
 
+ALIASES = ("gcp", "google", "vertexai", "vertex-ai", "gcloud")
+"""Other words for the platform, for the hint of an unknown provider."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The project's, in Vertex AI's own words.

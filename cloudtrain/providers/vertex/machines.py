@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ...job import Gpu, Job
 
 __all__ = [
-    "DISK_LIMITS_GB", "FLEXIBLE", "REGIONS", "advice", "machine_of", "machine_spec", "notes_of", "priced", "regions_of",
-    "told_as", "unavailable",
+    "DISK_LIMITS_GB", "FLEXIBLE", "LOCATIONS", "REGIONS", "advice", "machine_of", "machine_spec", "notes_of", "priced",
+    "regions_of", "told_as", "unavailable",
 ]  # fmt: skip
 
 FIRST = "n1-standard-4"
@@ -33,6 +33,8 @@ MEMORY_GB = 3
 STARVED = 4
 """So few vCPUs, beside a GPU, may stop the log of a job that goes on. Google names n1-highmem-2 as an example."""
 ACCELERATED = re.compile(r"(a\d+x?|g\d+)-")
+FORM = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
+"""Series, kind and cores."""
 TPU = re.compile(r"(ct|tpu)", re.IGNORECASE)
 FLEXIBLE = frozenset(
     (
@@ -49,6 +51,11 @@ SCARCE = frozenset(("NVIDIA_H100_MEGA_80GB", "NVIDIA_H200_141GB", "NVIDIA_B200")
 """GPUs for which the same page recommends a reservation or spot machines; FLEX_START has them, too."""
 ENDED: Mapping[str, str] = {"NVIDIA_TESLA_P100": "15 September 2026"}
 """When Google's support of a GPU ends: the same page."""
+LOCATIONS = (
+    *("africa-south1", "asia-east1", "australia-southeast1", "europe-west4", "me-west1", "northamerica-northeast1"),
+    *("southamerica-east1", "us-central1"),
+)
+"""One region of each part of the world, for the words of regions' names."""
 REGIONS_DATE = "2026"
 REGIONS: Mapping[str, tuple[str, ...]] = {
     "NVIDIA_TESLA_A100": (
@@ -135,12 +142,11 @@ def _pinned(job: Job, name: str, gpu: Gpu | None) -> Machine:
 
 def _unknown(name: str, gpu: Gpu | None) -> Machine:
     """One that the table lacks may be used where it has no GPU, whose own name and number Vertex must be told."""
-    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)+", name):
-        raise UnsupportedError(NAME, "resources.instance_type", f"{name!r} is not the name of a machine type")
     if TPU.match(name):
         raise UnsupportedError(
             NAME, "resources.instance_type", f"{name} has TPUs, which PyTorch's torchrun does not use"
         )
+    catalog.check_name(NAME, name, FORM)
     if gpu is not None or ACCELERATED.match(name):
         why = f"which GPUs {name} has is not known here; leave instance_type out, or name one that is"
         raise UnsupportedError(NAME, "resources.instance_type", why)

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import catalog
 from ...errors import SpecError, UnsupportedError
 from ...job import job_name, run_tag
 from ...limits import checked_prices, hard_limit
@@ -18,7 +19,17 @@ from ...options import merge_options
 from ...provider import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...values import choice_of, url_scheme
 from .fabric import TRANSPORTS
-from .machines import DISK_LIMITS_GB, FLEXIBLE, advice, machine_of, machine_spec, notes_of, priced, unavailable
+from .machines import (
+    DISK_LIMITS_GB,
+    FLEXIBLE,
+    LOCATIONS,
+    advice,
+    machine_of,
+    machine_spec,
+    notes_of,
+    priced,
+    unavailable,
+)
 from .preflight import check_body
 from .words import (
     FABRIC_PATH,
@@ -109,6 +120,7 @@ def checked(settings: Settings) -> Settings:
         value = getattr(settings, name)
         if value and not (isinstance(value, str) and re.fullmatch(pattern, value)):
             raise SpecError(f"{value!r} {why}", field=f"{NAME}.{name}")
+    catalog.check_region(f"{NAME}.location", settings.location, LOCATIONS)
     if settings.strategy:
         choice_of(settings.strategy, STRATEGIES, f"{NAME}.strategy")
     if settings.strategy == "FLEX_START" and _reserved(settings):

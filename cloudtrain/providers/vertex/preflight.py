@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError
-from ...values import nearest
+from ...values import did_you_mean
 from .words import NAME, NODES
 
 __all__ = ["check_body", "fields"]
@@ -59,7 +59,7 @@ def _message(table: Mapping[str, Any], name: str, value: Any, where: str) -> Non
     for key, item in value.items():
         there = f"{where}.{key}"
         if key not in known:
-            raise SpecError(f"no such field of a {name}{nearest(key, known)}", field=there)
+            raise SpecError(f"no such field of a {name}", field=there, hint=did_you_mean(key, known))
         kind = known[key]
         if not kind.endswith("[]"):
             _value(table, kind, item, there)
@@ -75,8 +75,9 @@ def _value(table: Mapping[str, Any], kind: str, value: Any, where: str) -> None:
         return _message(table, kind, value, where)
     if kind in table["enums"]:
         if value not in table["enums"][kind]:
-            near = nearest(str(value), table["enums"][kind])
-            raise SpecError(f"{value!r} is none of {', '.join(table['enums'][kind])}{near}", field=where)
+            choices = table["enums"][kind]
+            near = did_you_mean(str(value), choices)
+            raise SpecError(f"{value!r} is none of {', '.join(choices)}", field=where, hint=near)
     elif not _fits(kind, value):
         raise SpecError(f"must be {_WORDS.get(kind, 'a whole number')}, not {value!r}", field=where)
     return None
