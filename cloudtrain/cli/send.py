@@ -31,17 +31,30 @@ __all__ = [
     "say_limits", "say_price", "settings_pairs", "submit",
 ]  # fmt: skip
 
-Script = Annotated[str | None, Parameter(help="script to run, or a job file (.toml, .json) that flags override")]
-Module = Annotated[str | None, Parameter(name="-m", help="run a module: -m pkg.mod")]
+Script = Annotated[
+    str | None,
+    Parameter(name="SCRIPT|JOB", help="script to run, or a job file (.toml, .json) that flags override"),
+]
+Module = Annotated[str | None, Parameter(name="-m", metavar="MODULE", help="run a module: -m pkg.mod")]
 Flags = Annotated[JobFlags, Parameter(name="*")]
 Provider = Annotated[
-    str | None, Parameter(help="where to run; a list: in order, docs/fallback.md; default: setting provider, local")
+    str | None,
+    Parameter(
+        name=("--provider", "-p"),
+        metavar="NAME",
+        help="where to run; a list: in order, docs/fallback.md; default: setting provider, local",
+    ),
 ]
-RunId = Annotated[str | None, Parameter(help="id of the run; default: time, name and 4 hex digits")]
-Set = Annotated[list[str] | None, Parameter(name="--set", help="a setting: KEY=VALUE; repeatable", negative="")]
-Detach = Annotated[bool, Parameter(negative="", show_default=False, help="return as soon as the run is submitted")]
-PullTo = Annotated[str | None, Parameter(name="--pull", help="folder to copy the results to at the end")]
-PlanFile = Annotated[str | None, Parameter(name="--plan", help="send this saved `plan --json`")]
+RunId = Annotated[str | None, Parameter(metavar="ID", help="id of the run; default: time, name and 4 hex digits")]
+Set = Annotated[
+    list[str] | None, Parameter(name="--set", metavar="KEY=VALUE", help="a setting; repeatable", negative="")
+]
+Detach = Annotated[
+    bool,
+    Parameter(name=("--detach", "-d"), negative="", show_default=False, help="return as soon as the run is submitted"),
+]
+PullTo = Annotated[str | None, Parameter(name="--pull", metavar="DIR", help="copy the results there at the end")]
+PlanFile = Annotated[str | None, Parameter(name="--plan", metavar="PATH", help="send this saved `plan --json`")]
 Verbose = Annotated[bool, Parameter(negative="", show_default=False, help="list every file")]
 
 NO_FLAGS = JobFlags()
