@@ -75,10 +75,15 @@ def parts(what: str | Iterable[str]) -> dict[str, list[str]]:
     for text in [what] if isinstance(what, str) else what:
         for part in text.split(","):
             word, colon, choice = part.strip().partition(":")
+            if _CHOICE.fullmatch(part.strip()):
+                raise SpecError(
+                    f"{part.strip()!r} does not say of what", field="what", hint=f"write checkpoints:{part}"
+                )
             if word not in PULLED:
                 raise SpecError(f"{word!r} is none of {', '.join(PULLED)}{nearest(word, PULLED)}", field="what")
             if colon and (word != "checkpoints" or not _CHOICE.fullmatch(choice)):
-                raise SpecError(f"{part.strip()!r}: write checkpoints:latest, :best, :step=N or :all", field="what")
+                hint = "write checkpoints:latest, :best, :step=N or :all"
+                raise SpecError(f"{part.strip()!r} names no checkpoints", field="what", hint=hint)
             found.setdefault(word, []).append(choice or "all")
     return found
 

@@ -203,7 +203,7 @@ def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | 
         return SpecError(text, hint=hint)
     text = " ".join(str(exc).split()).rstrip(".")
     text = re.sub(r'^Command "[^"]*" parameter ', "", text)
-    return SpecError(text if text[:1] == "-" or text[:2].isupper() else text[:1].lower() + text[1:], hint=_help_of(verb))
+    return SpecError(text[:1].lower() + text[1:] if text[1:2].islower() else text, hint=_help_of(verb))
 
 
 def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
@@ -217,7 +217,7 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
     except KeyboardInterrupt:
         known = screen.about.get("run")
         text = f"interrupted; how the run is doing: cloudtrain status {known}" if known else "interrupted"
-        return _report(screen, text, EXIT_DETACHED, wants_json)
+        return _refuse(screen, text, EXIT_DETACHED, wants_json)
     except Exception as exc:  # noqa: BLE001 - the last resort of a command line: one line instead of a traceback
         if os.environ.get("CLOUDTRAIN_DEBUG") == "1":
             import traceback
@@ -227,16 +227,13 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
 
         if isinstance(exc, CloudtrainError):
             field = getattr(exc, "field", "")
-            return _report(screen, str(exc), exc.exit_code, wants_json, field=field, hint=exc.hint)
+            return _refuse(screen, str(exc), exc.exit_code, wants_json, field=field, hint=exc.hint)
         text = f"{type(exc).__name__}: {exc} (this is a bug in cloudtrain; CLOUDTRAIN_DEBUG=1 shows where)"
-        return _report(screen, text, EXIT_BUG, wants_json)
+        return _refuse(screen, text, EXIT_BUG, wants_json)
 
 
-def _report(screen: Screen, text: str, code: int, wants_json: bool, *, field: str = "", hint: str = "") -> int:
-    from ..errors import scrubbed
-
-    line = scrubbed(" ".join(text.split("\n")))
-    screen.error(line, hint)
+def _refuse(screen: Screen, text: str, code: int, wants_json: bool, **words: str) -> int:
+    value = screen.refusal(text, code, **words)
     if wants_json:
-        screen.emit({**screen.about, "error": line, "field": field, "hint": hint, "exit_code": code})
+        screen.emit(value)
     return code

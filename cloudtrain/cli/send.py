@@ -196,7 +196,6 @@ def plan(
         screen.data(show.plan_text(document, verbose=verbose))
     if run_id is None:
         screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
-    say_limits(planned.job, screen)
     screen.talk("to send exactly this: add --json > plan.json, then cloudtrain submit --plan plan.json")
     return 0
 
@@ -250,15 +249,16 @@ def _found_by(store: str, at: Where, meant: str, cwd: Path) -> Where:
 
 
 def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
-    screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], where=at.flags)
     if json:
         ended = run.store.result(run.run_id)  # a run that was sent before
         state = ended["state"] if ended else "cancelled" if run.store.cancelled(run.run_id) else "pending"
+        code = ended["exit_code"] if ended else EXIT_CODES.get(state)
         refusals = run.refusals(run.store.attempts(run.run_id)[-1:])
         told = {"refusals": refusals} if refusals else {}
-        screen.emit({**screen.about, **_uploaded(run), **told, "state": state, "exit_code": 0})
+        screen.emit({**screen.about, **_uploaded(run), "state": state, "exit_code": code, **told})
     else:
-        screen.data(run.url)
+        screen.value(run.url)
+    screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], where=at.flags)
     return 0
 
 
@@ -268,7 +268,7 @@ def _follow(
     """Log lines until the end, then the outcome; Ctrl-C leaves the run alone."""
     from ..fallback import Onward
 
-    write = screen.talk if json else screen.data
+    write = screen.relay if json else screen.data
     many = ranks(run.job) > 1
     try:
         result = run.wait(
@@ -295,9 +295,9 @@ def _finish(run: Run, result: Mapping[str, Any], at: Where, pull_to: str | None,
             screen.talk(f"error: pull: {exc}")
             code = code or exc.exit_code
             extra |= {"error": f"pull: {exc}", "exit_code": code}
-    screen.next(*after(result, run.run_id, pulled=pull_to is not None), where=at.flags)
     if json:
         screen.emit({**result, **_uploaded(run), **extra})
+    screen.next(*after(result, run.run_id, pulled=pull_to is not None), where=at.flags)
     return code
 
 
