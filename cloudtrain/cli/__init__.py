@@ -61,6 +61,8 @@ VERBS: dict[str, tuple[str, str, str]] = {
 }
 ALSO = {"ls": "list", "ps": "list"}
 """Second names of verbs, which no help shows."""
+NEWEST = "@newest"
+"""What `cloudtrain.cli.reference` is given for ``-``, which the parser takes for a flag."""
 EXIT_USAGE, EXIT_DETACHED, EXIT_BUG = 2, 7, 9
 GARBAGE = 300_000
 """New objects between two looks for garbage, of Python's own 700: a cloud's client makes as many when it is imported,
@@ -142,8 +144,9 @@ def parse(tokens: Sequence[str], args: list[str] | None, screen: Screen) -> part
             from rich.console import Console
 
             app.console = Console(color_system=None)  # by itself NO_COLOR leaves rich its bold
+        words = [NEWEST if token == "-" else token for token in undot(tokens)]
         verb, bound, ours = app.parse_args(
-            undot(tokens), exit_on_error=False, print_error=False, help_on_error=False, verbose=False
+            words, exit_on_error=False, print_error=False, help_on_error=False, verbose=False
         )
     except CycloptsError as exc:
         raise _usage_error(exc, app, tokens, args) from None

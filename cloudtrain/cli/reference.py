@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..errors import NotFoundError, SpecError
 from ..settings import Settings
 from ..values import url_scheme
+from . import NEWEST
 from .where import Where
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def find_run(word: str, at: Where) -> Run:
     An id or a URL is opened as it is. Only where there is no such run are the runs of the store listed.
     """
     settings = at.settings()
-    if word == "-":
+    if word == NEWEST:
         return _open(_newest(settings), settings)
     try:
         return _open(word, settings)

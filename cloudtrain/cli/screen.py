@@ -100,7 +100,9 @@ class Screen:
             return
         self.emitted = True
         if "error" in value and "state" not in value:
-            value = {**value, "field": value.get("field", ""), "hint": value.get("hint", "")}
+            code = {"exit_code": value["exit_code"]}
+            value = {key: item for key, item in value.items() if key != "exit_code"}
+            value = {**value, "field": value.get("field", ""), "hint": value.get("hint", ""), **code}
         self.data(json.dumps(value, ensure_ascii=False, indent=2 if self.reads else indent))
 
     def next(self, *commands: list[str], where: Sequence[str] = ()) -> None:

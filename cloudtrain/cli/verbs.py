@@ -197,9 +197,9 @@ def stopped(run: Run, name: str, at: Where, on_signal: str, json: bool, screen: 
         screen.next(["status", name], ["pull", name], where=at.flags)
         return code
     screen.talk("\nno longer waiting; the run goes on")
-    screen.next(["wait", name], ["logs", "-f", name], ["cancel", name], where=at.flags)
     if json:
         screen.emit({**screen.about, "error": "interrupted; the run goes on", "exit_code": EXIT_DETACHED})
+    screen.next(["wait", name], ["logs", "-f", name], ["cancel", name], where=at.flags)
     return EXIT_DETACHED
 
 
@@ -458,7 +458,7 @@ def pull_into(
             on_pull=lambda report: screen.talk(show.came(report)),
             progress=moved,
         )
-    pulled = {"folder": str(folder), **dataclasses.asdict(report)}
+    pulled = {**dataclasses.asdict(report), "folder": str(folder)}
     screen.talk(show.pulled(pulled, pace="" if follow else moved.pace, verbose=verbose))
     if report.missing:
         screen.talk(f"note: no checkpoint was {' or '.join(report.missing)}")
