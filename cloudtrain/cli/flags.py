@@ -46,7 +46,7 @@ FORMS = {
         "max_runtime": "DURATION", "max_wait": "DURATION", "max_cost": "USD", "max_gpu_hours": "HOURS",
         "retries": "INT", "stall_timeout": "DURATION",
     },
-    "Resume": {"resume_from": "RUN|URL", "checkpoint_paths": "GLOB", "keep_checkpoints": "INT"},
+    "Resume": {"resume_from": "RUN", "checkpoint_paths": "GLOB", "keep_checkpoints": "INT"},
 }  # fmt: skip
 _GROUPS = {flat: (group, form) for group, fields in FORMS.items() for flat, form in fields.items()}
 #: What follows ``--``; it has no flag.

@@ -288,7 +288,9 @@ def cancel(
     return code
 
 
-Limit = Annotated[int, Parameter(name=("--limit", "-n"), show_default=False, help="runs on a page; default: 50")]
+Limit = Annotated[
+    int, Parameter(name=("--limit", "-n"), metavar="INT", show_default=False, help="runs on a page; default: 50")
+]
 States = Annotated[
     list[str] | None,
     Parameter(metavar="STATE", negative="", help="runs in this state only, however many are read; repeatable"),
