@@ -98,7 +98,7 @@ def each_run(
 
 def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
     """State, reason, attempts and the newest complete checkpoint."""
-    texts: list[str] = []
+    words, texts = runs or (LAST,), list[str]()
 
     def one(word: str) -> dict[str, Any]:
         result = _open(word, at, screen, names=False).result()
@@ -107,9 +107,9 @@ def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) 
             screen.show(texts[-1] if len(texts) == 1 else "\n" + texts[-1])
         return result
 
-    rows, code = each_run(runs or (LAST,), one, screen, json=json)
+    rows, code = each_run(words, one, screen, json=json)
     if len(rows) == 1:
-        run = _called(*runs or (LAST,), rows[0])
+        run = _called(words[0], rows[0])
         if rows[0]["state"] in FINAL:
             screen.next(*after(rows[0], run), where=at.flags)
         else:
