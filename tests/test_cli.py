@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudtrain import cli
-from cloudtrain.cli import flags, show, tables
+from cloudtrain.cli import advice, flags, layout, show, tables
 from cloudtrain.cli.screen import Screen
 from cloudtrain.errors import SpecError
 from cloudtrain.job import FLAT_FIELDS, Job
@@ -110,6 +111,16 @@ def test_each_flag_sets_its_field(flat: str) -> None:
         if flat == "inputs":
             found = {k: v.url for k, v in found.items()}
         assert found == value
+
+
+@pytest.mark.parametrize(("second", "first"), tables.ALIASES.items())
+def test_a_second_spelling_is_read_as_the_first_and_shown_nowhere(second: str, first: str) -> None:
+    assert tables.first_spelling(second) == first
+    assert tables.first_spelling(f"{second.replace('-', '_').replace('__', '--')}=a-b") == f"{first}=a-b"
+    app = cli.make_app()
+    names = {name for verb in cli.VERBS for item in app[verb].assemble_argument_collection() for name in item.names}
+    assert first in names
+    assert second not in names
 
 
 def test_repeated_tables_merge_and_repeated_lists_append() -> None:
@@ -308,6 +319,43 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         code, out, _ = main_of(verb, "--help", capsys=capsys)
         assert code == 0
         assert "--json" in out or verb == "completion"
+
+
+def test_help_has_groups_types_and_an_example_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(cli.VERBS) <= set(layout.EXAMPLES)
+    for verb in cli.VERBS:
+        assert " ".join(main_of("help", verb, capsys=capsys)[1].split()).count(layout.EXAMPLES[verb]) == 1
+        tokens, args = cli.split(shlex.split(layout.EXAMPLES[verb].partition(" > ")[0])[1:])
+        assert cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
+    whole = main_of("help", capsys=capsys)[1]
+    assert whole == main_of(capsys=capsys)[1]
+    assert [whole.index(f"\n{name}:") for name in ("Run", "Look", "Check", "Tidy")]
+    submit = main_of("submit", "--help", capsys=capsys)[1]
+    places = [submit.index(f" {name} ──") for name in ("Job", "Machines", "Data", "Limits", "Resume", "Client")]
+    assert places == sorted(places)
+    assert "--nodes -n INT" in submit
+    assert "--max-runtime DURATION" in submit
+    assert " STR" not in submit
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("stop", "you may want: cloudtrain cancel"),
+        ("sumbit", "did you mean: cloudtrain submit"),
+        ("my train.py", "to send it: cloudtrain submit 'my train.py' --nodes 2"),
+        ("xyzzy", "all verbs: cloudtrain --help"),
+    ],
+)
+def test_a_word_that_is_no_verb_gets_a_hint(word: str, hint: str) -> None:
+    assert advice.about_verb(word, cli.VERBS, ["--nodes", "2"]) == hint
+
+
+def test_the_words_of_other_tools_are_no_verbs_of_ours() -> None:
+    assert not set(advice.HINTS) & {*cli.VERBS, *cli.ALSO}
+    assert {text.split()[4] for text in advice.HINTS.values() if text.startswith("you may want")} <= {
+        *cli.VERBS, "--version"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["list", "--json"]])

@@ -16,12 +16,13 @@ from ..errors import scrubbed
 __all__ = ["ReaderGone", "Say", "Screen", "plain"]
 
 _RED, _GREEN, _YELLOW, _CYAN = "31", "32", "33", "36"
-_COLOURS = {
-    "error:": f"1;{_RED}", "warning:": f"1;{_YELLOW}", "note:": _CYAN, "hint:": _CYAN, "next:": _CYAN,
+_LABELS = {"error:": f"1;{_RED}", "warning:": f"1;{_YELLOW}", "note:": _CYAN, "hint:": _CYAN, "next:": _CYAN}
+_STATES = {
     "succeeded": _GREEN, "ok": _GREEN, "failed": _RED, "unknown": _YELLOW, "cancelled": _YELLOW, "cancelling": _YELLOW,
     "pending": _YELLOW, "running": _CYAN,
 }  # fmt: skip
-_WORDS = re.compile(rf"(?m)(?:^|(?<=  )|(?<=: ))({'|'.join(_COLOURS)})(?=$|[ :(])")
+_COLOURS = _LABELS | _STATES
+_WORDS = re.compile(rf"(?m)^(?:{'|'.join(_LABELS)})(?=$| )|(?:^|(?<=  )|(?<=: ))(?:{'|'.join(_STATES)})(?=$|:|  | \()")
 """A label at the beginning of a line; a state there, in a column, or after a name."""
 
 
@@ -146,7 +147,7 @@ class Screen:
 
 def painted(text: str) -> str:
     """Return ``text`` with its labels and states in colour."""
-    return _WORDS.sub(lambda match: f"\x1b[{_COLOURS[match[1]]}m{match[1]}\x1b[0m", text)
+    return _WORDS.sub(lambda match: f"\x1b[{_COLOURS[match[0]]}m{match[0]}\x1b[0m", text)
 
 
 def plain(environ: Mapping[str, str]) -> bool:

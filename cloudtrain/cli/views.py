@@ -32,7 +32,11 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
     """One HTML page about the run, that opens without a network."""
     runs = [run, *more]
     if more and out is not None and not Path(out).is_dir():
-        raise SpecError(f"{out!r} is not a folder, and {len(runs)} runs are {len(runs)} files", field="out")
+        raise SpecError(
+            f"{out!r} is not a folder, and {len(runs)} runs are {len(runs)} files",
+            field="out",
+            hint=f"to make it: mkdir {out}",
+        )
 
     def one(word: str) -> dict[str, Any]:
         handle = _open(word, at, screen)
