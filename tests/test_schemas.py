@@ -325,6 +325,7 @@ def test_a_run_is_found_by_the_beginning_of_its_id_and_as_the_last_one(account: 
     os.utime(account.folder / "code/.cloudtrain/runs/abc-1/run.json", (1e9, 1e9))
     assert account.of("status", "abc")["run_id"] == "abc-1"
     assert {account.of("status", *words)["run_id"] for words in ([], ["last"], ["-"])} == {"abd-1"}
+    assert account.of("reconcile", "abc")["runs"][0]["run_id"] == "abc-1"
     found = account.of("cancel", "ab", code=2)
     assert ("'ab'" in found["error"], found["hint"]) == (True, "one of 'abc-1', 'abd-1'")
     account.submit("ab", state="succeeded")

@@ -101,9 +101,10 @@ class Screen:
             return
         self.emitted = True
         if "error" in value and "state" not in value:
-            code = {"exit_code": value["exit_code"]}
-            value = {key: item for key, item in value.items() if key != "exit_code"}
-            value = {**value, "field": value.get("field", ""), "hint": value.get("hint", ""), **code}
+            value = {"field": "", "hint": "", **value}
+            ends = ("error", "field", "hint", "exit_code", "refusals")
+            first = {key: item for key, item in value.items() if key not in ends}
+            value = first | {key: value[key] for key in ends if key in value}
         self.data(json.dumps(value, ensure_ascii=False, indent=2 if self.reads else indent))
 
     def next(self, *commands: list[str], where: Sequence[str] = ()) -> None:

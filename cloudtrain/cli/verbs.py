@@ -7,12 +7,13 @@ import json as json_
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, SpecError
+from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
 from ..estimator import log_line, ranks
 from ..provider import FINAL
 from . import show
@@ -388,7 +389,13 @@ def reconcile(
     from ..reconcile import reconcile as do
 
     settings = at.settings()
-    rows = do(target, settings=settings, cwd=Path.cwd(), environ=os.environ, say=screen.talk)
+    act = partial(do, settings=settings, cwd=Path.cwd(), environ=os.environ, say=screen.talk)
+    try:
+        rows = act(target)
+    except NotFoundError:
+        if target is None or is_place(target):
+            raise
+        rows = act(find_run(target, at).run_id)
     code = max((int(row["exit_code"]) for row in rows), default=0)
     for row in rows:
         if row["error"]:
