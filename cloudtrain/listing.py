@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .disk import local_path
@@ -17,13 +19,14 @@ from .errors import CloudtrainError, NotFoundError, SpecError, StorageError
 from .job import Job
 from .provider import Provider
 from .run import NO_SETTINGS, Run
+from .seen import Seen
 from .settings import Caller, Settings
 from .store import Store, run_folder
 from .transfer import Moving, parallel
-from .values import checked_run
+from .values import checked_run, merge_metrics
 from .verdict import first_line, iso_time, one_line
 
-__all__ = ["PAGE", "Listed", "list_page", "list_runs", "recorded"]
+__all__ = ["PAGE", "Listed", "Wanted", "list_page", "list_runs", "newest_run", "recorded", "run_ids"]
 
 PAGE = 50
 """Runs on a page."""
@@ -46,6 +49,34 @@ class Listed(NamedTuple):
     rows: list[Row]
     next: str | None
     order: str
+
+
+class Wanted(NamedTuple):
+    """The runs that a page is for, and what it tells of them in addition to their rows.
+
+    ``name`` is a shell pattern of the job's name. ``tags`` are names and values. ``columns`` are ``hp.NAME``,
+    ``tag.NAME``, ``cost`` (US dollars) or the name of a metric, whose last value counts.
+    """
+
+    states: Collection[str] = ()
+    provider: str | None = None
+    name: str | None = None
+    tags: Mapping[str, str] = MappingProxyType({})
+    columns: Sequence[str] = ()
+
+    @property
+    def reads_job(self) -> bool:
+        """Return whether a row needs more than the run's result."""
+        return bool(self.tags) or any(column.startswith(("hp.", "tag.")) for column in self.columns)
+
+    def takes(self, row: Row) -> bool:
+        """Return whether ``row`` is of a run that is wanted, as far as its records say."""
+        tags = row["tags"]
+        return (
+            self.provider in (None, row["provider"])
+            and (self.name is None or fnmatch.fnmatchcase(row["name"] or "", self.name))
+            and all(tags.get(key) == value for key, value in self.tags.items())
+        )
 
 
 class _Opened(NamedTuple):
@@ -72,7 +103,8 @@ def list_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> list[Row]
     A run that has a result.json costs one read; of the others the platform is asked. What cannot be read or does not
     answer has the state ``unknown``, with the reason.
     """
-    rows = [_stands(row, run) for row, run in recorded(store, settings) if not isinstance(run, _Gone)]
+    found = [_stands(row, run) for row, run in recorded(store, settings) if not isinstance(run, _Gone)]
+    rows = [{key: row[key] for key in ROW} for row in found]
     rows.sort(key=lambda row: (row["created"] or "", row["run_id"]), reverse=True)
     return rows
 
@@ -83,14 +115,15 @@ def list_page(
     *,
     limit: int | None = PAGE,
     before: str | None = None,
-    states: Collection[str] = (),
     since: float | None = None,
+    wanted: Wanted = Wanted(),  # noqa: B008 - it never changes
 ) -> Listed:
-    """At most ``limit`` rows of `list_runs` (None: all), newest first, of those that come after the run ``before``.
+    """Return at most ``limit`` rows of `list_runs` (None: all), newest first, that come after the run ``before``.
 
-    ``states`` and ``since`` (Unix seconds) leave out runs in other states, and of before. Only the runs of the page
-    are read, and those that ``states`` leaves out on the way to it: see `_places` for what orders them. Raises
-    `SpecError` for a limit that is none, `NotFoundError` for a ``before`` that is no run of the store.
+    ``wanted`` and ``since`` (Unix seconds) leave out other runs, and older ones. With ``wanted.columns`` each row has
+    ``columns``, their values by name; None where the run has no such value. Only the runs of the page are read, and
+    those that are left out on the way to it: see `_places` for what orders them. Raises `SpecError` for a limit that is
+    none, `NotFoundError` for a ``before`` that is no run of the store.
     """
     if limit is not None and limit < 1:
         raise SpecError(f"must be at least 1, not {limit}", field="limit")
@@ -100,19 +133,62 @@ def list_page(
         places = places[_after(places, before, opened.store) :]
     if since is not None:
         places = [place for place in places if place.time >= since or place.time == -math.inf]
-    ids = [place.run_id for place in places]
+    ids, following = [place.run_id for place in places], None
     rows: list[Row] = []
-    size = CHUNK if states or limit is None else min(limit, CHUNK)
-    for number, (row, run) in enumerate(_records(opened._replace(ids=ids), settings, size)):
-        if isinstance(run, _Gone):
+    takes_all = wanted._replace(columns=()) == Wanted()
+    size = min(limit, CHUNK) if limit is not None and takes_all else CHUNK
+    records = _records(opened._replace(ids=ids), settings, size, reads_job=wanted.reads_job)
+    for number, (row, run) in enumerate(records):
+        if isinstance(run, _Gone) or not wanted.takes(row):
             continue
-        row = _stands(row, run)
+        row = _stands(row, run, cost="cost" in wanted.columns)
         undated = since is not None and places[number].time == -math.inf
-        if (not states or row["state"] in states) and not (undated and _is_before(row, since)):
+        if (not wanted.states or row["state"] in wanted.states) and not (undated and _is_before(row, since)):
             rows.append(row)
         if len(rows) == limit:
-            return Listed(rows, ids[number] if number + 1 < len(ids) else None, order)
-    return Listed(rows, None, order)
+            following = ids[number] if number + 1 < len(ids) else None
+            break
+    found = parallel(partial(_shown, opened.store, wanted.columns), rows)
+    return Listed(found, following, order)
+
+
+def _shown(store: Store, columns: Sequence[str], row: Row) -> Row:
+    """The public part of ``row``, and its ``columns`` if there are any."""
+    public = {key: row[key] for key in ROW}
+    if not columns:
+        return public
+    plain = [column for column in columns if column != "cost" and not column.startswith(("hp.", "tag."))]
+    known: Row = {"cost": (row["cost"] or {}).get("estimate_usd")}
+    known |= {f"hp.{name}": value for name, value in row["hyperparameters"].items()}
+    known |= {f"tag.{name}": value for name, value in row["tags"].items()}
+    if plain:
+        with contextlib.suppress(CloudtrainError):  # one run that cannot be read must not hide the others
+            known |= _last_metrics(store, row["run_id"])
+    return {**public, "columns": {column: known.get(column) for column in columns}}
+
+
+def _last_metrics(store: Store, run_id: str) -> Row:
+    """The last value of each metric, over all attempts."""
+    last: Row = {}
+    for row in merge_metrics(Seen(store, run_id).metrics().values()):
+        last |= {name: value for name, value in row.items() if value is not None}
+    return last
+
+
+def run_ids(store: str, settings: Settings = NO_SETTINGS) -> list[str]:
+    """Return the ids of the runs of the store at a URL, sorted; their records are not read."""
+    return _open(store, settings).ids
+
+
+def newest_run(store: str, settings: Settings = NO_SETTINGS) -> str | None:
+    """Return the id of the run of the store at a URL that was made last, as `list_page` orders them; None: no run.
+
+    A run whose run.json cannot be read is passed over.
+    """
+    opened = _open(store, settings)
+    places, _ = _places(opened.store, opened.ids)
+    keys = ((place.run_id, f"{run_folder(place.run_id)}/run.json") for place in places)
+    return next((run_id for run_id, key in keys if opened.store.record(key) is not None), None)
 
 
 def _is_before(row: Row, since: float | None) -> bool:
@@ -185,7 +261,12 @@ def _after(places: Sequence[_Place], before: str, store: Store) -> int:
     return len(places)
 
 
+ROW = ("run_id", "provider", "state", "category", "reason", "name", "created")
+"""What a row tells; the rest is for `Wanted`."""
+
+
 def _row(run_id: str, data: Record, **said: Any) -> Row:
+    job = data.get("job") or {}
     created = data.get("created")
     row = {
         "run_id": run_id,
@@ -195,6 +276,9 @@ def _row(run_id: str, data: Record, **said: Any) -> Row:
         "reason": data.get("reason", ""),
         "name": data.get("name"),
         "created": iso_time(created) if isinstance(created, (int, float)) else None,
+        "tags": job.get("tags") or {},
+        "hyperparameters": job.get("hyperparameters") or {},
+        "cost": data.get("cost"),
     }
     return {**row, **said}
 
@@ -219,13 +303,15 @@ def _opened(url: str, moving: Moving, caller: Caller) -> _Opened:
     return _Opened(store, caller, store.runs())
 
 
-def _records(opened: _Opened, settings: Settings, size: int) -> Iterator[tuple[Row, Run | Exception | None]]:
-    """`recorded` of ``opened.ids``, in their order, ``size`` of them read at a time."""
+def _records(
+    opened: _Opened, settings: Settings, size: int, *, reads_job: bool = False
+) -> Iterator[tuple[Row, Run | Exception | None]]:
+    """`recorded` of ``opened.ids``, in their order, ``size`` of them read at a time, with their jobs if asked for."""
     store, asked, ids = opened
     shared: dict[str, tuple[Provider, Store]] = {}
     for start in range(0, len(ids), size):
         some = ids[start : start + size]
-        for run_id, (row, record) in zip(some, parallel(partial(_read, store), some), strict=True):
+        for run_id, (row, record) in zip(some, parallel(partial(_read, store, reads_job), some), strict=True):
             if isinstance(record, Exception) or record is None:
                 yield row, record
                 continue
@@ -240,11 +326,11 @@ def _records(opened: _Opened, settings: Settings, size: int) -> Iterator[tuple[R
                 yield row, exc
 
 
-def _read(store: Store, run_id: str) -> tuple[Row, dict[str, Any] | Exception | None]:
+def _read(store: Store, reads_job: bool, run_id: str) -> tuple[Row, dict[str, Any] | Exception | None]:
     """A run's row; and, when it is not final, its run.json."""
     try:
         result = store.result(run_id)
-        if result is not None and "created" in result:
+        if result is not None and "created" in result and not reads_job:
             return _row(run_id, result), None
         record = _run_record(store, run_id)
         row = _row(run_id, {**record, **(result or {})}, name=Job.from_dict(record["job"]).name)
@@ -265,15 +351,18 @@ def _run_record(store: Store, run_id: str) -> dict[str, Any]:
     return checked_run(record, ("provider", "settings", "job"), f"{store.url}/{key}")
 
 
-def _stands(row: Row, run: Run | Exception | None) -> Row:
+def _stands(row: Row, run: Run | Exception | None, *, cost: bool = False) -> Row:
     if run is None:
         return row
-    return {**row, **(_asked(run) if isinstance(run, Run) else _unknown(run))}
+    return {**row, **(_asked(run, cost) if isinstance(run, Run) else _unknown(run))}
 
 
-def _asked(run: Run) -> Row:
-    """What the platform says of the run."""
+def _asked(run: Run, cost: bool) -> Row:
+    """What the platform says of the run; its cost so far too, if asked for, which takes more questions."""
     try:
+        if cost:
+            result = run.result()
+            return {key: result[key] for key in ("state", "category", "reason", "cost")}
         status = run.status()
     except Exception as exc:  # noqa: BLE001 - nor must one platform that fails
         return _unknown(exc)

@@ -75,11 +75,16 @@ def parts(what: str | Iterable[str]) -> dict[str, list[str]]:
     for text in [what] if isinstance(what, str) else what:
         for part in text.split(","):
             word, colon, choice = part.strip().partition(":")
+            if _CHOICE.fullmatch(part.strip()):
+                raise SpecError(
+                    f"{part.strip()!r} does not say of what", field="what", hint=f"write checkpoints:{part}"
+                )
             if word not in PULLED:
                 near = did_you_mean(word, PULLED)
                 raise SpecError(f"{word!r} is none of {', '.join(PULLED)}", field="what", hint=near)
             if colon and (word != "checkpoints" or not _CHOICE.fullmatch(choice)):
-                raise SpecError(f"{part.strip()!r}: write checkpoints:latest, :best, :step=N or :all", field="what")
+                hint = "write checkpoints:latest, :best, :step=N or :all"
+                raise SpecError(f"{part.strip()!r} names no checkpoints", field="what", hint=hint)
             found.setdefault(word, []).append(choice or "all")
     return found
 

@@ -397,7 +397,7 @@ class Store:
     def write_result(self, run_id: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Keep how the run ended; what is kept, which is the first word: a client that was held up changes nothing."""
         key = f"{run_folder(run_id)}/result.json"
-        self.files.create(key, to_json(result))
+        self.files.create(key, to_json(result, sort_keys=False))  # `--json` prints them in the order that they have
         return self._json(key) or dict(result)
 
     def result(self, run_id: str) -> dict[str, Any] | None:
@@ -520,9 +520,9 @@ def expect(progress: Progress | None, sizes: Sequence[int]) -> None:
         told(len(sizes), sum(sizes))
 
 
-def to_json(value: Mapping[str, Any]) -> bytes:
+def to_json(value: Mapping[str, Any], *, sort_keys: bool = True) -> bytes:
     """The bytes of a record."""
-    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps(value, indent=2, sort_keys=sort_keys) + "\n").encode()
 
 
 def _manifest(tree: LocalTree) -> str:

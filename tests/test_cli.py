@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudtrain import cli
-from cloudtrain.cli import flags, show, tables
+from cloudtrain.cli import advice, flags, layout, show, tables
 from cloudtrain.cli.screen import Screen
 from cloudtrain.errors import SpecError
 from cloudtrain.job import FLAT_FIELDS, Job
 from cloudtrain.store import Staged
+from cloudtrain.verdict import iso_time
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 
@@ -109,6 +111,16 @@ def test_each_flag_sets_its_field(flat: str) -> None:
         if flat == "inputs":
             found = {k: v.url for k, v in found.items()}
         assert found == value
+
+
+@pytest.mark.parametrize(("second", "first"), tables.ALIASES.items())
+def test_a_second_spelling_is_read_as_the_first_and_shown_nowhere(second: str, first: str) -> None:
+    assert tables.first_spelling(second) == first
+    assert tables.first_spelling(f"{second.replace('-', '_').replace('__', '--')}=a-b") == f"{first}=a-b"
+    app = cli.make_app()
+    names = {name for verb in cli.VERBS for item in app[verb].assemble_argument_collection() for name in item.names}
+    assert first in names
+    assert second not in names
 
 
 def test_repeated_tables_merge_and_repeated_lists_append() -> None:
@@ -226,7 +238,10 @@ def test_undot_leaves_everything_else_alone() -> None:
     ("argv", "says"),
     [
         (["submit", "t.py", "--gup", "H100"], "--gpu"),
-        (["submit", "t.py", "--epochs", "3"], "no flag --epochs"),
+        (["submit", "t.py", "--epochs", "3"], "submit t.py -- --epochs 3"),
+        (["submit", "t.py", "--step", "3"], "use --store; or"),
+        (["submit", "t.py", "--dry-run", "--nodes", "2"], "cloudtrain plan t.py --nodes 2"),
+        (["status", "--instance-cuont"], "no flag --instance-cuont"),
         (["submit", "t.py", "--env", "A"], "NAME=VALUE"),
         (["submit", "t.py", "--nodes", "x"], "resources.instance_count"),
         (["submit", "t.py", "--nodes"], "--nodes requires an argument"),
@@ -238,8 +253,12 @@ def test_undot_leaves_everything_else_alone() -> None:
         (["submit", "none.toml"], "none.toml"),
         (["submit", "t.py", "--plan", "x.json"], "saved plan"),
         (["submt"], "submit"),
-        (["status"], "RUN requires an argument"),
-        (["status", "a", "b"], "unexpected 'b'"),
+        (["wait"], "RUN requires an argument"),
+        (["status"], "no run in"),
+        (["wait", "a", "b"], "unexpected 'b'"),
+        (["pull", "a", "b", "c"], "--out"),
+        (["gc", "s1", "--store", "s2"], "two stores"),
+        (["--nodes", "2", "submit"], "before the verb"),
         (["status", "a", "--", "b"], "nothing after '--'"),
         (["pull", "r", "--what", "checkpoint"], "checkpoints"),
         (["pull", "r", "--what", "checkpoints:newest"], ":latest, :best, :step=N"),
@@ -265,14 +284,13 @@ def test_a_refused_command_line_is_one_line_and_exit_2(
     assert says in err
     assert err.startswith("error: ")
     first, *rest = err.splitlines()
-    assert "error: " not in "".join(rest)
-    assert all(line.startswith("hint: ") for line in rest[:1])
+    assert [line for line in rest if not line.startswith(("hint: ", "      "))] == []
     assert list(tmp_path.iterdir()) == []
     if as_json:
         answer = json.loads(out)
         assert answer["exit_code"] == 2
         assert answer["error"] in first
-        assert says in f"{answer['error']}; {answer['hint']}"
+        assert says in f"{answer['error']} {answer['hint']}"
     else:
         assert out == ""
 
@@ -303,6 +321,43 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         code, out, _ = main_of(verb, "--help", capsys=capsys)
         assert code == 0
         assert "--json" in out or verb == "completion"
+
+
+def test_help_has_groups_types_and_an_example_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert set(cli.VERBS) <= set(layout.EXAMPLES)
+    for verb in cli.VERBS:
+        assert " ".join(main_of("help", verb, capsys=capsys)[1].split()).count(layout.EXAMPLES[verb]) == 1
+        tokens, args = cli.split(shlex.split(layout.EXAMPLES[verb].partition(" > ")[0])[1:])
+        assert cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
+    whole = main_of("help", capsys=capsys)[1]
+    assert whole == main_of(capsys=capsys)[1]
+    assert [whole.index(f"\n{name}:") for name in ("Run", "Look", "Check", "Tidy")]
+    submit = main_of("submit", "--help", capsys=capsys)[1]
+    places = [submit.index(f" {name} ──") for name in ("Job", "Machines", "Data", "Limits", "Resume", "Client")]
+    assert places == sorted(places)
+    assert "--nodes -n INT" in submit
+    assert "--max-runtime DURATION" in submit
+    assert " STR" not in submit
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("stop", "you may want: cloudtrain cancel"),
+        ("sumbit", "did you mean: cloudtrain submit"),
+        ("my train.py", "to send it: cloudtrain submit 'my train.py' --nodes 2"),
+        ("xyzzy", "all verbs: cloudtrain --help"),
+    ],
+)
+def test_a_word_that_is_no_verb_gets_a_hint(word: str, hint: str) -> None:
+    assert advice.about_verb(word, cli.VERBS, ["--nodes", "2"]) == hint
+
+
+def test_the_words_of_other_tools_are_no_verbs_of_ours() -> None:
+    assert not set(advice.HINTS) & {*cli.VERBS, *cli.ALSO}
+    assert {text.split()[4] for text in advice.HINTS.values() if text.startswith("you may want")} <= {
+        *cli.VERBS, "--version"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["list", "--json"]])
@@ -369,6 +424,42 @@ def test_where_nobody_watches_there_is_one_line_at_the_end() -> None:
     moved("a", 4 << 20)
     report = {"files": ["a"], "folder": "out", "transferred": 4 << 20, "mover": ""}
     assert show.pulled(report, pace=moved.pace) == "pulled 1 file to out, 4.0 MiB of it new, in 2s, 2.0 MiB/s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(5, "5 s ago"), (130, "2 min ago"), (7300, "2 h ago"), (90000, "25 h ago"), (3 * 86400, "3 days ago")],
+)
+def test_a_person_reads_how_long_ago_it_was(seconds: float, text: str) -> None:
+    now = 1.7e9
+    assert show.when(iso_time(now - seconds), now) == text
+    assert show.when(iso_time(now - seconds), None) == iso_time(now - seconds), "a program reads the time"
+    assert show.when(iso_time(now + 9), now) == iso_time(now + 9), "clocks differ"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_labels_and_states_have_colours_on_a_terminal_and_what_a_script_prints_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    out, err = Terminal(), Terminal()
+    screen = Screen(out, err)
+    screen.error("no", "do")
+    screen.relay("error: of the script")
+    screen.data("failed: of the script")
+    screen.show("state  failed (oom): why\nname   failedx")
+    screen.value("word")
+    assert err.getvalue() == "\x1b[1;31merror:\x1b[0m no\n\x1b[36mhint:\x1b[0m do\nerror: of the script\n"
+    assert out.getvalue() == "failed: of the script\nstate  \x1b[31mfailed\x1b[0m (oom): why\nname   failedx\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen.value("word", "r1: failed")
+    screen.emit({"a": 1})
+    assert out.getvalue().endswith('r1: failed\n{\n  "a": 1\n}\n')
 
 
 # ------------------------------------------------------------------------------------- whole runs of the console script
@@ -556,7 +647,7 @@ def test_ctrl_c_detaches_and_the_run_goes_on(demo: Path) -> None:
         process.kill()
     assert process.returncode == 7, err
     assert json.loads(out)["run_id"] == "long-1"
-    assert json.loads(out).keys() == {"run", "run_id", "provider", "error", "field", "exit_code"}
+    assert json.loads(out).keys() == {"run", "run_id", "provider", "error", "field", "hint", "exit_code"}
     assert "cloudtrain logs -f long-1" in err
     assert json.loads(run_cli("status", "long-1", "--json", cwd=demo).stdout)["state"] == "running"
     waited = run_cli("wait", "long-1", "--timeout", "1s", "--json", cwd=demo)

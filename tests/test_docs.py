@@ -37,6 +37,7 @@ import pytest
 from cloudtrain import cli, errors
 from cloudtrain.cli.flags import NOT_FLAGS
 from cloudtrain.cli.screen import Screen
+from cloudtrain.cli.tables import first_spelling
 from cloudtrain.job import FLAT_FIELDS, Job, anchored
 from cloudtrain.provider import find_provider
 from cloudtrain.settings import Settings
@@ -307,8 +308,11 @@ def test_commands_named_in_the_text_exist(name: str) -> None:
         if words[0] == "make":
             check_command(words)
         elif words[1].isalpha() and words[1].islower():
-            assert words[1] in cli.VERBS, f"{name}: {span}"
-            flags = {word.partition("=")[0] for word in cli.split(words[2:])[0] if word.startswith("-")}
+            assert words[1] in {*cli.VERBS, "help"}, f"{name}: {span}"
+            if words[1] == "help":
+                continue
+            given = {word.partition("=")[0] for word in cli.split(words[2:])[0] if word.startswith("-")}
+            flags = {first_spelling(word) for word in given}
             assert flags <= {name for flag in arguments(words[1]) for name in flag.names} | {"--help"}, (
                 f"{name}: {span}"
             )

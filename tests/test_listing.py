@@ -16,7 +16,7 @@ import pytest
 from cloudtrain import cli, listing
 from cloudtrain.errors import NotFoundError, SpecError, StorageError
 from cloudtrain.job import Job
-from cloudtrain.listing import list_page, list_runs
+from cloudtrain.listing import Wanted, list_page, list_runs
 from cloudtrain.store import Store
 from cloudtrain.transfer import Moving, parallel
 from cloudtrain.verdict import iso_time
@@ -138,9 +138,9 @@ def test_runs_come_and_go_between_two_pages(folder: Store) -> None:
 def test_filters(folder: Store) -> None:
     for number in range(30):
         over(folder, stamped(T0 + number), T0 + number, "failed" if number % 10 == 0 else "succeeded")
-    page = list_page(folder, states=["failed"], limit=2)
+    page = list_page(folder, wanted=Wanted(states=["failed"]), limit=2)
     assert ids(page) == [stamped(T0 + 20), stamped(T0 + 10)]
-    assert ids(list_page(folder, states=["failed"], before=page.next)) == [stamped(T0)]
+    assert ids(list_page(folder, wanted=Wanted(states=["failed"]), before=page.next)) == [stamped(T0)]
     assert ids(list_page(folder, since=T0 + 28)) == [stamped(T0 + 29), stamped(T0 + 28)]
 
 

@@ -16,7 +16,7 @@ import foldercloud
 import jsonschema
 import pytest
 
-from cloudtrain import cli, errors, job, provider, schemas
+from cloudtrain import cli, errors, job, provider, schemas, store
 from cloudtrain.cli import verbs
 from cloudtrain.follow import Line
 from cloudtrain.provider import STATES
@@ -38,6 +38,31 @@ def refused(name: str, value: Any) -> bool:
     return not CHECKERS[name].is_valid(value)
 
 
+def out_of_order(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> list[Any]:
+    """The objects in ``value`` whose keys have another order than the schema's, at every depth."""
+    if "$ref" in schema:
+        more = {key: item for key, item in schema.items() if key == "properties"}
+        target = defs[schema["$ref"].rpartition("/")[2]]
+        while "$ref" in target:
+            target = defs[target["$ref"].rpartition("/")[2]]
+        schema = {**target, "properties": {**target.get("properties", {}), **more.get("properties", {})}}
+    if "oneOf" in schema:
+        checkers = [(jsonschema.Draft202012Validator({**one, "$defs": defs}), one) for one in schema["oneOf"]]
+        schema = next(one for checker, one in checkers if checker.is_valid(value))
+        return out_of_order(value, schema, defs)
+    found: list[Any] = []
+    if isinstance(value, dict):
+        order = list(schema.get("properties", {}))
+        known = [key for key in value if key in order]
+        found += [] if known == sorted(known, key=order.index) else [known]
+        for key in known:
+            found += out_of_order(value[key], schema["properties"][key], defs)
+    elif isinstance(value, list) and isinstance(schema.get("items"), dict):
+        for item in value:
+            found += out_of_order(item, schema["items"], defs)
+    return found
+
+
 class Account:
     """The command line in this process, on a platform that is a folder, with a store in another."""
 
@@ -52,6 +77,7 @@ class Account:
         assert code in (None, ended), (ended, out, err)
         assert out.endswith("\n")
         found = valid(verb, json.loads(out))
+        assert out_of_order(found, schemas.load(verb), schemas.load(verb)["$defs"]) == []
         assert found.get("exit_code") is None or "state" in found or found["exit_code"] == ended
         return found
 
@@ -275,6 +301,75 @@ def test_plans(account: Account) -> None:
     assert found["job"]["resources"]["gpu"] == ["H100:8"]
     account.of("plan", "train.py", "--provider", "local", "--", "x")
     account.of("plan", "train.py", "--provider", "docker", "--image", "a:1")
+
+
+def test_several_runs_are_one_object(account: Account) -> None:
+    for run_id, state in (("r1", "succeeded"), ("r2", "running")):
+        account.submit(run_id, state=state)
+    one = account.of("status", "r1")
+    assert account.of("status", "r1", "r2")["runs"][0] == one
+    mixed = account.of("status", "r2", "nosuch", "r1", code=2)
+    assert [row.get("state") for row in mixed["runs"]] == ["running", None, "succeeded"]
+    assert "nosuch" in mixed["runs"][1]["error"]
+    assert [Path(row["report"]).name for row in account.of("report", "r1", "r2")["runs"]] == ["r1.html", "r2.html"]
+    pulled = account.of("pull", "r1", "r2", "-o", "out")
+    assert [row["folder"] for row in pulled["runs"]] == ["out/r1", "out/r2"]
+    assert account.of("pull", "r1", "-o", "alone")["folder"] == "alone"
+    assert [row["state"] for row in account.of("cancel", "r1", "r2")["runs"]] == ["succeeded", "cancelled"]
+
+
+def test_a_run_is_found_by_the_beginning_of_its_id_and_as_the_last_one(account: Account) -> None:
+    account.of("status", code=2)
+    account.submit("abc-1", state="succeeded")
+    account.submit("abd-1", state="succeeded")
+    os.utime(account.folder / "code/.cloudtrain/runs/abc-1/run.json", (1e9, 1e9))
+    assert account.of("status", "abc")["run_id"] == "abc-1"
+    assert {account.of("status", *words)["run_id"] for words in ([], ["last"], ["-"])} == {"abd-1"}
+    assert account.of("reconcile", "abc")["runs"][0]["run_id"] == "abc-1"
+    found = account.of("cancel", "ab", code=2)
+    assert ("'ab'" in found["error"], found["hint"]) == (True, "one of 'abc-1', 'abd-1'")
+    account.submit("ab", state="succeeded")
+    account.submit("last", state="succeeded")
+    os.utime(account.folder / "code/.cloudtrain/runs/last/run.json", (1e9, 1e9))
+    assert [account.of("wait", word)["run_id"] for word in ("ab", "last", "-")] == ["ab", "last", "ab"]
+
+
+def test_a_run_that_is_there_is_found_without_a_list(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
+    account.submit("r1", state="succeeded")
+    monkeypatch.setattr(store.Store, "runs", _raise(AssertionError))
+    assert account.of("status", "r1")["run_id"] == "r1"
+
+
+def test_the_exit_code_of_a_detached_run_is_that_of_its_end(account: Account) -> None:
+    words = ("train.py", "--run-id", "r1", "--detach")
+    assert account.of("submit", *words)["exit_code"] is None
+    account.jobs.stand("r1.0", state="failed", category="oom", reason="too much")
+    account.of("wait", "r1", code=1)
+    assert account.of("submit", *words)["exit_code"] == 1
+
+
+def test_runs_with_their_hyperparameters_tags_metrics_and_cost(account: Account) -> None:
+    for number, rate in enumerate(("0.1", "0.2")):
+        account.submit(f"r{number}", "--hp", f"lr={rate}", "--tag", f"part={number}", "--name", f"sweep-{number}")
+    account.submit("other", state="succeeded", cost_usd=0.5)
+    metrics = account.folder / "code/.cloudtrain/runs/r1/live/metrics"
+    metrics.mkdir(parents=True)
+    (metrics / "0.0-node-0.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
+    account.of("wait", "other")
+    rows = account.of("list", "--columns", "hp.lr,loss", "--columns", "tag.part,cost")["runs"]
+    found = {row["run_id"]: row["columns"] for row in rows}
+    assert found["r0"] == {"hp.lr": "0.1", "loss": None, "tag.part": "0", "cost": None}
+    assert found["r1"] == {"hp.lr": "0.2", "loss": 0.25, "tag.part": "1", "cost": None}
+    assert found["other"] == {"hp.lr": None, "loss": None, "tag.part": None, "cost": 0.5}
+
+    def ids(*words: str) -> list[str]:
+        return sorted(row["run_id"] for row in account.of("list", *words)["runs"])
+
+    assert ids("--tag", "part=1") == ["r1"]
+    assert ids("--name", "sweep-*") == ["r0", "r1"]
+    assert ids("--name", "sweep-*", "--tag", "part=0", "--provider", "foldercloud") == ["r0"]
+    assert ids("--provider", "nosuch") == []
+    assert "columns" not in account.of("list")["runs"][0]
 
 
 def test_what_was_uploaded(account: Account) -> None:

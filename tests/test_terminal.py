@@ -69,7 +69,7 @@ def test_escape_sequences_are_for_a_terminal_that_wants_them(folder: Path, termi
     for argv in (["pull", "r1", f"out-{terminal}"], ["list", "--help"]):
         seen = on_a_terminal(folder, *argv, **extra)
         assert (b"\x1b" in seen) == wants, seen
-        assert b"next: " in seen or b"--before" in seen
+        assert b"next:" in seen or b"--before" in seen
 
 
 def test_a_pipe_gets_text_alone(folder: Path) -> None:

@@ -15,6 +15,8 @@ Made of the schemas in `cloudtrain/schemas/` (JSON Schema, draft 2020-12) by `to
 is stale.
 
 With `--json` stdout holds exactly one JSON object, and all talk goes to stderr; of `logs` it holds one object a line.
+The object is on one line, and indented on a terminal. Its fields have the order of the tables below. `status`, `pull`,
+`report` and `cancel` of several runs print one object whose `runs` are those of the single runs.
 Whatever fails, or is interrupted, prints the [error](#error) in its place, so a verb's schema takes either: where
 there is a `state`, a run was looked at; where there is none, `error` says why not. After an error in the middle of
 `logs` the error is the last line. `submit`, `rehearse` and `wait` print how the run ended whatever their exit code;
@@ -98,6 +100,8 @@ def _rows(before: str, schema: Mapping[str, Any], title: str) -> Iterator[str]:
 def _type(item: Mapping[str, Any], title: str) -> str:
     if "$ref" in item:
         return _reference(item["$ref"], title)
+    if "oneOf" in item:
+        return " or ".join(_type(choice, title) for choice in item["oneOf"])
     if "const" in item:
         return f"`{json.dumps(item['const'])}`"
     if "enum" in item:

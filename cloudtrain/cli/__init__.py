@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .screen import ReaderGone, Screen, plain
 
 if TYPE_CHECKING:
-    from cyclopts import App, UnknownOptionError
+    from cyclopts import App
 
 __all__ = ["main", "make_app", "parse"]
 
@@ -26,33 +27,33 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "submit": (
         "send:submit",
         "Send a job, follow its logs and exit by its outcome.",
-        "SCRIPT|JOB.toml [OPTIONS] [-- SCRIPT ARGS]",
+        "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
     ),
     "plan": (
         "send:plan",
         "Show exactly what submit would send; no network.",
-        "SCRIPT|JOB.toml [OPTIONS] [-- SCRIPT ARGS]",
+        "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
     ),
     "rehearse": (
         "rehearse:rehearse",
         "Run a job here as another platform would start it, with drills.",
-        "SCRIPT|JOB.toml [OPTIONS] [-- SCRIPT ARGS]",
+        "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
     ),
-    "status": ("verbs:status", "Say how a run is doing.", "RUN [OPTIONS]"),
+    "status": ("verbs:status", "Say how a run is doing.", "[RUN...] [OPTIONS]"),
     "logs": ("verbs:logs", "Print a run's log lines; -f follows them.", "RUN [OPTIONS]"),
     "watch": ("views:watch", "Watch a run live: state, nodes, loss, last lines.", "RUN [OPTIONS]"),
-    "report": ("views:report", "Write one HTML page about a run, that opens offline.", "RUN [OPTIONS]"),
+    "report": ("views:report", "Write one HTML page about a run, that opens offline.", "RUN... [OPTIONS]"),
     "wait": ("verbs:wait", "Wait for a run and exit by its outcome.", "RUN [OPTIONS]"),
     "pull": ("verbs:pull", "Copy a run's results to this machine.", "RUN [DIR] [OPTIONS]"),
-    "cancel": ("verbs:cancel", "Stop a run.", "RUN [OPTIONS]"),
+    "cancel": ("verbs:cancel", "Stop a run.", "RUN... [OPTIONS]"),
     "reconcile": (
         "verbs:reconcile",
         "Do once what a waiting client does: retry, act on max_wait, close.",
-        "[RUN|STORE] [OPTIONS]",
+        "[RUN] [OPTIONS]",
     ),
     "list": ("verbs:list_runs", "List the runs of a store.", "[OPTIONS]"),
     "gpus": ("gpus:gpus", "Find machines with GPUs, and what they cost.", "[PATTERN] [OPTIONS]"),
-    "gc": ("verbs:gc", "Find, and remove, what no run of a store needs.", "[STORE] [OPTIONS]"),
+    "gc": ("verbs:gc", "Find, and remove, what no run of a store needs.", "[OPTIONS]"),
     "init": (
         "init:init",
         "Write cloudtrain.toml, job.toml and .cloudtrainignore, and check them.",
@@ -61,12 +62,16 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "doctor": (
         "doctor:doctor",
         "Look whether a job could be sent; --job: on every node.",
-        "[SCRIPT|JOB.toml|PROVIDER] [OPTIONS]",
+        "[SCRIPT|JOB|PROVIDER] [OPTIONS]",
     ),
     "config": ("config:config", "Show every setting and where it comes from.", "[KEY] [OPTIONS]"),
     "schema": ("config:schema", "Print the JSON schema of a file, or of what a verb prints.", "[NAME]"),
     "completion": ("complete:completion", "Print a shell's completion: bash, zsh or fish.", "SHELL"),
 }
+ALSO = {"ls": "list", "ps": "list"}
+"""Second names of verbs, which no help shows."""
+NEWEST = "@newest"
+"""What `cloudtrain.cli.reference` is given for ``-``, which the parser takes for a flag."""
 EXIT_USAGE, EXIT_DETACHED, EXIT_BUG = 2, 7, 9
 GARBAGE = 300_000
 """New objects between two looks for garbage, of Python's own 700: a cloud's client makes as many when it is imported,
@@ -105,14 +110,19 @@ def make_app(*, formatter: Literal["plain"] | None = None) -> App:
     from cyclopts import App
 
     from .._version import __version__
+    from .advice import SCRIPT_VERBS
+    from .layout import CLIENT, OPTIONS, OTHER, VERB_GROUP, epilogue
 
     app = App(
         name="cloudtrain",
         help="One description of a PyTorch training job; the same run on every platform.",
         version=__version__,
+        version_flags=("--version", "-V"),
         help_format="plaintext",
         help_formatter=formatter,
         end_of_options_delimiter="",
+        group_commands=OTHER,
+        help_epilogue="The flags of a verb: cloudtrain help VERB",
     )
     for order, (name, (where, text, usage)) in enumerate(VERBS.items()):
         app.command(
@@ -121,6 +131,9 @@ def make_app(*, formatter: Literal["plain"] | None = None) -> App:
             help=text,
             sort_key=order,
             usage=f"Usage: cloudtrain {name} {usage}",
+            group=VERB_GROUP[name],
+            group_parameters=CLIENT if name in SCRIPT_VERBS else OPTIONS,
+            help_epilogue=epilogue(name),
         )
     return app
 
@@ -129,62 +142,80 @@ def parse(tokens: Sequence[str], args: list[str] | None, screen: Screen) -> part
     """The call of a verb that the command line asks for; nothing is done yet. Raises `SpecError` for any other line."""
     from cyclopts import CycloptsError
 
+    from ..errors import SpecError
     from .tables import undot
 
+    tokens = _verb_first(list(tokens))
+    asks = bool({"--help", "-h"} & set(tokens))
+    app = make_app(formatter="plain" if not tokens or tokens[0].startswith("-") else None)
     try:
-        app = make_app(formatter="plain" if {"--help", "-h"} & set(tokens[:1]) or not tokens else None)
-        if {"--help", "-h"} & set(tokens) and plain(os.environ):
+        if asks and plain(os.environ):
             from rich.console import Console
 
             app.console = Console(color_system=None)  # by itself NO_COLOR leaves rich its bold
+        words = [NEWEST if token == "-" else token for token in undot(tokens)]
         verb, bound, ours = app.parse_args(
-            undot(tokens), exit_on_error=False, print_error=False, help_on_error=False, verbose=False
+            words, exit_on_error=False, print_error=False, help_on_error=False, verbose=False
         )
     except CycloptsError as exc:
-        raise _usage_error(exc, list(tokens), args) from None
+        raise _usage_error(exc, app, tokens, args) from None
     given = {"screen": screen, "args": args}
     if args is not None and "args" not in ours and "screen" in ours:
-        from ..errors import SpecError
-
-        raise SpecError(f"cloudtrain {tokens[0]} takes nothing after '--'")
+        raise SpecError(f"cloudtrain {tokens[0]} takes nothing after '--'", hint=_help_of(tokens[0]))
     kwargs = {**bound.kwargs, **{name: given[name] for name in ours}}
     return partial(verb, *bound.args, **kwargs)
 
 
-def _usage_error(exc: Exception, tokens: list[str], args: list[str] | None) -> Exception:
+def _verb_first(tokens: list[str]) -> list[str]:
+    """Return ``tokens`` with a verb of `VERBS` in front, or help. Raises `SpecError` for any other word there."""
+    if tokens[:1] == ["help"]:
+        tokens = [*tokens[1:2], "--help"]
+    if not tokens:
+        return tokens
+    first = tokens[0] = ALSO.get(tokens[0], tokens[0])
+    if first in VERBS or first in ("--help", "-h", "--version", "-V"):
+        return tokens
+    from ..errors import SpecError
+
+    if first.startswith("-"):
+        verb = next((token for token in tokens if token in VERBS), "VERB")
+        raise SpecError(f"{first} stands before the verb", hint=f"the verb comes first: cloudtrain {verb} {first} …")
+    from .advice import about_verb
+
+    raise SpecError(f"no verb {first!r}", hint=about_verb(first, VERBS, tokens[1:]))
+
+
+def _help_of(verb: str) -> str:
+    return f"how it is called: cloudtrain {verb} --help"
+
+
+def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | None) -> Exception:
+    """The error for a command line whose verb cyclopts cannot call: what is wrong in one line, and the way out."""
     from cyclopts import UnknownOptionError, UnusedCliTokensError
 
     from ..errors import SpecError
+    from .advice import SCRIPT_VERBS, about_flag
+    from .tables import first_spelling
 
-    verb = tokens[0] if tokens and tokens[0] in VERBS else ""
-    usage = f"see: cloudtrain {verb + ' ' if verb else ''}--help"
-    takes_script = verb in ("submit", "plan", "rehearse") and args is None
-    if isinstance(exc, UnusedCliTokensError):
-        words = list(exc.unused_tokens or ())
-        text = f"unexpected {' '.join(map(repr, words))}"
-        return SpecError(text, hint=_after_dashes(words) if takes_script else usage)
+    verb = tokens[0]
     if isinstance(exc, UnknownOptionError):
-        flag = str(exc.token.keyword)
-        return SpecError(f"no flag {flag}", hint=_instead_of(flag, exc, tokens, takes_script=takes_script) or usage)
+        flag = str(exc.token.keyword or exc.token.value).partition("=")[0]
+        flag = next((word for token in tokens if first_spelling(word := token.partition("=")[0]) == flag), flag)
+        names = [name for item in app[verb].assemble_argument_collection() if item.parse for name in item.names]
+        flags = [name for name in names if name.startswith("--")]
+        hint = about_flag(flag, verb, flags, tokens[1:], has_args=args is not None)
+        return SpecError(f"cloudtrain {verb} has no flag {flag}", hint=hint)
+    if isinstance(exc, UnusedCliTokensError):
+        words = [str(token) for token in exc.unused_tokens or ()]
+        text, hint = f"unexpected {' '.join(map(repr, words))}", _help_of(verb)
+        if verb in SCRIPT_VERBS and args is None:
+            before = [token for token in tokens if token not in words]
+            line = shlex.join(["cloudtrain", *before, "--", *words])
+            hint = f"write arguments of the script after --: {line}"
+        return SpecError(text, hint=hint)
     text = " ".join(str(exc).split()).rstrip(".")
-    return SpecError(text[:1].lower() + text[1:], hint=usage)
-
-
-def _instead_of(flag: str, exc: UnknownOptionError, tokens: list[str], *, takes_script: bool) -> str:
-    """Return what to write in place of an unknown flag: another verb, a similar flag, or an argument of the script."""
-    from ..values import similar
-
-    if flag == "--dry-run" and takes_script:
-        rest = [token for token in tokens[1:] if token != flag]
-        return f"plan shows what submit would send: {shlex.join(['cloudtrain', 'plan', *rest])}"
-    names = {name.lstrip("-"): name for argument in exc.argument_collection or () for name in argument.names}
-    near = names.get(similar(flag.lstrip("-"), names))
-    how = [f"did you mean {near}?"] if near else []
-    return "; ".join([*how, *([_after_dashes([flag])] if takes_script else [])])
-
-
-def _after_dashes(words: list[str]) -> str:
-    return f"arguments of the script go after '--' at the end of the line: -- {shlex.join(words)}"
+    text = re.sub(r'^Command "[^"]*" parameter ', "", text)
+    return SpecError(text[:1].lower() + text[1:] if text[1:2].islower() else text, hint=_help_of(verb))
 
 
 def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
@@ -198,7 +229,7 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
     except KeyboardInterrupt:
         known = screen.about.get("run")
         text = f"interrupted; how the run is doing: cloudtrain status {known}" if known else "interrupted"
-        return _report(screen, text, EXIT_DETACHED, wants_json)
+        return _refuse(screen, text, EXIT_DETACHED, wants_json)
     except Exception as exc:  # noqa: BLE001 - the last resort of a command line: one line instead of a traceback
         if os.environ.get("CLOUDTRAIN_DEBUG") == "1":
             import traceback
@@ -208,16 +239,13 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
 
         if isinstance(exc, CloudtrainError):
             field = getattr(exc, "field", "")
-            return _report(screen, str(exc), exc.exit_code, wants_json, field=field, hint=exc.hint)
+            return _refuse(screen, str(exc), exc.exit_code, wants_json, field=field, hint=exc.hint)
         text = f"{type(exc).__name__}: {exc} (this is a bug in cloudtrain; CLOUDTRAIN_DEBUG=1 shows where)"
-        return _report(screen, text, EXIT_BUG, wants_json)
+        return _refuse(screen, text, EXIT_BUG, wants_json)
 
 
-def _report(screen: Screen, text: str, code: int, wants_json: bool, *, field: str = "", hint: str = "") -> int:
-    from ..errors import scrubbed
-
-    line = scrubbed(" ".join(text.split("\n")))
-    screen.error(line, hint)
+def _refuse(screen: Screen, text: str, code: int, wants_json: bool, **words: str) -> int:
+    value = screen.refusal(text, code, **words)
     if wants_json:
-        screen.emit({**screen.about, "error": line, "field": field, "hint": hint, "exit_code": code})
+        screen.emit(value)
     return code

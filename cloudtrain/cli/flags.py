@@ -12,31 +12,43 @@ from cyclopts import Parameter
 
 from ..errors import NotFoundError, SpecError, StorageError
 from ..job import FLAT_FIELDS, Job, Resources, Source, anchored
+from .layout import GROUP
 from .tables import merge, pairs, tree
 
 __all__ = ["JobFlags", "flag_names", "job_of"]
 
-#: Brief spellings beside the field's own name; the first is the one that help shows first.
-SPELLINGS: dict[str, tuple[str, ...]] = {
-    "instance_count": ("--nodes", "--instance-count"),
-    "hyperparameters": ("--hp", "--hyperparameters"),
-    "inputs": ("--input", "--inputs"),
-    "secrets": ("--secret", "--secrets"),
-    "tags": ("--tag", "--tags"),
-    "options": ("--option", "--options"),
-    "dependencies": ("--dependency", "--dependencies"),
-    "checkpoint_paths": ("--checkpoint-path", "--checkpoint-paths"),
+#: Flags that are not called as their field is.
+SPELLINGS = {
+    "instance_count": "--nodes",
+    "hyperparameters": "--hp",
+    "inputs": "--input",
+    "secrets": "--secret",
+    "tags": "--tag",
+    "options": "--option",
+    "dependencies": "--dependency",
+    "checkpoint_paths": "--checkpoint-path",
 }
-#: What follows a flag, for the help; elsewhere it is named after the field.
+SHORTS = {"instance_count": "-n"}
+#: Group of the help -> its fields, each with what follows the flag.
 FORMS = {
-    "hyperparameters": "NAME=VALUE",
-    "env": "NAME=VALUE",
-    "secrets": "NAME[=REFERENCE]",
-    "inputs": "CHANNEL=URL",
-    "tags": "NAME=VALUE",
-    "options": "PROVIDER.PATH=JSON",
-    "on": "PROVIDER.FIELD=JSON",
-}
+    "Job": {
+        "name": "NAME", "entry_point": "SCRIPT", "source_dir": "DIR", "dependencies": "DIR", "requirements": "PATH",
+        "exclude": "PATTERN", "image": "IMAGE", "launcher": "LAUNCHER", "hyperparameters": "NAME=VALUE",
+        "hyperparameter_style": "STYLE", "env": "NAME=VALUE", "secrets": "NAME[=REFERENCE]", "tags": "NAME=VALUE",
+        "debug_nccl": "", "options": "PROVIDER.PATH=JSON", "on": "PROVIDER.FIELD=JSON",
+    },
+    "Machines": {
+        "instance_count": "INT", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "nproc_per_node": "INT", "cpus": "INT",
+        "memory_gb": "INT", "disk_gb": "INT", "shm_gb": "INT", "spot": "",
+    },
+    "Data": {"inputs": "CHANNEL=URL"},
+    "Limits": {
+        "max_runtime": "DURATION", "max_wait": "DURATION", "max_cost": "USD", "max_gpu_hours": "HOURS",
+        "retries": "INT", "stall_timeout": "DURATION",
+    },
+    "Resume": {"resume_from": "RUN", "checkpoint_paths": "GLOB", "keep_checkpoints": "INT"},
+}  # fmt: skip
+_GROUPS = {flat: (group, form) for group, fields in FORMS.items() for flat, form in fields.items()}
 #: What follows ``--``; it has no flag.
 NOT_FLAGS = ("args",)
 _OWNERS = {"": Job, "source": Source, "resources": Resources}
@@ -48,7 +60,8 @@ _FIELDS: dict[str, dataclasses.Field[Any]] = {
 
 def flag_names(flat: str) -> tuple[str, ...]:
     """The flags that set the Job's flat field."""
-    return SPELLINGS.get(flat, ("--" + flat.replace("_", "-"),))
+    names = [SPELLINGS.get(flat, "--" + flat.replace("_", "-")), SHORTS.get(flat, "")]
+    return tuple(filter(None, names))
 
 
 def _kind(flat: str) -> str:
@@ -63,9 +76,12 @@ def _annotation(flat: str) -> Any:
         text += "; repeatable"
     hints = {"bool": bool | None, "tuple": list[str] | None, "dict": list[str] | None}
     hint: Any = hints.get(kind, str | None)
+    group, form = _GROUPS[flat]
     return Annotated[
         hint,
-        Parameter(name=flag_names(flat), help=text, metavar=FORMS.get(flat), negative_iterable="", json_list=False),
+        Parameter(
+            name=flag_names(flat), help=text, metavar=form, group=GROUP[group], negative_iterable="", json_list=False
+        ),
     ]
 
 

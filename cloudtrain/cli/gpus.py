@@ -30,22 +30,26 @@ __all__ = ["gpus"]
 Pattern = Annotated[
     str | None, Parameter(help="NAME[-MEM][:COUNT], or a machine's name, in which * stands for anything; default: all")
 ]
-Provider = Annotated[str | None, Parameter(help="machines of this provider only")]
-Memory = Annotated[float | None, Parameter(help="GiB of memory that each GPU has at least")]
-Network = Annotated[
-    str | None, Parameter(name=("--network", "--interconnect"), help="text in the machine's network: EFA, InfiniBand")
+Provider = Annotated[
+    str | None, Parameter(name=("--provider", "-p"), metavar="NAME", help="machines of this provider only")
 ]
+Memory = Annotated[float | None, Parameter(metavar="GIB", help="GiB of memory that each GPU has at least")]
+Network = Annotated[str | None, Parameter(metavar="TEXT", help="text in the machine's network: EFA, InfiniBand")]
 SpotOnly = Annotated[
     bool | None, Parameter(help="machines that are never had on demand; with no-: those that are", show_default=False)
 ]
-MaxPrice = Annotated[float | None, Parameter(help="US dollars an hour at most; leaves out what has no known price")]
+MaxPrice = Annotated[
+    float | None, Parameter(metavar="USD", help="US dollars an hour at most; leaves out what has no known price")
+]
 Refresh = Annotated[
     bool,
     Parameter(
         name="--refresh-prices", negative="", show_default=False, help="read the clouds' own price lists, and keep them"
     ),
 ]
-Region = Annotated[str | None, Parameter(help="region of the prices; default: the provider's own setting")]
+Region = Annotated[
+    str | None, Parameter(metavar="REGION", help="region of the prices; default: the provider's own setting")
+]
 
 COLUMNS = ("provider", "instance_type", "gpus", "memory", "cpus", "network", "usd_per_hour", "spot", "priced")
 

@@ -18,23 +18,34 @@ from .where import HERE, At, OnSignal, Where
 
 __all__ = ["rehearse"]
 
-LocalStore = Annotated[str, Parameter(help="folder of this machine in which rehearsals live; default: ./.cloudtrain")]
+LocalStore = Annotated[
+    str,
+    Parameter(
+        metavar="DIR",
+        show_default=False,
+        help="folder of this machine in which rehearsals live; default: ./.cloudtrain",
+    ),
+]
 Maps = Annotated[
     list[str] | None,
-    Parameter(name="--map", help="what stands for remote data: URL=PATH; repeatable", negative=""),
+    Parameter(name="--map", metavar="URL=PATH", help="what stands for remote data; repeatable", negative=""),
 ]
-Image = Annotated[str, Parameter(help="image of this machine in place of the job's", show_default=False)]
+Image = Annotated[
+    str, Parameter(metavar="IMAGE", help="image of this machine in place of the job's", show_default=False)
+]
 Values = Annotated[
     list[str] | None,
-    Parameter(name="--secret-value", help="a secret's value here: NAME=env:VARIABLE; repeatable", negative=""),
+    Parameter(
+        name="--secret-value", metavar="NAME=env:VARIABLE", help="a secret's value here; repeatable", negative=""
+    ),
 ]
 Preempt = Annotated[
     list[str] | None,
-    Parameter(help="drill: the platform takes a machine back: node=1,after=30s; repeatable", negative=""),
+    Parameter(metavar="node=N,after=WHEN", help="drill: the platform takes a machine back; repeatable", negative=""),
 ]
 Kill = Annotated[
     list[str] | None,
-    Parameter(help="drill: a machine is gone without a word: node=1,after=30s; repeatable", negative=""),
+    Parameter(metavar="node=N,after=WHEN", help="drill: a machine is gone without a word; repeatable", negative=""),
 ]
 
 

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TextIO
 
+from ..errors import scrubbed
+
 __all__ = ["ReaderGone", "Say", "Screen", "plain"]
+
+_RED, _GREEN, _YELLOW, _CYAN = "31", "32", "33", "36"
+_LABELS = {"error:": f"1;{_RED}", "warning:": f"1;{_YELLOW}", "note:": _CYAN, "hint:": _CYAN, "next:": _CYAN}
+_STATES = {
+    "succeeded": _GREEN, "ok": _GREEN, "failed": _RED, "unknown": _YELLOW, "cancelled": _YELLOW, "cancelling": _YELLOW,
+    "pending": _YELLOW, "running": _CYAN,
+}  # fmt: skip
+_COLOURS = _LABELS | _STATES
+_WORDS = re.compile(rf"(?m)^(?:{'|'.join(_LABELS)})(?=$| )|(?:^|(?<=  )|(?<=: ))(?:{'|'.join(_STATES)})(?=$|:|  | \()")
+"""A label at the beginning of a line; a state there, in a column, or after a name."""
 
 
 class ReaderGone(Exception):
@@ -40,8 +54,23 @@ class Screen:
             _silence(self.out)
             raise ReaderGone from None
 
+    def show(self, text: str) -> None:
+        """Print data for a person: states are coloured on a terminal that may be sent more than text."""
+        self.data(painted(text) if self.reads and not plain(os.environ) else text)
+
+    def value(self, word: str, text: str = "") -> None:
+        """Print the result of a verb: the bare ``word`` for a program, ``text`` for a person at a terminal."""
+        if not self.reads:
+            self.data(word)
+        elif text:
+            self.show(text)
+
     def talk(self, text: str) -> None:
         """A line for the person. Nobody reading it is no reason to stop: a run may be half submitted."""
+        self.relay(painted(text) if self.interactive else text)
+
+    def relay(self, text: str) -> None:
+        """Print a line on stderr as it is, as a script's own line."""
         if self._later is not None:
             self._later.append(text)
             return
@@ -61,19 +90,41 @@ class Screen:
         if text:
             self.talk("hint: " + text.replace("\n", "\n      "))
 
+    def refusal(self, text: str, code: int, *, field: str = "", hint: str = "") -> dict[str, Any]:
+        """Print an error, and return what ``--json`` has in the place of a verb's own object."""
+        line = scrubbed(" ".join(text.split("\n")))
+        self.error(line, hint)
+        return {**self.about, "error": line, "field": field, "hint": hint, "exit_code": code}
+
     def emit(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
-        """The one JSON object of ``--json``: what would be a second one is not printed. An error names its field."""
+        """The one JSON object of ``--json``: what would be a second one is not printed. An error names its field.
+
+        It is indented on a terminal.
+        """
         if self.emitted:
             return
         self.emitted = True
         if "error" in value and "state" not in value:
-            value = {**value, "field": value.get("field", ""), "hint": value.get("hint", "")}
-        self.data(json.dumps(value, ensure_ascii=False, indent=indent))
+            value = {"field": "", "hint": "", **value}
+            ends = ("error", "field", "hint", "exit_code", "refusals")
+            first = {key: item for key, item in value.items() if key not in ends}
+            value = first | {key: value[key] for key in ends if key in value}
+        self.data(json.dumps(value, ensure_ascii=False, indent=2 if self.reads else indent))
 
     def next(self, *commands: list[str], where: Sequence[str] = ()) -> None:
         """The next useful commands; ``where`` are the flags that all of them need to find the same place."""
         for i, words in enumerate(commands):
             self.talk(("next: " if i == 0 else "      ") + shlex.join(["cloudtrain", *words, *where]))
+
+    @property
+    def reads(self) -> bool:
+        """Return whether a person reads stdout: it is a terminal."""
+        return self.out.isatty()
+
+    @property
+    def now(self) -> float | None:
+        """Unix seconds for times such as ``2 min ago``; None where a program reads, which gets them as they are."""
+        return time.time() if self.reads else None
 
     @property
     def interactive(self) -> bool:
@@ -96,7 +147,12 @@ class Screen:
         finally:
             later, self._later = self._later, None
             for text in later:
-                self.talk(text)
+                self.relay(text)
+
+
+def painted(text: str) -> str:
+    """Return ``text`` with its labels and states in colour."""
+    return _WORDS.sub(lambda match: f"\x1b[{_COLOURS[match[0]]}m{match[0]}\x1b[0m", text)
 
 
 def plain(environ: Mapping[str, str]) -> bool:

@@ -32,17 +32,30 @@ __all__ = [
     "say_limits", "say_price", "settings_pairs", "submit",
 ]  # fmt: skip
 
-Script = Annotated[str | None, Parameter(help="script to run, or a job file (.toml, .json) that flags override")]
-Module = Annotated[str | None, Parameter(name="-m", help="run a module: -m pkg.mod")]
+Script = Annotated[
+    str | None,
+    Parameter(name="SCRIPT|JOB", help="script to run, or a job file (.toml, .json) that flags override"),
+]
+Module = Annotated[str | None, Parameter(name="-m", metavar="MODULE", help="run a module: -m pkg.mod")]
 Flags = Annotated[JobFlags, Parameter(name="*")]
 Provider = Annotated[
-    str | None, Parameter(help="where to run; a list: in order, docs/fallback.md; default: setting provider, local")
+    str | None,
+    Parameter(
+        name=("--provider", "-p"),
+        metavar="NAME",
+        help="where to run; a list: in order, docs/fallback.md; default: setting provider, local",
+    ),
 ]
-RunId = Annotated[str | None, Parameter(help="id of the run; default: time, name and 4 hex digits")]
-Set = Annotated[list[str] | None, Parameter(name="--set", help="a setting: KEY=VALUE; repeatable", negative="")]
-Detach = Annotated[bool, Parameter(negative="", show_default=False, help="return as soon as the run is submitted")]
-PullTo = Annotated[str | None, Parameter(name="--pull", help="folder to copy the results to at the end")]
-PlanFile = Annotated[str | None, Parameter(name="--plan", help="send this saved `plan --json`")]
+RunId = Annotated[str | None, Parameter(metavar="ID", help="id of the run; default: time, name and 4 hex digits")]
+Set = Annotated[
+    list[str] | None, Parameter(name="--set", metavar="KEY=VALUE", help="a setting; repeatable", negative="")
+]
+Detach = Annotated[
+    bool,
+    Parameter(name=("--detach", "-d"), negative="", show_default=False, help="return as soon as the run is submitted"),
+]
+PullTo = Annotated[str | None, Parameter(name="--pull", metavar="DIR", help="copy the results there at the end")]
+PlanFile = Annotated[str | None, Parameter(name="--plan", metavar="PATH", help="send this saved `plan --json`")]
 Request = Annotated[
     bool, Parameter(negative="", show_default=False, help="on a terminal: the exact request, before the summary")
 ]
@@ -262,15 +275,16 @@ def _found_by(store: str, at: Where, meant: str, cwd: Path) -> Where:
 
 
 def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
-    screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], where=at.flags)
     if json:
         ended = run.store.result(run.run_id)  # a run that was sent before
         state = ended["state"] if ended else "cancelled" if run.store.cancelled(run.run_id) else "pending"
+        code = ended["exit_code"] if ended else EXIT_CODES.get(state)
         refusals = run._refusals(run.store.attempts(run.run_id)[-1:])
         told = {"refusals": refusals} if refusals else {}
-        screen.emit({**screen.about, **_uploaded(run), **told, "state": state, "exit_code": 0})
+        screen.emit({**screen.about, **_uploaded(run), "state": state, "exit_code": code, **told})
     else:
-        screen.data(run.url)
+        screen.value(run.url)
+    screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], where=at.flags)
     return 0
 
 
@@ -280,7 +294,7 @@ def _follow(
     """Log lines until the end, then the outcome; Ctrl-C leaves the run alone."""
     from ..fallback import Onward
 
-    write = screen.talk if json else screen.data
+    write = screen.relay if json else screen.data
     many = ranks(run.job.at(run.provider_name)) > 1
     try:
         result = run.wait(
@@ -307,9 +321,9 @@ def _finish(run: Run, result: Mapping[str, Any], at: Where, pull_to: str | None,
             screen.talk(f"error: pull: {exc}")
             code = code or exc.exit_code
             extra |= {"error": f"pull: {exc}", "exit_code": code}
-    screen.next(*after(result, run.run_id, pulled=pull_to is not None), where=at.flags)
     if json:
         screen.emit({**result, **_uploaded(run), **extra})
+    screen.next(*after(result, run.run_id, pulled=pull_to is not None), where=at.flags)
     return code
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..provider import FINAL
 from ..summary import columns, max_runtime, place, plan_text, plural, price, size, stall_timeout
 from ..values import duration
+from ..verdict import unix_time
 
 if TYPE_CHECKING:
     from ..provider import Status
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Changes",
     "Moved", "came", "collected", "collected_line", "duration", "leftovers", "max_runtime", "outcome", "place",
-    "plan_text", "price", "pulled", "sent", "size", "stall_timeout", "status_text", "still_pending", "table",
+    "plan_text", "price", "pulled", "run_table", "sent", "size", "stall_timeout", "status_text", "still_pending",
+    "table", "when",
 ]  # fmt: skip
 
 
@@ -170,18 +172,29 @@ def failure_place(failure: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def status_text(result: Mapping[str, Any]) -> str:
-    """The object of ``status --json``, for people."""
+def when(time_: str | None, now: float | None) -> str:
+    """Return an ISO time as it is, or how long before ``now`` (Unix seconds): ``2 min ago``."""
+    seconds = now - (unix_time(time_) or now) if now is not None else None
+    if time_ is None or seconds is None or seconds < 0:
+        return time_ or ""
+    for name, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= (2 if name == "days" else 1) * length:
+            return f"{seconds // length:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def status_text(result: Mapping[str, Any], now: float | None = None) -> str:
+    """The object of ``status --json``, for people; times are `when` they were before ``now``."""
     rows = [("run", result["run_id"]), ("state", state_line(result))]
     if place := failure_place(result.get("failure") or {}):
         rows.append(("failed at", place))
     rows.append(("provider", f"{result['provider']} {result.get('native_id') or ''}".strip()))
     attempts = result.get("attempts") or []
     for attempt in attempts:
-        rows.append((f"attempt {attempt['number']}", _attempt(attempt)))
+        rows.append((f"attempt {attempt['number']}", _attempt(attempt, now)))
     checkpoint = result.get("checkpoint")
     none = "none" if result["state"] in FINAL else "none complete yet"
-    rows.append(("checkpoint", _checkpoint(checkpoint) if checkpoint else none))
+    rows.append(("checkpoint", _checkpoint(checkpoint, now) if checkpoint else none))
     if cost := _cost(result.get("cost") or {}):
         rows.append(("cost", cost))
     rows.append(("url", result["run"]))
@@ -198,9 +211,8 @@ def _cost(cost: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _attempt(attempt: Mapping[str, Any]) -> str:
-    """Times are as the result has them: ISO 8601, UTC."""
-    words = [f"{name} {attempt[key]}" for name, key in (("started", "started"), ("ended", "ended")) if attempt.get(key)]
+def _attempt(attempt: Mapping[str, Any], now: float | None) -> str:
+    words = [f"{name} {when(attempt[name], now)}" for name in ("started", "ended") if attempt.get(name)]
     words += [told] if (told := _history(attempt)) else []
     return ", ".join(words) or "not started"
 
@@ -220,13 +232,13 @@ def _lost(lost: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _checkpoint(checkpoint: Mapping[str, Any]) -> str:
+def _checkpoint(checkpoint: Mapping[str, Any], now: float | None) -> str:
     words = [str(checkpoint["name"])]
     words += [f"step {checkpoint['step']}"] if checkpoint.get("step") is not None else []
     if checkpoint.get("age_s") is not None:
         words.append(f"{duration(checkpoint['age_s'])} ago")
     elif checkpoint.get("committed"):
-        words.append(str(checkpoint["committed"]))
+        words.append(when(checkpoint["committed"], now))
     return ", ".join(words)
 
 
@@ -236,6 +248,20 @@ LISTED = ("run_id", "state", "category", "provider", "created", "name")
 def table(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = LISTED) -> str:
     """Runs in plain columns, their names on top."""
     return columns([names, *[tuple(str(run.get(name) or "-") for name in names) for run in runs]])
+
+
+def run_table(runs: Sequence[Mapping[str, Any]], columns: Sequence[str], now: float | None) -> str:
+    """The rows of ``list`` in columns, with those that were asked for; times are `when` they were before ``now``."""
+    rows = [{**run, "created": when(run["created"], now), **_cells(run.get("columns", {}))} for run in runs]
+    return table(rows, (*LISTED, *columns))
+
+
+def _cells(values: Mapping[str, Any]) -> dict[str, str]:
+    """Numbers with six digits at most; ``-`` for what a run has not."""
+    return {
+        name: "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+        for name, value in values.items()
+    }
 
 
 def leftovers(found: Collected) -> str:

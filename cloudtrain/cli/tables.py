@@ -7,22 +7,33 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["TABLES", "merge", "pairs", "tree", "undot"]
+__all__ = ["ALIASES", "TABLES", "first_spelling", "merge", "pairs", "tree", "undot"]
 
-#: Flags that take NAME=VALUE, as the brief spelling and the field's own.
-TABLES = (
-    "--hp", "--hyperparameters", "--env", "--secret", "--secrets", "--input", "--inputs", "--tag", "--tags",
-    "--option", "--options", "--on", "--set",
-)  # fmt: skip
+#: Second spelling of a flag -> the one that help, completion and the documents show.
+ALIASES = {
+    "--instance-count": "--nodes", "--hyperparameters": "--hp", "--inputs": "--input", "--secrets": "--secret",
+    "--tags": "--tag", "--options": "--option", "--dependencies": "--dependency", "--checkpoint-paths":
+    "--checkpoint-path", "--timeout": "--wait-timeout", "--only": "--what", "--interconnect": "--network",
+}  # fmt: skip
+#: Flags that take NAME=VALUE.
+TABLES = ("--hp", "--env", "--secret", "--input", "--tag", "--option", "--on", "--set")
+_FLAG = re.compile(r"(--[A-Za-z_-]+)([.=].*)?", re.DOTALL)
 _DOTTED = re.compile(rf"({'|'.join(TABLES)})\.([^=]+)(=.*)?", re.DOTALL)
 
 
+def first_spelling(token: str) -> str:
+    """Return ``token`` with a flag's second spelling (`ALIASES`) replaced by its first."""
+    match = _FLAG.fullmatch(token)
+    flag = ALIASES.get(match[1].replace("_", "-")) if match else None
+    return f"{flag}{match[2] or ''}" if match and flag else token
+
+
 def undot(tokens: Sequence[str]) -> list[str]:
-    """``tokens`` with ``--env.A 1`` and ``--env.A=1`` written as ``--env=A=1``, whatever the value looks like."""
+    """Return ``tokens`` with each flag in its first spelling, and ``--env.A 1`` and ``--env.A=1`` as ``--env=A=1``."""
     out: list[str] = []
     rest = list(tokens)
     while rest:
-        token = rest.pop(0)
+        token = first_spelling(rest.pop(0))
         match = _DOTTED.fullmatch(token)
         if match and match[3] is not None:
             token = f"{match[1]}={match[2]}{match[3]}"

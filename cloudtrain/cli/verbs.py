@@ -6,31 +6,37 @@ import dataclasses
 import json as json_
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from ..errors import EXIT_CODES, AuthError, LostContactError, SpecError
+from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
 from ..estimator import log_line, ranks
 from ..provider import FINAL
-from ..values import url_scheme
 from . import show
+from .reference import LAST, find_run, is_place
 from .screen import Screen
 from .where import HERE, At, OnSignal, Where, stoppable, undisturbed
 
 if TYPE_CHECKING:
+    from ..listing import Wanted
     from ..run import Run
 
 __all__ = [
-    "after", "cancel", "gc", "left", "list_runs", "logs", "pull", "pull_into", "reconcile", "status", "stopped", "wait",
+    "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "pull", "pull_into", "reconcile", "status",
+    "stopped", "wait",
 ]  # fmt: skip
 
 T = TypeVar("T")
 #: A parameter that `cloudtrain.cli.parse` fills, no flag.
 Ours = Annotated[T, Parameter(parse=False)]
-Ref = Annotated[str, Parameter(help="URL of a run folder, or a run id in the store")]
+Ref = Annotated[
+    str, Parameter(name="RUN", help="run id, its beginning, `last` for the newest run, or the URL of a run folder")
+]
+More = Annotated[str, Parameter(show=False)]
 Json = Annotated[bool, Parameter(negative="", show_default=False, help="one JSON object on stdout, all talk on stderr")]
 JsonLines = Annotated[bool, Parameter(negative="", show_default=False, help="a JSON object for each line")]
 Follow = Annotated[
@@ -39,7 +45,7 @@ Follow = Annotated[
 What = Annotated[
     list[str] | None,
     Parameter(
-        name=("--what", "--only"),
+        metavar="PART",
         negative="",
         show_default=False,
         help="some of checkpoints,artifacts,logs,metrics; checkpoints:latest, :best, :step=N or :all",
@@ -51,7 +57,7 @@ Verbose = Annotated[
 
 WaitTimeout = Annotated[
     str | None,
-    Parameter(name=("--wait-timeout", "--timeout"), help="wait no longer than that, then exit code 7: '2h'"),
+    Parameter(name="--wait-timeout", metavar="DURATION", help="wait no longer than that, then exit code 7: '2h'"),
 ]
 
 EXIT_DETACHED = 7
@@ -63,19 +69,53 @@ def after(result: Mapping[str, Any], run: str, *, pulled: bool = False) -> list[
     return [*(report + pull if result["exit_code"] else pull + report), ["logs", run]]
 
 
-def status(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
-    """State, reason, attempts and the newest complete checkpoint."""
-    handle = _open(run, at, screen)
-    result = handle.result()
+def each_run(
+    words: Sequence[str], one: Callable[[str], dict[str, Any]], screen: Screen, *, json: bool
+) -> tuple[list[dict[str, Any]], int]:
+    """Call ``one`` for each run; return the objects that it made, and the exit code. With ``json`` they are printed.
+
+    One run is one object, several are ``runs`` in one. Of several, one that fails is reported and the next one follows;
+    the exit code is the largest.
+    """
+    if len(words) == 1:
+        rows, code = [one(words[0])], 0
+        if json:
+            screen.emit(rows[0])
+        return rows, code
+    rows, code = [], 0
+    for word in words:
+        screen.about = {}
+        try:
+            rows.append(one(word))
+        except CloudtrainError as exc:
+            refusal = screen.refusal(str(exc), exc.exit_code, field=getattr(exc, "field", ""), hint=exc.hint)
+            rows.append(refusal)
+            code = max(code, exc.exit_code)
+    screen.about = {}
     if json:
-        screen.emit(result)
-    else:
-        screen.data(show.status_text(result))
-    if result["state"] in FINAL:
-        screen.next(*after(result, run), where=at.flags)
-    else:
-        screen.next(["logs", "-f", run], ["wait", run], ["cancel", run], where=at.flags)
-    return 0
+        screen.emit({"runs": rows, "exit_code": code})
+    return rows, code
+
+
+def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
+    """State, reason, attempts and the newest complete checkpoint."""
+    words, texts = runs or (LAST,), list[str]()
+
+    def one(word: str) -> dict[str, Any]:
+        result = _open(word, at, screen, names=False).result()
+        texts.append(show.status_text(result, screen.now))
+        if not json:
+            screen.show(texts[-1] if len(texts) == 1 else "\n" + texts[-1])
+        return result
+
+    rows, code = each_run(words, one, screen, json=json)
+    if len(rows) == 1:
+        run = _called(words[0], rows[0])
+        if rows[0]["state"] in FINAL:
+            screen.next(*after(rows[0], run), where=at.flags)
+        else:
+            screen.next(["logs", "-f", run], ["wait", run], ["cancel", run], where=at.flags)
+    return code
 
 
 def logs(
@@ -100,6 +140,7 @@ def logs(
 ) -> int:
     """Every line of every node, each once, in order for each node."""
     handle = _open(run, at, screen)
+    run = _called(run, screen.about)
     if newest is not None and newest < 0:
         raise SpecError(
             f"{newest} is below zero", field="tail", hint="write how many of the last lines to print: -n 20"
@@ -138,6 +179,7 @@ def wait(
         changes = show.Changes(screen.talk)
         try:
             handle = _open(run, at, screen)
+            run = _called(run, screen.about)
             retry = Onward(handle, screen.talk)
             result = handle.wait(timeout=seconds, on_status=changes, retry=retry)
         except KeyboardInterrupt:
@@ -151,11 +193,11 @@ def wait(
                 raise
             raise left(exc, handle, run, at, screen) from None
     screen.talk(show.outcome(result))
-    screen.next(*after(result, run), where=at.flags)
     if json:
         screen.emit(result)
     else:
-        screen.data(str(result["state"]))
+        screen.value(str(result["state"]))
+    screen.next(*after(result, run), where=at.flags)
     return int(result["exit_code"])
 
 
@@ -166,15 +208,15 @@ def stopped(run: Run, name: str, at: Where, on_signal: str, json: bool, screen: 
         with undisturbed():
             run.cancel()
             result = run.result()
-        screen.next(["status", name], ["pull", name], where=at.flags)
         code = int(result["exit_code"]) if result["exit_code"] is not None else EXIT_CODES["cancelled"]
         if json:
             screen.emit({**result, "exit_code": code})
+        screen.next(["status", name], ["pull", name], where=at.flags)
         return code
     screen.talk("\nno longer waiting; the run goes on")
-    screen.next(["wait", name], ["logs", "-f", name], ["cancel", name], where=at.flags)
     if json:
         screen.emit({**screen.about, "error": "interrupted; the run goes on", "exit_code": EXIT_DETACHED})
+    screen.next(["wait", name], ["logs", "-f", name], ["cancel", name], where=at.flags)
     return EXIT_DETACHED
 
 
@@ -189,9 +231,17 @@ def left(exc: AuthError | LostContactError, run: Run, name: str, at: Where, scre
 
 def pull(
     run: Ref,
-    folder: Annotated[str | None, Parameter(help="where to; default: ./<run id>")] = None,
+    folder: Annotated[str | None, Parameter(name="DIR", help="where to; default: ./<run id>")] = None,
     /,
-    *,
+    *more: More,
+    out: Annotated[
+        str | None,
+        Parameter(
+            name=("--out", "-o"),
+            metavar="DIR",
+            help="DIR too; then every other word is a run, each with its own folder",
+        ),
+    ] = None,
     what: What = None,
     follow: Follow = False,
     at: At = HERE,
@@ -203,89 +253,148 @@ def pull(
     from ..pull import PULLED, parts
 
     parts(what or PULLED)
-    handle = _open(run, at, screen)
-    pulled = pull_into(handle, Path(folder or handle.run_id), screen, what=what, follow=follow, verbose=verbose)
-    screen.next(["status", run], ["logs", run], where=at.flags)
-    if json:
-        screen.emit({**screen.about, **pulled, "exit_code": 0})
-    else:
-        screen.data(pulled["folder"])
-    return 0
+    runs = [run] if out is None or folder is None else [run, folder, *more]
+    if more and out is None:
+        words = " ".join([run, *([folder] if folder else []), *more])
+        raise SpecError("several runs need --out", field="out", hint=f"cloudtrain pull {words} --out DIR")
+
+    def one(word: str) -> dict[str, Any]:
+        handle = _open(word, at, screen)
+        place = Path(out or folder or handle.run_id)
+        to = place / handle.run_id if len(runs) > 1 else place
+        pulled = pull_into(handle, to, screen, what=what, follow=follow, verbose=verbose)
+        if not json:
+            screen.value(pulled["folder"])
+        return {**screen.about, **pulled, "exit_code": 0}
+
+    rows, code = each_run(runs, one, screen, json=json)
+    if len(rows) == 1:
+        run = _called(run, rows[0])
+        screen.next(["status", run], ["logs", run], where=at.flags)
+    return code
 
 
 def cancel(
     run: Ref,
     /,
-    *,
+    *more: More,
     wait: Annotated[bool, Parameter(negative="", show_default=False, help="until it has stopped")] = False,
     at: At = HERE,
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
     """Stop a run and forbid further attempts; also after the end, when it changes nothing."""
-    handle = _open(run, at, screen)
-    handle.cancel()
-    if wait:
-        handle.wait(on_status=show.Changes(screen.talk))
-    result = handle.result()
-    screen.next(["status", run], ["pull", run], where=at.flags)
-    if json:
-        screen.emit(result)
-    else:
-        screen.data(str(result["state"]) if wait or result["state"] != "running" else "cancelling")
-    return 0
+    runs = [run, *more]
+
+    def one(word: str) -> dict[str, Any]:
+        handle = _open(word, at, screen)
+        handle.cancel()
+        if wait:
+            handle.wait(on_status=show.Changes(screen.talk))
+        result = handle.result()
+        state = str(result["state"]) if wait or result["state"] != "running" else "cancelling"
+        text = f"{handle.run_id}: {state}"
+        if not json:
+            screen.value(state if len(runs) == 1 else text, text)
+        return result
+
+    rows, code = each_run(runs, one, screen, json=json)
+    if len(rows) == 1:
+        run = _called(run, rows[0])
+        screen.next(["status", run], ["pull", run], where=at.flags)
+    return code
+
+
+Limit = Annotated[
+    int, Parameter(name=("--limit", "-n"), metavar="INT", show_default=False, help="runs on a page; default: 50")
+]
+States = Annotated[
+    list[str] | None,
+    Parameter(metavar="STATE", negative="", help="runs in this state only, however many are read; repeatable"),
+]
+Since = Annotated[str | None, Parameter(metavar="DURATION", help="runs of so long ago at most: '7d'")]
+Tags = Annotated[
+    list[str] | None,
+    Parameter(name="--tag", metavar="NAME=VALUE", negative="", help="runs with this tag only; repeatable: with all"),
+]
+Columns = Annotated[
+    list[str] | None,
+    Parameter(
+        metavar="NAME,…",
+        negative="",
+        help="further columns: hp.NAME, tag.NAME, cost, or a metric's name for its last value",
+    ),
+]
 
 
 def list_runs(
     *,
-    limit: Annotated[int, Parameter(show_default=False, help="runs on a page; default: 50")] = 50,
+    limit: Limit = 50,
     everything: Annotated[
         bool, Parameter(name="--all", negative="", show_default=False, help="every run, on one page")
     ] = False,
-    before: Annotated[str | None, Parameter(help="the page after this run, the last one of the page before")] = None,
-    state: Annotated[
-        list[str] | None, Parameter(negative="", help="runs in this state only, however many are read; repeatable")
+    before: Annotated[
+        str | None, Parameter(metavar="RUN", help="the page after this run, the last one of the page before")
     ] = None,
-    since: Annotated[str | None, Parameter(help="runs of so long ago at most: '7d'")] = None,
+    state: States = None,
+    since: Since = None,
+    tag: Tags = None,
+    name: Annotated[
+        str | None, Parameter(metavar="PATTERN", help="runs of jobs with this name only: 'sweep-*'")
+    ] = None,
+    provider: Annotated[
+        str | None, Parameter(name=("--provider", "-p"), metavar="NAME", help="runs of this provider only")
+    ] = None,
+    columns: Columns = None,
     at: At = HERE,
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
     """One line a run, the newest first, a page at a time."""
-    from ..listing import list_page
+    from ..listing import Wanted, list_page
     from ..provider import STATES
     from ..values import choice_of, parse_duration
+    from .tables import pairs
 
     for word in state or ():
         choice_of(word, (*STATES, "unknown"), "state")
     age = parse_duration(since, field="since") if since is not None else None
+    names = [word for text in columns or () for word in text.split(",") if word]
+    tags = pairs("--tag", tag or (), field="tag")
+    wanted = Wanted(states=tuple(state or ()), provider=provider, name=name, tags=tags, columns=names)
     settings = at.settings()
     page = list_page(
         settings.resolved(),
         settings,
         limit=None if everything else limit,
         before=before,
-        states=state or (),
         since=None if age is None else time.time() - age,
+        wanted=wanted,
     )
     runs = page.rows
     if json:
         screen.emit({"runs": runs, "next": page.next, "order": page.order})
     else:
-        screen.data(show.table(runs))
-    words = [*(["--limit", str(limit)] if limit != 50 else []), *[f"--state={word}" for word in state or ()]]
-    words += [f"--since={since}"] if since is not None else []
-    more = [["list", *words, "--before", page.next]] if page.next is not None else []
+        screen.show(show.run_table(runs, names, screen.now))
     if runs:
         newest = str(runs[0]["run_id"])
+        more = [_next_page(page.next, limit, since, wanted)] if page.next is not None else []
         screen.next(["status", newest], ["logs", "-f", newest], *more, where=at.flags)
-    elif not (state or since or before):
+    elif not before and age is None and wanted._replace(columns=()) == Wanted():
         screen.talk("no runs here yet; to start one: cloudtrain submit train.py")
     return 0
 
 
+def _next_page(before: str, limit: int, since: str | None, wanted: Wanted) -> list[str]:
+    """The words of the command that prints the page after the run ``before``."""
+    words = ["list", *(["--limit", str(limit)] if limit != 50 else []), *(f"--state={word}" for word in wanted.states)]
+    given = {"since": since, "provider": wanted.provider, "name": wanted.name, "columns": ",".join(wanted.columns)}
+    words += [f"--{flag}={value}" for flag, value in given.items() if value]
+    return [*words, *(f"--tag={key}={value}" for key, value in wanted.tags.items()), "--before", before]
+
+
 def reconcile(
-    target: Annotated[str | None, Parameter(help="a run, or the URL or path of a store; default: the store")] = None,
+    target: Annotated[str | None, Parameter(name="RUN", help="one run; default: every run of the store")] = None,
     /,
     *,
     at: At = HERE,
@@ -296,7 +405,13 @@ def reconcile(
     from ..reconcile import reconcile as do
 
     settings = at.settings()
-    rows = do(target, settings=settings, cwd=Path.cwd(), environ=os.environ, say=screen.talk)
+    act = partial(do, settings=settings, cwd=Path.cwd(), environ=os.environ, say=screen.talk)
+    try:
+        rows = act(target)
+    except NotFoundError:
+        if target is None or is_place(target):
+            raise
+        rows = act(find_run(target, at).run_id)
     code = max((int(row["exit_code"]) for row in rows), default=0)
     for row in rows:
         if row["error"]:
@@ -304,17 +419,19 @@ def reconcile(
     if json:
         screen.emit({"runs": rows, "exit_code": code})
     elif rows:
-        screen.data(show.table(rows, ("run_id", "state", "category", "provider", "reason")))
+        screen.show(show.table(rows, ("run_id", "state", "category", "provider", "reason")))
     else:
         screen.talk("no run here that is not over")
     return code
 
 
 def gc(
-    target: Annotated[str | None, Parameter(help="URL or path of a store; default: the store")] = None,
+    target: Annotated[str | None, Parameter(show=False)] = None,
     /,
     *,
-    older_than: Annotated[str, Parameter(show_default=False, help="last written so long ago; default: 7d")] = "7d",
+    older_than: Annotated[
+        str, Parameter(metavar="DURATION", show_default=False, help="last written so long ago; default: 7d")
+    ] = "7d",
     delete: Annotated[
         bool, Parameter(negative="", show_default=False, help="remove it; else nothing is written")
     ] = False,
@@ -327,6 +444,8 @@ def gc(
     from ..values import parse_duration
 
     seconds = parse_duration(older_than, field="older_than")
+    if target is not None and at.store is not None:
+        raise SpecError(f"two stores: {at.store!r} and {target!r}", field="store")
     settings = at.settings()
     found = collect_at(
         target or settings.store, older_than=seconds, delete=delete, settings=settings, cwd=Path.cwd(), say=screen.talk
@@ -371,11 +490,15 @@ def pull_into(
     return pulled
 
 
-def _open(run: str, at: Where, screen: Screen) -> Run:
-    from ..run import open_run
-
-    settings = at.settings()
-    place = settings.store if url_scheme(run) else settings.resolved()
-    handle = open_run(settings.resolved(run), store_url=place, cwd=Path.cwd(), settings=settings)
+def _open(word: str, at: Where, screen: Screen, *, names: bool = True) -> Run:
+    """Open the run that ``word`` means; say which one if it is another word than its id, unless ``names`` is false."""
+    handle = find_run(word, at)
     screen.about = {"run": handle.url, "run_id": handle.run_id}
+    if names and word != handle.run_id and not is_place(word):
+        screen.talk(f"run: {handle.run_id}")
     return handle
+
+
+def _called(word: str, about: Mapping[str, Any]) -> str:
+    """Return what the next commands call a run by that was found by ``word``: its id, or its URL as it was given."""
+    return word if is_place(word) else str(about["run_id"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -14,35 +14,60 @@ from ..provider import FINAL
 from ..seen import plain as tame
 from . import show
 from .screen import Screen, plain
-from .verbs import EXIT_DETACHED, Json, Ours, Ref, _open
+from .verbs import EXIT_DETACHED, Json, More, Ours, Ref, _called, _open, each_run
 from .where import HERE, At, stoppable
+
+if TYPE_CHECKING:
+    from ..run import Run
 
 __all__ = ["report", "watch"]
 
-Out = Annotated[str | None, Parameter(help="file to write; default: ./<run id>.html")]
+Out = Annotated[
+    str | None,
+    Parameter(name=("--out", "-o"), metavar="PATH", help="file or folder to write; default: ./<run id>.html"),
+]
 
 
-def report(run: Ref, /, *, out: Out = None, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
+def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
     """One HTML page about the run, that opens without a network."""
+    runs = [run, *more]
+    if more and out is not None and not Path(out).is_dir():
+        raise SpecError(
+            f"{out!r} is not a folder, and {len(runs)} runs are {len(runs)} files",
+            field="out",
+            hint=f"to make it: mkdir {out}",
+        )
+
+    def one(word: str) -> dict[str, Any]:
+        handle = _open(word, at, screen)
+        path, result = _write_page(handle, Path(out or "."))
+        states.append(result["state"])
+        if not json:
+            screen.value(str(path), f"wrote {path}")
+        return {**screen.about, "report": str(path), "exit_code": 0}
+
+    states: list[str] = []
+    rows, code = each_run(runs, one, screen, json=json)
+    if len(rows) == 1:
+        run = _called(run, rows[0])
+        screen.next(["pull" if states[0] in FINAL else "watch", run], ["logs", run], where=at.flags)
+    return code
+
+
+def _write_page(run: Run, path: Path) -> tuple[Path, dict[str, Any]]:
+    """Write the page to ``path``, a file or a folder; return the file, and the run's result."""
     from ..report import report as page_of
 
-    handle = _open(run, at, screen)
-    path = Path(out or ".")
     if path.is_dir():
-        path /= f"{handle.run_id}.html"
+        path /= f"{run.run_id}.html"
     if not path.parent.is_dir():
         raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
-    result = handle.result()
-    text = page_of(handle, result)
+    result = run.result()
+    text = page_of(run, result)
     with disk_errors(path), temp_file(path) as temp:
         temp.write_text(text, encoding="utf-8")
         settle(temp, path)
-    screen.next(["pull" if result["state"] in FINAL else "watch", run], ["logs", run], where=at.flags)
-    if json:
-        screen.emit({**screen.about, "report": str(path), "exit_code": 0})
-    else:
-        screen.data(str(path))
-    return 0
+    return path, result
 
 
 def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
@@ -51,6 +76,7 @@ def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen
 
     with stoppable():
         handle = _open(run, at, screen)
+        run = _called(run, screen.about)
         try:
             if (
                 not json
@@ -71,7 +97,7 @@ def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen
             return EXIT_DETACHED
     if last.result and last.result["state"] != "succeeded":
         screen.talk("\n".join(tame(line) for line in show.outcome(last.result).split("\n")))
-    screen.next(["report", run], ["pull", run], ["logs", run], where=at.flags)
     if json and last.result:
         screen.emit(last.result)
+    screen.next(["report", run], ["pull", run], ["logs", run], where=at.flags)
     return 0

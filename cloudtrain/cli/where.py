@@ -21,10 +21,15 @@ class Where:
 
     store: Annotated[
         str | None,
-        Parameter(help="URL under which runs live; a list: in order; default: setting store, ./.cloudtrain"),
+        Parameter(
+            metavar="URL", help="URL under which runs live; a list: in order; default: setting store, ./.cloudtrain"
+        ),
     ] = None
     profile: Annotated[
-        str | None, Parameter(help="profile of the settings file that counts; default: $CLOUDTRAIN_PROFILE, its own")
+        str | None,
+        Parameter(
+            metavar="NAME", help="profile of the settings file that counts; default: $CLOUDTRAIN_PROFILE, its own"
+        ),
     ] = None
 
     def settings(self, **given: Any) -> Settings:

@@ -1,0 +1,82 @@
+"""Advice for a command line that is wrong: what its verb or flag most likely means."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Iterable, Sequence
+
+__all__ = ["about_flag", "about_verb"]
+
+SCRIPT_VERBS = ("submit", "plan", "rehearse")
+_MEANT = {
+    "cancel": "stop kill abort terminate interrupt down",
+    "submit": "run launch start train create fit",
+    "gc": "rm delete remove clean cleanup prune purge del",
+    "pull": "download get fetch copy cp sync",
+    "logs": "tail log output follow stream",
+    "status": "describe show info inspect state",
+    "list": "runs jobs history queue ll",
+    "plan": "dryrun dry-run preview diff validate",
+    "gpus": "gpu machines instances prices catalog accelerators",
+    "doctor": "check diagnose test verify",
+    "config": "settings configure env profile",
+    "watch": "top monitor live attach",
+    "report": "html summary",
+    "wait": "join block",
+    "rehearse": "simulate emulate drill",
+    "reconcile": "retry resume resubmit",
+}
+_SHELL = "the setting debug_shell opens a shell, where the platform has one: cloudtrain config; docs/providers.md"
+HINTS = {
+    **{word: f"you may want: cloudtrain {verb}" for verb, words in _MEANT.items() for word in words.split()},
+    **dict.fromkeys(("ssh", "exec", "shell", "bash"), _SHELL),
+    **dict.fromkeys(("login", "auth"), "you may want: cloudtrain doctor"),
+    "version": "you may want: cloudtrain --version",
+}
+"""Word that other tools have for a verb -> the hint."""
+
+
+def about_verb(word: str, verbs: Iterable[str], rest: Sequence[str]) -> str:
+    """Return the hint for ``word``, which is no verb; ``rest`` is what follows it on the command line."""
+    if word.endswith((".py", ".sh", ".toml", ".json")):
+        return f"to send it: cloudtrain submit {shlex.join([word, *rest])}"
+    if found := HINTS.get(word.lower()):
+        return found
+    if near := similar(word.lower(), verbs):
+        return f"did you mean: cloudtrain {near}"
+    return "all verbs: cloudtrain --help"
+
+
+def about_flag(flag: str, verb: str, names: Iterable[str], given: Sequence[str], *, has_args: bool) -> str:
+    """Return the hint for ``flag``, which ``verb`` does not have.
+
+    ``names`` are the flags that it has. ``given`` are the words after the verb. ``has_args``: the command line has a
+    ``--`` already.
+    """
+    if flag in ("--dry-run", "--dryrun") and verb == "submit":
+        words = [word for word in given if word.partition("=")[0] != flag]
+        return f"to see what would be sent: {shlex.join(['cloudtrain', 'plan', *words])}"
+    near = similar(flag, names)
+    parts = [f"use {near}"] if near else []
+    if verb in SCRIPT_VERBS and not has_args and (not near or _ratio(flag, near) < SURE):
+        at = next((i for i, word in enumerate(given) if word.partition("=")[0] == flag), len(given))
+        words = ["cloudtrain", verb, *given[:at], "--", *given[at:]]
+        parts.append(f"write arguments of the script after --: {shlex.join(words)}")
+    return "; or ".join(parts) or f"its flags: cloudtrain {verb} --help"
+
+
+SURE = 0.8
+"""Likeness of two words, 0 to 1, from which one is taken for a slip of the other."""
+LIKE = 0.65
+"""Likeness from which a word is worth a hint."""
+
+
+def similar(word: str, choices: Iterable[str]) -> str:
+    """Return the choice that is most like ``word``, or the empty string where none is."""
+    best = max(choices, key=lambda choice: _ratio(word, choice), default="")
+    return best if best and _ratio(word, best) >= LIKE else ""
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one.lstrip("-"), other.lstrip("-")).ratio()
