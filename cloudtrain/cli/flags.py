@@ -22,6 +22,7 @@ SPELLINGS: dict[str, tuple[str, ...]] = {
     "hyperparameters": ("--hp", "--hyperparameters"),
     "inputs": ("--input", "--inputs"),
     "secrets": ("--secret", "--secrets"),
+    "metrics": ("--metric", "--metrics"),
     "tags": ("--tag", "--tags"),
     "options": ("--option", "--options"),
     "dependencies": ("--dependency", "--dependencies"),
@@ -33,6 +34,7 @@ FORMS = {
     "env": "NAME=VALUE",
     "secrets": "NAME[=REFERENCE]",
     "inputs": "CHANNEL=URL",
+    "metrics": "NAME=REGEX",
     "tags": "NAME=VALUE",
     "options": "PROVIDER.PATH=JSON",
     "on": "PROVIDER.FIELD=JSON",
@@ -130,6 +132,9 @@ def _value(flat: str, value: Any) -> Any:
         return tree(flag, value, field=flat)
     if flat == "secrets":
         value = [text if "=" in text else f"{text}=env:{text}" for text in value]
+    if flat == "metrics" and (bare := next((text for text in value if "=" not in text), None)) is not None:
+        how = f"{flag} '{bare}={bare} ([0-9.]+)'"
+        raise SpecError(f"{flag} {bare!r} has no regular expression", field=flat, hint=how)
     if kind == "dict":
         return pairs(flag, value, field=flat)
     if kind == "tuple":

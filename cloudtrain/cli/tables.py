@@ -12,7 +12,7 @@ __all__ = ["TABLES", "merge", "pairs", "tree", "undot"]
 #: Flags that take NAME=VALUE, as the brief spelling and the field's own.
 TABLES = (
     "--hp", "--hyperparameters", "--env", "--secret", "--secrets", "--input", "--inputs", "--tag", "--tags",
-    "--option", "--options", "--on", "--set",
+    "--metric", "--metrics", "--option", "--options", "--on", "--set",
 )  # fmt: skip
 _DOTTED = re.compile(rf"({'|'.join(TABLES)})\.([^=]+)(=.*)?", re.DOTALL)
 

@@ -184,8 +184,10 @@ class Ranks:
         log: LogWriter,
         first_rank: int,
         emit: Callable[[dict[str, Any]], None],
+        read: Callable[[str], None] | None = None,
     ) -> None:
         self._log, self._emit, self.first_rank = log, emit, first_rank
+        self._read = read if first_rank == 0 else None
         self._pipes = scratch / "pipes"
         self._processes = processes if shim else 0
         self.lone = "torch.distributed.run" not in command
@@ -240,8 +242,11 @@ class Ranks:
                     stacks.append(text)
 
     def _write(self, local: int, text: str) -> None:
-        """Log a line of a rank, and keep it as one of its last."""
-        self._lines[local].append((time.time_ns(), self._log.write(str(self.first_rank + local), text)))
+        """Log a line of a rank, keep it as one of its last, and let ``read`` look at it if it is rank 0's."""
+        text = self._log.write(str(self.first_rank + local), text)
+        self._lines[local].append((time.time_ns(), text))
+        if self._read is not None and local == 0:
+            self._read(text)
 
     def last_line_of(self, rank: int, end_ns: int) -> str:
         """Return the last line with a word in it that this rank (of the whole run) wrote before its end."""
