@@ -622,6 +622,9 @@ def test_the_role_of_a_caller_that_has_assumed_one(may_look: bool, monkeypatch: 
     assert get_execution_role() == f"arn:aws:iam::123456789012:role/{path}training"
 
 
+IMAGE = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/hf:1"
+
+
 def test_hugging_face_needs_its_image() -> None:
     words: dict[str, Any] = {
         "entry_point": "train.py", "role": ROLE, "transformers_version": "4.56", "pytorch_version": "2.8",
@@ -632,8 +635,8 @@ def test_hugging_face_needs_its_image() -> None:
     ) as e:
         HuggingFace(instance_type="ml.m5.xlarge", **words)
     assert e.value.hint.startswith("give image_uri, of https://")
-    made = HuggingFace(instance_type="ml.m5.xlarge", image_uri="repo/hf:1", **words)
-    assert made.training_image_uri() == "repo/hf:1"
+    made = HuggingFace(instance_type="ml.m5.xlarge", image_uri=IMAGE, **words)
+    assert made.training_image_uri() == IMAGE
     assert HuggingFace(instance_type="local", **words).plan().provider_name == "local"
     with pytest.raises(SpecError, match="tensorflow_version: is not carried over"):
         HuggingFace(instance_type="ml.m5.xlarge", tensorflow_version="2.6", **words)

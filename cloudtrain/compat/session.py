@@ -83,7 +83,7 @@ class Session:
 
     def account_id(self) -> str:
         """Return the account of the caller, by a call to AWS."""
-        return _provider(self).principal().split(":")[4]
+        return str(_provider(self).principal().split(":")[4])
 
     def __getattr__(self, name: str) -> Any:
         if name in _INSTEAD:
