@@ -96,6 +96,8 @@ _RESERVED = re.compile(
     r"|PET_.*|TORCHELASTIC_.*|CLOUDTRAIN_.*)"
 )
 _GPU = re.compile(r"([A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-(\d+)GB)?(?::(\d+))?")
+_METRIC = re.compile(r"(?! )[^=\x00-\x1f\x7f-\x9f]{1,100}(?<! )")
+_EXAMPLE = "loss ([0-9.]+)"
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
@@ -344,6 +346,10 @@ class Job:
             "default: 0, or 3 where each restart downloads them all"
         ),
     )
+    metrics: dict[str, str] = field(
+        default_factory=dict,
+        metadata=_help("metrics in the lines that rank 0 prints: a regular expression with one group each"),
+    )
     tags: dict[str, str] = field(default_factory=dict, metadata=_help("labels of the job on the platform"))
     options: dict[str, dict[str, Any]] = field(
         default_factory=dict, metadata=_help("by provider: merged last into the native request, verbatim")
@@ -360,6 +366,7 @@ class Job:
         self._check_what()
         self._check_limits()
         self._check_values()
+        self._check_metrics()
         self._check_placeholders()
         for provider, overrides in self.on.items():
             _override(self, provider, overrides)
@@ -462,6 +469,27 @@ class Job:
             options=options,
             on=on,
         )
+
+    def _check_metrics(self) -> None:
+        metrics = {k: text_of(v, f"metrics.{k}") for k, v in table_of(self.metrics, "metrics").items()}
+        for name, pattern in metrics.items():
+            if not _METRIC.fullmatch(name):
+                how = "use 1 to 100 printable characters without =, and no space at the ends"
+                raise SpecError(f"{name!r} is not a name for a metric", field="metrics", hint=how)
+            if name == "time":
+                raise SpecError("time is the time of the row itself", field="metrics", hint="use another name")
+            try:
+                groups = re.compile(pattern).groups
+            except (re.error, OverflowError, RecursionError) as exc:
+                why = f"{pattern!r} is not a regular expression: {exc}"
+                raise SpecError(why, field=f"metrics.{name}", hint=f"write it like {_EXAMPLE!r}") from None
+            if groups != 1:
+                how = (
+                    "write (?:...) for every group but that of the number" if groups else f"write it like {_EXAMPLE!r}"
+                )
+                count = "no group" if not groups else f"{groups} groups"
+                raise SpecError(f"{pattern!r} has {count}, not one", field=f"metrics.{name}", hint=how)
+        _set(self, metrics=metrics)
 
     def _check_placeholders(self) -> None:
         places = [("args", text) for text in self.args] + [("env", text) for text in self.env.values()]

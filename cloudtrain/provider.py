@@ -658,6 +658,7 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "debug_nccl": job.debug_nccl,
         "checkpoint_paths": list(job.checkpoint_paths),
         "keep_checkpoints": job.keep_checkpoints or 0,
+        "metrics": dict(job.metrics),
         "checkpoint_url": layout.direct,
         "resume": layout.resume,
         **({"resume_source": layout.resume_source} if layout.resume_source else {}),

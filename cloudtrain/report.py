@@ -211,7 +211,8 @@ def _curves(drawn: Sequence[Curve], counts: Mapping[str, int], result: Result) -
     if not counts:
         over = result["state"] in FINAL
         why = "No node has written any metrics" + ("." if over else " yet.")
-        return _section("Curves", tag("p", f"{why} A script does so with cloudtrain.runtime.log_metrics."))
+        how = "A script does so with cloudtrain.runtime.log_metrics; submit --metric reads them from what it prints."
+        return _section("Curves", tag("p", f"{why} {how}"))
     if not drawn:
         return _section("Curves", tag("p", f"The metrics have {sum(counts.values()):,} rows, and no number in them."))
     told = ", ".join(f"{count:,} of attempt {attempt}" for attempt, count in counts.items())

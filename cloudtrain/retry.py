@@ -216,7 +216,10 @@ def _exception(result: Mapping[str, Any]) -> str:
     killed = failure and not failure["exception"] and failure["process_exit_code"] in (None, -KILLED)
     if result["category"] == "preempted" or was_lost(failure or None) or (killed and result["category"] != "oom"):
         return ""
-    return str(failure.get("exception") or result.get("reason") or result["category"])
+    code = failure.get("process_exit_code")  # the reason may quote a line of the script, another one each time
+    return str(
+        failure.get("exception") or (f"exit code {code}" if code else result.get("reason")) or result["category"]
+    )
 
 
 def _left(job: Job, result: Mapping[str, Any], now: float) -> tuple[Job | None, str]:

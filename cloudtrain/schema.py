@@ -62,6 +62,7 @@ _EXACT: dict[str, Schema] = {
     "image": {"type": "string", "pattern": r"^[^\s-]\S*$"},
     "env": _TEXTS,
     "tags": _TEXTS,
+    "metrics": {"type": "object", "additionalProperties": _TEXT},
     "secrets": {
         "type": "object",
         "additionalProperties": {"type": "string", "pattern": f"^({'|'.join(SECRET_SCHEMES)}):."},

@@ -80,6 +80,7 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "resume_from": ("run-1", "run-1"),
     "checkpoint_paths": ("ck/*.pt", ("ck/*.pt",)),
     "keep_checkpoints": ("3", 3),
+    "metrics": ("loss=loss=([0-9.]+)", {"loss": "loss=([0-9.]+)"}),
     "tags": ("team=a b", {"team": "a b"}),
     "options": ('p.a.b={"c": [1]}', {"p": {"a": {"b": {"c": [1]}}}}),
     "on": ("p.instance_count=4", {"p": {"instance_count": 4}}),

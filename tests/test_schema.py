@@ -62,6 +62,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "resume_from": (["run-1"], [3, ""]),
     "checkpoint_paths": ([["a/*"], "a"], [[3], 3]),
     "keep_checkpoints": ([0, 3], [-1, 1.5]),
+    "metrics": ([{"loss": "loss ([0-9.]+)", "val/loss": "^x (.)"}], [{"loss": ""}, {"loss": 3}, ["loss"]]),
     "tags": ([{"a": "b", "c": ""}], [{"a": 1}]),
     "options": ([{"local": {"x": [None]}}], [{"local": 3}, 3]),
     "on": ([{"local": {"image": "x", "instance_count": 2}}], [{"local": {"nosuch": 1}}, {"local": {"name": "x"}}, 3]),

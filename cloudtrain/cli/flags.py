@@ -23,6 +23,7 @@ SPELLINGS = {
     "hyperparameters": "--hp",
     "inputs": "--input",
     "secrets": "--secret",
+    "metrics": "--metric",
     "tags": "--tag",
     "options": "--option",
     "dependencies": "--dependency",
@@ -36,6 +37,7 @@ FORMS = {
         "exclude": "PATTERN", "image": "IMAGE", "launcher": "LAUNCHER", "hyperparameters": "NAME=VALUE",
         "hyperparameter_style": "STYLE", "env": "NAME=VALUE", "secrets": "NAME[=REFERENCE]", "tags": "NAME=VALUE",
         "debug_nccl": "", "options": "PROVIDER.PATH=JSON", "on": "PROVIDER.FIELD=JSON",
+        "metrics": "NAME=REGEX",
     },
     "Machines": {
         "instance_count": "INT", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "nproc_per_node": "INT", "cpus": "INT",
@@ -146,6 +148,9 @@ def _value(flat: str, value: Any) -> Any:
         return tree(flag, value, field=flat)
     if flat == "secrets":
         value = [text if "=" in text else f"{text}=env:{text}" for text in value]
+    if flat == "metrics" and (bare := next((text for text in value if "=" not in text), None)) is not None:
+        how = f"{flag} '{bare}={bare} ([0-9.]+)'"
+        raise SpecError(f"{flag} {bare!r} has no regular expression", field=flat, hint=how)
     if kind == "dict":
         return pairs(flag, value, field=flat)
     if kind == "tuple":

@@ -67,6 +67,11 @@ class Measured:
     log: bool = False
     points: Sequence[tuple[float, float]] = ()
 
+    @property
+    def newest(self) -> float | None:
+        """The last step; the last row where no row tells a step."""
+        return self.step if self.step is not None or not self.points else self.points[-1][0]
+
 
 def measured(drawn: Sequence[Curve]) -> Measured:
     """Of all curves those few numbers; the first curve where there is no loss."""
@@ -483,17 +488,17 @@ class _Told:
         if found is not None and found.key != self._checkpoint:
             self._say(plain(f"checkpoint {found.name} is complete"))
             self._checkpoint = found.key
-        if picture.measured.step != self._step and picture.when - self._step_at >= TOLD:
+        if picture.measured.newest != self._step and picture.when - self._step_at >= TOLD:
             self._tell_step(picture)
 
     def _tell_step(self, picture: Picture) -> None:
-        if picture.measured.step is not None:
+        if picture.measured.newest is not None:
             self._say(plain(", ".join(_progress(picture, picture.when))))
-        self._step, self._step_at = picture.measured.step, picture.when
+        self._step, self._step_at = picture.measured.newest, picture.when
 
     def end(self, picture: Picture) -> None:
         """The run is over."""
-        if picture.measured.step != self._step:
+        if picture.measured.newest != self._step:
             self._tell_step(picture)
         result = picture.result or {}
         self._say(plain(show.state_line({**result, "reason": ""})))

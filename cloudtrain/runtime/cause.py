@@ -27,6 +27,8 @@ _CONSEQUENCE = re.compile(
 _OOM = re.compile(
     r"outofmemoryerror|out of memory|cannot allocate memory|defaultcpuallocator|memoryerror", re.IGNORECASE
 )
+SHOWN = 300
+"""Characters of a text of the script's own in a reason."""
 SLACK_NS = 500_000_000
 """A silent death is seen by its pipe's end of file, which a busy machine may read this much later than it happened."""
 
@@ -38,7 +40,8 @@ class Failure:
     ``kind`` is error (an exception or non-zero exit it told us of), died (ended without a word), lost (a node that no
     longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal, None when
     unknown. ``time_ns`` is Unix nanoseconds on node 0's clock. ``notified``: its own node had passed a stop notice on
-    to the rank by then (node 0 may have told none of its own yet).
+    to the rank by then (node 0 may have told none of its own yet). ``last_line`` is what the rank wrote just before;
+    only `summary` uses it, as it may be any text.
     """
 
     kind: str
@@ -52,6 +55,7 @@ class Failure:
     code: int | None = None
     category: str = ""
     notified: bool = False
+    last_line: str = ""
 
     @property
     def about(self) -> tuple[int, int | None, str]:
@@ -64,7 +68,12 @@ class Failure:
 
     def without_secrets(self, redact: Callable[[str], str]) -> Failure:
         """The same, its texts as ``redact`` leaves them."""
-        return replace(self, exception=redact(self.exception), traceback=redact(self.traceback))
+        return replace(
+            self,
+            exception=redact(self.exception),
+            traceback=redact(self.traceback),
+            last_line=redact(self.last_line),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -169,15 +178,21 @@ def summary(failure: Failure) -> str:
         return f"{who} could not go on: {failure.exception}"
     if failure.kind == "stalled":
         return failure.exception + (f" (seen by {who})" if failure.rank is None else "")
+    last = f"; last line: {_short(failure.last_line)}" if failure.last_line and (failure.code or 0) > 0 else ""
     if failure.kind == "died":
-        return f"{who} {_ending(failure.code)}" + (f"; {failure.exception}" if failure.exception else "")
+        return f"{who} {_ending(failure.code)}" + (f"; {failure.exception}" if failure.exception else last)
     place = f" ({failure.file}:{failure.line})" if failure.file else ""
     headline = next((part for part in failure.exception.splitlines() if part.strip()), "")
     if headline.startswith("SystemExit") and failure.code is not None:
         text = headline.partition(": ")[2]
-        said = f": {text}" if text and not text.lstrip("-").isdigit() else ""
-        return f"{who} exited with code {failure.code}{said}{place}"
+        if text and not text.lstrip("-").isdigit():
+            return f"{who} exited with code {failure.code}: {_short(text)}{place}"
+        return f"{who} exited with code {failure.code}{place}{last}"
     return f"{who} raised {headline}{place}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
 def _ending(code: int | None) -> str:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +35,9 @@ _NODE_WORDS = re.compile(
 )
 _EXITED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+\)")
 _CLOSING = re.compile(r"Sending process \d+ closing signal ")
+LAST_LINES = 20
+LAST_NS, LATE_NS = 2_000_000_000, 50_000_000
+"""A rank's line is its last if it was read this much before its end, or this much after it: pipes have no one order."""
 STACK_LINES = 20_000
 """Kept of what a rank prints after it was asked for its stacks; faulthandler prints half of it at most."""
 _TORCHRUN_NOISE = re.compile(
@@ -180,8 +184,10 @@ class Ranks:
         log: LogWriter,
         first_rank: int,
         emit: Callable[[dict[str, Any]], None],
+        read: Callable[[str], None] | None = None,
     ) -> None:
         self._log, self._emit, self.first_rank = log, emit, first_rank
+        self._read = read if first_rank == 0 else None
         self._pipes = scratch / "pipes"
         self._processes = processes if shim else 0
         self.lone = "torch.distributed.run" not in command
@@ -192,6 +198,7 @@ class Ranks:
         self.codes: dict[int, int] = {}
         self._over: set[int] = set()
         self._stacks: dict[int, list[str]] = {}
+        self._lines: dict[int, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
         self.unshown: list[str] = []
         self.closing_ns = 0
         """When torchrun began to stop the ranks because one had ended badly; 0 until then."""
@@ -229,10 +236,23 @@ class Ranks:
     def _read_output(self, local: int) -> None:
         with open(self._pipes / f"out-{local}", "rb", buffering=0) as stream:
             for text in lines_of(stream):
-                self._log.write(str(self.first_rank + local), text)
+                self._write(local, text)
                 stacks = self._stacks.get(local)
                 if stacks is not None and len(stacks) < STACK_LINES:
                     stacks.append(text)
+
+    def _write(self, local: int, text: str) -> None:
+        """Log a line of a rank, keep it as one of its last, and let ``read`` look at it if it is rank 0's."""
+        text = self._log.write(str(self.first_rank + local), text)
+        self._lines[local].append((time.time_ns(), text))
+        if self._read is not None and local == 0:
+            self._read(text)
+
+    def last_line_of(self, rank: int, end_ns: int) -> str:
+        """Return the last line with a word in it that this rank (of the whole run) wrote before its end."""
+        lines = reversed(self._lines[rank - self.first_rank].copy())
+        near = (text.strip() for at, text in lines if end_ns - LAST_NS < at < end_ns + LATE_NS)
+        return next((text for text in near if text.strip("=-_*#")), "")
 
     def _read_events(self, local: int) -> None:
         with open(self._pipes / f"events-{local}", "rb") as stream:
@@ -241,6 +261,8 @@ class Ranks:
                     event = json.loads(line)
                     if event["event"] == "start":
                         self.pids[local] = event["pid"]
+                    elif event.get("exception", "").startswith("SystemExit"):
+                        time.sleep(LATE_NS / 1e9)  # what it wrote before may still be in the other pipe
                     self._emit({"t": "rank", "local": local, **event})
         self._over.add(local)
         self._emit({"t": "rank", "local": local, "event": "eof", "time_ns": time.time_ns()})
@@ -248,7 +270,6 @@ class Ranks:
     def _read_launcher(self) -> None:
         """What comes from the child itself: of torchrun, its own complaints are held back (they name wrong ranks)."""
         stream: BinaryIO = self._process.stdout  # type: ignore[assignment]
-        rank = str(self.first_rank) if self.lone else "-"
         with stream:
             for text in lines_of(stream):
                 self.last_line = text if text.strip() else self.last_line
@@ -258,8 +279,10 @@ class Ranks:
                     self.closing_ns = time.time_ns()
                 if not self.lone and (self.unshown or _TORCHRUN_NOISE.search(text)):
                     self.unshown.append(text)
+                elif self.lone:
+                    self._write(0, text)
                 else:
-                    self._log.write(rank, text)
+                    self._log.write("-", text)
 
     def _wait(self) -> None:
         code = self._process.wait()

@@ -70,8 +70,8 @@ class LogWriter:
             for rank, text, at in waiting:
                 self._write(rank, text, at)
 
-    def write(self, rank: str, text: str) -> None:
-        """One line (no newline in it) of rank ``rank``, ``-`` for the runtime itself."""
+    def write(self, rank: str, text: str) -> str:
+        """Write one line (no newline in it) of rank ``rank``, ``-`` for the runtime itself. Return it redacted."""
         text = self.redact(text)
         with self._lock:
             if rank != "-":
@@ -80,6 +80,7 @@ class LogWriter:
                 self._waiting.append((rank, text, self._now()))
             else:
                 self._write(rank, text, self._now())
+        return text
 
     def say(self, text: str) -> None:
         """A line of the runtime's own."""

@@ -523,7 +523,9 @@ class Node:
     def _fail(self, failure: Failure) -> None:
         failure = failure.without_secrets(self.log.redact)
         if self.ranks is not None and failure.rank is not None:
-            failure = replace(failure, notified=self.ranks.notified(failure.rank, failure.time_ns))
+            notified = self.ranks.notified(failure.rank, failure.time_ns)
+            last = self.ranks.last_line_of(failure.rank, failure.time_ns)
+            failure = replace(failure, notified=notified, last_line=last)
         if failure.kind in ("died", "error") and not real(failure, self.stopped_ns):
             self._check_leaving()
         self.failures.append(failure)

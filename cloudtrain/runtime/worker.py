@@ -124,6 +124,30 @@ def _shown(exc: BaseException, trace: TracebackType | None) -> TracebackType | N
     return exc.__traceback__
 
 
+def _named(exc: BaseException) -> str:
+    """Return the exception as a traceback's last line shows it."""
+    name, module = type(exc).__name__, type(exc).__module__
+    if module not in ("builtins", "__main__"):
+        name = f"{module}.{name}"
+    try:
+        message = str(exc)
+    except Exception:  # noqa: BLE001  an exception that cannot be shown is told by its name
+        message = ""
+    return f"{name}: {message}" if message else name
+
+
+def _complaint(trace: TracebackType | None) -> str:
+    """Return the message that `argparse`, or a function like its ``error`` and ``exit``, was given before it exited."""
+    found = ""
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name in ("error", "exit"):
+            message = frame.f_locals.get("message")
+            found = message.strip() if isinstance(message, str) and message.strip() else found
+        trace = trace.tb_next
+    return found
+
+
 def _error(exc: BaseException, code: int) -> dict[str, Any]:
     import traceback
 
@@ -131,18 +155,20 @@ def _error(exc: BaseException, code: int) -> dict[str, Any]:
     file, line = _where(trace)
     if isinstance(exc, SyntaxError) and trace is None:
         file, line = exc.filename, exc.lineno
-    text = "".join(traceback.format_exception(type(exc), exc, trace))
-    name = type(exc).__name__
-    module = type(exc).__module__
-    if module not in ("builtins", "__main__"):
-        name = f"{module}.{name}"
-    try:
-        message = str(exc)
-    except Exception:  # noqa: BLE001  an exception that cannot be shown is told by its name
-        message = ""
+    name, said = _named(exc), ""
+    if isinstance(exc, SystemExit) and isinstance(exc.code, int):
+        said = _complaint(trace)
+        why = said or (_named(exc.__context__) if exc.__context__ and not exc.__suppress_context__ else "")
+        name = f"SystemExit: {why}" if why else name
+    if said:  # nobody looks for the mistake inside argparse
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(trace)]
+        own = next(number for number, place in enumerate(places, 1) if place == (file, line))
+        text = "".join(traceback.format_exception(type(exc), exc, trace, limit=own, chain=False))
+    else:
+        text = "".join(traceback.format_exception(type(exc), exc, trace))
     return {
         "event": "error",
-        "exception": (f"{name}: {message}" if message else name)[:10000],
+        "exception": name[:10000],
         "file": file,
         "line": line,
         "traceback": text[-30000:],

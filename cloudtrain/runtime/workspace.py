@@ -23,6 +23,7 @@ from .direct import Direct, newest
 from .launch import Ranks
 from .logs import LogWriter
 from .machine import cpu_count, scratch_folder
+from .metrics import PrintedMetrics
 from .mirror import Mirror
 from .nccl import Recorder
 from .stall import Look
@@ -267,6 +268,7 @@ class Workspace:
             path = environment.get("PATH", os.defpath)
             environment["PATH"] = os.pathsep.join([os.path.dirname(self._python), path])
         arguments = launch.script_arguments(context, values)
+        printed = context["metrics"]
         return Ranks(
             command=launch.command_of(context, topology, arguments, worker=self._worker, python=self._python),
             env=environment,
@@ -278,6 +280,7 @@ class Workspace:
             log=self._log,
             first_rank=self.node * self.processes,
             emit=emit,
+            read=PrintedMetrics(printed, self.metrics, say=self._log.say).read if printed else None,
         )
 
     @property

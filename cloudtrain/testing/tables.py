@@ -23,6 +23,7 @@ from ..job import Input, Job, Resources, Source
 from ..provider import Provider
 from ..settings import Settings
 from ..submit import Plan, make_plan
+from ..values import json_rows
 from . import probe
 
 __all__ = [
@@ -160,6 +161,12 @@ class Seen:
     result: Mapping[str, Any]
     folder: Path
 
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of the pulled metrics."""
+        file = self.folder / "metrics.jsonl"
+        return json_rows(file.read_bytes()) if file.is_file() else []
+
     def all(self, test: Callable[[Mapping[str, Any]], bool]) -> bool:
         """Whether there are ranks, and ``test`` holds for each."""
         return bool(self.ranks) and all(map(test, self.ranks))
@@ -221,6 +228,7 @@ def by_client(provider: Provider | type[Provider], field: str) -> bool:
 
 _HYPERPARAMETERS = {"lr": 0.1, "name": "a b", "flag": True, "nested": {"k": [1, None]}, "run": "{run_id}"}
 _FLAGS = {"--lr": "0.1", "--name": "a b", "--flag": "true", "--nested": '{"k": [1, null]}', "--run": "earlier"}
+_LINE = "^probe 0 line ([0-9]+)$"
 _DATA = {"a.csv": "data a", "sub/b.csv": "data b"}
 
 
@@ -296,6 +304,13 @@ SCRIPT: dict[str, Row] = {
         run="python",
         seen=lambda seen, place: seen.all(
             lambda rank: (rank["env"]["NCCL_DEBUG"], rank["env"]["TORCH_DISTRIBUTED_DEBUG"]) == ("INFO", "DETAIL")
+        ),
+    ),
+    "metrics": Row(
+        change=_to(metrics={"step": _LINE, "line": _LINE}),
+        run="command",
+        seen=lambda seen, place: (
+            [row["line"] for row in seen.metrics if row["step"] == row["line"]] == [*range(probe.LINES)]
         ),
     ),
     "resume_from": Row(

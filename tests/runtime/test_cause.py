@@ -196,6 +196,15 @@ def test_categories(failure: Failure, oom_kill: bool, wanted: str) -> None:
         (error(3, "\n\n  ValueError: late\n"), "rank 3 on node 1 raised   ValueError: late"),
         (Failure(kind="error", node=0, rank=0, time_ns=T, exception="SystemExit: 42", code=42, file="t.py", line=3),
          "rank 0 on node 0 exited with code 42 (t.py:3)"),
+        (Failure(kind="error", node=0, rank=0, time_ns=T, exception="SystemExit: 3", code=3, file="t.py", line=3,
+                 last_line="no data"), "rank 0 on node 0 exited with code 3 (t.py:3); last line: no data"),
+        (Failure(kind="error", node=0, rank=0, time_ns=T, exception="SystemExit: t.py: error: x", code=2, file="t.py",
+                 line=3, last_line="no data"), "rank 0 on node 0 exited with code 2: t.py: error: x (t.py:3)"),
+        (replace(died(1, 42), last_line="no data"), "rank 1 on node 0 exited with code 42; last line: no data"),
+        (replace(died(1, 42), last_line="x" * 301), f"rank 1 on node 0 exited with code 42; last line: {'x' * 297}..."),
+        (replace(died(1, -11), last_line="no data"), "rank 1 on node 0 was killed by SIGSEGV"),
+        (replace(died(1, 42), last_line="no data", exception="over"), "rank 1 on node 0 exited with code 42; over"),
+        (error(3, "ValueError: x", last_line="no data"), "rank 3 on node 1 raised ValueError: x"),
         (died(1, -9), "rank 1 on node 0 was killed by SIGKILL"),
         (died(1, -11), "rank 1 on node 0 was killed by SIGSEGV"),
         (died(1, -99), "rank 1 on node 0 was killed by signal 99"),
@@ -207,6 +216,15 @@ def test_categories(failure: Failure, oom_kill: bool, wanted: str) -> None:
 def test_summaries_are_one_line(failure: Failure, line: str) -> None:
     assert summary(failure) == line
     assert "\n" not in summary(failure)
+
+
+def test_the_last_line_is_redacted_and_decides_nothing() -> None:
+    quoting = error(0, "SystemExit: 1", last_line="Connection reset by peer; out of memory")
+    assert root_cause([quoting, error(1, "ValueError: x", ms=5)]) == quoting
+    assert category(quoting) == "user_error"
+    assert quoting.without_secrets(lambda text: text.replace("peer", "***")).last_line.startswith(
+        "Connection reset by ***"
+    )
 
 
 def test_a_lost_node_is_named() -> None:

@@ -347,6 +347,22 @@ def test_a_command_without_shim_is_logged_too(tmp_path: Path, start: Callable[..
     assert run.until("ended")["code"] == 3
     assert run.out == "[a0.0 n0 r4 #1] out\n[a0.0 n0 r4 #2] err\n"
     assert run.ranks.codes == {0: 3}
+    assert run.ranks.last_line_of(4, time.time_ns()) == "err"
+
+
+def test_the_last_line_of_a_rank_is_one_of_its_end(tmp_path: Path, start: Callable[..., Started]) -> None:
+    (tmp_path / "a.py").write_text(
+        "import atexit, sys, time\n"
+        "atexit.register(lambda: (time.sleep(0.5), print('a warning of the teardown')))\n"
+        "print('token-1234 is refused'); print('======', file=sys.stderr); sys.exit(42)"
+    )
+    run = start([sys.executable, str(WORKER), "a.py"], shim=True)
+    run.log.redact.learn({"TOKEN": "token-1234"})
+    end = run.until("error")["time_ns"]
+    run.until("ended")
+    assert "teardown" in run.out
+    assert run.ranks.last_line_of(4, end) == "***TOKEN*** is refused"
+    assert run.ranks.last_line_of(4, end + 5_000_000_000) == "", "too long before"
 
 
 def test_what_torchrun_says_of_a_store_that_is_gone_is_held_back(start: Callable[..., Started]) -> None:

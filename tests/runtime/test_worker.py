@@ -352,6 +352,30 @@ def test_the_record_points_into_the_users_code(stage: Stage) -> None:
     assert trace.rstrip().endswith("JSONDecodeError: Expecting value: line 1 column 1 (char 0)")
 
 
+PARSES = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--steps', type=int)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "why"),
+    [
+        (PARSES + "p.parse_args(['--stepz', '3'])", 2, "a.py: error: unrecognized arguments: --stepz 3"),
+        (PARSES + "p.parse_args(['--steps', 'x'])", 2, "a.py: error: argument --steps: invalid int value: 'x'"),
+        ("def error(message):\n    print(message)\n    raise SystemExit(4)\n\nerror('no data')", 4, "no data"),
+        ("import sys\ntry:\n    open('nowhere')\nexcept OSError:\n    sys.exit(5)", 5, "FileNotFoundError: "),
+        ("import sys\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    raise SystemExit(6) from None", 6, "6"),
+        ("import sys\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    pass\nsys.exit(7)", 7, "7"),
+    ],
+)  # fmt: skip
+def test_an_exit_by_code_says_why(stage: Stage, text: str, code: int, why: str) -> None:
+    stage.write(a=text)
+    plain, done = stage.plain("a.py"), stage.run("a.py")
+    assert (done.code, done.out) == (plain.code, plain.out)
+    assert (done.error["code"], done.error["file"]) == (code, str(stage.code / "a.py"))
+    assert done.error["exception"].startswith(f"SystemExit: {why}")
+    assert "argparse.py" not in done.error["traceback"]
+    assert done.error["traceback"].rstrip().endswith(f"SystemExit: {code}")
+
+
 def test_a_syntax_error_is_where_it_is(stage: Stage) -> None:
     stage.write(a="import b", b="x = 1\ny = (\n")
     error = stage.run("a.py").error

@@ -1,0 +1,88 @@
+"""Metrics that a script only prints: rows of numbers read from the lines of rank 0, by regular expressions."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+__all__ = ["PrintedMetrics"]
+
+LONGEST = 1000
+"""Characters of a line that are looked at: an expression may take the square of it, or worse."""
+SLOW_SECONDS = 0.05
+"""An expression that takes so long for one line is read no more: it would hold up the log."""
+PLACES = ("step", "epoch")
+"""Metrics that say where the others are; a line that holds no other makes no row."""
+
+
+class PrintedMetrics:
+    """Appends a row to ``file`` for each line with a number of ``patterns``: name to expression with one group.
+
+    A row has ``time`` (Unix seconds) and the numbers of its line, and the newest ``step`` and ``epoch`` where there are
+    expressions of these names. NaN and infinity become null, as in `log_metrics`.
+    """
+
+    def __init__(self, patterns: Mapping[str, str], file: Path, *, say: Callable[[str], None]) -> None:
+        self._file, self._say = file, say
+        self._places: dict[str, float | None] = {}
+        self._searches: dict[str, tuple[str, Callable[[str], re.Match[str] | None]]] = {}
+        for name, text in patterns.items():
+            try:
+                pattern = re.compile(text)
+            except re.error as exc:
+                say(f"metric {name} is not read: this Python does not know its expression: {exc}")
+            else:  # what begins with .* is found from the line's first character or from none
+                self._searches[name] = _literal(text), pattern.match if text.startswith(".*") else pattern.search
+
+    def read(self, line: str) -> None:
+        """Look at one line of the script's own."""
+        line, found = line[:LONGEST], {}
+        began = time.perf_counter()
+        for name, (literal, search) in self._searches.items():
+            if literal in line and (match := search(line)) and (number := _number(match[1])) is not None:
+                found[name] = number if math.isfinite(number) else None
+        if time.perf_counter() - began > SLOW_SECONDS:
+            self._drop_slow(line)
+        if found:
+            self._places.update({name: found.pop(name) for name in PLACES if name in found})
+        if found:
+            self._append({**self._places, "time": time.time(), **found})
+
+    def _drop_slow(self, line: str) -> None:
+        """Drop the expressions that are slow themselves; on a busy machine anything may take long by the clock."""
+        for name, (_, search) in list(self._searches.items()):
+            began = time.thread_time()
+            search(line)
+            if (took := time.thread_time() - began) > SLOW_SECONDS:
+                del self._searches[name]
+                self._say(f"metric {name} is not read any more: its expression took {took:.2f} s for one line")
+
+    def _append(self, row: Mapping[str, float | None]) -> None:
+        try:
+            with open(self._file, "ab", buffering=0) as stream:
+                stream.write((json.dumps(row) + "\n").encode())
+        except OSError as exc:
+            self._say(f"metrics cannot be written: {exc.strerror}")
+            self._searches.clear()
+
+
+def _literal(pattern: str) -> str:
+    """Return a text, maybe empty, that is in whatever matches. To look for it first is several times faster."""
+    match = re.match(r"(?:\^|\.\*)?([\w :=,/-]*)([*?{]?)", pattern)
+    found = "" if match is None or "|" in pattern else match[1]
+    return found[:-1] if match and match[2] else found
+
+
+def _number(text: str | None) -> float | None:
+    """Return the number that a group has found; None for what is none. A sentence's full stop is no part of it."""
+    text = (text or "").strip().rstrip(".,")
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None
