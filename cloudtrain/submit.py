@@ -450,6 +450,8 @@ def submit(
     known = recorded(plan)
     if known is not None:
         _check_not_refused(handle(known), say)
+    elif not plan.first:  # a run that is under way in other places records its refusals
+        _check_this_machine(plan)
     told = _origin(plan) if known is None else dict[str, Any]
     plan = known or plan
     staged = _staged(plan, say, moved)
@@ -485,6 +487,13 @@ def submit(
     if native is None:
         _check_not_refused(run, say)
     return run
+
+
+def _check_this_machine(plan: Plan) -> None:
+    """Raise what keeps the plan, or one that may follow it, from being sent, as far as its provider can tell here."""
+    for each in (plan, *plan.further):
+        if (check := getattr(each.provider, "check", None)) is not None:
+            check(each.request)
 
 
 def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:

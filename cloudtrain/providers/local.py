@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
@@ -95,6 +97,10 @@ class Provider(Hosted):
         nodes = self.nodes(request).nodes
         if shutil.which(nodes[0].command[0]) is None:
             raise SpecError(f"there is no {nodes[0].command[0]} to run", field="local.python")
+        python = nodes[0].command[0]
+        if request.context["launcher"] == "torchrun" and not _has_torch(python):
+            hint = f"run: {python} -m pip install torch\nor start the script without torchrun: --launcher python"
+            raise SpecError(f"{python} has no torch, which torchrun needs", field="local.python", hint=hint)
         if wanted := sum(node.gpus for node in nodes):
             check_gpus(wanted, str(request.body["gpu"]))
 
@@ -129,6 +135,14 @@ class Provider(Hosted):
             cpus=max(1, _cpus() // nodes),
             attempt=environ.get(ENGINE_PREFIX + "ATTEMPT", ""),
         )
+
+
+def _has_torch(python: str) -> bool:
+    """Return whether ``python`` finds torch, which is not imported: that takes seconds."""
+    if python == sys.executable:
+        return find_spec("torch") is not None
+    look = "import importlib.util; raise SystemExit(importlib.util.find_spec('torch') is None)"
+    return subprocess.run([python, "-c", look], capture_output=True, check=False).returncode == 0
 
 
 def _cpus() -> int:
