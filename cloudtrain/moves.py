@@ -32,6 +32,7 @@ __all__ = [
     "NO_MACHINES",
     "REFUSALS",
     "Moving",
+    "cut_off",
     "decide",
     "forget",
     "in_flight",
@@ -129,6 +130,11 @@ def in_flight(
     if noted:
         sleep(IN_FLIGHT)
     return False
+
+
+def cut_off(store: Store, run_id: str, attempt: int) -> bool:
+    """Return whether a client has begun to send the attempt and was not answered: the platform may have it."""
+    return bool(store.files.names(_folder(run_id, attempt)))
 
 
 def forget(store: Store, run_id: str) -> None:

@@ -171,7 +171,7 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
         raise
     except KeyboardInterrupt:
         known = screen.about.get("run")
-        text = f"interrupted; how the run is doing: cloudtrain status {known}" if known else "interrupted"
+        text = f"interrupted; how the run is doing: cloudtrain status {known}" if known else screen.interrupted
         return _report(screen, text, EXIT_DETACHED, wants_json)
     except Exception as exc:  # noqa: BLE001 - the last resort of a command line: one line instead of a traceback
         if os.environ.get("CLOUDTRAIN_DEBUG") == "1":

@@ -23,11 +23,15 @@ class Say(Protocol):
 
 
 class Screen:
-    """Where a verb writes. ``about`` is what an error object should say too: the run, once there is one."""
+    """Where a verb writes. ``about`` is what an error object should say too: the run, once there is one.
+
+    ``interrupted`` is what Ctrl-C means to a verb that does not know of a run.
+    """
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self.out, self.err = out, err
         self.about: dict[str, Any] = {}
+        self.interrupted = "interrupted"
         self.emitted = False
         self._later: list[str] | None = None  # lines that must not disturb a moving one
 
