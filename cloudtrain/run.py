@@ -547,7 +547,7 @@ class Run(Moving):
                 contact.heard(None)
 
     def _gone(self, contact: Contact, patience: float) -> CloudtrainError:
-        kind = StorageError if isinstance(contact.error, StorageError) else LostContactError
+        kind = LostContactError if isinstance(contact.error, LostContactError) else StorageError
         return kind(f"{contact.error} (for {patience:.0f} s now; what was submitted goes on: {self.url})")
 
     # ---------------------------------------------------------------------------------------------------- what it does

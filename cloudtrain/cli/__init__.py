@@ -165,7 +165,10 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
     """Run it; every failure becomes one line on stderr and, with --json, the one object on stdout."""
     wants_json = any(t == "--json" or t.startswith("--json=") for t in tokens)
     try:
-        code = parse(tokens, args, screen)()
+        from ..faults import watched
+
+        with watched(screen.passing):
+            code = parse(tokens, args, screen)()
         return code if isinstance(code, int) else 0
     except ReaderGone:
         raise
