@@ -45,6 +45,7 @@ EXIT_CODES: dict[str, int] = {
     "user_error": 1,
     "oom": 1,
     "stalled": 1,
+    "spec": 2,
     "image": 2,
     "auth": 3,
     "quota": 4,

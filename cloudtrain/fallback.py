@@ -20,12 +20,10 @@ from typing import Any
 from . import pyz
 from .bundle import Bundle
 from .errors import (
-    AuthError,
     CapacityError,
     CloudtrainError,
     ConflictError,
     LostContactError,
-    PlatformError,
     QuotaError,
     SpecError,
     StorageError,
@@ -33,7 +31,7 @@ from .errors import (
 from .job import Job, Source
 from .moves import NO_MACHINES, decide, next_of, overtaken, place_of
 from .provider import Layout
-from .retry import Retry
+from .retry import Retry, error_of
 from .run import Run
 from .settings import Settings
 from .store import Store
@@ -44,13 +42,6 @@ from .transfer import Progress
 from .values import without_secrets
 
 __all__ = ["Onward", "make_plan", "name_of", "only_first", "submit", "where"]
-
-_KINDS: Mapping[str, type[CloudtrainError]] = {
-    "quota": QuotaError,
-    "capacity": CapacityError,
-    "user_error": SpecError,
-    "auth": AuthError,
-}
 
 
 def make_plan(
@@ -135,8 +126,11 @@ def submit(
         run = send(newest, environ=environ, progress=progress, moved=moved)
     except (CapacityError, QuotaError) as exc:
         run = handle(newest)
-        if not any(run.store.refused(run.run_id, k) for k in run.store.attempts(run.run_id)):
+        refused = _refused(run)
+        if refused is None:
             raise  # it could not be noted, so nothing can follow it
+        if run.store.result(run.run_id) is not None:
+            raise _nowhere(run, refused, hint=exc.hint) from None
         say(f"{name_of(newest)} refused it: {exc}")
     onward = Onward(run, say, environ=environ, plans=plans, progress=progress, moved=moved)
     while True:
@@ -177,20 +171,20 @@ def _unsent(run: Run) -> int | None:
 
 
 def _refused(run: Run) -> dict[str, Any] | None:
-    """Why the newest attempt was refused, if it was and nothing else has come of the run."""
+    """Return why the newest attempt was refused, if it was and nothing else has come of the run."""
     store, run_id = run.store, run.run_id
-    newest = max(store.attempts(run_id), default=0)
-    if store.submitted(run_id, newest) is not None or store.cancelled(run_id) or store.result(run_id) is not None:
+    newest, ended = max(store.attempts(run_id), default=0), store.result(run_id)
+    if store.submitted(run_id, newest) is not None or store.cancelled(run_id) or (ended and ended["native_id"]):
         return None
     return store.refused(run_id, newest)
 
 
-def _nowhere(run: Run, refused: Mapping[str, Any]) -> CloudtrainError:
-    """The error of a job that nobody takes."""
+def _nowhere(run: Run, refused: Mapping[str, Any], hint: str = "") -> CloudtrainError:
+    """Return the error of a job that every region and provider refused."""
     refusals = run._refusals(())
     before = [_told(item) for item in refusals[:-1]]
     reason = str(refused["reason"]) + (f" (before that, {'; '.join(before)})" if before else "")
-    error = _KINDS.get(str(refused["category"]), PlatformError)(reason)
+    error = error_of(str(refused["category"]))(reason, hint=hint)
     error.refusals = tuple(refusals)
     return error
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from .errors import AuthError, CloudtrainError, StorageError
+from .errors import AuthError, CloudtrainError, LostContactError, StorageError
 
-__all__ = ["Retries", "TransientError", "classify", "translate"]
+__all__ = ["Retries", "TransientError", "UnreachableError", "classify", "translate", "watched"]
 
 R = TypeVar("R")
 
@@ -78,8 +81,43 @@ _FTP = {"530": 401, "532": 401, "550": 404}
 _AUTH_WORDS = ("forbidden", "credential", "expiredtoken", "accessdenied", "unauthorized", "not authorized")
 
 
+_HOST = re.compile(r"""https?://(?:[^\s/@'"]*@)?([^\s/'"()<>,]+)|connect to host ([^\s'"]+)|host='([^']+)'""", re.I)
+_UNREACHABLE = tuple(
+    (re.compile(pattern, re.I), why)
+    for pattern, why in (
+        (
+            "dns error|name or service not known|name resolution|nodename nor servname|fail\\w+ to resolve",
+            "name not resolved",
+        ),
+        ("connection refused|connect call failed|actively refused", "connection refused"),
+        ("network is unreachable|no route to host", "no route to host"),
+        ("connect(ion)? ?time(d ?)?out", "no answer"),
+    )
+)
+"""What libraries and systems write of a host to which no connection was made, and what we say."""
+NAMED = 3
+"""The first try that `watched` tells of: what passes within a second is no news."""
+_WATCHER: ContextVar[Callable[[str], None]] = ContextVar("watcher", default=lambda text: None)
+
+
 class TransientError(StorageError):
     """A call that failed for a reason which may pass; it may have been carried out all the same."""
+
+
+class UnreachableError(TransientError, LostContactError):
+    """A host of the store to which no connection was made: the network's fault, and not the store's."""
+
+    exit_code = LostContactError.exit_code
+
+
+@contextmanager
+def watched(say: Callable[[str], None]) -> Iterator[None]:
+    """Tell ``say`` of calls to a store, made in this thread, that are tried a third time and more."""
+    token = _WATCHER.set(say)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
 
 
 def _chain(exc: BaseException) -> Iterator[BaseException]:
@@ -152,7 +190,22 @@ def translate(exc: BaseException, where: str) -> Exception:
         return AuthError(f"{where}: no access: {reason}")
     if kind == "disk" and isinstance(exc, OSError):
         return StorageError(f"{exc.filename or where}: {exc.strerror or reason}")
+    if kind == "transient" and (why := _unreachable(exc)):
+        hint = "check the network, then run: cloudtrain doctor"
+        return UnreachableError(f"cannot reach {_host(exc) or where}: {why}", hint=hint)
     return (TransientError if kind == "transient" else StorageError)(f"{where}: {reason}")
+
+
+def _unreachable(exc: BaseException) -> str:
+    """Return why no connection was made; empty where one was, or nothing tells."""
+    text = " ".join(f"{type(link).__name__} {link}" for link in _chain(exc))
+    return next((why for pattern, why in _UNREACHABLE if pattern.search(text)), "")
+
+
+def _host(exc: BaseException) -> str:
+    """Return the host, and the port if any, that an exception names; empty for none."""
+    found = (match for link in _chain(exc) if (match := _HOST.search(str(link))))
+    return next((name for match in found for name in match.groups() if name), "")
 
 
 class Retries:
@@ -188,7 +241,10 @@ class Retries:
                 if part and not transient:
                     raise
                 if not (transient and left and again):
-                    raise translate(exc, where) from exc
+                    ours = translate(exc, where)
+                    raise ours from (None if isinstance(ours, UnreachableError) else exc)
+                if (number := self.tries - left + 1) >= NAMED:
+                    _WATCHER.get()(f"{where} does not answer (try {number} of {self.tries})")
                 self.pause(self.tries - 1 - left)
         raise AssertionError("unreachable")
 

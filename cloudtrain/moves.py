@@ -5,9 +5,9 @@ Each place is a run of its own, with the same id, in that place's store; its run
 exclusively in the folder of the run that is left, and only once nothing of that run lives or can come to life:
 
 * it ended for want of machines and never ran, by the platform's word; or
-* the platform refused it. Who sends an attempt that something may follow first notes so, and then looks whether it was
-  refused; who leaves it first notes the refusal, then waits for whoever is sending, and then asks the platform. So of
-  two clients one sees the other.
+* the platform refused it. A client that sends an attempt first notes that it does, and then looks whether the attempt
+  was refused. A client that is refused first notes the refusal, then waits for the clients that are sending, and then
+  asks the platform. So the second client always sees the first client's record. A refused run is ended the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ __all__ = [
     "NO_MACHINES",
     "REFUSALS",
     "Moving",
+    "cut_off",
     "decide",
+    "forget",
+    "in_flight",
     "next_of",
     "overtaken",
     "place_of",
@@ -51,7 +54,7 @@ IN_FLIGHT = 1.0
 """Seconds that what a dead client has sent may still take to arrive."""
 _PAUSE = 0.2
 #: What no further attempt would cure.
-NOT_RETRIED = frozenset({"cancelled", "timeout", "quota", "auth", "image"})
+NOT_RETRIED = frozenset({"cancelled", "timeout", "quota", "auth", "spec", "image"})
 
 Record = Mapping[str, Any]
 _MINE: set[str] = set()
@@ -105,6 +108,38 @@ def settle(
             say(f"waiting: another client may be sending attempt {attempt} of {store.url}/{run_folder(run_id)}")
             told = True
         sleep(_PAUSE)
+
+
+def in_flight(
+    store: Store,
+    run_id: str,
+    attempt: int,
+    *,
+    clock: Callable[[], float] = time.time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Return whether a client that may be alive has noted, less than `LEASE` seconds ago, that it sends the attempt.
+
+    ``clock`` gives Unix seconds. Unlike `settle` it writes nothing, so a verb that only reads may ask. It waits only
+    where clients have died, until what they sent must have come.
+    """
+    keys = [f"{_folder(run_id, attempt)}/{name}" for name in store.files.names(_folder(run_id, attempt))]
+    noted = {key: record for key in keys if (record := store.record(key)) is not None}
+    if any(clock() - float(each.get("time") or 0.0) < LEASE and not _is_gone(key, each) for key, each in noted.items()):
+        return True
+    if noted:
+        sleep(IN_FLIGHT)
+    return False
+
+
+def cut_off(store: Store, run_id: str, attempt: int) -> bool:
+    """Return whether a client has begun to send the attempt and was not answered: the platform may have it."""
+    return bool(store.files.names(_folder(run_id, attempt)))
+
+
+def forget(store: Store, run_id: str) -> None:
+    """Remove what clients that died have noted of sending attempts of a run that is over."""
+    store.files.discard([key for key in store.files.list(f"{run_folder(run_id)}/attempts") if "/sending/" in key])
 
 
 def _folder(run_id: str, attempt: int) -> str:
@@ -298,6 +333,8 @@ class Moving:
         last = requests[-1]
         another = category in NO_MACHINES and last is not None and self._has_another(last, category)
         more = newest - max(0, len(choices) - 1) < job.retries and category not in NOT_RETRIED
+        # A first request that was refused is no attempt that failed: the submitter was told that nothing runs.
+        more = more and not (newest == 0 and self.store.refused(self.run_id, 0))
         return another or more or overtaken(self.store, self.run_id, newest, result)
 
     def _may_move(self, result: Record) -> bool:

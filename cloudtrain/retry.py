@@ -6,7 +6,6 @@ left of the Job's limits.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
@@ -17,7 +16,15 @@ from typing import Any
 
 from .cost import seconds_of
 from .disk import local_path
-from .errors import AuthError, CapacityError, LostContactError, QuotaError, SpecError
+from .errors import (
+    AuthError,
+    CapacityError,
+    CloudtrainError,
+    LostContactError,
+    PlatformError,
+    QuotaError,
+    SpecError,
+)
 from .job import Job
 from .moves import NO_MACHINES, REFUSALS, next_of, overtaken, sending, settle
 from .provider import Layout, Request
@@ -27,10 +34,25 @@ from .tail import patiently
 from .values import did_you_mean
 from .verdict import unix_time, was_lost
 
-__all__ = ["REFUSALS", "UNSENT_SECONDS", "Retry", "category_of", "deliver", "secret_values", "write_context"]
+__all__ = [
+    "REFUSALS",
+    "UNSENT_SECONDS",
+    "Retry",
+    "category_of",
+    "deliver",
+    "error_of",
+    "secret_values",
+    "write_context",
+]
 
 UNSENT_SECONDS = 60.0
 """How long a client has from recording an attempt to having sent it; as long as `patiently` asks for."""
+_KINDS: Mapping[str, type[CloudtrainError]] = {
+    "quota": QuotaError,
+    "capacity": CapacityError,
+    "spec": SpecError,
+    "auth": AuthError,
+}
 KILLED = 9
 """SIGKILL; not every client's system knows the name."""
 
@@ -58,20 +80,19 @@ def _send_unless_cancelled(run: Run, request: Request, values: Mapping[str, str]
 
 
 def deliver(run: Run, request: Request, values: Mapping[str, str]) -> str | None:
-    """Send the request of an attempt, and note what the platform calls it; None when it was refused before, and another
-    one is to follow it, or when it was cancelled before the platform had it. Raises what sending raises."""
+    """Send the request of an attempt, and note what the platform calls it.
+
+    None when it was refused before, or cancelled before the platform had it. Raises what sending raises.
+    """
     store, attempt = run.store, request.attempt
-    more = run._follows(request, "capacity") or run._follows(request, "quota")
-    with contextlib.ExitStack() as stack:
-        if more:
-            stack.enter_context(sending(store, run.run_id, attempt))
-            refused = store.refused(run.run_id, attempt)
-            if refused and run._follows(request, refused["category"]):
-                return None
+    with sending(store, run.run_id, attempt):
+        if store.refused(run.run_id, attempt) is not None:
+            return None
         native = patiently(partial(_send_unless_cancelled, run, request, values))
         if native is None:
             return None
         store.write_submitted(run.run_id, attempt, native)
+    more = run._follows(request, "capacity") or run._follows(request, "quota")
     left = more and (next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > attempt)
     if left or store.cancelled(run.run_id):  # it was while the provider took it
         patiently(partial(run.provider.cancel, native))
@@ -205,8 +226,12 @@ class Retry:
 
 def category_of(exc: Exception) -> str:
     """The category of an attempt that a provider refused by raising ``exc``."""
-    kinds = ((QuotaError, "quota"), (CapacityError, "capacity"), (SpecError, "user_error"), (AuthError, "auth"))
-    return next((category for kind, category in kinds if isinstance(exc, kind)), "infra")
+    return next((category for category, kind in _KINDS.items() if isinstance(exc, kind)), "infra")
+
+
+def error_of(category: str) -> type[CloudtrainError]:
+    """Return the class of the error with which a request was refused for ``category``, the inverse of `category_of`."""
+    return _KINDS.get(category, PlatformError)
 
 
 def _exception(result: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from .errors import AuthError, CloudtrainError, DigestError, LostContactError, N
 from .follow import Line, attempt_key
 from .job import check_run_id
 from .max_wait import MaxWait
-from .moves import NO_MACHINES, NOT_RETRIED, Moving, overtaken
+from .moves import NO_MACHINES, NOT_RETRIED, Moving, forget, in_flight, overtaken
 from .provider import FINAL, AttemptInfo, Provider, Request, Status
 from .pull import PATIENCE, PULLED, PullReport, pull
 from .settings import Caller, Settings
@@ -129,14 +129,18 @@ class Run(Moving):
         """The platform's word on the newest attempt that was submitted, and all native ids."""
         recorded, self._unsent = self.store.attempts(self.run_id), None
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
+        last = max(recorded, default=0)
+        refused = None if last in natives else self._refused_status(last)
+        if refused is not None and self._native(last) is not None:
+            return self._live()  # another client was sending it as we looked
         if not natives:
-            return self._unsubmitted(max(recorded, default=0)), natives
+            return self._unsubmitted(last, refused), natives
         newest = max(natives)
         status = self._told(newest, self._ask(newest, natives[newest]))
-        if status.final and newest < (last := max(recorded)) and not self.store.cancelled(self.run_id):
-            if refused := self.store.refused(self.run_id, last):
-                reason = f"attempt {last} was refused: {refused['reason']}"
-                return replace(status, state="failed", reason=reason, category=refused["category"]), natives
+        if status.final and newest < last and not self.store.cancelled(self.run_id):
+            if refused is not None:
+                finished = status.finished if refused.final else None
+                return replace(refused, finished=finished, reason=f"attempt {last} was {refused.reason}"), natives
             self._unsent = last
             reason = f"attempt {last} is recorded but not submitted yet; the last one: {status.reason or 'ended'}"
             status = replace(status, state="pending", reason=reason, category="", finished=None)
@@ -166,17 +170,26 @@ class Run(Moving):
     def _patiently(self, call: Callable[[], T]) -> T:
         return patiently(call, clock=self._clock, sleep=self._sleep)
 
-    def _unsubmitted(self, last: int) -> Status:
+    def _refused_status(self, attempt: int) -> Status | None:
+        """Return how an attempt stands that was refused, None of any other: it is over, unless a client may be sending
+        it still. The platform must be asked after that: what is found there now was accepted all the same."""
+        refused = self.store.refused(self.run_id, attempt)
+        if refused is None:
+            return None
+        reason = f"refused: {refused['reason']}"
+        if in_flight(self.store, self.run_id, attempt, clock=self._clock, sleep=self._sleep):
+            return Status(state="pending", reason=f"{reason}; another client may be sending it")
+        return Status(state="failed", category=refused["category"], reason=reason)
+
+    def _unsubmitted(self, last: int, refused: Status | None) -> Status:
         self._check()
         if self.store.cancelled(self.run_id):
             return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
-        refused, request = self.store.refused(self.run_id, last), self.store.attempt_request(self.run_id, last)
-        if refused and request is not None and self._follows(request, refused["category"]):
-            return Status(state="failed", category=refused["category"], reason=f"refused: {refused['reason']}")
-        if not refused and (last or self._led) and self.provider.retried_by != "supervisor":
+        if refused is not None:
+            return refused
+        if (last or self._led) and self.provider.retried_by != "supervisor":
             self._unsent = last  # whoever waits sends it
-        why = f"refused: {refused['reason']}" if refused else "recorded but never submitted"
-        reason = f"{why}; submit the same job again with --run-id {self.run_id}, or cancel it"
+        reason = f"recorded but never submitted; submit the same job again with --run-id {self.run_id}, or cancel it"
         return Status(state="pending", reason=reason)
 
     def _ask(self, attempt: int, native: str) -> Status:
@@ -324,7 +337,10 @@ class Run(Moving):
         return {**result, "name": self.job.name, "created": self.record.get("created")}
 
     def _keep(self, result: Result) -> Result:
-        return shown(self.store.write_result(self.run_id, self._kept(result)))
+        stored = self.store.write_result(self.run_id, self._kept(result))
+        with contextlib.suppress(AuthError, StorageError):
+            forget(self.store, self.run_id)
+        return shown(stored)
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
@@ -591,7 +607,7 @@ class Run(Moving):
                 contact.heard(None)
 
     def _gone(self, contact: Contact, patience: float) -> CloudtrainError:
-        kind = StorageError if isinstance(contact.error, StorageError) else LostContactError
+        kind = LostContactError if isinstance(contact.error, LostContactError) else StorageError
         return kind(f"{contact.error} (for {patience:.0f} s now; what was submitted goes on: {self.url})")
 
     # ---------------------------------------------------------------------------------------------------- what it does

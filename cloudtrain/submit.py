@@ -26,6 +26,7 @@ from .disk import local_path
 from .entry_point import check_script
 from .errors import (
     AuthError,
+    CloudtrainError,
     ConflictError,
     SpecError,
     StorageError,
@@ -33,11 +34,11 @@ from .errors import (
 )
 from .job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
 from .limits import THIS_MACHINE
-from .moves import REFUSALS
+from .moves import REFUSALS, settle
 from .needs import find_missing, refusal, stand_ins, with_placeholders
 from .provenance import asked, digest_of, origin_of
 from .provider import Layout, Provider, Request, provider_names, recorded_settings, suggested_provider
-from .retry import category_of, deliver, secret_values, write_context
+from .retry import category_of, deliver, error_of, secret_values, write_context
 from .run import NO_SETTINGS, Run
 from .settings import Settings
 from .store import LocalTree, Staged, Store
@@ -461,13 +462,17 @@ def submit(
 
     ``progress`` is told each step, ``moved`` each upload, as in `Store.stage`; ``decide`` is called once the run is
     recorded, before it can start. Raises `ConflictError` when the run id belongs to another job, and whatever storage
-    and the provider raise.
+    and the provider raise. What the provider raises to refuse the job ends the run, unless something may follow it.
     """
     if plan.missing:
         raise refusal(plan.provider_name, plan.missing, file=plan.settings.file)
     values = secret_values(plan.job, environ)
     say = progress or (lambda _: None)
     known = recorded(plan)
+    if known is not None:
+        _check_not_refused(handle(known), say)
+    elif not plan.first:  # a run that is under way in other places records its refusals
+        _check_this_machine(plan)
     told = _origin(plan) if known is None else dict[str, Any]
     plan = known or plan
     staged = _staged(plan, say, moved)
@@ -485,19 +490,46 @@ def submit(
         if there is not None and there.to_dict() != plan.request.to_dict():
             raise _recorded_otherwise(plan)
     run = handle(plan, staged)
-    request = _to_send(plan, run)
+    request = _to_send(plan)
     if request is None:
         return run
     say(f"submitting to {plan.provider_name}")
     try:
-        deliver(run, request, {} if request.attempt else values)
+        native = deliver(run, request, values)
     except (AuthError, *REFUSALS) as exc:
-        # Whoever submits is told, and may have given up: nobody else sends it later.
-        with contextlib.suppress(StorageError):
+        # The submitter is told that nothing runs, so no other client may send it later.
+        with contextlib.suppress(CloudtrainError):
             reason = str(exc)
             plan.store.write_refused(plan.run_id, request.attempt, category=category_of(exc), reason=reason)
+            settle(plan.store, plan.run_id, request.attempt, say=say)
+            if run.result()["native_id"] is not None:  # else the result is kept, where nothing follows
+                return run  # it was accepted all the same
         raise
+    if native is None:
+        _check_not_refused(run, say)
     return run
+
+
+def _check_this_machine(plan: Plan) -> None:
+    """Raise what keeps the plan, or one that may follow it, from being sent, as far as its provider can tell here."""
+    for each in (plan, *plan.further):
+        if (check := getattr(each.provider, "check", None)) is not None:
+            check(each.request)
+
+
+def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
+    """Raise the error of a run that was refused and is over: its id is used up. Keep its result, if need be."""
+    store, run_id = run.store, run.run_id
+    newest = max(store.attempts(run_id), default=0)
+    if store.refused(run_id, newest) is None:
+        return
+    if store.result(run_id) is None:
+        settle(store, run_id, newest, say=say)
+        run.result()
+    ended = store.result(run_id)
+    if ended is not None and ended["state"] == "failed" and ended["native_id"] is None:
+        hint = f"run {run_id} is over; to send the job again, choose another --run-id"
+        raise error_of(str(ended["category"]))(f"run {run_id} has ended: {ended['reason']}", hint=hint)
 
 
 def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> Staged:
@@ -555,19 +587,16 @@ def _told(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _to_send(plan: Plan, run: Run) -> Request | None:
-    """The request of the first attempt, or of the last GPU of the list, which was refused; None: it was sent, or has
-    ended. One that was sent a platform may have forgotten since, and another machine's knows nothing of it."""
+def _to_send(plan: Plan) -> Request | None:
+    """Return the request of the first attempt; None where it was sent or refused, or the run has ended.
+
+    The platform may have forgotten one that was sent, and another machine's platform knows nothing of it. A further
+    attempt is sent by a waiting client.
+    """
     store, run_id = plan.store, plan.run_id
-    newest = max(store.attempts(run_id), default=0)
-    if store.cancelled(run_id) or store.result(run_id) is not None or store.submitted(run_id, newest) is not None:
-        return None
-    if not newest:
-        return plan.request
-    request, refused = store.attempt_request(run_id, newest), store.refused(run_id, newest)
-    if request is None or refused is None or run._follows(request, refused["category"]):
-        return None  # a waiting client's
-    return request
+    known = any(look(run_id, 0) is not None for look in (store.submitted, store.refused))
+    over = known or store.cancelled(run_id) or store.result(run_id) is not None
+    return None if over or max(store.attempts(run_id), default=0) else plan.request
 
 
 def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:

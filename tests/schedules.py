@@ -706,7 +706,7 @@ class Schedule:
         reconciles = sim.draw.random() < 0.5
 
         def script(client: Client) -> None:
-            with contextlib.suppress(CapacityError, QuotaError):
+            with contextlib.suppress(AuthError, CapacityError, QuotaError):  # it was refused, and is over
                 submit(dataclasses.replace(self.plan, store=self.store()), environ={})
             for _ in range(1000):
                 run = self.run()
@@ -770,7 +770,8 @@ class Schedule:
         sim, folder = self.sim, f"runs/{RUN_ID}"
         cancelled = f"{folder}/cancelled.json" in self.data
         if not jobs:
-            if not cancelled:
+            refused = self._has(0, "refused.json") and result["category"] in ("auth", "quota", "capacity")
+            if not cancelled and not (refused and result["state"] == "failed"):
                 sim.wrong(f"nothing ran, and it is {result['state']}")
             return
         last = jobs[-1]

@@ -281,9 +281,16 @@ def test_where_nobody_has_machines_all_reasons_are_told(places: Places, capsys: 
     assert "nothing in 1" in str(caught.value)
     assert "nothing in 0" in str(caught.value)
     assert [item["category"] for item in caught.value.refusals] == ["capacity", "quota"]
-    places.clouds[1].refuse()  # the same command again: there is room by now
-    assert places.submit().url.startswith(places.stores[1].url)
-    assert places.jobs() == [[], ["r.0"]]
+    for place, state in ((0, "went on"), (1, "refused: nothing in 1")):
+        result = places.stores[place].result("r")
+        assert result is not None
+        assert (result["state"], result["native_id"], state in result["reason"]) == ("failed", None, True)
+    places.clouds[1].refuse()  # there is room by now, but the run was said to be over
+    with pytest.raises(QuotaError, match="nothing in 1") as caught:
+        places.submit()
+    assert caught.value.hint == "run r is over; to send the job again, choose another --run-id"
+    assert places.attach().wait(timeout=5)["category"] == "quota"
+    assert places.jobs() == [[], []]
 
 
 def test_gpus_first_then_places(places: Places) -> None:
@@ -309,16 +316,20 @@ def test_one_place_whose_first_gpu_is_refused_gets_the_second(tmp_path: Path, in
     assert [item["gpu"] for item in run.result()["refusals"]] == ["H100:8"]
 
 
-def test_where_every_gpu_was_refused_the_same_command_asks_again(tmp_path: Path, installed: None) -> None:
+def test_where_every_gpu_was_refused_the_run_is_over(tmp_path: Path, installed: None) -> None:
     places = Places(tmp_path / "one", count=1)
     places.clouds[0].refuse("quota", "no H100")
     places.clouds[0].refuse("capacity", "no A100 either", choice=1)
-    for _ in range(2):
-        with pytest.raises(CapacityError, match=r"no A100 either .before that, .*no H100"):
+    for hint in ("", "run r is over; to send the job again, choose another --run-id"):
+        with pytest.raises(CapacityError, match=r"no A100 either .before that, .*no H100") as caught:
             places.submit(gpu=["H100:8", "A100:8"])
-    places.clouds[0].refuse(choice=1)  # there is room by now
-    places.submit(gpu=["H100:8", "A100:8"])
-    assert places.jobs() == [["r.1"]]
+        assert caught.value.hint == hint
+        if not hint:
+            places.clouds[0].refuse(choice=1)  # there is room by now
+    result = places.attach().wait(timeout=5)
+    assert (result["state"], result["category"], result["exit_code"]) == ("failed", "capacity", 4)
+    assert [item["gpu"] for item in result["refusals"]] == ["H100:8", "A100:8"]
+    assert places.jobs() == [[]]
 
 
 def test_the_id_of_a_run_to_resume_from_means_one_of_the_first_place_s_store(places: Places) -> None:

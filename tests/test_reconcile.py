@@ -153,8 +153,9 @@ def test_what_was_refused_while_somebody_looked_is_not_sent_later(place: Place) 
     assert done.code != 0
     place.store.write_refused("r", 0, category="quota", reason="the quota is 0")
     (row,) = place.reconcile()
-    assert (row["state"], row["done"], place.platform.jobs()) == ("pending", [], [])
-    assert row["reason"].startswith("refused: the quota is 0; submit the same job again")
+    assert (row["state"], row["done"], place.platform.jobs()) == ("failed", ["closed: failed"], [])
+    assert (row["category"], row["reason"]) == ("quota", "refused: the quota is 0")
+    assert place.reconcile() == []
 
 
 def test_what_was_cancelled_is_cancelled_again_if_nobody_asked_the_platform(place: Place) -> None:

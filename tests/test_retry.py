@@ -338,7 +338,7 @@ def test_where_all_was_refused_nothing_is_spent(limit: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("exc", "category"), [(QuotaError("no"), "quota"), (SpecError("no"), "user_error"), (PlatformError("no"), "infra")]
+    ("exc", "category"), [(QuotaError("no"), "quota"), (SpecError("no"), "spec"), (PlatformError("no"), "infra")]
 )
 def test_an_attempt_that_is_refused_is_the_end_and_is_told(tmp_path: Path, exc: Exception, category: str) -> None:
     run, platform = begun(tmp_path, failed("capacity"), DONE, gpu=["H100:8", "A100:8"])

@@ -298,7 +298,7 @@ def test_a_server_that_is_gone(s3_environment: str, moving: Moving, monkeypatch:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     waits: list[float] = []
     tree = RemoteFiles(url="s3://bucket/store", moving=moving, retries=Retries(tries=2, sleep=waits.append))
-    with pytest.raises(StorageError, match=r"Could not connect to the endpoint URL|Connection refused"):
+    with pytest.raises(StorageError, match=r"cannot reach .*: connection refused"):
         tree.read("key")
     assert len(waits) == 1
 

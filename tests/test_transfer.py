@@ -22,8 +22,8 @@ from servers import race
 
 from cloudtrain.backends import Clients
 from cloudtrain.disk import _unnameable, inside, local_path, normalize, safe, sha256_file, walk
-from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
-from cloudtrain.faults import Retries, classify
+from cloudtrain.errors import AuthError, DigestError, LostContactError, SpecError, StorageError
+from cloudtrain.faults import Retries, UnreachableError, classify, watched
 from cloudtrain.filesystem import FsspecMover
 from cloudtrain.remote import RemoteFiles
 from cloudtrain.transfer import LocalFiles, files, parallel
@@ -696,3 +696,33 @@ def test_an_unknown_scheme_and_a_missing_package() -> None:
 def test_sha256_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"abc" * 1_000_000)
     assert sha256_file(tmp_path / "x") == digest(b"abc" * 1_000_000)
+
+
+UNREACHED = [
+    ("Could not connect to the endpoint URL: \"http://nohost.invalid/b/x\"", "[Errno -2] Name or service not known",
+     "nohost.invalid: name not resolved"),
+    ("Error performing GET http://127.0.0.1:9/b/x in 1ms - HTTP error", "Connection refused",
+     "127.0.0.1:9: connection refused"),
+    ("Cannot connect to host storage.googleapis.com:443 ssl:default", "Network is unreachable",
+     "storage.googleapis.com:443: no route to host"),
+    ("HTTPSConnectionPool(host='a.blob.core.windows.net', port=443)", "ConnectTimeoutError: timed out",
+     "a.blob.core.windows.net: no answer"),
+    ("it is gone", "Connection refused", "s3://b/x: connection refused"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("outer", "inner", "said"), UNREACHED)
+def test_a_host_that_cannot_be_reached_is_named_and_is_no_failure_of_the_store(
+    outer: str, inner: str, said: str
+) -> None:
+    def call() -> None:
+        raise ConnectionError(outer) from OSError(inner)
+
+    tries: list[str] = []
+    with watched(tries.append), pytest.raises(UnreachableError) as caught:
+        Retries(tries=4, sleep=lambda _: None)("s3://b/x", call)
+    assert str(caught.value) == f"cannot reach {said}"
+    assert caught.value.hint == "check the network, then run: cloudtrain doctor"
+    assert (caught.value.exit_code, caught.value.__cause__) == (7, None)
+    assert isinstance(caught.value, (LostContactError, StorageError))
+    assert tries == [f"s3://b/x does not answer (try {number} of 4)" for number in (3, 4)]

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from foldercloud import NAME, Provider, install
 
+from cloudtrain import cli
+
 SUBMIT = ("submit", "train.py", "--provider", NAME, "--run-id", "r", "--max-runtime", "1h")
 
 
@@ -57,6 +59,11 @@ class Place:
             cwd=self.code, env=self.environ, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         return done.returncode, json.loads(done.stdout), done.stderr
+
+    def logs(self, run: str) -> str:
+        words = [sys.executable, "-m", "cloudtrain", "logs", "-f", run]
+        done = subprocess.run(words, cwd=self.code, env=self.environ, capture_output=True, text=True, timeout=30)
+        return done.stdout
 
 
 @pytest.fixture
@@ -131,8 +138,62 @@ def test_a_signal_while_the_platform_is_taking_the_job(place: Place, word: str) 
     state = place.platform.status("r.0").state
     assert (code, state) == ((5, "cancelled") if word == "cancel" else (7, "pending"))
     assert str(said["run"]).endswith("/runs/r")
+    if word == "detach":
+        assert said["error"] == "interrupted; the run was submitted and goes on"
+        assert said["hint"] == "to stop it, run: cloudtrain cancel r"
     assert place.done("cancel", "r")[0] == 0
     assert place.platform.jobs() == ["r.0"]
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "hint"),
+    [
+        ("cloudtrain.fallback:make_plan", "interrupted before anything was sent; there is no run", ""),
+        ("cloudtrain.store:Store.stage", "interrupted before anything was sent; there is no run", ""),
+        (
+            "cloudtrain.store:Store.create_attempt",
+            "interrupted; the run is recorded and was not sent",
+            "to send it, run the same command with --run-id r\nto drop it, run: cloudtrain cancel r",
+        ),
+        ("foldercloud:Provider.submit", "interrupted; the run is recorded and was not sent", "to send it, "),
+    ],
+)
+def test_ctrl_c_while_it_submits_says_whether_there_is_a_run(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], where: str, error: str, hint: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where.replace(":", "."), interrupted)
+    monkeypatch.setattr("cloudtrain.cli.send.ARRIVAL", 0.1)
+    monkeypatch.syspath_prepend(place.environ["PYTHONPATH"])
+    monkeypatch.setenv(f"CLOUDTRAIN_{NAME.upper()}_FOLDER", str(place.code.parent / "jobs"))
+    monkeypatch.chdir(place.code)
+    assert cli.main([*SUBMIT, "--json"]) == 7
+    said = json.loads(capsys.readouterr().out)
+    assert (said["error"], said["hint"][: len(hint)], said["exit_code"]) == (error, hint, 7)
+    assert place.platform.jobs() == []
+
+
+REFUSALS = [("user_error", "spec", 2), ("capacity", "capacity", 4), ("quota", "quota", 4)]
+
+
+@pytest.mark.parametrize(("kind", "category", "code"), REFUSALS)
+def test_a_refused_submission_is_over_for_every_verb(place: Place, kind: str, category: str, code: int) -> None:
+    place.platform.refuse(kind, "it will not have it")
+    assert place.done(*SUBMIT)[0] == code
+    result = json.loads((place.code / ".cloudtrain/runs/r/result.json").read_text())
+    assert (result["state"], result["category"], result["exit_code"]) == ("failed", category, code)
+    for verb in (["wait", "r"], ["status", "r"]):
+        _, said, _ = place.done(*verb)
+        assert (said["state"], said["category"], said["exit_code"]) == ("failed", category, code)
+        assert said["reason"] == "refused: it will not have it"
+    assert place.logs("r") == ""
+    place.platform.refuse()  # there is room by now, but the run is over
+    exit_code, said, _ = place.done(*SUBMIT)
+    assert (exit_code, said["error"]) == (code, "run r has ended: refused: it will not have it")
+    assert "choose another --run-id" in str(said["hint"])
+    assert place.platform.jobs() == []
 
 
 def test_the_wait_has_a_length_of_its_own(place: Place) -> None:

@@ -222,13 +222,16 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
     """Run it; every failure becomes one line on stderr and, with --json, the one object on stdout."""
     wants_json = any(t == "--json" or t.startswith("--json=") for t in tokens)
     try:
-        code = parse(tokens, args, screen)()
+        from ..faults import watched
+
+        with watched(screen.passing):
+            code = parse(tokens, args, screen)()
         return code if isinstance(code, int) else 0
     except ReaderGone:
         raise
     except KeyboardInterrupt:
         known = screen.about.get("run")
-        text = f"interrupted; how the run is doing: cloudtrain status {known}" if known else "interrupted"
+        text = f"interrupted; how the run is doing: cloudtrain status {known}" if known else screen.interrupted
         return _refuse(screen, text, EXIT_DETACHED, wants_json)
     except Exception as exc:  # noqa: BLE001 - the last resort of a command line: one line instead of a traceback
         if os.environ.get("CLOUDTRAIN_DEBUG") == "1":

@@ -37,13 +37,18 @@ class Say(Protocol):
 
 
 class Screen:
-    """Where a verb writes. ``about`` is what an error object should say too: the run, once there is one."""
+    """Where a verb writes. ``about`` is what an error object should say too: the run, once there is one.
+
+    ``interrupted`` is what Ctrl-C means to a verb that does not know of a run.
+    """
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self.out, self.err = out, err
         self.about: dict[str, Any] = {}
+        self.interrupted = "interrupted"
         self.emitted = False
         self._later: list[str] | None = None  # lines that must not disturb a moving one
+        self._move: Say = self.talk
 
     def data(self, text: str) -> None:
         """A line of data, at once: whoever reads the pipe is following."""
@@ -131,6 +136,10 @@ class Screen:
         """Whether somebody watches: stderr is a terminal, and one that may be sent more than text."""
         return self.err.isatty() and not plain(os.environ)
 
+    def passing(self, text: str) -> None:
+        """Show a line that counts now alone: in place of the moving line, if there is one."""
+        self._move(text)
+
     @contextmanager
     def progress(self) -> Iterator[Say]:
         """Says lines of progress: one moving line on a terminal (rich), plain lines elsewhere."""
@@ -143,9 +152,10 @@ class Screen:
         self._later = []
         try:
             with Console(file=self.err).status("") as status:
-                yield lambda text: status.update(escape(text))
+                self._move = lambda text: status.update(escape(text))
+                yield self._move
         finally:
-            later, self._later = self._later, None
+            later, self._later, self._move = self._later, None, self.talk
             for text in later:
                 self.relay(text)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +21,7 @@ from . import show
 from .flags import JobFlags, given_flags, job_of
 from .screen import Screen
 from .tables import pairs
-from .verbs import Json, Ours, WaitTimeout, after, left, pull_into, stopped
+from .verbs import EXIT_DETACHED, Json, Ours, WaitTimeout, after, left, pull_into, stopped
 from .verbs import Verbose as SayMover
 from .where import HERE, At, OnSignal, Where, stoppable
 
@@ -62,6 +64,9 @@ Request = Annotated[
 Verbose = Annotated[bool, Parameter(negative="", show_default=False, help="list every file")]
 
 NO_FLAGS = JobFlags()
+NO_RUN = "interrupted before anything was sent; there is no run"
+ARRIVAL = 5.0
+"""Seconds in which a request that was on its way becomes a job; a local supervisor takes one or two to start."""
 
 
 def submit(
@@ -87,6 +92,7 @@ def submit(
     """Stage, record and send; unless detached, follow the logs to the end and exit by the outcome."""
     cwd = Path.cwd()
     chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
+    screen.interrupted = NO_RUN
     seconds = parse_duration(wait_timeout, field="wait_timeout") if wait_timeout is not None else None
     if plan_file is not None:
         _nothing_but_a_plan(script, module, flags, args, provider, run_id)
@@ -131,9 +137,7 @@ def carry_out(
                 screen.about["refusals"] = [dict(item) for item in exc.refusals]
             raise
         except KeyboardInterrupt:
-            if on_signal != "cancel":
-                raise
-            return _cancel(planned, at, json, screen)
+            return (_cancel if on_signal == "cancel" else _interrupted)(planned, at, json, screen)
         if detach:
             return _detached(run, at, json, screen)
         try:
@@ -164,11 +168,49 @@ def _cancel(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
     try:
         return stopped(run, run.run_id, at, "cancel", json, screen)
     except NotFoundError:
-        code = EXIT_CODES["cancelled"]
-        screen.talk("nothing was sent")
-        if json:
-            screen.emit({**screen.about, "error": "interrupted; nothing was sent", "exit_code": code})
-        return code
+        return _stop(NO_RUN, "", EXIT_CODES["cancelled"], json, screen)
+
+
+def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
+    """Say what there is of a run whose submission was interrupted: it goes on, was recorded alone, or is not there."""
+    from ..submit import handle
+
+    run = handle(planned)
+    cancel = shlex.join(["cloudtrain", "cancel", run.run_id, *at.flags])
+    try:
+        _arrived(run)
+        sent = run.result()["native_id"] is not None
+    except NotFoundError:
+        return _stop(NO_RUN, "", EXIT_DETACHED, json, screen)
+    except CloudtrainError as exc:
+        known = shlex.join(["cloudtrain", "status", run.run_id, *at.flags])
+        why = f"interrupted; whether the run was submitted is not known: {exc}"
+        return _stop(why, f"to look, run: {known}", EXIT_DETACHED, json, screen)
+    if sent:
+        text, hint = "interrupted; the run was submitted and goes on", f"to stop it, run: {cancel}"
+    else:
+        again = f"to send it, run the same command with --run-id {run.run_id}"
+        text, hint = "interrupted; the run is recorded and was not sent", f"{again}\nto drop it, run: {cancel}"
+    return _stop(text, hint, EXIT_DETACHED, json, screen)
+
+
+def _arrived(run: Run) -> None:
+    """Wait a moment for a request that was cut off to become a job of the platform."""
+    from ..moves import cut_off
+
+    until = time.monotonic() + ARRIVAL
+    while time.monotonic() < until and cut_off(run.store, run.run_id, 0):
+        if run.result()["native_id"] is not None:
+            return
+        time.sleep(0.2)
+
+
+def _stop(text: str, hint: str, code: int, json: bool, screen: Screen) -> int:
+    """End a verb that a signal has stopped."""
+    screen.error(text, hint)
+    if json:
+        screen.emit({**screen.about, "error": text, "hint": hint, "exit_code": code})
+    return code
 
 
 def plan(

@@ -89,7 +89,8 @@ class Session:
     def __getattr__(self, name: str) -> Any:
         if name in _INSTEAD:
             raise NotCarriedError("is not carried over", field=name, hint=_INSTEAD[name])
-        raise AttributeError(f"Session has no {name!r}; {did_you_mean(name, [*_INSTEAD, *dir(type(self))])}".rstrip("; "))
+        near = did_you_mean(name, [*_INSTEAD, *dir(type(self))])
+        raise AttributeError(f"Session has no {name!r}" + (f"; {near}" if near else ""))
 
 
 def get_execution_role(sagemaker_session: Any = None, use_default: bool = False) -> str:

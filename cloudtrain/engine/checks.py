@@ -133,7 +133,6 @@ def _request(request: Request | None, check: Callable[[Request], None], name: st
     try:
         check(request)
     except CloudtrainError as exc:
-        short = isinstance(exc, CapacityError)
-        yield failure(name, exc, fix="ask for what this machine has, or another provider" if short else "")
+        yield failure(name, exc)
     else:
         yield ok(name, "this machine has what the job asks for")

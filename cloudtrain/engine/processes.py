@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..errors import CapacityError, StorageError
+from ..errors import CapacityError, SpecError, StorageError
 from ..provider import NodeSpec, Simulation
 from . import ENGINE_PREFIX, staged
 
@@ -189,7 +189,7 @@ def free_port_pair() -> int:
 
 
 def check_gpus(wanted: int, name: str) -> None:
-    """Raise `CapacityError` unless the GPUs that `gpus_of` deals are ``wanted`` ones called ``name``.
+    """Raise `SpecError` unless the GPUs that `gpus_of` deals are ``wanted`` ones called ``name``.
 
     As in ``nvidia-smi -L``, which must know those that the environment leaves us.
     """
@@ -204,9 +204,14 @@ def check_gpus(wanted: int, name: str) -> None:
     if sum(matching) < wanted:
         has = f"{len(whole)} ({whole[0][1]})" if whole else "none"
         has += f", and {VISIBLE}={os.environ[VISIBLE]} leaves {len(ours)} of them" if left is not None else ""
-        raise CapacityError(f"the job asks for {wanted} {name} GPUs on this machine, which has {has}")
+        raise SpecError(
+            f"the job asks for {wanted} {name} GPUs on this machine, which has {has}",
+            field="resources.gpu",
+            hint="ask for what this machine has, or choose another provider with --provider",
+        )
     if not all(matching[:wanted]):
-        raise CapacityError(f"other GPUs come before this machine's {wanted} {name}; name these alone in {VISIBLE}")
+        why = f"other GPUs come before this machine's {wanted} {name}"
+        raise SpecError(why, field="resources.gpu", hint=f"name these alone in {VISIBLE}")
 
 
 def has_torch(python: str) -> bool:

@@ -180,6 +180,9 @@ class Provider(Hosted):
         except SpecError as exc:
             hint = "\n".join(filter(None, [exc.hint, "or run it without containers: --provider local"]))
             raise SpecError(exc.message, field="provider docker", hint=hint) from None
+        if wanted and not any("nvidia" in name for name in api.info().get("Runtimes") or {}):
+            hint = "install the NVIDIA Container Toolkit, run nvidia-ctk runtime configure, and restart the engine"
+            raise SpecError("the container engine has no runtime for NVIDIA GPUs", field="resources.gpu", hint=hint)
         uid = nodes[0].user and nodes[0].user.partition(":")[0]
         if uid and int(uid) != os.geteuid() and os.geteuid() != 0:
             why = f"uid {uid} could not write the run's folder, and only root may give it to another"

@@ -62,11 +62,9 @@ class DockerWorld(World):
         self.engine.kill(self.container(run, number), "SIGKILL")
 
     def fault(self, category: str) -> contextlib.AbstractContextManager[Fields]:
-        if category == "capacity":
-            return contextlib.nullcontext({"gpu": "H100:64"})
         if category == "image":
             return contextlib.nullcontext({"image": "127.0.0.1:9/team/none:1"})
-        raise Impossible("one's own engine knows no accounts and no quotas")
+        raise Impossible("one's own engine knows no accounts, no quotas and no lack of capacity")
 
 
 @pytest.mark.docker

@@ -15,6 +15,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,9 +63,7 @@ class LocalWorld(World):
         os.killpg(self._pid(run, number), signal.SIGKILL)
 
     def fault(self, category: str) -> contextlib.AbstractContextManager[Fields]:
-        if category != "capacity":
-            raise Impossible("processes of one's own machine know no accounts, quotas or images")
-        return contextlib.nullcontext({"gpu": "H100:64"})
+        raise Impossible("processes of one's own machine know no accounts, quotas or images, and no lack of capacity")
 
     def check(self, request: Request) -> None:
         super().check(request)
@@ -205,12 +204,26 @@ def test_every_refusal_is_tried() -> None:
     assert set(_REFUSED) <= tried
 
 
-def test_gpus_that_are_not_here_are_one_line_and_exit_4(world: World) -> None:
+def test_gpus_that_are_not_here_are_one_line_and_exit_2_and_nothing_is_recorded(world: World) -> None:
     plan = world.plan({"gpu": "H100:64"})
-    with pytest.raises(CapacityError, match="64 H100 GPUs on this machine, which has") as caught:
+    with pytest.raises(SpecError, match="64 H100 GPUs on this machine, which has") as caught:
         world.send(plan)
-    assert caught.value.exit_code == 4
+    assert (caught.value.exit_code, caught.value.field) == (2, "resources.gpu")
     assert "\n" not in str(caught.value)
+    assert plan.run_id not in plan.store.runs()
+
+
+@pytest.mark.parametrize("python", ["this", "another"])
+def test_without_torch_nothing_is_recorded(world: World, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    monkeypatch.setattr("cloudtrain.providers.local.find_spec", lambda name: None)
+    if python == "another":
+        monkeypatch.setattr("cloudtrain.providers.local.subprocess.run", lambda *_, **__: SimpleNamespace(returncode=1))
+        monkeypatch.setattr(sys, "executable", "/another/python")
+    plan = world.plan()
+    with pytest.raises(SpecError, match="has no torch, which torchrun needs") as caught:
+        world.send(plan)
+    assert "-m pip install torch" in caught.value.hint
+    assert plan.run_id not in plan.store.runs()
 
 
 LISTING = """\
@@ -263,9 +276,9 @@ def test_gpus_are_those_that_the_environment_leaves(
         Provider().check(request)
         assert [gpus_of(number, spec, os.environ) for number, spec in enumerate(specs)] == dealt
     else:
-        with pytest.raises(CapacityError) as caught:
+        with pytest.raises(SpecError) as caught:
             Provider().check(request)
-        assert dealt in str(caught.value)
+        assert dealt in f"{caught.value}; {caught.value.hint}"
         assert "\n" not in str(caught.value)
 
 
