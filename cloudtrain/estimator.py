@@ -103,6 +103,8 @@ class Estimator:
         resume_from: str | None = None,
         checkpoint_paths: Texts | None = None,
         keep_checkpoints: int | None = None,
+        outputs: bool | None = None,
+        max_outputs: int | str | None = None,
         tags: Mapping[str, str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         on: Mapping[str, Mapping[str, Any]] | None = None,

@@ -25,6 +25,7 @@ from .values import (
     json_value,
     nearest,
     parse_duration,
+    parse_size,
     sequence_of,
     table_of,
     text_of,
@@ -35,6 +36,7 @@ from .values import (
 )
 
 __all__ = [
+    "DEFAULT_MAX_OUTPUTS",
     "DEFAULT_MAX_RUNTIME",
     "DEFAULT_STALL_TIMEOUT",
     "Gpu",
@@ -55,6 +57,8 @@ Scalar = str | int | float | bool
 
 DEFAULT_MAX_RUNTIME = 24 * 3600
 """Seconds; printed by every plan and submit."""
+DEFAULT_MAX_OUTPUTS = 10 * 10**9
+"""Bytes of outputs that come back from each node."""
 DEFAULT_STALL_TIMEOUT = 30 * 60
 """Seconds without a line, metric or checkpoint from any rank before a run is called stalled."""
 
@@ -309,6 +313,12 @@ class Job:
             "default: 0, or 3 where each restart downloads them all"
         ),
     )
+    outputs: bool = field(
+        default=True, metadata=_help("bring back the files that the script writes below its working folder")
+    )
+    max_outputs: int = field(
+        default=DEFAULT_MAX_OUTPUTS, metadata=_help("most of these files a node, the largest are left out: '10GB'")
+    )
     tags: dict[str, str] = field(default_factory=dict, metadata=_help("labels of the job on the platform"))
     options: dict[str, dict[str, Any]] = field(
         default_factory=dict, metadata=_help("by provider: merged last into the native request, verbatim")
@@ -371,8 +381,10 @@ class Job:
         whole_number(self.retries, "retries", least=0, most=100)
         if self.keep_checkpoints is not None:
             whole_number(self.keep_checkpoints, "keep_checkpoints", least=0)
-        if not isinstance(self.debug_nccl, bool):
-            raise SpecError(f"must be true or false, not {self.debug_nccl!r}", field="debug_nccl")
+        _set(self, max_outputs=parse_size(self.max_outputs, field="max_outputs"))
+        for name in ("debug_nccl", "outputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"must be true or false, not {getattr(self, name)!r}", field=name)
         if self.resume_from is not None:
             text_of(self.resume_from, "resume_from")
         _set(self, checkpoint_paths=texts_of(sequence_of(self.checkpoint_paths), "checkpoint_paths"))

@@ -620,6 +620,7 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "debug_nccl": job.debug_nccl,
         "checkpoint_paths": list(job.checkpoint_paths),
         "keep_checkpoints": job.keep_checkpoints or 0,
+        "max_outputs": job.max_outputs if job.outputs else 0,
         "checkpoint_url": layout.direct,
         "resume": layout.resume,
     }

@@ -49,6 +49,14 @@ _DURATION: Schema = {
 }
 
 
+_SIZE: Schema = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": r"^\s*[0-9]{1,15}(\.[0-9]{1,9})? ?(B|kB|KB|MB|GB|TB)?\s*$"},
+    ]
+}
+
+
 def _whole(least: int, most: int | None = None) -> Schema:
     return {"type": "integer", "minimum": least, **({} if most is None else {"maximum": most})}
 
@@ -75,6 +83,7 @@ _EXACT: dict[str, Schema] = {
     "max_gpu_hours": _AMOUNT,
     "retries": _whole(0, 100),
     "keep_checkpoints": _whole(0),
+    "max_outputs": _SIZE,
     "instance_count": _whole(1, 4096),
     **{name: _whole(1) for name in ("nproc_per_node", "cpus", "memory_gb", "disk_gb", "shm_gb")},
 }

@@ -32,6 +32,7 @@ __all__ = [
     "nearest",
     "newer_than_metadata",
     "parse_duration",
+    "parse_size",
     "sequence_of",
     "step_of",
     "table_of",
@@ -49,6 +50,8 @@ __all__ = [
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
 BRIEF = 300
 _LONGEST = 100 * 366 * 86400
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(B|kB|KB|MB|GB|TB)?")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 
 
@@ -99,6 +102,16 @@ def parse_duration(value: Any, *, field: str) -> int:
     if value > _LONGEST:
         raise SpecError("must be at most 100 years", field=field)
     return int(value)
+
+
+def parse_size(value: Any, *, field: str) -> int:
+    """Return bytes of ``2000000``, ``"500MB"`` or ``"1.5 TB"``; a GB has 10^9 bytes. Raises `SpecError`."""
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match:
+        value = round(float(match[1]) * _UNITS[(match[2] or "B").upper()])
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 10**15:
+        raise SpecError(f"{brief(value)} is not a size", field=field, hint="write '500MB', '10GB' or '1.5TB'")
+    return value
 
 
 def duration(seconds: float) -> str:

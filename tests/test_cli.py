@@ -78,6 +78,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "resume_from": ("run-1", "run-1"),
     "checkpoint_paths": ("ck/*.pt", ("ck/*.pt",)),
     "keep_checkpoints": ("3", 3),
+    "outputs": ("", True),
+    "max_outputs": ("2GB", 2_000_000_000),
     "tags": ("team=a b", {"team": "a b"}),
     "options": ('p.a.b={"c": [1]}', {"p": {"a": {"b": {"c": [1]}}}}),
     "on": ("p.instance_count=4", {"p": {"instance_count": 4}}),
@@ -526,7 +528,7 @@ def test_ctrl_c_detaches_and_the_run_goes_on(demo: Path) -> None:
         process.kill()
     assert process.returncode == 7, err
     assert json.loads(out)["run_id"] == "long-1"
-    assert json.loads(out).keys() == {"run", "run_id", "provider", "error", "field", "exit_code"}
+    assert json.loads(out).keys() == {"run", "run_id", "provider", "error", "field", "hint", "exit_code"}
     assert "cloudtrain logs -f long-1" in err
     assert json.loads(run_cli("status", "long-1", "--json", cwd=demo).stdout)["state"] == "running"
     waited = run_cli("wait", "long-1", "--timeout", "1s", "--json", cwd=demo)
