@@ -24,7 +24,7 @@ from .segments import Span, distinct, span_of
 from .store import Store, expect, run_folder, to_json
 from .swap import aside, below, discard, prune, swap, take, tidy
 from .transfer import Progress, files, parallel
-from .values import METADATA, json_rows, merge_metrics, nearest, newer_than_metadata
+from .values import METADATA, json_loads, json_rows, merge_metrics, nearest, newer_than_metadata
 
 __all__ = ["PULLED", "PullReport", "merge_metrics", "parts", "pull"]
 
@@ -568,7 +568,7 @@ class _Pull:
         if self.folder.is_file():
             raise SpecError(f"{self.folder} is a file; name a folder", field="folder")
         try:
-            state = json.loads(self.out.read(_STATE))
+            state = json_loads(self.out.read(_STATE))
             known, same = dict(state["files"]), state["run"] == self.origin
             known = {path: item for path, item in known.items() if {"sources", "sha256", "size"} <= set(item)}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -590,7 +590,7 @@ class _Pull:
     def _ours(self) -> bool:
         """Whether the folder, without a pull's memory, still shows by its run.json that it was pulled from this run."""
         try:
-            return bool(json.loads((self.folder / "run.json").read_bytes())["run"] == self.origin)
+            return bool(json_loads((self.folder / "run.json").read_bytes())["run"] == self.origin)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 

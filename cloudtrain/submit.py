@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import secrets
 import stat
@@ -39,7 +38,7 @@ from .run import NO_SETTINGS, Run
 from .settings import Settings
 from .store import LocalTree, Staged, Store
 from .transfer import Progress
-from .values import nearest, url_scheme, without_secrets
+from .values import json_loads, nearest, url_scheme, without_secrets
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -344,7 +343,7 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
     Raises `SpecError` when the file is not a plan, or the source or cloudtrain itself is no longer what it names.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = json_loads(path.read_bytes())
         told = [data, *data.get("fallbacks", ())]
     except (OSError, ValueError, AttributeError, TypeError) as exc:
         raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
