@@ -238,7 +238,7 @@ class Input:
         if not isinstance(self.shard, bool):
             raise SpecError(f"must be true or false, not {self.shard!r}", field="inputs.shard")
         example = _URLS.get(url_scheme(self.url))
-        if example and not re.fullmatch(r"[a-z0-9]+://[^/\s]+(/\S.*|/)?", self.url, re.IGNORECASE):
+        if example and not re.fullmatch(r"[a-z0-9]+://[^/\s]+(?!.*/\.\./)(/\S.*|/)?", self.url, re.IGNORECASE):
             raise SpecError(f"{brief(self.url)} names nothing to read", field="inputs.url", hint=f"write {example}")
 
 
