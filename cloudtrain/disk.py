@@ -251,9 +251,9 @@ def _open_temp(path: Path, mode: int) -> tuple[Path, int]:
         pass  # its folder is there most often, and costs nothing then
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except FileNotFoundError as exc:  # a place where nothing can be made, /proc for one
-        raise StorageError(f"{path.parent}: {exc.strerror}") from None
-    return temp, os.open(temp, flags, mode)
+        return temp, os.open(temp, flags, mode)
+    except FileNotFoundError:  # a folder where no file can be made, such as /proc
+        raise StorageError(f"{path.parent}: cannot create a file there", hint="choose another folder") from None
 
 
 def put(path: Path, data: bytes | memoryview, *, name: bool = True) -> None:

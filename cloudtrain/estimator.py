@@ -104,6 +104,8 @@ class Estimator:
         checkpoint_paths: Texts | None = None,
         keep_checkpoints: int | None = None,
         metrics: Mapping[str, str] | None = None,
+        outputs: bool | None = None,
+        max_outputs: int | str | None = None,
         tags: Mapping[str, str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         on: Mapping[str, Mapping[str, Any]] | None = None,

@@ -22,10 +22,13 @@ from typing import Any
 
 from .errors import SpecError
 from .values import (
+    brief,
     choice_of,
     did_you_mean,
+    json_loads,
     json_value,
     parse_duration,
+    parse_size,
     sequence_of,
     table_of,
     text_of,
@@ -36,6 +39,7 @@ from .values import (
 )
 
 __all__ = [
+    "DEFAULT_MAX_OUTPUTS",
     "DEFAULT_MAX_RUNTIME",
     "DEFAULT_STALL_TIMEOUT",
     "Gpu",
@@ -56,9 +60,13 @@ Scalar = str | int | float | bool
 
 DEFAULT_MAX_RUNTIME = 24 * 3600
 """Seconds; printed by every plan and submit."""
+DEFAULT_MAX_OUTPUTS = 10 * 10**9
+"""Bytes of outputs that come back from each node."""
 DEFAULT_STALL_TIMEOUT = 30 * 60
 """Seconds without a line, metric or checkpoint from any rank before a run is called stalled."""
 
+MOST = {"nproc_per_node": 1024, "cpus": 10**4, "memory_gb": 10**6, "disk_gb": 10**7, "shm_gb": 10**6}
+"""Bounds of what a node can be, far beyond any machine: a number above them is a slip."""
 LAUNCHERS = ("torchrun", "python", "command")
 STYLES = ("flags", "hydra", "none")
 MODES = ("auto", "copy", "mount")
@@ -95,9 +103,15 @@ _RESERVED = re.compile(
     r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
     r"|PET_.*|TORCHELASTIC_.*|CLOUDTRAIN_.*)"
 )
-_GPU = re.compile(r"([A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-(\d+)GB)?(?::(\d+))?")
+_GPU = re.compile(r"([A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-([0-9]{1,4})GB)?(?::([0-9]{1,4}))?")
 _METRIC = re.compile(r"(?! )[^=\x00-\x1f\x7f-\x9f]{1,100}(?<! )")
 _EXAMPLE = "loss ([0-9.]+)"
+_URLS = {
+    **dict.fromkeys(("s3", "gs"), "SCHEME://BUCKET/PATH"),
+    **dict.fromkeys(("abfs", "abfss", "az"), "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"),
+    **dict.fromkeys(("http", "https", "ftp", "sftp"), "SCHEME://HOST/PATH"),
+}
+"""How a URL with this scheme is written."""
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
@@ -201,7 +215,7 @@ class Gpu:
     def parse(cls, text: str, *, field: str = "resources.gpu") -> Gpu:
         match = _GPU.fullmatch(text_of(text, field).strip().upper())
         if not match or match[3] == "0":
-            raise SpecError(f"{text!r} is not NAME[-MEM][:COUNT], such as 'H100:8' or 'A100-80GB:4'", field=field)
+            raise SpecError(f"{brief(text)} is not NAME[-MEM][:COUNT], such as 'H100:8' or 'A100-80GB:4'", field=field)
         return cls(name=match[1], memory_gb=int(match[2]) if match[2] else None, count=int(match[3] or 1))
 
     def __str__(self) -> str:
@@ -260,6 +274,9 @@ class Input:
         _set(self, url=text_of(_path(self.url), "inputs.url"), mode=choice_of(self.mode, MODES, "inputs.mode"))
         if not isinstance(self.shard, bool):
             raise SpecError(f"must be true or false, not {self.shard!r}", field="inputs.shard")
+        example = _URLS.get(url_scheme(self.url))
+        if example and not re.fullmatch(r"[a-z0-9]+://[^/\s]+(?!.*/\.\./)(/\S.*|/)?", self.url, re.IGNORECASE):
+            raise SpecError(f"{brief(self.url)} names nothing to read", field="inputs.url", hint=f"write {example}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,9 +295,9 @@ class Resources:
 
     def __post_init__(self) -> None:
         whole_number(self.instance_count, "resources.instance_count", least=1, most=4096)
-        for name in ("nproc_per_node", "cpus", "memory_gb", "disk_gb", "shm_gb"):
+        for name, most in MOST.items():
             if getattr(self, name) is not None:
-                whole_number(getattr(self, name), f"resources.{name}", least=1)
+                whole_number(getattr(self, name), f"resources.{name}", least=1, most=most)
         if self.instance_type is not None:
             text_of(self.instance_type, "resources.instance_type")
         if not isinstance(self.spot, bool):
@@ -350,6 +367,12 @@ class Job:
         default_factory=dict,
         metadata=_help("metrics in the lines that rank 0 prints: a regular expression with one group each"),
     )
+    outputs: bool = field(
+        default=True, metadata=_help("bring back the files that the script writes below its working folder")
+    )
+    max_outputs: int = field(
+        default=DEFAULT_MAX_OUTPUTS, metadata=_help("most of these files a node, the largest are left out: '10GB'")
+    )
     tags: dict[str, str] = field(default_factory=dict, metadata=_help("labels of the job on the platform"))
     options: dict[str, dict[str, Any]] = field(
         default_factory=dict, metadata=_help("by provider: merged last into the native request, verbatim")
@@ -415,9 +438,11 @@ class Job:
             _set(self, **{name: float(most)})
         whole_number(self.retries, "retries", least=0, most=100)
         if self.keep_checkpoints is not None:
-            whole_number(self.keep_checkpoints, "keep_checkpoints", least=0)
-        if not isinstance(self.debug_nccl, bool):
-            raise SpecError(f"must be true or false, not {self.debug_nccl!r}", field="debug_nccl")
+            whole_number(self.keep_checkpoints, "keep_checkpoints", least=0, most=10**6)
+        _set(self, max_outputs=parse_size(self.max_outputs, field="max_outputs"))
+        for name in ("debug_nccl", "outputs"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecError(f"must be true or false, not {getattr(self, name)!r}", field=name)
         if self.resume_from is not None:
             text_of(self.resume_from, "resume_from")
         _set(self, checkpoint_paths=texts_of(sequence_of(self.checkpoint_paths), "checkpoint_paths"))
@@ -544,7 +569,7 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         try:
-            data = json.loads(text)
+            data = json_loads(text)
         except ValueError as exc:
             raise SpecError(f"not JSON: {exc}") from None
         return cls.from_dict(table_of(data, "job"))

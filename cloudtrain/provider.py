@@ -662,6 +662,7 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
         "checkpoint_paths": list(job.checkpoint_paths),
         "keep_checkpoints": job.keep_checkpoints or 0,
         "metrics": dict(job.metrics),
+        "max_outputs": job.max_outputs if job.outputs else 0,
         "checkpoint_url": layout.direct,
         "resume": layout.resume,
         **({"resume_source": layout.resume_source} if layout.resume_source else {}),

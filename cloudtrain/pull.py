@@ -25,11 +25,11 @@ from .segments import Span, distinct, span_of
 from .store import Store, expect, run_folder, to_json
 from .swap import aside, below, discard, prune, swap, take, tidy
 from .transfer import Progress, files, parallel
-from .values import METADATA, did_you_mean, json_rows, merge_metrics, newer_than_metadata
+from .values import METADATA, did_you_mean, json_loads, json_rows, merge_metrics, newer_than_metadata
 
 __all__ = ["PULLED", "PullReport", "merge_metrics", "newest_pulled", "parts", "pull"]
 
-PULLED = ("checkpoints", "artifacts", "logs", "metrics")
+PULLED = ("checkpoints", "artifacts", "outputs", "logs", "metrics")
 """What `pull` can fetch. What the platform wrote itself comes with artifacts; result.json and run.json always.
 
 Of checkpoints also ``checkpoints:latest``, ``checkpoints:best``, ``checkpoints:step=N``, and ``checkpoints:all``, which
@@ -40,7 +40,7 @@ EVERY = 5.0
 PATIENCE = 600.0
 """Seconds without an answer before contact with a platform, or a remote store, counts as lost."""
 
-_PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "result.json", "run.json")
+_PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
 _SAVED = 2.0  # seconds after which what has come is written down, for a pull that is killed
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """What this machine's disk says: of a store that is not here no time mends it."""
@@ -204,7 +204,12 @@ class _Pull:
         try:
             if "checkpoints" in wanted:
                 self.checkpoints(wanted["checkpoints"], strict=strict)
-            for word, bring in (("artifacts", self.artifacts), ("logs", self.logs), ("metrics", self.metrics)):
+            for word in ("artifacts", "outputs"):
+                if word in wanted:
+                    self.written(word)
+            if "artifacts" in wanted:
+                self.native()
+            for word, bring in (("logs", self.logs), ("metrics", self.metrics)):
                 if word in wanted:
                     bring()
             self.records()
@@ -296,17 +301,25 @@ class _Pull:
                 return True
         return False
 
-    def artifacts(self) -> None:
+    def written(self, word: str) -> None:
+        """Bring the files of all nodes below ``live/<word>``. What the script has removed goes here, too."""
         groups: dict[str, list[tuple[int, _Source]]] = {}
-        for name, source in self._below("live/artifacts"):
+        for name, source in self._below(f"live/{word}"):
             match = _NODE.fullmatch(name)
             node, path = (int(match[1]), match[2]) if match else (-1, name)
-            groups.setdefault(path, []).append((node, source))
-        native = self._below("native")
-        self._expect(*[(f"native/{name}", source) for name, source in native])
-        self._expect(*[(f"artifacts/{path}", source) for path, some in groups.items() for _, source in some[:1]])
-        parallel(lambda path: self._artifact(path, sorted(groups[path], key=lambda p: p[0])), [*groups], jobs=self.jobs)
-        parallel(lambda pair: self._fetch_growing(f"native/{pair[0]}", pair[1]), native, jobs=self.jobs)
+            groups.setdefault(f"{word}/{path}", []).append((node, source))
+        self._expect(*[(path, source) for path, some in groups.items() for _, source in some[:1]])
+        parallel(lambda path: self._written(path, sorted(groups[path], key=lambda p: p[0])), [*groups], jobs=self.jobs)
+        if word == "outputs":
+            kept = {f"{word}/node-{node}/{path[len(word) + 1 :]}" for path, some in groups.items() for node, _ in some}
+            for path in [path for path in self.known if path.startswith(f"{word}/")]:
+                if path not in groups and path not in kept:
+                    self._drop(path)
+
+    def native(self) -> None:
+        found = self._below("native")
+        self._expect(*[(f"native/{name}", source) for name, source in found])
+        parallel(lambda pair: self._fetch_growing(f"native/{pair[0]}", pair[1]), found, jobs=self.jobs)
 
     def logs(self) -> None:
         for path, segments in self._segments().items():
@@ -423,9 +436,9 @@ class _Pull:
         self._remember(path, [source], source.sha256, source.size)
         return True
 
-    def _artifact(self, path: str, versions: Sequence[tuple[int, _Source]]) -> None:
+    def _written(self, first: str, versions: Sequence[tuple[int, _Source]]) -> None:
         """Fetch one path of all nodes; the same content is kept once."""
-        first = f"artifacts/{path}"
+        word, _, path = first.partition("/")
         same = self.known.get(first, {}).get("same", [])  # sources that were found equal, and to which digest
         if not self._fetch_growing(first, versions[0][1]):
             return
@@ -435,7 +448,7 @@ class _Pull:
         for node, source in versions[1:]:
             if [*source.json, kept["sha256"]] in same:
                 continue
-            other = f"artifacts/node-{node}/{path}"
+            other = f"{word}/node-{node}/{path}"
             if self._fetch_growing(other, source) and self.known[other]["sha256"] == kept["sha256"]:
                 self._drop(other)
                 with self.lock:
@@ -564,7 +577,7 @@ class _Pull:
         if self.folder.is_file():
             raise SpecError(f"{self.folder} is a file; name a folder", field="folder")
         try:
-            state = json.loads(self.out.read(PULL_STATE))
+            state = json_loads(self.out.read(PULL_STATE))
             known, same = dict(state["files"]), state["run"] == self.origin
             known = {path: item for path, item in known.items() if {"sources", "sha256", "size"} <= set(item)}
             states = [str(name) for name in state.get("states", ())] if same else []
@@ -587,7 +600,7 @@ class _Pull:
     def _ours(self) -> bool:
         """Whether the folder, without a pull's memory, still shows by its run.json that it was pulled from this run."""
         try:
-            return bool(json.loads((self.folder / "run.json").read_bytes())["run"] == self.origin)
+            return bool(json_loads((self.folder / "run.json").read_bytes())["run"] == self.origin)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 

@@ -8,7 +8,6 @@ when a file was written gives nothing old enough.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import time
@@ -26,6 +25,7 @@ from .run import NO_SETTINGS
 from .settings import Caller, Settings
 from .store import Store
 from .transfer import Entry, parallel
+from .values import json_loads
 
 __all__ = ["OLDER_THAN", "Collected", "Leftover", "collect", "collect_at"]
 
@@ -221,7 +221,7 @@ class _Named:
 def _is_record(data: bytes) -> bool:
     """Whether this is a run.json of which we know all that it names."""
     try:
-        record: Any = json.loads(data)
+        record: Any = json_loads(data)
         return bool(record["protocol"] == 1 and record["layout"]["code_digest"])
     except (ValueError, KeyError, TypeError):
         return False

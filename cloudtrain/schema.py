@@ -20,6 +20,7 @@ from .job import (
     FLAT_FIELDS,
     LAUNCHERS,
     MODES,
+    MOST,
     SECRET_SCHEMES,
     STYLES,
     Input,
@@ -45,6 +46,14 @@ _DURATION: Schema = {
     "anyOf": [
         {"type": "integer", "minimum": 1},
         {"type": "string", "pattern": "^[0-9]+$|^(?=.)([0-9]+[dD])?([0-9]+[hH])?([0-9]+[mM])?([0-9]+[sS])?$"},
+    ]
+}
+
+
+_SIZE: Schema = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": r"^\s*[0-9]{1,15}(\.[0-9]{1,9})? ?(B|kB|KB|MB|GB|TB)?\s*$"},
     ]
 }
 
@@ -75,9 +84,10 @@ _EXACT: dict[str, Schema] = {
     "max_cost": _AMOUNT,
     "max_gpu_hours": _AMOUNT,
     "retries": _whole(0, 100),
-    "keep_checkpoints": _whole(0),
+    "keep_checkpoints": _whole(0, 10**6),
+    "max_outputs": _SIZE,
     "instance_count": _whole(1, 4096),
-    **{name: _whole(1) for name in ("nproc_per_node", "cpus", "memory_gb", "disk_gb", "shm_gb")},
+    **{name: _whole(1, most) for name, most in MOST.items()},
 }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import html
-import json
 import os
 import secrets
 import stat
@@ -44,7 +43,7 @@ from .settings import Settings
 from .store import LocalTree, Staged, Store
 from .summary import summary
 from .transfer import Progress
-from .values import without_secrets
+from .values import json_loads, without_secrets
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -360,7 +359,7 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
     Raises `SpecError` when the file is not a plan, or the source or cloudtrain itself is no longer what it names.
     """
     try:
-        data = json.loads(path.read_bytes())
+        data = json_loads(path.read_bytes())
         told = [data, *data.get("fallbacks", ())]
     except (OSError, ValueError, AttributeError, TypeError) as exc:
         raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None

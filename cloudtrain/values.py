@@ -32,6 +32,7 @@ __all__ = [
     "newer_than_metadata",
     "parse_duration",
     "parse_since",
+    "parse_size",
     "respelt",
     "sequence_of",
     "similar",
@@ -51,7 +52,12 @@ __all__ = [
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
 BRIEF = 300
 _LONGEST = 100 * 366 * 86400
-_DURATION = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(B|kB|KB|MB|GB|TB)?")
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_DURATION = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in "dhms"))
+_DEEPEST = 64
+_BIGGEST = 10**300
+"""Numbers beyond this have no place in JSON: other readers take its numbers for doubles."""
 
 
 def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> str:
@@ -109,7 +115,10 @@ def _slips(one: str, other: str) -> int:
 
 def brief(value: Any) -> str:
     """``repr`` of a value in a message, cut where nobody would read on: `BRIEF` characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of thousands of digits, or a list in a list in a list…
+        return f"a very long {type(value).__name__}"
     return text if len(text) <= BRIEF else f"{text[: BRIEF - 1]}…"
 
 
@@ -131,20 +140,21 @@ def parse_duration(value: Any, *, field: str) -> int:
         value = value.total_seconds()
     if isinstance(value, str):
         match = _DURATION.fullmatch(value.strip().lower())
-        if value.strip().isdigit():
+        if re.fullmatch("[0-9]{1,12}", value.strip()):
             value = int(value)
         elif match and any(match.groups()):
             value = sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True))
         else:
-            raise SpecError(f"{value!r} is not a duration; write '90s', '45m', '12h', '2d' or '1h30m'", field=field)
+            why = f"{brief(value)} is not a duration; write '90s', '45m', '12h', '2d' or '1h30m'"
+            raise SpecError(why, field=field)
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
         or (isinstance(value, float) and not (math.isfinite(value) and value.is_integer()))
     ):
-        raise SpecError(f"{value!r} is not a whole number of seconds, nor text like '12h'", field=field)
+        raise SpecError(f"{brief(value)} is not a whole number of seconds, nor text like '12h'", field=field)
     if value <= 0:
-        raise SpecError(f"must be above zero, not {value!r}", field=field)
+        raise SpecError(f"must be above zero, not {brief(value)}", field=field)
     if value > _LONGEST:
         raise SpecError("must be at most 100 years", field=field)
     return int(value)
@@ -162,6 +172,16 @@ def parse_since(value: Any, now: float, *, field: str) -> float:
             return unix_seconds(value)
     hint = "write how long ago ('10m', '2h30m', '1d') or a time ('2026-11-24T03:00:00Z')"
     raise SpecError(f"{brief(value)} is neither a duration nor a time", field=field, hint=hint)
+
+
+def parse_size(value: Any, *, field: str) -> int:
+    """Return bytes of ``2000000``, ``"500MB"`` or ``"1.5 TB"``; a GB has 10^9 bytes. Raises `SpecError`."""
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match:
+        value = round(float(match[1]) * _UNITS[(match[2] or "B").upper()])
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 10**15:
+        raise SpecError(f"{brief(value)} is not a size", field=field, hint="write '500MB', '10GB' or '1.5TB'")
+    return value
 
 
 def duration(seconds: float) -> str:
@@ -191,7 +211,7 @@ def toml_loads(text: str, *, where: str) -> dict[str, Any]:
         raise SpecError("not TOML that anybody wrote: nested too deeply", field=where) from None
 
 
-def json_loads(data: bytes) -> Any:
+def json_loads(data: str | bytes) -> Any:
     """Parsed JSON; `ValueError` for whatever is none, however it is not."""
     try:
         return json.loads(data)
@@ -239,10 +259,11 @@ def texts_of(value: Any, where: str, *, empty: bool = False) -> tuple[str, ...]:
 def whole_number(value: Any, where: str, *, least: int, most: int | None = None) -> int:
     """An int of at least ``least``, at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise SpecError(f"must be a whole number, not {value!r}", field=where)
+        raise SpecError(f"must be a whole number, not {brief(value)}", field=where)
     if value < least or (most is not None and value > most):
         raise SpecError(
-            f"must be {least} or more" + (f", at most {most}" if most else "") + f", not {value}", field=where
+            f"must be {least} or more" + (f", at most {most}" if most is not None else "") + f", not {brief(value)}",
+            field=where,
         )
     return value
 
@@ -250,8 +271,9 @@ def whole_number(value: Any, where: str, *, least: int, most: int | None = None)
 def choice_of(value: Any, choices: tuple[str, ...], where: str) -> str:
     """One of ``choices``; the nearest is named when it is none."""
     if value not in choices:
+        names = ", ".join(choices)
         raise SpecError(
-            f"{value!r} is none of {', '.join(choices)}", field=where, hint=did_you_mean(str(value), choices)
+            f"{brief(value)} is none of {names}", field=where, hint=did_you_mean(brief(value).strip("'"), choices)
         )
     return str(value)
 
@@ -265,12 +287,16 @@ def table_of(value: Any, where: str) -> dict[str, Any]:
     return dict(value)
 
 
-def json_value(value: Any, where: str) -> Any:
-    """A deep plain copy of ``value``, which must be JSON (no NaN, text keys only)."""
+def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
+    """Return a deep plain copy of ``value``, which must be JSON: no NaN, text keys, at most 64 tables or lists deep."""
+    if depth > _DEEPEST:
+        raise SpecError(f"is nested more than {_DEEPEST} levels deep", field=where[:BRIEF])
     if isinstance(value, Mapping):
-        return {text_of(k, where, empty=True): json_value(v, f"{where}.{k}") for k, v in value.items()}
+        return {text_of(k, where, empty=True): json_value(v, f"{where}.{k}", depth=depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [json_value(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [json_value(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, int) and abs(value) > _BIGGEST:
+        raise SpecError("is a number of more than 300 digits, which has no place in JSON", field=where)
     if isinstance(value, float) and not math.isfinite(value):
         raise SpecError(f"{value!r} has no place in JSON", field=where)
     if value is None or isinstance(value, (str, int, float, bool)):
@@ -424,11 +450,16 @@ def _step(row: Mapping[str, Any]) -> float | None:
 
 
 def json_rows(data: bytes) -> list[dict[str, Any]]:
-    """The JSON objects of JSON Lines; a line that is none (the last of a killed process) is left out."""
+    """Return the JSON objects of JSON Lines, without lines that are none, such as the last one of a killed process.
+
+    An object that `json_value` would refuse, as it is nested too deeply, is left out, too.
+    """
     rows: list[dict[str, Any]] = []
     for line in data.splitlines():
-        with contextlib.suppress(ValueError):
-            row = json.loads(line)
+        with contextlib.suppress(ValueError, SpecError):
+            row = json_loads(line)
+            if line.count(b"{") + line.count(b"[") > _DEEPEST:
+                row = json_value(row, "")
             if isinstance(row, dict):
                 rows.append(row)
     return rows

@@ -81,6 +81,8 @@ EXAMPLES: dict[str, tuple[str, Any]] = {
     "checkpoint_paths": ("ck/*.pt", ("ck/*.pt",)),
     "keep_checkpoints": ("3", 3),
     "metrics": ("loss=loss=([0-9.]+)", {"loss": "loss=([0-9.]+)"}),
+    "outputs": ("", True),
+    "max_outputs": ("2GB", 2_000_000_000),
     "tags": ("team=a b", {"team": "a b"}),
     "options": ('p.a.b={"c": [1]}', {"p": {"a": {"b": {"c": [1]}}}}),
     "on": ("p.instance_count=4", {"p": {"instance_count": 4}}),

@@ -128,7 +128,7 @@ def test_the_context_is_json_and_holds_everything_the_script_sees() -> None:
         entry_point="t.py", args=["{run_id}"], env={"A": "é"}, hyperparameters={"x": [1, {"y": True}]},
         secrets={"T": "env:T"}, inputs={"train": "/data/x"}, checkpoint_paths=["out/*"], requirements="r.txt",
         instance_count=3, stall_timeout="5m", debug_nccl=True, keep_checkpoints=2,
-        metrics={"loss": "loss (.*)"},
+        metrics={"loss": "loss (.*)"}, max_outputs="2MB",
     )  # fmt: skip
     context = context_of("p", job, LAYOUT, processes=4)
     assert json.loads(json.dumps(context)) == context
@@ -138,7 +138,8 @@ def test_the_context_is_json_and_holds_everything_the_script_sees() -> None:
         "args": ["{run_id}"], "hyperparameters": {"x": [1, {"y": True}]}, "hyperparameter_style": "flags",
         "env": {"A": "é"}, "secrets": {"T": "env:T"}, "inputs": {"train": {"file": "x.csv"}, "val": {"file": None}},
         "stall_timeout": 300, "debug_nccl": True, "checkpoint_paths": ["out/*"], "keep_checkpoints": 2,
-        "metrics": {"loss": "loss (.*)"}, "checkpoint_url": f"{LAYOUT.run}/checkpoints", "resume": LAYOUT.resume,
+        "metrics": {"loss": "loss (.*)"}, "max_outputs": 2_000_000,
+        "checkpoint_url": f"{LAYOUT.run}/checkpoints", "resume": LAYOUT.resume,
     }  # fmt: skip
 
 

@@ -63,6 +63,8 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "checkpoint_paths": ([["a/*"], "a"], [[3], 3]),
     "keep_checkpoints": ([0, 3], [-1, 1.5]),
     "metrics": ([{"loss": "loss ([0-9.]+)", "val/loss": "^x (.)"}], [{"loss": ""}, {"loss": 3}, ["loss"]]),
+    "outputs": ([True, False], ["no", 1]),
+    "max_outputs": ([1, "2GB", "1.5 TB", "300kB"], [0, -1, "x", "", "1GiB", True, 1.5]),
     "tags": ([{"a": "b", "c": ""}], [{"a": 1}]),
     "options": ([{"local": {"x": [None]}}], [{"local": 3}, 3]),
     "on": ([{"local": {"image": "x", "instance_count": 2}}], [{"local": {"nosuch": 1}}, {"local": {"name": "x"}}, 3]),

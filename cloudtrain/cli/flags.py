@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +11,7 @@ from cyclopts import Parameter
 
 from ..errors import NotFoundError, SpecError, StorageError
 from ..job import FLAT_FIELDS, Job, Resources, Source, anchored
+from ..values import json_loads, toml_loads
 from .layout import GROUP
 from .tables import merge, pairs, tree
 
@@ -187,12 +187,10 @@ def _read_job_file(script: str, cwd: Path) -> dict[str, Any]:
     except OSError as exc:
         raise StorageError(f"cannot read {script}: {exc.strerror or exc}") from None
     if script.endswith(".toml"):
-        from ..values import toml_loads
-
         data: Any = toml_loads(text, where=script)
     else:
         try:
-            data = json.loads(text)
+            data = json_loads(text)
         except ValueError as exc:
             raise SpecError(f"not JSON: {exc}", field=script) from None
     if not isinstance(data, dict):

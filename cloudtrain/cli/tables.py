@@ -13,7 +13,8 @@ __all__ = ["ALIASES", "TABLES", "first_spelling", "merge", "pairs", "tree", "und
 ALIASES = {
     "--instance-count": "--nodes", "--hyperparameters": "--hp", "--inputs": "--input", "--secrets": "--secret",
     "--metrics": "--metric", "--tags": "--tag", "--options": "--option", "--dependencies": "--dependency",
-    "--checkpoint-paths": "--checkpoint-path", "--timeout": "--wait-timeout", "--only": "--what", "--interconnect": "--network",
+    "--checkpoint-paths": "--checkpoint-path", "--timeout": "--wait-timeout", "--only": "--what",
+    "--interconnect": "--network",
 }  # fmt: skip
 #: Flags that take NAME=VALUE.
 TABLES = ("--hp", "--env", "--secret", "--input", "--tag", "--metric", "--option", "--on", "--set")

@@ -48,7 +48,7 @@ What = Annotated[
         metavar="PART",
         negative="",
         show_default=False,
-        help="some of checkpoints,artifacts,logs,metrics; checkpoints:latest, :best, :step=N or :all",
+        help="some of checkpoints,artifacts,outputs,logs,metrics; checkpoints:latest, :best, :step=N or :all",
     ),
 ]
 Verbose = Annotated[
@@ -249,7 +249,7 @@ def pull(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Complete checkpoints, artifacts, logs and metrics, verified; what is there already is not copied again."""
+    """Complete checkpoints, artifacts, outputs, logs and metrics, verified; what is here already is not copied."""
     from ..pull import PULLED, parts
 
     parts(what or PULLED)

@@ -42,8 +42,8 @@ class Growing:
         self,
         places: Mapping[Path, Path],
         *,
-        small: Path,
-        small_seconds: float,
+        small: Path | None = None,
+        small_seconds: float = GROWING_SECONDS,
         moved: Callable[[Path, int], None],
         complain: Callable[[str], None],
         temporary: str = ".part",
@@ -85,12 +85,12 @@ class Growing:
             if finishing and arrived:
                 self.done.set()
                 return
-            self._wake.wait(max(RETRY_SECONDS, WALK_SHARE * self._walked))
+            self._wake.wait(max(RETRY_SECONDS if finishing else self._pause(), WALK_SHARE * self._walked))
 
     def _once(self, finishing: bool) -> bool:
         """Copy what has changed and is due; whether all of that arrived."""
         now, due = time.monotonic(), {}
-        for file, target in self._all():
+        for file, target in self._all(finishing=finishing):
             state = _state(file)
             if state and file not in self._copied and state == _state(target):
                 self._copied[file] = state  # it was brought back from there
@@ -107,8 +107,16 @@ class Growing:
         each(copy, due)
         return not failed
 
-    def _all(self) -> Iterator[tuple[Path, Path]]:
-        """Every file, and where it goes."""
+    def _pause(self) -> float:
+        """Return the seconds between two looks."""
+        return RETRY_SECONDS
+
+    def _period(self, file: Path, size: int) -> float:
+        """Return the seconds before a file of ``size`` bytes that was just copied is copied again."""
+        return self._small_seconds if file == self._small and size <= SMALL_BYTES else GROWING_SECONDS
+
+    def _all(self, *, finishing: bool) -> Iterator[tuple[Path, Path]]:
+        """Yield every file, and where it goes."""
         for root, target in self._places.items():
             for file in self._files(root):
                 yield file, target / file.relative_to(root) if file != root else target
@@ -144,10 +152,8 @@ class Growing:
             return True
         if state:
             self._copied[file], self._arrived[file] = state, before + state[0]
-            small = file == self._small and state[0] <= SMALL_BYTES
-            every = self._small_seconds if small else GROWING_SECONDS
             now = time.monotonic()
-            self._next[file] = now + max(every, SHARE * (now - began))
+            self._next[file] = now + max(self._period(file, state[0]), SHARE * (now - began))
         return True
 
 

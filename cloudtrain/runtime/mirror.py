@@ -24,6 +24,7 @@ from .checkpoints import Entry, Pointer, Signature, Watch
 from .commits import Commits, remove
 from .finished import Finished
 from .growing import Growing
+from .outputs import GrowingOutputs, Outputs
 from .uploads import Uploads
 
 __all__ = ["FROZEN_SECONDS", "KINDS", "Mirror", "nothing"]
@@ -64,6 +65,7 @@ def nothing(*, over: bool) -> Message:
 class Mirror:
     """``send(node, message)`` reaches a node's mirror, our own too; `take` is given what arrives for this one.
 
+    ``outputs`` are the script's files below its working folder, with that folder; None keeps none of them.
     ``say`` prints a line; ``peers()`` are the nodes now alive, this one included; ``keep`` is how many checkpoints stay
     (0: all), ``damaged`` the folders of those that could not be restored; ``skip`` is what was restored, ``shapes``
     what this node had written of it, by `family`; ``links`` is a folder on the script's disk, for what is being copied;
@@ -84,6 +86,7 @@ class Mirror:
         peers: Callable[[], set[int]],
         say: Callable[[str], None],
         links: Path,
+        outputs: tuple[Outputs, Path] | None = None,
         flush_seconds: float = 5.0,
         keep: int = 0,
         damaged: Sequence[Path] = (),
@@ -107,14 +110,14 @@ class Mirror:
         self._working = 0
         places = {artifacts: live / "artifacts" / f"node-{node}"}
         places[metrics] = live / "metrics" / f"{attempt}-node-{node}.jsonl"
-        self._growing = Growing(
-            places,
-            small=metrics,
-            small_seconds=flush_seconds,
-            moved=self._moved,
-            complain=self._complain,
-            temporary=self._temporary or ".part",
-        )
+        how: dict[str, Any] = {
+            "moved": self._moved,
+            "complain": self._complain,
+            "temporary": self._temporary or ".part",
+        }
+        self._growing = [Growing(places, small=metrics, small_seconds=flush_seconds, **how)]
+        if outputs is not None:
+            self._growing.append(GrowingOutputs(*outputs, live / "outputs" / f"node-{node}", **how))
         self._commits: Commits | None = None
         if node == 0:
             self._commits = self._make_commits(nodes, attempt, keep, damaged)
@@ -143,7 +146,8 @@ class Mirror:
         )
 
     def start(self) -> None:
-        self._growing.start()
+        for growing in self._growing:
+            growing.start()
         self._thread.start()
         if self._uploads is not None:
             self._uploads.start(self._progress)
@@ -170,12 +174,14 @@ class Mirror:
 
     def finish(self, *, clean: bool) -> None:
         """The script has ended: mirror what is left, then set `idle`. After an unclean end that is as with `freeze`."""
-        self._growing.finish()
+        for growing in self._growing:
+            growing.finish()
         self._inbox.put({"t": "finish", "clean": clean})
 
     def stop(self) -> None:
         """No more messages are served after the end barrier."""
-        self._growing.stop()
+        for growing in self._growing:
+            growing.stop()
         self._inbox.put(None)
         self._thread.join(10)
         self._work.shutdown(wait=False, cancel_futures=True)
@@ -440,5 +446,10 @@ class Mirror:
             left = [entry for entry in self._ready.values() if not self._finished.is_done(entry)]
             at_work = self._working or (self._commits is not None and self._commits.open)
             at_work = at_work or (self._uploads is not None and not self._uploads.idle)
-            if not left and not at_work and self._growing.done.is_set() and self._inbox.empty():
+            if (
+                not left
+                and not at_work
+                and all(growing.done.is_set() for growing in self._growing)
+                and self._inbox.empty()
+            ):
                 self.idle.set()

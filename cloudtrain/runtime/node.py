@@ -147,6 +147,8 @@ class Node:
         finally:
             if self.ranks is not None:
                 self.ranks.kill()
+            if self.mirror is not None:
+                self.mirror.stop()
             self.link.close()
             self.log.flush()
             if self.compactor is not None:
@@ -258,7 +260,7 @@ class Node:
         restored = watch.entries()
         self.resume.set_aside(watch)
         try:  # before anything is mirrored: half of an artifact must not replace the whole one
-            space.bring_back(self.live / "artifacts" / f"node-{self.me}")
+            space.bring_back(self.live)
         except StorageError as exc:
             self.code = 1
             return self._fail(self._setup(str(exc), "infra"))

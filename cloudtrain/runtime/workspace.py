@@ -26,6 +26,7 @@ from .machine import cpu_count, scratch_folder
 from .metrics import PrintedMetrics
 from .mirror import Mirror
 from .nccl import Recorder
+from .outputs import Outputs
 from .stall import Look
 from .unpack import unpack
 from .uploads import Uploads
@@ -45,6 +46,7 @@ class Workspace:
         self.code, self._home = self.folder / "code", self.folder / "home"
         self.recorder = Recorder(self.folder / "flight-recorder")
         self._worker = self.folder / "worker.py"
+        self._outputs: Outputs | None = None
         self._python = sys.executable
         self._export = {**site.export_env}
         known = {**os.environ, **self._export, **context.get("env", {})}
@@ -66,6 +68,9 @@ class Workspace:
                 raise StorageError(f"input {name} is not at {path}")
         if self.context["requirements"]:
             self._install(self.code / self.context["requirements"])
+        if limit := self.context["max_outputs"]:
+            skip = self.context["checkpoint_paths"]
+            self._outputs = Outputs(self.code, limit=limit, skip=skip, say=self._log.say)
         # What we were started from may be a link; the ranks append exactly this file to sys.path.
         self._package = Path(sys.argv[0]).resolve()
         self._worker.write_bytes(_source_of("worker.py"))
@@ -167,20 +172,23 @@ class Workspace:
         """``text`` without this node's own folders: the same on every attempt, and what the user knows."""
         return text.replace(f"{self.code}{os.sep}", "").replace(str(self.folder), "<scratch>")
 
-    def bring_back(self, artifacts: Path) -> None:
-        """What an earlier start of this node left for the user, so that the script goes on with it.
+    def bring_back(self, live: Path) -> None:
+        """Copy the artifacts and outputs of an earlier start of this node to where the script left them.
 
         Raises `StorageError`. What a mirror that was cut off has left is nobody's file.
         """
-        try:
-            if artifacts.is_dir():
-                shutil.copytree(artifacts, self.artifacts, ignore=self._nobodys, dirs_exist_ok=True)
-        except shutil.Error as exc:
-            (file, _, why), *more = exc.args[0]
-            and_more = f", and {len(more)} more" if more else ""
-            raise StorageError(f"cannot bring back the artifact {file}: {why}{and_more}") from None
-        except OSError as exc:
-            raise StorageError(f"cannot bring back the artifacts from {artifacts}: {exc.strerror}") from None
+        kinds = {"artifact": self.artifacts, **({"output": self.code} if self._outputs is not None else {})}
+        for kind, folder in kinds.items():
+            source = live / f"{kind}s" / f"node-{self.node}"
+            try:
+                if source.is_dir():
+                    shutil.copytree(source, folder, ignore=self._nobodys, dirs_exist_ok=True)
+            except shutil.Error as exc:
+                (file, _, why), *more = exc.args[0]
+                and_more = f", and {len(more)} more" if more else ""
+                raise StorageError(f"cannot bring back the {kind} {file}: {why}{and_more}") from None
+            except OSError as exc:
+                raise StorageError(f"cannot bring back the {kind}s from {source}: {exc.strerror}") from None
 
     def _nobodys(self, folder: str, names: list[str]) -> list[str]:
         """Return the names that a cut-off mirror, or the platform's agent, has left."""
@@ -231,6 +239,7 @@ class Workspace:
             peers=peers,
             say=self._log.say,
             links=self.folder / "links",
+            outputs=(self._outputs, self.code) if self._outputs is not None else None,
             keep=self.context["keep_checkpoints"],
             damaged=damaged,
             skip={name: entry.signature for name, entry in watch.entries().items()},

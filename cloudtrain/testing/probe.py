@@ -85,6 +85,14 @@ def own_checkpoint() -> None:
         time.sleep(0.1)
 
 
+def outputs() -> None:
+    """A small and a large file in the working folder, and one in a new folder below it."""
+    Path("made").mkdir(exist_ok=True)
+    Path("made/small.txt").write_text("small")
+    Path("made/large.txt").write_text("large" * 1000)
+    Path("small.txt").write_text("small")
+
+
 def metrics(environ: Mapping[str, str], steps: range) -> None:
     """A row for each step, from rank 0."""
     if environ["RANK"] == "0":
@@ -130,6 +138,8 @@ def main(environ: Mapping[str, str]) -> None:
         checkpoint(environ)
     if "own-checkpoint" in words:
         own_checkpoint()
+    if "outputs" in words:
+        outputs()
     resumed = bool(environ["CLOUDTRAIN_RESUME_FROM"])
     if "metrics" in words:
         metrics(environ, range(2, 5) if resumed else range(3))

@@ -296,6 +296,17 @@ SCRIPT: dict[str, Row] = {
             [p.read_text() for p in (seen.folder / "checkpoints").rglob("weights.txt")] == ["weights 7"]
         ),
     ),
+    "outputs": Row(
+        change=_to(outputs=False), run="python", seen=lambda seen, place: not (seen.folder / "outputs").exists()
+    ),
+    "max_outputs": Row(
+        change=_to(max_outputs="1kB"),
+        run="command",
+        seen=lambda seen, place: (
+            sorted(p.relative_to(seen.folder / "outputs").as_posix() for p in (seen.folder / "outputs").rglob("*.txt"))
+            == ["made/small.txt", "small.txt"]
+        ),
+    ),
     "stall_timeout": Row(
         change=_to(stall_timeout=2), run="stalled", seen=lambda seen, place: seen.result["category"] == "stalled"
     ),
@@ -350,8 +361,8 @@ SCRIPT: dict[str, Row] = {
 
 JOBS: dict[str, Fields] = {
     "torchrun": {"instance_count": 2, "env": {"PROBE": "gloo,checkpoint,metrics"}},
-    "python": {"entry_point": "-m contract_package.module", "instance_count": 2, "env": {"PROBE": "metrics"}},
-    "command": {"entry_point": "start.sh", "launcher": "command", "env": {"PROBE": "own-checkpoint"}},
+    "python": {"entry_point": "-m contract_package.module", "instance_count": 2, "env": {"PROBE": "metrics,outputs"}},
+    "command": {"entry_point": "start.sh", "launcher": "command", "env": {"PROBE": "own-checkpoint,outputs"}},
     "stalled": {"env": {"PROBE": "silent"}},
 }
 """The jobs that carry the changes of `SCRIPT`, all that name them at once; what they have besides."""

@@ -13,6 +13,7 @@ import pytest
 from cloudtrain.errors import StorageError
 from cloudtrain.provider import Site, SyncAgent, Topology
 from cloudtrain.runtime.logs import LogWriter
+from cloudtrain.runtime.outputs import Outputs
 from cloudtrain.runtime.workspace import Workspace
 
 
@@ -29,6 +30,9 @@ def workspace(scratch: Path, **more: Any) -> Workspace:
     return made
 
 
+KEPT = "live/artifacts/node-0"
+
+
 def put(path: Path, text: str = "x") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -41,7 +45,7 @@ def here(space: Workspace) -> set[str]:
 
 def test_all_comes_back_but_what_a_cut_off_mirror_left(space: Workspace, tmp_path: Path) -> None:
     for name in ("model.pt", "sub/log.csv", ".model.pt.part", "sub/.log.csv.part", "sub/x.part", ".hidden"):
-        put(tmp_path / "live" / name)
+        put(tmp_path / KEPT / name)
     space.bring_back(tmp_path / "live")
     assert here(space) == {"model.pt", "sub/log.csv", "sub/x.part", ".hidden"}
 
@@ -50,11 +54,25 @@ def test_only_the_marks_of_the_nodes_own_agent_stay_behind(tmp_path: Path) -> No
     marks = {"uploading": ".x-uploading", "uploaded": ".x-uploaded", "ignored": ".x-ignore"}
     names = {"model.pt", "model.git-ignore", "data.not-uploaded", "model.pt.x-uploaded", ".model.pt.part.x-ignore"}
     for name in names:
-        put(tmp_path / "live" / name)
+        put(tmp_path / KEPT / name)
     for agent, left in ((None, set()), (SyncAgent(**marks), {"model.pt.x-uploaded", ".model.pt.part.x-ignore"})):
         space = workspace(tmp_path, agent=agent)
         space.bring_back(tmp_path / "live")
         assert here(space) == names - left
+
+
+def test_outputs_come_back_to_the_working_folder(tmp_path: Path) -> None:
+    space = workspace(tmp_path)
+    space.code.mkdir()
+    (space.code / "train.py").write_text("shipped")
+    put(tmp_path / "live/outputs/node-0/out/a.txt")
+    put(tmp_path / "live/outputs/node-1/b.txt")
+    space.bring_back(tmp_path / "live")
+    assert not (space.code / "out").exists(), "this job keeps no outputs"
+    space._outputs = Outputs(space.code, limit=100, skip=(), say=lambda line: None)
+    space.bring_back(tmp_path / "live")
+    assert {p.relative_to(space.code).as_posix() for p in space.code.rglob("*.*")} == {"train.py", "out/a.txt"}
+    assert set(space._outputs.look(final=True)) == {"out/a.txt"}
 
 
 def test_nothing_there_is_nothing_to_bring(space: Workspace, tmp_path: Path) -> None:
@@ -64,13 +82,13 @@ def test_nothing_there_is_nothing_to_bring(space: Workspace, tmp_path: Path) -> 
 
 def test_files_that_cannot_be_read_are_one_clear_error(space: Workspace, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        (tmp_path / "live").mkdir(exist_ok=True)
-        (tmp_path / "live" / name).symlink_to("/no/such/file")
-    put(tmp_path / "live/c")
+        (tmp_path / KEPT).mkdir(parents=True, exist_ok=True)
+        (tmp_path / KEPT / name).symlink_to("/no/such/file")
+    put(tmp_path / KEPT / "c")
     with pytest.raises(StorageError) as caught:
         space.bring_back(tmp_path / "live")
     text = str(caught.value)
-    assert text.startswith("cannot bring back the artifact /no/such/file: ") or f"{tmp_path}/live/" in text
+    assert text.startswith("cannot bring back the artifact /no/such/file: ") or f"{tmp_path}/{KEPT}/" in text
     assert "No such file or directory" in text
     assert text.endswith(", and 1 more")
     assert "\n" not in text
@@ -79,7 +97,7 @@ def test_files_that_cannot_be_read_are_one_clear_error(space: Workspace, tmp_pat
 def test_a_mount_that_fails_is_one_clear_error(
     space: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(tmp_path / "live/a")
+    put(tmp_path / KEPT / "a")
 
     def stale(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(tmp_path / "live"))

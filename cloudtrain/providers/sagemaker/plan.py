@@ -326,7 +326,9 @@ def _restart_notes(job: Job, kept: int) -> list[str]:
         return []
     which = f"{kept} kept checkpoints" if kept else "every checkpoint so far"
     default = " (default; keep_checkpoints)" if job.keep_checkpoints is None else " (keep_checkpoints)"
-    return [f"each restart downloads to every node: {which}{default}, artifacts, metrics and logs of all nodes"]
+    return [
+        f"each restart downloads to every node: {which}{default}, artifacts, outputs, metrics and logs of all nodes"
+    ]
 
 
 def _image(settings: Settings, job: Job, *, gpus: Sequence[str], accelerated: bool, arch: str) -> str:

@@ -1,0 +1,218 @@
+"""The files that a script creates or changes below its working folder, and copies of them in ``live/``.
+
+The working folder holds the job's code. A file counts as an output when it was not there before the ranks started, or
+has another size or time of change since then. A copy in ``live/`` follows its file: it is replaced when the file
+changes, and removed when the script removes the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from stat import S_ISREG
+
+from .growing import Growing
+
+__all__ = ["IGNORE", "GrowingOutputs", "Outputs"]
+
+IGNORE = ".cloudtrainignore"
+YOUNG_SECONDS = 2.0
+"""A file that changed so short a time ago may be half written. It is left for the next look, once."""
+OUTPUT_SECONDS = 10.0
+"""Seconds between two looks. A file that is written all the time is copied at every second look: within 30 s."""
+NAMED = 5
+"""Names in the line about files that are left out."""
+_FOLDERS = frozenset(("__pycache__", ".git"))
+
+State = tuple[int, int]
+"""Size in bytes, and time of change in nanoseconds."""
+
+
+class Outputs:
+    """The outputs below ``folder``, as it is now: make this object after the code was unpacked, before ranks start.
+
+    ``limit`` is the most bytes that `look` returns together. ``skip`` are glob patterns, relative to ``folder``, of
+    files that are kept as checkpoints already. ``say`` prints one line.
+    """
+
+    def __init__(self, folder: Path, *, limit: int, skip: Iterable[str], say: Callable[[str], None]) -> None:
+        self._folder, self._limit, self._say = folder, limit, say
+        self._skip = [os.path.normpath(pattern).split("/") for pattern in skip]
+        self._rules: list[tuple[str, bool, bool, re.Pattern[str]]] = []
+        self._source: dict[str, State] = {}
+        self._source = dict(self._walk())
+        for path in sorted(self._source, key=lambda path: path.count("/")):
+            if path.rpartition("/")[2] == IGNORE:
+                self._rules += _rules(folder / path, path[: -len(IGNORE)])
+        self._young: set[str] = set()
+        self._named: set[str] = set()
+
+    def look(self, *, final: bool = False) -> dict[str, State]:
+        """Return the outputs that are to be in ``live/`` now, by path below the folder.
+
+        Files that together exceed the limit lack the largest ones; one line names these. Unless ``final``, a new or
+        changed file that is younger than `YOUNG_SECONDS` is missing from the first look that finds it.
+        """
+        found = {path: state for path, state in self._walk() if self._source.get(path) != state}
+        kept = self._within_the_limit(found)
+        if final:
+            return kept
+        edge = time.time_ns() - int(YOUNG_SECONDS * 1e9)
+        young = {path for path, (_, changed) in kept.items() if changed > edge}
+        late, self._young = young & self._young, young - self._young
+        return {path: state for path, state in kept.items() if path not in young or path in late}
+
+    def present(self, path: str) -> bool:
+        """Return whether the script still has the file."""
+        return os.path.lexists(self._folder / path) and path not in self._named
+
+    def _within_the_limit(self, found: dict[str, State]) -> dict[str, State]:
+        total, left = sum(size for size, _ in found.values()), []
+        if total > self._limit:
+            for path in sorted(found, key=lambda path: (-found[path][0], path)):
+                if total <= self._limit:
+                    break
+                total -= found[path][0]
+                left.append(path)
+        new = set(left) - self._named
+        self._named = set(left)
+        if new:
+            names = ", ".join(f"{path} ({_gb(found[path][0])})" for path in left[:NAMED])
+            more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+            self._say(f"outputs are limited to {_gb(self._limit)} (max_outputs); left out: {names}{more}")
+        return {path: state for path, state in found.items() if path not in self._named}
+
+    def _walk(self) -> Iterator[tuple[str, State]]:
+        """Yield each regular file by its path, and each link to a regular file inside the folder."""
+        folders = [""]
+        while folders:
+            base = folders.pop()
+            try:
+                with os.scandir(self._folder / base) as listed:
+                    entries = list(listed)
+            except OSError:  # the script has removed it meanwhile, or it cannot be read
+                continue
+            for entry in entries:
+                name, path = entry.name, base + entry.name
+                with contextlib.suppress(OSError):  # it is gone, or a link that leads nowhere
+                    if entry.is_dir(follow_symlinks=False):
+                        if name not in _FOLDERS and not self._is_left_out(path, folder=True):
+                            folders.append(path + "/")
+                    elif not _is_temporary(name) and not self._is_left_out(path, folder=False):
+                        stat = entry.stat()
+                        if S_ISREG(stat.st_mode) and not (entry.is_symlink() and not self._is_inside(entry.path)):
+                            yield path, (stat.st_size, stat.st_mtime_ns)
+
+    def _is_inside(self, link: str) -> bool:
+        return os.path.realpath(link).startswith(os.path.realpath(self._folder) + os.sep)
+
+    def _is_left_out(self, path: str, *, folder: bool) -> bool:
+        parts = path.split("/")
+        for pattern in self._skip:
+            if len(parts) >= len(pattern) and all(map(fnmatchcase, parts, pattern)):
+                return True
+        found = False
+        for base, negated, folders_only, regex in self._rules:
+            if path.startswith(base) and (folder or not folders_only) and regex.match(path[len(base) :]):
+                found = not negated
+        return found
+
+
+class GrowingOutputs(Growing):
+    """The thread that copies `Outputs` below ``target``, every `OUTPUT_SECONDS` and at the end.
+
+    The keyword arguments are those of `Growing`.
+    """
+
+    def __init__(
+        self,
+        outputs: Outputs,
+        folder: Path,
+        target: Path,
+        *,
+        moved: Callable[[Path, int], None],
+        complain: Callable[[str], None],
+        temporary: str = ".part",
+    ) -> None:
+        super().__init__({folder: target}, moved=moved, complain=complain, temporary=temporary)
+        self._outputs, self._folder, self._target = outputs, folder, target
+        self._known: set[str] = set()
+
+    def _all(self, *, finishing: bool) -> Iterator[tuple[Path, Path]]:
+        found = self._outputs.look(final=finishing)
+        for path in [path for path in self._known if path not in found and not self._outputs.present(path)]:
+            if self._stopped:  # the node removes the folder now, not the script
+                return
+            self._known.discard(path)
+            self._copied.pop(self._folder / path, None)
+            with contextlib.suppress(OSError):
+                (self._target / path).unlink()
+        self._known.update(found)
+        for path in found:
+            yield self._folder / path, self._target / path
+
+    def _period(self, file: Path, size: int) -> float:
+        return OUTPUT_SECONDS
+
+    def _pause(self) -> float:
+        return OUTPUT_SECONDS
+
+
+def _is_temporary(name: str) -> bool:
+    return name.endswith(".pyc") or (name.startswith(".") and name.endswith(".part"))
+
+
+def _rules(file: Path, base: str) -> list[tuple[str, bool, bool, re.Pattern[str]]]:
+    """Return the patterns of one ignore file: where they apply, negated, for folders only, and what they match.
+
+    These are gitignore(5)'s patterns without escapes by a backslash: names, paths, ``*``, ``?``, ``[…]``, ``**``.
+    """
+    rules = []
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            negated, text = text.startswith("!"), text.removeprefix("!")
+            rules.append((base, negated, text.endswith("/"), _regex(text.rstrip("/"))))
+    return rules
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    """Return what a path below the pattern's base matches; a name without a slash matches in every folder."""
+    parts = pattern.lstrip("/").split("/") if "/" in pattern else ["**", pattern]
+    inner = "".join("(?:.*/)?" if part == "**" else _segment(part) + "/" for part in parts[:-1])
+    with contextlib.suppress(re.error):
+        return re.compile(f"(?s:{inner}{'.*' if parts[-1] == '**' else _segment(parts[-1])})\\Z")
+    return re.compile("(?!)")  # such as [z-a]
+
+
+def _segment(part: str) -> str:
+    """Return the regular expression of one name in a path: its ``*`` and ``?`` match no slash."""
+    out, i = "", 0
+    while i < len(part):
+        if part[i] == "*":
+            out += "[^/]*"
+        elif part[i] == "?":
+            out += "[^/]"
+        elif part[i] == "[" and (end := part.find("]", i + 2)) > 0:
+            body = part[i + 1 : end].replace("\\", r"\\")
+            out += f"[^{body[1:]}]" if body[0] in "!^" else f"[{body}]"
+            i = end
+        else:
+            out += re.escape(part[i])
+        i += 1
+    return out
+
+
+def _gb(count: int) -> str:
+    """Return bytes as text, with 10^9 bytes a GB as in the job's limit."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}".replace(".0 ", " ")
+    return f"{count} B"
