@@ -47,6 +47,8 @@ __all__ = [
 RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes of remote data that can be copied into a store, where nodes cannot read them."""
 
+HALF_SECONDS = 0.5
+"""A record that is not whole is read again after so long: its node may be writing it."""
 _COPIED = "copied from "
 """Put before a URL to make an address of it, so that no list of files has the same."""
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
@@ -391,7 +393,7 @@ class Store:
         return self._json(f"{run_folder(run_id)}/result.json")
 
     def exits(self, run_id: str) -> list[dict[str, Any]]:
-        """The nodes' exit records in order of attempt and node; one that is not whole is left out."""
+        """Return the nodes' exit records in order of attempt and node, without those that stay half written."""
         return self._records(f"{run_folder(run_id)}/live/exit")
 
     def starts(self, run_id: str) -> list[dict[str, Any]]:
@@ -400,8 +402,11 @@ class Store:
 
     def _records(self, folder: str) -> list[dict[str, Any]]:
         names = sorted((name for name in self.files.names(folder) if name.endswith(".json")), key=numbers_of)
-        found = parallel(lambda name: self._whole_json(f"{folder}/{name}"), names)
-        return [record for record in found if record is not None]
+        found = dict(zip(names, parallel(lambda name: self._whole_json(f"{folder}/{name}"), names), strict=True))
+        if half := [name for name, record in found.items() if record is None]:
+            time.sleep(HALF_SECONDS)
+            found.update({name: self._whole_json(f"{folder}/{name}") for name in half})
+        return [record for record in found.values() if record is not None]
 
     def _create(self, key: str, record: Mapping[str, Any]) -> bool:
         # The token settles whose record it is when a reply was lost and a client library tried again.

@@ -362,6 +362,12 @@ def test_cancel_and_result(store: Store) -> None:
     assert store.result(RUN) == {"state": "succeeded"}
 
 
+def test_an_exit_record_that_is_being_written_is_read_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    live(store, "exit/0.0-node-0.json", '{"at": ')
+    monkeypatch.setattr("time.sleep", lambda seconds: live(store, "exit/0.0-node-0.json", '{"at": 1}'))
+    assert store.exits(RUN) == [{"at": 1}]
+
+
 def test_exits_skip_what_is_broken(store: Store) -> None:
     assert store.exits(RUN) == []
     for attempt, node in (("0.0", 0), ("0.0", 10), ("0.0", 2), ("0.10", 0), ("0.9", 0)):

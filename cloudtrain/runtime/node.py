@@ -147,7 +147,7 @@ class Node:
             if self.ranks is not None:
                 self.ranks.kill()
             self.link.close()
-            self.log.flush()
+            self.log.stop()
             if self.compactor is not None:
                 self.compactor.stop()
             if self.uploads is not None:
@@ -172,6 +172,7 @@ class Node:
         self.attempt = attempt
         self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}", temporary=self._temporary)
         if self.compactor is None:
+            self.log.start()
             self.compactor = Compactor(self.live / "logs", attempt=attempt, node=self.me, uploads=self.uploads)
             self.compactor.start()
 
@@ -543,7 +544,6 @@ class Node:
                 self.link.send_all({"t": "stop"})
 
     def _tick(self) -> None:
-        self.log.tick()
         now = time.monotonic()
         if self.ranks is not None and self.code is None:
             self._blame_the_dead()
@@ -756,4 +756,10 @@ class Node:
             "lost": decided and self.lost,
             "exit_code": self._exit_code(outcome) if decided else None,
         }
-        write_record(self.live, f"{self.attempt or self.k}-node-{self.me}", record, failure_file=self.site.failure_file)
+        write_record(
+            self.live,
+            f"{self.attempt or self.k}-node-{self.me}",
+            record,
+            failure_file=self.site.failure_file,
+            temporary=self._temporary or ".part",
+        )

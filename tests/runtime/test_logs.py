@@ -247,3 +247,52 @@ def test_text_that_cannot_be_encoded_is_still_a_line(tmp_path: Path, pipe: Pipe)
     writer.flush()
     assert pipe.lines() == ["[a0.0 n0 r0 #1] bad ? surrogate"]
     assert (tmp_path / "s" / "000000001.log").read_text().splitlines() == pipe.lines()
+
+
+def test_a_slow_store_delays_no_line_and_no_other_thread(
+    tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on, real = threading.Event(), threading.Event(), logs.write_whole
+
+    def slow(path: Path, data: bytes, *, temporary: str) -> None:
+        writing.set()
+        assert go_on.wait(30)
+        real(path, data, temporary=temporary)
+
+    monkeypatch.setattr(logs, "write_whole", slow)
+    monkeypatch.setattr(logs, "SEGMENT_BYTES", 100)
+    writer = LogWriter(node=0, out=pipe.fd, flush_seconds=0.05)
+    writer.begin("0.0", tmp_path / "s")
+    writer.start()
+    writer.say("first")
+    assert writing.wait(30)
+    began = time.monotonic()
+    for number in range(20):
+        writer.write("0", f"{number} {'y' * 50}")
+        writer.say("from the node's own thread")
+    assert time.monotonic() - began < 5
+    assert len(pipe.lines()) == 41
+    assert not (tmp_path / "s").exists()
+    go_on.set()
+    writer.stop()
+    found = sorted((tmp_path / "s").iterdir())
+    assert "".join(path.read_text() for path in found).splitlines() == pipe.lines()
+
+
+def test_a_store_that_hangs_costs_old_lines_there_and_no_memory(
+    tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "SEGMENT_BYTES", 100)
+    monkeypatch.setattr(logs, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(logs, "ROOM_SECONDS", 0.05)
+    writer = LogWriter(node=0, out=pipe.fd)
+    writer.begin("0.0", tmp_path / "s")
+    with writer._disk:  # as a thread holds it that writes to such a store
+        for number in range(100):
+            writer.write("0", f"{number} {'y' * 50}")
+            assert writer._segment_bytes < 1100
+    writer.flush()
+    (path,) = (tmp_path / "s").iterdir()
+    kept = path.read_text().splitlines()
+    assert kept == pipe.lines()[-len(kept) :]
+    assert path.name == f"{101 - len(kept):09d}.log"
