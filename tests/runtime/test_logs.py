@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.runtime import logs
+from cloudtrain.runtime.checkpoints import write_whole
 from cloudtrain.runtime.logs import LINE_BYTES, LogWriter, lines_of
 
 
@@ -252,12 +253,12 @@ def test_text_that_cannot_be_encoded_is_still_a_line(tmp_path: Path, pipe: Pipe)
 def test_a_slow_store_delays_no_line_and_no_other_thread(
     tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writing, go_on, real = threading.Event(), threading.Event(), logs.write_whole
+    writing, go_on = threading.Event(), threading.Event()
 
     def slow(path: Path, data: bytes, *, temporary: str) -> None:
         writing.set()
         assert go_on.wait(30)
-        real(path, data, temporary=temporary)
+        write_whole(path, data, temporary=temporary)
 
     monkeypatch.setattr(logs, "write_whole", slow)
     monkeypatch.setattr(logs, "SEGMENT_BYTES", 100)
