@@ -449,12 +449,19 @@ class Store:
 
     def checkpoints(self, run_id: str) -> list[Checkpoint]:
         """The complete checkpoints, oldest first. Complete: every file that commit.json lists is there in its size."""
-        root = f"{run_folder(run_id)}/live/checkpoints"
+        found: dict[tuple[str, str, int], Checkpoint] = {}
+        for folder in ("live/checkpoints", "archive/checkpoints"):  # what moves meanwhile is in the second one
+            for item in self._committed(f"{run_folder(run_id)}/{folder}"):
+                found.setdefault((item.name, item.attempt, item.seq), item)
+        return sorted(found.values(), key=age)
+
+    def _committed(self, root: str) -> list[Checkpoint]:
+        """The complete checkpoints below one folder."""
         sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
         matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
         commits = parallel(lambda match: self._whole_json(f"{root}/{match[0]}"), matches)
         found = [mirrored(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
-        return sorted((item for item in found if item), key=age)
+        return [item for item in found if item]
 
     def direct(self, run_id: str) -> list[Checkpoint]:
         """What a script wrote to the store by itself, oldest first.

@@ -408,6 +408,17 @@ def test_only_complete_checkpoints_count(store: Store) -> None:
     assert store.newest_checkpoint(RUN) == found
 
 
+def test_archived_checkpoints_count_and_one_that_is_moving_counts_once(store: Store) -> None:
+    old = commit(store, "step-1", {"node-0/step-1": b"abc"}, seq=1)
+    new = commit(store, "step-2", {"node-0/step-2": b"abc"}, seq=2)
+    for key in store.files.list(old):
+        store.files.write(key.replace("/live/", "/archive/"), store.files.read(key))
+    assert [item.key for item in store.checkpoints(RUN)] == [old, new]
+    store.files.remove(f"{old}/commit.json")
+    assert [item.key for item in store.checkpoints(RUN)] == [old.replace("/live/", "/archive/"), new]
+    assert [item.name for item in store.checkpoints(RUN)] == ["step-1", "step-2"]
+
+
 @pytest.mark.parametrize(
     ("name", "step"),
     [("step-120", 120), ("checkpoint-500", 500), ("epoch=3-step=96", 96), ("epoch=3-step=96.ckpt", 96), ("last", None)],

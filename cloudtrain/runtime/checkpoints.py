@@ -27,7 +27,7 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any, TypeVar
 
 from ..errors import DigestError, StorageError
-from ..values import family, is_mark, training_states
+from ..values import family, is_mark, training_states, unversioned
 
 __all__ = [
     "COMMIT",
@@ -35,6 +35,7 @@ __all__ = [
     "Entry",
     "Pointer",
     "Watch",
+    "companions",
     "complete",
     "copy_file",
     "each",
@@ -509,6 +510,22 @@ def resumable(found: Sequence[Complete]) -> list[Complete]:
     trees = {str(item.folder): (item.name, _paths_of(item)) for item in found}
     chosen = training_states(trees)
     return [item for item in found if str(item.folder) in chosen]
+
+
+def companions(
+    item: Complete, found: Sequence[Complete], states: Sequence[Complete], named: Set[str]
+) -> list[Complete]:
+    """Return what comes back beside ``item``, newest first: what pointers name (``named``), and other states.
+
+    ``found`` and ``states``, its `resumable` ones, are oldest first. Of states whose name has no number but a version
+    the newest comes back: a script looks for its ``last.ckpt``.
+    """
+    by_name = {other.name: other for other in found}  # the newest of each
+    newest = {unversioned(other.name): other.name for other in states}
+    newest.pop(unversioned(item.name), None)
+    wanted = named | {name for kind, name in newest.items() if not re.search(r"\d", kind)}
+    also = [by_name[name] for name in wanted & by_name.keys() - {item.name}]
+    return sorted(also, key=lambda other: sort_key(other.commit), reverse=True)
 
 
 def _paths_of(item: Complete) -> list[str]:

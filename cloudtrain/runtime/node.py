@@ -22,6 +22,7 @@ from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider import Site
 from ..values import duration
 from . import stall
+from .archive import archive_of
 from .cause import Failure, category, real, root_cause, silent_deaths, summary, with_codes
 from .compact import Compactor
 from .history import FIRST, Start, restart_of
@@ -92,7 +93,9 @@ class Node:
             inbox=inbox,
             join_timeout=site.join_timeout,
         )
-        self.resume = Resume(live=self.live, given=site.paths.get("resume"), url=context["resume"], say=self.log.say)
+        self.archive = archive_of(site)
+        given, url = site.paths.get("resume"), context["resume"]
+        self.resume = Resume(live=self.live, given=given, url=url, say=self.log.say, archive=self.archive)
         self.attempt = self.notice = self.resumed = ""
         self.space: Workspace | None = None
         self.started, self.heard = time.time(), 0.0
@@ -281,6 +284,7 @@ class Node:
             damaged=self.resume.damaged,
             shapes=self.resume.shapes,
             uploads=self.uploads,
+            archive=self.archive,
         )
         self.mirror.start()
         self.stall = stall.Stall(
