@@ -525,7 +525,8 @@ class Provider(Protocol):
     """Where to run. Made of its settings; every method is required.
 
     A provider may state ``sync_marks``, a tuple of texts: the ends of the names that its platform's agent puts into a
-    run's folder (`SyncAgent.marks`). `pull` leaves such files there.
+    run's folder (`SyncAgent.marks`). `pull` leaves such files there. It may state ``probe_ports``, a tuple of port
+    numbers of node 0: `doctor --job` tries them from the other nodes.
     """
 
     name: ClassVar[str]

@@ -65,7 +65,8 @@ class Commits:
     ``keep``: so many complete checkpoints stay, the newest, beside what a pointer names; 0: all of them. ``damaged``
     are folders of such as look complete and are not. With ``temporary`` a program of the platform copies all to the
     store, but leaves files alone whose names end so. Then a checkpoint counts, and older ones go, only once `stored`
-    has told that all of its files are there. ``archive`` takes those that stay and that a restart does not need.
+    has told that all of its files are there. ``marks`` are the ends of the names of that program's own files.
+    ``archive`` takes checkpoints that stay and that a restart does not need.
     ``aside(work, then)`` calls ``work()`` in another thread, then ``then`` in this one with what it returned, None if
     it failed.
     """
@@ -83,9 +84,11 @@ class Commits:
         say: Callable[[str], None],
         complain: Callable[[str], None],
         temporary: str = "",
+        marks: tuple[str, ...] = (),
         archive: Archive | None = None,
         aside: Aside | None = None,
     ) -> None:
+        self._marks = marks
         self._temporary, self._archive, self._aside = temporary, archive, aside
         self._archived: dict[str, checkpoints.Complete] = {}
         """By key: those in the archive, and no longer in ``live``."""
@@ -338,7 +341,7 @@ class Commits:
                 checkpoints.remove(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.commit["files"]}
             self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
-        self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root)]
+        self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
         if self._archive is not None:
             here = {self._key(item.folder) for item in self._complete}
             for item in self._archive.found():

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..values import family, is_mark
+from ..values import family
 from . import checkpoints
 from .archive import Archive
 from .checkpoints import Entry, Pointer, Signature, Watch
@@ -95,7 +95,7 @@ class Mirror:
         uploads: Uploads | None = None,
         archive: Archive | None = None,
     ) -> None:
-        self._archive = archive
+        self._archive, self._agent_marks = archive, uploads.agent.marks if uploads is not None else ()
         self._uploads, self._temporary = uploads, uploads.temporary if uploads is not None else ""
         self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
         self._metrics, self._links, self._peers = metrics, links, peers
@@ -146,6 +146,7 @@ class Mirror:
             say=self._say,
             complain=self._complain,
             temporary=self._temporary,
+            marks=self._agent_marks,
             archive=self._archive,
             aside=lambda work, then: self._aside(work, then, slow=True),
         )
@@ -421,7 +422,7 @@ class Mirror:
         if name in self._copied:
             entry, target = self._copied.pop(name)
             self._finished.done(entry)
-            files = [path for path in target.rglob("*") if path.is_file() and not is_mark(path.name)]
+            files = [path for path in target.rglob("*") if path.is_file() and not path.name.endswith(self._agent_marks)]
         if self._uploads is not None and (files or self._node == 0):
             commit = [self._live / "checkpoints" / folder / checkpoints.COMMIT] if self._node == 0 else []
             self._uploads.expect(folder, [*files, *commit])

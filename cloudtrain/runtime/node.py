@@ -94,8 +94,7 @@ class Node:
             join_timeout=site.join_timeout,
         )
         self.archive = archive_of(site)
-        given, url = site.paths.get("resume"), context["resume"]
-        self.resume = Resume(live=self.live, given=given, url=url, say=self.log.say, archive=self.archive)
+        self.resume = self._make_resume()
         self.attempt = self.notice = self.resumed = ""
         self.space: Workspace | None = None
         self.started, self.heard = time.time(), 0.0
@@ -130,6 +129,16 @@ class Node:
         self.go: Message | None = None
         self.start: Start | None = None
         self.oom_before = oom_kills()
+
+    def _make_resume(self) -> Resume:
+        return Resume(
+            live=self.live,
+            given=self.site.paths.get("resume"),
+            url=self.context["resume"],
+            say=self.log.say,
+            archive=self.archive,
+            marks=self.site.agent.marks if self.site.agent is not None else (),
+        )
 
     # -------------------------------------------------------------------------------------------------- the whole run
 

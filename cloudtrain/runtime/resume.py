@@ -41,8 +41,9 @@ class Resume:
         url: str | None,
         say: Callable[[str], None],
         archive: Archive | None = None,
+        marks: tuple[str, ...] = (),
     ) -> None:
-        self._archive = archive
+        self._archive, self._marks = archive, marks
         self._live, self._given = live, Path(given).absolute() if given and url else None
         self._of_run = bool(url) and str(url).endswith(RUN_FOLDER)
         self._say = say
@@ -64,7 +65,7 @@ class Resume:
         an old one beside which it had written ``last-v1.ckpt``.
         """
         own = self._live / "checkpoints"
-        here = checkpoints.complete(own, say=self._say)
+        here = checkpoints.complete(own, say=self._say, marks=self._marks)
         yield from self._messages("own", own, here, beside=here)
         if self._archive is not None:
             yield from self._messages("archive", own, self._archive.found(), beside=here)

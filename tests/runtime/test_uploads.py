@@ -25,11 +25,11 @@ from cloudtrain.runtime.record import write_record
 from cloudtrain.runtime.resume import Resume
 from cloudtrain.runtime.uploads import DEAD_SECONDS, Uploads
 from cloudtrain.runtime.workspace import Workspace
-from cloudtrain.values import is_mark
 
 SCALE = 200.0
 """Seconds of a node's clock in one of ours."""
 AGENT = {"uploading": ".sagemaker-uploading", "uploaded": ".sagemaker-uploaded", "ignored": ".sagemaker-ignore"}
+MARKS = tuple(AGENT.values())
 
 
 class FolderObjects:
@@ -234,7 +234,7 @@ def test_a_dead_sync_is_named_within_5_minutes_and_the_checkpoint_is_in_the_stor
     for uploads in run.uploads:
         uploads.finish(10)
     assert (run.store / "logs" / "1.log").read_text() == "a line"
-    assert not any(is_mark(path.name) for path in run.store.rglob("*"))
+    assert not any(path.name.endswith(MARKS) for path in run.store.rglob("*"))
 
 
 def test_a_sync_that_comes_back_is_left_to_its_work(fleet: Callable[..., Fleet]) -> None:
@@ -425,7 +425,7 @@ def test_temporary_files_and_marks_never_reach_the_store(fleet: Callable[..., Fl
     (run.tmp / "0.0-n0" / "artifacts" / "model.bin").write_text("x" * 1000)
     run.save("step-1")
     until(lambda: {"model.bin", "rank-0.pt", "commit.json"} <= seen)
-    assert not [name for name in seen if name.endswith(".part") or is_mark(name)]
+    assert not [name for name in seen if name.endswith(".part") or name.endswith(MARKS)]
 
 
 @pytest.fixture
@@ -483,9 +483,9 @@ def test_marks_that_were_restored_are_no_checkpoint(tmp_path: Path) -> None:
     part = tmp_path / "step-1" / "0.0-1" / "node-0"
     part.mkdir(parents=True)
     (part / "model.pt.sagemaker-uploaded").touch()
-    assert uncommitted(tmp_path) == []
+    assert uncommitted(tmp_path, marks=MARKS) == []
     (part / "model.pt").write_text("x")
-    assert uncommitted(tmp_path) == [part.parent]
+    assert uncommitted(tmp_path, marks=MARKS) == [part.parent]
 
 
 # -------------------------------------------------------------------------------------------------------- the archive
@@ -571,8 +571,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_archive(
         first.save(f"step-{number}")
         until(lambda number=number: first.stored() == [f"step-{number}"])
     until(lambda: archived(tmp_path) == ["step-1", "step-2"])
-    first.stop()
     live, said = first.local(0), list[str]()
+    until(lambda: [path.name for path in (live / "checkpoints").iterdir()] == ["step-3"])
+    first.stop()
     (part,) = (live / "checkpoints/step-3").rglob("rank-0.pt")
     part.write_text("step-3 of X")  # of the same size
     resume = Resume(live=live, given=None, url=None, say=said.append, archive=Archive(live, objects, temporary=""))
