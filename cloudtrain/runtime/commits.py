@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..errors import StorageError
 from ..values import family
 from . import checkpoints
 from .archive import Archive
@@ -310,20 +311,26 @@ class Commits:
             key = self._key(item.folder)
             if item not in needed and key not in self._archived and key not in self._archiving:
                 self._archiving.add(key)
-                work, then = partial(self._archive.add, key, item.commit), partial(self._archived_now, key, item)
-                self._aside(work, then)
+                self._aside(partial(self._add, self._archive, key, item), partial(self._archived_now, key, item))
+
+    def _add(self, archive: Archive, key: str, item: checkpoints.Complete) -> bool:
+        """Archive a checkpoint, in another thread, unless the run drops it before or meanwhile."""
+        try:
+            return item in (self._complete or ()) and archive.add(key, item.commit)
+        except StorageError:
+            if item in (self._complete or ()):
+                raise
+            return False
 
     def _archived_now(self, key: str, item: checkpoints.Complete, done: bool | None) -> None:
         """A checkpoint is in the archive: all nodes remove it from ``live``."""
         self._archiving.discard(key)
-        if not done:
-            return
-        self._archived[key] = item
-        if item in (self._complete or ()):
+        if item not in (self._complete or ()):
+            self._drop_archived(item)
+        elif done:
+            self._archived[key] = item
             self._removed.append(key)
             self._tell_removed()
-        else:
-            self._drop_archived(item)
 
     def _drop_archived(self, item: checkpoints.Complete) -> None:
         """Remove from the archive what is not kept, also half of it, as a node that was killed leaves it."""
