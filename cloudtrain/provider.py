@@ -269,6 +269,25 @@ class Topology:
     master_port: int
 
 
+class RunObjects(Protocol):
+    """A run's folder in the store, as a node reaches it without the platform's agent. Keys are below that folder.
+
+    Each method raises `StorageError`. `read` raises `DigestError` for an object that is not there.
+    """
+
+    def copy(self, key: str, target: str, size: int) -> None:
+        """Copy an object of ``size`` bytes within the store."""
+
+    def read(self, key: str, path: Path) -> None:
+        """Download an object to a file, whose folder is there."""
+
+    def write(self, key: str, data: bytes) -> None:
+        """Write an object."""
+
+    def remove(self, key: str) -> None:
+        """Remove an object, if it is there."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyncAgent:
     """A platform's own program that copies a node's ``live`` folder to the store, and back at the next start.
@@ -276,12 +295,16 @@ class SyncAgent:
     Beside a file it puts an empty one whose name ends in ``uploading``, then one that ends in ``uploaded``. It leaves
     files alone whose names end in ``ignored``. ``put`` uploads one file without the agent, given its path below
     ``live``, the file, and what to call after each part; it raises `StorageError`. None: the node has no way there.
+
+    The agent downloads all of ``live`` at a start. With ``objects`` node 0 moves checkpoints that a restart does not
+    need out of ``live``, to ``archive`` of the run's folder.
     """
 
     uploading: str
     uploaded: str
     ignored: str
     put: Callable[[str, Path, Callable[[], None]], None] | None = None
+    objects: RunObjects | None = None
 
     @property
     def marks(self) -> tuple[str, str, str]:
@@ -529,7 +552,8 @@ class Provider(Protocol):
 
     A provider may state ``sync_marks``, a tuple of texts: the ends of the names that its platform's agent puts into a
     run's folder (`SyncAgent.marks`). `pull` leaves such files there. It may state ``needs``, a `Need` by ``store`` or
-    ``image``: what a job needs that is no setting of its own.
+    ``image``: what a job needs that is no setting of its own. It may state ``probe_ports``, a tuple of port numbers of
+    node 0: `doctor --job` tries them from the other nodes.
     """
 
     name: ClassVar[str]

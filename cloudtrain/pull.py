@@ -242,10 +242,14 @@ class _Pull:
             try:
                 self._checkpoint(name, merged[name])
             except FileNotFoundError:
-                if item in self.store.checkpoints(run_id):
+                now = {other.name: other for other in self.store.checkpoints(run_id)}
+                if now.get(name) == item:
                     raise
-                tidy(self.folder / "checkpoints", {item.name for item in self.store.checkpoints(run_id)})
-                continue  # the run has removed it meanwhile: it keeps newer ones
+                if name in now and now[name].files == item.files:  # the run has moved it meanwhile
+                    self._checkpoint(name, _merge_nodes(now[name]))
+                else:
+                    tidy(self.folder / "checkpoints", set(now))
+                    continue  # the run has removed it meanwhile: it keeps newer ones
             self.names.append(name)
         for name in sorted(direct.keys() - set(self.names)):
             if self._direct(name):

@@ -60,6 +60,8 @@ _MEANT = (
 )
 """URLs of a cloud's web page or API, and the store that each means."""
 
+HALF_SECONDS = 0.5
+"""A record that is not whole is read again after so long: its node may be writing it."""
 _COPIED = "copied from "
 """Put before a URL to make an address of it, so that no list of files has the same."""
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
@@ -405,7 +407,7 @@ class Store:
         return self._json(f"{run_folder(run_id)}/result.json")
 
     def exits(self, run_id: str) -> list[dict[str, Any]]:
-        """The nodes' exit records in order of attempt and node; one that is not whole is left out."""
+        """Return the nodes' exit records in order of attempt and node, without those that stay half written."""
         return self._records(f"{run_folder(run_id)}/live/exit")
 
     def starts(self, run_id: str) -> list[dict[str, Any]]:
@@ -414,8 +416,11 @@ class Store:
 
     def _records(self, folder: str) -> list[dict[str, Any]]:
         names = sorted((name for name in self.files.names(folder) if name.endswith(".json")), key=numbers_of)
-        found = parallel(lambda name: self._whole_json(f"{folder}/{name}"), names)
-        return [record for record in found if record is not None]
+        found = dict(zip(names, parallel(lambda name: self._whole_json(f"{folder}/{name}"), names), strict=True))
+        if half := [name for name, record in found.items() if record is None]:
+            time.sleep(HALF_SECONDS)
+            found.update({name: self._whole_json(f"{folder}/{name}") for name in half})
+        return [record for record in found.values() if record is not None]
 
     def _create(self, key: str, record: Mapping[str, Any]) -> bool:
         # The token settles whose record it is when a reply was lost and a client library tried again.
@@ -458,12 +463,19 @@ class Store:
 
     def checkpoints(self, run_id: str) -> list[Checkpoint]:
         """The complete checkpoints, oldest first. Complete: every file that commit.json lists is there in its size."""
-        root = f"{run_folder(run_id)}/live/checkpoints"
+        found: dict[tuple[str, str, int], Checkpoint] = {}
+        for folder in ("live/checkpoints", "archive/checkpoints"):  # what moves meanwhile is in the second one
+            for item in self._committed(f"{run_folder(run_id)}/{folder}"):
+                found.setdefault((item.name, item.attempt, item.seq), item)
+        return sorted(found.values(), key=age)
+
+    def _committed(self, root: str) -> list[Checkpoint]:
+        """The complete checkpoints below one folder."""
         sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
         matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
         commits = parallel(lambda match: self._whole_json(f"{root}/{match[0]}"), matches)
         found = [mirrored(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
-        return sorted((item for item in found if item), key=age)
+        return [item for item in found if item]
 
     def direct(self, run_id: str) -> list[Checkpoint]:
         """What a script wrote to the store by itself, oldest first.

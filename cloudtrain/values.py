@@ -23,7 +23,6 @@ __all__ = [
     "did_you_mean",
     "duration",
     "family",
-    "is_mark",
     "is_price",
     "json_loads",
     "json_rows",
@@ -356,7 +355,6 @@ _BESIDE = frozenset(
 )
 """Suffixes of what scripts write beside their checkpoints: settings, logs, pictures, programs."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
-_MARK = re.compile(r".\.[a-z]+-(?:uploading|uploaded|ignore)$")
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
 _NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
 
@@ -377,14 +375,6 @@ def newer_than_metadata(times: Mapping[str, float]) -> str:
 def family(name: str) -> str:
     """``name`` with its numbers left out: that of every checkpoint, or file, that a script writes in the same place."""
     return re.sub(r"\d+", "#", name)
-
-
-def is_mark(name: str) -> bool:
-    """Return whether a file may be a mark of a platform's sync agent, or for it to leave alone.
-
-    A user's file may look so as well (``model.git-ignore``). Where the agent is known, `SyncAgent.marks` tells.
-    """
-    return _MARK.search(name) is not None
 
 
 def unversioned(name: str) -> str:

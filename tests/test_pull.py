@@ -406,6 +406,23 @@ def test_of_a_checkpoint_that_goes_away_nothing_stays(
     assert pulled(tmp_path / "out") == set()
 
 
+def test_a_checkpoint_that_moves_to_the_archive_meanwhile_comes_from_there(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_module, "parallel", lambda work, items, **_: [work(item) for item in items])
+    mirrored(world, OLD, 0)
+    whole = world.folder / "live" / "checkpoints" / "last"
+
+    def moved(key: str, more: int) -> None:
+        if whole.exists():
+            (world.folder / "archive" / "checkpoints").mkdir(parents=True)
+            shutil.move(whole, world.folder / "archive" / "checkpoints" / "last")
+
+    pull(world.store, "r1", tmp_path / "moved", what="checkpoints", progress=moved)
+    pull(world.store, "r1", tmp_path / "there", what="checkpoints")
+    assert pulled(tmp_path / "moved") == pulled(tmp_path / "there") != set()
+
+
 def test_a_file_that_is_taken_away_meanwhile_is_one_line(world: World, tmp_path: Path) -> None:
     world.write("live/artifacts/node-0/a", "x")
     world.write("live/metrics/0.0-node-0.jsonl", '{"step": 1}\n')

@@ -362,6 +362,12 @@ def test_cancel_and_result(store: Store) -> None:
     assert store.result(RUN) == {"state": "succeeded"}
 
 
+def test_an_exit_record_that_is_being_written_is_read_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    live(store, "exit/0.0-node-0.json", '{"at": ')
+    monkeypatch.setattr("time.sleep", lambda seconds: live(store, "exit/0.0-node-0.json", '{"at": 1}'))
+    assert store.exits(RUN) == [{"at": 1}]
+
+
 def test_exits_skip_what_is_broken(store: Store) -> None:
     assert store.exits(RUN) == []
     for attempt, node in (("0.0", 0), ("0.0", 10), ("0.0", 2), ("0.10", 0), ("0.9", 0)):
@@ -400,6 +406,17 @@ def test_only_complete_checkpoints_count(store: Store) -> None:
     assert found.committed == 1000.0
     assert found.files["node-1/step-120/optim.pt"] == (2, digest(b"de"))
     assert store.newest_checkpoint(RUN) == found
+
+
+def test_archived_checkpoints_count_and_one_that_is_moving_counts_once(store: Store) -> None:
+    old = commit(store, "step-1", {"node-0/step-1": b"abc"}, seq=1)
+    new = commit(store, "step-2", {"node-0/step-2": b"abc"}, seq=2)
+    for key in store.files.list(old):
+        store.files.write(key.replace("/live/", "/archive/"), store.files.read(key))
+    assert [item.key for item in store.checkpoints(RUN)] == [old, new]
+    store.files.remove(f"{old}/commit.json")
+    assert [item.key for item in store.checkpoints(RUN)] == [old.replace("/live/", "/archive/"), new]
+    assert [item.name for item in store.checkpoints(RUN)] == ["step-1", "step-2"]
 
 
 @pytest.mark.parametrize(

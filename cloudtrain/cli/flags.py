@@ -43,7 +43,7 @@ FORMS = {
         "instance_count": "INT", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "nproc_per_node": "INT", "cpus": "INT",
         "memory_gb": "INT", "disk_gb": "INT", "shm_gb": "INT", "spot": "",
     },
-    "Data": {"inputs": "CHANNEL=URL"},
+    "Data": {"inputs": "CHANNEL=URL", "outputs": "", "max_outputs": "SIZE"},
     "Limits": {
         "max_runtime": "DURATION", "max_wait": "DURATION", "max_cost": "USD", "max_gpu_hours": "HOURS",
         "retries": "INT", "stall_timeout": "DURATION",

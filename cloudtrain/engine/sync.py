@@ -65,11 +65,14 @@ class Sync:
         self._marks, self._dead = marks, dead
         self._sent: dict[str, tuple[int, int]] = {}
         self._looked = 0.0
+        self.restored: dict[str, int] = {}
+        """The files that came down at the start, with their bytes."""
 
     def restore(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.store.fetch(self.url, self.folder)
         self._sent = self._local()
+        self.restored = {name: size for name, (size, _) in self._sent.items()}
 
     def step(self, *, whole: bool = False) -> None:
         """Once through the folder; ``whole``: the last changes too."""

@@ -27,7 +27,7 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any, TypeVar
 
 from ..errors import DigestError, StorageError
-from ..values import family, is_mark, training_states
+from ..values import family, training_states, unversioned
 
 __all__ = [
     "COMMIT",
@@ -35,6 +35,7 @@ __all__ = [
     "Entry",
     "Pointer",
     "Watch",
+    "companions",
     "complete",
     "copy_file",
     "each",
@@ -473,8 +474,11 @@ def sort_key(commit: Mapping[str, Any]) -> tuple[int, int, float, int]:
     return int(k), int(r or 0), float(commit.get("saved") or commit["time"]), int(commit["seq"])
 
 
-def complete(root: Path, *, say: Callable[[str], None] | None = None) -> list[Complete]:
-    """Complete checkpoints below ``root``, oldest first. ``say`` is told of each that is not."""
+def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()) -> list[Complete]:
+    """Return the complete checkpoints below ``root``, oldest first. ``say`` is told of each that is not.
+
+    Files whose names end in one of ``marks`` are those of a platform's agent.
+    """
     found = []
     commits = [c for depth in ("", "*/", "*/*/") for c in glob.glob(f"{glob.escape(str(root))}/{depth}{COMMIT}")]
     for path in sorted(commits):
@@ -492,15 +496,15 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None) -> list[Co
         elif say is not None:
             say(f"checkpoint {folder.parent.name}/{folder.name} is not complete ({missing}); skipped")
     if say is not None:
-        for folder in uncommitted(root):
+        for folder in uncommitted(root, marks=marks):
             say(f"checkpoint {folder.parent.name}/{folder.name} is not complete (no {COMMIT}); skipped")
     return sorted(found, key=lambda c: sort_key(c.commit))
 
 
-def uncommitted(root: Path) -> list[Path]:
-    """In a run's own folder: the checkpoints that were cut off before their commit."""
+def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
+    """Return the checkpoints of a run's own folder that were cut off before their commit. ``marks``: see `complete`."""
     parts = map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))
-    found = sorted({path.parent for path in parts if any(not is_mark(file.name) for file in _files(path))})
+    found = sorted({path.parent for path in parts if any(not file.name.endswith(marks) for file in _files(path))})
     return [folder for folder in found if _FOLDER.fullmatch(folder.name) and not (folder / COMMIT).exists()]
 
 
@@ -509,6 +513,22 @@ def resumable(found: Sequence[Complete]) -> list[Complete]:
     trees = {str(item.folder): (item.name, _paths_of(item)) for item in found}
     chosen = training_states(trees)
     return [item for item in found if str(item.folder) in chosen]
+
+
+def companions(
+    item: Complete, found: Sequence[Complete], states: Sequence[Complete], named: Set[str]
+) -> list[Complete]:
+    """Return what comes back beside ``item``, newest first: what pointers name (``named``), and other states.
+
+    ``found`` and ``states``, its `resumable` ones, are oldest first. Of states whose name has no number but a version
+    the newest comes back: a script looks for its ``last.ckpt``.
+    """
+    by_name = {other.name: other for other in found}  # the newest of each
+    newest = {unversioned(other.name): other.name for other in states}
+    newest.pop(unversioned(item.name), None)
+    wanted = named | {name for kind, name in newest.items() if not re.search(r"\d", kind)}
+    also = [by_name[name] for name in wanted & by_name.keys() - {item.name}]
+    return sorted(also, key=lambda other: sort_key(other.commit), reverse=True)
 
 
 def _paths_of(item: Complete) -> list[str]:

@@ -10,11 +10,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..errors import StorageError
 from ..values import family
 from . import checkpoints
+from .archive import Archive
 
 __all__ = ["Commits", "remove"]
 
@@ -34,6 +37,7 @@ REMEMBERED = 50
 """Removed checkpoints that are removed again with each commit: a platform's sync may bring them back."""
 
 Message = dict[str, Any]
+Aside = Callable[[Callable[[], Any], Callable[[Any], None]], None]
 
 
 @dataclass
@@ -62,7 +66,10 @@ class Commits:
     ``keep``: so many complete checkpoints stay, the newest, beside what a pointer names; 0: all of them. ``damaged``
     are folders of such as look complete and are not. With ``temporary`` a program of the platform copies all to the
     store, but leaves files alone whose names end so. Then a checkpoint counts, and older ones go, only once `stored`
-    has told that all of its files are there.
+    has told that all of its files are there. ``marks`` are the ends of the names of that program's own files.
+    ``archive`` takes checkpoints that stay and that a restart does not need.
+    ``aside(work, then)`` calls ``work()`` in another thread, then ``then`` in this one with what it returned, None if
+    it failed.
     """
 
     def __init__(
@@ -78,8 +85,15 @@ class Commits:
         say: Callable[[str], None],
         complain: Callable[[str], None],
         temporary: str = "",
+        marks: tuple[str, ...] = (),
+        archive: Archive | None = None,
+        aside: Aside | None = None,
     ) -> None:
-        self._temporary = temporary
+        self._marks = marks
+        self._temporary, self._archive, self._aside = temporary, archive, aside
+        self._archived: dict[str, checkpoints.Complete] = {}
+        """By key: those in the archive, and no longer in ``live``."""
+        self._archiving: set[str] = set()
         self._unstored: dict[str, tuple[checkpoints.Complete, set[int]]] = {}
         """By folder: complete checkpoints, and the nodes whose files are not in the store yet."""
         self._told = False
@@ -276,10 +290,54 @@ class Commits:
                 kept.append(item)  # whole still, and to go with the next
             else:
                 self._removed.append(self._key(item.folder))
-        self._complete = kept
+                self._drop_archived(item)
+        self._complete = sorted(kept, key=lambda c: checkpoints.sort_key(c.commit))
+        self._tell_removed()
+        self._archive_others()
+
+    def _tell_removed(self) -> None:
         for node in sorted(self._peers()) if self._removed else ():
             self._send(node, {"t": "remove", "folders": self._removed})
         self._removed = self._removed[-REMEMBERED:]
+
+    def _archive_others(self) -> None:
+        """Move to the archive what is complete in the store, and what no restart needs while the newest is whole."""
+        states = checkpoints.resumable(self._complete or ())
+        if self._archive is None or self._aside is None or not states:
+            return
+        newest, named = states[-1], set[str]().union(*self._pointers.values())
+        needed = [newest, *checkpoints.companions(newest, self._complete or (), states, named)]
+        for item in states:
+            key = self._key(item.folder)
+            if item not in needed and key not in self._archived and key not in self._archiving:
+                self._archiving.add(key)
+                self._aside(partial(self._add, self._archive, key, item), partial(self._archived_now, key, item))
+
+    def _add(self, archive: Archive, key: str, item: checkpoints.Complete) -> bool:
+        """Archive a checkpoint, in another thread, unless the run drops it before or meanwhile."""
+        try:
+            return item in (self._complete or ()) and archive.add(key, item.commit)
+        except StorageError:
+            if item in (self._complete or ()):
+                raise
+            return False
+
+    def _archived_now(self, key: str, item: checkpoints.Complete, done: bool | None) -> None:
+        """A checkpoint is in the archive: all nodes remove it from ``live``."""
+        self._archiving.discard(key)
+        if item not in (self._complete or ()):
+            self._drop_archived(item)
+        elif done:
+            self._archived[key] = item
+            self._removed.append(key)
+            self._tell_removed()
+
+    def _drop_archived(self, item: checkpoints.Complete) -> None:
+        """Remove from the archive what is not kept, also half of it, as a node that was killed leaves it."""
+        key = self._key(item.folder)
+        if self._archive is not None and self._aside is not None and key not in self._archiving:
+            self._archived.pop(key, None)
+            self._aside(partial(self._archive.drop, key, item.commit), lambda _: None)
 
     def _take_over(self) -> None:
         """What earlier attempts have left: whole, to be kept or not; half or damaged, to go; and who wrote it."""
@@ -290,7 +348,18 @@ class Commits:
                 checkpoints.remove(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.commit["files"]}
             self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
-        self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root)]
+        self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
+        if self._archive is not None:
+            here = {self._key(item.folder) for item in self._complete}
+            for item in self._archive.found():
+                key = self._key(item.folder)
+                if self._root.parent / "archive" / key in self._damaged:
+                    self._drop_archived(item)
+                elif key not in here:
+                    self._archived[key] = item
+            self._complete = sorted(
+                [*self._complete, *self._archived.values()], key=lambda item: checkpoints.sort_key(item.commit)
+            )
 
     def _key(self, folder: Path) -> str:
         return folder.relative_to(self._root).as_posix()

@@ -25,6 +25,8 @@ RETRY_SECONDS = 5.0
 SEGMENT_BYTES = 1 << 20
 KEPT_BYTES = 16 << 20
 """Of a segment that cannot be written; what is older is lost to the store, not to the platform's own log."""
+ROOM_SECONDS = 5.0
+"""A rank with so many bytes of lines waits at most so long for a store that is slow to take them."""
 LINE_BYTES = 128 << 10
 """Longer lines are cut in pieces: CloudWatch takes 256 KiB an event."""
 REDRAW_SECONDS = 1.0
@@ -34,7 +36,8 @@ REDRAW_SECONDS = 1.0
 class LogWriter:
     """Numbers the lines of a node's ranks. Lines wait until `begin` has said which attempt this is. Thread-safe.
 
-    What ``redact`` has learnt is in none of them. A segment holds the lines of ``flush_seconds``.
+    What ``redact`` has learnt is in none of them. A segment holds the lines of ``flush_seconds``. A slow store delays
+    only the thread that writes a segment: `start` runs one for that.
     """
 
     def __init__(
@@ -50,6 +53,9 @@ class LogWriter:
         self._now = now or time.time
         self._second, self._date = -1, ""
         self._lock = threading.Lock()
+        self._disk = threading.Lock()
+        """Held by the thread that writes a segment. It takes `_lock` meanwhile; no thread does the reverse."""
+        self._stop = threading.Event()
         self.redact = Redactor()
         self._waiting: list[tuple[str, str, float]] | None = []
         self._folder: Path | None = None
@@ -59,6 +65,19 @@ class LogWriter:
         self._retry_at = 0.0
         self.lines = 0
         self.last = self._clock()
+
+    def start(self) -> None:
+        """Write segments in a thread of their own, until `stop`."""
+        threading.Thread(target=self._loop, name="log", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread, and write what there is."""
+        self._stop.set()
+        self.flush()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self._flush_seconds / 5):
+            self.tick()
 
     def begin(self, attempt: str, folder: Path | None, *, temporary: str = "") -> None:
         """Start printing as ``attempt``; segments go to ``folder`` (None: nowhere), with `write_whole`."""
@@ -71,7 +90,7 @@ class LogWriter:
                 self._write(rank, text, at)
 
     def write(self, rank: str, text: str) -> str:
-        """Write one line (no newline in it) of rank ``rank``, ``-`` for the runtime itself. Return it redacted."""
+        """Print one line (no newline in it) of rank ``rank``, ``-`` for the runtime itself. Return it redacted."""
         text = self.redact(text)
         with self._lock:
             if rank != "-":
@@ -80,10 +99,13 @@ class LogWriter:
                 self._waiting.append((rank, text, self._now()))
             else:
                 self._write(rank, text, self._now())
+            full, too_full = self._segment_bytes >= SEGMENT_BYTES, self._segment_bytes >= KEPT_BYTES
+        if full and rank != "-":  # the node's own thread waits for no store
+            self._relieve(ROOM_SECONDS if too_full else 0.0)
         return text
 
     def say(self, text: str) -> None:
-        """A line of the runtime's own."""
+        """Print a line of the runtime's own."""
         self.write("-", f"cloudtrain: {text}")
 
     def _write(self, rank: str, text: str, at: float) -> None:
@@ -95,13 +117,13 @@ class LogWriter:
                 data = data[os.write(self._out, data) :]
         except OSError:
             pass  # nobody reads us any more; the segments still have the line
+        if self._folder is None:
+            return
         if not self._segment:
             self._segment_first, self._segment_since = self.lines, self._clock()
         line = f"{label} {self._stamp(at)}] {text}\n"
         self._segment.append(line)
         self._segment_bytes += len(line)
-        if self._segment_bytes >= SEGMENT_BYTES:
-            self._flush()
 
     def _stamp(self, at: float) -> str:
         """Return Unix seconds as ISO 8601 in UTC, to the millisecond; a second's date is made once."""
@@ -111,28 +133,46 @@ class LogWriter:
         return f"{self._date}.{milli:03d}Z"
 
     def tick(self) -> None:
-        """Write the segment once it is old enough; called a few times a second."""
+        """Write the segment once it is old enough."""
         with self._lock:
-            if self._segment and self._clock() - self._segment_since >= self._flush_seconds:
-                self._flush()
+            due = self._segment and self._clock() - self._segment_since >= self._flush_seconds
+        if due:
+            with self._disk:
+                self._save()
 
     def flush(self) -> None:
         """Write what there is, whatever the last try said."""
-        with self._lock:
-            self._flush(last=True)
+        with self._disk:
+            self._save(last=True)
 
-    def _flush(self, *, last: bool = False) -> None:
-        if not self._segment or self._folder is None or (not last and self._clock() < self._retry_at):
-            return
-        data = "".join(self._segment).encode("utf-8", "replace")
+    def _relieve(self, seconds: float) -> None:
+        """Write a full segment, unless another thread writes one. One that is too full goes after ``seconds``."""
+        if self._disk.acquire(timeout=seconds):
+            try:
+                self._save()
+            finally:
+                self._disk.release()
+        elif seconds:
+            with self._lock:
+                self._segment, self._segment_bytes = [], 0
+
+    def _save(self, *, last: bool = False) -> None:
+        """Write the segment. The caller holds `_disk`."""
+        with self._lock:
+            if not self._segment or self._folder is None or (not last and self._clock() < self._retry_at):
+                return
+            lines, first, size, since = self._segment, self._segment_first, self._segment_bytes, self._segment_since
+            self._segment, self._segment_bytes = [], 0
+        data = "".join(lines).encode("utf-8", "replace")
         try:
-            write_whole(self._folder / Span(self._segment_first, 0).name, data, temporary=self._temporary)
+            write_whole(self._folder / Span(first, 0).name, data, temporary=self._temporary)
         except OSError:
             # Kept in memory for the next try, under the same first number; not without end: training goes on.
-            self._retry_at = self._clock() + RETRY_SECONDS
-            if self._segment_bytes < KEPT_BYTES:
-                return
-        self._segment, self._segment_bytes = [], 0
+            with self._lock:
+                self._retry_at = self._clock() + RETRY_SECONDS
+                if size < KEPT_BYTES:
+                    self._segment, self._segment_first, self._segment_since = lines + self._segment, first, since
+                    self._segment_bytes += size
 
 
 def lines_of(stream: BinaryIO) -> Iterator[str]:

@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..values import family, is_mark
+from ..values import family
 from . import checkpoints
+from .archive import Archive
 from .checkpoints import Entry, Pointer, Signature, Watch
 from .commits import Commits, remove
 from .finished import Finished
@@ -50,6 +51,8 @@ FROZEN_SECONDS = 10.0
 """How long after a rank has died nothing more counts as finished, when nobody takes that for a failure."""
 PROGRESS_SECONDS = 5.0
 """How often the other nodes hear that this one's copies move."""
+ARCHIVE_SECONDS = {"clean": 60.0, "failed": 10.0}
+"""How long a node that ends waits for moves to the archive. What is not moved stays where it is."""
 ENTRIES = 2
 """Checkpoints that a node copies at the same moment."""
 
@@ -69,7 +72,7 @@ class Mirror:
     ``say`` prints a line; ``peers()`` are the nodes now alive, this one included; ``keep`` is how many checkpoints stay
     (0: all), ``damaged`` the folders of those that could not be restored; ``skip`` is what was restored, ``shapes``
     what this node had written of it, by `family`; ``links`` is a folder on the script's disk, for what is being copied;
-    metrics are written every ``flush_seconds``.
+    metrics are written every ``flush_seconds``. Node 0 moves checkpoints to ``archive``.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class Mirror:
         skip: Mapping[str, Signature] | None = None,
         shapes: Mapping[str, Counter[str]] | None = None,
         uploads: Uploads | None = None,
+        archive: Archive | None = None,
     ) -> None:
+        self._archive, self._agent_marks = archive, uploads.agent.marks if uploads is not None else ()
         self._uploads, self._temporary = uploads, uploads.temporary if uploads is not None else ""
         self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
         self._metrics, self._links, self._peers = metrics, links, peers
@@ -108,6 +113,9 @@ class Mirror:
         self._marks: dict[Path, int] = {}
         self._work = ThreadPoolExecutor(ENTRIES, thread_name_prefix="mirror", initializer=checkpoints.modest)
         self._working = 0
+        self._slow: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Moves to the archive, one after the other: they may take minutes, and hold up no copy."""
+        self._slow_working, self._slow_until = 0, float("inf")
         places = {artifacts: live / "artifacts" / f"node-{node}"}
         places[metrics] = live / "metrics" / f"{attempt}-node-{node}.jsonl"
         how: dict[str, Any] = {
@@ -118,9 +126,7 @@ class Mirror:
         self._growing = [Growing(places, small=metrics, small_seconds=flush_seconds, **how)]
         if outputs is not None:
             self._growing.append(GrowingOutputs(*outputs, live / "outputs" / f"node-{node}", **how))
-        self._commits: Commits | None = None
-        if node == 0:
-            self._commits = self._make_commits(nodes, attempt, keep, damaged)
+        self._commits = self._make_commits(nodes, attempt, keep, damaged) if node == 0 else None
         self._finishing: str | None = None
         self._frozen = 0.0
         self._told: set[str] = set()
@@ -143,12 +149,17 @@ class Mirror:
             say=self._say,
             complain=self._complain,
             temporary=self._temporary,
+            marks=self._agent_marks,
+            archive=self._archive,
+            aside=lambda work, then: self._aside(work, then, slow=True),
         )
 
     def start(self) -> None:
         for growing in self._growing:
             growing.start()
         self._thread.start()
+        if self._archive is not None:
+            threading.Thread(target=self._work_slowly, daemon=True).start()
         if self._uploads is not None:
             self._uploads.start(self._progress)
 
@@ -227,13 +238,15 @@ class Mirror:
         kind = message["t"]
         if kind == "finish":
             self._finishing = "clean" if message["clean"] else "failed"
+            self._slow_until = time.monotonic() + ARCHIVE_SECONDS[self._finishing]
             self._marks.clear()
             if self._uploads is not None:
                 self._uploads.end()
             if self._commits is not None:
                 self._commits.finishing = self._finishing
         elif kind == "worked":
-            self._working -= 1
+            self._working -= not message["slow"]
+            self._slow_working -= message["slow"]
             message["then"]()
         elif kind == "hold?":
             about = {"round": message["round"], "name": message["name"]}
@@ -263,7 +276,9 @@ class Mirror:
         else:
             self._commits.answer(message)
 
-    def _aside(self, work: Callable[[], T], then: Callable[[T | None], None] = lambda _: None) -> None:
+    def _aside(
+        self, work: Callable[[], T], then: Callable[[T | None], None] = lambda _: None, *, slow: bool = False
+    ) -> None:
         """``work()`` in a thread of its own, ``then`` in ours: with what it returned, None if it could not."""
 
         def both() -> None:
@@ -272,10 +287,19 @@ class Mirror:
                 found = work()
             except Exception as exc:  # noqa: BLE001  whatever it was, the mirror must hear that it is over
                 self._complain(f"{type(exc).__name__}: {exc}")
-            self._inbox.put({"t": "worked", "then": lambda: then(found)})
+            self._inbox.put({"t": "worked", "then": lambda: then(found), "slow": slow})
 
-        self._working += 1
-        self._work.submit(both)
+        if slow:
+            self._slow_working += 1
+            self._slow.put(both)
+        else:
+            self._working += 1
+            self._work.submit(both)
+
+    def _work_slowly(self) -> None:
+        checkpoints.modest()
+        while True:
+            self._slow.get()()
 
     # ------------------------------------------------------------------------------------------- this node's own part
 
@@ -404,7 +428,7 @@ class Mirror:
         if name in self._copied:
             entry, target = self._copied.pop(name)
             self._finished.done(entry)
-            files = [path for path in target.rglob("*") if path.is_file() and not is_mark(path.name)]
+            files = [path for path in target.rglob("*") if path.is_file() and not path.name.endswith(self._agent_marks)]
         if self._uploads is not None and (files or self._node == 0):
             commit = [self._live / "checkpoints" / folder / checkpoints.COMMIT] if self._node == 0 else []
             self._uploads.expect(folder, [*files, *commit])
@@ -446,10 +470,7 @@ class Mirror:
             left = [entry for entry in self._ready.values() if not self._finished.is_done(entry)]
             at_work = self._working or (self._commits is not None and self._commits.open)
             at_work = at_work or (self._uploads is not None and not self._uploads.idle)
-            if (
-                not left
-                and not at_work
-                and all(growing.done.is_set() for growing in self._growing)
-                and self._inbox.empty()
-            ):
+            at_work = at_work or (self._slow_working > 0 and time.monotonic() < self._slow_until)
+            arrived = all(growing.done.is_set() for growing in self._growing)
+            if not left and not at_work and arrived and self._inbox.empty():
                 self.idle.set()

@@ -22,6 +22,7 @@ from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider import Site
 from ..values import duration
 from . import stall
+from .archive import archive_of
 from .cause import Failure, category, real, root_cause, silent_deaths, summary, with_codes
 from .compact import Compactor
 from .history import FIRST, Start, restart_of
@@ -92,8 +93,8 @@ class Node:
             inbox=inbox,
             join_timeout=site.join_timeout,
         )
-        urls = {"url": context["resume"], "source": context.get("resume_source")}
-        self.resume = Resume(live=self.live, given=site.paths.get("resume"), say=self.log.say, **urls)
+        self.archive = archive_of(site)
+        self.resume = self._make_resume()
         self.attempt = self.notice = self.resumed = ""
         self.space: Workspace | None = None
         self.started, self.heard = time.time(), 0.0
@@ -129,6 +130,17 @@ class Node:
         self.start: Start | None = None
         self.oom_before = oom_kills()
 
+    def _make_resume(self) -> Resume:
+        return Resume(
+            live=self.live,
+            given=self.site.paths.get("resume"),
+            url=self.context["resume"],
+            source=self.context.get("resume_source"),
+            say=self.log.say,
+            archive=self.archive,
+            marks=self.site.agent.marks if self.site.agent is not None else (),
+        )
+
     # -------------------------------------------------------------------------------------------------- the whole run
 
     def run(self) -> int:
@@ -150,7 +162,7 @@ class Node:
             if self.mirror is not None:
                 self.mirror.stop()
             self.link.close()
-            self.log.flush()
+            self.log.stop()
             if self.compactor is not None:
                 self.compactor.stop()
             if self.uploads is not None:
@@ -175,6 +187,7 @@ class Node:
         self.attempt = attempt
         self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}", temporary=self._temporary)
         if self.compactor is None:
+            self.log.start()
             self.compactor = Compactor(self.live / "logs", attempt=attempt, node=self.me, uploads=self.uploads)
             self.compactor.start()
 
@@ -283,6 +296,7 @@ class Node:
             damaged=self.resume.damaged,
             shapes=self.resume.shapes,
             uploads=self.uploads,
+            archive=self.archive,
         )
         self.mirror.start()
         self.stall = stall.Stall(
@@ -548,7 +562,6 @@ class Node:
                 self.link.send_all({"t": "stop"})
 
     def _tick(self) -> None:
-        self.log.tick()
         now = time.monotonic()
         if self.ranks is not None and self.code is None:
             self._blame_the_dead()
@@ -761,4 +774,10 @@ class Node:
             "lost": decided and self.lost,
             "exit_code": self._exit_code(outcome) if decided else None,
         }
-        write_record(self.live, f"{self.attempt or self.k}-node-{self.me}", record, failure_file=self.site.failure_file)
+        write_record(
+            self.live,
+            f"{self.attempt or self.k}-node-{self.me}",
+            record,
+            failure_file=self.site.failure_file,
+            temporary=self._temporary or ".part",
+        )

@@ -1,4 +1,4 @@
-"""The exit record: how a node ended, and its word on why, as the client and the supervisor read it."""
+"""The exit record: how a node ended and why. The client and the supervisor read it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .checkpoints import write_whole
+
 __all__ = ["write_record"]
 
 
-def write_record(live: Path, name: str, record: Mapping[str, Any], *, failure_file: str | None) -> None:
-    """``live/exit/<name>.json``, and the reason where the platform looks for one. A disk that fails is only said."""
+def write_record(
+    live: Path, name: str, record: Mapping[str, Any], *, failure_file: str | None, temporary: str = ".part"
+) -> None:
+    """Write ``live/exit/<name>.json``, and the reason to ``failure_file``, where the platform looks for it.
+
+    A node may write its record twice. So the record has a name that ends in ``temporary`` until it is whole, and a
+    reader sees the old record or the new one. A disk that fails is only reported.
+    """
     try:
-        folder = live / "exit"
-        folder.mkdir(parents=True, exist_ok=True)
         whole = {"protocol": 1, **record, "ended": time.time()}
-        (folder / f"{name}.json").write_text(json.dumps(whole), encoding="utf-8")
+        write_whole(live / "exit" / f"{name}.json", json.dumps(whole).encode(), temporary=temporary)
         if failure_file and record["failure"]:
             Path(failure_file).write_text(record["reason"], encoding="utf-8")
     except OSError as exc:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, DigestError, StorageError
-from ..values import family, unversioned
+from ..values import family
 from . import checkpoints
+from .archive import Archive
 from .checkpoints import Complete, shape_of
 from .direct import Direct, RefusedError
 from .history import was_direct
@@ -38,8 +39,17 @@ class Resume:
     """
 
     def __init__(
-        self, *, live: Path, given: str | None, url: str | None, say: Callable[[str], None], source: str | None = None
+        self,
+        *,
+        live: Path,
+        given: str | None,
+        url: str | None,
+        say: Callable[[str], None],
+        source: str | None = None,
+        archive: Archive | None = None,
+        marks: tuple[str, ...] = (),
     ) -> None:
+        self._archive, self._marks = archive, marks
         self._live, self._given = live, Path(given).absolute() if given and url else None
         self._of_run = bool(url) and str(url).endswith(RUN_FOLDER)
         self._source = source or url or ""
@@ -51,34 +61,40 @@ class Resume:
         self._foreign: dict[str, set[str]] = {}
         """What other nodes had written of them, by name. Of nodes that there are no longer, node 0 is the heir."""
         self.damaged: list[Path] = []
-        """Folders of this run's own that look complete and are not."""
+        """Folders of this run's own that look complete and are not: ``live/checkpoints/…``, or ``live/archive/…``."""
 
     def candidates(self) -> Iterator[tuple[str, float, Message]]:
         """Name, time of saving and message for every node, best first: this run's own, then what was given.
+
+        Its own are those in ``live``, then those in the archive. Each node downloads the archived one that it restores.
 
         The message also names the checkpoints that the script's pointers hold, and of each whose name has no number but
         a version the newest: a script that looks for its ``last.ckpt`` would begin afresh without one, and go on from
         an old one beside which it had written ``last-v1.ckpt``.
         """
-        for root in ("own", "given"):
-            folder = self._root(root)
-            found = checkpoints.complete(folder, say=self._say) if folder else []
-            states = checkpoints.resumable(found)
-            for item in reversed(states):
-                also = self._beside(item, found, states) if root == "own" else []
-                place, *more = (c.folder.relative_to(folder).as_posix() if folder else "" for c in (item, *also))
-                saved = checkpoints.sort_key(item.commit)[2]
-                yield item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
+        own = self._live / "checkpoints"
+        here = checkpoints.complete(own, say=self._say, marks=self._marks)
+        yield from self._messages("own", own, here, beside=here)
+        if self._archive is not None:
+            yield from self._messages("archive", own, self._archive.found(), beside=here)
+        if self._given is not None:
+            yield from self._messages("given", self._given, checkpoints.complete(self._given, say=self._say))
+
+    def _messages(
+        self, root: str, folder: Path, found: Sequence[Complete], *, beside: Sequence[Complete] = ()
+    ) -> Iterator[tuple[str, float, Message]]:
+        """Yield `candidates` of one place, ``found``; ``beside`` are those in ``live``, from which others come back."""
+        for item in reversed(checkpoints.resumable(found)):
+            also = self._beside(item, beside, checkpoints.resumable(beside))
+            place, *more = (c.folder.relative_to(folder).as_posix() for c in (item, *also))
+            saved = checkpoints.sort_key(item.commit)[2]
+            yield item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
 
     def _beside(self, item: Complete, found: Sequence[Complete], states: Sequence[Complete]) -> list[Complete]:
         """What comes back beside ``item``, newest first, without what is known to be damaged; given is oldest first."""
-        by_name = {other.name: other for other in found if other.folder not in self.damaged}  # the newest of each
         named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
-        newest = {unversioned(other.name): other.name for other in states if other.folder not in self.damaged}
-        newest.pop(unversioned(item.name), None)
-        named |= {name for kind, name in newest.items() if not re.search(r"\d", kind)}
-        also = [by_name[name] for name in named & by_name.keys() - {item.name}]
-        return sorted(also, key=lambda other: checkpoints.sort_key(other.commit), reverse=True)
+        whole, good = ([other for other in some if other.folder not in self.damaged] for some in (found, states))
+        return checkpoints.companions(item, whole, good, named)
 
     def direct(self, space: Workspace) -> Direct | None:
         """The newest that the script wrote to the store by itself.
@@ -119,13 +135,13 @@ class Resume:
             return str(exc), False
         for folder in message["also"]:
             try:
-                self._place(message["root"], folder, space)
+                self._place("own", folder, space)
             except (DigestError, StorageError) as exc:
                 self._say(f"{exc}; left out")
         now = time.time()
         for age, path in enumerate(self._placed):  # in whole seconds, as some file systems know no others
             checkpoints.date(path, now - age)
-        if message["root"] == "own":
+        if message["root"] != "given":
             self._point(space)
         return "", False
 
@@ -143,8 +159,9 @@ class Resume:
 
     def pass_over(self, message: Mapping[str, Any]) -> None:
         """Some node found the checkpoint of ``message`` damaged."""
-        if message["root"] == "own":
-            self.damaged.append(self._live / "checkpoints" / message["folder"])
+        if message["root"] != "given":
+            place = "checkpoints" if message["root"] == "own" else "archive"
+            self.damaged.append(self._live / place / message["folder"])
 
     def clear(self) -> None:
         """Take away what was put in place, when it is not resumed from: a script may look for the newest itself."""
@@ -159,8 +176,29 @@ class Resume:
             watch.set_aside(name, others)
 
     def _place(self, root: str, folder: str, space: Workspace) -> None:
-        """Raises `DigestError` for what is damaged, `StorageError` for a disk or mount that fails."""
-        whole = (self._root(root) or self._live) / folder
+        """Raises `DigestError` for what is damaged, `StorageError` for a disk, mount or store that fails."""
+        if root != "archive":
+            self._place_from((self._root(root) or self._live) / folder, folder, space)
+            return
+        whole = space.folder / "archive"
+        try:
+            self._bring(folder, whole)
+            self._place_from(whole, folder, space)
+        finally:
+            checkpoints.remove(whole)
+
+    def _bring(self, folder: str, whole: Path) -> None:
+        """Download an archived checkpoint. Raises `DigestError` and `StorageError`."""
+        assert self._archive is not None
+        self._say(f"downloading checkpoint {folder} from the archive")
+        try:
+            self._archive.bring(folder, whole)
+        except OSError as exc:
+            raise StorageError(f"cannot download checkpoint {folder}: {exc.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise DigestError(f"checkpoint {folder}: its entry in the archive is damaged ({exc})") from None
+
+    def _place_from(self, whole: Path, folder: str, space: Workspace) -> None:
         try:
             commit = json.loads((whole / checkpoints.COMMIT).read_bytes())
             checkpoint = Complete(name=str(commit["name"]), folder=whole, commit=commit)

@@ -50,7 +50,7 @@ class Uploads:
         say: Callable[[str], None],
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._live, self._agent, self._say, self._clock = live, agent, say, clock or time.monotonic
+        self._live, self.agent, self._say, self._clock = live, agent, say, clock or time.monotonic
         self._lock = threading.Lock()
         self._pending: dict[str, set[Path]] = {}
         self._newest = ""
@@ -79,7 +79,7 @@ class Uploads:
     @property
     def temporary(self) -> str:
         """The end of the name of a file that is not whole yet: the agent leaves it alone."""
-        return f".part{self._agent.ignored}"
+        return f".part{self.agent.ignored}"
 
     def start(self, moved: Callable[[], None]) -> None:
         """Begin to look; ``moved`` hears of each file that arrives."""
@@ -114,7 +114,7 @@ class Uploads:
     @property
     def blind(self) -> bool:
         """Whether the node can neither upload files nor see that they arrive, as the agent has never shown that."""
-        return self._agent.put is None and not self._shown
+        return self.agent.put is None and not self._shown
 
     @property
     def idle(self) -> bool:
@@ -132,7 +132,7 @@ class Uploads:
 
     def marks(self, folder: Path) -> bool:
         """Return whether the agent has ever shown its work, in ``folder`` or elsewhere."""
-        ends = (self._agent.uploading, self._agent.uploaded)
+        ends = (self.agent.uploading, self.agent.uploaded)
         if not self._shown:
             with contextlib.suppress(OSError):
                 self._shown = any(name.endswith(ends) for name in os.listdir(folder))
@@ -141,7 +141,7 @@ class Uploads:
     def _marked(self, path: Path, state: _State) -> bool:
         """Whether the agent has uploaded the file as it is."""
         with contextlib.suppress(OSError):
-            found = os.stat(f"{path}{self._agent.uploaded}").st_mtime_ns >= state[1]
+            found = os.stat(f"{path}{self.agent.uploaded}").st_mtime_ns >= state[1]
             self._shown = self._shown or found
             return found
         return False
@@ -238,7 +238,7 @@ class Uploads:
 
     def _allowance(self, left: set[Path]) -> float:
         """More seconds, while the agent is at work on a large file."""
-        begun = [path for path in left if os.path.exists(f"{path}{self._agent.uploading}")]
+        begun = [path for path in left if os.path.exists(f"{path}{self.agent.uploading}")]
         sizes = []
         for path in begun:
             with contextlib.suppress(OSError):
@@ -248,17 +248,17 @@ class Uploads:
     def _die(self) -> None:
         self.dead = True
         waited = f"{self._clock() - self._sign:.0f} s"
-        what = "this node uploads them itself" if self._agent.put else "nothing else can upload them from here"
+        what = "this node uploads them itself" if self.agent.put else "nothing else can upload them from here"
         self._say(f"the platform's sync has stopped: it has uploaded no file of a checkpoint for {waited}; {what}")
 
     def _upload(self, path: Path) -> None:
         with self._lock:
-            if self._agent.put is None or path in self._busy:
+            if self.agent.put is None or path in self._busy:
                 return
             self._busy.add(path)
         try:
             state = _state(path)
-            self._agent.put(path.relative_to(self._live).as_posix(), path, self._moved)
+            self.agent.put(path.relative_to(self._live).as_posix(), path, self._moved)
         except FileNotFoundError:
             return
         except (CloudtrainError, OSError) as exc:
@@ -295,7 +295,7 @@ class Uploads:
         A merged segment bears the time of its last line, so the time of the inode's change counts.
         """
         for folder, _, names in os.walk(self._live):
-            for path in (Path(folder, name) for name in names if not name.endswith((*self._agent.marks, ".part"))):
+            for path in (Path(folder, name) for name in names if not name.endswith((*self.agent.marks, ".part"))):
                 with contextlib.suppress(OSError):
                     if path.stat().st_ctime >= self._began:
                         yield path

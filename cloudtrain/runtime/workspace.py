@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider import Site
 from . import gpus, launch
+from .archive import Archive
 from .cause import Failure
 from .checkpoints import Watch
 from .direct import Direct, newest
@@ -224,6 +225,7 @@ class Workspace:
         damaged: Sequence[Path],
         shapes: Mapping[str, Counter[str]],
         uploads: Uploads | None = None,
+        archive: Archive | None = None,
     ) -> Mirror:
         """The mirror of what the script writes here; what ``watch`` sees now was restored."""
         return Mirror(
@@ -245,6 +247,7 @@ class Workspace:
             skip={name: entry.signature for name, entry in watch.entries().items()},
             shapes=shapes,
             uploads=uploads,
+            archive=archive,
         )
 
     # --------------------------------------------------------------------------------------------- starting the ranks

@@ -112,6 +112,63 @@ class TestWholeRuns:
         assert commit.name == "last"
 
 
+# ------------------------------------------------------------------------------------------ what a restart downloads
+
+
+SHARDS_BYTES = 4 * (2 << 20)
+SHARDS = """
+import os, sys, time
+from pathlib import Path
+rank, folder = os.environ["RANK"], Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"])
+resumed = os.environ.get("CLOUDTRAIN_RESUME_FROM", "")
+step = int(resumed.rpartition("-")[2]) if resumed else 0
+if resumed:
+    print("resumed with", len(os.listdir(resumed)), "shards of step", step, flush=True)
+while step < 100:
+    step += 1
+    told = os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"])
+    path = folder / f"step-{step:03d}" / f"shard-{rank}"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(os.urandom(2 << 20))
+    print("saved", step, flush=True)
+    if told or (step >= 12 and resumed and os.environ["CLOUDTRAIN_ATTEMPT"] == "0.2"):
+        sys.exit()
+    for _ in range(60):
+        if not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+            time.sleep(0.1)
+"""
+
+
+@pytest.mark.timeout(4 * PATIENCE)
+def test_a_restart_downloads_what_it_needs(client: Client) -> None:
+    """A spot run of two nodes that is interrupted twice: the bytes that come down, against those of one checkpoint."""
+    client.jobs.write("shards.py", SHARDS)
+    words = ["submit", "shards.py", *client.flags, "--run-id", "shards", "--spot"]
+    process = client.jobs.start(*words)
+    for step, start in ((5, 1), (10, 2)):
+        client.until("shards", f"saved {step}")
+        client.job("shards").interrupt()
+        Jobs.wait_for(lambda start=start: client.job("shards").starts > start, PATIENCE)
+    out, err = process.communicate(timeout=PATIENCE)
+    done = Done(process.returncode, out, err)
+    assert (done.code, done.json["state"]) == (0, "succeeded"), err
+    resumed = [row["resumed_from"] for row in done.json["attempts"]]
+    store, job = client.run("shards").store, client.job("shards")
+    first, *restarts = job.restored
+    assert [sum(files.values()) for files in first] == [0, 0]
+    for name, nodes in zip(resumed[1:], restarts, strict=True):
+        for files in nodes:
+            came = sum(files.values())
+            print(f"resumed from {name}: {came} of {SHARDS_BYTES} bytes, {came / SHARDS_BYTES:.3f}", len(files))
+            assert came <= 1.1 * SHARDS_BYTES, [file for file in files if "shard" in file]
+    kept = store.checkpoints("shards")
+    assert ["/live/" in item.key for item in kept] == [False, False, True]
+    found = sorted(path.name for path in (client.pulled("shards") / "checkpoints").iterdir())
+    assert found == [item.name for item in kept]
+    left = {key.split("/")[4] for key in store.files.list("runs/shards/archive/checkpoints")}
+    assert left == {item.name for item in kept[:2]}
+
+
 # -------------------------------------------------------------------------------------------------------------- trouble
 
 

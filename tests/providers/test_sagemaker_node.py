@@ -24,12 +24,12 @@ from botocore.credentials import Credentials as Botocores
 from botocore.session import get_session
 
 from cloudtrain import pyz
-from cloudtrain.errors import StorageError
+from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.job import Job
 from cloudtrain.provider import Layout, Site
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
 from cloudtrain.providers.sagemaker.node import _has_efa
-from cloudtrain.providers.sagemaker.s3 import Uploader
+from cloudtrain.providers.sagemaker.s3 import Objects
 from cloudtrain.providers.sagemaker.secrets import Credentials, credentials, secret, signed_headers
 from cloudtrain.providers.sagemaker.words import DNS
 from cloudtrain.transfer import files
@@ -314,14 +314,34 @@ def test_a_node_writes_files_to_s3_by_itself(
     data = random.Random(1).randbytes(size)
     (tmp_path / "file").write_bytes(data)
     live = f"{s3_url}/runs/r1/live"
-    Uploader(live, os.environ, region="us-east-1").put("checkpoints/step 1+é/model.pt", tmp_path / "file")
+    Objects(live, os.environ, region="us-east-1").put("checkpoints/step 1+é/model.pt", tmp_path / "file")
     assert files(live).read("checkpoints/step 1+é/model.pt") == data
+
+
+@pytest.mark.parametrize("size", [0, 1000, 11 << 20])
+def test_a_node_copies_reads_and_removes_objects(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    for name in ("PART_BYTES", "COPY_BYTES"):
+        monkeypatch.setattr(f"cloudtrain.providers.sagemaker.s3.{name}", 5 << 20)
+    data, run = random.Random(2).randbytes(size), Objects(f"{s3_url}/runs/r1", os.environ, region="us-east-1")
+    run.write("live/step 1+é/model.pt", data)
+    run.copy("live/step 1+é/model.pt", "archive/step 1+é/model.pt", size)
+    run.remove("live/step 1+é/model.pt")
+    run.remove("live/step 1+é/model.pt")
+    assert list(files(f"{s3_url}/runs/r1").list("")) == ["archive/step 1+é/model.pt"]
+    run.read("archive/step 1+é/model.pt", tmp_path / "came")
+    assert (tmp_path / "came").read_bytes() == data
+    with pytest.raises(DigestError, match=r"there is no live/step 1\+é/model.pt in S3"):
+        run.read("live/step 1+é/model.pt", tmp_path / "came")
+    with pytest.raises(StorageError, match="NoSuchKey"):
+        run.copy("live/step 1+é/model.pt", "archive/again", 1000)
 
 
 def test_what_s3_refuses_is_said(s3_environment: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(StorageError, match=r"S3 refused PUT of /no-such-bucket/live/file \(NoSuchBucket\)"):
-        Uploader("s3://no-such-bucket/live", os.environ, region="us-east-1").put("file", tmp_path / "file")
+        Objects("s3://no-such-bucket/live", os.environ, region="us-east-1").put("file", tmp_path / "file")
 
 
 def test_an_s3_that_fails_is_asked_again(s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,14 +356,14 @@ def test_an_s3_that_fails_is_asked_again(s3_url: str, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("cloudtrain.providers.sagemaker.s3.urllib.request.urlopen", sometimes)
     (tmp_path / "file").write_bytes(b"x")
-    Uploader(s3_url, os.environ, region="us-east-1").put("file", tmp_path / "file")
+    Objects(s3_url, os.environ, region="us-east-1").put("file", tmp_path / "file")
     assert tries == [3]
 
 
 def test_another_thread_may_forget_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four threads upload with one `Uploader`; each forgets the keys when S3 refuses it."""
+    """Four threads upload with one `Objects`; each forgets the keys when S3 refuses it."""
 
-    class Forgetful(Uploader):
+    class Forgetful(Objects):
         _keys = property(lambda self: None, lambda self, keys: None)  # type: ignore[assignment]
 
     monkeypatch.setattr("cloudtrain.providers.sagemaker.s3.credentials", lambda environ: "keys")
@@ -351,9 +371,14 @@ def test_another_thread_may_forget_the_keys(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_site_knows_the_agents_marks_and_the_way_past_it(tmp_path: Path) -> None:
-    agent = site(tmp_path, context={"run": "s3://bucket/runs/r1"}).agent
+    keys = {"AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/role"}
+    agent = site(tmp_path, context={"run": "s3://bucket/runs/r1"}, environ=keys).agent
     assert agent is not None
     assert agent.put is not None
+    assert agent.objects is not None
+    isolated = site(tmp_path / "isolated", context={"run": "s3://bucket/runs/r1"}).agent
+    assert isolated is not None
+    assert isolated.objects is None
     marks = (agent.uploading, agent.uploaded, agent.ignored)
     assert marks == (".sagemaker-uploading", ".sagemaker-uploaded", ".sagemaker-ignore")
     rehearsed = site(tmp_path / "here", context={"run": "file:///store/runs/r1"}).agent

@@ -628,21 +628,27 @@ def test_the_catalogue_knows_sagemakers_machines() -> None:
 # --------------------------------------------------------------------------------- what a restart downloads, and room
 
 
+ISOLATED = {"enable_network_isolation": True}
+
+
 @pytest.mark.parametrize(
-    ("job", "kept", "note"),
+    ("settings", "job", "kept", "note"),
     [
-        ({}, 0, ""),
-        ({"spot": True}, 3, "3 kept checkpoints (default; keep_checkpoints)"),
-        ({"spot": True, "keep_checkpoints": 5}, 5, "5 kept checkpoints (keep_checkpoints)"),
-        ({"spot": True, "keep_checkpoints": 0}, 0, "every checkpoint so far (keep_checkpoints)"),
-        ({"retries": 2}, 0, "every checkpoint so far (default; keep_checkpoints)"),
-        ({"keep_checkpoints": 2}, 2, ""),
+        ({}, {}, 0, ""),
+        ({}, {"spot": True}, 3, "the newest checkpoint and what pointers name,"),
+        ({}, {"spot": True, "keep_checkpoints": 5}, 5, "the newest checkpoint and what pointers name,"),
+        ({}, {"retries": 2}, 0, "the newest checkpoint and what pointers name,"),
+        ({}, {"keep_checkpoints": 2}, 2, ""),
+        (ISOLATED, {"spot": True}, 3, "3 kept checkpoints (default; keep_checkpoints)"),
+        (ISOLATED, {"spot": True, "keep_checkpoints": 5}, 5, "5 kept checkpoints (keep_checkpoints)"),
+        (ISOLATED, {"spot": True, "keep_checkpoints": 0}, 0, "every checkpoint so far (keep_checkpoints)"),
+        (ISOLATED, {"retries": 2}, 0, "every checkpoint so far (default; keep_checkpoints)"),
     ],
 )
 def test_a_spot_job_keeps_few_checkpoints_and_the_plan_says_what_a_restart_downloads(
-    job: dict[str, Any], kept: int, note: str
+    settings: dict[str, Any], job: dict[str, Any], kept: int, note: str
 ) -> None:
-    request = planned(**job)
+    request = planned(settings, **job)
     assert request.context["keep_checkpoints"] == kept
     said = [text for text in request.notes if text.startswith("each restart downloads to every node: ")]
     assert len(said) == bool(note)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.runtime import logs
+from cloudtrain.runtime.checkpoints import write_whole
 from cloudtrain.runtime.logs import LINE_BYTES, LogWriter, lines_of
 
 
@@ -269,3 +270,52 @@ def test_a_stored_line_has_the_time_at_which_the_node_read_it(tmp_path: Path, pi
         "[a0.0 n2 r- #2 2025-11-24T16:00:00.900Z] cloudtrain: two",
         "[a0.0 n2 r1 #3 2025-11-24T16:00:01.000Z] three",
     ]
+
+
+def test_a_slow_store_delays_no_line_and_no_other_thread(
+    tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = threading.Event(), threading.Event()
+
+    def slow(path: Path, data: bytes, *, temporary: str) -> None:
+        writing.set()
+        assert go_on.wait(30)
+        write_whole(path, data, temporary=temporary)
+
+    monkeypatch.setattr(logs, "write_whole", slow)
+    monkeypatch.setattr(logs, "SEGMENT_BYTES", 100)
+    writer = LogWriter(node=0, out=pipe.fd, flush_seconds=0.05)
+    writer.begin("0.0", tmp_path / "s")
+    writer.start()
+    writer.say("first")
+    assert writing.wait(30)
+    began = time.monotonic()
+    for number in range(20):
+        writer.write("0", f"{number} {'y' * 50}")
+        writer.say("from the node's own thread")
+    assert time.monotonic() - began < 5
+    assert len(pipe.lines()) == 41
+    assert not (tmp_path / "s").exists()
+    go_on.set()
+    writer.stop()
+    found = sorted((tmp_path / "s").iterdir())
+    assert [line for path in found for line in untimed(path)] == pipe.lines()
+
+
+def test_a_store_that_hangs_costs_old_lines_there_and_no_memory(
+    tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "SEGMENT_BYTES", 100)
+    monkeypatch.setattr(logs, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(logs, "ROOM_SECONDS", 0.05)
+    writer = LogWriter(node=0, out=pipe.fd)
+    writer.begin("0.0", tmp_path / "s")
+    with writer._disk:  # as a thread holds it that writes to such a store
+        for number in range(100):
+            writer.write("0", f"{number} {'y' * 50}")
+            assert writer._segment_bytes < 1100
+    writer.flush()
+    (path,) = (tmp_path / "s").iterdir()
+    kept = untimed(path)
+    assert kept == pipe.lines()[-len(kept) :]
+    assert path.name == f"{101 - len(kept):09d}.log"

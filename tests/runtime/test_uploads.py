@@ -2,35 +2,85 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cloudtrain.engine.sync import Sync, _Folder
-from cloudtrain.errors import StorageError
-from cloudtrain.provider import SyncAgent
+from cloudtrain.errors import DigestError, StorageError
+from cloudtrain.provider import Site, SyncAgent, Topology
+from cloudtrain.runtime.archive import Archive
 from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted, write_whole
 from cloudtrain.runtime.history import Start
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.mirror import Mirror
+from cloudtrain.runtime.record import write_record
+from cloudtrain.runtime.resume import Resume
 from cloudtrain.runtime.uploads import DEAD_SECONDS, Uploads
-from cloudtrain.values import is_mark
+from cloudtrain.runtime.workspace import Workspace
 
 SCALE = 200.0
 """Seconds of a node's clock in one of ours."""
 AGENT = {"uploading": ".sagemaker-uploading", "uploaded": ".sagemaker-uploaded", "ignored": ".sagemaker-ignore"}
+MARKS = tuple(AGENT.values())
+
+
+class FolderObjects:
+    """A run's folder in the store, which is a folder. ``refuse`` names a method that the store refuses."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.refuse = root, ""
+        self.calls: list[str] = []
+
+    def _path(self, method: str, key: str) -> Path:
+        self.calls.append(f"{method} {key}")
+        if method == self.refuse:
+            raise StorageError(f"refused: {method}")
+        assert ".." not in key
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def copy(self, key: str, target: str, size: int) -> None:
+        path = self._path("copy", target)
+        assert (self.root / key).stat().st_size == size
+        shutil.copyfile(self.root / key, path)
+
+    def read(self, key: str, path: Path) -> None:
+        try:
+            shutil.copyfile(self._path("read", key), path)
+        except FileNotFoundError:
+            raise DigestError(f"there is no {key}") from None
+
+    def write(self, key: str, data: bytes) -> None:
+        self._path("write", key).write_bytes(data)
+
+    def remove(self, key: str) -> None:
+        self._path("remove", key).unlink(missing_ok=True)
 
 
 class Fleet:
     """Nodes with a folder ``live`` each, an agent each, and a store that is a folder."""
 
-    def __init__(self, tmp: Path, nodes: int = 2, *, keep: int = 0, attempt: str = "0.0", put: bool = True) -> None:
-        self.tmp, self.store, self.keep = tmp, tmp / "store", keep
+    def __init__(
+        self,
+        tmp: Path,
+        nodes: int = 2,
+        *,
+        keep: int = 0,
+        attempt: str = "0.0",
+        put: bool = True,
+        objects: FolderObjects | None = None,
+        damaged: Sequence[Path] = (),
+    ) -> None:
+        self.tmp, self.store, self.keep = tmp, tmp / "run" / "live", keep
         self.said: list[tuple[float, str]] = []
         self.dead = False
         self.over = threading.Event()
@@ -53,6 +103,8 @@ class Fleet:
                     node=node, nodes=nodes, attempt=attempt, live=root / "live", watch=watch,
                     artifacts=root / "artifacts", metrics=root / "metrics.jsonl", links=root / "links",
                     send=self._sender(node), peers=lambda: set(range(nodes)), say=self.say, keep=keep, uploads=uploads,
+                    archive=Archive(root / "live", objects, temporary=uploads.temporary) if objects else None,
+                    damaged=damaged,
                 )
             )  # fmt: skip
         self.attempt = attempt
@@ -182,7 +234,7 @@ def test_a_dead_sync_is_named_within_5_minutes_and_the_checkpoint_is_in_the_stor
     for uploads in run.uploads:
         uploads.finish(10)
     assert (run.store / "logs" / "1.log").read_text() == "a line"
-    assert not any(is_mark(path.name) for path in run.store.rglob("*"))
+    assert not any(path.name.endswith(MARKS) for path in run.store.rglob("*"))
 
 
 def test_a_sync_that_comes_back_is_left_to_its_work(fleet: Callable[..., Fleet]) -> None:
@@ -373,7 +425,7 @@ def test_temporary_files_and_marks_never_reach_the_store(fleet: Callable[..., Fl
     (run.tmp / "0.0-n0" / "artifacts" / "model.bin").write_text("x" * 1000)
     run.save("step-1")
     until(lambda: {"model.bin", "rank-0.pt", "commit.json"} <= seen)
-    assert not [name for name in seen if name.endswith(".part") or is_mark(name)]
+    assert not [name for name in seen if name.endswith(".part") or name.endswith(MARKS)]
 
 
 @pytest.fixture
@@ -407,8 +459,10 @@ def test_the_agent_sees_no_half_of_a_log_segment_or_a_record(tmp_path: Path, wri
     log.say("hello")
     log.flush()
     Start(tmp_path, "0.0", started=5.0, temporary=".part.x-ignore").begin(resumed="", saved=None)
-    assert writes == [".000000001.log.part.x-ignore", ".0.0.json.part.x-ignore"]
-    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["0.0.json", "000000001.log"]
+    write_record(tmp_path, "0.0-node-0", {}, failure_file=None, temporary=".part.x-ignore")
+    ours = [".000000001.log.part.x-ignore", ".0.0.json.part.x-ignore", ".0.0-node-0.json.part.x-ignore"]
+    assert writes == ours
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["0.0-node-0.json", "0.0.json", "000000001.log"]
 
 
 def test_where_a_folder_cannot_rename_files_are_written_in_place(
@@ -420,12 +474,142 @@ def test_where_a_folder_cannot_rename_files_are_written_in_place(
     monkeypatch.setattr("cloudtrain.runtime.checkpoints.os.replace", no_rename)
     write_whole(tmp_path / "new" / "commit.json", b"{}", temporary=".part.x-ignore")
     assert [(path.name, path.read_bytes()) for path in (tmp_path / "new").iterdir()] == [("commit.json", b"{}")]
+    write_record(tmp_path, "0.0-node-0", {"outcome": "failed"}, failure_file=None)
+    assert [path.name for path in (tmp_path / "exit").iterdir()] == ["0.0-node-0.json"]
+    assert json.loads((tmp_path / "exit/0.0-node-0.json").read_bytes())["outcome"] == "failed"
 
 
 def test_marks_that_were_restored_are_no_checkpoint(tmp_path: Path) -> None:
     part = tmp_path / "step-1" / "0.0-1" / "node-0"
     part.mkdir(parents=True)
     (part / "model.pt.sagemaker-uploaded").touch()
-    assert uncommitted(tmp_path) == []
+    assert uncommitted(tmp_path, marks=MARKS) == []
     (part / "model.pt").write_text("x")
-    assert uncommitted(tmp_path) == [part.parent]
+    assert uncommitted(tmp_path, marks=MARKS) == [part.parent]
+
+
+# -------------------------------------------------------------------------------------------------------- the archive
+
+
+def archived(tmp: Path) -> list[str]:
+    """The complete checkpoints in the archive."""
+    return [item.name for item in complete(tmp / "run" / "archive" / "checkpoints")]
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> FolderObjects:
+    return FolderObjects(tmp_path / "run")
+
+
+def test_only_what_a_restart_needs_stays_in_live(
+    fleet: Callable[..., Fleet], objects: FolderObjects, tmp_path: Path
+) -> None:
+    run = fleet(keep=2, objects=objects)
+    for number in range(1, 5):
+        run.save(f"step-{number}")
+        until(lambda number=number: run.stored() == [f"step-{number}"])
+        until(lambda number=number: archived(tmp_path) == [f"step-{number - 1}"][: number - 1])
+    until(lambda: sorted(path.name for path in (run.store / "archive").rglob("*.json")) == ["0.0-3.json"])
+    for node in range(2):  # what is not in live/ any more leaves its disks too
+        until(lambda node=node: [path.name for path in (run.local(node) / "checkpoints").iterdir()] == ["step-4"])
+    steps = [call for call in objects.calls if "step-1" in call]
+    assert [call.rpartition("/")[2] for call in steps if call.startswith("write")] == ["commit.json", "0.0-1.json"]
+    first_removal = min(index for index, call in enumerate(steps) if call.startswith("remove live/checkpoints"))
+    assert max(index for index, call in enumerate(steps) if call.startswith(("copy", "write"))) < first_removal
+    assert steps[first_removal].endswith("/commit.json")
+
+
+def test_where_the_store_refuses_checkpoints_stay_in_live(
+    fleet: Callable[..., Fleet], objects: FolderObjects, tmp_path: Path
+) -> None:
+    objects.refuse = "write"
+    run = fleet(keep=2, objects=objects)
+    for number in range(1, 4):
+        run.save(f"step-{number}")
+        until(lambda number=number: run.stored()[-1:] == [f"step-{number}"])
+    until(lambda: run.stored() == ["step-2", "step-3"])
+    assert archived(tmp_path) == []
+    assert "mirror: StorageError: refused: write; trying again" in run.lines()
+    objects.refuse = ""
+    run.save("step-4")
+    until(lambda: run.stored() == ["step-4"])
+    assert archived(tmp_path) == ["step-3"]
+
+
+def test_a_pointer_keeps_its_checkpoint_in_live(fleet: Callable[..., Fleet], objects: FolderObjects) -> None:
+    run = fleet(nodes=1, keep=2, objects=objects)
+    run.save("step-1")
+    until(lambda: run.stored() == ["step-1"])
+    (run.tmp / "0.0-n0" / "ck" / "best").write_text("step-1")
+    until(lambda: (run.store / "pointers/node-0.json").exists())
+    for number in (2, 3):
+        run.save(f"step-{number}")
+        until(lambda number=number: f"step-{number}" in run.stored())
+    until(lambda: run.stored() == ["step-1", "step-3"])
+    assert archived(run.tmp) == ["step-2"]
+
+
+def test_a_restart_takes_over_the_archive(fleet: Callable[..., Fleet], objects: FolderObjects, tmp_path: Path) -> None:
+    first = fleet(keep=3, objects=objects)
+    for number in range(1, 4):
+        first.save(f"step-{number}")
+        until(lambda number=number: first.stored() == [f"step-{number}"])
+    until(lambda: archived(tmp_path) == ["step-1", "step-2"])
+    first.stop()
+    second = fleet(keep=3, attempt="0.1", objects=objects)
+    second.save("step-4")
+    until(lambda: second.stored() == ["step-4"])
+    until(lambda: archived(tmp_path) == ["step-2", "step-3"])
+    assert len(list((second.store / "archive").rglob("*.json"))) == 2
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_archive(
+    fleet: Callable[..., Fleet], objects: FolderObjects, tmp_path: Path
+) -> None:
+    first = fleet(nodes=1, keep=3, objects=objects)
+    for number in range(1, 4):
+        first.save(f"step-{number}")
+        until(lambda number=number: first.stored() == [f"step-{number}"])
+    until(lambda: archived(tmp_path) == ["step-1", "step-2"])
+    live, said = first.local(0), list[str]()
+    until(lambda: [path.name for path in (live / "checkpoints").iterdir()] == ["step-3"])
+    first.stop()
+    (part,) = (live / "checkpoints/step-3").rglob("rank-0.pt")
+    part.write_text("step-3 of X")  # of the same size
+    resume = Resume(live=live, given=None, url=None, say=said.append, archive=Archive(live, objects, temporary=""))
+    site = Site(
+        topology=Topology(nodes=1, node_rank=0, master_addr="localhost", master_port=1),
+        paths={"live": str(live)},
+        scratch=(str(tmp_path),),
+    )
+    space = Workspace(context={"run_id": "r", "checkpoint_paths": []}, site=site, log=LogWriter(node=0))
+    tried = []
+    for name, _, message in resume.candidates():
+        why, damaged = resume.restore(message, space)
+        tried.append((name, message["root"], damaged))
+        if not why:
+            break
+        resume.pass_over(message)
+        if name == "step-2":
+            break
+    assert tried == [("step-3", "own", True), ("step-2", "archive", False)]
+    assert (space.checkpoints / "step-2" / "rank-0.pt").read_text() == "step-2 of 0"
+    assert not (space.folder / "archive").exists()
+    objects.refuse = "read"
+    message = next(message for name, _, message in resume.candidates() if name == "step-2")
+    assert resume.restore(message, space) == ("refused: read", False), "whole, though it cannot be had now"
+    objects.refuse = ""
+    next((tmp_path / "run/archive/checkpoints/step-2").rglob("rank-0.pt")).unlink()
+    why, damaged = resume.restore(message, space)
+    assert damaged
+    resume.pass_over(message)
+    assert resume.damaged == [live / "checkpoints/step-3/0.0-3", live / "archive/step-2/0.0-2"]
+    second = fleet(
+        nodes=1,
+        keep=3,
+        attempt="0.1",
+        objects=objects,
+        damaged=[live.parent.parent / "0.1-n0/live/archive/step-2/0.0-2"],
+    )
+    second.save("step-4")
+    until(lambda: archived(tmp_path) == ["step-1", "step-3"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...provider import Site, SyncAgent, Topology
-from .s3 import Uploader
+from .s3 import Objects
 from .secrets import secret
 from .words import CHANNELS, CONTEXT, FAILURE, GRACE, IGNORED, INPUTS, LIVE, RESUME, ROOT, UPLOADED, UPLOADING
 
@@ -29,6 +29,7 @@ OWN = frozenset({*CHANNELS.values(), RESUME})
 COMPAT = "/usr/local/cuda/compat"
 """AWS's images use it from their own entry point (start_cuda_compat.sh), which a job of ours replaces."""
 _LEFT_OUT = "{resume_from?}"
+_CREDENTIALS = {"AWS_ACCESS_KEY_ID", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"}
 _TRAINING_ENV = (
     *("current_host", "hosts", "input_config_dir", "input_data_config", "input_dir", "log_level", "model_dir"),
     *("network_interface_name", "num_cpus", "num_gpus", "output_data_dir", "output_dir", "resource_config"),
@@ -78,10 +79,16 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
 
 
 def _agent(base: str, environ: Mapping[str, str], region: str) -> SyncAgent:
-    """Return how the agent that syncs ``live`` shows what it does, and the way past it: the job's role may write."""
+    """Return how the agent that syncs ``live`` shows what it does, and the way past it: the job's role may write.
+
+    A container under network isolation has no credentials of its role, and no way to S3.
+    """
     run = str(_context(base).get("run"))
-    put = Uploader(f"{run}/live", environ, region=region).put if run.startswith("s3://") else None
-    return SyncAgent(uploading=UPLOADING, uploaded=UPLOADED, ignored=IGNORED, put=put)
+    if not run.startswith("s3://"):
+        return SyncAgent(uploading=UPLOADING, uploaded=UPLOADED, ignored=IGNORED)
+    put = Objects(f"{run}/live", environ, region=region).put
+    objects = Objects(run, environ, region=region) if _CREDENTIALS & environ.keys() else None
+    return SyncAgent(uploading=UPLOADING, uploaded=UPLOADED, ignored=IGNORED, put=put, objects=objects)
 
 
 def _below(base: str, path: str) -> str:

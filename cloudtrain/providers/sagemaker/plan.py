@@ -58,7 +58,7 @@ VOLUME_GB, MOST_VOLUME_GB = 30, 1024
 COPIES = 4
 """Checkpoints that have room on the default volume: `KEPT` ones in live/, and the one that the script writes."""
 KEPT = 3
-"""Checkpoints that a spot job keeps when it does not say: each restart downloads all of them to every node."""
+"""Checkpoints that a spot job keeps when it does not say: isolated nodes download all of them at each restart."""
 PLATFORM_RETRIES = 3
 """How often SageMaker itself starts the job again after a failure of its own. Our ``retries`` are attempts."""
 NEVER_STARTED = "never started: no python 3.10"
@@ -191,7 +191,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     options = job.options.get(NAME, {})
     body = merge_options(body, options, owned=OWNED, provider=NAME)
     kept = _kept(job)
-    notes += _restart_notes(job, kept)
+    notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
     blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
     notes += check(body, blame)
     _check_rules(settings, job, layout, body, known)
@@ -320,15 +320,15 @@ def _kept(job: Job) -> int:
     return KEPT if job.resources.spot else 0
 
 
-def _restart_notes(job: Job, kept: int) -> list[str]:
-    """Say what a job that may start again downloads each time."""
+def _restart_notes(job: Job, kept: int, *, isolated: bool) -> list[str]:
+    """Say what a job that may start again downloads each time. ``isolated`` nodes cannot archive checkpoints."""
     if not job.resources.spot and not job.retries:
         return []
-    which = f"{kept} kept checkpoints" if kept else "every checkpoint so far"
-    default = " (default; keep_checkpoints)" if job.keep_checkpoints is None else " (keep_checkpoints)"
-    return [
-        f"each restart downloads to every node: {which}{default}, artifacts, outputs, metrics and logs of all nodes"
-    ]
+    which = "the newest checkpoint and what pointers name"
+    if isolated:
+        default = " (default; keep_checkpoints)" if job.keep_checkpoints is None else " (keep_checkpoints)"
+        which = (f"{kept} kept checkpoints" if kept else "every checkpoint so far") + default
+    return [f"each restart downloads to every node: {which}, artifacts, outputs, metrics and logs of all nodes"]
 
 
 def _image(settings: Settings, job: Job, *, gpus: Sequence[str], accelerated: bool, arch: str) -> str:

@@ -1,4 +1,4 @@
-"""Objects of S3 written from a container with the job's own role. Standard library alone: images need have no SDK."""
+"""Objects of S3, as a container reaches them with the role of its job. Standard library alone: images have no SDK."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
-from ...errors import StorageError
+from ...errors import DigestError, StorageError
 from .secrets import Credentials, credentials, signed_headers
 from .words import DNS
 
-__all__ = ["Uploader"]
+__all__ = ["Objects"]
 
 PART_BYTES = 64 << 20
 """A larger file goes up in parts of this size, or larger ones, so that there are at most `PARTS`."""
 PARTS = 10_000
+COPY_BYTES = 1 << 30
+"""A larger object is copied in parts of this size. S3 copies at most 5 GiB at once."""
 PAUSES = (0.5, 2.0, 5.0)
 TIMEOUT = 60.0
 KEYS_SECONDS = 600.0
@@ -31,8 +33,16 @@ KEYS_SECONDS = 600.0
 _TEXT = r"<{0}>([^<]*)</{0}>"
 
 
-class Uploader:
-    """Writes files below ``url`` (``s3://bucket/prefix``), a bucket of ``region``."""
+class _RefusedError(StorageError):
+    """S3's own refusal, with its ``code``."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Objects:
+    """Objects below ``url`` (``s3://bucket/prefix``), in a bucket of ``region``."""
 
     def __init__(self, url: str, environ: Mapping[str, str], *, region: str) -> None:
         self._bucket, _, self._prefix = url.removeprefix("s3://").partition("/")
@@ -52,16 +62,75 @@ class Uploader:
             else:
                 self._put_parts(address, stream, max(PART_BYTES, -(-size // PARTS)), moved)
 
+    def write(self, name: str, data: bytes) -> None:
+        """Write the object ``name``. Raises `StorageError`."""
+        self._ask("PUT", self._address(f"{self._prefix}/{name}"), data)
+
+    def copy(self, name: str, target: str, size: int) -> None:
+        """Copy an object of ``size`` bytes within the bucket; S3 moves the bytes. Raises `StorageError`."""
+        address = self._address(f"{self._prefix}/{target}")
+        source = urllib.parse.quote(f"/{self._bucket}/{self._prefix}/{name}", safe="/-_.~")
+        if size <= COPY_BYTES:
+            answer, _ = self._ask("PUT", address, more={"x-amz-copy-source": source})
+            if b"<Error>" in answer:  # S3 answers 200 before it knows
+                raise StorageError(f"S3 did not copy {address}: {_told('Code', answer)}")
+            return
+
+        def copied(upload: str) -> list[str]:
+            tags = []
+            for number, first in enumerate(range(0, size, COPY_BYTES), 1):
+                span = {"x-amz-copy-source-range": f"bytes={first}-{min(first + COPY_BYTES, size) - 1}"}
+                query = f"{address}?partNumber={number}&uploadId={upload}"
+                answer, _ = self._ask("PUT", query, more={"x-amz-copy-source": source, **span})
+                if b"<Error>" in answer:
+                    raise StorageError(f"S3 did not copy {address}: {_told('Code', answer)}")
+                tags.append(unescape(_told("ETag", answer), {"&quot;": '"'}))
+            return tags
+
+        self._in_parts(address, copied)
+
+    def read(self, name: str, path: Path) -> None:
+        """Download the object ``name``. Raises `DigestError` if there is none, `StorageError` and `OSError`."""
+        address = self._address(f"{self._prefix}/{name}")
+        with open(path, "wb") as stream:
+            while True:
+                span = f"bytes={stream.tell()}-{stream.tell() + PART_BYTES - 1}"
+                try:
+                    data, told = self._ask("GET", address, more={"Range": span})
+                except _RefusedError as exc:
+                    if exc.code == "InvalidRange" and stream.tell() == 0:
+                        return  # an empty object
+                    if exc.code in ("NoSuchKey", "404"):
+                        raise DigestError(f"there is no {name} in S3") from None
+                    raise
+                stream.write(data)
+                if stream.tell() >= int(told.get("Content-Range", "0").rpartition("/")[2]):
+                    return
+
+    def remove(self, name: str) -> None:
+        """Remove the object ``name``, if there is one. Raises `StorageError`."""
+        self._ask("DELETE", self._address(f"{self._prefix}/{name}"))
+
     def _put_parts(self, address: str, stream: BinaryIO, size: int, moved: Callable[[], None]) -> None:
-        upload = _told("UploadId", self._ask("POST", f"{address}?uploads=")[0])
-        query = f"uploadId={urllib.parse.quote(upload, safe='')}"
-        try:
-            rows: list[str] = []
+        def put(upload: str) -> list[str]:
+            tags: list[str] = []
             while part := stream.read(size):
-                number = len(rows) + 1
-                tag = self._ask("PUT", f"{address}?partNumber={number}&{query}", part)[1]["ETag"]
-                rows.append(f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(tag)}</ETag></Part>")
+                query = f"{address}?partNumber={len(tags) + 1}&uploadId={upload}"
+                tags.append(self._ask("PUT", query, part)[1]["ETag"])
                 moved()
+            return tags
+
+        self._in_parts(address, put)
+
+    def _in_parts(self, address: str, put: Callable[[str], list[str]]) -> None:
+        """Write an object in parts: ``put(upload id)`` writes them and returns their tags."""
+        upload = urllib.parse.quote(_told("UploadId", self._ask("POST", f"{address}?uploads=")[0]), safe="")
+        query = f"uploadId={upload}"
+        try:
+            rows = [
+                f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(tag)}</ETag></Part>"
+                for number, tag in enumerate(put(upload), 1)
+            ]
             body = f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>"
             answer, _ = self._ask("POST", f"{address}?{query}", body.encode())
             if b"<Error>" in answer:  # S3 answers 200 before it knows
@@ -79,11 +148,13 @@ class Uploader:
         host = (endpoint or f"https://s3.{self._region}.{DNS.get(partition, DNS['aws'])}").rstrip("/")
         return f"{host}/{self._bucket}/{path}"
 
-    def _ask(self, method: str, url: str, body: bytes = b"") -> tuple[bytes, Mapping[str, str]]:
+    def _ask(
+        self, method: str, url: str, body: bytes = b"", *, more: Mapping[str, str] | None = None
+    ) -> tuple[bytes, Mapping[str, str]]:
         """Return the body and headers of the answer. Raises `StorageError` once a few tries have failed."""
         for pause in (*PAUSES, None):
             keys, digest = self._credentials(), hashlib.sha256(body).hexdigest()
-            headers = {"Content-Type": "application/octet-stream", "x-amz-content-sha256": digest}
+            headers = {"Content-Type": "application/octet-stream", "x-amz-content-sha256": digest, **(more or {})}
             signed = signed_headers(url, headers, body, keys, region=self._region, service="s3", method=method)
             request = urllib.request.Request(url, data=body, headers=signed, method=method)
             try:
@@ -94,10 +165,12 @@ class Uploader:
                 passing = exc.code >= 500 or exc.code == 429 or code in ("SlowDown", "RequestTimeout", "ExpiredToken")
                 why = f"S3 refused {method} of {urllib.parse.urlsplit(url).path} ({code})"
                 self._keys = None
+                refusal: StorageError = _RefusedError(why, code)
             except (OSError, http.client.HTTPException) as exc:
                 passing, why = True, f"{urllib.parse.urlsplit(url).netloc} does not answer: {exc}"
+                refusal = StorageError(why)
             if not passing or pause is None:
-                raise StorageError(why)
+                raise refusal
             time.sleep(pause)
         raise AssertionError("unreachable")
 

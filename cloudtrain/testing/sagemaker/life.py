@@ -72,6 +72,8 @@ class TrainingJob:
         }
         self.containers: Sequence[NodeHandle] = ()
         self.starts = 0
+        self.restored: list[list[dict[str, int]]] = []
+        """By start and instance: the files that came down from the checkpoint prefix, with their bytes."""
         self.crash = ""
         self._spent = 0.0
         self._stop, self._reclaimed = threading.Event(), threading.Event()
@@ -250,6 +252,7 @@ class TrainingJob:
         ]
         for instance in self._instances:
             instance.fill()
+        self.restored.append([instance.sync.restored if instance.sync else {} for instance in self._instances])
         if self._stop.is_set():
             return "Stopped"
         simulation, local = self._simulation()
@@ -317,6 +320,7 @@ class TrainingJob:
             path = self.plane.roles.offer(self.name, self.body["RoleArn"])
             env["AWS_CONTAINER_CREDENTIALS_FULL_URI"] = address + path
             env["AWS_ENDPOINT_URL_SECRETS_MANAGER"] = address
+            env["AWS_ENDPOINT_URL_S3"] = self.plane.wire.lead(self._engine.gateway(), self.plane.moto)
 
         def wired(spec: NodeSpec) -> NodeSpec:
             return dataclasses.replace(spec, env={**spec.env, **env})

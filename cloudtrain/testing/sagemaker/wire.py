@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import http.server
 import json
 import re
+import socket
+import socketserver
 import threading
 import time
 import traceback
@@ -68,6 +71,33 @@ class Fault(machines.Fault):
 Service = Callable[[str, Mapping[str, Any], Caller], Mapping[str, Any]]
 
 
+class _Way(socketserver.ThreadingTCPServer):
+    """Leads what connects to it to ``target``."""
+
+    target: tuple[str, int]
+
+
+class _Copier(socketserver.BaseRequestHandler):
+    """One connection, copied in both directions until either side ends."""
+
+    def handle(self) -> None:
+        way = self.server
+        assert isinstance(way, _Way)
+        with contextlib.suppress(OSError), socket.create_connection(way.target) as there:
+            back = threading.Thread(target=_copy, args=(there, self.request), daemon=True)
+            back.start()
+            _copy(self.request, there)
+            back.join()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
 class Wire:
     """A server on loopback. ``services`` maps the prefix of X-Amz-Target to who answers, ``Query`` where there is none;
     ``pages`` a path to a GET.
@@ -89,6 +119,7 @@ class Wire:
         self.latency = 0.0
         self._lock = threading.Lock()
         self._servers: dict[str, http.server.ThreadingHTTPServer] = {}
+        self._ways: dict[tuple[str, str], _Way] = {}
 
     def listen(self, address: str = "127.0.0.1") -> str:
         """Serve at ``address`` too; the URL."""
@@ -99,6 +130,17 @@ class Wire:
                 threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
                 self._servers[address] = server
             return f"http://{address}:{self._servers[address].server_port}"
+
+    def lead(self, address: str, target: str) -> str:
+        """Lead connections at ``address`` to the server ``target`` (``http://host:port``) of this machine; the URL."""
+        with self._lock:
+            if (address, target) not in self._ways:
+                way = _Way((address, 0), _Copier)
+                host, _, port = target.rpartition("/")[2].partition(":")
+                way.target, way.daemon_threads = (host, int(port)), True
+                threading.Thread(target=way.serve_forever, args=(0.05,), daemon=True).start()
+                self._ways[address, target] = way
+            return f"http://{address}:{self._ways[address, target].server_address[1]}"
 
     def forget(self, address: str) -> None:
         """Serve there no more."""
@@ -112,6 +154,9 @@ class Wire:
         """End all of it."""
         for address in list(self._servers):
             self.forget(address)
+        for way in self._ways.values():
+            way.shutdown()
+            way.server_close()
 
     def count(self, operation: str) -> int:
         """How many calls of an operation there were, those that failed too."""

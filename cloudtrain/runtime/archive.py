@@ -1,0 +1,101 @@
+"""Checkpoints that a restart does not need, moved out of ``live/`` where a platform downloads all of it at each start.
+
+They lie in ``archive/checkpoints`` of the run's folder in the store, as they lay in ``live/checkpoints``. A copy of
+each commit.json stands in ``live/archive``, so that a restarted node knows the archive without a look at the store.
+Only node 0 moves and removes archived checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import StorageError
+from ..provider import RunObjects, Site
+from .checkpoints import COMMIT, Complete, each, sort_key, write_whole
+
+__all__ = ["Archive", "archive_of"]
+
+LIVE, ARCHIVED, INDEX = "live/checkpoints", "archive/checkpoints", "live/archive"
+
+
+class Archive:
+    """The archive of the run whose folder ``live`` is here. A checkpoint's key is ``<name>/<attempt>-<seq>``."""
+
+    def __init__(self, live: Path, objects: RunObjects, *, temporary: str) -> None:
+        self._live, self._objects, self._temporary = live, objects, temporary
+
+    def found(self) -> list[Complete]:
+        """Return the archived checkpoints, oldest first, by what ``live/archive`` says."""
+        found = []
+        for path in sorted((self._live / "archive").glob("*/*.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                commit = json.loads(path.read_bytes())
+                sort_key(commit)
+                folder = self._live / "checkpoints" / path.parent.name / path.stem
+                if _files(commit):
+                    found.append(Complete(name=str(commit["name"]), folder=folder, commit=commit))
+        return sorted(found, key=lambda item: sort_key(item.commit))
+
+    def add(self, key: str, commit: Mapping[str, Any]) -> bool:
+        """Copy a checkpoint that is complete in the store, then remove it from ``live/`` there. Return True.
+
+        Its commit.json is copied last and removed first. The entry in ``live/archive`` is in the store before anything
+        is removed. Raises `StorageError` and `OSError`.
+        """
+        text = json.dumps(commit, sort_keys=True).encode()
+        each(lambda file: self._objects.copy(f"{LIVE}/{key}/{file[0]}", f"{ARCHIVED}/{key}/{file[0]}", file[1]),
+             [(path, int(item["size"])) for path, item in commit["files"].items()])  # fmt: skip
+        self._objects.write(f"{ARCHIVED}/{key}/{COMMIT}", text)
+        self._objects.write(f"{INDEX}/{key}.json", text)
+        write_whole(self._entry(key), text, temporary=self._temporary)
+        with contextlib.suppress(StorageError):  # the agent removes them too, once the nodes have removed theirs
+            self._remove(f"{LIVE}/{key}", commit)
+        return True
+
+    def drop(self, key: str, commit: Mapping[str, Any]) -> None:
+        """Remove a checkpoint from the archive, if it is there. Raises `StorageError`."""
+        self._entry(key).unlink(missing_ok=True)
+        self._objects.remove(f"{INDEX}/{key}.json")
+        self._remove(f"{ARCHIVED}/{key}", commit)
+
+    def bring(self, key: str, target: Path) -> None:
+        """Download an archived checkpoint to the folder ``target``.
+
+        Raises `DigestError` for one that is not whole there, `StorageError` and `OSError`.
+        """
+        commit = json.loads(self._entry(key).read_bytes())
+
+        def read(path: str) -> None:
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            self._objects.read(f"{ARCHIVED}/{key}/{path}", target / path)
+
+        each(read, _files(commit))
+        (target / COMMIT).write_bytes(json.dumps(commit).encode())
+
+    def _entry(self, key: str) -> Path:
+        return self._live / "archive" / f"{key}.json"
+
+    def _remove(self, folder: str, commit: Mapping[str, Any]) -> None:
+        self._objects.remove(f"{folder}/{COMMIT}")
+        each(lambda path: self._objects.remove(f"{folder}/{path}"), _files(commit))
+
+
+def archive_of(site: Site) -> Archive | None:
+    """Return the archive of the run, None on a platform without one or for a node that has no way to the store."""
+    agent = site.agent
+    if agent is None or agent.objects is None:
+        return None
+    live = Path(site.paths["live"]).absolute()
+    return Archive(live, agent.objects, temporary=f".part{agent.ignored}")
+
+
+def _files(commit: Mapping[str, Any]) -> Iterable[str]:
+    """Return the paths of a checkpoint's files. Raises `ValueError` for one that leads outside of it."""
+    paths = [str(path) for path in commit["files"]]
+    if any(".." in path.split("/") or path.startswith("/") for path in paths):
+        raise ValueError("a path outside the checkpoint")
+    return paths
