@@ -12,11 +12,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .checkpoint import Checkpoint
 from .curves import Curve, curves
-from .errors import scrubbed
+from .disk import disk_errors, settle, temp_file
+from .errors import SpecError, scrubbed
 from .follow import line_label
 from .job import Job
 from .markup import Html, figure, page, quantity, size, table, tag
@@ -26,7 +28,7 @@ from .seen import Seen, plain
 from .values import duration, without_secrets
 from .verdict import iso_time, unix_time
 
-__all__ = ["report"]
+__all__ = ["report", "write"]
 
 LINES = 40
 """Last lines of the failing rank, and of each node."""
@@ -65,6 +67,23 @@ def report(run: Run, result: Result, *, clock: Callable[[], float] = time.time) 
         _links(run, _own_page(run, result)),
     ]
     return page(f"{result['state']}: {run.run_id}", tag("main", *[part for part in body if part is not None]))
+
+
+def write(run: Run, path: Path) -> tuple[Path, dict[str, Any]]:
+    """Write the page to ``path``, a file or a folder. Return the file, and the run's result.
+
+    Raises `SpecError` when there is no folder to write it to, and `StorageError`.
+    """
+    if path.is_dir():
+        path /= f"{run.run_id}.html"
+    if not path.parent.is_dir():
+        raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
+    result = run.result()
+    text = report(run, result)
+    with disk_errors(path), temp_file(path) as temp:
+        temp.write_text(text, encoding="utf-8")
+        settle(temp, path)
+    return path, result
 
 
 # ------------------------------------------------------------------------------------------------------------- the head

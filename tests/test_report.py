@@ -21,6 +21,7 @@ from test_run import PENDING, ROOT_CAUSE, RUNNING, SUCCEEDED, T0, World, failed,
 from cloudtrain import cli
 from cloudtrain import seen as seen_module
 from cloudtrain.curves import curves, decades, means, number, spread, ticks
+from cloudtrain.errors import NotFoundError, SpecError
 from cloudtrain.markup import COLUMNS, HEIGHT, LEFT, WIDTH, quantity, short, size, tag
 from cloudtrain.provider import AttemptInfo, Status
 from cloudtrain.report import HIDDEN, report, shareable
@@ -266,6 +267,23 @@ def test_a_run_that_was_cancelled_before_anything_ran(world: World) -> None:
     assert page.facts("Summary")["state"] == "cancelled, exit code 5"
     assert page.facts("Summary")["attempts"] == "none has started"
     assert "No node has written a line to the store." in page.text
+
+
+def test_the_handle_has_the_metrics_and_writes_the_page(world: World, tmp_path: Path) -> None:
+    world.recorded().attempt(0, Status(state="running"))
+    world.write("live/metrics/0.0-node-0.jsonl", rows(1, 12))
+    world.write("live/metrics/1.0-node-0.jsonl", rows(9, 20))
+    run = world.run()
+    assert [row["step"] for row in run.metrics()] == list(range(1, 21))
+    (tmp_path / "pages").mkdir()
+    assert run.report(tmp_path / "pages") == tmp_path / "pages/r1.html"
+    assert run.report(str(tmp_path / "own.html")) == tmp_path / "own.html"
+    assert Page((tmp_path / "own.html").read_text()).found
+    with pytest.raises(SpecError, match="there is no folder"):
+        run.report(tmp_path / "nowhere" / "own.html")
+    world.run_id = "nope"
+    with pytest.raises(NotFoundError, match="no run"):
+        world.run().metrics()
 
 
 # -------------------------------------------------------------------------------------------------- what metrics may be

@@ -8,8 +8,6 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..disk import disk_errors, settle, temp_file
-from ..errors import SpecError
 from ..provider import FINAL
 from ..seen import plain as tame
 from . import show
@@ -24,19 +22,10 @@ Out = Annotated[str | None, Parameter(help="file to write; default: ./<run id>.h
 
 def report(run: Ref, /, *, out: Out = None, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
     """One HTML page about the run, that opens without a network."""
-    from ..report import report as page_of
+    from ..report import write
 
     handle = _open(run, at, screen)
-    path = Path(out or ".")
-    if path.is_dir():
-        path /= f"{handle.run_id}.html"
-    if not path.parent.is_dir():
-        raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
-    result = handle.result()
-    text = page_of(handle, result)
-    with disk_errors(path), temp_file(path) as temp:
-        temp.write_text(text, encoding="utf-8")
-        settle(temp, path)
+    path, result = write(handle, Path(out or "."))
     screen.next(["pull" if result["state"] in FINAL else "watch", run], ["logs", run], where=at.flags)
     if json:
         screen.emit({**screen.about, "report": str(path), "exit_code": 0})
