@@ -147,7 +147,7 @@ def test_a_good_run(world: World) -> None:
         "last step": "20",
         "loss": "0.05 at the end, lowest 0.05 at step 20",
         "newest checkpoint": "step-20, complete since 2023-11-14 22:13:25 UTC",
-        "cost": "the platform does not tell it",
+        "cost": "free, this machine",
     }
     assert page.table("loss, 20 points")[1:] == [[str(s), "0.0", quantity(1 / s)] for s in range(1, 21)]
     [line] = points(page.figure("loss"), "line")
