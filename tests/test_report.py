@@ -269,6 +269,27 @@ def test_a_run_that_was_cancelled_before_anything_ran(world: World) -> None:
     assert "No node has written a line to the store." in page.text
 
 
+def test_a_page_about_a_rehearsal_names_the_platform(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).exit(outcome="succeeded", decided=True)
+    for step in range(10, 80, 10):
+        world.checkpoint(f"step-{step}", seq=step, when=T0 + step)
+    path = world.folder / "attempts/0/request.json"
+    sent = json.loads(path.read_text())
+    sent["body"] = {"target": "vertex", "differences": ["/gcs is a folder", "no quota"]}
+    path.write_text(json.dumps(sent))
+    page = page_of(world)
+    assert "rehearsal of vertex on this machine" in page.text
+    assert "Other than on vertex" in page.text
+    assert "no quota" in page.text
+    assert len(page.table("Complete ones")) == 1 + 5
+    assert [row[0] for row in page.table("2 older ones")[1:]] == ["step-20", "step-10"]
+    sent |= {"body": {}, "instance_types": ["n1-standard-4"]}
+    path.write_text(json.dumps(sent))
+    page = page_of(world)
+    assert "rehearsal of" not in page.text
+    assert page.facts("Summary")["cost"] == "the platform does not tell it"
+
+
 def test_the_handle_has_the_metrics_and_writes_the_page(world: World, tmp_path: Path) -> None:
     world.recorded().attempt(0, Status(state="running"))
     world.write("live/metrics/0.0-node-0.jsonl", rows(1, 12))

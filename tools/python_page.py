@@ -32,10 +32,10 @@ print("trained")
 from cloudtrain import Estimator
 
 estimator = Estimator(entry_point="train.py", max_runtime="5m", provider="local")
-print(estimator.plan())             # what fit would send; nothing is sent
+print(estimator.plan())  # what fit would send; nothing is sent
 run = estimator.fit(run_id="api-1")
 
-again = Estimator.attach("api-1")   # or its URL, from any machine
+again = Estimator.attach("api-1")  # or its URL, from any machine
 assert again.result()["state"] == "succeeded"
 assert [line.text for line in again.logs(rank=0, n=1)] == ["trained"]
 again.pull("results")
