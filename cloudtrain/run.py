@@ -374,7 +374,7 @@ class Run(Moving):
         ``follow``
             go on until the run has ended. ``n`` then counts the lines that are there at the start.
         ``n``
-            the last ``n`` lines only.
+            the last ``n`` lines only, by their times.
         ``since``
             lines of so long ago at most (``"10m"``, a timedelta), or since a time (ISO text, a datetime; UTC).
         ``node``, ``rank``
@@ -393,7 +393,7 @@ class Run(Moving):
         moment = None if since is None else parse_since(since, self._clock(), field="since")
         self._check_part("node", node)
         self._check_part("rank", rank)
-        found = self._lines(self._tail(patience), follow, times or since is not None, poll, patience)
+        found = self._lines(self._tail(patience), follow, times or since is not None or bool(n), poll, patience)
         lines = (
             line
             for line in found
