@@ -37,6 +37,8 @@ __all__ = [
     "write_back",
 ]
 
+SHOWN = 300
+"""Characters of a path in a message; of a longer one the middle is left out."""
 TEMP = ".cloudtrain-tmp-"
 #: What a temporary file is called behind that, with the process in between: a folder may be shared by many.
 _HERE, _NUMBERS = secrets.token_hex(8), itertools.count()
@@ -226,7 +228,9 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
     except OSError as exc:
         named = exc.filename if exc.filename and TEMP not in str(exc.filename) else path
-        raise StorageError(f"{named}: {exc.strerror or exc}") from exc
+        text = str(named)
+        shown = text if len(text) <= SHOWN else f"{text[: SHOWN // 3]}…{text[-SHOWN // 2 :]}"
+        raise StorageError(f"{shown}: {exc.strerror or exc}") from exc
 
 
 @contextlib.contextmanager

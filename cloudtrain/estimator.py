@@ -122,7 +122,10 @@ class Estimator:
         self._write = write
 
     def plan(self, inputs: Inputs | None = None, *, run_id: str | None = None) -> Plan:
-        """Exactly what ``fit`` would send, without network or credentials; without ``run_id`` it is ``<name>-plan``."""
+        """Return exactly what ``fit`` would send, without network or credentials.
+
+        Without ``run_id`` the plan's is ``<name>-plan``.
+        """
         return self._plan(inputs, run_id, preview=True)
 
     def fit(
@@ -188,7 +191,10 @@ class Estimator:
 
     @staticmethod
     def attach(run: str, *, store: str | None = None, profile: str | None = None) -> Run:
-        """The run with this URL, or with this id in ``store`` (default: the setting). Raises `NotFoundError`."""
+        """Return the run with this URL, or with this id in ``store`` (default: the setting).
+
+        Raises `NotFoundError` when there is none.
+        """
         from .run import open_run
         from .settings import Settings
 

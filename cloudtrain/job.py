@@ -568,6 +568,7 @@ class Job:
 
     @classmethod
     def from_json(cls, text: str) -> Job:
+        """A Job of the text that `to_json` writes. Raises `SpecError`."""
         try:
             data = json_loads(text)
         except ValueError as exc:

@@ -242,22 +242,24 @@ class Moving:
 
     @property
     def record(self) -> dict[str, Any]:
-        """run.json."""
+        """The run's record, run.json: the job, the provider and its settings, the code."""
         if self._record is None:
             self._record = self.store.run(self.run_id, needs=("provider", "settings", "job"))
         return self._record
 
     @property
     def job(self) -> Job:
+        """The job that was submitted."""
         return Job.from_dict(self.record["job"])
 
     @property
     def provider_name(self) -> str:
+        """The name of the provider that the run is on."""
         return str(self.record["provider"])
 
     @property
     def provider(self) -> Provider:
-        """The provider with the settings the run was submitted with, calling as ``settings`` say."""
+        """The provider, with the settings that the run was submitted with."""
         if self._provider is None:
             self._provider = self._settings.provider_of(self.record)
         return self._provider

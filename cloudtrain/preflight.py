@@ -298,7 +298,7 @@ def main(words: Sequence[str] | None = None) -> int:
         _write(report if rank == 0 else None)  # of a hang in what follows, too, the run has this to show
     if any(link["error"] for row in report["links"].values() for link in row.values()):
         report["error"] = "no all-reduce: some nodes cannot reach others"
-    else:
+    elif world > 1:
         gpus = all(at["gpus"] >= at["ranks"] for at in report["nodes"].values())
         report["allreduce"] = allreduce(store, rank, world, "nccl" if gpus else "gloo")
     store.set(f"done{rank}", "")
@@ -468,7 +468,8 @@ def problems(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> list
     speeds = report.get("allreduce")
     if speeds is not None and not speeds["right"]:
         found.append("an all-reduce gave a wrong sum; do not train on these nodes")
-    if speeds is None and not any("cannot reach" in line for line in found):
+    alone = sum(row["ranks"] for row in rows.values()) == 1
+    if speeds is None and (report.get("error") or not alone) and not any("cannot reach" in line for line in found):
         found.append(f"no all-reduce came to its end: {report.get('error') or 'see the logs of the run'}")
     return found
 

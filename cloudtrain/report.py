@@ -12,11 +12,13 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .checkpoint import Checkpoint
 from .curves import Curve, curves
-from .errors import scrubbed
+from .disk import disk_errors, settle, temp_file
+from .errors import SpecError, scrubbed
 from .follow import line_label
 from .job import Job
 from .markup import Html, figure, page, quantity, size, table, tag
@@ -26,10 +28,13 @@ from .seen import Seen, plain
 from .values import duration, without_secrets
 from .verdict import iso_time, unix_time
 
-__all__ = ["report"]
+__all__ = ["report", "write"]
 
 LINES = 40
 """Last lines of the failing rank, and of each node."""
+UNTOLD = "the platform does not tell it"
+OPEN = 5
+"""Checkpoints that are listed at once, the newest; the others are folded away."""
 CURVES = 24
 """Curves that are drawn, at most; those beyond are named."""
 PAGE_SECONDS = 10.0
@@ -53,9 +58,13 @@ def report(run: Run, result: Result, *, clock: Callable[[], float] = time.time) 
     rows = seen.metrics()
     now = clock()
     drawn = curves(rows)
+    request = run.store.attempt_request(run.run_id, 0)
+    rehearsal = request.body if request is not None and "differences" in request.body else {}
+    free = request is not None and not request.instance_types
     body = [
-        _head(result, record, now),
-        _section("Summary", _facts("Summary", _summary(result, drawn, now))),
+        _head(result, record, str(rehearsal.get("target", "")), now),
+        _section("Summary", _facts("Summary", _summary(result, drawn, free, now))),
+        _differences(rehearsal),
         _failure(result, seen),
         _curves(drawn, {attempt: len(some) for attempt, some in rows.items()}, result),
         _attempts(result, now),
@@ -67,21 +76,39 @@ def report(run: Run, result: Result, *, clock: Callable[[], float] = time.time) 
     return page(f"{result['state']}: {run.run_id}", tag("main", *[part for part in body if part is not None]))
 
 
+def write(run: Run, path: Path) -> tuple[Path, dict[str, Any]]:
+    """Write the page to ``path``, a file or a folder. Return the file, and the run's result.
+
+    Raises `SpecError` when there is no folder to write it to, and `StorageError`.
+    """
+    if path.is_dir():
+        path /= f"{run.run_id}.html"
+    if not path.parent.is_dir():
+        raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
+    result = run.result()
+    text = report(run, result)
+    with disk_errors(path), temp_file(path) as temp:
+        temp.write_text(text, encoding="utf-8")
+        settle(temp, path)
+    return path, result
+
+
 # ------------------------------------------------------------------------------------------------------------- the head
 
 
-def _head(result: Result, record: Mapping[str, Any], now: float) -> Html:
+def _head(result: Result, record: Mapping[str, Any], rehearsal: str, now: float) -> Html:
     state, category = str(result["state"]), result.get("category")
     named = f"{state} ({category})" if category and category != state else state
     created = record.get("created")
     when = f"submitted {_when(created)}, " if isinstance(created, (int, float)) else ""
     known = state if state in (*FINAL, "running") else "waiting"
     reason = [tag("p", plain(str(result["reason"])), class_="reason")] if result.get("reason") else []
+    where = f"rehearsal of {rehearsal} on this machine" if rehearsal else result["provider"]
     return tag(
         "header",
         tag("h1", tag("span", named, class_=f"state {known}"), " ", str(result["run_id"])),
         *reason,
-        tag("p", f"{result['provider']}, {when}this page written {_when(now)}", class_="faint"),
+        tag("p", f"{where}, {when}this page written {_when(now)}", class_="faint"),
         *([] if state in FINAL else [tag("p", "The run goes on: this page shows it as it was then.", class_="faint")]),
     )
 
@@ -101,7 +128,7 @@ def _facts(caption: str, rows: Sequence[tuple[str, str]]) -> Html:
     return tag("div", inner, class_="facts")
 
 
-def _summary(result: Result, drawn: Sequence[Curve], now: float) -> list[tuple[str, str]]:
+def _summary(result: Result, drawn: Sequence[Curve], free: bool, now: float) -> list[tuple[str, str]]:
     attempts = result.get("attempts") or []
     code = result.get("exit_code")
     rows = [("state", str(result["state"]) + (f", exit code {code}" if code is not None else ""))]
@@ -119,8 +146,16 @@ def _summary(result: Result, drawn: Sequence[Curve], now: float) -> list[tuple[s
             )
     found = result.get("checkpoint")
     rows.append(("newest checkpoint", _newest(found) if found else "none complete"))
-    rows.append(("cost", _cost(result.get("cost") or {})))
+    rows.append(("cost", _cost(result.get("cost") or {}) or ("free, this machine" if free else UNTOLD)))
     return rows
+
+
+def _differences(rehearsal: Mapping[str, Any]) -> Html | None:
+    """Return what a rehearsal did otherwise than the platform would; nothing for any other run."""
+    if not rehearsal:
+        return None
+    said = [tag("li", plain(str(text))) for text in rehearsal["differences"]]
+    return _section(f"Other than on {rehearsal['target']}", tag("ul", *said))
 
 
 def _took(attempts: Sequence[Mapping[str, Any]], result: Result, now: float) -> str:
@@ -168,7 +203,7 @@ def _cost(cost: Mapping[str, Any]) -> str:
     words += [f"preemptible machines saved {cost['saved']:.0%}"] if cost.get("saved") is not None else []
     words += [f"limit {cost['limit_usd']:.2f} USD"] if cost.get("limit_usd") is not None else []
     words += [f"limit {cost['limit_gpu_hours']:g} GPU hours"] if cost.get("limit_gpu_hours") is not None else []
-    return ", ".join(words) or "the platform does not tell it"
+    return ", ".join(words)
 
 
 # ---------------------------------------------------------------------------------------------------------- the failure
@@ -287,7 +322,12 @@ def _checkpoints(found: Sequence[Checkpoint], result: Result, now: float) -> Htm
     words = (
         f"Complete ones, the newest first; a training would go on from {plain(newest)}." if newest else "Complete ones."
     )
-    return _section("Checkpoints", table(words, head, rows, numeric=(1, 3, 4, 6)))
+    numbers = (1, 3, 4, 6)
+    parts = [table(words, head, rows[:OPEN], numeric=numbers)]
+    if len(rows) > OPEN:
+        older = f"{len(rows) - OPEN} older ones"
+        parts.append(tag("details", tag("summary", older), table(older, head, rows[OPEN:], numeric=numbers, hide=True)))
+    return _section("Checkpoints", *parts)
 
 
 def _last_lines(seen: Seen) -> Html:

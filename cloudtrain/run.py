@@ -27,11 +27,12 @@ from .max_wait import MaxWait
 from .moves import NO_MACHINES, NOT_RETRIED, Moving, forget, in_flight, overtaken
 from .provider import FINAL, AttemptInfo, Provider, Request, Status
 from .pull import PATIENCE, PULLED, PullReport, pull
+from .seen import Seen
 from .settings import Caller, Settings
 from .store import Staged, Store
 from .tail import Contact, Tail, newest, patiently, written_since
 from .transfer import Progress
-from .values import did_you_mean, parse_since, url_scheme, whole_number
+from .values import did_you_mean, merge_metrics, parse_since, url_scheme, whole_number
 from .verdict import (
     attempt_row,
     attempts_of,
@@ -58,11 +59,14 @@ Result = dict[str, Any]
 
 
 class Run(Moving):
-    """One run. Making the handle reads nothing; every method raises `NotFoundError` when there is no such run.
+    """A handle of one run, from `Estimator.fit` or `Estimator.attach`.
 
-    ``provider`` is made from run.json when first needed. ``clock`` gives Unix seconds. ``staged`` is what `submit`
-    uploaded for it, None on a handle that was opened later.
+    Every method works from any machine that can read the store. Every method raises `NotFoundError` when there is no
+    such run.
     """
+
+    # Making it reads nothing; ``provider`` is made from run.json when first needed. ``clock`` gives Unix seconds.
+    # ``staged`` is what `submit` uploaded for it, None on a handle that was opened later.
 
     def __init__(
         self,
@@ -101,16 +105,22 @@ class Run(Moving):
     # --------------------------------------------------------------------------------------------------- how it stands
 
     def status(self) -> Status:
-        """How the run stands now. Raises what the provider raises, `LostContactError` when it does not answer."""
+        """Return the platform's word on the run now.
+
+        Raises what the provider raises, `LostContactError` when the platform does not answer.
+        """
         self._lead()
         return self._current()[0]
 
     def checkpoint(self) -> Checkpoint | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint; None when there is none."""
         return self.store.newest_checkpoint(self.run_id)
 
     def result(self) -> Result:
-        """The object that submit, wait and status print; written as result.json once the run is final."""
+        """Return the object that ``cloudtrain status --json`` prints: state, reason, attempts, checkpoint, cost.
+
+        Once the run is over it is stored as ``result.json``, and the platform is asked no more.
+        """
         self._lead()
         stored = self.store.result(self.run_id)
         if stored is not None:
@@ -344,6 +354,25 @@ class Run(Moving):
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows that the script has written to its metrics file, of all attempts as one history.
+
+        An attempt replaces the earlier attempts' rows from its own first step on. So each step is there once.
+        """
+        self._check()
+        self._lead()
+        return merge_metrics(Seen(self.store, self.run_id).metrics().values())
+
+    def report(self, path: str | Path = ".") -> Path:
+        """Write one HTML page about the run, which opens without a network. Return its path.
+
+        ``path`` is a file or a folder; in a folder the file is ``<run id>.html``. Raises `SpecError` when there is no
+        such folder.
+        """
+        from .report import write
+
+        return write(self, Path(path))[0]
+
     def logs(
         self,
         *,
@@ -361,7 +390,7 @@ class Run(Moving):
         ``follow``
             go on until the run has ended. ``n`` then counts the lines that are there at the start.
         ``n``
-            the last ``n`` lines only.
+            the last ``n`` lines only, by their times.
         ``since``
             lines of so long ago at most (``"10m"``, a timedelta), or since a time (ISO text, a datetime; UTC).
         ``node``, ``rank``
@@ -380,7 +409,7 @@ class Run(Moving):
         moment = None if since is None else parse_since(since, self._clock(), field="since")
         self._check_part("node", node)
         self._check_part("rank", rank)
-        found = self._lines(self._tail(patience), follow, times or since is not None, poll, patience)
+        found = self._lines(self._tail(patience), follow, times or since is not None or bool(n), poll, patience)
         lines = (
             line
             for line in found
@@ -428,10 +457,10 @@ class Run(Moving):
     def reconcile(
         self, *, retry: Callable[[Result], bool] | None = None, say: Callable[[str], None] = lambda _: None
     ) -> Result:
-        """What `wait` would do now, done once; the result, so far when the run goes on.
+        """Do once what `wait` does all the time; return the result as it is then.
 
         Stops what has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another attempt, keeps
-        the result of a run that is over. Any number may do so at once and again. Raises what `status` raises.
+        the result of a run that is over. Any number of clients may do so at once. Raises what `status` raises.
         """
         self._lead()
         stored = self.store.result(self.run_id)
@@ -479,15 +508,27 @@ class Run(Moving):
         poll: float | None = None,
         patience: float = PATIENCE,
     ) -> Result:
-        """The result, once the run has ended. ``on_line`` gets every log line, ``on_status`` every change of status.
+        """Wait until the run has ended; return its result, the object of ``result.json``.
 
-        ``on_status`` gets every look where its attribute ``every`` is true. ``retry`` is asked after a failure that a
-        waiting client may follow up: True means that it has started another attempt; its ``resend``, if it has one,
-        sends what a client recorded that died, its ``begin`` starts the run in a place that it has come to. Where the
-        platform itself has no such limit, an attempt is stopped that waits for machines longer than ``max_wait``.
-        Raises `LostContactError` after ``timeout`` seconds, or when the platform has not answered for ``patience``
-        seconds: the run goes on, as it does after an interrupt.
+        ``timeout``
+            raise `LostContactError` after so many seconds. The run goes on, as it does after Ctrl-C.
+        ``on_line``
+            called with each log line, a `Line`.
+        ``on_status``
+            called with each change of the `Status`.
+        ``retry``
+            called with the result of an attempt that failed, where the platform itself does not retry. It returns True
+            when it has started another attempt. `Estimator.fit` passes one; without it no attempt is started.
+        ``poll``
+            look at the platform at most so many seconds apart (default: as the provider says).
+        ``patience``
+            raise `LostContactError` when the platform has not answered for so many seconds.
+
+        While it waits, it stops an attempt that waits for machines longer than the job's ``max_wait``, where the
+        platform has no such limit. A run that failed is no exception: look at ``result["state"]``.
         """
+        # An ``on_status`` with a true attribute ``every`` gets every look. ``resend`` of ``retry`` sends what a client
+        # recorded that died; its ``begin`` starts the run in a place that it has come to.
         deadline = None if timeout is None else self._clock() + timeout
         self._lead()
         tail: Tail | None = None
@@ -621,11 +662,20 @@ class Run(Moving):
         on_pull: Callable[[PullReport], None] | None = None,
         progress: Progress | None = None,
     ) -> PullReport:
-        """Copy ``what`` of the run into ``folder``, verified; files that are there already are not copied again.
+        """Copy the run's results into ``folder``, verified; a file that is there already is not copied again.
 
-        ``what`` as in `PULLED`. ``follow``: again and again until the run has ended, ``on_pull`` each time that brought
-        something. Raises `StorageError`, `DigestError` for damaged content, `NotFoundError` for a checkpoint that is
-        not there, `SpecError` for an unknown word in ``what``, and with ``follow`` what `logs` raises.
+        ``what``
+            some of ``checkpoints``, ``artifacts``, ``logs`` and ``metrics`` (default: all four). Of the checkpoints
+            ``checkpoints:latest``, ``checkpoints:best`` or ``checkpoints:step=N`` names one.
+        ``follow``
+            bring what is new again and again, until the run has ended.
+        ``on_pull``
+            called with a `PullReport` each time that something came.
+        ``progress``
+            called with a file's key and a number of bytes, as they come.
+
+        Raises `StorageError`, `DigestError` for damaged content, `NotFoundError` for a checkpoint that is not there,
+        `SpecError` for an unknown word in ``what``, and with ``follow`` what `logs` raises.
         """
         bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
         return bring(along=self._along() if follow else None, clock=self._clock)
@@ -639,9 +689,10 @@ class Run(Moving):
             self._ended(last)
 
     def cancel(self) -> None:
-        """Forbid further attempts and ask the platform to stop what runs. Idempotent; a final run stays as it is.
+        """Ask the platform to stop the run, and forbid further attempts. It does not wait for the end.
 
-        Every attempt is asked to stop, then the first error, if any, is raised.
+        A run that is over stays as it is, and a second call changes nothing. Every attempt is asked to stop, then the
+        first error, if any, is raised.
         """
         self._check()
         self._lead()

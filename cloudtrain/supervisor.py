@@ -104,7 +104,7 @@ class Supervisor:
         ] = ()  # the newest checkpoints as the nodes started, or at a drill that waited for one
         self._again = ""
         self.state: dict[str, Any] = {
-            "state": "running",
+            "state": "running" if engine == "processes" else "pending",  # it may have to pull an image
             "reason": "",
             "category": "",
             "started": time.time(),

@@ -253,20 +253,21 @@ class Tail:
 def newest(lines: Iterable[Line | None], count: int | None) -> Iterator[Line]:
     """Yield the last ``count`` of the lines before the first None, which ends what is there already; then every line.
 
-    ``count`` None: every line.
+    The last ones of all nodes are those of the latest times. ``count`` None: every line.
     """
-    kept: deque[Line] = deque(maxlen=count)
-    waits = count is not None
-    for line in lines:
+    if count is None:
+        yield from (line for line in lines if line is not None)
+        return
+    kept: dict[tuple[str, int | str], deque[tuple[float, int, Line]]] = {}
+    coming = iter(lines)
+    for number, line in enumerate(coming):
         if line is None:
-            waits = False
-            yield from kept
-            kept.clear()
-        elif waits:
-            kept.append(line)
-        else:
-            yield line
-    yield from kept
+            break
+        own = kept.setdefault((line.attempt, line.node), deque(maxlen=max(1, count)))
+        own.append((max(line.time or 0.0, own[-1][0] if own else 0.0), number, line))
+    last = sorted(item for own in kept.values() for item in own)
+    yield from (line for _, _, line in last[len(last) - min(count, len(last)) :])
+    yield from (line for line in coming if line is not None)
 
 
 def written_since(lines: Iterable[Line | None], moment: float) -> Iterator[Line | None]:

@@ -135,6 +135,8 @@ class Walk:
         verdict = rule or self._own(path, here.own, folder=False)
         if verdict is None:
             verdict = here.closed or here.scope.rule(path, folder=False)
+            if not verdict and entry.name.endswith(".ipynb"):  # it changes whenever it runs, and with it the digest
+                verdict = f"built-in: notebook; !{entry.name} in {IGNORE} ships it"
         if verdict:
             self.excluded.append((path, verdict))
             return

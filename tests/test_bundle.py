@@ -411,6 +411,18 @@ def test_what_never_ships(tmp_path: Path, use_git: bool) -> None:
     assert {"env/", "store/", "pulled/", ".cloudtrain/", "a/__pycache__/", "a/b.pyc"} < set(rules(made))
 
 
+@pytest.mark.parametrize("use_git", [True, False])
+def test_a_notebook_ships_when_it_is_asked_for_alone(tmp_path: Path, use_git: bool) -> None:
+    repository(tmp_path, {"a/try.ipynb": "{}", "nb.ipynb": "{}", "notes.txt": ""})
+    made = bundle(tmp_path, git=use_git)
+    assert paths(made) == [ENTRY, "notes.txt"] or paths(made) == ["notes.txt", ENTRY]
+    assert rules(made)["nb.ipynb"] == "built-in: notebook; !nb.ipynb in .cloudtrainignore ships it"
+    (tmp_path / ".cloudtrainignore").write_text("!nb.ipynb\n")
+    made = bundle(tmp_path, git=use_git)
+    assert "nb.ipynb" in paths(made)
+    assert "a/try.ipynb" in rules(made)
+
+
 def test_dependencies_ship_beside_the_source(tmp_path: Path) -> None:
     code = repository(tmp_path / "code", {"own/x.py": ""})
     files(tmp_path / "lib", {"a.py": "", ".gitignore": "b.py\n", "b.py": "", "c.py": "", "__pycache__/x": ""})

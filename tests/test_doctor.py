@@ -310,6 +310,14 @@ def test_nodes_that_are_alike() -> None:
     assert preflight.problems(report({}, {"gpus": 4}), nodes=2, gpus=None) == []
 
 
+def test_one_rank_alone_has_no_all_reduce_to_time() -> None:
+    alone = report({"ranks": 1}, allreduce=None)
+    assert preflight.problems(alone, nodes=1, gpus=8) == []
+    assert "all-reduce" not in preflight.table(alone)
+    broken = report({"ranks": 1}, allreduce=None, error="NCCL failed")
+    assert preflight.problems(broken, nodes=1, gpus=8) == ["no all-reduce came to its end: NCCL failed"]
+
+
 @pytest.mark.parametrize(
     ("found", "line"),
     [

@@ -114,6 +114,14 @@ def test_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypa
     assert line.split()[-4:] == ["55.04", "16.95", "2026", "(1)"]
     assert "EC2 on demand, us-east-1" in err
     assert "another service's list" in err
+    assert cli.main(["gpus"]) == 0
+    priced, err = capsys.readouterr()
+    assert "unknown" not in priced
+    assert "machines without a known price are left out (--all)" in err
+    assert cli.main(["gpus", "--all"]) == 0
+    out, err = capsys.readouterr()
+    assert "left out" not in err
+    assert len(out.splitlines()) > len(priced.splitlines())
 
 
 # ------------------------------------------------------------------------------------------------------ at the wire

@@ -70,10 +70,11 @@ ONLY: dict[str, frozenset[str]] = {
 }
 #: Providers whose nodes this machine itself starts; nobody chooses one with an underscore, so it has no extra.
 WITH_ENGINE = frozenset({"local", "docker", "_rehearsal"})
-#: (importer, imported): the steps up, each from a function that picks one of several by a word it was given.
+#: (importer, imported): the steps up, each from a function that picks one of several by a word, or that users call.
 PICKS = {
     ("provider", "providers"): "a provider is found in its folder by its name; none is imported by name",
     ("transfer", "remote"): "a URL's scheme says which files it means, and a local store must not load the other half",
+    ("run", "report"): "`Run.report` is the page about that run; only who writes one loads what draws it",
 }
 
 #: Where code (docstrings and comments may explain) says the name of a provider, or a word that is one, and what for.

@@ -21,6 +21,7 @@ from test_run import PENDING, ROOT_CAUSE, RUNNING, SUCCEEDED, T0, World, failed,
 from cloudtrain import cli
 from cloudtrain import seen as seen_module
 from cloudtrain.curves import curves, decades, means, number, spread, ticks
+from cloudtrain.errors import NotFoundError, SpecError
 from cloudtrain.markup import COLUMNS, HEIGHT, LEFT, WIDTH, quantity, short, size, tag
 from cloudtrain.provider import AttemptInfo, Status
 from cloudtrain.report import HIDDEN, report, shareable
@@ -146,7 +147,7 @@ def test_a_good_run(world: World) -> None:
         "last step": "20",
         "loss": "0.05 at the end, lowest 0.05 at step 20",
         "newest checkpoint": "step-20, complete since 2023-11-14 22:13:25 UTC",
-        "cost": "the platform does not tell it",
+        "cost": "free, this machine",
     }
     assert page.table("loss, 20 points")[1:] == [[str(s), "0.0", quantity(1 / s)] for s in range(1, 21)]
     [line] = points(page.figure("loss"), "line")
@@ -266,6 +267,44 @@ def test_a_run_that_was_cancelled_before_anything_ran(world: World) -> None:
     assert page.facts("Summary")["state"] == "cancelled, exit code 5"
     assert page.facts("Summary")["attempts"] == "none has started"
     assert "No node has written a line to the store." in page.text
+
+
+def test_a_page_about_a_rehearsal_names_the_platform(world: World) -> None:
+    world.recorded().attempt(0, SUCCEEDED).exit(outcome="succeeded", decided=True)
+    for step in range(10, 80, 10):
+        world.checkpoint(f"step-{step}", seq=step, when=T0 + step)
+    path = world.folder / "attempts/0/request.json"
+    sent = json.loads(path.read_text())
+    sent["body"] = {"target": "vertex", "differences": ["/gcs is a folder", "no quota"]}
+    path.write_text(json.dumps(sent))
+    page = page_of(world)
+    assert "rehearsal of vertex on this machine" in page.text
+    assert "Other than on vertex" in page.text
+    assert "no quota" in page.text
+    assert len(page.table("Complete ones")) == 1 + 5
+    assert [row[0] for row in page.table("2 older ones")[1:]] == ["step-20", "step-10"]
+    sent |= {"body": {}, "instance_types": ["n1-standard-4"]}
+    path.write_text(json.dumps(sent))
+    page = page_of(world)
+    assert "rehearsal of" not in page.text
+    assert page.facts("Summary")["cost"] == "the platform does not tell it"
+
+
+def test_the_handle_has_the_metrics_and_writes_the_page(world: World, tmp_path: Path) -> None:
+    world.recorded().attempt(0, Status(state="running"))
+    world.write("live/metrics/0.0-node-0.jsonl", rows(1, 12))
+    world.write("live/metrics/1.0-node-0.jsonl", rows(9, 20))
+    run = world.run()
+    assert [row["step"] for row in run.metrics()] == list(range(1, 21))
+    (tmp_path / "pages").mkdir()
+    assert run.report(tmp_path / "pages") == tmp_path / "pages/r1.html"
+    assert run.report(str(tmp_path / "own.html")) == tmp_path / "own.html"
+    assert Page((tmp_path / "own.html").read_text()).found
+    with pytest.raises(SpecError, match="there is no folder"):
+        run.report(tmp_path / "nowhere" / "own.html")
+    world.run_id = "nope"
+    with pytest.raises(NotFoundError, match="no run"):
+        world.run().metrics()
 
 
 # -------------------------------------------------------------------------------------------------- what metrics may be

@@ -868,7 +868,7 @@ def test_a_line_that_is_not_stored_yet_has_the_time_at_which_it_was_read(world: 
 @pytest.mark.parametrize(
     ("wanted", "found"),
     [
-        ({"n": 2}, [3, 1]),
+        ({"n": 2}, [1, 3]),
         ({"n": 0}, []),
         ({"n": 1, "rank": 0}, [3]),
         ({"node": 1}, [1]),

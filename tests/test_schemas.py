@@ -187,6 +187,13 @@ def test_the_page_is_not_stale() -> None:
     assert done.stdout == (ROOT / "docs/json.md").read_text(), "python tools/json_page.py > docs/json.md"
 
 
+def test_the_page_of_the_python_api_is_not_stale() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/python_page.py"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert done.stdout == (ROOT / "docs/python.md").read_text(), "python tools/python_page.py > docs/python.md"
+
+
 # ------------------------------------------------------------------------------------------------- what must be refused
 
 

@@ -50,6 +50,9 @@ Refresh = Annotated[
 Region = Annotated[
     str | None, Parameter(metavar="REGION", help="region of the prices; default: the provider's own setting")
 ]
+All = Annotated[
+    bool, Parameter(name="--all", negative="", show_default=False, help="machines without a known price too")
+]
 
 COLUMNS = ("provider", "instance_type", "gpus", "memory", "cpus", "network", "usd_per_hour", "spot", "priced")
 
@@ -65,6 +68,7 @@ def gpus(
     max_price: MaxPrice = None,
     refresh: Refresh = False,
     region: Region = None,
+    everything: All = False,
     settings: Set = None,
     at: At = HERE,
     json: Json = False,
@@ -92,8 +96,14 @@ def gpus(
     rows.sort(key=lambda row: (row["provider"], row["gpu"], row["gpu_count"], row["usd_per_hour"] or float("inf")))
     if json:
         screen.emit({"machines": rows, "exit_code": 0})
-    elif rows:
-        screen.data(show.table([_shown(row) for row in rows], COLUMNS))
+    else:
+        priced = [row for row in rows if row["usd_per_hour"] is not None]
+        if pattern is None and priced and not everything:  # who names a machine wants to see it
+            if more := len(rows) - len(priced):
+                screen.talk(f"{more} machines without a known price are left out (--all)")
+            rows = priced
+        if rows:
+            screen.data(show.table([_shown(row) for row in rows], COLUMNS))
     _say(rows, screen)
     return 0
 

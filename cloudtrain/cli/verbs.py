@@ -146,13 +146,14 @@ def logs(
             f"{newest} is below zero", field="tail", hint="write how many of the last lines to print: -n 20"
         )
     many = ranks(handle.job.at(handle.provider_name)) > 1
-    timed = since is None
+    some = untimed = False
     lines = handle.logs(follow=follow, n=newest, since=since, node=node, rank=rank, times=timestamps or json)
     for line in lines:
-        timed = timed or line.time is not None
+        untimed = line.time is None and (untimed or not some)
+        some = True
         text = log_line(line, many=many, times=timestamps)
         screen.data(json_.dumps(dataclasses.asdict(line), ensure_ascii=False) if json else text)
-    if not timed:
+    if untimed and since is not None:
         screen.talk("note: no line has a time, so --since has left none out")
     if not follow:
         screen.next(["logs", "-f", run], ["status", run], where=at.flags)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ..disk import disk_errors, settle, temp_file
-from ..errors import SpecError
 from ..provider import FINAL
 from ..seen import plain as tame
 from . import show
@@ -18,7 +16,7 @@ from .verbs import EXIT_DETACHED, Json, More, Ours, Ref, _called, _open, each_ru
 from .where import HERE, At, stoppable
 
 if TYPE_CHECKING:
-    from ..run import Run
+    pass
 
 __all__ = ["report", "watch"]
 
@@ -30,6 +28,8 @@ Out = Annotated[
 
 def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
     """One HTML page about the run, that opens without a network."""
+    from ..report import write
+
     runs = [run, *more]
     if more and out is not None and not Path(out).is_dir():
         raise SpecError(
@@ -40,7 +40,7 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
 
     def one(word: str) -> dict[str, Any]:
         handle = _open(word, at, screen)
-        path, result = _write_page(handle, Path(out or "."))
+        path, result = write(handle, Path(out or "."))
         states.append(result["state"])
         if not json:
             screen.value(str(path), f"wrote {path}")
@@ -52,22 +52,6 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
         run = _called(run, rows[0])
         screen.next(["pull" if states[0] in FINAL else "watch", run], ["logs", run], where=at.flags)
     return code
-
-
-def _write_page(run: Run, path: Path) -> tuple[Path, dict[str, Any]]:
-    """Write the page to ``path``, a file or a folder; return the file, and the run's result."""
-    from ..report import report as page_of
-
-    if path.is_dir():
-        path /= f"{run.run_id}.html"
-    if not path.parent.is_dir():
-        raise SpecError(f"there is no folder {path.parent} to write {path.name} to", field="out")
-    result = run.result()
-    text = page_of(run, result)
-    with disk_errors(path), temp_file(path) as temp:
-        temp.write_text(text, encoding="utf-8")
-        settle(temp, path)
-    return path, result
 
 
 def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:

@@ -1,0 +1,208 @@
+"""``docs/python.md``, made of the docstrings: ``python tools/python_page.py > docs/python.md``."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from cloudtrain import errors
+from cloudtrain.estimator import Estimator, RunFailedError
+from cloudtrain.follow import Line
+from cloudtrain.job import FLAT_FIELDS, Input, Job, Resources, Source
+from cloudtrain.provider import Status
+from cloudtrain.pull import PullReport
+from cloudtrain.run import Run
+from cloudtrain.submit import Plan
+
+HEAD = """# Python API
+
+Made of the docstrings by `tools/python_page.py`; a test fails when it is stale.
+
+`Estimator` describes a job and says where it runs. `fit` returns a `Run`, and so does `attach` for a run that exists.
+
+```python file=train.py
+print("trained")
+```
+
+```python run
+from cloudtrain import Estimator
+
+estimator = Estimator(entry_point="train.py", max_runtime="5m", provider="local")
+print(estimator.plan())  # what fit would send; nothing is sent
+run = estimator.fit(run_id="api-1")
+
+again = Estimator.attach("api-1")  # or its URL, from any machine
+assert again.result()["state"] == "succeeded"
+assert [line.text for line in again.logs(rank=0, n=1)] == ["trained"]
+again.pull("results")
+again.report("api-1.html")
+```
+
+| command | in Python |
+| --- | --- |
+| `cloudtrain plan` | `Estimator(…).plan()` |
+| `cloudtrain submit` | `Estimator(…).fit()` |
+| `cloudtrain submit --detach` | `Estimator(…).fit(wait=False)` |
+| `cloudtrain rehearse` | `Estimator(…).rehearse()` |
+| `cloudtrain status` | `Estimator.attach(run).result()` |
+| `cloudtrain logs -f -n 20 --since 10m` | `run.logs(follow=True, n=20, since="10m")` |
+| `cloudtrain wait` | `run.wait()` |
+| `cloudtrain pull` | `run.pull(folder)` |
+| `cloudtrain report` | `run.report(path)` |
+| `cloudtrain cancel` | `run.cancel()` |
+| `cloudtrain reconcile` | `Estimator.reconcile(run_or_store)` |
+"""
+OWN = {
+    "provider": "where to run; a list: in order",
+    "store": "URL under which code, data and runs live",
+    "profile": "profile of the settings file",
+    "settings": 'settings, of cloudtrain or of the provider: `{"region": "…"}`',
+    "write": "called with the text of each log line; default: stdout",
+}
+"""The Estimator's keywords that are no fields of a Job."""
+
+
+def main() -> int:
+    sys.stdout.write(page())
+    return 0
+
+
+def page() -> str:
+    """Return the whole page."""
+    plan = "`str(plan)` is the summary that `cloudtrain plan` prints."
+    job = "A job file has the same fields. `Estimator` makes a job of its keywords."
+    sections = [
+        HEAD,
+        *_object("Estimator", Estimator, "The keywords are the fields of a job and five more.", _keywords()),
+        *_object("Plan", Plan, plan, [], only=("document",)),
+        *_object("Run", Run, "", _properties(Run)),
+        *_object("Job", Job, job, []),
+    ]
+    for kind in (Source, Resources, Input, Line, Status, PullReport):
+        sections += _object(kind.__name__, kind, "", _fields(kind), only=())
+    sections += _errors()
+    return "\n\n".join(text.strip("\n") for text in sections if text) + "\n"
+
+
+def _object(
+    title: str, kind: type, more: str, table: list[str], *, only: tuple[str, ...] | None = None
+) -> Iterator[str]:
+    """Yield the section of a class: its docstring, a table, its public methods."""
+    yield f"## {title}"
+    text = _markdown(inspect.getdoc(kind) or "")
+    yield text.split("\n\n")[0] if kind is Plan else text  # the rest is about how it is sent
+    yield more
+    yield "\n".join(table)
+    for name, member in _methods(kind):
+        if only is None or name in only:
+            yield f"### {title}.{name}"
+            yield f"```text\n{_signature(title, name, member)}\n```"
+            yield _markdown(inspect.getdoc(member) or "")
+
+
+def _methods(kind: type) -> Iterator[tuple[str, Any]]:
+    for name, member in vars(kind).items():
+        found = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+        if not name.startswith("_") and inspect.isfunction(found):
+            yield name, getattr(kind, name) if isinstance(member, (staticmethod, classmethod)) else found
+
+
+def _signature(title: str, name: str, function: Any) -> str:
+    """Return how a method is called, without types; one argument a line where they do not fit."""
+    words: list[str] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        shown = "…" if inspect.isfunction(parameter.default) else repr(parameter.default)
+        default = "" if parameter.default is parameter.empty else f"={shown}"
+        marks = {parameter.VAR_KEYWORD: "**", parameter.VAR_POSITIONAL: "*"}
+        words.append(f"{marks.get(parameter.kind, '')}{parameter.name}{default}")
+    one = f"{title}.{name}({', '.join(words)})"
+    return one if len(one) <= 100 else f"{title}.{name}(\n    " + ",\n    ".join(words) + ",\n)"
+
+
+def _keywords() -> list[str]:
+    owners = {"": Job, "source": Source, "resources": Resources}
+    rows = ["| keyword | meaning |", "| --- | --- |"]
+    for flat in inspect.signature(Estimator).parameters:
+        if flat in FLAT_FIELDS:
+            owner, name = FLAT_FIELDS[flat]
+            text = next(f.metadata.get("help", "") for f in dataclasses.fields(owners[owner]) if f.name == name)
+        else:
+            text = OWN[flat]
+        rows.append(f"| `{flat}` | {text.replace('|', chr(92) + '|')} |")
+    return rows
+
+
+def _fields(kind: type) -> list[str]:
+    rows = ["| field | default | meaning |", "| --- | --- | --- |"]
+    for field in dataclasses.fields(kind):
+        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        shown = "" if default is dataclasses.MISSING else f"`{default!r}`"
+        rows.append(f"| `{field.name}` | {shown} | {field.metadata.get('help', '').replace('|', chr(92) + '|')} |")
+    if all(row.endswith("|  |") for row in rows[2:]):  # the docstring says it all
+        rows = ["Fields: " + ", ".join(f"`{field.name}`" for field in dataclasses.fields(kind)) + "."]
+    return rows
+
+
+def _properties(kind: type) -> list[str]:
+    rows = ["| property | meaning |", "| --- | --- |"]
+    for name in sorted(dir(kind)):
+        member = inspect.getattr_static(kind, name)
+        if not name.startswith("_") and isinstance(member, property):
+            text = " ".join(_markdown(inspect.getdoc(member) or "").split("\n\n")[0].split())
+            rows.append(f"| `{name}` | {text} |")
+    return rows
+
+
+def _errors() -> Iterator[str]:
+    yield "## Errors"
+    yield (
+        "Every error that cloudtrain raises on purpose is a `CloudtrainError`, in `cloudtrain.errors`. Its text says"
+        " what is wrong, its `hint` how to fix it. `exit_code` is that of the command line."
+    )
+    rows = ["| class | is a | exit code | meaning |", "| --- | --- | --- | --- |"]
+    kinds = [getattr(errors, name) for name in errors.__all__]
+    found = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, errors.CloudtrainError)]
+    for kind in sorted([*found, RunFailedError], key=lambda kind: (len(kind.__mro__), kind.__name__)):
+        text = " ".join(_markdown(inspect.getdoc(kind) or "").split("\n\n")[0].split())
+        code = "its category's" if kind is RunFailedError else str(kind.exit_code)
+        rows.append(f"| `{kind.__name__}` | `{kind.__mro__[1].__name__}` | {code} | {text} |")
+    yield "\n".join(rows)
+
+
+def _markdown(text: str) -> str:
+    """Return a docstring as Markdown: its literals, its block of code, its list of parameters."""
+    out: list[str] = []
+    lines = text.replace("``", "`").split("\n")
+    i = 0
+    while i < len(lines):
+        line = lines[i]
+        inside = i + 1 < len(lines) and lines[i + 1].startswith("    ")
+        if line.strip() == "::":
+            block = []
+            while i + 1 < len(lines) and (not lines[i + 1] or lines[i + 1].startswith("    ")):
+                i += 1
+                block.append(lines[i][4:])
+            out += ["```python", *"\n".join(block).strip("\n").split("\n"), "```", ""]
+        elif re.fullmatch(r"`\w+`(, `\w+`)*", line) and inside:
+            said = []
+            while i + 1 < len(lines) and lines[i + 1].startswith("    "):
+                i += 1
+                said.append(lines[i].strip())
+            out += [] if out and out[-1].startswith("- ") else [""]
+            out.append(f"- {line}: {' '.join(said)}")
+        else:
+            out.append(line)
+        i += 1
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(out)).strip("\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
