@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from earlier import Ran
 from hypothesis import given
 from hypothesis import strategies as st
 from jobs import Jobs
@@ -267,7 +268,8 @@ def test_a_secret_leaves_in_nothing_but_the_ranks_environment(jobs: Jobs) -> Non
 def test_a_plan_says_whose_code_a_checkpoint_brings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "store/runs/earlier/live/checkpoints").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "model.pt").write_text("")
+    Ran(f"file://{tmp_path}/store", "earlier").save(1)
     settings = Settings.load(cwd=tmp_path, environ={}, store=str(tmp_path / "store"))
 
     def notes(resume_from: str) -> str:
@@ -278,7 +280,7 @@ def test_a_plan_says_whose_code_a_checkpoint_brings(tmp_path: Path, capsys: pyte
         return " ".join(plan.request.notes)
 
     assert notes("earlier") == ""
-    assert "is outside this store: who can write there can run code" in notes("elsewhere")
+    assert "is outside this store: who can write there can run code" in notes("./elsewhere")
     assert "s3://user" not in notes(f"s3://other/{canary('x')}")
     assert canary_free(notes("https://u:canary-password@host/x"))
 

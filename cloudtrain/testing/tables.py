@@ -127,7 +127,8 @@ class Place:
         (folder / "contract_dependency").mkdir()
         (folder / "contract_dependency" / "__init__.py").write_text("WORD = 'beside'\n")
         if (path := local_path(place.earlier)) is not None:
-            (path / "live" / "checkpoints").mkdir(parents=True)
+            path.mkdir(parents=True)
+            (path / "run.json").write_text("{}")  # a run that is yet to save its first checkpoint
         return place
 
 
