@@ -70,10 +70,10 @@ def init(
             screen.talk(f"{row['status']} {row['path']}")
         if not (cwd / str(job.source.entry_point)).exists():
             screen.talk(f"note: there is no {job.source.entry_point} here yet")
-    missing, checks = _examined(chosen.provider, given, job, at, cwd, None if json else screen)
+    left, checks = _examined(chosen.provider, given, job, at, cwd, None if json else screen)
     if json:
         told = [dataclasses.asdict(check) for check in checks]
-        screen.emit({"provider": chosen.provider, "files": rows, "missing": missing, "checks": told, "exit_code": 0})
+        screen.emit({"provider": chosen.provider, "files": rows, "missing": left, "checks": told, "exit_code": 0})
     else:
         screen.next(["plan", JOB], where=at.flags if kept else ())
     return 0
