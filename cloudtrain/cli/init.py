@@ -99,9 +99,9 @@ def _given(chosen: Settings, given: Mapping[str, str], at: Where) -> dict[str, A
 def _asked_provider(screen: Screen) -> str:
     names = provider_names()
     while True:
-        word = _answer(f"provider, one of {', '.join(names)}", "local", screen)
+        word = _answer(f"provider, one of {', '.join(names)}", Settings.provider, screen)
         if not word or word in names:
-            return word or "local"
+            return word or Settings.provider
         screen.talk(f"error: no provider {word!r}{nearest(word, names)}")
 
 
