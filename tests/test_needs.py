@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,3 +136,92 @@ def test_stand_ins_are_not_examples(provider: str) -> None:
     for name, need in needs.items():
         owner = {"store": settings, "image": job}.get(name, made.settings)
         assert getattr(owner, name.rpartition(".")[2]) not in ("", None, need.example)
+
+
+# ---------------------------------------------------------------------------------------------------------------- init
+
+
+def test_init_writes_what_a_plan_needs(capsys: Capture) -> None:
+    flags = ["--set", "region=eu-west-1", "--set", "role=arn:aws:iam::123456789012:role/T"]
+    assert cli.main(["init", "--provider", "sagemaker", "--store", "s3://b/p", *flags, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["status"] for row in told["files"]] == ["wrote"] * 3
+    assert told["missing"] == []
+    assert cli.main(["plan", "job.toml", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["provider"], plan["missing"], plan["run"]) == ("sagemaker", [], "s3://b/p/runs/train-plan")
+
+
+@pytest.mark.parametrize("provider", [*WANTED, "local", "docker"])
+def test_init_without_values_writes_them_as_comments(provider: str, capsys: Capture) -> None:
+    assert cli.main(["init", "--provider", provider, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == WANTED.get(provider, [])
+    for name in ("cloudtrain.toml", "job.toml"):
+        toml_loads(Path(name).read_text(), where=name)
+        bare = re.sub(r"(?m)^# (?=\w+ = )", "", Path(name).read_text())
+        Path(name).write_text(re.sub(r"(?m)^gpu = .*", "", bare))
+    assert cli.main(["plan", "job.toml", "--json", *(["--image", "i:1"] if provider == "docker" else [])]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == [], "each comment becomes a right line"
+
+
+def test_init_keeps_what_is_there(capsys: Capture) -> None:
+    Path("pyproject.toml").write_text('[tool.cloudtrain]\nprovider = "local"\n')
+    Path("job.toml").write_text('entry_point = "mine.py"\n')
+    assert cli.main(["init", "--json"]) == 0
+    rows = {row["path"]: row["status"] for row in json.loads(capsys.readouterr().out)["files"]}
+    assert rows == {"pyproject.toml": "kept", "job.toml": "kept", ".cloudtrainignore": "wrote"}
+    assert Path("job.toml").read_text() == 'entry_point = "mine.py"\n'
+    assert not Path("cloudtrain.toml").exists()
+
+
+def test_init_asks_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    answers = "\n".join(["sagmaker", "sagemaker", "gs://b", "s3://b/p", "eu-west-1", ""]) + "\n"
+    terminal = io.StringIO(answers)
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert cli.main(["init"]) == 0
+    err = capsys.readouterr().err
+    assert "no provider 'sagmaker'" in err
+    assert "'gs://b' is not of the form s3://BUCKET/PREFIX" in err
+    text = Path("cloudtrain.toml").read_text()
+    table = toml_loads(text, where="cloudtrain.toml")
+    assert table == {"provider": "sagemaker", "store": "s3://b/p", "sagemaker": {"region": "eu-west-1"}}
+    assert "\n# role = " in text
+
+
+def test_init_refuses_a_wrong_value_before_it_writes(capsys: Capture) -> None:
+    assert cli.main(["init", "--provider", "vertex", "--set", "location=us"]) == 2
+    assert "not one region" in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["train.py"]
+
+
+# -------------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_doctor_looks_at_this_job(capsys: Capture) -> None:
+    Path("job.toml").write_text('entry_point = "nope.py"\n')
+    assert cli.main(["doctor", "job.toml", "--json"]) == 2
+    failed = [row for row in json.loads(capsys.readouterr().out)["checks"] if row["status"] == "failed"]
+    assert [row["name"] for row in failed] == ["plan"]
+    assert "nope.py" in failed[0]["detail"]
+
+
+@pytest.mark.parametrize("provider", WANTED)
+def test_doctor_has_one_finding_for_all_that_is_missing(provider: str, capsys: Capture) -> None:
+    assert cli.main(["doctor", "train.py", "--provider", provider, "--json"]) == 2
+    failed = [row for row in json.loads(capsys.readouterr().out)["checks"] if row["status"] == "failed"]
+    assert [row["name"] for row in failed] == ["settings"]
+    assert "settings are missing" in failed[0]["detail"]
+    assert "settings are missing" not in failed[0]["fix"]
+    assert failed[0]["fix"].startswith("add to cloudtrain.toml:\nstore = ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"), [(["sagmaker"], "doctor sagemaker"), (["trian"], "doctor train.py"), (["xyzzy"], "name one of")]
+)
+def test_doctor_of_what_there_is_none(argv: list[str], hint: str, capsys: Capture) -> None:
+    assert cli.main(["doctor", *argv]) == 2
+    err = capsys.readouterr().err
+    assert f"{argv[0]!r} is neither a provider nor a file here" in err
+    assert hint in err

@@ -70,10 +70,10 @@ def init(
             screen.talk(f"{row['status']} {row['path']}")
         if not (cwd / str(job.source.entry_point)).exists():
             screen.talk(f"note: there is no {job.source.entry_point} here yet")
-    missing, checks = _examined(chosen.provider, given, job, at, cwd, None if json else screen)
+    left, checks = _examined(chosen.provider, given, job, at, cwd, None if json else screen)
     if json:
         told = [dataclasses.asdict(check) for check in checks]
-        screen.emit({"provider": chosen.provider, "files": rows, "missing": missing, "checks": told, "exit_code": 0})
+        screen.emit({"provider": chosen.provider, "files": rows, "missing": left, "checks": told, "exit_code": 0})
     else:
         screen.next(["plan", JOB], where=at.flags if kept else ())
     return 0
@@ -99,9 +99,9 @@ def _given(chosen: Settings, given: Mapping[str, str], at: Where) -> dict[str, A
 def _asked_provider(screen: Screen) -> str:
     names = provider_names()
     while True:
-        word = _answer(f"provider, one of {', '.join(names)}", "local", screen)
+        word = _answer(f"provider, one of {', '.join(names)}", Settings.provider, screen)
         if not word or word in names:
-            return word or "local"
+            return word or Settings.provider
         screen.talk(" ".join(filter(None, [f"there is no provider {word!r};", did_you_mean(word, names)])))
 
 
