@@ -32,7 +32,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
         "prices",
         "catalog checks credential curves faults ignore provider transfer",
         "limits",
-        "tree follow settings engine pyz backends access lease digests swap",
+        "cautions tree follow settings engine pyz backends access lease digests swap",
         "checkpoint entry_point filesystem",
         "bundle markup schema store verdict providers runtime objects",
         "tail pull max_wait moves remote cost seen",

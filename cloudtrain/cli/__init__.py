@@ -155,7 +155,7 @@ def _usage_error(exc: Exception, tokens: list[str], args: list[str] | None) -> E
         text = f"unexpected {' '.join(map(repr, words))}"
         return SpecError(text, hint=_after_dashes(words) if takes_script else usage)
     if isinstance(exc, UnknownOptionError):
-        flag = str(exc.token.keyword)
+        flag = str(exc.token.keyword or exc.token.value).partition("=")[0]
         return SpecError(f"no flag {flag}", hint=_instead_of(flag, exc, tokens, takes_script=takes_script) or usage)
     text = " ".join(str(exc).split()).rstrip(".")
     return SpecError(text[:1].lower() + text[1:], hint=usage)

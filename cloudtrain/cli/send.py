@@ -100,12 +100,10 @@ def carry_out(
     screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
     say_limits(planned.job, screen)
     say_price(planned, screen)
-    for note in planned.request.notes:
-        screen.talk(f"note: {note}")
+    say_advice(planned, screen)
     for number, further in enumerate(planned.further, 2):
         screen.talk(show.place(number, further.document()))
-        for note in further.request.notes:
-            screen.talk(f"note: {note}")
+        say_advice(further, screen)
     with stoppable():
         try:
             run = _send(planned, verbose, screen)
@@ -184,6 +182,8 @@ def plan(
     if run_id is None:
         screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
     say_limits(planned.job, screen)
+    for text in (text for item in (planned, *planned.further) for text in item.warnings):
+        screen.talk(f"warning: {text}")
     screen.talk("to send exactly this: add --json > plan.json, then cloudtrain submit --plan plan.json")
     return 0
 
@@ -217,6 +217,14 @@ def say_limits(job: Job, screen: Screen) -> None:
         words.append(show.stall_timeout(job.stall_timeout, is_default=True))
     if words:
         screen.talk(f"limits: {', '.join(words)}")
+
+
+def say_advice(planned: Plan, screen: Screen) -> None:
+    """What a plan warns of, and what is good to know."""
+    for text in planned.warnings:
+        screen.talk(f"warning: {text}")
+    for text in planned.notes:
+        screen.talk(f"note: {text}")
 
 
 def say_price(planned: Plan, screen: Screen) -> None:

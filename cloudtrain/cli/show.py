@@ -369,7 +369,7 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("disk", _plan_disk(document["disk"])),
         ("sends", f"{request['operation']} (attempt {request['attempt']})"),
     ]
-    return rows + [("warning", text) for text in [*code["warnings"], *request.get("notes", ())]]
+    return rows + [("note", text) for text in document["notes"]]
 
 
 def place(number: int, document: Mapping[str, Any]) -> str:
@@ -383,7 +383,8 @@ def _plan_instance(resources: Mapping[str, Any]) -> str:
     words = [plural(count, "node")]
     types = resources.get("instance_types") or [resources.get("instance_type")]
     words += [" or ".join(types)] if types[0] else []
-    words += ["GPU " + " or ".join(resources["gpu"])] if resources.get("gpu") else []
+    total = f" ({resources['gpus']} GPUs)" if resources["gpus"] and count > 1 else ""
+    words += [f"GPU {' or '.join(resources['gpu_names'])}{total}"] if resources["gpu_names"] else []
     words.append(f"{plural(resources['ranks'], 'rank')}, {resources['nproc_per_node']} a node")
     return ", ".join(words)
 

@@ -199,7 +199,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     kept = _kept(job)
     notes += _restart_notes(job, kept)
     blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
-    notes += check(body, blame)
+    check(body, blame)
     _check_rules(settings, job, layout, body, known)
     notes += _warnings(body)
     return Request(
