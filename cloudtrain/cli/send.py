@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +43,12 @@ Set = Annotated[list[str] | None, Parameter(name="--set", help="a setting: KEY=V
 Detach = Annotated[bool, Parameter(negative="", show_default=False, help="return as soon as the run is submitted")]
 PullTo = Annotated[str | None, Parameter(name="--pull", help="folder to copy the results to at the end")]
 PlanFile = Annotated[str | None, Parameter(name="--plan", help="send this saved `plan --json`")]
+Yes = Annotated[
+    bool,
+    Parameter(
+        name=("--yes", "-y"), negative="", show_default=False, help="send without a question, whatever it may cost"
+    ),
+]
 Verbose = Annotated[bool, Parameter(negative="", show_default=False, help="list every file")]
 
 NO_FLAGS = JobFlags()
@@ -58,6 +65,7 @@ def submit(
     run_id: RunId = None,
     settings: Set = None,
     plan_file: PlanFile = None,
+    yes: Yes = False,
     detach: Detach = False,
     wait_timeout: WaitTimeout = None,
     on_signal: OnSignal = "detach",
@@ -82,7 +90,8 @@ def submit(
 
         planned = make_plan(job, settings=chosen, run_id=run_id, cwd=cwd)
     at = _found_by(planned.store.url, at, chosen.store if plan_file is None else planned.store.url, cwd)
-    return carry_out(planned, at, seconds, on_signal, detach, pull_to, verbose, json, screen)
+    above = None if yes or json else chosen.confirm_above_usd
+    return carry_out(planned, at, seconds, on_signal, detach, pull_to, verbose, json, screen, ask_above=above)
 
 
 def carry_out(
@@ -95,8 +104,13 @@ def carry_out(
     verbose: bool,
     json: bool,
     screen: Screen,
+    *,
+    ask_above: float | None = None,
 ) -> int:
-    """Send the plan and, unless detached, follow it to its end; ``at`` is where the next commands find its store."""
+    """Send the plan and, unless detached, follow it to its end; ``at`` is where the next commands find its store.
+
+    ``ask_above``: ask on a terminal before a run is sent that may cost more US dollars; None: never ask.
+    """
     screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
     say_limits(planned.job, screen)
     say_price(planned, screen)
@@ -104,6 +118,9 @@ def carry_out(
     for number, further in enumerate(planned.further, 2):
         screen.talk(show.place(number, further.document()))
         say_advice(further, screen)
+    if ask_above is not None and _is_declined(planned, ask_above, screen):
+        screen.talk("nothing was sent")
+        return EXIT_CODES["cancelled"]
     with stoppable():
         try:
             run = _send(planned, verbose, screen)
@@ -121,6 +138,24 @@ def carry_out(
             return _follow(run, at, timeout, on_signal, pull_to, json, screen)
         except KeyboardInterrupt:  # it came between two steps of waiting
             return stopped(run, run.run_id, at, on_signal, json, screen)
+
+
+def _is_declined(planned: Plan, above: float, screen: Screen) -> bool:
+    """Return whether a person at a terminal does not want a run that may cost more than ``above`` US dollars.
+
+    Without a terminal, or without a known price, there is no question.
+    """
+    prices = [price for item in (planned, *planned.further) if (price := item.price()) is not None]
+    most = max((price["usd_for_hard_limit"] for price in prices), default=0.0)
+    if most <= above or not (sys.stdin is not None and sys.stdin.isatty() and screen.err.isatty()):
+        return False
+    screen.err.write(f"{planned.run_id} costs at most {most:,.0f} USD. Submit? [y/N] ")
+    screen.err.flush()
+    try:
+        return sys.stdin.readline().strip().lower() not in ("y", "yes")
+    except KeyboardInterrupt:
+        screen.talk("")
+        return True
 
 
 def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
