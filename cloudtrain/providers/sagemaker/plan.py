@@ -145,8 +145,8 @@ def _check_account(settings: Settings, store: str) -> None:
         )
     if not ROLE.fullmatch(settings.role):
         name = settings.role.rpartition("/")[2]
-        how = f"aws iam get-role --role-name {name} --query Role.Arn --output text"
-        raise SpecError(f"{settings.role!r} is no ARN; this prints that of a role: {how}", field="sagemaker.role")
+        how = f"to look up the ARN, run: aws iam get-role --role-name {name} --query Role.Arn --output text"
+        raise SpecError(f"{settings.role!r} is not an ARN", field="sagemaker.role", hint=how)
 
 
 # ---------------------------------------------------------------------------------------------------------------- names
