@@ -252,7 +252,8 @@ def _none(provider: str, gpu: Gpu, same: Sequence[Machine], exact: Sequence[Mach
         why = f"no machine with {gpu} has the cpus and memory_gb asked for; the largest, {_told(largest)}"
     else:
         there = [m for m in same or machines(provider) if m.gpu and not m.retired]
-        why, hint = f"no known machine has {gpu}; there are {', '.join(gpu_names(there))}", suggested_gpu(gpu, there)
+        names = gpu_names(there) if same else sorted({_MEMORY.sub("", m.gpu) for m in there})
+        why, hint = f"no known machine has {gpu}; there are {', '.join(names)}", suggested_gpu(gpu, there)
     return UnsupportedError(provider, "resources.gpu", why, hint=hint)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .cautions import is_secret_name
 from .checkpoint import Checkpoint
 from .curves import Curve, curves
 from .disk import disk_errors, settle, temp_file
@@ -40,11 +41,6 @@ CURVES = 24
 PAGE_SECONDS = 10.0
 """How long the platform may take to say where its own page is: the report does not hang on that."""
 HIDDEN = "(hidden: its name is that of a secret)"
-_SECRET = re.compile(
-    r"(?<![a-z])(secret|token|[a-z]*passwords?|[a-z]*passwd|pwd|pat|passphrase|credentials?|connection ?string"
-    r"|(api|access|private|secret|account|auth) ?keys?|sas|dsn|cookie)(?![a-z])",
-    re.IGNORECASE,
-)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]+")
 _USER = re.compile(r"(?<=https://)[^/@]+@|(?<=http://)[^/@]+@", re.IGNORECASE)
 """Who calls, which may be a token: elsewhere (``abfs://container@account``) it is a part of the place."""
@@ -409,10 +405,10 @@ def shareable(value: Any, name: str = "") -> Any:
             for flag, item in zip(flags, value, strict=True)
         ]
     if isinstance(value, str):
-        if value and _SECRET.search(_words(name)):
+        if value and is_secret_name(name):
             return HIDDEN
         flag, equals, _ = value.partition("=")
-        if equals and (_is_secret_flag(flag) or (name == "args" and _SECRET.search(_words(flag.lstrip("+~"))))):
+        if equals and (_is_secret_flag(flag) or (name == "args" and is_secret_name(flag.lstrip("+~")))):
             return f"{flag}={HIDDEN}"
         return _URL.sub(lambda match: _USER.sub("", without_secrets(match[0])), scrubbed(value))
     return value
@@ -420,12 +416,7 @@ def shareable(value: Any, name: str = "") -> Any:
 
 def _is_secret_flag(text: Any) -> bool:
     flag = isinstance(text, str) and re.fullmatch(r"--?[A-Za-z][A-Za-z0-9_.-]*", text)
-    return bool(flag and _SECRET.search(_words(text)))
-
-
-def _words(name: str) -> str:
-    """``HFToken`` as ``HF_Token``: a word ends where the next one begins."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("_", " ").replace("-", " ")
+    return bool(flag and is_secret_name(text))
 
 
 # ---------------------------------------------------------------------------------------------------------------- links

@@ -125,7 +125,8 @@ def settings_schema() -> Schema:
     general: Schema = {}
     for spec in dataclasses.fields(Settings):
         if "help" in spec.metadata:
-            kind = {"type": "integer", "minimum": 1} if spec.type == "int" else {"type": "string"}
+            kinds = {"int": {"type": "integer", "minimum": 1}, "float": {"type": "number", "minimum": 0}}
+            kind = kinds.get(str(spec.type), {"type": "string"})
             general[spec.name] = {**kind, "description": spec.metadata["help"], "default": spec.default}
     for name in ("provider", "store"):
         general[name] |= {"type": ["string", "array"], "items": {"type": "string"}, "minItems": 1}

@@ -36,7 +36,7 @@ PROJECT = "pyproject.toml"
 PREFIX = "CLOUDTRAIN_"
 DEFAULT = "default"
 """The source of a value that nobody has set."""
-_GENERAL = ("provider", "store", "max_code_mb", "mover", "concurrency", "sse", "sse_kms_key_id")
+_GENERAL = ("provider", "store", "max_code_mb", "mover", "concurrency", "sse", "sse_kms_key_id", "confirm_above_usd")
 _PROFILE, _PROFILES = "profile", "profiles"
 _STORE = "store"
 """A provider's own, in its table: that of the jobs that it gets."""
@@ -66,6 +66,9 @@ class Settings:
     concurrency: int = field(default=8, metadata={"help": "files that move to or from a store at a time, at most 64"})
     sse: str = field(default="", metadata={"help": "how S3 encrypts what is written: AES256, aws:kms, aws:kms:dsse"})
     sse_kms_key_id: str = field(default="", metadata={"help": "the key of aws:kms; default: the bucket's"})
+    confirm_above_usd: float = field(
+        default=100.0, metadata={"help": "US dollars above which submit asks on a terminal; 0: asks whatever it costs"}
+    )
     providers: tuple[str, ...] = ()
     stores: tuple[str, ...] = ()
     place: int = 0
@@ -500,7 +503,8 @@ def _general(key: str, value: Any, where: str) -> Any:
         if len(set(names)) < len(names):
             raise SpecError("names a provider twice; for several places let its own settings be lists", field=where)
         return names
-    return typed(value, int if Settings.__dataclass_fields__[key].type == "int" else str, where)
+    kind = {"int": int, "float": float}.get(str(Settings.__dataclass_fields__[key].type), str)
+    return typed(value, kind, where)
 
 
 def _rank(source: str) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _version, catalog, pyz
+from .cautions import cautions, gpu_names, memory_notes, total_gpus
 from .disk import local_path
 from .entry_point import check_script
 from .errors import (
@@ -116,11 +117,25 @@ class Plan:
         return f"Plan({self.run_url!r}, provider={self.provider_name!r})"
 
     def __str__(self) -> str:
-        return summary(self.document())
+        return "\n".join([summary(self.document()), *(f"warning: {text}" for text in self.warnings)])
 
     def _repr_html_(self) -> str:
         """Return the summary as a notebook shows it."""
         return f"<pre>{html.escape(str(self))}</pre>"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What may cost money for nothing, tell a secret, or ship other code than meant."""
+        found = [*self.bundle.warnings, *cautions(self.job, self.request)]
+        machines = self.request.instance_types
+        if machines and total_gpus(self.job, self.request) != 0 and self.price() is None:
+            found.append(f"no price of {machines[0]} is known, so nothing says what this run may cost")
+        return tuple(found)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is good to know, and no warning."""
+        return (*self.request.notes, *memory_notes(self.job, self.request))
 
     def document(self) -> dict[str, Any]:
         """Plain JSON; equal plans give equal documents. Sizes are bytes, times seconds. Missing settings have
@@ -145,6 +160,8 @@ class Plan:
             "runtime": {"digest": self.layout.runtime_digest, "url": self.layout.runtime},
             "inputs": {name: dataclasses.asdict(item) for name, item in self.layout.inputs.items()},
             "resources": self._resources(),
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
             "limits": self._limits(),
             "retries": {"count": self.job.retries, "by": self.provider.retried_by},
             "disk": self._disk(),
@@ -173,6 +190,8 @@ class Plan:
             "gpu": list(wanted.gpu),
             "nproc_per_node": self.request.context["processes"],
             "ranks": wanted.instance_count * int(self.request.context["processes"]),
+            "gpus": total_gpus(self.job, self.request),
+            "gpu_names": list(dict.fromkeys(n for r in (self.request, *self.later) for n in gpu_names(self.job, r))),
             "instance_types": list(self.request.instance_types),
             "price": self.price(),
         }

@@ -24,7 +24,7 @@ RETRIED_BY = {
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """Return the object of ``plan --json`` in a few lines: what runs where, its limits, price, notes and warnings."""
+    """Return the object of ``plan --json`` in a few lines: what runs where, its limits, price and notes."""
     further = [place(number, item) for number, item in enumerate(document.get("fallbacks", ()), 2)]
     return "\n".join([columns(_plan_rows(document)), *further])
 
@@ -80,8 +80,7 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("disk", _plan_disk(document["disk"])),
         ("sends", f"{request['operation']} (attempt {request['attempt']})"),
     ]
-    rows += [("note", text) for text in request.get("notes", ())]
-    return rows + [("warning", text) for text in code["warnings"]]
+    return rows + [("note", text) for text in document["notes"]]
 
 
 def place(number: int, document: Mapping[str, Any]) -> str:
@@ -95,7 +94,8 @@ def _plan_instance(resources: Mapping[str, Any]) -> str:
     words = [plural(count, "node")]
     types = resources.get("instance_types") or [resources.get("instance_type")]
     words += [" or ".join(types)] if types[0] else []
-    words += ["GPU " + " or ".join(resources["gpu"])] if resources.get("gpu") else []
+    total = f" ({resources['gpus']} GPUs)" if resources["gpus"] and count > 1 else ""
+    words += [f"GPU {' or '.join(resources['gpu_names'])}{total}"] if resources["gpu_names"] else []
     words.append(f"{plural(resources['ranks'], 'rank')}, {resources['nproc_per_node']} a node")
     return ", ".join(words)
 

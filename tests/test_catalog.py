@@ -97,7 +97,7 @@ def test_more_cores_or_memory_take_a_larger_one() -> None:
     ("gpu", "cpus", "says"),
     [
         ("A100:3", None, "there are A100-40GB:8, A100-80GB:8"),
-        ("NOSUCH:1", None, "A10G:1"),
+        ("NOSUCH:1", None, "A10G"),
         ("A10G:1", 500, "ml.g5.16xlarge, has 64 cores"),
     ],
 )

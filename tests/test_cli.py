@@ -700,3 +700,47 @@ def test_what_moved_the_bytes_is_said_to_who_asks() -> None:
     assert show.sent("r", "p", "s3://b/runs/r", Staged()).endswith("uploaded nothing, the store has all of it")
     assert show.pulled(report, verbose=True).endswith("1 B of it new, by fsspec")
     assert "fsspec" not in show.pulled(report)
+
+
+# ----------------------------------------------------------------------------------------------------------- a question
+
+
+@pytest.mark.parametrize(
+    ("words", "answer", "code", "asked"),
+    [
+        ([], "n\n", 5, True),
+        ([], "\n", 5, True),
+        ([], "y\n", 0, True),
+        (["--yes"], "n\n", 0, False),
+        (["--json"], "n\n", 0, False),
+        (["--set", "confirm_above_usd=2000"], "n\n", 0, False),
+        (["--max-runtime", "1m"], "n\n", 0, False),
+        (["--max-runtime", "1m", "--set", "confirm_above_usd=0"], "n\n", 5, True),
+    ],
+)
+def test_a_run_that_may_cost_much_is_asked_for_on_a_terminal(
+    words: list[str], answer: str, code: int, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text("print(1)\n")
+    err = Terminal()
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    monkeypatch.setattr("sys.stderr", err)
+    monkeypatch.setenv("NO_COLOR", "1")
+    price = ["--set", "prices.localhost=1337", *([] if "--max-runtime" in words else ["--max-runtime", "1h"])]
+    assert cli.main(["submit", "t.py", "--run-id", "r", *price, *words]) == code
+    assert ("costs at most" in err.getvalue()) == asked
+    if code == 5:
+        assert err.getvalue().endswith("nothing was sent\n")
+        assert not (tmp_path / ".cloudtrain").exists()
+    if asked and "--max-runtime" not in words:
+        assert "r costs at most 1,337 USD. Submit? [y/N] " in err.getvalue()
+
+
+def test_without_a_terminal_there_is_no_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text("print(1)\n")
+    code, _, err = main_of("submit", "t.py", "--set", "prices.localhost=1337", capsys=capsys)
+    assert (code, "Submit?" in err) == (0, False)

@@ -338,7 +338,7 @@ def test_a_keyword_that_is_none_of_v2_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ({"role": "training"}, "role: 'training' is no ARN; this prints that of a role: aws iam get-role --role-name"),
+        ({"role": "training"}, "role: 'training' is not an ARN"),
         ({"role": None}, "role: is not set; give the ARN"),
         ({"entry_point": None}, "entry_point: is missing"),
         ({"entry_point": "trian.py"}, "entry_point: 'trian.py' does not exist"),

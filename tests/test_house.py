@@ -32,7 +32,7 @@ ORDER: tuple[frozenset[str], ...] = tuple(
         "prices",
         "catalog checks credential curves faults ignore outputs provider transfer",
         "limits",
-        "tree follow settings engine pyz backends access lease digests swap",
+        "tree follow settings engine pyz backends access lease digests swap cautions",
         "checkpoint filesystem needs entry_point",
         "bundle markup schema store verdict providers runtime objects",
         "tail pull max_wait moves remote cost seen",

@@ -136,10 +136,10 @@ def _matching(pattern: str | None, known: Sequence[tuple[str, Machine]]) -> Sequ
     found = [pair for pair in same if gpu is not None and (":" not in text or pair[1].gpu_count == gpu.count)]
     if found:
         return found
-    if same:
-        found = [machine for _, machine in same]
-        why = f"no known machine has {gpu}; there are {', '.join(catalog.gpu_names(found))}"
-        raise NotFoundError(why, field="pattern", hint=catalog.suggested_gpu(gpu, found))
+    if gpu is not None and same:
+        there = [machine for _, machine in same]
+        why = f"no known machine has {gpu}; there are {', '.join(catalog.gpu_names(there))}"
+        raise NotFoundError(why, field="pattern", hint=catalog.suggested_gpu(gpu, there))
     names = {machine.gpu for _, machine in known} | {machine.instance_type for _, machine in known}
     near = did_you_mean(text, sorted(names))
     raise NotFoundError(f"no known GPU or machine is called {text!r}", field="pattern", hint=near)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,6 +62,12 @@ PlanFile = Annotated[str | None, Parameter(name="--plan", metavar="PATH", help="
 Request = Annotated[
     bool, Parameter(negative="", show_default=False, help="on a terminal: the exact request, before the summary")
 ]
+Yes = Annotated[
+    bool,
+    Parameter(
+        name=("--yes", "-y"), negative="", show_default=False, help="send without a question, whatever it may cost"
+    ),
+]
 Verbose = Annotated[bool, Parameter(negative="", show_default=False, help="list every file")]
 
 NO_FLAGS = JobFlags()
@@ -80,6 +87,7 @@ def submit(
     run_id: RunId = None,
     settings: Set = None,
     plan_file: PlanFile = None,
+    yes: Yes = False,
     detach: Detach = False,
     wait_timeout: WaitTimeout = None,
     on_signal: OnSignal = "detach",
@@ -105,7 +113,8 @@ def submit(
 
         planned = make_plan(job, settings=chosen, run_id=run_id, cwd=cwd)
     at = _found_by(planned.store.url, at, chosen.store if plan_file is None else planned.store.url, cwd)
-    return carry_out(planned, at, seconds, on_signal, detach, pull_to, verbose, json, screen)
+    above = None if yes or json else chosen.confirm_above_usd
+    return carry_out(planned, at, seconds, on_signal, detach, pull_to, verbose, json, screen, ask_above=above)
 
 
 def carry_out(
@@ -118,17 +127,23 @@ def carry_out(
     verbose: bool,
     json: bool,
     screen: Screen,
+    *,
+    ask_above: float | None = None,
 ) -> int:
-    """Send the plan and, unless detached, follow it to its end; ``at`` is where the next commands find its store."""
+    """Send the plan and, unless detached, follow it to its end; ``at`` is where the next commands find its store.
+
+    ``ask_above``: ask on a terminal before a run is sent that may cost more US dollars; None: never ask.
+    """
     screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
     say_limits(planned.job, screen)
     say_price(planned, screen)
-    for note in planned.request.notes:
-        screen.talk(f"note: {note}")
+    say_advice(planned, screen)
     for number, further in enumerate(planned.further, 2):
         screen.talk(show.place(number, further.document()))
-        for note in further.request.notes:
-            screen.talk(f"note: {note}")
+        say_advice(further, screen)
+    if ask_above is not None and _is_declined(planned, ask_above, screen):
+        screen.talk("nothing was sent")
+        return EXIT_CODES["cancelled"]
     with stoppable():
         try:
             run = _send(planned, verbose, screen)
@@ -144,6 +159,24 @@ def carry_out(
             return _follow(run, at, timeout, on_signal, pull_to, json, screen)
         except KeyboardInterrupt:  # it came between two steps of waiting
             return stopped(run, run.run_id, at, on_signal, json, screen)
+
+
+def _is_declined(planned: Plan, above: float, screen: Screen) -> bool:
+    """Return whether a person at a terminal does not want a run that may cost more than ``above`` US dollars.
+
+    Without a terminal, or without a known price, there is no question.
+    """
+    prices = [price for item in (planned, *planned.further) if (price := item.price()) is not None]
+    most = max((price["usd_for_hard_limit"] for price in prices), default=0.0)
+    if most <= above or not (sys.stdin is not None and sys.stdin.isatty() and screen.err.isatty()):
+        return False
+    screen.err.write(f"{planned.run_id} costs at most {most:,.0f} USD. Submit? [y/N] ")
+    screen.err.flush()
+    try:
+        return sys.stdin.readline().strip().lower() not in ("y", "yes")
+    except KeyboardInterrupt:
+        screen.talk("")
+        return True
 
 
 def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
@@ -248,6 +281,8 @@ def plan(
         screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
     if not terminal:
         say_limits(planned.job, screen)
+    for text in (text for item in (planned, *planned.further) for text in item.warnings):
+        screen.talk(f"warning: {text}")
     incomplete = [item for item in (planned, *planned.further) if item.missing]
     for item in incomplete:
         say_missing(item, chosen.file, screen)
@@ -297,6 +332,14 @@ def say_limits(job: Job, screen: Screen) -> None:
         words.append(show.stall_timeout(job.stall_timeout, is_default=True))
     if words:
         screen.talk(f"limits: {', '.join(words)}")
+
+
+def say_advice(planned: Plan, screen: Screen) -> None:
+    """What a plan warns of, and what is good to know."""
+    for text in planned.warnings:
+        screen.talk(f"warning: {text}")
+    for text in planned.notes:
+        screen.talk(f"note: {text}")
 
 
 def say_price(planned: Plan, screen: Screen) -> None:

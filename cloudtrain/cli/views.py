@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from ..errors import SpecError
 from ..provider import FINAL
 from ..seen import plain as tame
 from . import show
 from .screen import Screen, plain
 from .verbs import EXIT_DETACHED, Json, More, Ours, Ref, _called, _open, each_run
 from .where import HERE, At, stoppable
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["report", "watch"]
 

@@ -382,7 +382,7 @@ class PyTorch:
         account = found.make_provider(CLOUD).settings
         if account.role and not _ROLE.fullmatch(account.role):
             how = f"aws iam get-role --role-name {account.role.rpartition('/')[2]} --query Role.Arn --output text"
-            raise SpecError(f"{account.role!r} is no ARN; this prints that of a role: {how}", field="role")
+            raise SpecError(f"{account.role!r} is not an ARN", field="role", hint=f"to look up the ARN, run: {how}")
         store = _default_store(found, self._keywords)
         if store is None and not account.role:
             raise SpecError("is not set; give the ARN of the role that jobs run as", field="role")

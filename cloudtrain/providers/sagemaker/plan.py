@@ -138,8 +138,8 @@ def _check_account(settings: Settings, store: str) -> None:
         raise UnsupportedError(NAME, "store", f"its nodes read s3:// only, not {store}", hint=hint)
     if not ROLE.fullmatch(settings.role):
         name = settings.role.rpartition("/")[2]
-        how = f"aws iam get-role --role-name {name} --query Role.Arn --output text"
-        raise SpecError(f"{settings.role!r} is no ARN; this prints that of a role: {how}", field="sagemaker.role")
+        how = f"to look up the ARN, run: aws iam get-role --role-name {name} --query Role.Arn --output text"
+        raise SpecError(f"{settings.role!r} is not an ARN", field="sagemaker.role", hint=how)
 
 
 # ---------------------------------------------------------------------------------------------------------------- names
@@ -193,7 +193,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     kept = _kept(job)
     notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
     blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
-    notes += check(body, blame)
+    check(body, blame)
     _check_rules(settings, job, layout, body, known)
     notes += _warnings(body)
     return Request(

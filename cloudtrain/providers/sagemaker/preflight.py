@@ -19,7 +19,7 @@ from ...values import did_you_mean
 
 __all__ = ["Blame", "Broken", "broken", "check", "limits", "translated"]
 
-#: Choices that a newer service may have more of: worth a warning, never a refusal.
+#: Choices that a newer service may have more of, which are no refusal.
 OPEN = frozenset({"TrainingInstanceType", "InstanceType"})
 #: Java's classes of characters that Python's ``re`` does not have, inside brackets. ``\\w`` holds letters, numbers and
 #: the underscore, which stands beside them wherever the model uses these.
@@ -46,11 +46,10 @@ _WORDS = {"structure": "a table", "map": "a table", "list": "a list", "string": 
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A limit that the value at ``path`` breaks. ``soft``: the service may well know better."""
+    """A limit that the value at ``path`` breaks, and the nearest value that does not."""
 
     path: tuple[str, ...]
     message: str
-    soft: bool = False
     hint: str = ""
 
 
@@ -92,16 +91,11 @@ def limits() -> dict[str, Any]:
     return table
 
 
-def check(body: Mapping[str, Any], blame: Blame) -> list[str]:
-    """Raise `SpecError` for the first limit that ``body`` breaks; the warnings otherwise."""
-    notes = []
+def check(body: Mapping[str, Any], blame: Blame) -> None:
+    """Raise `SpecError` for the first limit that ``body`` breaks."""
     for item in broken(body):
-        place = ".".join(item.path)
-        if not item.soft:
-            field = blame.field(item.path)
-            raise SpecError(f"{item.message} ({place} of the request)", field=field, hint=item.hint)
-        notes.append(f"{blame.field(item.path)}: {item.message}")
-    return notes
+        why = f"{item.message} ({'.'.join(item.path)} of the request)"
+        raise SpecError(why, field=blame.field(item.path), hint=item.hint)
 
 
 def broken(body: Mapping[str, Any]) -> Iterator[Broken]:
@@ -148,12 +142,9 @@ def _size(shape: Mapping[str, Any], value: Any, path: tuple[str, ...]) -> Iterat
 
 
 def _text(name: str, shape: Mapping[str, Any], value: str, path: tuple[str, ...]) -> Iterator[Broken]:
-    if "enum" in shape and value not in shape["enum"]:
-        if name in OPEN:
-            yield Broken(path=path, message=f"{value!r} is not a known instance type; sent all the same", soft=True)
-        else:
-            near = did_you_mean(value, shape["enum"])
-            yield Broken(path=path, message=f"{value!r} is none of {', '.join(shape['enum'])}", hint=near)
+    if "enum" in shape and value not in shape["enum"] and name not in OPEN:
+        near = did_you_mean(value, shape["enum"])
+        yield Broken(path=path, message=f"{value!r} is none of {', '.join(shape['enum'])}", hint=near)
     if "pattern" in shape and not translated(shape["pattern"]).fullmatch(value):
         shown = value if len(value) <= 80 else value[:77] + "..."
         yield Broken(path=path, message=f"{shown!r} does not match {shape['pattern']}")

@@ -1,0 +1,105 @@
+"""What a plan warns of, and what it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloudtrain import catalog
+from cloudtrain.cautions import is_secret_name
+from cloudtrain.fallback import make_plan
+from cloudtrain.job import Job
+from cloudtrain.settings import Settings
+from cloudtrain.submit import Plan
+
+ACCOUNTS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "sagemaker": (
+        "s3://bucket/runs",
+        {"region": "eu-west-1", "role": "arn:aws:iam::123456789012:role/Train"},
+        {},
+    ),
+    "azureml": (
+        "abfs://runs@account.dfs.core.windows.net/x",
+        {"subscription_id": "0", "resource_group": "g", "workspace_name": "w", "environment": "azureml:torch:1"},
+        {},
+    ),
+    "vertex": ("gs://bucket/runs", {"project": "my-project", "location": "europe-west4"}, {"image": "i:1"}),
+    "local": ("./store", {}, {}),
+}
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "train.py").write_text("print(1)\n")
+    return folder
+
+
+def planned(code: Path, provider: str, **fields: Any) -> Plan:
+    store, settings, own = ACCOUNTS[provider]
+    job = Job.make(entry_point="train.py", **{**own, **fields})
+    chosen = Settings.load(overrides=settings, environ={}, cwd=code, provider=provider, store=store)
+    return make_plan(job, settings=chosen, cwd=code, preview=True)
+
+
+@pytest.mark.parametrize("provider", catalog.providers())
+def test_gpus_without_a_rank(code: Path, provider: str) -> None:
+    wish = {"gpu": "A100-80GB:8", "instance_count": 2}
+    idle = "14 of 16 GPUs have no rank (nproc_per_node = 1)"
+    assert idle in planned(code, provider, nproc_per_node=1, **wish).warnings
+    for fields in ({}, {"nproc_per_node": 8}, {"nproc_per_node": 1, "launcher": "python"}):
+        assert not any("no rank" in text for text in planned(code, provider, **wish, **fields).warnings)
+    assert planned(code, provider, **wish).document()["resources"]["gpus"] == 16
+
+
+@pytest.mark.parametrize("provider", [*catalog.providers(), "local"])
+def test_secrets_in_env(code: Path, provider: str) -> None:
+    secret = {
+        "WANDB_API_KEY": "abc1234567890",
+        "HFToken": "x1y2",
+        "A": "ghp_abcdefghij0123456789",
+        "DB": "pg://u:p@h/d",
+    }
+    plain = {
+        "MAX_TOKENS": "512",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TOKEN": "",
+        "HF_TOKEN_PATH": "/secrets/hf",
+        "B": "x",
+    }
+    warned = planned(code, provider, env={**secret, **plain}).warnings
+    found = [text.partition(" ")[0] for text in warned if "looks like a secret" in text]
+    assert found == [f"env.{name}" for name in secret]
+    assert all("--secret" in text for text in warned if "looks like a secret" in text)
+    assert all(value not in text for value in secret.values() for text in warned)
+
+
+def test_names_of_secrets() -> None:
+    assert all(map(is_secret_name, ("WANDB_API_KEY", "hfToken", "--db-password", "AWS_SECRET_ACCESS_KEY")))
+    assert not any(map(is_secret_name, ("MAX_TOKENS", "KEYBOARD", "TOKENIZERS_PARALLELISM", "PATH", "SECRETARY")))
+
+
+def test_a_machine_that_the_table_lacks(code: Path) -> None:
+    warned = planned(code, "sagemaker", instance_type="ml.p9.48xlarge", nproc_per_node=8).warnings
+    assert any(text.startswith("ml.p9.48xlarge is not in cloudtrain's table") for text in warned)
+    assert any("no price of ml.p9.48xlarge" in text for text in warned)
+    assert planned(code, "sagemaker", instance_type="ml.p5.48xlarge").warnings == ()
+
+
+def test_memory_is_shown_and_a_choice_of_it_noted(code: Path) -> None:
+    plan = planned(code, "vertex", gpu="A100:8", instance_count=2, spot=True)
+    assert plan.document()["resources"]["gpu_names"] == ["A100-40GB:8"]
+    assert "A100:8 is A100-40GB:8 here; for more memory write A100-80GB:8" in plan.notes
+    assert not any("for more memory" in text for text in planned(code, "vertex", gpu="A100-80GB:8").notes)
+    assert planned(code, "vertex", gpu="T4:1").document()["resources"]["gpu_names"] == ["T4:1"]
+
+
+def test_a_saved_plan_warns_too(code: Path) -> None:
+    plan = planned(code, "sagemaker", env={"API_KEY": "abc1234567890"})
+    assert plan.document()["warnings"] == list(plan.warnings) != []
+    assert dataclasses.replace(plan, later=()).warnings == plan.warnings
