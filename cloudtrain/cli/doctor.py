@@ -107,7 +107,7 @@ def _looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Ch
             found[-1][1].append(check)
             if screen is not None and (place.provider, check) not in told:
                 told.add((place.provider, check))
-                screen.data(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
+                screen.show(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
                 if check.fix:
                     screen.data(f"{'':<{WIDTH}}  fix: {check.fix}")
     return found
