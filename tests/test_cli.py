@@ -58,6 +58,7 @@ def test_every_field_of_a_job_has_its_flag_and_no_flag_is_anything_else() -> Non
     call = cli.parse(tokens, None, Screen(io.StringIO(), io.StringIO()))
     assert set(flags.JobFlags.__dataclass_fields__) == set(FLAT_FIELDS) - set(flags.NOT_FLAGS)
     assert set(flags.SPELLINGS) <= set(FLAT_FIELDS)
+    assert set(flags.JobFlags.__dataclass_fields__) <= {flat for fields in flags.FORMS.values() for flat in fields}
     assert call.args == ("t.py",)
 
 

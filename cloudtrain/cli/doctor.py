@@ -132,7 +132,7 @@ def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Che
             found[-1][1].append(check)
             if screen is not None and (place.provider, check) not in told:
                 told.add((place.provider, check))
-                screen.data(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
+                screen.show(f"{check.status:<{WIDTH}}  {check.name}: {check.detail}")
                 if check.fix:
                     lines = check.fix.replace("\n", f"\n{'':<{WIDTH}}       ")
                     screen.data(f"{'':<{WIDTH}}  fix: {lines}")

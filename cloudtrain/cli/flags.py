@@ -36,8 +36,7 @@ FORMS = {
         "name": "NAME", "entry_point": "SCRIPT", "source_dir": "DIR", "dependencies": "DIR", "requirements": "PATH",
         "exclude": "PATTERN", "image": "IMAGE", "launcher": "LAUNCHER", "hyperparameters": "NAME=VALUE",
         "hyperparameter_style": "STYLE", "env": "NAME=VALUE", "secrets": "NAME[=REFERENCE]", "tags": "NAME=VALUE",
-        "debug_nccl": "", "options": "PROVIDER.PATH=JSON", "on": "PROVIDER.FIELD=JSON",
-        "metrics": "NAME=REGEX",
+        "metrics": "NAME=REGEX", "debug_nccl": "", "options": "PROVIDER.PATH=JSON", "on": "PROVIDER.FIELD=JSON",
     },
     "Machines": {
         "instance_count": "INT", "instance_type": "TYPE", "gpu": "GPU[:COUNT]", "nproc_per_node": "INT", "cpus": "INT",
@@ -78,7 +77,7 @@ def _annotation(flat: str) -> Any:
         text += "; repeatable"
     hints = {"bool": bool | None, "tuple": list[str] | None, "dict": list[str] | None}
     hint: Any = hints.get(kind, str | None)
-    group, form = _GROUPS[flat]
+    group, form = _GROUPS.get(flat, ("Job", None))
     return Annotated[
         hint,
         Parameter(

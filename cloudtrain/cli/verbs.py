@@ -240,7 +240,7 @@ def pull(
         Parameter(
             name=("--out", "-o"),
             metavar="DIR",
-            help="DIR too; then every other word is a run, each with its own folder",
+            help="instead of DIR, for several runs: a folder in it for each",
         ),
     ] = None,
     what: What = None,
