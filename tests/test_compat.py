@@ -3,6 +3,7 @@ or without effect and said to be; what is carried over is seen in what would be 
 
 from __future__ import annotations
 
+import re
 import string
 from collections.abc import Iterator, Mapping
 from functools import reduce
@@ -15,8 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.compat.keywords import CARRIED, REFUSED, WITHOUT_EFFECT, inputs_of, keyword_of
-from cloudtrain.compat.sagemaker_v2 import NOT_CARRIED, FileSystemInput, PyTorch, TrainingInput
-from cloudtrain.errors import NotFoundError, SpecError
+from cloudtrain.compat.sagemaker_v2 import (
+    NOT_CARRIED,
+    FileSystemInput,
+    HuggingFace,
+    PyTorch,
+    Session,
+    TrainingInput,
+    get_execution_role,
+)
+from cloudtrain.errors import AuthError, NotFoundError, SpecError
 from cloudtrain.estimator import RunFailedError
 from cloudtrain.job import Input
 from cloudtrain.runtime.launch import script_arguments
@@ -241,6 +250,12 @@ SEEN: dict[str, tuple[dict[str, Any], str, Any]] = {
         "body/AlgorithmSpecification/MetricDefinitions",
         [{"Name": "loss", "Regex": "loss=(.*)"}],
     ),
+    "checkpoint_s3_uri": ({"checkpoint_s3_uri": "s3://b/ckpt/"}, "all_tags/checkpoint_s3_uri", "s3://b/ckpt"),
+    "checkpoint_local_path": (
+        {"checkpoint_local_path": "/tmp/c/", "hyperparameters": {"out": "/tmp/c"}},
+        "request/context/hyperparameters",
+        {"out": "{checkpoint_dir}"},
+    ),
     "enable_sagemaker_metrics": (
         {"enable_sagemaker_metrics": True},
         "body/AlgorithmSpecification/EnableSageMakerMetricsTimeSeries",
@@ -282,6 +297,7 @@ def plain() -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.filterwarnings("ignore:checkpoint_s3_uri")
 @pytest.mark.parametrize("name", SEEN)
 def test_what_is_carried_over_is_seen_in_the_plan(name: str, plain: dict[str, Any]) -> None:
     words, path, value = SEEN[name]
@@ -367,6 +383,35 @@ def test_what_is_wrong_is_said_in_one_line_and_in_the_words_of_v2(words: dict[st
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "line", "hint"),
+    [
+        ({"metric_definitions": ["loss"]}, "metric_definitions: must be a list of {'Name'", ""),
+        (
+            {"metric_definitions": [{"Name": "loss", "Regex": "loss"}]},
+            "metric_definitions.loss: 'loss' has no group, not one",
+            "write it like 'loss ([0-9.]+)'",
+        ),
+        (
+            {"metric_definitions": [{"Name": "loss", "Regex": "loss=([0-9]+(e[0-9]+)?)"}]},
+            "metric_definitions.loss: 'loss=([0-9]+(e[0-9]+)?)' has 2 groups, not one",
+            "write (?:...) for every group but that of the number",
+        ),
+        ({"checkpoint_s3_uri": "/a"}, "checkpoint_s3_uri: '/a' is not a URL of S3", "write s3://BUCKET/PREFIX"),
+        (
+            {"checkpoint_local_path": "/tmp/c", "hyperparameters": {"out": "/tmp/c/d"}},
+            "checkpoint_local_path: '/tmp/c' is not kept here, and the script is not given it",
+            "write to /opt/ml/checkpoints, or give the folder to the script as a hyperparameter",
+        ),
+    ],
+)
+def test_what_is_wrong_comes_with_a_way_out(words: dict[str, Any], line: str, hint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        pytorch(**words)
+    assert str(caught.value).startswith(line)
+    assert caught.value.hint == hint
+
+
 def test_a_field_of_ours_is_called_as_v2_calls_it() -> None:
     assert keyword_of("resources.disk_gb") == "volume_size"
     assert keyword_of("env.RANK") == "environment.RANK"
@@ -441,6 +486,28 @@ def test_a_script_gets_the_flags_of_awss_toolkit(values: dict[str, Any]) -> None
     assert job.hyperparameters == values
 
 
+def test_metrics_are_read_here_and_there() -> None:
+    made = pytorch(
+        metric_definitions=[{"Name": "train:loss", "Regex": "^loss=(.*)"}, {"Name": "step", "Regex": "s (.)"}]
+    )
+    plan = made.plan().request
+    assert plan.context["metrics"] == {"train:loss": "^loss=(.*)", "step": "s (.)"}
+    first, second = at(plan.body, "AlgorithmSpecification/MetricDefinitions")
+    assert second == {"Name": "step", "Regex": "s (.)"}
+    assert re.search(first["Regex"], "[a0.1 n0 r3 #17] loss=0.5")[1] == "0.5"  # type: ignore[index]
+    assert re.search(first["Regex"], "[a0.1 n0 r3 #17] my loss=0.5") is None
+
+
+@pytest.mark.parametrize("folder", ["/opt/ml/checkpoints", "/opt/ml/checkpoints/", "/opt/ml/checkpoints/here"])
+def test_the_usual_folder_of_checkpoints_changes_nothing(folder: str) -> None:
+    assert pytorch(checkpoint_local_path=folder).job == pytorch().job
+
+
+def test_a_folder_of_checkpoints_may_be_in_the_environment() -> None:
+    made = pytorch(checkpoint_local_path="/tmp/c", environment={"OUT": "/tmp/c", "A": "b"})
+    assert made.job.env == {"OUT": "{checkpoint_dir}", "A": "b"}
+
+
 def test_metrics_are_kept_as_a_series_unless_told_not_to() -> None:
     for told, kept in (({}, True), ({"enable_sagemaker_metrics": False}, False)):
         made = pytorch(metric_definitions=[{"Name": "loss", "Regex": "loss=(.*)"}], **told)
@@ -501,6 +568,78 @@ def test_a_session_s_own_keys_are_no_way_back() -> None:
     assert made.latest_training_job is None
     with pytest.raises(SpecError, match="sagemaker_session: holds keys that were given by hand"):
         PyTorch.attach("any", session)
+
+
+# ------------------------------------------------------------------------------------------- session, role, HuggingFace
+
+
+def test_a_session_says_region_profile_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = SimpleNamespace(region_name="us-east-2", profile_name="team", get_credentials=lambda: None)
+    session = Session(given, default_bucket="ours", default_bucket_prefix="vision")
+    made = pytorch(sagemaker_session=session)
+    assert (made.settings["region"], made.settings["profile"]) == ("us-east-2", "team")
+    assert made.plan().layout.store == "s3://ours/vision/cloudtrain"
+    assert (Session().boto_region_name, session.default_bucket(), Session.local_mode) == ("eu-west-1", "ours", False)
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.Provider.principal", lambda self: ROLE)
+    assert Session().default_bucket() == "sagemaker-eu-west-1-123456789012"
+    with pytest.raises(SpecError, match="upload_data: is not carried over") as caught:
+        session.upload_data("data")
+    assert caught.value.hint.startswith("give fit the local folder")
+    assert not hasattr(session, "upload_data")
+    with pytest.raises(AttributeError, match="did you mean 'boto_session'"):
+        _ = session.boto_sesion
+    with pytest.raises(SpecError, match="sagemaker_client: is not carried over"):
+        Session(sagemaker_client=object())
+
+
+def test_the_role_is_the_setting_or_the_notebook_s_or_the_caller_s(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = "arn:aws:iam::123456789012:user/me"
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.Provider.principal", lambda self: caller)
+    monkeypatch.setattr("cloudtrain.compat.session.METADATA", here / "metadata.json")
+    with pytest.raises(SpecError, match="role: arn:aws:iam::123456789012:user/me is not a role") as caught:
+        get_execution_role()
+    assert caught.value.hint.startswith("add to cloudtrain.toml: [sagemaker] role =")
+    with pytest.raises(SpecError, match="use_default: is not carried over"):
+        get_execution_role(use_default=True)
+    (here / "metadata.json").write_text('{"ExecutionRoleArn": "arn:aws:iam::123456789012:role/notebook"}')
+    assert get_execution_role(Session()) == "arn:aws:iam::123456789012:role/notebook"
+    (here / "cloudtrain.toml").write_text(f'[sagemaker]\nrole = "{ROLE}"\n')
+    assert get_execution_role() == ROLE
+
+
+@pytest.mark.parametrize("may_look", [True, False])
+def test_the_role_of_a_caller_that_has_assumed_one(may_look: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(self: Any, service: str, operation: str, **words: Any) -> Any:
+        assert (service, operation, words) == ("iam", "get_role", {"RoleName": "training"})
+        if not may_look:
+            raise AuthError("AccessDenied")
+        return {"Role": {"Arn": "arn:aws:iam::123456789012:role/service-role/training"}}
+
+    caller = "arn:aws:sts::123456789012:assumed-role/training/me"
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.Provider.principal", lambda self: caller)
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.account.Account.call", call)
+    path = "service-role/" if may_look else ""
+    assert get_execution_role() == f"arn:aws:iam::123456789012:role/{path}training"
+
+
+IMAGE = "123456789012.dkr.ecr.eu-west-1.amazonaws.com/hf:1"
+
+
+def test_hugging_face_needs_its_image() -> None:
+    words: dict[str, Any] = {
+        "entry_point": "train.py", "role": ROLE, "transformers_version": "4.56", "pytorch_version": "2.8",
+        "py_version": "py312",
+    }  # fmt: skip
+    with pytest.raises(
+        SpecError, match=r"image_uri: is missing: AWS's image of transformers 4.56 and PyTorch 2.8"
+    ) as e:
+        HuggingFace(instance_type="ml.m5.xlarge", **words)
+    assert e.value.hint.startswith("give image_uri, of https://")
+    made = HuggingFace(instance_type="ml.m5.xlarge", image_uri=IMAGE, **words)
+    assert made.training_image_uri() == IMAGE
+    assert HuggingFace(instance_type="local", **words).plan().provider_name == "local"
+    with pytest.raises(SpecError, match="tensorflow_version: is not carried over"):
+        HuggingFace(instance_type="ml.m5.xlarge", tensorflow_version="2.6", **words)
 
 
 # -------------------------------------------------------------------------------------------------------------- inputs
@@ -647,6 +786,31 @@ def test_a_script_for_sagemaker_runs_here(local: PyTorch, here: Path, capsys: py
         again.fit()
     with pytest.raises(NotFoundError, match=r"training_job_name: no run 'local-2'.*; give the run's URL"):
         PyTorch.attach("local-2")
+
+
+SAVES = """
+import os, pathlib
+folder = pathlib.Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"])
+found = sorted(path.name for path in folder.iterdir())
+print("found", found, flush=True)
+(folder / f"step-{len(found) + 1}").write_text("weights")
+"""
+
+
+def test_jobs_with_one_checkpoint_uri_continue_each_other(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "train.py").write_text(SAVES)
+    words = {"instance_type": "local", "max_run": 60}
+    with pytest.warns(UserWarning, match="checkpoint_s3_uri: checkpoints are kept in the run") as told:
+        made = pytorch(checkpoint_s3_uri="s3://b/one/", **words)
+    assert len(told) == 1
+    first = made.fit(job_name="first")
+    second = made.fit(job_name="second")
+    assert capsys.readouterr().out.count("found ['step-1']") == 1
+    assert second.job.resume_from == first.url
+    assert made.fit(job_name="first", logs="None").url == first.url, "the same job again"
+    with pytest.warns(UserWarning, match="s3://b/other"):
+        other = pytorch(checkpoint_s3_uri="s3://b/other", **words)
+    assert other.fit(job_name="other", logs="None").job.resume_from is None
 
 
 def test_a_job_that_fails_raises_and_is_still_the_latest(local: PyTorch) -> None:

@@ -71,6 +71,7 @@ NAMES_A_PROVIDER = {
     ("engine/containers.py", "docker"): "the same",
     ("engine/fuse.py", "docker"): "one of those variables",
     ("compat/keywords.py", "sagemaker"): "the words of that platform's own SDK, and whose options they become",
+    ("compat/session.py", "sagemaker"): "that SDK's keyword `sagemaker_session`",
     ("compat/sagemaker_v2.py", "sagemaker"): "the provider that scripts of its own SDK mean",
     ("compat/sagemaker_v2.py", "local"): "that SDK's instance type `local`, and the provider that it is here",
     ("compat/sagemaker_v2.py", "docker"): "the same, with an image",
@@ -78,7 +79,7 @@ NAMES_A_PROVIDER = {
 #: Imported as something else than the distribution is called.
 DISTRIBUTIONS = {"tomli_w": "tomli-w"}
 #: What moves bytes faster, and the credentials of clouds: used where an extra has brought them, else done without.
-BROUGHT = {"obstore": "obstore", "botocore": "s3fs", "azure": "azure-identity", "google": "gcsfs"}
+BROUGHT = {"obstore": "obstore", "boto3": "boto3", "botocore": "s3fs", "azure": "azure-identity", "google": "gcsfs"}
 PROVIDERS = {path.stem for path in (PACKAGE / "providers").iterdir() if not path.stem.startswith("_")}
 PLANNED = {"docker", "sagemaker", "azureml", "vertex"}
 

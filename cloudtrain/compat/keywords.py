@@ -19,6 +19,8 @@ from ..values import choice_of, nearest, parse_duration, table_of, text_of, url_
 __all__ = [
     "CARRIED",
     "DEFAULTS",
+    "LINEAGE",
+    "NAME",
     "REFUSED",
     "WITHOUT_EFFECT",
     "checked",
@@ -32,6 +34,7 @@ NAME = "sagemaker"
 DEFAULT_CHANNEL = "training"
 """What v2 calls the one input that has no name; ours is ``train``."""
 CHECKPOINTS = "/opt/ml/checkpoints"
+LINEAGE = "checkpoint_s3_uri"
 NATIVE = "cloudtrain.Estimator"
 
 CARRIED: dict[str, str] = {
@@ -67,7 +70,11 @@ CARRIED: dict[str, str] = {
     "input_mode": "`mode` of the inputs: FastFile is `mount`; Pipe is refused",
     "model_uri": "an input named by `model_channel_name`",
     "model_channel_name": "the name of that input",
-    "metric_definitions": "`MetricDefinitions` among the options",
+    "metric_definitions": "`metrics`; also `MetricDefinitions` among the options, with our prefix after a leading `^`",
+    "checkpoint_s3_uri": "tag `checkpoint_s3_uri`: checkpoints are kept in the run, and the next job with the same URI"
+    " resumes from them",
+    "checkpoint_local_path": f"`{CHECKPOINTS}` or below; any other folder if it is among the hyperparameters or in the"
+    " environment, as `{checkpoint_dir}`",
     "enable_sagemaker_metrics": "`EnableSageMakerMetricsTimeSeries` among the options; True with metrics, as there",
     "enable_infra_check": "`InfraCheckConfig` among the options",
     "enable_session_tag_chaining": "`SessionChainingConfig` among the options",
@@ -91,13 +98,10 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
         False,
         f"no debugger is attached; {NATIVE}(options={{'{NAME}': {{'DebugHookConfig': …}}}})",
     ),
-    "checkpoint_local_path": (CHECKPOINTS, "what the script writes there is kept in any case; it is no other folder"),
 }
 """Keyword: the value that it may have (``...``: any) and why it changes nothing."""
 
 REFUSED: dict[str, str] = {
-    "checkpoint_s3_uri": f"leave it out: what the script writes to {CHECKPOINTS} is kept in the run, and is there again"
-    f" after an interruption; to start from older checkpoints, {NATIVE}(resume_from=…)",
     "code_location": "leave it out: code lies in the store (output_path), at its own digest, uploaded once",
     "git_config": "check the repository out and give source_dir; the commit is recorded with the run",
     "rules": f"no debugger is attached; {NATIVE}(options={{'{NAME}': {{'DebugRuleConfigurations': …}}}})",
@@ -149,7 +153,10 @@ _THEIRS = {
     "store": "output_path",
     "name": "base_job_name",
     "run_id": "job_name",
+    "metrics": "metric_definitions",
 }
+_LINE = r"^\[a[0-9.]+ n[0-9]+ r[0-9]+ #[0-9]+\] "
+"""How a rank's line begins where the platform itself looks at it."""
 _MODES = {"File": "auto", "FastFile": "mount"}
 
 
@@ -204,7 +211,7 @@ def _session(session: Any) -> dict[str, Any]:
     region = getattr(session, "boto_region_name", None)
     if not isinstance(region, str):
         raise SpecError("must be a sagemaker.Session; or leave it out and set AWS_REGION, AWS_PROFILE", field=where)
-    profile = getattr(getattr(session, "boto_session", None), "profile_name", None)
+    profile = getattr(vars(session).get("boto_session"), "profile_name", None)
     return {"region": region, **({"profile": profile} if isinstance(profile, str) and profile != "default" else {})}
 
 
@@ -216,6 +223,7 @@ def job_fields(keywords: Mapping[str, Any]) -> dict[str, Any]:
     known = {**DEFAULTS, **keywords}
     fields = {name: known[name] for name in _SAME if name in known}
     fields |= {ours: known[theirs] for theirs, ours in _RENAMED.items() if theirs in known}
+    known, fields = _checkpoints(known, fields)
     fields |= _code(known) | _hyperparameters(known.get("hyperparameters", {}))
     fields |= {"options": {NAME: _options(known)}, "stall_timeout": 0}  # v2 lets a silent script run on
     if not str(known.get("entry_point", "")).endswith(".sh"):
@@ -224,8 +232,10 @@ def job_fields(keywords: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecError("starts Python, not a shell script; leave it out, or give train.py", field="distribution")
     if "base_job_name" in known:
         fields["name"] = re.sub(r"[^a-z0-9]+", "-", str(known["base_job_name"]).lower())[:40].strip("-")
-    if "tags" in known:
-        fields["tags"] = _tags(known["tags"])
+    if "tags" in known or LINEAGE in known:
+        fields["tags"] = _tags(known.get("tags", {})) | _lineage(known)
+    if "metric_definitions" in known:
+        fields["metrics"] = _metrics(known["metric_definitions"])
     if "max_wait" in known:
         fields["max_wait"] = _max_wait(known)
     if "model_uri" in known:
@@ -307,7 +317,11 @@ def _options(known: Mapping[str, Any]) -> dict[str, Any]:
     packed = "NONE" if known.get("disable_output_compression") else "GZIP"
     options: dict[str, Any] = {"OutputDataConfig": {"CompressionType": packed}}
     if "metric_definitions" in known:
-        known = {"enable_sagemaker_metrics": True, **known}
+        definitions = [
+            {"Name": name, "Regex": regex if not regex.startswith("^") else _LINE + regex[1:]}
+            for name, regex in _metrics(known["metric_definitions"]).items()
+        ]
+        known = {"enable_sagemaker_metrics": True, **known, "metric_definitions": definitions}
     for name, path in _OPTIONS.items():
         if name not in known or (name == "training_repository_access_mode" and known[name] == "Platform"):
             continue  # Platform is what it is without
@@ -316,6 +330,48 @@ def _options(known: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(key, {})
         inner[path[-1]] = known[name]
     return options
+
+
+def _metrics(definitions: Any) -> dict[str, str]:
+    where, pairs = "metric_definitions", definitions if isinstance(definitions, (list, tuple)) else [definitions]
+    if not all(isinstance(pair, Mapping) and set(pair) == {"Name", "Regex"} for pair in pairs):
+        raise SpecError("must be a list of {'Name': ..., 'Regex': ...}", field=where)
+    return {pair["Name"]: text_of(pair["Regex"], f"{where}.{pair['Name']}") for pair in pairs}
+
+
+def _lineage(known: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tag by which jobs with the same ``checkpoint_s3_uri`` find each other."""
+    if LINEAGE not in known:
+        return {}
+    uri = text_of(known[LINEAGE], LINEAGE)
+    if url_scheme(uri) != "s3":
+        raise SpecError(f"{uri!r} is not a URL of S3", field=LINEAGE, hint="write s3://BUCKET/PREFIX")
+    return {LINEAGE: uri.rstrip("/")}
+
+
+def _checkpoints(known: dict[str, Any], fields: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both with ``{checkpoint_dir}`` where a value is the folder of ``checkpoint_local_path``.
+
+    Raises `SpecError` for a folder that the script cannot have been given so: what it writes there would be lost.
+    """
+    where = "checkpoint_local_path"
+    if where not in known:
+        return known, fields
+    folder = text_of(known[where], where).rstrip("/")
+    if f"{folder}/".startswith(f"{CHECKPOINTS}/"):
+        return known, fields
+    tables = {name: table_of(known.get(name, {}), name) for name in ("hyperparameters", "environment")}
+    if not any(_is_folder(value, folder) for table in tables.values() for value in table.values()):
+        why = f"{folder!r} is not kept here, and the script is not given it"
+        how = f"write to {CHECKPOINTS}, or give the folder to the script as a hyperparameter"
+        raise SpecError(why, field=where, hint=how)
+    for name, table in tables.items():
+        tables[name] = {key: "{checkpoint_dir}" if _is_folder(value, folder) else value for key, value in table.items()}
+    return {**known, **tables}, {**fields, "env": tables["environment"]}
+
+
+def _is_folder(value: Any, folder: str) -> bool:
+    return isinstance(value, str) and value.rstrip("/") == folder
 
 
 def _tags(tags: Any) -> dict[str, Any]:

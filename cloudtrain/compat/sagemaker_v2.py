@@ -15,23 +15,36 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import NotFoundError, SpecError
+from ..errors import CloudtrainError, NotFoundError, SpecError
 from ..estimator import RunFailedError, log_line, ranks
 from ..job import Job, check_run_id, run_tag
 from ..settings import Settings
 from ..values import nearest, table_of
-from .keywords import checked, inputs_of, job_fields, keyword_of, settings_of
+from .keywords import LINEAGE, checked, inputs_of, job_fields, keyword_of, settings_of
+from .session import NotCarriedError, Session, get_execution_role
 
 if TYPE_CHECKING:
     from ..follow import Line
     from ..run import Run
     from ..submit import Plan
 
-__all__ = ["NOT_CARRIED", "FileSystemInput", "NotCarriedError", "PyTorch", "TrainingInput", "TrainingJob"]
+__all__ = [
+    "NOT_CARRIED",
+    "FileSystemInput",
+    "HuggingFace",
+    "NotCarriedError",
+    "PyTorch",
+    "Session",
+    "TrainingInput",
+    "TrainingJob",
+    "get_execution_role",
+]
 
 CLOUD, HERE, CONTAINERS = "sagemaker", "local", "docker"
 """Providers: of an instance type ``ml.…``; of ``local``; of ``local`` with an image."""
@@ -65,10 +78,6 @@ NOT_CARRIED: dict[str, str] = {
     "latest_job_tensorboard_artifacts_path": "event files in CLOUDTRAIN_ARTIFACT_DIR are pulled with the artifacts",
 }
 """Methods and properties of v2's estimator that this one lacks, and what to do instead."""
-
-
-class NotCarriedError(SpecError, AttributeError):
-    """A method of v2's estimator that is not carried over; also what `hasattr` asks for."""
 
 
 class TrainingInput:
@@ -224,6 +233,13 @@ class PyTorch:
             if self.provider != CLOUD:
                 del fields["instance_type"]
             self.job = Job.make(**fields)
+        if LINEAGE in self._keywords:
+            uri = self.job.tags[LINEAGE]
+            warnings.warn(
+                f"{LINEAGE}: checkpoints are kept in the run, and the next job with {uri} resumes from them; what the"
+                " SageMaker SDK has left there is not read",
+                stacklevel=2 if type(self) is PyTorch else 3,
+            )
         self.settings = settings_of(self._keywords) if self.provider == CLOUD else {}
         self.latest_training_job: TrainingJob | None = None
         self._attached = False
@@ -341,14 +357,17 @@ class PyTorch:
                 job = job.replace(options={**job.options, CLOUD: options})
             if self.provider != CLOUD:
                 job = job.replace(env={**_toolkit(job), **job.env})
-            plan = make_plan(
-                job,
+            make = partial(
+                make_plan,
                 settings=self._settings(),
                 provider=self.provider,
                 run_id=job_name,
                 cwd=Path.cwd(),
                 preview=preview,
             )
+            plan = make(job)
+            if not preview and (before := _before(plan)):
+                plan = make(job.replace(resume_from=before))
         self._check_python(plan)
         return plan
 
@@ -388,6 +407,64 @@ class PyTorch:
         return self.latest_training_job
 
 
+class HuggingFace(PyTorch):
+    """v2's estimator of that name: a `PyTorch` in an image with transformers, which only ``image_uri`` can name."""
+
+    def __init__(
+        self,
+        py_version: Any = None,
+        entry_point: Any = None,
+        transformers_version: Any = None,
+        tensorflow_version: Any = None,
+        pytorch_version: Any = None,
+        source_dir: Any = None,
+        hyperparameters: Any = None,
+        image_uri: Any = None,
+        distribution: Any = None,
+        **keywords: Any,
+    ) -> None:
+        if tensorflow_version is not None:
+            raise SpecError("is not carried over: the ranks are PyTorch's", field="tensorflow_version", hint=_IMAGES)
+        if image_uri is None and keywords.get("instance_type") != "local":
+            wanted = f"transformers {transformers_version or '(any)'} and PyTorch {pytorch_version or '(any)'}"
+            raise SpecError(f"is missing: AWS's image of {wanted} is not known here", field="image_uri", hint=_IMAGES)
+        super().__init__(
+            entry_point, None, py_version, source_dir, hyperparameters, image_uri, distribution, **keywords
+        )
+
+
+_IMAGES = (
+    "give image_uri, of https://github.com/aws/deep-learning-containers/blob/master/available_images.md, or use PyTorch"
+    " with transformers in the requirements.txt of source_dir"
+)
+
+
+def _before(plan: Plan) -> str | None:
+    """Return the URL of the newest run with the plan's ``checkpoint_s3_uri`` that has a checkpoint to resume from.
+
+    A run that was sent before under the plan's own id resumes from what it did then.
+    """
+    from ..transfer import parallel
+
+    store, run_id, uri = plan.store, plan.layout.run_id, plan.job.tags.get(LINEAGE)
+    if uri is None:
+        return None
+
+    def record(name: str) -> tuple[float, str, Mapping[str, Any]]:
+        try:
+            found = store.run(name)
+        except CloudtrainError:  # one that is damaged, or from a later version, is none of these
+            return 0.0, name, {}
+        return float(found["created"]), name, found["job"]
+
+    runs = sorted(parallel(record, store.runs()), key=lambda run: run[:2], reverse=True)
+    same = next((job for _, name, job in runs if name == run_id), None)
+    if same is not None:
+        return same.get("resume_from")
+    names = (name for _, name, job in runs if job.get("tags", {}).get(LINEAGE) == uri)
+    return next((f"{store.url}/runs/{name}" for name in names if store.newest_checkpoint(name) is not None), None)
+
+
 def _wanted(logs: Any) -> bool:
     """Whether v2's word for ``logs`` means those of the training."""
     words = [logs] if isinstance(logs, (str, bool)) else list(logs or ["None"])
@@ -400,7 +477,7 @@ def _wanted(logs: Any) -> bool:
 
 def _check_caller(session: Any) -> None:
     """Raise `SpecError` for a session of keys given by hand: whoever comes back could not call with them."""
-    boto = getattr(session, "boto_session", None)
+    boto = vars(session).get("boto_session") if session is not None else None
     found = boto.get_credentials() if boto is not None else None
     if getattr(found, "method", "") == "explicit":
         how = "put them into a profile and set AWS_PROFILE, or set role_to_assume (docs/sagemaker.md)"
@@ -416,7 +493,7 @@ def _their_words() -> Iterator[None]:
         theirs = keyword_of(exc.field)
         if theirs == exc.field:
             raise
-        raise SpecError(exc.message, field=theirs) from None
+        raise SpecError(exc.message, field=theirs, hint=exc.hint) from None
 
 
 def _loaded(overrides: Mapping[str, Any], *, provider: str = CLOUD, store: str | None = None) -> Settings:

@@ -68,8 +68,12 @@ class Failure:
 
     def without_secrets(self, redact: Callable[[str], str]) -> Failure:
         """The same, its texts as ``redact`` leaves them."""
-        texts = {name: redact(getattr(self, name)) for name in ("exception", "traceback", "last_line")}
-        return replace(self, **texts)
+        return replace(
+            self,
+            exception=redact(self.exception),
+            traceback=redact(self.traceback),
+            last_line=redact(self.last_line),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

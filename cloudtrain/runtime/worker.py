@@ -162,7 +162,7 @@ def _error(exc: BaseException, code: int) -> dict[str, Any]:
         name = f"SystemExit: {why}" if why else name
     if said:  # nobody looks for the mistake inside argparse
         places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(trace)]
-        own = places.index((file, line)) + 1
+        own = next(number for number, place in enumerate(places, 1) if place == (file, line))
         text = "".join(traceback.format_exception(type(exc), exc, trace, limit=own, chain=False))
     else:
         text = "".join(traceback.format_exception(type(exc), exc, trace))
