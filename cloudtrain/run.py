@@ -32,6 +32,7 @@ from .tail import Contact, Tail, patiently
 from .transfer import Progress
 from .values import nearest, url_scheme
 from .verdict import (
+    CANCELLING,
     attempt_row,
     attempts_of,
     began_at,
@@ -282,7 +283,9 @@ class Run(Moving):
         starts = self.store.starts(self.run_id)
         attempts = attempts_of(said, natives, exits, starts)
         verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
-        refusals = self.refusals(natives)
+        refusals, reason = self.refusals(natives), verdict.reason
+        if not status.final and (since := self.store.cancelled_since(self.run_id)) is not None:
+            reason = "; ".join(filter(None, [f"{CANCELLING} {iso_time(since)}", reason]))
         return {
             "run": self.url,
             "run_id": self.run_id,
@@ -291,7 +294,7 @@ class Run(Moving):
             "state": verdict.state,
             "category": verdict.category or None,
             "exit_code": verdict.exit_code,
-            "reason": verdict.reason,
+            "reason": reason,
             "failure": verdict.failure,
             "attempts": [attempt_row(info) for info in attempts],
             "checkpoint": self._checkpoint_row(final=status.final),

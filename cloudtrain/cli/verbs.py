@@ -16,6 +16,7 @@ from ..errors import EXIT_CODES, AuthError, LostContactError
 from ..estimator import log_line, ranks
 from ..provider import FINAL
 from ..values import url_scheme
+from ..verdict import CANCELLING
 from . import show
 from .screen import Screen
 from .where import HERE, At, OnSignal, Where, stoppable, undisturbed
@@ -74,7 +75,8 @@ def status(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Scree
     if result["state"] in FINAL:
         screen.next(*after(result, run), where=at.flags)
     else:
-        screen.next(["logs", "-f", run], ["wait", run], ["cancel", run], where=at.flags)
+        cancel = [] if str(result["reason"]).startswith(CANCELLING) else [["cancel", run]]
+        screen.next(["logs", "-f", run], ["wait", run], *cancel, where=at.flags)
     return 0
 
 

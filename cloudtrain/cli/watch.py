@@ -22,7 +22,7 @@ from ..pull import EVERY
 from ..run import Run
 from ..seen import Node, Seen, plain
 from ..values import duration
-from ..verdict import first_line
+from ..verdict import first_line, shown, status_of
 from . import show
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ class Picture:
     measured: Measured = field(default_factory=Measured)
     lines: Mapping[int, Sequence[Line]] = field(default_factory=dict)
     trouble: str = ""
+    cancelling: bool = False
     result: dict[str, Any] | None = None
 
     @property
@@ -159,8 +160,14 @@ class Watch:
         self._measured = Measured()
         job = run.job.at(run.provider_name)
         self._expected = job.resources.instance_count
+        ended = run.store.result(run.run_id)
         self.picture = Picture(
-            run_id=run.run_id, provider=run.provider_name, when=clock(), max_runtime=float(job.max_runtime)
+            run_id=run.run_id,
+            provider=run.provider_name,
+            when=clock(),
+            status=status_of(ended) if ended else Status(state="pending"),
+            max_runtime=float(job.max_runtime),
+            result=shown(ended) if ended else None,
         )
 
     def watch(self) -> Picture:
@@ -221,6 +228,7 @@ class Watch:
             measured=self._measure(),
             checkpoint=self._run.checkpoint(),
             trouble="",
+            cancelling=before.cancelling or self._run.store.cancelled(self._run.run_id),
             when=self._clock(),
         )
 
@@ -317,7 +325,7 @@ def _head(picture: Picture, now: float) -> Iterator[tuple[str, str]]:
     state = str(result["state"]) if result else status.state
     if result:
         now = picture.when  # it is over: nothing grows older
-    words = [f"{picture.run_id}  {state}"]
+    words = [f"{picture.run_id}  {state}" + (" (cancelling)" if picture.cancelling and not status.final else "")]
     if result and result.get("category") and result["category"] != state:
         words[0] += f" ({result['category']})"
     if picture.attempt:
@@ -356,18 +364,26 @@ def _checkpoint(found: Checkpoint | None, now: float, *, over: bool) -> str:
 
 
 def _nodes(picture: Picture, now: float) -> str:
-    """``nodes: 0 wrote 3s ago, 1 nothing yet``; of many those that have been silent for longest."""
+    """Return ``2 of 2 nodes alive: 0 wrote 3s ago``; of many nodes those that have been silent for longest.
+
+    All nodes were there when the attempt began, and the others end it when one is lost. So a node that has left no exit
+    record is alive while the run runs, also one that prints nothing.
+    """
     nodes = sorted(picture.nodes, key=lambda node: node.seen or 0.0)[:8] if len(picture.nodes) > 8 else picture.nodes
     if not nodes:
         return ""
+    count, begun = len(picture.nodes), picture.attempt in picture.begun and picture.status.state == "running"
     said = []
     for node in nodes:
-        if node.outcome:
-            said.append(f"{node.number} {node.outcome}")
-        else:
-            said.append(f"{node.number} " + (f"wrote {duration(now - node.seen)} ago" if node.seen else "nothing yet"))
-    which = f"longest silent of {len(picture.nodes)} nodes" if len(picture.nodes) > len(nodes) else "nodes"
-    return f"{which if len(picture.nodes) > 1 else 'node'}: {', '.join(said)}"
+        if node.outcome or node.seen:
+            said.append(f"{node.number} {node.outcome or f'wrote {duration(now - (node.seen or now))} ago'}")
+        elif not begun:
+            said.append(f"{node.number} nothing yet")
+    if begun and (count > 1 or not said):
+        alive = f"{sum(not node.outcome for node in picture.nodes)} of {show.plural(count, 'node')} alive"
+        return ": ".join(filter(None, [alive + (", longest silent" if count > len(nodes) else ""), ", ".join(said)]))
+    which = f"longest silent of {count} nodes" if count > len(nodes) else "nodes"
+    return f"{which if count > 1 else 'node'}: {', '.join(said)}"
 
 
 def _starts(info: AttemptInfo, picture: Picture) -> bool:
@@ -472,6 +488,7 @@ class _Told:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._state = say, show.Changes(lambda text: say(plain(text)))
         self._attempts: set[str] = set()
+        self._cancelling = False
         self._checkpoint = ""
         self._step: float | None = None
         self._step_at = float("-inf")
@@ -484,6 +501,9 @@ class _Told:
             if info.number not in self._attempts and len(picture.attempts) > 1:
                 self._say(plain(_attempt(info, picture)))
             self._attempts.add(info.number)
+        if picture.cancelling and not picture.status.final and not self._cancelling:
+            self._say("cancelling")
+            self._cancelling = True
         found = picture.checkpoint
         if found is not None and found.key != self._checkpoint:
             self._say(plain(f"checkpoint {found.name} is complete"))
