@@ -286,6 +286,8 @@ class Run(Moving):
         refusals, reason = self.refusals(natives), verdict.reason
         if not status.final and (since := self.store.cancelled_since(self.run_id)) is not None:
             reason = "; ".join(filter(None, [f"{CANCELLING} {iso_time(since)}", reason]))
+        if status.state == "running":
+            reason = "; ".join(filter(None, [reason, self.waiting()]))
         return {
             "run": self.url,
             "run_id": self.run_id,
@@ -320,6 +322,20 @@ class Run(Moving):
             return self._told(attempt, self._patiently(lambda: self.provider.status(native)), exits)
         except CloudtrainError:
             return Status(state="failed")
+
+    def waiting(self) -> str:
+        """Return which checkpoints wait to be copied to the store, and why: ``2 checkpoints wait: No space left …``.
+
+        Empty where none waits, or the provider does not tell: only one that has its nodes' logs on this machine does.
+        """
+        stuck = getattr(self.provider, "stuck", None)
+        said: Mapping[str, str] = stuck(self._natives[max(self._natives)]) if stuck and self._natives else {}
+        if not said:
+            return ""
+        there = {item.name for item in self.store.checkpoints(self.run_id)}
+        left = [name for name in said if name not in there]
+        words = f"{len(left)} checkpoint{'s wait' if len(left) > 1 else ' waits'}"
+        return f"{words}: {said[left[-1]]}" if left else ""
 
     def _checkpoint_row(self, *, final: bool) -> dict[str, Any] | None:
         newest = self.checkpoint()

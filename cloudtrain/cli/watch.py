@@ -116,6 +116,7 @@ class Picture:
     lines: Mapping[int, Sequence[Line]] = field(default_factory=dict)
     trouble: str = ""
     cancelling: bool = False
+    waiting: str = ""
     result: dict[str, Any] | None = None
 
     @property
@@ -228,6 +229,7 @@ class Watch:
             measured=self._measure(),
             checkpoint=self._run.checkpoint(),
             trouble="",
+            waiting=self._run.waiting() if before.status.state == "running" else "",
             cancelling=before.cancelling or self._run.store.cancelled(self._run.run_id),
             when=self._clock(),
         )
@@ -333,6 +335,7 @@ def _head(picture: Picture, now: float) -> Iterator[tuple[str, str]]:
     words.append(f"on {picture.provider}")
     yield ", ".join(words), COLOURS.get(state, "bold yellow")
     yield (f"the store does not answer: {picture.trouble}" if picture.trouble else ""), "yellow"
+    yield ("" if result else picture.waiting), "yellow"
     yield ", ".join(_progress(picture, now)), ""
     reason = str(result.get("reason") or "") if result else status.reason
     yield first_line(reason), "red" if state == "failed" else ""
@@ -489,6 +492,7 @@ class _Told:
         self._say, self._state = say, show.Changes(lambda text: say(plain(text)))
         self._attempts: set[str] = set()
         self._cancelling = False
+        self._waiting = ""
         self._checkpoint = ""
         self._step: float | None = None
         self._step_at = float("-inf")
@@ -501,6 +505,9 @@ class _Told:
             if info.number not in self._attempts and len(picture.attempts) > 1:
                 self._say(plain(_attempt(info, picture)))
             self._attempts.add(info.number)
+        if picture.waiting and picture.waiting != self._waiting:
+            self._say(plain(picture.waiting))
+        self._waiting = picture.waiting
         if picture.cancelling and not picture.status.final and not self._cancelling:
             self._say("cancelling")
             self._cancelling = True
