@@ -335,7 +335,8 @@ class Run(Moving):
         there = {item.name for item in self.store.checkpoints(self.run_id)}
         left = [name for name in said if name not in there]
         words = f"{len(left)} checkpoint{'s wait' if len(left) > 1 else ' waits'}"
-        return f"{words}: {said[left[-1]]}" if left else ""
+        place = local_path(self.store.url) or self.store.url
+        return f"{words}: {said[left[-1]]} on {place}" if left else ""
 
     def _checkpoint_row(self, *, final: bool) -> dict[str, Any] | None:
         newest = self.checkpoint()

@@ -59,7 +59,7 @@ OWNED = (
     "rules.objects",
 )
 """What `options` cannot change of any such request."""
-_STUCK = re.compile(r"mirror: cannot copy checkpoint (?P<name>\S+) to (?P<place>.+): (?P<why>[^:\n]+); trying again")
+_STUCK = re.compile(r"mirror: cannot copy checkpoint (?P<name>\S+) to .+: (?P<why>[^:\n]+); trying again")
 """The line of a node's `cloudtrain.runtime.mirror`."""
 START_SECONDS = 60.0
 PAGE_BYTES = 1 << 20
@@ -278,7 +278,7 @@ class Hosted:
             with open(path, "rb") as stream:
                 stream.seek(max(0, path.stat().st_size - PAGE_BYTES))
                 said = stream.read().decode("utf-8", "replace")
-            found |= {match["name"]: f"{match['why']} on {match['place']}" for match in _STUCK.finditer(said)}
+            found |= {match["name"]: match["why"] for match in _STUCK.finditer(said)}
         return found
 
     def cancel(self, native_id: str) -> None:
