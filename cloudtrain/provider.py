@@ -548,7 +548,8 @@ class Provider(Protocol):
     """Where to run. Made of its settings; every method is required.
 
     A provider may have a method ``check(request)``. `cloudtrain.submit` calls it before it records a new run. It raises
-    what keeps the request from being sent, as far as this machine can tell, and nothing is recorded then.
+    what keeps the request from being sent, as far as this machine can tell, and nothing is recorded then. A method
+    ``stuck(native_id)`` gives the checkpoints that nodes cannot copy to the store now, by name, each with the reason.
 
     A provider may state ``sync_marks``, a tuple of texts: the ends of the names that its platform's agent puts into a
     run's folder (`SyncAgent.marks`). `pull` leaves such files there. It may state ``needs``, a `Need` by ``store`` or

@@ -34,6 +34,7 @@ from .tail import Contact, Tail, newest, patiently, written_since
 from .transfer import Progress
 from .values import did_you_mean, merge_metrics, parse_since, url_scheme, whole_number
 from .verdict import (
+    CANCELLING,
     attempt_row,
     attempts_of,
     began_at,
@@ -293,7 +294,11 @@ class Run(Moving):
         starts = self.store.starts(self.run_id)
         attempts = attempts_of(said, natives, exits, starts)
         verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
-        refusals = self._refusals(natives)
+        refusals, reason = self._refusals(natives), verdict.reason
+        if not status.final and (since := self.store.cancelled_since(self.run_id)) is not None:
+            reason = "; ".join(filter(None, [f"{CANCELLING} {iso_time(since)}", reason]))
+        if status.state == "running":
+            reason = "; ".join(filter(None, [reason, self.waiting()]))
         return {
             "run": self.url,
             "run_id": self.run_id,
@@ -302,7 +307,7 @@ class Run(Moving):
             "state": verdict.state,
             "category": verdict.category or None,
             "exit_code": verdict.exit_code,
-            "reason": verdict.reason,
+            "reason": reason,
             "failure": verdict.failure,
             "attempts": [attempt_row(info) for info in attempts],
             "checkpoint": self._checkpoint_row(final=status.final),
@@ -328,6 +333,21 @@ class Run(Moving):
             return self._told(attempt, self._patiently(lambda: self.provider.status(native)), exits)
         except CloudtrainError:
             return Status(state="failed")
+
+    def waiting(self) -> str:
+        """Return which checkpoints wait to be copied to the store, and why: ``2 checkpoints wait: No space left …``.
+
+        Empty where none waits, or the provider does not tell: only one that has its nodes' logs on this machine does.
+        """
+        stuck = getattr(self.provider, "stuck", None)
+        said: Mapping[str, str] = stuck(self._natives[max(self._natives)]) if stuck and self._natives else {}
+        if not said:
+            return ""
+        there = {item.name for item in self.store.checkpoints(self.run_id)}
+        left = [name for name in said if name not in there]
+        words = f"{len(left)} checkpoint{'s wait' if len(left) > 1 else ' waits'}"
+        place = local_path(self.store.url) or self.store.url
+        return f"{words}: {said[left[-1]]} on {place}" if left else ""
 
     def _checkpoint_row(self, *, final: bool) -> dict[str, Any] | None:
         newest = self.checkpoint()

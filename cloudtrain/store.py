@@ -396,6 +396,11 @@ class Store:
         """Whether further attempts are forbidden."""
         return self.files.exists(f"{run_folder(run_id)}/cancelled.json")
 
+    def cancelled_since(self, run_id: str) -> float | None:
+        """Return when the run was cancelled (Unix seconds), None when it was not."""
+        record = self._json(f"{run_folder(run_id)}/cancelled.json")
+        return None if record is None else float(record.get("time") or 0.0)
+
     def write_result(self, run_id: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Keep how the run ended; what is kept, which is the first word: a client that was held up changes nothing."""
         key = f"{run_folder(run_id)}/result.json"

@@ -14,6 +14,7 @@ from .provider import FINAL, AttemptInfo, Status
 from .values import step_of
 
 __all__ = [
+    "CANCELLING",
     "LIST_FIELDS",
     "Verdict",
     "attempt_info",
@@ -44,6 +45,8 @@ ENDED_BY_LIMIT = frozenset({"capacity", "infra", "preempted", "timeout"})
 #: Seconds by which a node's record of its start may be later than the moment from which the platform counts.
 LEAST_SLACK, MOST_SLACK = 5.0, 120.0
 FAILURE_FIELDS = ("node", "rank", "exception", "file", "line", "traceback", "process_exit_code")
+#: Begins the reason of a run that was cancelled and has not ended yet.
+CANCELLING = "cancelling since"
 #: Kept in result.json for `list_runs`, no part of the result.
 LIST_FIELDS = ("name", "created")
 

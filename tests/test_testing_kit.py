@@ -201,7 +201,8 @@ def test_a_request_is_refused(fake_cloud: FakeCloud, error: Any, kind: type[Exce
     fake_cloud.refuse(error)
     with pytest.raises(kind, match=str(error)):
         on_aws().fit(run_id="mine-1")
-    assert Estimator.attach("mine-1", store="s3://b/ct").result()["state"] == "pending"
+    result = Estimator.attach("mine-1", store="s3://b/ct").wait()
+    assert (result["state"], result["exit_code"]) == ("failed", kind.exit_code)
 
 
 def test_a_held_job_is_cancelled_or_released(fake_cloud: FakeCloud) -> None:

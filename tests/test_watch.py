@@ -232,6 +232,46 @@ def test_of_many_nodes_those_that_are_silent_are_named() -> None:
     assert "longest silent of 64 nodes: 0 wrote 3m20s ago, 1 wrote 3m19s ago" in text
 
 
+def test_nodes_of_an_attempt_that_has_begun_are_alive_also_where_they_print_nothing() -> None:
+    def line(**given: object) -> str:
+        picture = Picture(**{**vars(full()), "begun": frozenset({"1.0"}), **given})
+        return screen(picture, width=200, height=20, now=T0 + 300).plain.split("\n")[3]
+
+    assert line() == "2 of 2 nodes alive: 0 wrote 3s ago"
+    assert line(nodes=[Node(number=0), Node(number=1)]) == "2 of 2 nodes alive"
+    assert line(nodes=[Node(number=0)]) == "1 of 1 node alive"
+    assert line(nodes=[Node(number=0, outcome="failed"), Node(number=1)]) == "1 of 2 nodes alive: 0 failed"
+    many = [Node(number=n, seen=T0 + 100 + n) for n in range(64)]
+    assert line(nodes=many).startswith("64 of 64 nodes alive, longest silent: 0 wrote 3m20s ago, 1 wrote")
+
+
+def test_a_run_that_is_being_cancelled_says_so(world: World) -> None:
+    text = screen(Picture(**{**vars(full()), "cancelling": True}), width=100, height=20, now=T0 + 300).plain
+    assert text.startswith("digits-1  running (cancelling), attempt 1.0")
+    world.recorded().attempt(0, RUNNING)
+    world.run().store.cancel("r1")
+    assert str(world.run().result()["reason"]).startswith("cancelling since 20")
+
+
+def test_checkpoints_that_wait_for_room_are_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    full_store = dict.fromkeys(("step-10", "step-20"), "No space left on device")
+    monkeypatch.setattr(world.platform, "stuck", lambda native: full_store, raising=False)
+    world.recorded().attempt(0, RUNNING)
+    said = str(world.run().result()["reason"])
+    assert said.startswith("2 checkpoints wait: No space left on device on /")
+    text = screen(Picture(**{**vars(full()), "waiting": "1 checkpoint waits"}), width=80, height=20, now=T0 + 300).plain
+    assert text.split("\n")[1] == "1 checkpoint waits"
+
+
+def test_of_a_finished_run_the_first_picture_is_its_end(world: World) -> None:
+    world.recorded().attempt(0, Status(state="succeeded", started=T0, finished=T0 + 1))
+    world.run().result()
+    _, seen = watched(world)
+    watch = Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=lambda _: None)
+    assert {picture.status.state for picture in [watch.picture, *seen]} == {"succeeded"}
+    assert watch.picture.result is not None
+
+
 def test_each_node_has_a_fair_share_of_the_lines() -> None:
     lines = {n: [Line(attempt="0.0", node=n, rank=n, seq=i, text="") for i in range(1, 1 + count)]
              for n, count in ((0, 1), (1, 50), (2, 50), (3, 0))}  # fmt: skip

@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
 from ..estimator import log_line, ranks
 from ..provider import FINAL
+from ..verdict import CANCELLING
 from . import show
 from .reference import LAST, find_run, is_place
 from .screen import Screen
@@ -114,7 +115,8 @@ def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) 
         if rows[0]["state"] in FINAL:
             screen.next(*after(rows[0], run), where=at.flags)
         else:
-            screen.next(["logs", "-f", run], ["wait", run], ["cancel", run], where=at.flags)
+            cancel = [] if str(rows[0]["reason"]).startswith(CANCELLING) else [["cancel", run]]
+            screen.next(["logs", "-f", run], ["wait", run], *cancel, where=at.flags)
     return code
 
 

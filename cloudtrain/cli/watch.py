@@ -22,7 +22,7 @@ from ..pull import EVERY
 from ..run import Run
 from ..seen import Node, Seen, plain
 from ..values import duration
-from ..verdict import first_line
+from ..verdict import first_line, shown, status_of
 from . import show
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class Picture:
     measured: Measured = field(default_factory=Measured)
     lines: Mapping[int, Sequence[Line]] = field(default_factory=dict)
     trouble: str = ""
+    cancelling: bool = False
+    waiting: str = ""
     result: dict[str, Any] | None = None
 
     @property
@@ -164,8 +166,14 @@ class Watch:
         self._measured = Measured()
         job = run.job.at(run.provider_name)
         self._expected = job.resources.instance_count
+        ended = run.store.result(run.run_id)
         self.picture = Picture(
-            run_id=run.run_id, provider=run.provider_name, when=clock(), max_runtime=float(job.max_runtime)
+            run_id=run.run_id,
+            provider=run.provider_name,
+            when=clock(),
+            status=status_of(ended) if ended else Status(state="pending"),
+            max_runtime=float(job.max_runtime),
+            result=shown(ended) if ended else None,
         )
 
     def watch(self) -> Picture:
@@ -226,6 +234,8 @@ class Watch:
             measured=self._measure(),
             checkpoint=self._run.checkpoint(),
             trouble="",
+            waiting=self._run.waiting() if before.status.state == "running" else "",
+            cancelling=before.cancelling or self._run.store.cancelled(self._run.run_id),
             when=self._clock(),
         )
 
@@ -322,7 +332,7 @@ def _head(picture: Picture, now: float) -> Iterator[tuple[str, str]]:
     state = str(result["state"]) if result else status.state
     if result:
         now = picture.when  # it is over: nothing grows older
-    words = [f"{picture.run_id}  {state}"]
+    words = [f"{picture.run_id}  {state}" + (" (cancelling)" if picture.cancelling and not status.final else "")]
     if result and result.get("category") and result["category"] != state:
         words[0] += f" ({result['category']})"
     if picture.attempt:
@@ -330,6 +340,7 @@ def _head(picture: Picture, now: float) -> Iterator[tuple[str, str]]:
     words.append(f"on {picture.provider}")
     yield ", ".join(words), COLOURS.get(state, "bold yellow")
     yield (f"the store does not answer: {picture.trouble}" if picture.trouble else ""), "yellow"
+    yield ("" if result else picture.waiting), "yellow"
     yield ", ".join(_progress(picture, now)), ""
     reason = str(result.get("reason") or "") if result else status.reason
     yield first_line(reason), "red" if state == "failed" else ""
@@ -361,18 +372,26 @@ def _checkpoint(found: Checkpoint | None, now: float, *, over: bool) -> str:
 
 
 def _nodes(picture: Picture, now: float) -> str:
-    """``nodes: 0 wrote 3s ago, 1 nothing yet``; of many those that have been silent for longest."""
+    """Return ``2 of 2 nodes alive: 0 wrote 3s ago``; of many nodes those that have been silent for longest.
+
+    All nodes were there when the attempt began, and the others end it when one is lost. So a node that has left no exit
+    record is alive while the run runs, also one that prints nothing.
+    """
     nodes = sorted(picture.nodes, key=lambda node: node.seen or 0.0)[:8] if len(picture.nodes) > 8 else picture.nodes
     if not nodes:
         return ""
+    count, begun = len(picture.nodes), picture.attempt in picture.begun and picture.status.state == "running"
     said = []
     for node in nodes:
-        if node.outcome:
-            said.append(f"{node.number} {node.outcome}")
-        else:
-            said.append(f"{node.number} " + (f"wrote {duration(now - node.seen)} ago" if node.seen else "nothing yet"))
-    which = f"longest silent of {len(picture.nodes)} nodes" if len(picture.nodes) > len(nodes) else "nodes"
-    return f"{which if len(picture.nodes) > 1 else 'node'}: {', '.join(said)}"
+        if node.outcome or node.seen:
+            said.append(f"{node.number} {node.outcome or f'wrote {duration(now - (node.seen or now))} ago'}")
+        elif not begun:
+            said.append(f"{node.number} nothing yet")
+    if begun and (count > 1 or not said):
+        alive = f"{sum(not node.outcome for node in picture.nodes)} of {show.plural(count, 'node')} alive"
+        return ": ".join(filter(None, [alive + (", longest silent" if count > len(nodes) else ""), ", ".join(said)]))
+    which = f"longest silent of {count} nodes" if count > len(nodes) else "nodes"
+    return f"{which if count > 1 else 'node'}: {', '.join(said)}"
 
 
 def _starts(info: AttemptInfo, picture: Picture) -> bool:
@@ -472,6 +491,8 @@ class _Told:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say, self._state = say, show.Changes(lambda text: say(plain(text)))
         self._attempts: set[str] = set()
+        self._cancelling = False
+        self._waiting = ""
         self._checkpoint = ""
         self._step: float | None = None
         self._step_at = float("-inf")
@@ -484,6 +505,12 @@ class _Told:
             if info.number not in self._attempts and len(picture.attempts) > 1:
                 self._say(plain(_attempt(info, picture)))
             self._attempts.add(info.number)
+        if picture.waiting and picture.waiting != self._waiting:
+            self._say(plain(picture.waiting))
+        self._waiting = picture.waiting
+        if picture.cancelling and not picture.status.final and not self._cancelling:
+            self._say("cancelling")
+            self._cancelling = True
         found = picture.checkpoint
         if found is not None and found.key != self._checkpoint:
             self._say(plain(f"checkpoint {found.name} is complete"))

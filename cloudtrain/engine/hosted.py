@@ -11,6 +11,7 @@ import getpass
 import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -58,6 +59,8 @@ OWNED = (
     "rules.objects",
 )
 """What `options` cannot change of any such request."""
+_STUCK = re.compile(r"mirror: cannot copy checkpoint (?P<name>\S+) to .+: (?P<why>[^:\n]+); trying again")
+"""The line of a node's `cloudtrain.runtime.mirror`."""
 START_SECONDS = 60.0
 PAGE_BYTES = 1 << 20
 SCHEMES = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
@@ -266,6 +269,17 @@ class Hosted:
             offsets[key] = start
             more |= len(data) == PAGE_BYTES
         return LogPage(lines=tuple(lines), cursor=offsets, more=more)
+
+    def stuck(self, native_id: str) -> dict[str, str]:
+        """Return the checkpoints that nodes of the newest attempt could not copy to the store, and what each said."""
+        logs = sorted((_existing(native_id) / "out").glob("*/node-*.log"), key=_attempt_order)
+        found: dict[str, str] = {}
+        for path in (each for each in logs if each.parent == logs[-1].parent):
+            with open(path, "rb") as stream:
+                stream.seek(max(0, path.stat().st_size - PAGE_BYTES))
+                said = stream.read().decode("utf-8", "replace")
+            found |= {match["name"]: match["why"] for match in _STUCK.finditer(said)}
+        return found
 
     def cancel(self, native_id: str) -> None:
         folder = _existing(native_id)

@@ -226,6 +226,17 @@ def test_without_torch_nothing_is_recorded(world: World, monkeypatch: pytest.Mon
     assert plan.run_id not in plan.store.runs()
 
 
+def test_checkpoints_that_the_newest_attempt_could_not_copy_are_told(tmp_path: Path) -> None:
+    line = "[n{}] cloudtrain: mirror: cannot copy checkpoint step-{} to /s/live: No space left on device; trying again"
+    for attempt, node, step in (("0.0", 0, 5), ("0.10", 0, 10), ("0.10", 1, 20)):
+        path = tmp_path / "out" / attempt / f"node-{node}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"step 1\n{line.format(node, step)}\nstep 2\n")
+    (tmp_path / "status.json").write_text("{}")
+    why = "No space left on device"
+    assert Provider().stuck(f"{socket.gethostname()}:{tmp_path}") == {"step-10": why, "step-20": why}
+
+
 LISTING = """\
 GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa-0)
 GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-bbbb-1)
