@@ -21,6 +21,7 @@ from ..provider import AttemptInfo, Status
 from ..pull import EVERY
 from ..run import Run
 from ..seen import Node, Seen, plain
+from ..summary import plural
 from ..values import duration
 from ..verdict import first_line, shown, status_of
 from . import show
@@ -388,7 +389,7 @@ def _nodes(picture: Picture, now: float) -> str:
         elif not begun:
             said.append(f"{node.number} nothing yet")
     if begun and (count > 1 or not said):
-        alive = f"{sum(not node.outcome for node in picture.nodes)} of {show.plural(count, 'node')} alive"
+        alive = f"{sum(not node.outcome for node in picture.nodes)} of {plural(count, 'node')} alive"
         return ": ".join(filter(None, [alive + (", longest silent" if count > len(nodes) else ""), ", ".join(said)]))
     which = f"longest silent of {count} nodes" if count > len(nodes) else "nodes"
     return f"{which if count > 1 else 'node'}: {', '.join(said)}"
