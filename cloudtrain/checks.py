@@ -65,8 +65,8 @@ def failure(name: str, exc: CloudtrainError, *, fix: str = "") -> Check:
     elif isinstance(exc, SpecError) and exc.field:
         general = f"change {exc.field}"
     if not (fix or exc.hint or general):
-        head, _, general = problem.rpartition(": ")
-        problem = head or problem
+        head, _, last = problem.rpartition(": ")
+        problem, general = (head, last) if head else (problem, "change what the message names, and try again")
     return failed(name, problem, fix=fix or exc.hint or general, code=exc.exit_code)
 
 

@@ -64,6 +64,8 @@ def normalize(url: str, *, cwd: Path) -> str:
     is how fsspec reads file URLs. Raises `SpecError` for a remote URL without a bucket, or a file URL with a host.
     """
     scheme = url_scheme(url)
+    if "://" in url and not scheme:
+        raise SpecError(f"{url!r} is not a URL", field="store", hint="write SCHEME://BUCKET/PATH, or a folder")
     if scheme in ("", "file"):
         path = os.path.abspath(cwd / os.path.expanduser(_file_part(url))).replace(os.sep, "/")
         return "file://" + (path if path.startswith("/") else f"/{path}")

@@ -143,6 +143,8 @@ class Doctor:
                 job = self._job or Job.from_dict(fields)
                 planned = make_plan(job, settings=settings, cwd=self._cwd, preview=True)
             except CloudtrainError as exc:
+                if self._job is None and getattr(exc, "field", "") == "image":
+                    return None, skipped("plan", "no image is named; with --image it is planned and looked for")
                 return None, failure("plan", exc)
         kinds = ", ".join(planned.request.instance_types) or "this machine"
         nodes = planned.job.resources.instance_count

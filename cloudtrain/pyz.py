@@ -59,6 +59,10 @@ _CLIENT_ONLY = frozenset(
         "relay",
         "rehearse",
         "retention",
+        "cautions",
+        "entry_point",
+        "needs",
+        "summary",
     )
 )
 """What no script can want of ours: it may import `Estimator`, in a file that both submits itself and trains."""
@@ -69,7 +73,7 @@ _HERE = frozenset("cloudtrain/engine/" + name for name in ("drills.py", "fuse.py
 _CLIENT_HALF = frozenset(
     ("account.py", "images.py", "pages.py", "plan.py", "preflight.py", "simulation.py", "states.py")
 )
-"""Modules of a provider that plan, send and ask: no node imports them, so they are there as source alone."""
+"""Modules of a provider that plan, send and ask: no node imports them, so they stay at home."""
 _ON_NODES = frozenset(
     (
         "__init__",
@@ -97,6 +101,7 @@ def _members(provider: type[Provider] | None) -> list[tuple[str, bytes]]:
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         inner = len(relative.parts) > 1 and relative.name in _CLIENT_FILES
+        inner = inner or (relative.parts[0] == "providers" and relative.name in _CLIENT_HALF)
         if relative.parts[0].removesuffix(".py") not in _CLIENT_ONLY and not inner:
             members.append((f"cloudtrain/{relative.as_posix()}", path.read_bytes()))
     if provider is not None and not provider.__module__.startswith("cloudtrain.providers."):
@@ -139,8 +144,6 @@ def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
     if name == "__main__.py" or name in _HERE:
         return name not in _HERE
     top, _, rest = name.removeprefix("cloudtrain/").partition("/")
-    if top == "providers" and rest.rpartition("/")[2] in _CLIENT_HALF:
-        return False
     mine = provider is None or not rest or rest.split("/")[0].removesuffix(".py") in ("__init__", provider.name)
     return top.removesuffix(".py") in _ON_NODES and (top != "providers" or mine)
 

@@ -27,7 +27,6 @@ from .max_wait import MaxWait
 from .moves import NO_MACHINES, NOT_RETRIED, Moving, forget, in_flight, overtaken
 from .provider import FINAL, AttemptInfo, Provider, Request, Status
 from .pull import PATIENCE, PULLED, PullReport, pull
-from .seen import Seen
 from .settings import Caller, Settings
 from .store import Staged, Store
 from .tail import Contact, Tail, newest, patiently, written_since
@@ -381,6 +380,8 @@ class Run(Moving):
         """
         self._check()
         self._lead()
+        from .seen import Seen
+
         return merge_metrics(Seen(self.store, self.run_id).metrics().values())
 
     def report(self, path: str | Path = ".") -> Path:

@@ -88,7 +88,7 @@ def respelt(name: str, names: Iterable[str], *, least: int) -> str:
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return the hint ``did you mean 'x'?`` for a name that is not one of ``choices``; empty when none is `similar`."""
-    found = similar(word, choices)
+    found = similar(word, (choice for choice in choices if choice != word))
     return f"did you mean {found!r}?" if found else ""
 
 

@@ -35,6 +35,7 @@ from cloudtrain.runtime import (
     logs,
     mirror,
     node,
+    outputs,
     record,
     resume,
     stall,
@@ -43,7 +44,7 @@ from cloudtrain.runtime import (
 
 MODULES = (
     *(cause, checkpoints, commits, compact, finished, growing, history, link),
-    *(logs, mirror, node, record, resume, stall),
+    *(logs, mirror, node, outputs, record, resume, stall),
 )
 PORT = 29500
 
@@ -87,6 +88,9 @@ class Ranks:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
+
+    def last_line_of(self, rank: int, time_ns: int) -> str:
+        return ""
 
     def complaint(self, code: int | None) -> tuple[str, str]:
         return f"torchrun failed: exit code {code}", "user_error"

@@ -59,7 +59,12 @@ class World:
         self._ready: collections.deque[Task] = collections.deque()
         self._numbers = itertools.count()
         self.time = SimpleNamespace(
-            monotonic=lambda: self.now, time=self.clock, time_ns=lambda: int(self.clock() * 1e9), sleep=self.sleep
+            monotonic=lambda: self.now,
+            time=self.clock,
+            time_ns=lambda: int(self.clock() * 1e9),
+            sleep=self.sleep,
+            gmtime=time.gmtime,
+            strftime=time.strftime,
         )
         self.threading = SimpleNamespace(
             Thread=lambda **given: Thread(self, **given),

@@ -330,7 +330,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_has_groups_types_and_an_example_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(cli.VERBS) <= set(layout.EXAMPLES)
     for verb in cli.VERBS:
-        assert " ".join(main_of("help", verb, capsys=capsys)[1].split()).count(layout.EXAMPLES[verb]) == 1
+        assert " ".join(main_of("help", verb, capsys=capsys)[1].split()).count(layout.EXAMPLES[verb]) >= 1
         tokens, args = cli.split(shlex.split(layout.EXAMPLES[verb].partition(" > ")[0])[1:])
         assert cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
     whole = main_of("help", capsys=capsys)[1]

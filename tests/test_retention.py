@@ -232,7 +232,7 @@ def test_a_run_that_is_recorded_with_other_data_is_another(tmp_path: Path, monke
     assert first.store.create_run(first.layout, submit_module._record(first))
     submit_module.recorded(planned())
     (tmp_path / "data" / "a").write_text("two and more")
-    with pytest.raises(ConflictError, match="inputs, settings or version"):
+    with pytest.raises(ConflictError, match="different: inputs"):
         submit(planned(), environ={})
     MemoryFileSystem.store.clear()
 

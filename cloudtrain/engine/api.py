@@ -70,9 +70,10 @@ def connect() -> Any:
                 probe.connect(where.removeprefix("unix://"))
         return make_client("auto")
     except PermissionError:
-        raise SpecError(f"you may not use the container engine at {where}: join the group it belongs to") from None
+        why_not = f"you may not use the container engine at {where}"
+        raise SpecError(why_not, hint="join the group that it belongs to") from None
     except (docker.errors.DockerException, OSError) as exc:
-        raise SpecError(f"no container engine answers at {where} ({why(exc)}); start it") from None
+        raise SpecError(f"no container engine answers at {where} ({why(exc)})", hint="start it") from None
 
 
 def make_client(version: str) -> Any:

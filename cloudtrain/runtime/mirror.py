@@ -118,11 +118,8 @@ class Mirror:
         self._slow_working, self._slow_until = 0, float("inf")
         places = {artifacts: live / "artifacts" / f"node-{node}"}
         places[metrics] = live / "metrics" / f"{attempt}-node-{node}.jsonl"
-        how: dict[str, Any] = {
-            "moved": self._moved,
-            "complain": self._complain,
-            "temporary": self._temporary or ".part",
-        }
+        how: dict[str, Any] = {"moved": self._moved, "complain": self._complain}
+        how["temporary"] = self._temporary or ".part"
         self._growing = [Growing(places, small=metrics, small_seconds=flush_seconds, **how)]
         if outputs is not None:
             self._growing.append(GrowingOutputs(*outputs, live / "outputs" / f"node-{node}", **how))

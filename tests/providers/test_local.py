@@ -15,7 +15,6 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -215,14 +214,14 @@ def test_gpus_that_are_not_here_are_one_line_and_exit_2_and_nothing_is_recorded(
 
 @pytest.mark.parametrize("python", ["this", "another"])
 def test_without_torch_nothing_is_recorded(world: World, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
-    monkeypatch.setattr("cloudtrain.providers.local.find_spec", lambda name: None)
+    monkeypatch.setattr("cloudtrain.engine.processes.has_torch", lambda python: False)
     if python == "another":
-        monkeypatch.setattr("cloudtrain.providers.local.subprocess.run", lambda *_, **__: SimpleNamespace(returncode=1))
         monkeypatch.setattr(sys, "executable", "/another/python")
-    plan = world.plan()
-    with pytest.raises(SpecError, match="has no torch, which torchrun needs") as caught:
+    plan = world.plan({"instance_count": 2})
+    with pytest.raises(SpecError, match=r"has no torch, which starts|needs torch") as caught:
         world.send(plan)
-    assert "-m pip install torch" in caught.value.hint
+    assert caught.value.exit_code == 2
+    assert "pip install" in caught.value.hint
     assert plan.run_id not in plan.store.runs()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import string
 from pathlib import Path
 from urllib.parse import quote, quote_plus
@@ -74,7 +75,7 @@ def test_lines_and_segments_have_none_whenever_it_was_learnt(tmp_path: Path) -> 
     finally:
         os.close(into)
         os.close(out)
-    kept = "".join(path.read_text() for path in folder.iterdir())
+    kept = re.sub(r" \S+Z\]", "]", "".join(path.read_text() for path in folder.iterdir()))
     assert printed == kept
     assert (printed.count("***TOKEN***"), printed.count("hunter2")) == (2, 0)
 

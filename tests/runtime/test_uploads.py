@@ -243,7 +243,7 @@ def test_a_sync_that_comes_back_is_left_to_its_work(fleet: Callable[..., Fleet])
     run.save("step-1")
     until(lambda: run.uploads[0].dead)
     run.dead = False
-    run.uploads[0]._agent = SyncAgent(**AGENT)  # its own way is gone: what comes now, the agent brings
+    run.uploads[0].agent = SyncAgent(**AGENT)  # its own way is gone: what comes now, the agent brings
     run.save("step-2")
     until(lambda: "step-2" in run.stored())
 
@@ -303,15 +303,15 @@ def test_an_older_checkpoint_stays_while_uploads_are_refused(
     run = fleet(nodes=1, keep=1)
     run.save("step-1")
     until(lambda: "is in the store" in "".join(run.lines()))
-    agent = run.uploads[0]._agent
-    run.uploads[0]._agent = SyncAgent(**AGENT, put=lambda name, path, moved: refuse(run, name, path, moved))
+    agent = run.uploads[0].agent
+    run.uploads[0].agent = SyncAgent(**AGENT, put=lambda name, path, moved: refuse(run, name, path, moved))
     run.dead = True
     run.save("step-2")
     until(lambda: "AccessDenied" in "".join(run.lines()))
     time.sleep(0.5)
     assert (run.local(0) / "checkpoints/step-1/0.0-1/commit.json").exists()
     assert run.stored() == ["step-1"]
-    run.uploads[0]._agent = agent  # the next try succeeds
+    run.uploads[0].agent = agent  # the next try succeeds
     until(lambda: "step-2" in run.stored())
     until(lambda: not (run.local(0) / "checkpoints/step-1").exists())
 
@@ -371,7 +371,7 @@ def test_a_sweep_of_large_files_does_not_hold_up_a_checkpoint(tmp_path: Path) ->
     uploads.step()
     (tmp_path / "saved").write_text("a checkpoint")
     uploads.expect("saved", [tmp_path / "saved"])
-    uploads._agent = SyncAgent(**AGENT, put=send)
+    uploads.agent = SyncAgent(**AGENT, put=send)
     uploads.step()
     assert put == ["saved"]
     assert uploads.arrived() == {"saved": True}
