@@ -129,7 +129,8 @@ def submit(
         refused = _refused(run)
         if refused is None:
             raise  # it could not be noted, so nothing can follow it
-        if run.store.result(run.run_id) is not None:
+        over = run.store.result(run.run_id) is not None
+        if over and next_of(run.store, run.run_id) is None:  # else another client has moved it on
             raise _nowhere(run, refused, hint=exc.hint) from None
         say(f"{name_of(newest)} refused it: {exc}")
     onward = Onward(run, say, environ=environ, plans=plans, progress=progress, moved=moved)
