@@ -22,10 +22,13 @@ LISTED = 3
 USUAL = ("main.py", "train.py", "__main__.py")
 """What a folder's script is called most often."""
 NEWER: tuple[tuple[tuple[int, int], re.Pattern[str]], ...] = (
-    ((3, 11), re.compile(r"(?m)except\s*\*|\[.*\*\w.*\]")),
-    ((3, 12), re.compile(r"(?m)f-string|\bf['\"]|^\s*type\s+\w+|^\s*(async\s+)?(def|class)\s+\w+\s*\[")),
-    ((3, 13), re.compile(r"(?m)^\s*(type|def|class|async def)\b.*\[.*=")),
-    ((3, 14), re.compile(r"(?m)\bt['\"]|^\s*except\b[^(:]*,|multiple exception types")),
+    ((3, 11), re.compile(r"(?m)except\s*\*|\[.*\*\w.*\]|\*\w+\s*:\s*\*")),
+    (
+        (3, 12),
+        re.compile(r"(?m)f-string|\b(?:[fF][rR]?|[rR][fF])['\"]|^\s*type\s+\w+|^\s*(async\s+)?(def|class)\s+\w+\s*\["),
+    ),
+    ((3, 13), re.compile(r"(?m)^\s*(type|def|class|async def)\b[^\n]*\[[^\]]*=")),
+    ((3, 14), re.compile(r"(?m)\b(?:[tT][rR]?|[rR][tT])['\"]|^\s*except\b[^(:]*,|multiple exception types")),
     ((3, 15), re.compile(r"(?m)^\s*lazy\s+(import|from)\b|\[\s*\*\*?\w|\{\s*\*\*?\w")),
 )
 """Python's versions and the syntax that each has first. A node may have a newer Python than this machine."""

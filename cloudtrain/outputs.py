@@ -78,7 +78,7 @@ def reason(path: str, size: int) -> str:
         return ""
     if suffix == ".json" and _is_printed(data):
         return "cloudtrain wrote it (--json)"
-    return "job file" if _is_job(data) else ""
+    return "job file" if _is_job(data, toml=suffix == ".toml") else ""
 
 
 def pulled_files(state: str) -> frozenset[str]:
@@ -103,13 +103,17 @@ def _parsed(data: bytes, suffix: str) -> Any:
 def _is_printed(data: Mapping[str, Any]) -> bool:
     run, run_id = data.get("run"), data.get("run_id")
     of_run = isinstance(run, str) and isinstance(run_id, str) and run.endswith(f"/runs/{run_id}")
+    of_run = of_run and "provider" in data and not {"layout", "state", "exit_code", "report", "folder"}.isdisjoint(data)
     return of_run or any(keys <= data.keys() for keys in _PRINTED)
 
 
-def _is_job(data: Mapping[str, Any]) -> bool:
+def _is_job(data: Mapping[str, Any], *, toml: bool) -> bool:
+    """Return whether this is a job file. A JSON file that names a script and nothing else may be anything."""
     from .job import Job
 
-    if not _OF_JOBS & data.keys():
+    source = data.get("source")
+    names = {*data, *(source if isinstance(source, dict) else ())}
+    if "entry_point" not in names or (not toml and len(_OF_JOBS & names) < 2):
         return False
     try:
         Job.from_dict({"entry_point": "train.py", **data})

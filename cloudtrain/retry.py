@@ -6,6 +6,7 @@ left of the Job's limits.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
@@ -21,6 +22,7 @@ from .errors import (
     CapacityError,
     CloudtrainError,
     LostContactError,
+    NotFoundError,
     PlatformError,
     QuotaError,
     SpecError,
@@ -72,9 +74,12 @@ def write_context(store: Store, layout: Layout, run_id: str) -> None:
 def _send_unless_cancelled(run: Run, request: Request, values: Mapping[str, str]) -> str | None:
     """The native id of ``request``, sent now; of a cancelled run what came of it if it was sent before, else None.
 
-    Called again after an answer that was lost, it looks again: nothing is begun once a user was told that it ends.
+    Called again after an answer that was lost, it looks again: nothing is begun once a user was told that it ends, or
+    that it was refused.
     """
-    if run.store.cancelled(run.run_id):
+    store = run.store
+    over = store.refused(run.run_id, request.attempt) is not None or store.result(run.run_id) is not None
+    if over or store.cancelled(run.run_id):
         return run.provider.find(request)
     return run.provider.submit(request, values)
 
@@ -94,8 +99,10 @@ def deliver(run: Run, request: Request, values: Mapping[str, str]) -> str | None
         store.write_submitted(run.run_id, attempt, native)
     more = run._follows(request, "capacity") or run._follows(request, "quota")
     left = more and (next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > attempt)
-    if left or store.cancelled(run.run_id):  # it was while the provider took it
-        patiently(partial(run.provider.cancel, native))
+    ended = store.result(run.run_id)
+    if left or store.cancelled(run.run_id) or (ended is not None and ended["native_id"] is None):
+        with contextlib.suppress(NotFoundError):  # it was cancelled, or called refused, while the provider took it
+            patiently(partial(run.provider.cancel, native))
     return native
 
 

@@ -482,8 +482,9 @@ def submit(
     recorded, before it can start. Raises `ConflictError` when the run id belongs to another job, and whatever storage
     and the provider raise. What the provider raises to refuse the job ends the run, unless something may follow it.
     """
-    if plan.missing:
-        raise refusal(plan.provider_name, plan.missing, file=plan.settings.file)
+    for each in (plan, *plan.further):
+        if each.missing:
+            raise refusal(each.provider_name, each.missing, file=each.settings.file)
     values = secret_values(plan.job, environ)
     say = progress or (lambda _: None)
     known = recorded(plan)
@@ -529,10 +530,9 @@ def submit(
 
 
 def _check_this_machine(plan: Plan) -> None:
-    """Raise what keeps the plan, or one that may follow it, from being sent, as far as its provider can tell here."""
-    for each in (plan, *plan.further):
-        if (check := getattr(each.provider, "check", None)) is not None:
-            check(each.request)
+    """Raise what keeps the plan from being sent, as far as its provider can tell here; not what may follow it."""
+    if (check := getattr(plan.provider, "check", None)) is not None:
+        check(plan.request)
 
 
 def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:

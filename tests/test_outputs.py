@@ -18,17 +18,16 @@ from cloudtrain.settings import FILE
 RUN = {"run": "s3://b/p/runs/r-1", "run_id": "r-1"}
 OURS: dict[str, Any] = {
     "result.json": {**RUN, "provider": "local", "state": "succeeded"},
-    "deep/submitted.json": {**RUN, "state": "pending", "exit_code": 0},
-    "plan.json": {**RUN, "job": {}, "request": {}},
+    "deep/submitted.json": {**RUN, "provider": "local", "state": "pending", "exit_code": None},
+    "plan.json": {**RUN, "provider": "local", "job": {}, "layout": {}, "request": {}},
     "error.json": {"error": "no", "field": "", "hint": "", "exit_code": 2},
     "list.json": {"runs": [], "next": None, "order": "created"},
     "config.json": {"file": None, "profile": None, "profiles": [], "provider": "local", "settings": []},
     "doctor.json": {"provider": "local", "checks": [], "exit_code": 0},
     "gc.json": {"store": "s3://b", "deleted": False, "older_than_s": 1, "found": []},
-    "job.json": {"entry_point": "train.py", "hyperparameters": {"lr": 0.1}},
+    "job.json": {"entry_point": "train.py", "instance_count": 2},
     "job.toml": 'entry_point = "train.py"\n',
     "nested.toml": '[source]\nentry_point = "train.py"\n[resources]\ninstance_count = 2\n',
-    "base.toml": 'max_runtime = "1h"\n[env]\nA = "b"\n',
     "cloudtrain.toml": 'provider = "sagemaker"\n',
     "r-1.html": str(page("r-1", tag("main"))),
     f"pulled/{PULL_STATE}": {"run": RUN["run"], "files": {}},
@@ -43,6 +42,10 @@ THEIRS: dict[str, Any] = {
     "mine/error.json": {"error": "no", "exit_code": 2},
     "mine/model.json": {"name": "bert", "hyperparameters": {"lr": 0.1}, "env": {}, "tags": {"a": "b"}},
     "mine/launch.json": {"entry_point": "train.py", "nodes": 3},
+    "mine/wandb.json": {"run": "https://wandb.ai/me/project/runs/r-1", "run_id": "r-1", "state": "finished"},
+    "mine/entry.json": {"entry_point": "main.py"},
+    "mine/config.json": {"keep_checkpoints": 3, "hyperparameters": {"lr": 0.1}},
+    "mine/base.toml": 'max_runtime = "1h"\n[env]\nA = "b"\n',
     "mine/wrong.toml": 'launcher = "mpirun"\n',
     "mine/pyproject.toml": '[project]\nname = "x"\n',
     "mine/broken.json": '{"run": ',
@@ -78,7 +81,7 @@ def test_what_cloudtrain_wrote_changes_nothing_and_what_is_the_user_s_ships(tmp_
     assert {rule.partition(" ")[0] for rule in rules.values()} == {"built-in:"}
     assert rules["result.json"] == rules["plan.json"] == "built-in: cloudtrain wrote it (--json)"
     assert rules["r-1.html"] == "built-in: page of cloudtrain report"
-    assert rules["job.toml"] == rules["base.toml"] == "built-in: job file"
+    assert rules["job.toml"] == rules["nested.toml"] == "built-in: job file"
     assert rules["pulled/"] == "built-in: cloudtrain pull wrote it"
     assert rules["cloudtrain.toml"] == "built-in: settings of cloudtrain"
     assert _SETTINGS == FILE

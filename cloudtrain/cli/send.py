@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
 from ..estimator import log_line, ranks
 from ..job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
+from ..provider import FINAL
 from ..summary import files_text, summary
 from ..values import parse_duration
 from . import show
@@ -211,8 +212,9 @@ def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
     run = handle(planned)
     cancel = shlex.join(["cloudtrain", "cancel", run.run_id, *at.flags])
     try:
-        _arrived(run)
-        sent = run.result()["native_id"] is not None
+        is_known = _arrived(run)
+        result = run.result()
+        sent = result["native_id"] is not None
     except NotFoundError:
         return _stop(NO_RUN, "", EXIT_DETACHED, json, screen)
     except CloudtrainError as exc:
@@ -221,21 +223,27 @@ def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
         return _stop(why, f"to look, run: {known}", EXIT_DETACHED, json, screen)
     if sent:
         text, hint = "interrupted; the run was submitted and goes on", f"to stop it, run: {cancel}"
+    elif result["state"] in FINAL:
+        text, hint = f"interrupted; {show.state_line(result)}", ""
+    elif not is_known:
+        look = shlex.join(["cloudtrain", "status", run.run_id, *at.flags])
+        text, hint = "interrupted; whether the run was submitted is not known yet", f"to look, run: {look}"
     else:
         again = f"to send it, run the same command with --run-id {run.run_id}"
         text, hint = "interrupted; the run is recorded and was not sent", f"{again}\nto drop it, run: {cancel}"
     return _stop(text, hint, EXIT_DETACHED, json, screen)
 
 
-def _arrived(run: Run) -> None:
-    """Wait a moment for a request that was cut off to become a job of the platform."""
+def _arrived(run: Run) -> bool:
+    """Wait a moment for a request that was cut off to become a job of the platform. Return whether that is known."""
     from ..moves import cut_off
 
     until = time.monotonic() + ARRIVAL
     while time.monotonic() < until and cut_off(run.store, run.run_id, 0):
         if run.result()["native_id"] is not None:
-            return
+            return True
         time.sleep(0.2)
+    return not cut_off(run.store, run.run_id, 0)
 
 
 def _stop(text: str, hint: str, code: int, json: bool, screen: Screen) -> int:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -228,6 +229,8 @@ class Hosted:
                     f"the supervisor did not start: {last_line(folder / 'supervisor.log') or 'it said nothing'}"
                 )
             if time.monotonic() > deadline:
+                with contextlib.suppress(ProcessLookupError):  # it must not start the job after we said that it did not
+                    os.killpg(process.pid, signal.SIGKILL)
                 raise PlatformError(f"the supervisor has not started within {START_SECONDS:.0f} s: see {folder}")
             time.sleep(0.01)
 

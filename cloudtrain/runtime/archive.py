@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import StorageError
 from ..provider import RunObjects, Site
 from .checkpoints import COMMIT, Complete, each, sort_key, write_whole
 
@@ -52,15 +51,15 @@ class Archive:
         self._objects.write(f"{ARCHIVED}/{key}/{COMMIT}", text)
         self._objects.write(f"{INDEX}/{key}.json", text)
         write_whole(self._entry(key), text, temporary=self._temporary)
-        with contextlib.suppress(StorageError):  # the agent removes them too, once the nodes have removed theirs
+        with contextlib.suppress(Exception):  # the agent removes them too, once the nodes have removed theirs
             self._remove(f"{LIVE}/{key}", commit)
         return True
 
     def drop(self, key: str, commit: Mapping[str, Any]) -> None:
         """Remove a checkpoint from the archive, if it is there. Raises `StorageError`."""
-        self._entry(key).unlink(missing_ok=True)
-        self._objects.remove(f"{INDEX}/{key}.json")
         self._remove(f"{ARCHIVED}/{key}", commit)
+        self._objects.remove(f"{INDEX}/{key}.json")
+        self._entry(key).unlink(missing_ok=True)
 
     def bring(self, key: str, target: Path) -> None:
         """Download an archived checkpoint to the folder ``target``.

@@ -307,6 +307,11 @@ class Commits:
             return
         newest, named = states[-1], set[str]().union(*self._pointers.values())
         needed = [newest, *checkpoints.companions(newest, self._complete or (), states, named)]
+        for older in reversed(states):  # what stays must show by itself which of it is the newest state
+            stay = [item for item in self._complete or () if item not in states or item in needed]
+            if checkpoints.resumable(stay)[-1:] == [newest]:
+                break
+            needed += [older] if older not in needed else []
         for item in states:
             key = self._key(item.folder)
             if item not in needed and key not in self._archived and key not in self._archiving:

@@ -246,7 +246,11 @@ class Ranks:
         text = self._log.write(str(self.first_rank + local), text)
         self._lines[local].append((time.time_ns(), text))
         if self._read is not None and local == 0:
-            self._read(text)
+            try:
+                self._read(text)
+            except Exception as exc:  # noqa: BLE001  the rank's lines must go on, whatever a metric's expression does
+                self._read = None
+                self._log.say(f"metrics are not read from lines any more: {type(exc).__name__}: {exc}")
 
     def last_line_of(self, rank: int, end_ns: int) -> str:
         """Return the last line with a word in it that this rank (of the whole run) wrote before its end."""

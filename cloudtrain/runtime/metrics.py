@@ -42,7 +42,7 @@ class PrintedMetrics:
         """Look at one line of the script's own."""
         line, found = line[:LONGEST], {}
         began = time.perf_counter()
-        for name, (literal, search) in self._searches.items():
+        for name, (literal, search) in list(self._searches.items()):
             if literal in line and (match := search(line)) and (number := _number(match[1])) is not None:
                 found[name] = number if math.isfinite(number) else None
         if time.perf_counter() - began > SLOW_SECONDS:
@@ -58,7 +58,7 @@ class PrintedMetrics:
             began = time.thread_time()
             search(line)
             if (took := time.thread_time() - began) > SLOW_SECONDS:
-                del self._searches[name]
+                self._searches.pop(name, None)
                 self._say(f"metric {name} is not read any more: its expression took {took:.2f} s for one line")
 
     def _append(self, row: Mapping[str, float | None]) -> None:
@@ -82,7 +82,10 @@ def _number(text: str | None) -> float | None:
     text = (text or "").strip().rstrip(".,")
     for kind in (int, float):
         try:
-            return kind(text)
+            number = kind(text)
+            return float(number) if abs(number) >= 2**53 else number
         except ValueError:
             continue
+        except OverflowError:
+            return None
     return None

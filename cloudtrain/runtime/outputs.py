@@ -7,12 +7,12 @@ changes, and removed when the script removes the file.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path
 from stat import S_ISREG
 
@@ -25,6 +25,11 @@ YOUNG_SECONDS = 2.0
 """A file that changed so short a time ago may be half written. It is left for the next look, once."""
 OUTPUT_SECONDS = 10.0
 """Seconds between two looks. A file that is written all the time is copied at every second look: within 30 s."""
+FINISH_SECONDS = 600.0
+"""At the end a node copies outputs for so long at most: a results folder must not keep machines that cost money."""
+MOST_FILES = 10_000
+TRIES = 5
+"""A file that cannot be copied is tried so often, the last times after the script's end, and left out then."""
 NAMED = 5
 """Names in the line about files that are left out."""
 _FOLDERS = frozenset(("__pycache__", ".git"))
@@ -42,7 +47,7 @@ class Outputs:
 
     def __init__(self, folder: Path, *, limit: int, skip: Iterable[str], say: Callable[[str], None]) -> None:
         self._folder, self._limit, self._say = folder, limit, say
-        self._skip = [os.path.normpath(pattern).split("/") for pattern in skip]
+        self._skip = [_regex("/" + os.path.normpath(pattern)) for pattern in skip]
         self._rules: list[tuple[str, bool, bool, re.Pattern[str]]] = []
         self._source: dict[str, State] = {}
         self._source = dict(self._walk())
@@ -50,6 +55,7 @@ class Outputs:
             if path.rpartition("/")[2] == IGNORE:
                 self._rules += _rules(folder / path, path[: -len(IGNORE)])
         self._young: set[str] = set()
+        self._crowded: set[str] = set()
         self._named: set[str] = set()
 
     def look(self, *, final: bool = False) -> dict[str, State]:
@@ -69,9 +75,10 @@ class Outputs:
 
     def present(self, path: str) -> bool:
         """Return whether the script still has the file."""
-        return os.path.lexists(self._folder / path) and path not in self._named
+        return os.path.isfile(self._folder / path) and path not in self._named
 
     def _within_the_limit(self, found: dict[str, State]) -> dict[str, State]:
+        found = self._few(found)
         total, left = sum(size for size, _ in found.values()), []
         if total > self._limit:
             for path in sorted(found, key=lambda path: (-found[path][0], path)):
@@ -86,6 +93,22 @@ class Outputs:
             more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
             self._say(f"outputs are limited to {_gb(self._limit)} (max_outputs); left out: {names}{more}")
         return {path: state for path, state in found.items() if path not in self._named}
+
+    def _few(self, found: dict[str, State]) -> dict[str, State]:
+        """Return at most `MOST_FILES` of the files: without those in the folders that hold most of them."""
+        if len(found) <= MOST_FILES:
+            return found
+        tops = collections.Counter(path.partition("/")[0] for path in found)
+        left: set[str] = set()
+        for top, _ in tops.most_common():
+            if sum(tops.values()) - sum(tops[name] for name in left) <= MOST_FILES:
+                break
+            left.add(top)
+        if left - self._crowded:
+            names = ", ".join(f"{top} ({tops[top]:,} files)" for top in sorted(left)[:NAMED])
+            self._say(f"outputs are limited to {MOST_FILES:,} files a node; left out: {names}")
+        self._crowded = left
+        return {path: state for path, state in found.items() if path.partition("/")[0] not in left}
 
     def _walk(self) -> Iterator[tuple[str, State]]:
         """Yield each regular file by its path, and each link to a regular file inside the folder."""
@@ -112,10 +135,8 @@ class Outputs:
         return os.path.realpath(link).startswith(os.path.realpath(self._folder) + os.sep)
 
     def _is_left_out(self, path: str, *, folder: bool) -> bool:
-        parts = path.split("/")
-        for pattern in self._skip:
-            if len(parts) >= len(pattern) and all(map(fnmatchcase, parts, pattern)):
-                return True
+        if any(pattern.match(path) for pattern in self._skip):
+            return True
         found = False
         for base, negated, folders_only, regex in self._rules:
             if path.startswith(base) and (folder or not folders_only) and regex.match(path[len(base) :]):
@@ -142,6 +163,8 @@ class GrowingOutputs(Growing):
         super().__init__({folder: target}, moved=moved, complain=complain, temporary=temporary)
         self._outputs, self._folder, self._target = outputs, folder, target
         self._known: set[str] = set()
+        self._tries: dict[Path, int] = {}
+        self._end = float("inf")
 
     def _all(self, *, finishing: bool) -> Iterator[tuple[Path, Path]]:
         found = self._outputs.look(final=finishing)
@@ -152,9 +175,30 @@ class GrowingOutputs(Growing):
             self._copied.pop(self._folder / path, None)
             with contextlib.suppress(OSError):
                 (self._target / path).unlink()
+                for parent in list((self._target / path).parents)[: path.count("/")]:
+                    parent.rmdir()  # a file may take its name now; one that is not empty stays
         self._known.update(found)
         for path in found:
             yield self._folder / path, self._target / path
+
+    def finish(self) -> None:
+        self._end = time.monotonic() + FINISH_SECONDS
+        super().finish()
+
+    def _copy(self, file: Path, place: Path) -> bool:
+        if time.monotonic() >= self._end:
+            return False
+        if super()._copy(file, place):
+            return True
+        self._tries[file] = self._tries.get(file, 0) + 1
+        return self._finishing and self._tries[file] >= TRIES  # an output is not worth a failed run
+
+    def _once(self, finishing: bool) -> bool:
+        arrived = super()._once(finishing)
+        if finishing and not arrived and time.monotonic() >= self._end:
+            self._complain("not all outputs could be copied")
+            return True
+        return arrived
 
     def _period(self, file: Path, size: int) -> float:
         return OUTPUT_SECONDS

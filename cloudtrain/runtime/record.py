@@ -24,7 +24,11 @@ def write_record(
     """
     try:
         whole = {"protocol": 1, **record, "ended": time.time()}
-        write_whole(live / "exit" / f"{name}.json", json.dumps(whole).encode(), temporary=temporary)
+        path, data = live / "exit" / f"{name}.json", json.dumps(whole).encode()
+        try:
+            write_whole(path, data, temporary=temporary)
+        except OSError:  # a mount that cannot rename
+            write_whole(path, data, temporary="")
         if failure_file and record["failure"]:
             Path(failure_file).write_text(record["reason"], encoding="utf-8")
     except OSError as exc:

@@ -66,7 +66,7 @@ class Resume:
     def candidates(self) -> Iterator[tuple[str, float, Message]]:
         """Name, time of saving and message for every node, best first: this run's own, then what was given.
 
-        Its own are those in ``live``, then those in the archive. Each node downloads the archived one that it restores.
+        Its own are those in ``live`` and in the archive. Each node downloads the archived one that it restores.
 
         The message also names the checkpoints that the script's pointers hold, and of each whose name has no number but
         a version the newest: a script that looks for its ``last.ckpt`` would begin afresh without one, and go on from
@@ -74,21 +74,34 @@ class Resume:
         """
         own = self._live / "checkpoints"
         here = checkpoints.complete(own, say=self._say, marks=self._marks)
-        yield from self._messages("own", own, here, beside=here)
-        if self._archive is not None:
-            yield from self._messages("archive", own, self._archive.found(), beside=here)
+        there = self._archive.found() if self._archive is not None else []
+        yield from self._own_messages(own, here, there)
         if self._given is not None:
             yield from self._messages("given", self._given, checkpoints.complete(self._given, say=self._say))
+
+    def _own_messages(
+        self, folder: Path, here: Sequence[Complete], there: Sequence[Complete]
+    ) -> Iterator[tuple[str, float, Message]]:
+        """Yield `candidates` of this run, newest first. Of one that is in both places, that in ``live`` comes first."""
+        roots = {id(item): root for root, items in (("archive", there), ("own", here)) for item in items}
+        found = sorted([*there, *here], key=lambda item: checkpoints.sort_key(item.commit))
+        for item in reversed(checkpoints.resumable(found)):
+            yield self._message(roots[id(item)], folder, item, beside=here)
 
     def _messages(
         self, root: str, folder: Path, found: Sequence[Complete], *, beside: Sequence[Complete] = ()
     ) -> Iterator[tuple[str, float, Message]]:
         """Yield `candidates` of one place, ``found``; ``beside`` are those in ``live``, from which others come back."""
         for item in reversed(checkpoints.resumable(found)):
-            also = self._beside(item, beside, checkpoints.resumable(beside))
-            place, *more = (c.folder.relative_to(folder).as_posix() for c in (item, *also))
-            saved = checkpoints.sort_key(item.commit)[2]
-            yield item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
+            yield self._message(root, folder, item, beside=beside)
+
+    def _message(
+        self, root: str, folder: Path, item: Complete, *, beside: Sequence[Complete]
+    ) -> tuple[str, float, Message]:
+        also = self._beside(item, beside, checkpoints.resumable(beside))
+        place, *more = (c.folder.relative_to(folder).as_posix() for c in (item, *also))
+        saved = checkpoints.sort_key(item.commit)[2]
+        return item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
 
     def _beside(self, item: Complete, found: Sequence[Complete], states: Sequence[Complete]) -> list[Complete]:
         """What comes back beside ``item``, newest first, without what is known to be damaged; given is oldest first."""

@@ -106,3 +106,13 @@ def test_lines_without_metrics_cost_next_to_nothing(tmp_path: Path) -> None:
     for _ in range(20_000):
         made.reader.read(line)
     assert (time.thread_time() - began) / 20_000 < 20e-6, "seconds a line"
+
+
+def test_a_number_of_thousands_of_digits_ends_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    metrics = PrintedMetrics({"loss": r"loss (\d+)"}, tmp_path / "m.jsonl", say=said.append)
+    for digits in (3, 320, 900):
+        metrics.read("loss " + "9" * digits)
+    rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in rows][:1] == [999]
+    assert said == []

@@ -201,3 +201,52 @@ def test_a_folder_that_the_script_removes_altogether_ends_nothing(
     mirrored.finish()
     assert mirrored.done.wait(15)
     until(tmp_path / "live", set())
+
+
+def test_a_pattern_across_folders_keeps_checkpoints_out(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "code", skip=("lightning_logs/**/*.ckpt", "ckpt-*"))
+    for name in ("lightning_logs/version_0/a.ckpt", "lightning_logs/b.ckpt", "ckpt-1/weights", "lightning_logs/x.txt"):
+        folder.put(name)
+    assert folder.found() == {"lightning_logs/x.txt"}
+
+
+def test_folders_with_very_many_files_are_left_out_and_named(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_FILES", 5)
+    for number in range(9):
+        folder.put(f"data/{number}.jpg")
+    folder.put("model.pt")
+    assert folder.found() == {"model.pt"}
+    assert folder.found() == {"model.pt"}
+    assert folder.said == ["outputs are limited to 5 files a node; left out: data (9 files)"]
+
+
+def test_a_file_may_become_a_folder_and_a_folder_a_file(
+    folder: Folder, mirrored: GrowingOutputs, tmp_path: Path
+) -> None:
+    live = tmp_path / "live"
+    folder.put("model")
+    folder.put("other/deep/x.txt")
+    until(live, {"model", "other/deep/x.txt"})
+    (folder.path / "model").unlink()
+    folder.put("model/weights")
+    (folder.path / "other/deep/x.txt").unlink()
+    (folder.path / "other/deep").rmdir()
+    (folder.path / "other").rmdir()
+    folder.put("other", "now a file")
+    mirrored.finish()
+    assert mirrored.done.wait(15)
+    until(live, {"model/weights", "other"})
+
+
+def test_an_output_that_can_never_be_copied_ends_no_run(
+    folder: Folder, mirrored: GrowingOutputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr("cloudtrain.runtime.growing.replace_file", refuse)
+    monkeypatch.setattr("cloudtrain.runtime.growing.RETRY_SECONDS", 0.05)
+    folder.put("odd name")
+    mirrored.finish()
+    assert mirrored.done.wait(15)
+    assert "cannot mirror odd name: Invalid argument" in folder.said

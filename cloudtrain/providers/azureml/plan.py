@@ -62,7 +62,9 @@ SHM_GIB = 16
 FIRST = "Standard_DS3_v2"
 FAMILIES = ("Standard_D", "Standard_E", "Standard_F")
 ACCELERATED = re.compile(r"standard_n[cdgpv]", re.IGNORECASE)
-FORM = re.compile(r"(standard|basic)_[a-z]+\d+(-\d+)?[a-z0-9]*(_(?!v\d)[a-z0-9]+)*(_v\d)?(_promo)?", re.IGNORECASE)
+FORM = re.compile(
+    r"(standard|basic)_[a-z]+\d+(-\d+)?[a-z0-9]*(_(?!v\d{1,2}(_|$))[a-z0-9]+)*(_v1?\d)?(_promo)?", re.IGNORECASE
+)
 """Series, cores, features and version: Azure's page of conventions for names of virtual machines."""
 JOB_TIERS, PRIORITIES = ("spot", "basic", "standard", "premium"), ("low", "medium", "high")
 IDENTITIES = ("aml_token", "user_identity", "managed_identity")
