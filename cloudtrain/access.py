@@ -189,7 +189,7 @@ def _botocore_keys(
         raise Unproven(f"AWS's configuration has {word}")
     credentials = session.get_credentials()
     if credentials is None:
-        raise AuthError(f"{url}: no access: Unable to locate credentials")
+        raise AuthError(f"{url}: no access: Unable to locate credentials", hint="run: aws configure, or: aws sso login")
 
     def keys() -> Mapping[str, Any]:
         found = credentials.get_frozen_credentials()

@@ -63,7 +63,12 @@ def total_gpus(job: Job, request: Request) -> int | None:
 
 
 def gpu_names(job: Job, request: Request) -> list[str]:
-    """Return the GPUs of a node with their memory, once for each machine that the platform may choose."""
+    """Return the GPUs of a node with their memory, once for each machine that the platform may choose.
+
+    A machine to which GPUs can be attached has none unless the job asks for them.
+    """
+    if total_gpus(job, request) == 0:
+        return []
     found = []
     for name in request.instance_types:
         _, _, attached = name.partition("+")

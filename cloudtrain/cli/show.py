@@ -252,8 +252,8 @@ def table(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = LISTED) -> s
 
 def run_table(runs: Sequence[Mapping[str, Any]], columns: Sequence[str], now: float | None) -> str:
     """The rows of ``list`` in columns, with those that were asked for; times are `when` they were before ``now``."""
-    rows = [{**run, "created": when(run["created"], now), **_cells(run.get("columns", {}))} for run in runs]
-    return table(rows, (*LISTED, *columns))
+    rows = [{**_cells(run.get("columns", {})), **run, "created": when(run["created"], now)} for run in runs]
+    return table(rows, (*LISTED, *(name for name in dict.fromkeys(columns) if name not in LISTED)))
 
 
 def _cells(values: Mapping[str, Any]) -> dict[str, str]:
