@@ -22,8 +22,9 @@ SAGEMAKER = (
     "--set role=arn:aws:iam::123456789012:role/Train"
 )
 AZUREML = (
-    "--provider azureml --store abfs://runs@account.dfs.core.windows.net/x --set subscription_id="
-    "00000000-0000-0000-0000-000000000001 --set resource_group=g --set workspace_name=w --set environment=azureml:torch:1"
+    "--provider azureml --store abfs://runs@account.dfs.core.windows.net/x "
+    "--set subscription_id=00000000-0000-0000-0000-000000000001 "
+    "--set resource_group=g --set workspace_name=w --set environment=azureml:torch:1"
 )
 VERTEX = "--provider vertex --store gs://bucket/runs --set project=my-project --set location=europe-west4 --image i:1"
 
