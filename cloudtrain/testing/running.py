@@ -61,6 +61,8 @@ class Jobs:
             parts = [part(place) for row in rows for part in (row.base, row.change)]
             if name == "python":
                 self.script("torchrun")  # the earlier run that this one resumes from
+            if name == "torchrun":
+                place.clear_earlier()
             run = self.run("earlier" if name == "torchrun" else name, JOBS[name], *parts)
             self._seen[name] = self.world.seen(run)
         return self._seen[name]
