@@ -290,9 +290,10 @@ class Ranks:
 
     def _wait(self) -> None:
         code = self._process.wait()
-        for pipe in self._pipes.iterdir():  # a rank that never started leaves its reader waiting for a writer
-            with contextlib.suppress(OSError):
-                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        with contextlib.suppress(OSError):  # the script may have removed the folder
+            for pipe in self._pipes.iterdir():  # a rank that never started leaves its reader waiting for a writer
+                with contextlib.suppress(OSError):
+                    os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
         deadline = time.monotonic() + 2.0  # a grandchild may keep our pipe open for ever
         for thread in self._readers:
             thread.join(max(0.0, deadline - time.monotonic()))

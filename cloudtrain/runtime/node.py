@@ -29,7 +29,7 @@ from .history import FIRST, Start, restart_of
 from .launch import Ranks, reap
 from .link import Link
 from .logs import LogWriter
-from .machine import oom_kills
+from .machine import kill_users, oom_kills
 from .mirror import FROZEN_SECONDS, KINDS, Mirror, nothing
 from .notices import watch
 from .record import write_record
@@ -170,6 +170,9 @@ class Node:
                 self.uploads.stop()
             if self.space is not None:
                 shutil.rmtree(self.space.folder, ignore_errors=True)
+            if self._orphaned():  # the supervisor would do it
+                kill_users(Path(self.site.scratch[0]))
+                shutil.rmtree(self.site.scratch[0], ignore_errors=True)
             reap()
         return self._exit_code(outcome)
 
@@ -568,10 +571,14 @@ class Node:
             self._escalate(now)
         if self.start is not None:
             self.start.look(self._space.metrics)
-        if self.site.supervisor and os.getppid() != self.site.supervisor and self.stopping is None:
+        if self._orphaned() and self.stopping is None:
             self._fail(self._setup("the run's supervisor was killed", "infra"))
         if self.stall is not None and not self.released and (failure := self.stall.tick(over=self._over())):
             self._fail(failure)
+
+    def _orphaned(self) -> bool:
+        """Return whether the supervisor that started this node is gone."""
+        return bool(self.site.supervisor) and os.getppid() != self.site.supervisor
 
     def _blame_the_dead(self) -> None:
         """torchrun has seen a rank end badly, but says which only after the others: half a minute when they hang."""

@@ -1,0 +1,107 @@
+"""Scripts and signals that a run must end well under: each case left a process, a folder or a client behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Jobs
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    made = Jobs(tmp_path)
+    yield made
+    made.close()
+
+
+DETACHES = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execvp("sleep", ["sleep", "600"])
+    os._exit(0)
+os.wait()
+print("up", flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+REMOVES = """
+import os, pathlib, shutil
+checkpoints = pathlib.Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"])
+(checkpoints / "x.pt").write_bytes(b"1")
+for folder in (checkpoints, os.environ["CLOUDTRAIN_ARTIFACT_DIR"], checkpoints.parent):
+    shutil.rmtree(folder)
+"""
+STANDS = """
+import os, time
+print("up", flush=True)
+if os.environ["CLOUDTRAIN_ATTEMPT"] == "0.0":
+    time.sleep(600)
+"""
+STEPS_BACK = """
+import sys, time
+true, began = time.time, time.monotonic()
+time.time = lambda: true() - 3600 * (time.monotonic() > began + 4)
+from cloudtrain.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_what_a_script_detaches_ends_with_the_run(jobs: Jobs, seconds: int) -> None:
+    jobs.write("train.py", DETACHES)
+    run = jobs.detach("train.py", "--launcher", "python", "--", str(seconds))
+    jobs.printed(run, "up")
+    if seconds:
+        assert jobs.cli("cancel", run.url).code == 0
+    jobs.gone(60)
+
+
+def test_what_a_script_detaches_ends_after_its_supervisor_was_killed_and_no_folder_stays(jobs: Jobs) -> None:
+    jobs.environ["TMPDIR"] = str(jobs.code.parent / "tmp")
+    Path(jobs.environ["TMPDIR"]).mkdir()
+    jobs.write("train.py", DETACHES)
+    run = jobs.detach("train.py", "--launcher", "python", "--", "600")
+    jobs.printed(run, "up")
+    os.kill(jobs.supervisor(), signal.SIGKILL)
+    jobs.gone(20)
+    assert os.listdir(jobs.environ["TMPDIR"]) == []
+
+
+def test_a_script_that_removes_its_own_folders_ends(jobs: Jobs) -> None:
+    jobs.write("train.py", REMOVES)
+    done = jobs.submit("train.py", "--launcher", "python", "--max-runtime", "1m")
+    assert done.json["state"] == "succeeded", done.err
+    jobs.gone(3)
+
+
+def test_a_client_whose_clock_steps_back_sees_the_end(jobs: Jobs) -> None:
+    jobs.write("train.py", "import time\ntime.sleep(8)\n")
+    python = [sys.executable, "-c", STEPS_BACK]
+    words = ("submit", "train.py", "--store", str(jobs.store), "--launcher", "python", "--json")
+    process = jobs.start(*words, python=python)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 0, err
+
+
+def test_a_node_that_stands_still_is_lost_and_another_attempt_begins(jobs: Jobs) -> None:
+    jobs.write(
+        "train.py",
+        "import os, time\nprint('up', flush=True)\ntime.sleep(600 * (os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0'))\n",
+    )
+    run = jobs.detach("train.py", "--nodes", "2", "--launcher", "python", "--retries", "1", "--max-runtime", "6m")
+    jobs.printed(run, "up")
+    os.kill(jobs.node(1), signal.SIGSTOP)
+    done = jobs.cli("wait", run.url, "--json", timeout=180)
+    assert done.code == 0, done.err
+    first, _ = done.json["attempts"]
+    assert (first["category"], first["reason"]) == ("infra", "node 1 was lost: it was not heard of for 90 s")
+    assert 85 < first["ended"] - first["started"] < 130
+    jobs.gone(3)
