@@ -725,8 +725,11 @@ class Run(Moving):
         self._lead()
         if self._is_over():
             return
-        self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
         errors: list[CloudtrainError] = []
+        try:
+            self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
+        except StorageError as exc:  # such as a full store; a supervisor that is told to stop starts none either
+            errors += [exc] if self.provider.retried_by != "supervisor" else []
         for k in self.store.attempts(self.run_id):
             try:
                 native = self._native(k)
