@@ -33,6 +33,7 @@ from .job import Job
 from .provider import AttemptInfo, Layout, Mount, Provider, Request, Rules, Simulation, find_provider
 from .run import NOT_RETRIED, Run
 from .runtime.checkpoints import COMMIT, complete, resumable
+from .runtime.node import UNMIRRORED
 from .store import Store
 from .transfer import Files, Moving, files
 from .verdict import records_of, was_lost
@@ -411,6 +412,11 @@ class Supervisor:
         if stopped == "cancelled":
             return CANCELLED
         if stopped == "timeout":
+            unkept = (
+                remark for record in exits for remark in record["remarks"] if remark.startswith(UNMIRRORED + ": ")
+            )
+            if remark := next(unkept, ""):  # the script was done; only its store kept the node
+                return "failed", "storage", f"{remark}; max_runtime is used up"
             if rules.time_limit == self._max_runtime():
                 return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
             return "failed", "timeout", f"the limit of {rules.time_limit:.0f} s, less than max_runtime, is used up"

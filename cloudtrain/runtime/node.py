@@ -56,6 +56,7 @@ MEET_SECONDS = 3.0
 """After a notice that came before two nodes had met: how long one waits for the other, to leave together."""
 HOLD_SLACK_SECONDS = 5.0
 """The other nodes wait so much longer than node 0, for its word."""
+UNMIRRORED = "not everything could be mirrored"
 WITHDRAWN_SECONDS = 120.0
 """A rank that ends within this time after a notice was withdrawn may have seen it: that is a preemption, no success."""
 PEERS_SECONDS = 60.0
@@ -651,11 +652,13 @@ class Node:
         mirror.last = time.monotonic()
         self._pump(lambda: mirror.idle.is_set() or 0 in self.gone or self._late(mirror.last + quiet))
         if not mirror.idle.is_set():
-            self.log.say("not everything could be mirrored")
+            why = f": {mirror.trouble}" if mirror.trouble else ""
+            self.log.say(f"not everything could be mirrored{why}")
             if clean and self.preempted is not None:  # the grace is over; what was mirrored before is there
-                self.remarks.append("not everything could be mirrored")
+                self.remarks.append(f"{UNMIRRORED}{why}")
             elif clean:
-                self._fail(self._setup("its results could not all be mirrored to the store", "infra"))
+                category = "storage" if why else "infra"
+                self._fail(self._setup(f"its results could not all be mirrored to the store{why}", category))
         elif clean and self.uploads is not None and (lost := self.uploads.given_up):
             text = f"not known to be in the store: checkpoint {', '.join(lost)}"
             if self.preempted is not None or self.uploads.blind:

@@ -53,6 +53,10 @@ import os, pathlib, sys
 for i in range(int(sys.argv[1])):
     pathlib.Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"], f"{i}.pt").write_bytes(b"x" * 100)
 """
+LARGE = """
+import os, pathlib
+pathlib.Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"], "large.pt").write_bytes(os.urandom(20_000_000))
+"""
 STEPS_BACK = """
 import sys, time
 true, began = time.time, time.monotonic()
@@ -137,3 +141,13 @@ def test_a_run_whose_store_is_full_can_be_cancelled(jobs: Jobs, tmp_path: Path) 
         assert done.code == 0, done.err
         jobs.gone(60)
         assert run.status().state == "cancelled"
+
+
+def test_a_run_whose_store_stays_full_ends_as_that(jobs: Jobs, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "8m") as disk:
+        jobs.store = disk / "store"
+        jobs.write("train.py", LARGE)
+        done = jobs.submit("train.py", "--launcher", "python", "--max-runtime", "15s")
+        assert (done.json["category"], done.code) == ("storage", 8), done.err
+        assert "No space left on device" in done.json["reason"]
+        jobs.gone(3)
