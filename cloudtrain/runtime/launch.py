@@ -111,6 +111,7 @@ def command_of(
         f"--master-port={topology.master_port}",
         "--max-restarts=0",
         "--monitor-interval=0.1",
+        f"--log-dir={worker.with_name('torchrun')}",  # else a folder in the temporary one stays after each attempt
         "--",
         *script,
     ]

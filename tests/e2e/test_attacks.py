@@ -151,3 +151,12 @@ def test_a_run_whose_store_stays_full_ends_as_that(jobs: Jobs, tmp_path: Path) -
         assert (done.json["category"], done.code) == ("storage", 8), done.err
         assert "No space left on device" in done.json["reason"]
         jobs.gone(3)
+
+
+def test_torchrun_leaves_nothing_in_the_temporary_folder(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    jobs.write("train.py", "print('up')\n")
+    done = jobs.submit("train.py", "--nproc-per-node", "2", TMPDIR=str(tmp_path / "tmp"))
+    assert done.code == 0, done.err
+    jobs.gone(3)
+    assert os.listdir(tmp_path / "tmp") == []
