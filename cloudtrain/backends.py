@@ -58,6 +58,8 @@ STREAMED = WEB | {"ftp"}
 _EXCLUSIVE = BUCKETS | {"memory"}
 #: Packages that log what they raise, by scheme, where it is not the one of fsspec's class.
 _LOGS = dict.fromkeys(SFTP, "paramiko")
+#: The package of a module that has another name; the package ``smbclient`` is somebody else's.
+_BROUGHT_BY = {"smbclient": "smbprotocol"}
 
 #: Gives the file at the first path the name of the second; ``True``: only if no file has it.
 Rename = Callable[[Any, str, str, bool], None]
@@ -112,6 +114,7 @@ def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
     cause = exc.__cause__ if isinstance(exc.__cause__, ImportError) else exc
     why = "" if isinstance(cause, ModuleNotFoundError) else str(cause)
     name = package if package != "fsspec" else str(cause.name or package)
+    name = _BROUGHT_BY.get(name, name)
     return not_installed(f"{scheme}://", extra_of(name), field="store", named=[name], why=why)
 
 
