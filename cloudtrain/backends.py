@@ -59,7 +59,6 @@ STREAMED = WEB | {"ftp"}
 _EXCLUSIVE = BUCKETS | {"memory"}
 #: Packages that log what they raise, by scheme, where it is not the one of fsspec's class.
 _LOGS = dict.fromkeys(SFTP, "paramiko")
-
 #: Gives the file at the first path the name of the second; ``True``: only if no file has it.
 Rename = Callable[[Any, str, str, bool], None]
 

@@ -44,7 +44,7 @@ from .settings import Settings
 from .store import LocalTree, Staged, Store
 from .summary import summary
 from .transfer import Progress
-from .values import json_loads, without_secrets
+from .values import json_loads, url_scheme, without_secrets
 
 if TYPE_CHECKING:
     from .bundle import Bundle
@@ -531,8 +531,18 @@ def submit(
 
 def _check_this_machine(plan: Plan) -> None:
     """Raise what keeps the plan from being sent, as far as its provider can tell here; not what may follow it."""
+    from .backends import open_url
+
     if (check := getattr(plan.provider, "check", None)) is not None:
         check(plan.request)
+    if "file" not in plan.provider.schemes:
+        return
+    for name, item in plan.layout.inputs.items():  # this machine copies each to its nodes
+        if item.source is None and url_scheme(item.url) != "file":
+            try:
+                open_url(item.url, {}, most=1)
+            except SpecError as exc:
+                raise SpecError(exc.message, field=f"inputs.{name}", hint=exc.hint) from None
 
 
 def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
