@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CloudtrainError
-from .job import FLAT_FIELDS, Input, Job, Scalar
-from .values import url_scheme
+from .job.job import FLAT_FIELDS, Input, Job, Scalar
+from .validate import url_scheme
 
 if TYPE_CHECKING:
-    from .follow import Line
-    from .run import Run
-    from .settings import Settings
-    from .submit import Plan
+    from .runs.log_order import Line
+    from .runs.run import Run
+    from .runs.submit import Plan
+    from .settings.settings import Settings
 
 __all__ = ["Estimator", "RunFailedError", "log_line", "ranks"]
 
@@ -137,7 +137,7 @@ class Estimator:
         the log lines of all ranks are written as they come. Raises `RunFailedError` when the run it waited for did not
         succeed, and whatever planning and sending raise. Ctrl-C stops the waiting, not the run (``latest_run``).
         """
-        from .fallback import submit
+        from .runs.fallback import submit
 
         return self._finished(submit(self._plan(inputs, run_id, preview=False), environ=os.environ), wait, logs)
 
@@ -161,8 +161,8 @@ class Estimator:
         ``secret_values`` are ``env:VARIABLE`` by the secret's name; the run and its data are in ``local_store``. What
         is other than on the platform is in ``differences`` of the ``body`` of the run's request.
         """
-        from .rehearse import plan_rehearsal
-        from .submit import submit
+        from .engine.rehearse import plan_rehearsal
+        from .runs.submit import submit
 
         drills = [("preempt", text) for text in _texts(preempt)] + [("kill", text) for text in _texts(kill)]
         plan = plan_rehearsal(
@@ -180,7 +180,7 @@ class Estimator:
 
     def _finished(self, run: Run, wait: bool, logs: bool) -> Run:
         """``run``, waited for if so. Raises `RunFailedError`."""
-        from .fallback import Onward
+        from .runs.fallback import Onward
 
         self.latest_run = run
         if wait:
@@ -195,8 +195,8 @@ class Estimator:
 
         Raises `NotFoundError` when there is none.
         """
-        from .run import open_run
-        from .settings import Settings
+        from .runs.run import open_run
+        from .settings.settings import Settings
 
         settings = Settings.load(store=store, profile=profile)
         place = settings.store if url_scheme(run) else settings.resolved()
@@ -212,20 +212,20 @@ class Estimator:
         One object a run, as ``cloudtrain reconcile --json`` has them; what went wrong with one is its ``error``, and
         keeps nothing from the others. Raises `NotFoundError` for a run or a folder that is not there.
         """
-        from .reconcile import reconcile
-        from .settings import Settings
+        from .runs.reconcile import reconcile
+        from .settings.settings import Settings
 
         settings = Settings.load(store=store, profile=profile)
         return reconcile(target, settings=settings, cwd=Path.cwd(), environ=os.environ)
 
     def _plan(self, inputs: Inputs | None, run_id: str | None, *, preview: bool) -> Plan:
-        from .fallback import make_plan
+        from .runs.fallback import make_plan
 
         job = self.job.replace(inputs={**self.job.inputs, **_channels(inputs)})
         return make_plan(job, settings=self._settings(), run_id=run_id, cwd=Path.cwd(), preview=preview)
 
     def _settings(self) -> Settings:
-        from .settings import Settings
+        from .settings.settings import Settings
 
         # --set pairs and constructor values are one table here: nothing else of this process's command line is ours.
         overrides: Any = self.settings
@@ -258,8 +258,8 @@ def log_line(line: Line, *, many: bool, times: bool = False) -> str:
 
     ``times``: its time comes first, in UTC; a dash for a line without one.
     """
-    from .follow import line_label
-    from .verdict import iso_time
+    from .runs.log_order import line_label
+    from .runs.outcome import iso_time
 
     text = f"{label}{line.text}" if many and (label := line_label(line)) else line.text
     return f"{iso_time(line.time) or '-':24} {text}" if times else text

@@ -15,9 +15,9 @@ from containers import left
 from jobs import Done, Jobs, Once, dying
 
 from cloudtrain.errors import NotFoundError
-from cloudtrain.run import Run, open_run
-from cloudtrain.testing.worlds import World
-from cloudtrain.transfer import files
+from cloudtrain.runs.run import Run, open_run
+from cloudtrain.storage.files import files
+from cloudtrain.testing.platform import World
 
 W = TypeVar("W", bound=World)
 
@@ -41,12 +41,12 @@ SHARD = """
     shard.write_text("of " + os.environ["RANK"])
 """
 CALLS = {
-    "stage": "cloudtrain.store:Store.stage",
-    "create_run": "cloudtrain.store:Store.create_run",
-    "write_container": "cloudtrain.store:Store.write_container",
-    "create_attempt": "cloudtrain.store:Store.create_attempt",
+    "stage": "cloudtrain.store.store:Store.stage",
+    "create_run": "cloudtrain.store.store:Store.create_run",
+    "write_container": "cloudtrain.store.store:Store.write_container",
+    "create_attempt": "cloudtrain.store.store:Store.create_attempt",
     "submit": "cloudtrain.providers.{provider}:Provider.submit",
-    "write_submitted": "cloudtrain.store:Store.write_submitted",
+    "write_submitted": "cloudtrain.store.store:Store.write_submitted",
 }
 """The calls of a submit, in order, as in tests/e2e/test_client_crash.py."""
 FEW_DEATHS = [("submit", "after")]

@@ -22,18 +22,18 @@ from typing import Any
 import pytest
 from simulated import World
 
-from cloudtrain.provider import Site, Topology
+from cloudtrain.provider_api.protocol import Site, Topology
 from cloudtrain.runtime import (
     cause,
+    checkpoint_done,
     checkpoints,
     commits,
     compact,
-    finished,
-    growing,
     history,
     link,
     logs,
     mirror,
+    mirror_files,
     node,
     outputs,
     record,
@@ -43,7 +43,7 @@ from cloudtrain.runtime import (
 )
 
 MODULES = (
-    *(cause, checkpoints, commits, compact, finished, growing, history, link),
+    *(cause, checkpoints, commits, compact, checkpoint_done, mirror_files, history, link),
     *(logs, mirror, node, outputs, record, resume, stall),
 )
 PORT = 29500

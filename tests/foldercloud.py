@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cloudtrain.errors import AuthError, CapacityError, NotFoundError, QuotaError, SpecError
-from cloudtrain.job import Job
-from cloudtrain.provider import (
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import (
     AttemptInfo,
     Layout,
     LogPage,
@@ -41,7 +41,7 @@ class Settings:
 
 
 class Provider:
-    """Jobs as files; see `cloudtrain.provider.Provider`."""
+    """Jobs as files; see `cloudtrain.provider_api.protocol.Provider`."""
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings

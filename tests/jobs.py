@@ -21,7 +21,7 @@ import jsonschema
 import pytest
 
 from cloudtrain import schemas
-from cloudtrain.run import Run, open_run
+from cloudtrain.runs.run import Run, open_run
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 Once = Callable[[str, Callable[[], Any]], Any]

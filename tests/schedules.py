@@ -36,10 +36,9 @@ from cloudtrain.errors import (
     QuotaError,
     StorageError,
 )
-from cloudtrain.fallback import Onward
-from cloudtrain.job import Job
-from cloudtrain.limits import hard_limit
-from cloudtrain.provider import (
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.limits import hard_limit
+from cloudtrain.provider_api.protocol import (
     AttemptInfo,
     Layout,
     LogPage,
@@ -52,13 +51,14 @@ from cloudtrain.provider import (
     Topology,
     context_of,
 )
-from cloudtrain.reconcile import reconcile_run
-from cloudtrain.run import Run
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import Plan, make_plan, submit
-from cloudtrain.tail import patiently
-from cloudtrain.transfer import Entry, Moving, Trees
+from cloudtrain.runs.fallback import Onward
+from cloudtrain.runs.log_sources import patiently
+from cloudtrain.runs.reconcile import reconcile_run
+from cloudtrain.runs.run import Run
+from cloudtrain.runs.submit import Plan, make_plan, submit
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.files import Entry, Moving, Trees
+from cloudtrain.store.store import Store
 
 T = TypeVar("T")
 
@@ -485,7 +485,7 @@ class NoSettings:
 
 
 class Provider:
-    """The platform of a `Sim`, as a client reaches it; see `cloudtrain.provider.Provider`."""
+    """The platform of a `Sim`, as a client reaches it; see `cloudtrain.provider_api.protocol.Provider`."""
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = NoSettings
@@ -830,9 +830,9 @@ def simulated(schedule: Schedule) -> Iterator[None]:
             patch.setattr(f"cloudtrain.{module}.patiently", patient)
         for module in ("submit", "store", "moves"):
             patch.setattr(f"cloudtrain.{module}.time", Clock)
-        patch.setattr("cloudtrain.reconcile.Onward", timed(sim))
-        patch.setattr("cloudtrain.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])
-        patch.setattr("cloudtrain.tail.random", random.Random(0))
+        patch.setattr("cloudtrain.runs.reconcile.Onward", timed(sim))
+        patch.setattr("cloudtrain.store.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])
+        patch.setattr("cloudtrain.runs.log_sources.random", random.Random(0))
         yield
 
 

@@ -21,10 +21,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cloudtrain.bundle import MANIFEST, Bundle, build
-from cloudtrain.entry_point import check_script, resolve
 from cloudtrain.errors import DigestError, SpecError, StorageError
-from cloudtrain.job import Source
+from cloudtrain.job.bundle import MANIFEST, Bundle, build
+from cloudtrain.job.entry_point import check_script, resolve
+from cloudtrain.job.job import Source
 from cloudtrain.runtime.unpack import unpack
 
 ENTRY = "train.py"
@@ -261,7 +261,7 @@ SEGMENT = st.one_of(
 
 
 def comes_out_otherwise(line: str) -> bool:
-    """Whether the line has one of the forms that `cloudtrain.ignore` does not read as git does: its list, no more."""
+    """Whether the line has one of the forms that `cloudtrain.job.ignore` does not read as git does: its list, no more."""
     path = line.rstrip(" \r").removeprefix("!").removesuffix("/")
     folders = path.split("/")
     return (

@@ -19,21 +19,22 @@ from earlier import Ran
 from jobs import Jobs
 from trials import SEED, TRIALS
 
-from cloudtrain import relay, remote
-from cloudtrain.carry import carry, followed, place_for
-from cloudtrain.cli.show import plan_text
-from cloudtrain.disk import local_path
+from cloudtrain.cli.format import plan_text
+from cloudtrain.engine.rehearse import plan_rehearsal
 from cloudtrain.errors import ConflictError, SpecError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout, LayoutInput
-from cloudtrain.rehearse import plan_rehearsal
-from cloudtrain.relay import Left
-from cloudtrain.retention import collect
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout, LayoutInput
+from cloudtrain.runs.submit import load_plan, make_plan
 from cloudtrain.runtime import checkpoints
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import load_plan, make_plan
-from cloudtrain.transfer import Moving
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage import remote
+from cloudtrain.storage.files import Moving
+from cloudtrain.storage.local_disk import local_path
+from cloudtrain.store import remote_inputs
+from cloudtrain.store.gc import collect
+from cloudtrain.store.remote_inputs import Left
+from cloudtrain.store.resume_copy import carry, followed, place_for
+from cloudtrain.store.store import Store
 
 MIB = 1 << 20
 NONE = Settings()
@@ -176,7 +177,7 @@ def test_who_moves_takes_along_only_what_that_run_was_given(moving: tuple[Ran, T
     in_place = dataclasses.replace(given, resume=given.resume_source, resume_source=None)
     assert after.carry(ran.url, left=Left(before.store, in_place)) > 0
     assert after.restored(ran.url, tmp_path) == {"step-12": newest}
-    data = LayoutInput(url=f"{before.store.url}/data/{relay.address_of(before.store.url, given.resume or '')}")
+    data = LayoutInput(url=f"{before.store.url}/data/{remote_inputs.address_of(before.store.url, given.resume or '')}")
     others = [LayoutInput(url="s3://elsewhere/set"), dataclasses.replace(data, url=f"{data.url}-not", source="s3://x")]
     assert not Left(before.store, dataclasses.replace(in_place, inputs=dict(zip("ab", others, strict=True)))).gave(
         data.url.rpartition("/")[2]
@@ -275,7 +276,7 @@ def test_gc_keeps_what_a_run_names(here: tuple[Ran, Target]) -> None:
     ran.save(4)
     layout = target.layout(ran.url)
     target.carry(ran.url)
-    address = relay.address_of(target.store.url, layout.resume or "")
+    address = remote_inputs.address_of(target.store.url, layout.resume or "")
     assert {item.key for item in collect(target.store, older_than=0).found} == {f"data/{address}"}
     record = {"protocol": 1, "layout": {"code_digest": "c", "resume": layout.resume}}
     assert target.store.create_run(layout, record)
@@ -287,10 +288,10 @@ def test_gc_keeps_what_a_run_names(here: tuple[Ran, Target]) -> None:
 CLIENT = """
 import sys, time
 from cloudtrain import relay, transfer
-from cloudtrain.carry import carry
-from cloudtrain.provider import Layout
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
+from cloudtrain.store.resume_copy import carry
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.settings.settings import Settings
+from cloudtrain.store.store import Store
 import json
 given = json.loads(sys.argv[1])
 relay.LEASE, transfer.PIECE = given["lease"], 4096
@@ -312,7 +313,7 @@ def test_a_client_that_is_killed_leaves_right_bytes_or_nothing_and_the_next_one_
     whole = ran.save(6, size=64 * 1024)
     layout = target.layout(ran.url)
     folder = Path(str(local_path(layout.resume or "")))
-    monkeypatch.setattr(relay, "LEASE", 1.0)
+    monkeypatch.setattr(remote_inputs, "LEASE", 1.0)
     given = json.dumps({"lease": 1.0, "layout": {**vars(layout), "inputs": {}, "origin": {}}})
     for trial in range(trials):
         after = random.Random(f"{SEED} {trial}").randrange(48)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cloudtrain import catalog
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.job import Gpu
+from cloudtrain.job.job import Gpu
+from cloudtrain.provider_api import catalog
 
 TABLE = Path(catalog.__file__).parent / "data" / "instances.csv"
 PROVIDERS = ("azureml", "sagemaker", "vertex")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cloudtrain import catalog
-from cloudtrain.cautions import is_secret_name
-from cloudtrain.fallback import make_plan
-from cloudtrain.job import Job
-from cloudtrain.settings import Settings
-from cloudtrain.submit import Plan
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api import catalog
+from cloudtrain.runs.fallback import make_plan
+from cloudtrain.runs.submit import Plan
+from cloudtrain.runs.warnings import is_secret_name
+from cloudtrain.settings.settings import Settings
 
 ACCOUNTS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "sagemaker": (

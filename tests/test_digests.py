@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloudtrain import digests
-from cloudtrain.digests import KEPT, SEEN, SETTLED, Digests, cache_folder
 from cloudtrain.errors import StorageError
-from cloudtrain.job import Job
-from cloudtrain.store import Store
+from cloudtrain.job.job import Job
+from cloudtrain.storage import digest_cache
+from cloudtrain.storage.digest_cache import KEPT, SEEN, SETTLED, Digests, cache_folder
+from cloudtrain.store.store import Store
 
 
 def digest(data: bytes) -> str:
@@ -31,7 +31,7 @@ def digest(data: bytes) -> str:
 @pytest.fixture(autouse=True)
 def on_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever the tests' folder lies on, as if its times told each change."""
-    monkeypatch.setattr(digests, "_types", lambda: {os.stat(tmp_path).st_dev: "ext4"})
+    monkeypatch.setattr(digest_cache, "_types", lambda: {os.stat(tmp_path).st_dev: "ext4"})
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_where_times_do_not_tell_it_is_read(
     known = later(tree, tmp_path / "cache", SETTLED + 1)
     known.of(tree / "a")
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(digests, "_types", lambda: {os.stat(tree).st_dev: kind} if kind else {})
+    monkeypatch.setattr(digest_cache, "_types", lambda: {os.stat(tree).st_dev: kind} if kind else {})
     assert (found(known, tree / "a") is not None) == expected
 
 
@@ -199,7 +199,7 @@ def test_two_may_make_room_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     known = Digests(tree, folder=cache)
     known.of(tree / "a")
-    monkeypatch.setattr("cloudtrain.digests.os.scandir", meanwhile)
+    monkeypatch.setattr("cloudtrain.storage.digest_cache.os.scandir", meanwhile)
     known.keep()
     monkeypatch.undo()
     assert len(list(cache.iterdir())) == KEPT
@@ -208,7 +208,7 @@ def test_two_may_make_room_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 _WRITER = """
 import sys
 from pathlib import Path
-from cloudtrain.digests import Digests
+from cloudtrain.storage.digest_cache import Digests
 for _ in range(20):
     known = Digests(Path(sys.argv[1]), folder=Path(sys.argv[2]), clock=lambda: 4e9)
     known._changed = True

@@ -36,12 +36,12 @@ import pytest
 
 from cloudtrain import cli, errors
 from cloudtrain.cli.flags import NOT_FLAGS
-from cloudtrain.cli.screen import Screen
-from cloudtrain.cli.tables import first_spelling
-from cloudtrain.job import FLAT_FIELDS, Job, anchored
-from cloudtrain.provider import find_provider
-from cloudtrain.settings import Settings
-from cloudtrain.values import toml_loads
+from cloudtrain.cli.key_value import first_spelling
+from cloudtrain.cli.output import Screen
+from cloudtrain.job.job import FLAT_FIELDS, Job, anchored
+from cloudtrain.provider_api.protocol import find_provider
+from cloudtrain.settings.settings import Settings
+from cloudtrain.validate import toml_loads
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

@@ -24,8 +24,7 @@ import tomli_w
 from earlier import Ran
 from foldercloud import NAME, Provider
 
-from cloudtrain import cli, moves, pyz, relay, retry
-from cloudtrain.checks import Check, failed, ok
+from cloudtrain import cli
 from cloudtrain.cli.watch import Watch
 from cloudtrain.errors import (
     AuthError,
@@ -38,16 +37,19 @@ from cloudtrain.errors import (
     StorageError,
 )
 from cloudtrain.estimator import Estimator
-from cloudtrain.fallback import Onward
-from cloudtrain.provider import Layout
-from cloudtrain.reconcile import reconcile
-from cloudtrain.run import Run
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import load_plan
-from cloudtrain.transfer import LocalFiles
+from cloudtrain.provider_api.checks import Check, failed, ok
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.runs import handover, retry
+from cloudtrain.runs.fallback import Onward
+from cloudtrain.runs.reconcile import reconcile
+from cloudtrain.runs.run import Run
+from cloudtrain.runs.submit import load_plan
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.files import LocalFiles
+from cloudtrain.store import remote_inputs, runtime_zip
+from cloudtrain.store.store import Store
 
-built = cache(pyz.build)
+built = cache(runtime_zip.build)
 """What it takes is no part of these trials."""
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
@@ -109,7 +111,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     foldercloud.install(tmp_path / "site")
     (tmp_path / "site/foldercloud.py").unlink()  # the module is that of this process
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(pyz, "build", built)
+    monkeypatch.setattr(runtime_zip, "build", built)
     monkeypatch.chdir(tmp_path)
 
 
@@ -204,7 +206,7 @@ def test_nothing_else_leads_on(places: Places, category: str) -> None:
     places.clouds[0].stand("r.0", **NONE | {"category": category})
     assert run.wait(retry=Onward(run))["category"] == category
     assert places.jobs() == [["r.0"], []]
-    assert moves.next_of(places.stores[0], "r") is None
+    assert handover.next_of(places.stores[0], "r") is None
 
 
 def test_a_request_that_is_wrong_leads_nowhere(places: Places) -> None:
@@ -584,7 +586,7 @@ def died_on_the_way(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(Store, "create_attempt", dies)
         with pytest.raises(Died):
             run.reconcile(retry=onward)
-    assert moves.next_of(places.stores[0], "r") is not None
+    assert handover.next_of(places.stores[0], "r") is not None
 
 
 def test_a_cancel_that_whoever_moved_it_did_not_pass_on_counts(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -699,7 +701,7 @@ def test_a_checkpoint_that_is_damaged_in_the_place_before_comes_from_the_run_its
     (row,) = places.reconcile()
     assert row["exit_code"] == StorageError.exit_code
     assert "submit the same job again with --run-id r where the run can be read" in str(row["error"])
-    assert moves.next_of(store, "r") is None
+    assert handover.next_of(store, "r") is None
     assert places.stores[1].runs() == []
     again = Ran(f"file://{places.folder}/theirs")
     given = again.save(6)
@@ -715,11 +717,11 @@ def test_another_version_brings_the_submitter_s_runtime_over_or_says_in_a_line_t
     (key,) = places.stores[0].files.list("runtime")
     data = places.stores[0].files.read(key)
     places.stores[0].files.remove(key)
-    monkeypatch.setattr(pyz, "digest", lambda provider=None: "0" * 64)
+    monkeypatch.setattr(runtime_zip, "digest", lambda provider=None: "0" * 64)
     (row,) = places.reconcile()
     assert row["exit_code"] == StorageError.exit_code
     assert f"{places.stores[0].url}/{key} is not there" in str(row["error"])
-    assert moves.next_of(places.stores[0], "r") is None
+    assert handover.next_of(places.stores[0], "r") is None
     places.stores[0].files.write(key, data)
     assert places.reconcile()[0]["error"] is None
     assert places.stores[1].files.read(key) == data
@@ -894,8 +896,8 @@ def places_category(places: Places) -> str:
 
 @pytest.fixture
 def boundaries(installed: None, monkeypatch: pytest.MonkeyPatch) -> Boundaries:
-    monkeypatch.setattr(moves, "IN_FLIGHT", 0.0)
-    monkeypatch.setattr(moves, "_PAUSE", 0.005)
+    monkeypatch.setattr(handover, "IN_FLIGHT", 0.0)
+    monkeypatch.setattr(handover, "_PAUSE", 0.005)
     return Boundaries(monkeypatch)
 
 
@@ -935,7 +937,7 @@ KINDS = ["refused", "waited"]
 def test_a_client_that_dies_while_it_brings_a_checkpoint_over_is_gone_on_from(
     boundaries: Boundaries, apart: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(relay, "LEASE", 2.0)
+    monkeypatch.setattr(remote_inputs, "LEASE", 2.0)
     deaths(boundaries, tmp_path / "deaths", "resumed", count)
 
 
@@ -997,5 +999,5 @@ def meetings(boundaries: Boundaries, folder: Path, kind: str, most: int, *, stal
 def test_two_clients_at_once_start_one_job(
     boundaries: Boundaries, tmp_path: Path, kind: str, stalls: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moves, "LEASE", 0.02 if stalls else 60.0)
+    monkeypatch.setattr(handover, "LEASE", 0.02 if stalls else 60.0)
     meetings(boundaries, tmp_path / "meetings", kind, count, stalls=stalls)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudtrain.follow import Follower, Line, Stream, Want, attempt_key, parse
-from cloudtrain.provider import LogLine
+from cloudtrain.provider_api.protocol import LogLine
+from cloudtrain.runs.log_order import Follower, Line, Stream, Want, attempt_key, parse
 
 FOREVER = 1000.0
 

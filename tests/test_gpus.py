@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.vertex.identity import Identity
+from worlds.vertex.wire import Answer, Call, Fault, Wire
 
-from cloudtrain import catalog, cli, prices
+from cloudtrain import cli
 from cloudtrain.errors import SpecError
-from cloudtrain.testing.vertex.identity import Identity
-from cloudtrain.testing.vertex.wire import Answer, Call, Fault, Wire
+from cloudtrain.provider_api import catalog, prices
 
 Told = tuple[int, Any, str]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.values import toml_loads
+from cloudtrain.validate import toml_loads
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cloudtrain"

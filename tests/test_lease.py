@@ -12,8 +12,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cloudtrain.errors import StorageError
-from cloudtrain.lease import FOLDER, MARK, Deleting, announce, withdraw
-from cloudtrain.transfer import Entry, Files, LocalFiles, files
+from cloudtrain.storage.files import Entry, Files, LocalFiles, files
+from cloudtrain.storage.lease import FOLDER, MARK, Deleting, announce, withdraw
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from cloudtrain import cli, listing
+from cloudtrain import cli
 from cloudtrain.errors import NotFoundError, SpecError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.listing import Wanted, list_page, list_runs
-from cloudtrain.store import Store
-from cloudtrain.transfer import Moving, parallel
-from cloudtrain.verdict import iso_time
+from cloudtrain.job.job import Job
+from cloudtrain.runs import listing
+from cloudtrain.runs.listing import Wanted, list_page, list_runs
+from cloudtrain.runs.outcome import iso_time
+from cloudtrain.storage.files import Moving, parallel
+from cloudtrain.store.store import Store
 
 T0 = 1_700_000_000.0
 RUNS = 10_000

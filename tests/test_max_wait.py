@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cloudtrain.max_wait import AGAIN_SECONDS, MaxWait
-from cloudtrain.provider import AttemptInfo, Request, Status
-from cloudtrain.store import Store
+from cloudtrain.provider_api.protocol import AttemptInfo, Request, Status
+from cloudtrain.runs.max_wait import AGAIN_SECONDS, MaxWait
+from cloudtrain.store.store import Store
 
 T0 = 1_700_000_000.0
 LIMIT = 600

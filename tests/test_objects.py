@@ -25,14 +25,14 @@ from faulty import FAULTS, FaultyS3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import AZURITE_ACCOUNT, AZURITE_KEY, azurite, free_port, required, served
+from worlds.azureml.wire import Answer, Wire
 
-from cloudtrain import filesystem, objects, remote
-from cloudtrain.access import Unproven, find_access
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
-from cloudtrain.faults import Retries
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.testing.azureml.wire import Answer, Wire
-from cloudtrain.transfer import Moving, files, parallel
+from cloudtrain.storage import fsspec_backend, obstore_backend, remote
+from cloudtrain.storage.errors import Retries
+from cloudtrain.storage.files import Moving, files, parallel
+from cloudtrain.storage.obstore_config import Unproven, find_access
+from cloudtrain.storage.remote import RemoteFiles
 
 pytestmark = pytest.mark.remote
 
@@ -58,11 +58,11 @@ def s3(wire: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fault
     words |= {"CONFIG_FILE": str(tmp_path / "none"), "SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
     for name, value in words.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(objects, "PIECE", 1 << 15)
-    monkeypatch.setattr(objects, "CHUNK", 1 << 13)
-    monkeypatch.setattr(objects, "AT_ONCE", 1 << 13)
+    monkeypatch.setattr(obstore_backend, "PIECE", 1 << 15)
+    monkeypatch.setattr(obstore_backend, "CHUNK", 1 << 13)
+    monkeypatch.setattr(obstore_backend, "AT_ONCE", 1 << 13)
     monkeypatch.setattr(remote, "SMALL", 1 << 12)
-    monkeypatch.setattr(filesystem, "SMALL", -1)
+    monkeypatch.setattr(fsspec_backend, "SMALL", -1)
     wire.clear()
     wire.only_below = ""
     return wire
@@ -209,14 +209,14 @@ def test_a_range_that_fails_after_its_last_byte_is_whole(
     s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3.put("store/key", data := os.urandom(100_000))
-    pour, cut = objects.ObstoreMover._pour, iter([True])
+    pour, cut = obstore_backend.ObstoreMover._pour, iter([True])
 
     def poured(*args: Any, **words: Any) -> None:
         pour(*args, **words)
         if next(cut, False):
             raise ConnectionError("cut")
 
-    monkeypatch.setattr(objects.ObstoreMover, "_pour", poured)
+    monkeypatch.setattr(obstore_backend.ObstoreMover, "_pour", poured)
     reach().download("key", tmp_path / "x", size=100_000)
     assert (tmp_path / "x").read_bytes() == data
 
@@ -274,7 +274,7 @@ def test_an_upload_whose_last_answer_was_lost_is_sent_again(s3: FaultyS3, tmp_pa
 
 
 def test_a_body_may_take_long_and_an_answer_may_not(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "SILENCE", timedelta(seconds=0.3))
+    monkeypatch.setattr(obstore_backend, "SILENCE", timedelta(seconds=0.3))
     tree = reach(tries=1)
     s3.faults = ["late", "late"]
     tree.write("code", b"0" * 10_000)
@@ -318,7 +318,7 @@ def test_fifty_race_for_a_name_and_one_wins(s3: FaultyS3) -> None:
 
 
 def run(code: str, *args: str, seconds: float = 60) -> str:
-    words = "import os, signal, sys, threading, time\nfrom cloudtrain.transfer import files, Moving, parallel\n"
+    words = "import os, signal, sys, threading, time\nfrom cloudtrain.storage.files import files, Moving, parallel\n"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", words + code, *args], capture_output=True, text=True, timeout=seconds
     )
@@ -714,13 +714,13 @@ def test_what_kept_a_request_from_being_signed_is_told_of_it_alone() -> None:
             raise failures.pop()
         return {}
 
-    keys = objects._Keys(ask)
+    keys = obstore_backend._Keys(ask)
     with pytest.raises(ConnectionError):
         keys()
     keys()
-    assert objects._refusal(UnauthenticatedError("no keys"), keys.failure) is keys.failure
+    assert obstore_backend._refusal(UnauthenticatedError("no keys"), keys.failure) is keys.failure
     answered = UnauthenticatedError("HTTP error: status code: 401 Unauthorized: <Code>Expired</Code>")
-    assert "401 Expired" in str(objects._refusal(answered, keys.failure))
+    assert "401 Expired" in str(obstore_backend._refusal(answered, keys.failure))
 
 
 # ---------------------------------------------------------------------------------------------------------------- Azure

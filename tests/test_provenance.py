@@ -19,20 +19,20 @@ from foldercloud import NAME, install
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import Plans
+from worlds.sagemaker.questions import Questions
+from worlds.sagemaker.strict import broken_rules, model_errors
+from worlds.sagemaker.wire import Wire
 
-from cloudtrain import provenance
 from cloudtrain.errors import ConflictError, SpecError
 from cloudtrain.estimator import Estimator
-from cloudtrain.job import Job
-from cloudtrain.provenance import asked, digest_of, origin_of
-from cloudtrain.provider import Layout, Request
-from cloudtrain.providers.azureml.account import named
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import make_plan
-from cloudtrain.testing.sagemaker.questions import Questions
-from cloudtrain.testing.sagemaker.strict import broken_rules, model_errors
-from cloudtrain.testing.sagemaker.wire import Wire
+from cloudtrain.job import provenance
+from cloudtrain.job.job import Job
+from cloudtrain.job.provenance import asked, digest_of, origin_of
+from cloudtrain.provider_api.protocol import Layout, Request
+from cloudtrain.providers.azureml.api import named
+from cloudtrain.runs.submit import make_plan
+from cloudtrain.settings.settings import Settings
+from cloudtrain.store.store import Store
 
 SHA = "c0ffee" + "0" * 34
 GITHUB = {

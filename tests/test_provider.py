@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.errors import NotFoundError, SpecError, UnsupportedError
-from cloudtrain.job import Input, Job
-from cloudtrain.options import merge_options
-from cloudtrain.provider import (
+from cloudtrain.job.job import Input, Job
+from cloudtrain.job.options import merge_options
+from cloudtrain.provider_api.protocol import (
     PROTOCOL,
     Layout,
     LayoutInput,
@@ -279,7 +279,7 @@ def entry_point(folder: Path, name: str, target: str) -> None:
 
 def ask(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", f"from cloudtrain.provider import *; {code}"],
+        [sys.executable, "-c", f"from cloudtrain.provider_api.protocol import *; {code}"],
         env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from test_run import RUNNING, SUCCEEDED, T0, ClientRetried, World, failed
 
-from cloudtrain import pull as pull_module
 from cloudtrain.errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
-from cloudtrain.pull import PullReport, parts, pull
+from cloudtrain.runs import pull as pull_module
+from cloudtrain.runs.pull import PullReport, parts, pull
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from cloudtrain import pull
-from cloudtrain.store import Store
+from cloudtrain.store.store import Store
 pull._SAVED = 0.0
 left = [int(sys.argv[3])]
 def progress(key, more):

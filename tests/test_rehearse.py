@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 from jobs import Done, Jobs
 
-from cloudtrain.engine.drills import Drill, Drills
-from cloudtrain.engine.places import place_of
-from cloudtrain.engine.sync import NodeFolders
+from cloudtrain.engine.fault_injection import Drill, Drills
+from cloudtrain.engine.node_folders import NodeFolders
+from cloudtrain.engine.rehearse import plan_rehearsal
+from cloudtrain.engine.supervisor import Supervisor, _Mounts
+from cloudtrain.engine.url_map import place_of
 from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.estimator import Estimator
-from cloudtrain.job import Job
-from cloudtrain.provider import Mount, NodeSpec, Rules, Simulation, find_provider, provider_names
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Mount, NodeSpec, Rules, Simulation, find_provider, provider_names
 from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
-from cloudtrain.rehearse import plan_rehearsal
-from cloudtrain.settings import Settings
-from cloudtrain.submit import Plan, make_plan
-from cloudtrain.supervisor import Supervisor, _Mounts
+from cloudtrain.runs.submit import Plan, make_plan
+from cloudtrain.settings.settings import Settings
 
 CLOUDS = ("azureml", "sagemaker", "vertex")
 
@@ -322,7 +322,7 @@ def test_it_begins_again_as_often_as_the_platform_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, starts: int
 ) -> None:
     supervisor, rules = supervised(Site(tmp_path, target))
-    monkeypatch.setattr("cloudtrain.supervisor.RESTART_SECONDS", 0.0)
+    monkeypatch.setattr("cloudtrain.engine.supervisor.RESTART_SECONDS", 0.0)
     simulation = supervisor.provider.nodes(supervisor.request)
 
     class Taken:
@@ -347,8 +347,8 @@ def test_it_begins_again_as_often_as_the_platform_does(
         def signal(self, name: str) -> None:
             self.told = name == rules.stop_signal
 
-    monkeypatch.setattr("cloudtrain.supervisor.SIGNAL_SECONDS", 0.0)
-    monkeypatch.setattr("cloudtrain.supervisor.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("cloudtrain.engine.supervisor.SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr("cloudtrain.engine.supervisor.POLL_SECONDS", 0.0)
     supervisor.engine = Taken()  # type: ignore[assignment]
     mounts = _Mounts(folder=supervisor.folder, store=supervisor.store, run_id="r")
     state, category, reason = supervisor._attempt(supervisor.request, simulation, mounts)
@@ -372,7 +372,7 @@ def test_nothing_is_mounted_for_a_start_that_its_store_fails(tmp_path: Path, mon
 
     supervisor.engine = Ready()  # type: ignore[assignment]
     monkeypatch.setattr(supervisor.store, "direct", gone)
-    monkeypatch.setattr("cloudtrain.supervisor.MountedFolders", lambda folder: pytest.fail("it is mounted"))
+    monkeypatch.setattr("cloudtrain.engine.supervisor.MountedFolders", lambda folder: pytest.fail("it is mounted"))
     mounts = _Mounts(folder=supervisor.folder, store=supervisor.store, run_id="r")
     with pytest.raises(StorageError, match="the store is gone"):
         supervisor._start("0.0", simulation, mounts)

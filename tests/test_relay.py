@@ -21,15 +21,16 @@ from faulty import FaultyS3
 from servers import Web
 from trials import SEED, TRIALS
 
-from cloudtrain import lease, relay, remote
 from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout
-from cloudtrain.relay import LEASE, Left, _Room, bring
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.store import Store
-from cloudtrain.transfer import Entry, Moving, files, parallel
-from cloudtrain.values import without_secrets
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.storage import lease, remote
+from cloudtrain.storage.files import Entry, Moving, files, parallel
+from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.store import remote_inputs
+from cloudtrain.store.remote_inputs import LEASE, Left, _Room, bring
+from cloudtrain.store.store import Store
+from cloudtrain.validate import without_secrets
 
 pytestmark = [
     pytest.mark.remote,
@@ -377,10 +378,10 @@ def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str, mov
 CLIENT = """
 import json, sys, time
 from cloudtrain import remote
-from cloudtrain.provider import Layout
-from cloudtrain.relay import bring
-from cloudtrain.store import Store
-from cloudtrain.transfer import Moving
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.store.remote_inputs import bring
+from cloudtrain.store.store import Store
+from cloudtrain.storage.files import Moving
 remote.PIECE = 65536
 given = json.loads(sys.argv[1])
 store = Store(given["store"], moving=Moving(mover=sys.argv[2], concurrency=2))
@@ -478,7 +479,7 @@ class Slow:
 def test_who_comes_back_after_its_lease_was_taken_over_leaves_the_other_s_copy_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "LEASE", 0.4)
+    monkeypatch.setattr(remote_inputs, "LEASE", 0.4)
     address, url = "a" * 64, f"file://{tmp_path}/store"
     old, new = Slow(b"old-old-", "1"), Slow(b"NEW+NEW+", "2")
     new.goes_on.set()
@@ -486,7 +487,7 @@ def test_who_comes_back_after_its_lease_was_taken_over_leaves_the_other_s_copy_a
 
     def suspended() -> None:
         try:
-            relay.Copy(Store(url), "first", address, old, None, lambda _: None).run()
+            remote_inputs.Copy(Store(url), "first", address, old, None, lambda _: None).run()
         except StorageError as exc:
             failed.append(exc)
 
@@ -495,7 +496,7 @@ def test_who_comes_back_after_its_lease_was_taken_over_leaves_the_other_s_copy_a
         thread = threading.Thread(target=suspended)
         thread.start()
         assert old.begun.wait(30)
-    assert relay.Copy(Store(url), "second", address, new, None, lambda _: None).run() == 8
+    assert remote_inputs.Copy(Store(url), "second", address, new, None, lambda _: None).run() == 8
     old.goes_on.set()
     thread.join(30)
     assert len(failed) == 1

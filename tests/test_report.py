@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from test_run import PENDING, ROOT_CAUSE, RUNNING, SUCCEEDED, T0, World, failed, failure
 
 from cloudtrain import cli
-from cloudtrain import seen as seen_module
-from cloudtrain.curves import curves, decades, means, number, spread, ticks
 from cloudtrain.errors import NotFoundError, SpecError
-from cloudtrain.markup import COLUMNS, HEIGHT, LEFT, WIDTH, quantity, short, size, tag
-from cloudtrain.provider import AttemptInfo, Status
-from cloudtrain.report import HIDDEN, report, shareable
-from cloudtrain.run import Run
-from cloudtrain.seen import Seen
-from cloudtrain.store import Store
-from cloudtrain.transfer import files
+from cloudtrain.provider_api.protocol import AttemptInfo, Status
+from cloudtrain.report.curves import curves, decades, means, number, spread, ticks
+from cloudtrain.report.markup import COLUMNS, HEIGHT, LEFT, WIDTH, quantity, short, size, tag
+from cloudtrain.report.report import HIDDEN, report, shareable
+from cloudtrain.runs import live_data as seen_module
+from cloudtrain.runs.live_data import Seen
+from cloudtrain.runs.run import Run
+from cloudtrain.storage.files import files
+from cloudtrain.store.store import Store
 
 CANARY = "<script>alert('ran')</script><img src=x onerror=alert(1)>\"' --></title></style></svg></pre>&amp;"
 VOID = {"meta"}

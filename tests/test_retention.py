@@ -14,17 +14,17 @@ from fsspec.implementations.memory import MemoryFileSystem
 from servers import race
 
 from cloudtrain import cli
-from cloudtrain import submit as submit_module
-from cloudtrain.disk import TEMP
 from cloudtrain.errors import ConflictError, NotFoundError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.lease import FOLDER, MARK
-from cloudtrain.listing import list_runs
-from cloudtrain.retention import ANNOUNCED, Collected, collect, collect_at
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import Plan, make_plan, submit
-from cloudtrain.transfer import Moving, files
+from cloudtrain.job.job import Job
+from cloudtrain.runs import submit as submit_module
+from cloudtrain.runs.listing import list_runs
+from cloudtrain.runs.submit import Plan, make_plan, submit
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.files import Moving, files
+from cloudtrain.storage.lease import FOLDER, MARK
+from cloudtrain.storage.local_disk import TEMP
+from cloudtrain.store.gc import ANNOUNCED, Collected, collect, collect_at
+from cloudtrain.store.store import Store
 
 CODE, OLD_CODE, RUNTIME, OLD_RUNTIME, DATA, OLD_DATA, HALF = (f"{number:064x}" for number in range(7))
 DAY = 86400
@@ -334,8 +334,8 @@ def test_a_run_that_was_collected_leaves_the_list_with_its_marks_of_folders(
 _RACER = """
 import random, time
 from cloudtrain.errors import StorageError
-from cloudtrain.retention import collect
-from cloudtrain.store import Store
+from cloudtrain.store.gc import collect
+from cloudtrain.store.store import Store
 store, number = Store(sys.argv[1]), int(sys.argv[2])
 dice, missing = random.Random(number), []
 ready()

@@ -22,11 +22,11 @@ from fleet import Fleet, Ranks
 
 from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.estimator import Estimator
-from cloudtrain.follow import Line
-from cloudtrain.provider import LogLine, LogPage, find_provider
-from cloudtrain.run import Run
+from cloudtrain.provider_api.protocol import LogLine, LogPage, find_provider
+from cloudtrain.runs.log_order import Line
+from cloudtrain.runs.run import Run
 from cloudtrain.runtime.link import Link
-from cloudtrain.transfer import LocalFiles
+from cloudtrain.storage.files import LocalFiles
 
 pytestmark = pytest.mark.filterwarnings("error")
 

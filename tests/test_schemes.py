@@ -36,13 +36,13 @@ from hub import Hub, served_hub
 from jobs import Done, Jobs
 
 from cloudtrain.errors import AuthError, CloudtrainError, SpecError, StorageError
-from cloudtrain.faults import Retries
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout
-from cloudtrain.relay import bring
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.store import Staged, Store
-from cloudtrain.transfer import Files, Moving, files, parallel
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.storage.errors import Retries
+from cloudtrain.storage.files import Files, Moving, files, parallel
+from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.store.remote_inputs import bring
+from cloudtrain.store.store import Staged, Store
 
 pytestmark = pytest.mark.remote
 

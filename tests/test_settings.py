@@ -14,9 +14,9 @@ from foldercloud import NAME, install
 
 from cloudtrain.cli import main
 from cloudtrain.errors import NotFoundError, SpecError
-from cloudtrain.settings import FILE, Settings
-from cloudtrain.transfer import Moving
-from cloudtrain.values import toml_loads
+from cloudtrain.settings.settings import FILE, Settings
+from cloudtrain.storage.files import Moving
+from cloudtrain.validate import toml_loads
 
 
 def load(folder: Path, toml: str | None = None, environ: dict[str, str] | None = None, **rest: Any) -> Settings:

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 from servers import ATTEMPT_RACER, free_port, race
+from worlds.vertex.gcs import Gcs
 
 from cloudtrain.errors import AuthError, DigestError, StorageError
-from cloudtrain.faults import Retries, classify
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout, Request
-from cloudtrain.pull import pull
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.store import Staged, Store
-from cloudtrain.testing.vertex.gcs import Gcs
-from cloudtrain.transfer import Files, Moving, files, parallel
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout, Request
+from cloudtrain.runs.pull import pull
+from cloudtrain.storage.errors import Retries, classify
+from cloudtrain.storage.files import Files, Moving, files, parallel
+from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.store.store import Staged, Store
 
 pytestmark = [
     pytest.mark.remote,

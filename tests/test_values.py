@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from cloudtrain.values import family, step_of, training_states, unix_seconds, unversioned, without_secrets
+from cloudtrain.validate import family, step_of, training_states, unix_seconds, unversioned, without_secrets
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,9 @@ from test_run import PENDING, RUNNING, SUCCEEDED, T0, World, failed, failure, nu
 from cloudtrain import cli
 from cloudtrain.cli.watch import DOTS, Measured, Picture, Watch, braille, fair, follow, on_terminal, ramp, screen
 from cloudtrain.errors import LostContactError, StorageError
-from cloudtrain.follow import Line
-from cloudtrain.provider import AttemptInfo, Status
-from cloudtrain.seen import Node
+from cloudtrain.provider_api.protocol import AttemptInfo, Status
+from cloudtrain.runs.live_data import Node
+from cloudtrain.runs.log_order import Line
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 

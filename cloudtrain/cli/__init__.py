@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from .screen import ReaderGone, Screen, plain
+from .output import ReaderGone, Screen, plain
 
 if TYPE_CHECKING:
     from cyclopts import App
@@ -25,12 +25,12 @@ __all__ = ["main", "make_app", "parse"]
 #: Verb -> (module and function, what it does, how it is called).
 VERBS: dict[str, tuple[str, str, str]] = {
     "submit": (
-        "send:submit",
+        "submit:submit",
         "Send a job, follow its logs and exit by its outcome.",
         "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
     ),
     "plan": (
-        "send:plan",
+        "submit:plan",
         "Show exactly what submit would send; no network.",
         "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
     ),
@@ -39,21 +39,21 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "Run a job here as another platform would start it, with drills.",
         "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
     ),
-    "status": ("verbs:status", "Say how a run is doing.", "[RUN...] [OPTIONS]"),
-    "logs": ("verbs:logs", "Print a run's log lines; -f follows them.", "RUN [OPTIONS]"),
-    "watch": ("views:watch", "Watch a run live: state, nodes, loss, last lines.", "RUN [OPTIONS]"),
-    "report": ("views:report", "Write one HTML page about a run, that opens offline.", "RUN... [OPTIONS]"),
-    "wait": ("verbs:wait", "Wait for a run and exit by its outcome.", "RUN [OPTIONS]"),
-    "pull": ("verbs:pull", "Copy a run's results to this machine.", "RUN [DIR] [OPTIONS]"),
-    "cancel": ("verbs:cancel", "Stop a run.", "RUN... [OPTIONS]"),
+    "status": ("runs:status", "Say how a run is doing.", "[RUN...] [OPTIONS]"),
+    "logs": ("runs:logs", "Print a run's log lines; -f follows them.", "RUN [OPTIONS]"),
+    "watch": ("report:watch", "Watch a run live: state, nodes, loss, last lines.", "RUN [OPTIONS]"),
+    "report": ("report:report", "Write one HTML page about a run, that opens offline.", "RUN... [OPTIONS]"),
+    "wait": ("runs:wait", "Wait for a run and exit by its outcome.", "RUN [OPTIONS]"),
+    "pull": ("runs:pull", "Copy a run's results to this machine.", "RUN [DIR] [OPTIONS]"),
+    "cancel": ("runs:cancel", "Stop a run.", "RUN... [OPTIONS]"),
     "reconcile": (
-        "verbs:reconcile",
+        "runs:reconcile",
         "Do once what a waiting client does: retry, act on max_wait, close.",
         "[RUN] [OPTIONS]",
     ),
-    "list": ("verbs:list_runs", "List the runs of a store.", "[OPTIONS]"),
+    "list": ("runs:list_runs", "List the runs of a store.", "[OPTIONS]"),
     "gpus": ("gpus:gpus", "Find machines with GPUs, and what they cost.", "[PATTERN] [OPTIONS]"),
-    "gc": ("verbs:gc", "Find, and remove, what no run of a store needs.", "[OPTIONS]"),
+    "gc": ("runs:gc", "Find, and remove, what no run of a store needs.", "[OPTIONS]"),
     "init": (
         "init:init",
         "Write cloudtrain.toml, job.toml and .cloudtrainignore, and check them.",
@@ -66,7 +66,7 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "config": ("config:config", "Show every setting and where it comes from.", "[KEY] [OPTIONS]"),
     "schema": ("config:schema", "Print the JSON schema of a file, or of what a verb prints.", "[NAME]"),
-    "completion": ("complete:completion", "Print a shell's completion: bash, zsh or fish.", "SHELL"),
+    "completion": ("completion:completion", "Print a shell's completion: bash, zsh or fish.", "SHELL"),
 }
 ALSO = {"ls": "list", "ps": "list"}
 """Second names of verbs, which no help shows."""
@@ -143,7 +143,7 @@ def parse(tokens: Sequence[str], args: list[str] | None, screen: Screen) -> part
     from cyclopts import CycloptsError
 
     from ..errors import SpecError
-    from .tables import undot
+    from .key_value import undot
 
     tokens = _verb_first(list(tokens))
     asks = bool({"--help", "-h"} & set(tokens))
@@ -195,7 +195,7 @@ def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | 
 
     from ..errors import SpecError
     from .advice import SCRIPT_VERBS, about_flag
-    from .tables import first_spelling
+    from .key_value import first_spelling
 
     verb = tokens[0]
     if isinstance(exc, UnknownOptionError):
@@ -222,7 +222,7 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
     """Run it; every failure becomes one line on stderr and, with --json, the one object on stdout."""
     wants_json = any(t == "--json" or t.startswith("--json=") for t in tokens)
     try:
-        from ..faults import watched
+        from ..storage.errors import watched
 
         with watched(screen.passing):
             code = parse(tokens, args, screen)()

@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import NotFoundError
-from ..values import did_you_mean
-from . import show
-from .screen import Screen
-from .send import Provider, Set, settings_pairs
-from .verbs import Json, Ours
-from .where import HERE, At
+from ..validate import did_you_mean
+from . import format
+from .common_flags import HERE, At
+from .output import Screen
+from .runs import Json, Ours
+from .submit import Provider, Set, settings_pairs
 
 __all__ = ["config", "schema"]
 
@@ -45,7 +45,7 @@ def config(
     if key is not None:
         screen.data(_text(rows[0]["value"]))
         return 0
-    screen.data(show.table([{**row, "value": _text(row["value"])} for row in rows], ("key", "value", "source")))
+    screen.data(format.table([{**row, "value": _text(row["value"])} for row in rows], ("key", "value", "source")))
     of = f", profile {found.profile}" if found.profile else ""
     others = [name for name in found.profiles if name != found.profile]
     screen.talk(f"read {found.file}{of}" if found.file else "no file of settings here or above")
@@ -61,8 +61,8 @@ def schema(
     screen: Ours[Screen],
 ) -> int:
     """The JSON schema of a job file, of the settings, or of what a verb prints; without a name, which there are."""
-    from ..schema import names
-    from ..schema import schema as schema_of
+    from ..settings.schema import names
+    from ..settings.schema import schema as schema_of
 
     if name is None:
         for known in names():

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ..checks import gravest
 from ..errors import AuthError, LostContactError, NotFoundError, SpecError
-from ..provider import provider_names
-from . import show
+from ..provider_api.checks import gravest
+from ..provider_api.protocol import provider_names
+from . import format
+from .common_flags import HERE, At, Where, stoppable
 from .flags import JobFlags, given_flags, job_of
-from .screen import Screen
-from .send import Provider, RunId, Set, say_limits, say_price, settings_pairs
-from .verbs import Json, Ours, left, stopped
-from .where import HERE, At, Where, stoppable
+from .output import Screen
+from .runs import Json, Ours, left, stopped
+from .submit import Provider, RunId, Set, say_limits, say_price, settings_pairs
 
 if TYPE_CHECKING:
-    from ..checks import Check
-    from ..doctor import Doctor, Grace, Place
-    from ..run import Run
-    from ..settings import Settings
-    from ..submit import Plan
+    from ..doctor.doctor import Doctor, Grace, Place
+    from ..provider_api.checks import Check
+    from ..runs.run import Run
+    from ..runs.submit import Plan
+    from ..settings.settings import Settings
 
 __all__ = ["doctor", "looked"]
 
@@ -73,7 +73,7 @@ def doctor(
         if name in fields:
             raise SpecError("the doctor has a script of its own; leave it out", field=name)
     if on_nodes:
-        from ..fallback import only_first
+        from ..runs.fallback import only_first
 
         chosen, others = only_first(at.settings(overrides=given, cwd=cwd, provider=provider))
         if others:
@@ -83,7 +83,7 @@ def doctor(
         raise SpecError("only --job has nodes whose grace could be measured", field="measure_grace")
     if run_id is not None:
         raise SpecError("only --job starts a run", field="run_id")
-    from ..doctor import Doctor
+    from ..doctor.doctor import Doctor
 
     where: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
     looking = Doctor(**where, fields=fields, cwd=cwd, job=job)
@@ -156,9 +156,9 @@ def _on_nodes(
     screen: Screen,
 ) -> int:
     """Send the job by the way of every other, wait for it, and say what it found."""
-    from ..doctor import Grace, prepared
-    from ..retry import Retry
-    from ..submit import submit
+    from ..doctor.doctor import Grace, prepared
+    from ..runs.retry import Retry
+    from ..runs.submit import submit
 
     with prepared(chosen, fields, run_id=run_id, cwd=cwd, grace=measure) as planned:
         screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
@@ -168,24 +168,24 @@ def _on_nodes(
             screen.talk(f"note: {note}")
         with stoppable():
             run = submit(planned, environ=os.environ, progress=screen.talk)
-            screen.talk(show.sent(planned.run_id, planned.provider_name, run.url, run.staged))
+            screen.talk(format.sent(planned.run_id, planned.provider_name, run.url, run.staged))
             grace = Grace(run) if measure else None
             try:
-                result = run.wait(on_line=grace, on_status=show.Changes(screen.talk), retry=Retry(run, screen.talk))
+                result = run.wait(on_line=grace, on_status=format.Changes(screen.talk), retry=Retry(run, screen.talk))
             except KeyboardInterrupt:
                 return stopped(run, run.run_id, at, "detach", json, screen)
             except (AuthError, LostContactError) as exc:
                 raise left(exc, run, run.run_id, at, screen) from None
     code = 0 if grace is not None and grace.asked and result["state"] == "cancelled" else int(result["exit_code"])
     if code:
-        screen.talk(show.outcome(result))
+        screen.talk(format.outcome(result))
     found, wrong = _found(planned, run, grace, must=code == 0)
     code = code or (EXIT_UNLIKE if wrong else 0)
     if json:
         told = {name: result[name] for name in ("state", "category", "reason")}
         screen.emit({**screen.about, **told, "report": found, "problems": wrong, "exit_code": code})
     elif found is not None:
-        from ..preflight import table
+        from ..doctor.node_check import table
 
         screen.data(table(found))
     for line in wrong:
@@ -198,7 +198,7 @@ def _on_nodes(
 def _found(planned: Plan, run: Run, grace: Grace | None, *, must: bool) -> tuple[dict[str, Any] | None, list[str]]:
     """The job's report and what is wrong with it, a line each. Without a report None, or an error if there ``must`` be
     one."""
-    from ..doctor import expected_gpus, judged
+    from ..doctor.doctor import expected_gpus, judged
 
     newest = max(run.store.attempts(run.run_id), default=0)  # which may have another GPU of the list
     request = run.store.attempt_request(run.run_id, newest) or planned.request

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import NotFoundError, SpecError, StorageError
-from ..job import FLAT_FIELDS, Job, Resources, Source, anchored
-from ..values import json_loads, toml_loads
+from ..job.job import FLAT_FIELDS, Job, Resources, Source, anchored
+from ..validate import json_loads, toml_loads
+from .key_value import merge, pairs, tree
 from .layout import GROUP
-from .tables import merge, pairs, tree
 
 __all__ = ["JobFlags", "flag_names", "job_of"]
 
@@ -130,7 +130,7 @@ def job_of(script: str | None, module: str | None, flags: JobFlags, args: list[s
     try:
         return Job.from_dict(fields)
     except SpecError as exc:
-        from ..schema import described
+        from ..settings.schema import described
 
         raise described(exc) from None
 
@@ -168,7 +168,7 @@ def _number(text: str, kind: type[int] | type[float]) -> int | float | str:
 
 def _refuse_settings(data: Mapping[str, Any], script: str) -> None:
     """Raise `SpecError` for a setting in a job file: a job says nothing about an account."""
-    from ..settings import setting_hint
+    from ..settings.settings import setting_hint
 
     for key in data.keys() - FLAT_FIELDS.keys() - {"source", "resources"}:
         if hint := setting_hint(key, data[key]):

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from .. import catalog
 from ..errors import CloudtrainError, NotFoundError, SpecError
-from ..job import Gpu
-from ..provider import find_provider, provider_names, suggested_provider
-from ..values import did_you_mean
-from . import show
-from .screen import Screen
-from .send import Set, settings_pairs
-from .verbs import Json, Ours
-from .where import HERE, At
+from ..job.job import Gpu
+from ..provider_api import catalog
+from ..provider_api.protocol import find_provider, provider_names, suggested_provider
+from ..validate import did_you_mean
+from . import format
+from .common_flags import HERE, At
+from .output import Screen
+from .runs import Json, Ours
+from .submit import Set, settings_pairs
 
 if TYPE_CHECKING:
-    from ..catalog import Machine, Price
-    from ..settings import Settings
+    from ..provider_api.catalog import Machine, Price
+    from ..settings.settings import Settings
 
 __all__ = ["gpus"]
 
@@ -103,7 +103,7 @@ def gpus(
                 screen.talk(f"{more} machines without a known price are left out (--all)")
             rows = priced
         if rows:
-            screen.data(show.table([_shown(row) for row in rows], COLUMNS))
+            screen.data(format.table([_shown(row) for row in rows], COLUMNS))
     _say(rows, screen)
     return 0
 
@@ -236,7 +236,7 @@ def _with_prices() -> tuple[str, ...]:
 
 
 def _read(settings: Settings, name: str, region: str | None) -> dict[str, Any]:
-    from ..prices import check_region, save_list
+    from ..provider_api.prices import check_region, save_list
 
     made = _made(settings, name)
     where = region or catalog.region_of(made.settings)

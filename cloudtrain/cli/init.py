@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import SpecError
-from ..job import Job
-from ..needs import assignment, find_missing
-from ..provider import find_provider, needs_of, provider_names
-from ..settings import FILE, Settings
-from ..values import did_you_mean, url_scheme
+from ..job.job import Job
+from ..provider_api.protocol import find_provider, needs_of, provider_names
+from ..settings.needs import assignment, find_missing
+from ..settings.settings import FILE, Settings
+from ..validate import did_you_mean, url_scheme
+from .common_flags import HERE, At, Where
 from .doctor import looked
-from .screen import Screen
-from .send import Provider, Set, settings_pairs
-from .verbs import Json, Ours
-from .where import HERE, At, Where
+from .output import Screen
+from .runs import Json, Ours
+from .submit import Provider, Set, settings_pairs
 
 if TYPE_CHECKING:
-    from ..checks import Check
+    from ..provider_api.checks import Check
 
 __all__ = ["init"]
 
@@ -185,7 +185,7 @@ def _examined(
     screen: Screen | None,
 ) -> tuple[list[str], list[Check]]:
     """Return what is still missing, and what the doctor finds; the job is looked at once its script is there."""
-    from ..doctor import Doctor
+    from ..doctor.doctor import Doctor
 
     there = (cwd / str(job.source.entry_point)).exists()
     own: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}

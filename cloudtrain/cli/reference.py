@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import NotFoundError, SpecError
-from ..settings import Settings
-from ..values import url_scheme
+from ..settings.settings import Settings
+from ..validate import url_scheme
 from . import NEWEST
-from .where import Where
+from .common_flags import Where
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..runs.run import Run
 
 __all__ = ["LAST", "find_run", "is_place"]
 
@@ -45,7 +45,7 @@ def is_place(word: str) -> bool:
 
 
 def _open(word: str, settings: Settings) -> Run:
-    from ..run import open_run
+    from ..runs.run import open_run
 
     place = settings.store if url_scheme(word) else settings.resolved()
     return open_run(settings.resolved(word), store_url=place, cwd=Path.cwd(), settings=settings)
@@ -53,7 +53,7 @@ def _open(word: str, settings: Settings) -> Run:
 
 def _meant(word: str, settings: Settings) -> str:
     """Return the id of the run that ``word``, which is no id of one, stands for; empty if it stands for none."""
-    from ..listing import run_ids
+    from ..runs.listing import run_ids
 
     if word == LAST:
         return _newest(settings)
@@ -66,7 +66,7 @@ def _meant(word: str, settings: Settings) -> str:
 
 
 def _newest(settings: Settings) -> str:
-    from ..listing import newest_run
+    from ..runs.listing import newest_run
 
     place = settings.resolved()
     found = newest_run(place, settings)

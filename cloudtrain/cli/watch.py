@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import Checkpoint
-from ..curves import Curve, curves, is_log, spread
 from ..errors import CloudtrainError
-from ..follow import Line, attempt_key, line_label
-from ..markup import quantity
-from ..provider import AttemptInfo, Status
-from ..pull import EVERY
-from ..run import Run
-from ..seen import Node, Seen, plain
-from ..summary import plural
-from ..values import duration
-from ..verdict import first_line, shown, status_of
-from . import show
+from ..provider_api.protocol import AttemptInfo, Status
+from ..report.curves import Curve, curves, is_log, spread
+from ..report.markup import quantity
+from ..runs.live_data import Node, Seen, plain
+from ..runs.log_order import Line, attempt_key, line_label
+from ..runs.outcome import first_line, shown, status_of
+from ..runs.pull import EVERY
+from ..runs.run import Run
+from ..runs.summary import plural
+from ..store.checkpoint import Checkpoint
+from ..validate import duration
+from . import format
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -490,7 +490,7 @@ class _Told:
     """What has been said of the run so far."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._state = say, show.Changes(lambda text: say(plain(text)))
+        self._say, self._state = say, format.Changes(lambda text: say(plain(text)))
         self._attempts: set[str] = set()
         self._cancelling = False
         self._waiting = ""
@@ -529,4 +529,4 @@ class _Told:
         if picture.measured.newest != self._step:
             self._tell_step(picture)
         result = picture.result or {}
-        self._say(plain(show.state_line({**result, "reason": ""})))
+        self._say(plain(format.state_line({**result, "reason": ""})))

@@ -13,8 +13,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ..errors import SpecError
-from ..job import Input
-from ..values import choice_of, did_you_mean, parse_duration, table_of, text_of, url_scheme
+from ..job.job import Input
+from ..validate import choice_of, did_you_mean, parse_duration, table_of, text_of, url_scheme
 
 __all__ = [
     "CARRIED",

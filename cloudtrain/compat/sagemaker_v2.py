@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CloudtrainError, NotFoundError, SpecError
 from ..estimator import RunFailedError, log_line, ranks
-from ..job import Job, check_run_id, run_tag
-from ..settings import Settings
-from ..values import did_you_mean, table_of
+from ..job.job import Job, check_run_id, run_tag
+from ..settings.settings import Settings
+from ..validate import did_you_mean, table_of
 from .keywords import LINEAGE, checked, inputs_of, job_fields, keyword_of, settings_of
 from .session import NotCarriedError, Session, get_execution_role
 
 if TYPE_CHECKING:
-    from ..follow import Line
-    from ..run import Run
-    from ..submit import Plan
+    from ..runs.log_order import Line
+    from ..runs.run import Run
+    from ..runs.submit import Plan
 
 __all__ = [
     "NOT_CARRIED",
@@ -265,7 +265,7 @@ class PyTorch:
         ``inputs`` as in v2. Raises `SpecError` before anything is sent, `RunFailedError` for a run that ended badly,
         and what sending raises. Ctrl-C stops the waiting, not the job.
         """
-        from ..submit import submit
+        from ..runs.submit import submit
 
         _wanted(logs)
         if self.provider == CLOUD:
@@ -291,7 +291,7 @@ class PyTorch:
         ``model_channel_name`` is not needed: the run's record says what its inputs were. Raises `NotFoundError`, and
         `RunFailedError` when the job did not succeed.
         """
-        from ..run import open_run
+        from ..runs.run import open_run
 
         _check_caller(sagemaker_session)
         match = None if "/runs/" in training_job_name else _JOB_NAME.fullmatch(training_job_name)
@@ -344,7 +344,7 @@ class PyTorch:
     def _plan(
         self, inputs: Any, job_name: str | None, experiment_config: Mapping[str, str] | None, *, preview: bool
     ) -> Plan:
-        from ..submit import make_plan
+        from ..runs.submit import make_plan
 
         if self._attached:
             raise SpecError("was attached to a job whose code is not here; make a new PyTorch", field="fit")
@@ -445,7 +445,7 @@ def _before(plan: Plan) -> str | None:
 
     A run that was sent before under the plan's own id resumes from what it did then.
     """
-    from ..transfer import parallel
+    from ..storage.files import parallel
 
     store, run_id, uri = plan.store, plan.layout.run_id, plan.job.tags.get(LINEAGE)
     if uri is None:

@@ -8,9 +8,9 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..checks import Check, failed, failure, ok, skipped, tried, unknown
 from ..errors import CapacityError, CloudtrainError, SpecError, StorageError
-from ..provider import Request
+from ..provider_api.checks import Check, failed, failure, ok, skipped, tried, unknown
+from ..provider_api.protocol import Request
 
 __all__ = ["of_containers", "of_processes"]
 
@@ -38,7 +38,7 @@ def of_processes(
 
 def of_containers(request: Request | None, check: Callable[[Request], None]) -> Iterator[Check]:
     """The same of containers."""
-    from .api import check_image, connect, why
+    from .docker_api import check_image, connect, why
 
     try:
         api = connect()

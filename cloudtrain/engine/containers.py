@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import StorageError
-from ..provider import NodeSpec, Simulation
+from ..provider_api.protocol import NodeSpec, Simulation
 from . import ENGINE_PREFIX, NodeError, last_line, staged
-from .api import LABEL, PATIENCE_SECONDS, away, check_image, clear, make_client, remove, run_label, why
+from .docker_api import LABEL, PATIENCE_SECONDS, away, check_image, clear, make_client, remove, run_label, why
 from .processes import gpus_of
 
 __all__ = ["ContainerEngine", "ContainerNode"]
@@ -360,7 +360,7 @@ class ContainerEngine:
         if self._guard is None:
             # -S, and all imports after the wait: it costs next to nothing unless it is needed.
             code = "import sys\nif not sys.stdin.buffer.read(1):\n import site; site.main()\n"
-            code += " sys.path.append(sys.argv[1]); from cloudtrain.engine.api import guard; guard(sys.argv[2])"
+            code += " sys.path.append(sys.argv[1]); from cloudtrain.engine.docker_api import guard; guard(sys.argv[2])"
             package = str(Path(__file__).resolve().parents[2])
             self._guard = subprocess.Popen(
                 [sys.executable, "-S", "-c", code, package, self._label], stdin=subprocess.PIPE, start_new_session=True

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..provider import Mount, NodeSpec, Simulation
+from ..provider_api.protocol import Mount, NodeSpec, Simulation
 from . import NodeError
 
 __all__ = ["MountedFolders", "Objects", "clear_mounts", "serve", "why_not"]
@@ -57,7 +57,7 @@ def why_not(environ: Mapping[str, str] = os.environ) -> str:
     try:
         import mfusepy  # noqa: F401  it looks for libfuse as it is imported
     except ImportError:
-        from ..packages import install_command
+        from ..storage.extras import install_command
 
         return f"mfusepy is not installed: {install_command('rehearse')}"
     except Exception:  # noqa: BLE001  whatever it finds, or does not

@@ -1,6 +1,6 @@
 """Provider ``rehearsal``: what another provider's platform would start for its exact Request, in containers here.
 
-Nobody chooses it by name (hence the underscore): `cloudtrain.rehearse` makes it of a plan of the other provider, the
+Nobody chooses it by name (hence the underscore): `cloudtrain.engine.rehearse` makes it of a plan of the other provider, the
 target. `plan` asks the target for the very Request that it would send, and for what its platform starts for that; what
 this machine has not got is left out, and told. Nodes run the target's own half. Its Request holds the target's whole.
 """
@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..engine.drills import Drill, Drills
+from ..engine.fault_injection import Drill, Drills
 from ..engine.fuse import clear_mounts, why_not
-from ..engine.hosted import Hosted, clear_containers, image_id
-from ..engine.places import moved, place_of
+from ..engine.supervised import Hosted, clear_containers, image_id
+from ..engine.url_map import moved, place_of
 from ..errors import SpecError
-from ..provider import (
+from ..provider_api.protocol import (
     Layout,
     Mount,
     NodeSpec,
@@ -32,12 +32,12 @@ from ..provider import (
     find_provider,
     python_command,
 )
-from ..provider import (
+from ..provider_api.protocol import (
     Provider as Target,
 )
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from ..job.job import Job
 
 __all__ = ["Provider", "Settings"]
 
@@ -97,7 +97,7 @@ class Settings:
 
 
 class Provider(Hosted):
-    """Another provider's platform, here; see `cloudtrain.provider.Provider` for what each method promises."""
+    """Another provider's platform, here; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
 
     name: ClassVar[str] = "rehearsal"
     Settings: ClassVar[type[Any]] = Settings
@@ -215,7 +215,7 @@ class Provider(Hosted):
         return [*told, EVERYWHERE]
 
     def check(self, request: Request) -> None:
-        from ..engine.api import check_image, connect
+        from ..engine.docker_api import check_image, connect
 
         node = self.nodes(request).nodes[0]
         try:

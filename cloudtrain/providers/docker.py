@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted, check_readable, clear_containers, image_id, origin_tags
+from ..engine.supervised import PREEMPTED, STOP_GRACE, Hosted, check_readable, clear_containers, image_id, origin_tags
 from ..errors import SpecError
-from ..provider import Layout, NodeSpec, Request, Site, Topology, python_command
-from ..values import did_you_mean
+from ..provider_api.protocol import Layout, NodeSpec, Request, Site, Topology, python_command
+from ..validate import did_you_mean
 
 if TYPE_CHECKING:
-    from ..checks import Check
-    from ..job import Job
+    from ..job.job import Job
+    from ..provider_api.checks import Check
 
 __all__ = ["SAMPLE", "Provider", "Settings"]
 
@@ -109,14 +109,14 @@ class Settings:
 
 
 class Provider(Hosted):
-    """Containers of this machine; see `cloudtrain.provider.Provider` for what each method promises."""
+    """Containers of this machine; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
 
     name: ClassVar[str] = "docker"
     Settings: ClassVar[type[Any]] = Settings
     engine: ClassVar[str] = "containers"
 
     def __init__(self, **settings: Any) -> None:
-        from ..limits import checked_prices
+        from ..provider_api.limits import checked_prices
 
         made = Settings(**settings)
         self.settings = replace(made, prices=checked_prices(made.prices, self.name))
@@ -169,7 +169,7 @@ class Provider(Hosted):
         return request
 
     def check(self, request: Request) -> None:
-        from ..engine.api import check_image, connect
+        from ..engine.docker_api import check_image, connect
         from ..engine.processes import check_gpus
 
         nodes = self.nodes(request).nodes

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted, origin_tags
+from ..engine.supervised import PREEMPTED, STOP_GRACE, Hosted, origin_tags
 from ..errors import SpecError
-from ..provider import Layout, NodeSpec, Request, Site, Topology
+from ..provider_api.protocol import Layout, NodeSpec, Request, Site, Topology
 
 if TYPE_CHECKING:
-    from ..checks import Check
-    from ..job import Job
+    from ..job.job import Job
+    from ..provider_api.checks import Check
 
 __all__ = ["SAMPLE", "Provider", "Settings"]
 
@@ -55,14 +55,14 @@ class Settings:
 
 
 class Provider(Hosted):
-    """Processes of this machine; see `cloudtrain.provider.Provider` for what each method promises."""
+    """Processes of this machine; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
 
     name: ClassVar[str] = "local"
     Settings: ClassVar[type[Any]] = Settings
     engine: ClassVar[str] = "processes"
 
     def __init__(self, **settings: Any) -> None:
-        from ..limits import checked_prices
+        from ..provider_api.limits import checked_prices
 
         made = Settings(**settings)
         self.settings = replace(made, prices=checked_prices(made.prices, self.name))
@@ -91,7 +91,7 @@ class Provider(Hosted):
 
     def check(self, request: Request) -> None:
         from ..engine.processes import check_gpus, has_torch
-        from ..packages import not_installed
+        from ..storage.extras import not_installed
 
         nodes, context = self.nodes(request).nodes, request.context
         if shutil.which(nodes[0].command[0]) is None:
@@ -142,7 +142,7 @@ class Provider(Hosted):
 
 def _torch_command(python: str) -> str:
     """Return the command that installs torch for ``python``."""
-    from ..packages import install_command
+    from ..storage.extras import install_command
 
     own = python == sys.executable
     return install_command("local") if own else f"{python} -m pip install torch numpy"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import CloudtrainError, SpecError
-from ..provider import PROTOCOL, Site, find_provider
+from ..provider_api.protocol import PROTOCOL, Site, find_provider
 from .history import failed_for_good
 from .node import Node
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StorageError
-from ..values import family
+from ..validate import family
 from . import checkpoints
 from .archive import Archive
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..segments import Span, distinct, span_of
 from .checkpoints import modest, put_whole
+from .segments import Span, distinct, span_of
 from .uploads import Uploads
 
 __all__ = ["Compactor"]

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..provider import Topology
+from ..provider_api.protocol import Topology
 from . import nccl
+from .host_facts import handles_sigterm
 from .logs import LogWriter, lines_of
-from .machine import handles_sigterm
 
 __all__ = ["Ranks", "command_of", "environment_of", "fill", "reap"]
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import PlatformError
-from ..provider import JOIN_TIMEOUT
-from ..values import duration
+from ..provider_api.protocol import JOIN_TIMEOUT
+from ..validate import duration
 
 __all__ = ["Link"]
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ..segments import Span
 from .checkpoints import write_whole
 from .redact import Redactor
+from .segments import Span
 
 __all__ = ["LogWriter", "lines_of"]
 

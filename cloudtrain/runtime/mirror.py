@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..values import family
+from ..validate import family
 from . import checkpoints
 from .archive import Archive
+from .checkpoint_done import Finished
 from .checkpoints import Entry, Pointer, Signature, Watch
 from .commits import Commits, remove
-from .finished import Finished
-from .growing import Growing
+from .mirror_files import Growing
 from .outputs import GrowingOutputs, Outputs
 from .uploads import Uploads
 

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
-from ..provider import Site
-from ..values import duration
+from ..provider_api.protocol import Site
+from ..validate import duration
 from . import stall
 from .archive import archive_of
 from .cause import Failure, category, real, root_cause, silent_deaths, summary, with_codes
 from .compact import Compactor
 from .history import FIRST, Start, restart_of
+from .host_facts import oom_kills
 from .launch import Ranks, reap
 from .link import Link
 from .logs import LogWriter
-from .machine import oom_kills
 from .mirror import FROZEN_SECONDS, KINDS, Mirror, nothing
 from .notices import watch
 from .record import write_record

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from stat import S_ISREG
 
-from .growing import Growing
+from .mirror_files import Growing
 
 __all__ = ["IGNORE", "GrowingOutputs", "Outputs"]
 

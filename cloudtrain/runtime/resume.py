@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, DigestError, StorageError
-from ..values import family
+from ..validate import family
 from . import checkpoints
 from .archive import Archive
 from .checkpoints import Complete, shape_of
-from .direct import Direct, RefusedError
 from .history import was_direct
+from .store_checkpoints import Direct, RefusedError
 from .workspace import Workspace
 
 __all__ = ["Resume"]

@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
-from ..provider import Site
+from ..provider_api.protocol import Site
 from . import gpus, launch
 from .archive import Archive
 from .cause import Failure
 from .checkpoints import Watch
-from .direct import Direct, newest
+from .host_facts import cpu_count, scratch_folder
 from .launch import Ranks
 from .logs import LogWriter
-from .machine import cpu_count, scratch_folder
 from .metrics import PrintedMetrics
 from .mirror import Mirror
 from .nccl import Recorder
 from .outputs import Outputs
 from .stall import Look
+from .store_checkpoints import Direct, newest
 from .unpack import unpack
 from .uploads import Uploads
 

@@ -17,7 +17,7 @@ __all__ = ["SHARED", "WRITTEN", "load", "names", "path"]
 SHARED = "defs"
 """The file of what the others share; none of its own."""
 WRITTEN = ("job", "settings")
-"""The files of what people write: `cloudtrain.schema` makes them."""
+"""The files of what people write: `cloudtrain.settings.schema` makes them."""
 _SUFFIX = ".schema.json"
 
 

@@ -4,7 +4,7 @@ The kit is a plugin of pytest that comes with the package (docs/testing.md):
 
 * `cloudtrain.testing.plugin`: its fixtures ``fake_cloud``, ``cloudtrain_store``, ``cloudtrain_snapshot`` and
   ``cloudtrain_offline``.
-* `cloudtrain.testing.clouds`: what takes a platform's place; `scripted` and `locally` are what its jobs do.
+* `cloudtrain.testing.fake_cloud`: what takes a platform's place; `scripted` and `locally` are what its jobs do.
 * `cloudtrain.testing.places`, `memory`: where stores and settings then are; `network`: no way out of this machine.
 * `cloudtrain.testing.requests`: assertions on a planned request, golden files of plans.
 
@@ -24,7 +24,7 @@ A provider's tests are a `World` (the platform, faked at the wire, or the true o
             with MyWorld(tmp_path_factory.mktemp("world")) as world:
                 yield world
 
-* `cloudtrain.testing.worlds`: what a World must give, and why it is so little.
+* `cloudtrain.testing.platform`: what a World must give, and why it is so little.
 * `cloudtrain.testing.tables`: every field of a Job, with a change of it and where that change must show.
 * `cloudtrain.testing.contract`: the suite, made of its quick half in `planning` and the half that runs jobs in
   `running`. These three, `plugin` and `network` import pytest, nothing else here does.

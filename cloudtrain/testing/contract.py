@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from .planning import PlanContract
+from .platform import World
 from .running import RunContract
-from .worlds import World
 
 __all__ = ["ProviderContract"]
 

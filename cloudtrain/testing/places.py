@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import settings
-from ..store import Store
+from ..settings import settings
+from ..store.store import Store
 from .memory import install
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from .. import pyz
 from ..engine import ENGINE_PREFIX
 from ..errors import SpecError, UnsupportedError
-from ..job import Job, check_run_id
-from ..provider import Layout, LayoutInput, Provider, Request, Simulation, Site, context_of, find_provider
+from ..job.job import Job, check_run_id
+from ..provider_api.protocol import Layout, LayoutInput, Provider, Request, Simulation, Site, context_of, find_provider
+from ..store import runtime_zip
+from .platform import World
 from .tables import (
     ELSEWHERE,
     PLATFORM,
@@ -38,7 +39,6 @@ from .tables import (
     settings_of,
     verdict,
 )
-from .worlds import World
 
 __all__ = ["PlanContract"]
 
@@ -52,8 +52,8 @@ socket.socket.connect = socket.create_connection = socket.getaddrinfo = cut
 given = json.load(sys.stdin)
 sys.path.extend(given["path"])
 before = set(sys.modules)
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout, find_provider
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout, find_provider
 provider = find_provider(given["provider"])(**given["settings"])
 request = provider.plan(Job.from_dict(given["job"]), Layout.from_dict(given["layout"]))
 provider.nodes(request)
@@ -67,7 +67,7 @@ import sys
 sys.path.append(sys.argv[1])
 before = set(sys.modules)
 import cloudtrain.runtime.__main__
-from cloudtrain.provider import find_provider
+from cloudtrain.provider_api.protocol import find_provider
 assert callable(find_provider(sys.argv[2]).site)
 assert cloudtrain.__file__.startswith(sys.argv[1]), cloudtrain.__file__
 print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - {"cloudtrain", *sys.stdlib_module_names}))
@@ -340,7 +340,7 @@ class PlanContract:
 
     def test_a_node_needs_the_standard_library_alone(self, world: World, tmp_path: Path) -> None:
         archive = tmp_path / "cloudtrain.pyz"
-        archive.write_bytes(pyz.build(type(world.provider)))  # one of a third party is beside ours
+        archive.write_bytes(runtime_zip.build(type(world.provider)))  # one of a third party is beside ours
         found = _python(["-I", "-S", "-c", NODE_ALONE, str(archive), world.provider.name], cwd=tmp_path, env={})
         assert found.strip() == "[]"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from .clouds import FakeCloud
+    from .fake_cloud import FakeCloud
     from .places import Places
 
 __all__ = ["cloudtrain_offline", "cloudtrain_snapshot", "cloudtrain_store", "fake_cloud"]
@@ -52,7 +52,7 @@ def fake_cloud(
     cloudtrain_store: Places, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FakeCloud]:
     """In place of every provider's platform: plans are the real ones, and what is sent is scripted or run here."""
-    from .clouds import FakeCloud
+    from .fake_cloud import FakeCloud
 
     cloud = FakeCloud(tmp_path_factory.mktemp("cloudtrain", numbered=True))
     cloud.install(monkeypatch)

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..provider import Request
-from ..values import did_you_mean
+from ..provider_api.protocol import Request
+from ..validate import did_you_mean
 
 if TYPE_CHECKING:
-    from ..submit import Plan
+    from ..runs.submit import Plan
 
 __all__ = ["UPDATE", "assert_request", "compare", "stable"]
 

@@ -17,22 +17,22 @@ from typing import Any
 import pytest
 
 from ..errors import CATEGORIES, EXIT_CODES, CloudtrainError, ConflictError, NotFoundError
-from ..provider import STATES, LogLine, LogPage, Provider
-from ..run import Run
-from ..submit import Plan
-from ..transfer import files
-from ..verdict import unix_time
+from ..provider_api.protocol import STATES, LogLine, LogPage, Provider
+from ..runs.outcome import unix_time
+from ..runs.run import Run
+from ..runs.submit import Plan
+from ..storage.files import files
 from . import probe
+from .platform import Impossible, World, numbered
 from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen, settings_of
-from .worlds import Impossible, World, numbered
 
 __all__ = ["Jobs", "RunContract"]
 
 FAULTS = ("capacity", "quota", "auth", "image")
 SUBMIT_PLAN = """
 import os, pathlib, sys
-from cloudtrain.settings import Settings
-from cloudtrain.submit import load_plan, submit
+from cloudtrain.settings.settings import Settings
+from cloudtrain.runs.submit import load_plan, submit
 run = submit(load_plan(pathlib.Path(sys.argv[1]), settings=Settings(), cwd=pathlib.Path.cwd()), environ=os.environ)
 print(run.provider.find(run.store.attempt_request(run.run_id, 0)))
 """

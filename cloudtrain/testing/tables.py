@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..disk import local_path
 from ..errors import UnsupportedError
-from ..job import Input, Job, Resources, Source
-from ..provider import Provider
-from ..settings import Settings
-from ..submit import Plan, make_plan
-from ..values import json_rows
+from ..job.job import Input, Job, Resources, Source
+from ..provider_api.protocol import Provider
+from ..runs.submit import Plan, make_plan
+from ..settings.settings import Settings
+from ..storage.local_disk import local_path
+from ..validate import json_rows
 from . import probe
 
 __all__ = [

@@ -18,19 +18,19 @@ import pytest
 from jobs import Jobs, dying
 
 from cloudtrain.errors import NotFoundError
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 
 pytestmark = pytest.mark.slow
 
 #: The calls of a submit, in order; each is a method of the object that makes it.
 STEPS = {
-    "stage": "cloudtrain.store:Store.stage",
-    "create_run": "cloudtrain.store:Store.create_run",
-    "write_container": "cloudtrain.store:Store.write_container",
-    "create_attempt": "cloudtrain.store:Store.create_attempt",
+    "stage": "cloudtrain.store.store:Store.stage",
+    "create_run": "cloudtrain.store.store:Store.create_run",
+    "write_container": "cloudtrain.store.store:Store.write_container",
+    "create_attempt": "cloudtrain.store.store:Store.create_attempt",
     "submit": "cloudtrain.providers.local:Provider.submit",
     "supervise": "cloudtrain.providers.local:Provider._supervise",
-    "write_submitted": "cloudtrain.store:Store.write_submitted",
+    "write_submitted": "cloudtrain.store.store:Store.write_submitted",
 }
 #: What exists when the process has died before that call: before the run's record there is no run.
 RECORDED = list(STEPS)[2:]
@@ -150,7 +150,7 @@ def test_a_refused_job_leaves_the_other_ones_context_alone(jobs: Jobs) -> None:
 RACES = """
 import os, sys, time
 go = sys.argv.pop(1)
-from cloudtrain.store import Store
+from cloudtrain.store.store import Store
 stage = Store.stage
 def waiting(*args, **kwargs):
     found = stage(*args, **kwargs)

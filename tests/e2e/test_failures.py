@@ -19,7 +19,7 @@ import pytest
 from jobs import Done, Jobs
 
 from cloudtrain.errors import EXIT_CODES
-from cloudtrain.runtime.machine import handles_sigterm
+from cloudtrain.runtime.host_facts import handles_sigterm
 
 pytestmark = pytest.mark.slow
 #: Two nodes of one process each, without torch: the runtime, link and supervisor alone.

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cloudtrain.errors import SpecError, StorageError
-from cloudtrain.provider import Topology
+from cloudtrain.provider_api.protocol import Topology
 from cloudtrain.providers.azureml import Provider, node
 from cloudtrain.providers.azureml.secrets import place, secret, token
 
@@ -153,9 +153,9 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    from cloudtrain.testing.azureml.wire import certificate
+    from worlds.azureml.wire import certificate
 
-    monkeypatch.setattr("cloudtrain.ask.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("cloudtrain.runtime.http_json.PAUSES", (0.0, 0.0))
     pem = tmp_path / "pem"
     pem.write_bytes(certificate())
     monkeypatch.setenv("SSL_CERT_FILE", str(pem))

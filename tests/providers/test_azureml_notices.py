@@ -1,6 +1,6 @@
 """Preemption on Azure ML without a signal: Scheduled Events, the machine taken away, the same job started again.
 
-The metadata service is the loopback one of `cloudtrain.testing.azureml`; the jobs run in containers of this machine.
+The metadata service is the loopback one of `worlds.azureml`; the jobs run in containers of this machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from azureml_client import AzureClient
 from clients import PATIENCE, at_work
 from jobs import Jobs
 from trials import SCRIPT
+from worlds.azureml.life import CommandJob
+from worlds.azureml.world import AzureMLWorld
 
 from cloudtrain.providers.azureml import notices
 from cloudtrain.providers.azureml.node import site
 from cloudtrain.providers.azureml.notices import ScheduledEvents, marker
-from cloudtrain.testing.azureml.life import CommandJob
-from cloudtrain.testing.azureml.world import AzureMLWorld
 
 # ------------------------------------------------------------------------------------------------- what Azure announces
 

@@ -17,16 +17,16 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
 from trials import TRIALS
+from worlds.azureml.strict import JOB_NAME, broken_rules, model_errors, seconds_of
 
-from cloudtrain import catalog
-from cloudtrain.cli.show import plan_text
+from cloudtrain.cli.format import plan_text
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.job import Job, check_run_id, job_name
-from cloudtrain.provider import Request
+from cloudtrain.job.job import Job, check_run_id, job_name
+from cloudtrain.provider_api import catalog
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.azureml import SAMPLE, Provider
-from cloudtrain.settings import Settings
-from cloudtrain.submit import make_plan
-from cloudtrain.testing.azureml.strict import JOB_NAME, broken_rules, model_errors, seconds_of
+from cloudtrain.runs.submit import make_plan
+from cloudtrain.settings.settings import Settings
 
 WORKSPACE: dict[str, Any] = SAMPLE["settings"]  # type: ignore[assignment]
 ACCOUNT = "contractstore.dfs.core.windows.net"

@@ -10,8 +10,8 @@ import pytest
 from cloudtrain.errors import SpecError
 from cloudtrain.providers.azureml import SAMPLE, Provider
 from cloudtrain.providers.azureml.urls import store_url
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.transfer import Moving
+from cloudtrain.storage.files import Moving
+from cloudtrain.storage.remote import RemoteFiles
 
 WORKSPACE = ("1111-2222", "training", "vision")
 BLOB = {"datastoreType": "AzureBlob", "accountName": "acct", "containerName": "c", "endpoint": "core.windows.net"}

@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 from plans import Plans
 from servers import AZURITE_ACCOUNT, AZURITE_KEY
+from worlds.azureml.life import CommandJob
+from worlds.azureml.plane import SUBSCRIPTION, Plane
+from worlds.azureml.wire import Answer, Call, Fault, Refusal, Wire
 
 from cloudtrain.errors import (
     AuthError,
@@ -33,13 +36,10 @@ from cloudtrain.errors import (
     SpecError,
     UnsupportedError,
 )
-from cloudtrain.provider import Request
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.azureml import Provider
-from cloudtrain.providers.azureml import account as module
-from cloudtrain.providers.azureml.account import named
-from cloudtrain.testing.azureml.life import CommandJob
-from cloudtrain.testing.azureml.plane import SUBSCRIPTION, Plane
-from cloudtrain.testing.azureml.wire import Answer, Call, Fault, Refusal, Wire
+from cloudtrain.providers.azureml import api as module
+from cloudtrain.providers.azureml.api import named
 
 HOUR, SOME = 3600, 1 << 20
 ACTION = "Microsoft.MachineLearningServices/workspaces/jobs/write"

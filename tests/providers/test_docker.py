@@ -17,16 +17,16 @@ from containers import left
 from disks import small_disk
 
 from cloudtrain.engine import ENGINE_PREFIX
-from cloudtrain.engine.api import API_SECONDS, _address, _is_remote, check_image, clear, make_client, why
 from cloudtrain.engine.containers import Printed
-from cloudtrain.engine.hosted import check_readable
+from cloudtrain.engine.docker_api import API_SECONDS, _address, _is_remote, check_image, clear, make_client, why
+from cloudtrain.engine.supervised import check_readable
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.provider import Request
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.docker import _REFUSED, ROOT, Provider
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 from cloudtrain.testing.contract import ProviderContract
+from cloudtrain.testing.platform import Impossible, World
 from cloudtrain.testing.tables import Fields
-from cloudtrain.testing.worlds import Impossible, World
 
 
 class DockerWorld(World):

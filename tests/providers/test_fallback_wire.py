@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 from earlier import Ran
+from worlds.sagemaker import wire as aws_wire
+from worlds.sagemaker.world import SageMakerWorld
+from worlds.vertex import wire as google_wire
+from worlds.vertex.world import BUCKET, VertexWorld
 
 from cloudtrain import cli
 from cloudtrain.errors import LostContactError
 from cloudtrain.estimator import Estimator
-from cloudtrain.fallback import Onward
-from cloudtrain.run import Run
-from cloudtrain.settings import Settings
-from cloudtrain.testing.sagemaker import wire as aws_wire
-from cloudtrain.testing.sagemaker.world import SageMakerWorld
-from cloudtrain.testing.vertex import wire as google_wire
-from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
+from cloudtrain.runs.fallback import Onward
+from cloudtrain.runs.run import Run
+from cloudtrain.settings.settings import Settings
 
 pytestmark = [pytest.mark.remote]
 

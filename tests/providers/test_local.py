@@ -23,13 +23,13 @@ import cloudtrain
 from cloudtrain.engine import ENGINE_PREFIX
 from cloudtrain.engine.processes import ProcessEngine, gpus_of
 from cloudtrain.errors import CapacityError, NotFoundError, SpecError, UnsupportedError
-from cloudtrain.job import DEFAULT_STALL_TIMEOUT, Job
-from cloudtrain.provider import Layout, NodeSpec, Request, Rules, Simulation
+from cloudtrain.job.job import DEFAULT_STALL_TIMEOUT, Job
+from cloudtrain.provider_api.protocol import Layout, NodeSpec, Request, Rules, Simulation
 from cloudtrain.providers.local import _REFUSED, Provider
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 from cloudtrain.testing.contract import ProviderContract
+from cloudtrain.testing.platform import Impossible, World
 from cloudtrain.testing.tables import CASES, Fields
-from cloudtrain.testing.worlds import Impossible, World
 
 PACKAGE = Path(cloudtrain.__file__).parents[1]
 

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.sagemaker.plane import REGISTRY, Plane
 
-from cloudtrain import remote
 from cloudtrain.errors import AuthError
-from cloudtrain.job import Job
-from cloudtrain.listing import list_runs
-from cloudtrain.listing import recorded as listed_runs
-from cloudtrain.provider import recorded_settings
-from cloudtrain.reconcile import reconcile
-from cloudtrain.run import Run, open_run
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import load_plan, make_plan, submit
-from cloudtrain.testing.sagemaker.plane import REGISTRY, Plane
-from cloudtrain.transfer import Moving
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import recorded_settings
+from cloudtrain.runs.listing import list_runs
+from cloudtrain.runs.listing import recorded as listed_runs
+from cloudtrain.runs.reconcile import reconcile
+from cloudtrain.runs.run import Run, open_run
+from cloudtrain.runs.submit import load_plan, make_plan, submit
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage import remote
+from cloudtrain.storage.files import Moving
+from cloudtrain.store.store import Store
 
 pytestmark = pytest.mark.remote
 

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
+from worlds.sagemaker.strict import broken_rules, model_errors
 
-from cloudtrain import catalog
-from cloudtrain.cli.show import plan_text
+from cloudtrain.cli.format import plan_text
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.job import Job, check_run_id, job_name
-from cloudtrain.provider import Request
+from cloudtrain.job.job import Job, check_run_id, job_name
+from cloudtrain.provider_api import catalog
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
 from cloudtrain.providers.sagemaker.images import CAPABILITIES, images
-from cloudtrain.providers.sagemaker.preflight import broken, limits, translated
-from cloudtrain.providers.sagemaker.states import attempt_of
-from cloudtrain.settings import Settings
-from cloudtrain.submit import make_plan
-from cloudtrain.testing.sagemaker.strict import broken_rules, model_errors
+from cloudtrain.providers.sagemaker.status import attempt_of
+from cloudtrain.providers.sagemaker.validate import broken, limits, translated
+from cloudtrain.runs.submit import make_plan
+from cloudtrain.settings.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 ACCOUNT: dict[str, Any] = SAMPLE["settings"]  # type: ignore[assignment]

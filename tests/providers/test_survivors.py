@@ -14,23 +14,23 @@ from typing import Any
 
 import pytest
 from plans import Plans
+from worlds.vertex.wire import Answer, Wire
 
 from cloudtrain.errors import AuthError, NotFoundError, PlatformError, SpecError, UnsupportedError
-from cloudtrain.provider import Topology
+from cloudtrain.provider_api.protocol import Topology
 from cloudtrain.providers import local
 from cloudtrain.providers.azureml import Provider as AzureML
-from cloudtrain.providers.azureml import states as azureml
-from cloudtrain.providers.azureml.plan import TAG_VALUE, _page
+from cloudtrain.providers.azureml import status as azureml
+from cloudtrain.providers.azureml.request import TAG_VALUE, _page
 from cloudtrain.providers.docker import ENGINE_PREFIX, PORT, PREEMPTED, STOP_GRACE
 from cloudtrain.providers.docker import Provider as Docker
 from cloudtrain.providers.local import Provider as Local
 from cloudtrain.providers.sagemaker import Provider as SageMaker
-from cloudtrain.providers.sagemaker import account as aws
-from cloudtrain.providers.sagemaker import states as sagemaker
+from cloudtrain.providers.sagemaker import api as aws
+from cloudtrain.providers.sagemaker import status as sagemaker
 from cloudtrain.providers.vertex import Provider as Vertex
-from cloudtrain.providers.vertex import states as vertex
-from cloudtrain.providers.vertex.plan import LABEL_COUNT, _origin
-from cloudtrain.testing.vertex.wire import Answer, Wire
+from cloudtrain.providers.vertex import status as vertex
+from cloudtrain.providers.vertex.request import LABEL_COUNT, _origin
 
 ARN = "arn:aws:sagemaker:eu-west-1:123456789012:training-job/run-a0"
 IN_VERTEX = Plans(Vertex, {"project": "p", "location": "europe-west4"}, "gs://b/s", {"image": "team/trainer:1"})

@@ -22,14 +22,15 @@ from typing import Any
 
 import pytest
 
-from cloudtrain import pyz
-from cloudtrain.bundle import build
 from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import SpecError, StorageError
-from cloudtrain.job import Job, Source
-from cloudtrain.provider import PROTOCOL, Layout, Site, Topology
-from cloudtrain.providers.vertex import Provider, bootstrap, fabric, prepare, words
+from cloudtrain.job.bundle import build
+from cloudtrain.job.job import Job, Source
+from cloudtrain.provider_api.protocol import PROTOCOL, Layout, Site, Topology
+from cloudtrain.providers.vertex import Provider, bootstrap, fabric, prepare
+from cloudtrain.providers.vertex import names as words
 from cloudtrain.providers.vertex.secrets import secret, token
+from cloudtrain.store import runtime_zip
 
 HOSTS = [f"cmle-training-workerpool{pool}-ab-{i}:2222" for pool, i in ((0, 0), (1, 0), (1, 1))]
 
@@ -287,7 +288,7 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr("cloudtrain.ask.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("cloudtrain.runtime.http_json.PAUSES", (0.0, 0.0))
     monkeypatch.setattr(bootstrap, "PAUSES", (0.0, 0.0))
     value = {"payload": {"data": base64.b64encode("s3cret ü".encode()).decode()}}
     given = {"answers": [(200, value)], "tokens": [(200, {"access_token": "TK", "expires_in": 3599})], "seen": []}
@@ -405,13 +406,13 @@ def test_a_mount_that_comes_late_is_waited_for(service: Any, tmp_path: Path) -> 
 
 def test_the_digest_is_that_of_the_client(tmp_path: Path) -> None:
     archive = tmp_path / "cloudtrain.pyz"
-    archive.write_bytes(pyz.build())
-    assert bootstrap.digest(str(archive)) == pyz.digest()
+    archive.write_bytes(runtime_zip.build())
+    assert bootstrap.digest(str(archive)) == runtime_zip.digest()
 
 
 def test_a_damaged_byte_of_what_is_compiled_is_seen_too(tmp_path: Path) -> None:
     archive = tmp_path / "cloudtrain.pyz"
-    archive.write_bytes(pyz.build())
+    archive.write_bytes(runtime_zip.build())
     with zipfile.ZipFile(archive) as opened:
         member = opened.getinfo("cloudtrain/errors.pyc")
     data = bytearray(archive.read_bytes())
@@ -441,14 +442,16 @@ def test_it_goes_on_in_what_it_has_proved(service: Any, tmp_path: Path) -> None:
     context.parent.mkdir()
     context.write_text('{"protocol": 99}')
     arguments = ["run", "--context", str(context), "--attempt", "0", "--path", "live=/nowhere"]
-    process = started(tmp_path, pyz.build(), folder=pyz.digest(), service=service, arguments=arguments)
+    process = started(tmp_path, runtime_zip.build(), folder=runtime_zip.digest(), service=service, arguments=arguments)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.splitlines()[-1] == "cloudtrain: this node cannot start: context: context of protocol 99, this is 1"
 
 
 def test_a_damaged_runtime_is_not_started(service: Any, tmp_path: Path) -> None:
-    process = started(tmp_path, pyz.build(), folder=hashlib.sha256().hexdigest(), service=service, arguments=["run"])
+    process = started(
+        tmp_path, runtime_zip.build(), folder=hashlib.sha256().hexdigest(), service=service, arguments=["run"]
+    )
     _, err = process.communicate(timeout=60)
     assert process.returncode == 134
     assert "it is damaged" in err
@@ -475,7 +478,7 @@ def prepared(tmp_path: Path, text: str, arguments: list[str]) -> tuple[int, str,
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "next.py").write_text(text)
     code = f"from cloudtrain.providers.vertex import prepare\nprepare.main('next.py', {arguments!r})"
-    environ = {**os.environ, "PYTHONPATH": str(Path(pyz.__file__).parent.parent)}
+    environ = {**os.environ, "PYTHONPATH": str(Path(runtime_zip.__file__).parent.parent)}
     words = [sys.executable, "-c", code]
     process = subprocess.run(words, cwd=tmp_path / "alone", env=environ, capture_output=True, text=True, timeout=60)
     return process.returncode, process.stdout, process.stderr
@@ -519,7 +522,7 @@ def test_a_stop_before_anything_is_fetched_lets_vertex_try_again(service: Any, t
 def test_a_stop_before_the_runtime_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
     """Waiting for the bucket, which never shows what the client has written."""
     arguments = ["run", "--context", str(tmp_path / "never"), "--attempt", "0"]
-    process = started(tmp_path, pyz.build(), folder=pyz.digest(), service=service, arguments=arguments)
+    process = started(tmp_path, runtime_zip.build(), folder=runtime_zip.digest(), service=service, arguments=arguments)
     deadline = time.monotonic() + 60
     while not (handlers := _caught(process.pid)) & 1 << signal.SIGTERM - 1 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -606,9 +609,11 @@ def staged(tmp_path: Path, script: str, **fields: Any) -> None:
     source = Source(path=str(tmp_path / "src"), entry_point="train.py")
     bundle = build(source, cwd=tmp_path, max_bytes=1 << 20)
     (tmp_path / "code.tar.gz").write_bytes(bundle.archive())
-    (tmp_path / "cloudtrain.pyz").write_bytes(pyz.build())
+    (tmp_path / "cloudtrain.pyz").write_bytes(runtime_zip.build())
     job = Job.make(entry_point="train.py", launcher="python", image="team/trainer:1", **fields)
-    layout = Layout(store="gs://bucket/store", run_id="r", code_digest=bundle.digest, runtime_digest=pyz.digest())
+    layout = Layout(
+        store="gs://bucket/store", run_id="r", code_digest=bundle.digest, runtime_digest=runtime_zip.digest()
+    )
     made = Provider(project="p", location="europe-west4", service_account="t@p.iam.gserviceaccount.com")
     context = made.plan(job, layout).context
     (tmp_path / "context.json").write_text(json.dumps(context))

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from plans import Plans
 from trials import TRIALS
 
-from cloudtrain import catalog
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.provider import Request
+from cloudtrain.provider_api import catalog
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.vertex import SAMPLE, Provider
 from cloudtrain.providers.vertex import machines as own_machines
-from cloudtrain.providers.vertex.preflight import check_body
-from cloudtrain.providers.vertex.preflight import fields as known_fields
+from cloudtrain.providers.vertex.validate import check_body
+from cloudtrain.providers.vertex.validate import fields as known_fields
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = SAMPLE["settings"]  # type: ignore[assignment]

@@ -26,13 +26,13 @@ from google.cloud.aiplatform_v1 import CustomJob as Message
 from google.cloud.aiplatform_v1 import JobServiceClient, JobState
 from google.oauth2.credentials import Credentials as Token
 from jobs import Jobs
+from worlds.vertex.life import CustomJob, _Over
+from worlds.vertex.plane import AGENT, Plane
+from worlds.vertex.replicas import differences, reading
+from worlds.vertex.strict import broken_rules, model_errors, parsed
+from worlds.vertex.wire import Fault, Refusal
 
-from cloudtrain.provider import Mount, NodeSpec, Simulation
-from cloudtrain.testing.vertex.life import CustomJob, _Over
-from cloudtrain.testing.vertex.plane import AGENT, Plane
-from cloudtrain.testing.vertex.replicas import differences, reading
-from cloudtrain.testing.vertex.strict import broken_rules, model_errors, parsed
-from cloudtrain.testing.vertex.wire import Fault, Refusal
+from cloudtrain.provider_api.protocol import Mount, NodeSpec, Simulation
 
 IMAGE = "cloudtrain-test:py313"
 BUCKET = "team-bucket"

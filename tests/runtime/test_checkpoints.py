@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.errors import DigestError, StorageError
-from cloudtrain.provider import Site, Topology
+from cloudtrain.provider_api.protocol import Site, Topology
 from cloudtrain.runtime import checkpoints
 from cloudtrain.runtime.checkpoints import (
     COMMIT,
@@ -41,7 +41,7 @@ from cloudtrain.runtime.checkpoints import (
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.resume import Resume
 from cloudtrain.runtime.workspace import Workspace
-from cloudtrain.values import family
+from cloudtrain.validate import family
 
 
 def write(path: Path, data: bytes | str = b"x") -> Path:

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from cloudtrain.provider import SyncAgent
-from cloudtrain.pull import pull
+from cloudtrain.provider_api.protocol import SyncAgent
+from cloudtrain.runs.live_data import Seen
+from cloudtrain.runs.log_sources import Tail
+from cloudtrain.runs.pull import pull
 from cloudtrain.runtime import compact
 from cloudtrain.runtime.compact import FAN, Compactor
 from cloudtrain.runtime.history import Start
 from cloudtrain.runtime.logs import LogWriter
+from cloudtrain.runtime.segments import Span, distinct, span_of
 from cloudtrain.runtime.uploads import Uploads
-from cloudtrain.seen import Seen
-from cloudtrain.segments import Span, distinct, span_of
-from cloudtrain.store import Store
-from cloudtrain.tail import Tail
+from cloudtrain.store.store import Store
 
 RUN = "week"
 SECONDS = 5.0

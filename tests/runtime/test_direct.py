@@ -13,12 +13,12 @@ import fsspec
 import pytest
 
 from cloudtrain.errors import AuthError, StorageError
-from cloudtrain.provider import Site, Topology
-from cloudtrain.runtime import direct
+from cloudtrain.provider_api.protocol import Site, Topology
 from cloudtrain.runtime import resume as resume_module
-from cloudtrain.runtime.direct import Direct, RefusedError, newest
+from cloudtrain.runtime import store_checkpoints as direct
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.resume import Resume
+from cloudtrain.runtime.store_checkpoints import Direct, RefusedError, newest
 from cloudtrain.runtime.workspace import Workspace
 
 #: A file system over local files, as one of fsspec's own that is reached by ``fake:///folder``. ``TIME`` says how it

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.provider import Site, Status, Topology
+from cloudtrain.provider_api.protocol import Site, Status, Topology
+from cloudtrain.runs.outcome import verdict_of
 from cloudtrain.runtime import gpus
 from cloudtrain.runtime.cause import category, summary
 from cloudtrain.runtime.launch import environment_of
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.node import Node
 from cloudtrain.runtime.workspace import Workspace
-from cloudtrain.verdict import verdict_of
 
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.3\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (builder@x)  Wed\nGCC version: 12\n"

@@ -19,9 +19,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cloudtrain.bundle import MANIFEST, Bundle, build
 from cloudtrain.errors import DigestError, StorageError
-from cloudtrain.job import Source
+from cloudtrain.job.bundle import MANIFEST, Bundle, build
+from cloudtrain.job.job import Source
 from cloudtrain.runtime import unpack as module
 from cloudtrain.runtime.unpack import unpack
 

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider import Layout, LogPage, Need, Request, Simulation, Site, Status
+from ...provider_api.protocol import Layout, LogPage, Need, Request, Simulation, Site, Status
 
 if TYPE_CHECKING:
-    from ...checks import Check
-    from ...job import Job
-    from ...prices import PriceList
-    from .account import Account
+    from ...job.job import Job
+    from ...provider_api.checks import Check
+    from ...provider_api.prices import PriceList
+    from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
@@ -73,7 +73,7 @@ class Settings:
 
 
 class Provider:
-    """Azure ML command jobs; see `cloudtrain.provider.Provider` for what each method promises."""
+    """Azure ML command jobs; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
 
     name: ClassVar[str] = "azureml"
     Settings: ClassVar[type[Any]] = Settings
@@ -85,14 +85,14 @@ class Provider:
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
     def __init__(self, **settings: Any) -> None:
-        from .plan import checked
+        from .request import checked
 
         # Recorded with the run: whoever attaches, wherever, asks the same workspace.
         self.settings: Settings = checked(Settings(**settings))
         self._account: Account | None = None
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        from .plan import plan
+        from .request import plan
 
         return plan(self.settings, job, layout, attempt=attempt, choice=choice)
 
@@ -100,7 +100,7 @@ class Provider:
     def account(self) -> Account:
         """The calls, made when first needed."""
         if self._account is None:
-            from .account import Account
+            from .api import Account
 
             self._account = Account(self.settings)
         return self._account
@@ -122,12 +122,12 @@ class Provider:
         return self.account.find(request)
 
     def status(self, native_id: str) -> Status:
-        from .states import status
+        from .status import status
 
         return status(self.account, native_id)
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        from .pages import page
+        from .logs import page
 
         return page(self.account, native_id, cursor)
 
@@ -136,7 +136,7 @@ class Provider:
 
     def principal(self) -> str | None:
         """Who the token that calls Azure is for: a user's name, else an application's or object's id."""
-        from .account import named
+        from .api import named
 
         return named(self.account.credential.get_token(self.account.cloud.scope).token)
 
@@ -149,14 +149,14 @@ class Provider:
         return storage(url, cloud_of(self.settings), os.environ)
 
     def price_list(self, region: str) -> PriceList:
-        """What the cloud's own price API asks for in ``region``; see `cloudtrain.prices`."""
+        """What the cloud's own price API asks for in ``region``; see `cloudtrain.provider_api.prices`."""
         from .prices import price_list
 
         return price_list(self.account, region)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
         """See `doctor`."""
-        from .checks import checks
+        from .doctor import checks
 
         yield from checks(self.account, store, request)
 
@@ -167,7 +167,7 @@ class Provider:
         return site(environ, argv)
 
     def nodes(self, request: Request) -> Simulation:
-        from .simulation import nodes
+        from .launch_spec import nodes
 
         return nodes(request, datastore=self.settings.datastore)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError
-from ...values import did_you_mean
+from ...validate import did_you_mean
 
 if TYPE_CHECKING:
     from . import Settings

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ... import packages
 from ...errors import (
     AuthError,
     CapacityError,
@@ -20,6 +19,7 @@ from ...errors import (
     QuotaError,
     SpecError,
 )
+from ...storage import extras
 
 __all__ = ["CAPACITY", "HELP", "QUOTA", "error_of", "quota_hint", "refusal", "translated"]
 
@@ -107,7 +107,7 @@ def _place(status: int, code: str, said: str) -> str:
 
 def translated(what: str) -> AbstractContextManager[None]:
     """Errors of Azure's libraries become ours, in one line; ``what`` was being done."""
-    return packages.translated(partial(error_of, what=what), needs="azure-ai-ml", extra="azureml")
+    return extras.translated(partial(error_of, what=what), needs="azure-ai-ml", extra="azureml")
 
 
 def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:

@@ -11,10 +11,10 @@ import posixpath
 from collections.abc import Mapping
 
 from ...errors import SpecError
-from ...provider import Site, Topology
+from ...provider_api.protocol import Site, Topology
+from .names import GRACE, METADATA, NODES, PREEMPTED
 from .notices import URL, ScheduledEvents, marker
 from .secrets import secret
-from .words import GRACE, METADATA, NODES, PREEMPTED
 
 __all__ = ["site"]
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from ...errors import PlatformError, SpecError
-from ...prices import PriceList, certain
+from ...provider_api.prices import PriceList, certain
 from .errors import refusal
-from .words import NAME
+from .names import NAME
 
 if TYPE_CHECKING:
-    from .account import Account
+    from .api import Account
 
 __all__ = ["price_list"]
 

@@ -16,16 +16,16 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ... import catalog
 from ...errors import ConflictError, SpecError, UnsupportedError
-from ...job import Gpu
-from ...provider import Request
+from ...job.job import Gpu
+from ...provider_api import catalog
+from ...provider_api.protocol import Request
 from .errors import translated
+from .names import NAME, TAG_GPU
 from .urls import Blob
-from .words import NAME, TAG_GPU
 
 if TYPE_CHECKING:
-    from .account import Account
+    from .api import Account
 
 __all__ = ["check_datastore", "create"]
 

@@ -7,8 +7,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from ...ask import ask
 from ...errors import StorageError
+from ...runtime.http_json import ask
 
 __all__ = ["place", "secret", "token"]
 

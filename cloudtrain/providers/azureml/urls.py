@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...values import url_scheme
-from .words import NAME
+from ...validate import url_scheme
+from .names import NAME
 
 if TYPE_CHECKING:
     from .clouds import Cloud

@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ... import catalog
-from ...provider import Layout, LogPage, Need, Request, Simulation, Site, Status
-from ...values import url_scheme
-from .words import IGNORED, UPLOADED, UPLOADING
+from ...provider_api import catalog
+from ...provider_api.protocol import Layout, LogPage, Need, Request, Simulation, Site, Status
+from ...validate import url_scheme
+from .names import IGNORED, UPLOADED, UPLOADING
 
 if TYPE_CHECKING:
-    from ...checks import Check
-    from ...job import Job
-    from ...prices import PriceList
-    from .account import Account
+    from ...job.job import Job
+    from ...provider_api.checks import Check
+    from ...provider_api.prices import PriceList
+    from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
@@ -67,7 +67,7 @@ class Settings:
 
 
 class Provider:
-    """SageMaker training jobs; see `cloudtrain.provider.Provider` for what each method promises."""
+    """SageMaker training jobs; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
 
     name: ClassVar[str] = "sagemaker"
     Settings: ClassVar[type[Any]] = Settings
@@ -80,14 +80,14 @@ class Provider:
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
     def __init__(self, **settings: Any) -> None:
-        from .plan import checked
+        from .request import checked
 
         # Recorded with the run: whoever attaches, wherever, asks the same region.
         self.settings: Settings = checked(Settings(**settings))
         self._account: Account | None = None
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        from .plan import plan
+        from .request import plan
 
         return plan(self.settings, job, layout, attempt=attempt, choice=choice)
 
@@ -95,7 +95,7 @@ class Provider:
     def account(self) -> Account:
         """The calls, made when first needed."""
         if self._account is None:
-            from .account import Account
+            from .api import Account
 
             self._account = Account(self.settings)
         return self._account
@@ -107,7 +107,7 @@ class Provider:
         return self.account.find(request)
 
     def status(self, native_id: str) -> Status:
-        from .states import status_of
+        from .status import status_of
 
         status = status_of(self.account.describe(native_id))
         price = catalog.price(self.name, status.instance_type, self.settings.prices)
@@ -118,7 +118,7 @@ class Provider:
         return dataclasses.replace(status, cost_usd=round(status.billed_s / 3600 * price.usd_per_hour, 4))
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        from .pages import page
+        from .logs import page
 
         return page(self.account, native_id, cursor)
 
@@ -135,14 +135,14 @@ class Provider:
         return storage(self.settings) if url_scheme(url) == "s3" else {}
 
     def price_list(self, region: str) -> PriceList:
-        """What the cloud's own price API asks for in ``region``; see `cloudtrain.prices`."""
+        """What the cloud's own price API asks for in ``region``; see `cloudtrain.provider_api.prices`."""
         from .prices import price_list
 
         return price_list(self.account, region)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
         """See `doctor`."""
-        from .checks import checks
+        from .doctor import checks
 
         yield from checks(self.account, store, request)
 
@@ -153,7 +153,7 @@ class Provider:
         return site(environ, argv)
 
     def nodes(self, request: Request) -> Simulation:
-        from .simulation import nodes
+        from .launch_spec import nodes
 
         return nodes(request, region=self.settings.region)
 

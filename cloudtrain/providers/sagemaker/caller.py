@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...credential import Credential
+from ...storage.credential import Credential
 
 if TYPE_CHECKING:
     from . import Settings

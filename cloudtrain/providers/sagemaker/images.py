@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError, UnsupportedError
-from ...values import did_you_mean
-from .words import DNS
+from ...validate import did_you_mean
+from .names import DNS
 
 __all__ = ["check_image", "default_image", "images"]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ... import catalog
-from ...checks import Check, failed, ok
 from ...errors import SpecError
-from .words import NAME
+from ...provider_api import catalog
+from ...provider_api.checks import Check, failed, ok
+from .names import NAME
 
 if TYPE_CHECKING:
-    from .account import Account
+    from .api import Account
 
 __all__ = ["ADDRESSES", "EFA_ADDRESSES", "network_check"]
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import PlatformError, SpecError
-from ...prices import PriceList, certain
-from .words import NAME
+from ...provider_api.prices import PriceList, certain
+from .names import NAME
 
 if TYPE_CHECKING:
-    from .account import Account
+    from .api import Account
 
 __all__ = ["price_list"]
 

@@ -16,8 +16,8 @@ from typing import BinaryIO
 from xml.sax.saxutils import escape, unescape
 
 from ...errors import DigestError, StorageError
+from .names import DNS
 from .secrets import Credentials, credentials, signed_headers
-from .words import DNS
 
 __all__ = ["Objects"]
 

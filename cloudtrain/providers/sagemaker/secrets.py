@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...ask import ask
 from ...errors import StorageError
-from .words import DNS
+from ...runtime.http_json import ask
+from .names import DNS
 
 __all__ = ["Credentials", "credentials", "secret", "signed_headers"]
 

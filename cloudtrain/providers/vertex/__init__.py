@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider import Layout, LogPage, Need, Request, Simulation, Site, Status
-from ...values import url_scheme
+from ...provider_api.protocol import Layout, LogPage, Need, Request, Simulation, Site, Status
+from ...validate import url_scheme
 
 if TYPE_CHECKING:
-    from ...checks import Check
-    from ...job import Job
-    from ...prices import PriceList
-    from .account import Account
+    from ...job.job import Job
+    from ...provider_api.checks import Check
+    from ...provider_api.prices import PriceList
+    from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
@@ -70,7 +70,7 @@ class Settings:
 
 
 class Provider:
-    """Vertex AI custom jobs; see `cloudtrain.provider.Provider` for what each method promises."""
+    """Vertex AI custom jobs; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
 
     name: ClassVar[str] = "vertex"
     Settings: ClassVar[type[Any]] = Settings
@@ -84,14 +84,14 @@ class Provider:
     """What ``doctor --job`` tries: ports that the chief's Service is known to forward, and two that it may not."""
 
     def __init__(self, **settings: Any) -> None:
-        from .plan import checked
+        from .request import checked
 
         # Recorded with the run: whoever attaches, wherever, asks the same project and location.
         self.settings: Settings = checked(Settings(**settings))
         self._account: Account | None = None
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        from .plan import plan
+        from .request import plan
 
         return plan(self.settings, job, layout, attempt=attempt, choice=choice)
 
@@ -99,7 +99,7 @@ class Provider:
     def account(self) -> Account:
         """The calls, made when first needed."""
         if self._account is None:
-            from .account import Account
+            from .api import Account
 
             self._account = Account(self.settings)
         return self._account
@@ -111,12 +111,12 @@ class Provider:
         return self.account.find(request)
 
     def status(self, native_id: str) -> Status:
-        from .states import status_of
+        from .status import status_of
 
         return status_of(self.account.job(native_id))
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        from .pages import page
+        from .logs import page
 
         return page(self.account, native_id, cursor)
 
@@ -135,20 +135,20 @@ class Provider:
     def storage(self, url: str) -> Mapping[str, Any]:
         if url_scheme(url) != "gs":
             return {}
-        from .account import credentials
+        from .api import credentials
 
         # Not gcsfs's own way, which ends with nobody's credentials, and a refusal that says nothing.
         return {"token": credentials()}
 
     def price_list(self, region: str) -> PriceList:
-        """What the cloud's own price API asks for in ``region``; see `cloudtrain.prices`."""
+        """What the cloud's own price API asks for in ``region``; see `cloudtrain.provider_api.prices`."""
         from .prices import price_list
 
         return price_list(self.account, region)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
         """See `doctor`."""
-        from .checks import checks
+        from .doctor import checks
 
         yield from checks(self.account, store, request)
 
@@ -159,7 +159,7 @@ class Provider:
         return site(environ, argv)
 
     def nodes(self, request: Request) -> Simulation:
-        from .simulation import nodes
+        from .launch_spec import nodes
 
         return nodes(request)
 

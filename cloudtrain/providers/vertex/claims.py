@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from ...errors import ConflictError, NotFoundError, PlatformError
-from ...values import unix_seconds
+from ...validate import unix_seconds
 from .errors import CLAIM, decoded
 
 __all__ = ["LEASE", "Claim"]

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ... import catalog, packages
 from ...errors import (
     AuthError,
     CapacityError,
@@ -22,8 +21,10 @@ from ...errors import (
     QuotaError,
     SpecError,
 )
+from ...provider_api import catalog
+from ...storage import extras
 from .machines import REGIONS_DATE, regions_of
-from .words import NAME
+from .names import NAME
 
 __all__ = [
     "AGENT", "CAPACITY", "CONSUMER", "HELP", "PULL", "QUOTA", "answered", "decoded", "error_of", "pull_hint",
@@ -204,7 +205,7 @@ def answered(body: bytes) -> tuple[str, str, Mapping[str, Any]]:
 
 def translated(what: str) -> AbstractContextManager[None]:
     """Errors of Google's libraries become ours, in one line; ``what`` was being done."""
-    return packages.translated(partial(error_of, what=what), needs="google-cloud-aiplatform", extra="vertex")
+    return extras.translated(partial(error_of, what=what), needs="google-cloud-aiplatform", extra="vertex")
 
 
 def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ... import catalog
 from ...errors import SpecError, UnsupportedError
+from ...provider_api import catalog
 from .fabric import SCRIPTS, TRANSPORTS
-from .words import NAME
+from .names import NAME
 
 if TYPE_CHECKING:
-    from ...catalog import Machine
-    from ...job import Gpu, Job
+    from ...job.job import Gpu, Job
+    from ...provider_api.catalog import Machine
 
 __all__ = [
     "DISK_LIMITS_GB", "FLEXIBLE", "LOCATIONS", "REGIONS", "advice", "machine_of", "machine_spec", "notes_of", "priced",

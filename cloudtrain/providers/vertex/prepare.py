@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from ...errors import CloudtrainError, StorageError
 from . import bootstrap
-from .words import AGAIN, GCS
+from .names import AGAIN, GCS
 
 __all__ = ["main"]
 

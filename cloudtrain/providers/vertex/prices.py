@@ -14,16 +14,16 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ... import catalog
 from ...errors import PlatformError, SpecError
-from ...prices import PriceList
+from ...provider_api import catalog
+from ...provider_api.prices import PriceList
 from .errors import decoded
 from .machines import priced
-from .words import NAME
+from .names import NAME
 
 if TYPE_CHECKING:
-    from ...catalog import Machine
-    from .account import Account
+    from ...provider_api.catalog import Machine
+    from .api import Account
 
 __all__ = ["price_list"]
 
@@ -143,7 +143,7 @@ def _hourly(sku: Mapping[str, Any]) -> Iterator[float]:
 
 
 def _pages(account: Account) -> Iterator[Mapping[str, Any]]:
-    from .account import billing_endpoint
+    from .api import billing_endpoint
 
     token = ""
     for _ in range(PAGES):

@@ -6,8 +6,8 @@ import base64
 import urllib.request
 from collections.abc import Mapping
 
-from ...ask import ask
 from ...errors import StorageError
+from ...runtime.http_json import ask
 
 __all__ = ["secret", "token"]
 

@@ -1,0 +1,146 @@
+"""Rehearsals: the exact Request of another platform, run on this machine as that platform would start it.
+
+`plan_rehearsal` makes the real plan, with real URLs and no credentials, and from it one that `submit` runs here: the
+same run id, code and inputs, staged into a local store that stands for the cloud's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import SpecError
+from ..job.job import Job
+from ..provider_api.protocol import Provider, find_provider, recorded_settings
+from ..runs.fallback import only_first
+from ..runs.submit import Plan, make_plan, noted
+from ..settings.settings import Settings
+from ..storage.local_disk import local_path, normalize
+from ..store.store import Store
+from ..validate import did_you_mean
+from .supervised import Hosted
+from .url_map import moved, place_of
+
+__all__ = ["STORE", "plan_rehearsal"]
+
+STORE = "./.cloudtrain"
+"""Where rehearsals live."""
+
+
+def plan_rehearsal(
+    job: Job,
+    *,
+    settings: Settings,
+    provider: str | None = None,
+    run_id: str | None = None,
+    cwd: Path,
+    store: str = STORE,
+    maps: Mapping[str, str] | None = None,
+    image: str = "",
+    secrets: Mapping[str, str] | None = None,
+    drills: Sequence[tuple[str, str]] = (),
+) -> Plan:
+    """The plan of a rehearsal of ``job`` on ``provider`` (default: the setting), whose store is that of ``settings``;
+    of several places in ``settings`` it is the first.
+
+    ``store`` is the local folder that stands for it, ``maps`` are paths of this machine by the URLs they stand for,
+    ``image`` is a local image in the request's place, ``secrets`` are references ``env:VARIABLE`` by the names of the
+    job's secrets, ``drills`` pairs like ``("preempt", "node=1,after=30s")``. Its request's ``body`` holds that of the
+    provider whole (``request``), and in ``differences`` what is not as it would be there, a line each.
+    Raises what `make_plan` raises, and `SpecError` for what cannot be rehearsed.
+    """
+    real = make_plan(job, settings=only_first(settings)[0], provider=provider, run_id=run_id, cwd=cwd)
+    target = real.provider
+    if isinstance(target, Hosted):
+        raise SpecError(f"{target.name} runs on this machine as it is: submit; name a cloud's", field="provider")
+    here = Store(store, cwd=cwd)
+    if local_path(here.url) is None:
+        raise SpecError(f"must be a folder of this machine, not {store}", field="local_store")
+    stand_ins = _stand_ins(real, {url.rstrip("/"): _existing(path, cwd) for url, path in (maps or {}).items()})
+    kind: Any = find_provider("rehearsal")
+    chosen: Provider = kind(
+        target=target.name,
+        account=recorded_settings(type(target).Settings, dataclasses.asdict(target.settings)),
+        store=real.store.url,
+        maps=stand_ins,
+        image=image,
+        secrets=dict(real.job.secrets),
+        drills=tuple(f"{kind} {text}" for kind, text in drills),
+    )
+    job = real.job.replace(secrets=_substitutes(real.job, secrets or {}))
+    _check_data(real, {real.store.url: here.url, **stand_ins})
+    layout = moved(real.layout, here.url)
+    inputs = {
+        name: dataclasses.replace(item, source=None) if real.layout.inputs[name].url in stand_ins else item
+        for name, item in layout.inputs.items()
+    }
+    source = layout.resume_source and place_of(layout.resume_source, stand_ins, or_same=True)
+    layout = dataclasses.replace(layout, inputs=inputs, resume_source=source)
+    return dataclasses.replace(
+        real,
+        job=job,
+        provider=chosen,
+        store=here,
+        layout=layout,
+        request=noted(chosen.plan(job, layout), layout),
+        later=(),
+        node_half=type(target),
+    )
+
+
+def _existing(path: str, cwd: Path) -> str:
+    url = normalize(path, cwd=cwd)
+    found = local_path(url)
+    if found is None or not found.exists():
+        raise SpecError(f"there is no {path} on this machine", field="map")
+    return url
+
+
+def _stand_ins(real: Plan, maps: Mapping[str, str]) -> dict[str, str]:
+    """``maps``, and what they say of inputs that the plan would have copied into the store from elsewhere."""
+    found = dict(maps)
+    for item in real.layout.inputs.values():
+        place = place_of(item.source, maps, or_same=True) if item.source else item.source
+        if place and place != item.source:
+            found[item.url] = place
+    return found
+
+
+def _check_data(real: Plan, places: Mapping[str, str]) -> None:
+    """Raise `SpecError` for data that nobody stages and that is not here either."""
+    staged = {tree.digest for tree in real.trees}
+    for name, item in real.layout.inputs.items():
+        digest = item.url.removeprefix(f"{real.store.url}/data/").partition("/")[0]
+        if digest not in staged and not (item.source and item.url not in places):
+            _check_there(item.url, places, f"inputs.{name}")
+    if real.layout.resume and not real.layout.resume_source:
+        _check_there(real.layout.resume, places, "resume_from")
+
+
+def _check_there(url: str, places: Mapping[str, str], field: str) -> None:
+    try:
+        path = local_path(place_of(url, places))
+    except SpecError as exc:
+        raise SpecError(exc.message, field=field, hint=exc.hint) from None
+    if path is None or not path.exists():
+        raise SpecError(f"there is no {path}, which stands for {url}; or name what does: --map {url}=PATH", field=field)
+
+
+def _substitutes(job: Job, given: Mapping[str, str]) -> dict[str, str]:
+    """The references ``env:VARIABLE`` in place of the job's own. `SpecError` for a secret without one."""
+    for name, reference in given.items():
+        if name not in job.secrets:
+            raise SpecError(
+                f"the job has no secret {name!r}", field="secret_value", hint=did_you_mean(name, job.secrets)
+            )
+        if not reference.startswith("env:") or not reference[4:]:
+            raise SpecError(f"must be env:VARIABLE, not {reference!r}", field=f"secret_value.{name}")
+    for name in job.secrets:
+        if name not in given:
+            why = "the cloud's own credentials are not here"
+            raise SpecError(
+                f"{why}; say whose value it has: --secret-value {name}=env:VARIABLE", field=f"secrets.{name}"
+            )
+    return {name: given[name] for name in job.secrets}

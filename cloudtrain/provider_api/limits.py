@@ -1,0 +1,139 @@
+"""Limits of money and of GPU hours as what a platform itself ends a job by: seconds of running time. Pure.
+
+``max_cost`` buys ``max_cost / (machines x price)`` hours, ``max_gpu_hours`` gives ``max_gpu_hours / GPUs`` of them. The
+shortest, ``max_runtime`` among them, is the hard limit of the native request. Which GPU of a list a run will have is
+not known before, so the dearest, and the one with the most GPUs, set it for every choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpecError, UnsupportedError
+from ..validate import is_price
+from . import catalog
+
+if TYPE_CHECKING:  # a node compiles all that it imports at each start, and has no use for it
+    from ..job.job import Job
+
+__all__ = ["THIS_MACHINE", "checked_prices", "gpus_of", "hard_limit"]
+
+THIS_MACHINE = "localhost"
+"""The name under which a machine that starts its nodes itself has a price; all nodes are on it."""
+LONGEST = 10**9
+"""Seconds; longer than any platform runs a job."""
+
+
+def checked_prices(prices: Any, provider: str) -> dict[str, float]:
+    """The setting ``prices`` in the order of its names. Raises `SpecError` for one that is no price."""
+    values = prices.values() if isinstance(prices, Mapping) else [None]
+    if not all(is_price(value) for value in values):
+        raise SpecError("must be a table of US dollars an hour by machine, each above zero", field=f"{provider}.prices")
+    return dict(sorted(prices.items()))
+
+
+def gpus_of(provider: str, machine: str, job: Job, choice: int) -> int | None:
+    """GPUs a node of the ``choice``-th GPU of the list, on ``machine``; 0 is none, None that nobody knows.
+
+    ``machine`` is a name as prices are by: ``n1-standard-8+T4:1`` where the GPUs are not in its own.
+    """
+    if job.resources.gpu:
+        return job.resources.gpus[choice].count
+    if machine == THIS_MACHINE:
+        return 0
+    name, plus, attached = machine.partition("+")
+    if plus:
+        return int(attached.rpartition(":")[2])
+    counts = {m.gpu_count for m in catalog.machines(provider) if m.instance_type == name}
+    return min(counts, default=None)  # the bare one, where the same name is with and without
+
+
+def hard_limit(
+    job: Job,
+    provider: str,
+    names: Callable[[int], Sequence[str]],
+    *,
+    choice: int,
+    own: Mapping[str, float],
+    least: int = 1,
+    held: int = 0,
+) -> tuple[int, list[str]]:
+    """Seconds after which the platform must end the job, and what there is to say of it.
+
+    ``names(choice)`` are the machines that it may get with that GPU of the list, by the names of ``own``, the account's
+    prices; it raises `SpecError` for a GPU that the provider has not. ``least`` is the shortest limit of the platform,
+    ``held`` seconds for which machines are paid for after the job. Raises `UnsupportedError` where a price, or a number
+    of GPUs, is not known, and `SpecError` for a limit that gives less than ``least``.
+    """
+    if job.max_cost is None and job.max_gpu_hours is None:
+        return job.max_runtime, []
+    found = list(_machines(job, names, choice))
+    count = 1 if found[0][1] == THIS_MACHINE else job.resources.instance_count
+    limits = {"max_runtime": (job.max_runtime, "")}
+    if job.max_cost is not None:
+        name, hourly = _dearest(provider, [name for _, name in found], own)
+        seconds = _whole(job.max_cost / hourly / count * 3600) - held
+        _check(seconds, least, "max_cost", f"does not pay for {_span(least)} of {count} x {name}")
+        what = f"max_cost {job.max_cost:g} USD buys {seconds} s of {count} x {name} at {hourly:g} USD an hour"
+        limits["max_cost"] = seconds, what
+    if job.max_gpu_hours is not None:
+        gpus = max(_known(provider, name, job, at) for at, name in found) * job.resources.instance_count
+        seconds = _whole(job.max_gpu_hours / gpus * 3600) - held
+        _check(seconds, least, "max_gpu_hours", f"is not enough for {_span(least)} of {gpus} GPUs")
+        limits["max_gpu_hours"] = seconds, f"max_gpu_hours {job.max_gpu_hours:g} is {seconds} s of {gpus} GPUs"
+    which = min(limits, key=lambda name: limits[name][0])
+    said = [f"{what}: that is the limit now" for name, (_, what) in limits.items() if name == which and what]
+    others = [what for name, (_, what) in limits.items() if name != which and what]
+    if which == "max_runtime":
+        said = [f"max_runtime {job.max_runtime} s is the limit now: {'; '.join(others)}"]
+    return limits[which][0], said
+
+
+def _machines(job: Job, names: Callable[[int], Sequence[str]], choice: int) -> Iterator[tuple[int, str]]:
+    """(choice, machine) of everything that the run may get."""
+    for at in range(max(1, len(job.resources.gpu))):
+        try:
+            found = names(at)
+        except SpecError:
+            if at == choice:
+                raise
+            continue  # no attempt will ever have it
+        yield from ((at, name) for name in found)
+
+
+def _dearest(provider: str, names: Sequence[str], own: Mapping[str, float]) -> tuple[str, float]:
+    """By the account's own prices alone: another list may be too low, and another client may not have it."""
+    for name in names:
+        if name not in own:
+            known = catalog.price(provider, name)
+            near = f" ({known.usd_per_hour:g} is {known.source.partition(' (')[0]}, not your own)" if known else ""
+            how = f'set it: [{provider}.prices] "{name}" = US dollars an hour, or --set prices.{name}=USD'
+            raise UnsupportedError(provider, "max_cost", f"no price of {name} is known{near}; {how}")
+    name = max(names, key=lambda name: own[name])
+    return name, float(own[name])
+
+
+def _known(provider: str, name: str, job: Job, choice: int) -> int:
+    gpus = gpus_of(provider, name, job, choice)
+    if gpus is None:
+        why = f"how many GPUs {name} has is not known here; say gpu (NAME:COUNT), or use max_runtime"
+        raise UnsupportedError(provider, "max_gpu_hours", why)
+    if not gpus:
+        what = "the job asks for no GPU" if name == THIS_MACHINE else f"{name} has no GPU"
+        raise UnsupportedError(provider, "max_gpu_hours", f"{what}; ask for one with gpu, or use max_runtime")
+    return gpus
+
+
+def _whole(seconds: float) -> int:
+    """Cut to what a limit can be: an amount of money may buy more seconds than a whole number has room for."""
+    return int(min(seconds, LONGEST))
+
+
+def _check(seconds: int, least: int, field: str, why: str) -> None:
+    if seconds < least:
+        raise SpecError(why, field=field)
+
+
+def _span(seconds: int) -> str:
+    return "one second" if seconds == 1 else f"{seconds} s"

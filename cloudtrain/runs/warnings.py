@@ -1,0 +1,86 @@
+"""What a plan warns of: GPUs without a rank, secrets that would be recorded, unknown machines. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..errors import scrubbed
+from ..provider_api import catalog
+from ..provider_api.limits import THIS_MACHINE, gpus_of
+from ..validate import did_you_mean
+
+if TYPE_CHECKING:
+    from ..job.job import Job
+    from ..provider_api.protocol import Request
+
+__all__ = ["cautions", "gpu_names", "is_secret_name", "memory_notes", "total_gpus"]
+
+_SECRET = re.compile(
+    r"(?<![a-z])(secret|token|[a-z]*passwords?|[a-z]*passwd|pwd|pat|passphrase|credentials?|connection ?string"
+    r"|(api|access|private|secret|account|auth) ?keys?|sas|dsn|cookie)(?![a-z])",
+    re.IGNORECASE,
+)
+_TOKEN = re.compile(
+    r"(gh[pousr]_|github_pat_|hf_|sk-|xox[abp]-|AKIA|ASIA|AIza|glpat-|eyJ)[\w.-]{12,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+"""Beginnings of tokens of GitHub, Hugging Face, OpenAI, Slack, AWS, Google and GitLab; a JWT; a private key."""
+_PLAIN = re.compile(r"|true|false|yes|no|none|[\d.]+|[~./{].*", re.IGNORECASE)
+"""Values that are no secret, whatever their name is: a switch, a number, a path, a placeholder."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable, field or flag of this name holds a secret: ``WANDB_API_KEY``, ``HFToken``."""
+    # ``HFToken`` is ``HF Token``: a word ends where the next one begins.
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).replace("_", " ").replace("-", " ")
+    return _SECRET.search(words) is not None
+
+
+def cautions(job: Job, request: Request) -> Iterator[str]:
+    """Yield a line for each thing that costs money for nothing, or tells a secret, if the request is sent."""
+    nodes, ranks = job.resources.instance_count, int(request.context["processes"])
+    gpus = total_gpus(job, request)
+    if job.launcher == "torchrun" and gpus and gpus > nodes * ranks:
+        yield f"{gpus - nodes * ranks} of {gpus} GPUs have no rank (nproc_per_node = {ranks})"
+    for name, value in job.env.items():
+        named = is_secret_name(name) and not _PLAIN.fullmatch(value)
+        if named or _TOKEN.match(value) or scrubbed(value) != value:
+            yield f"env.{name} looks like a secret and will be recorded; use --secret {name}"
+    machine = job.resources.instance_type
+    if machine and request.instance_types and request.provider in catalog.providers():
+        known = [m.instance_type for m in catalog.machines(request.provider)]
+        if machine.lower() not in {name.lower() for name in known}:
+            near = did_you_mean(machine, known)
+            yield f"{machine} is not in cloudtrain's table of machines, and is sent as it is" + (near and f"; {near}")
+
+
+def total_gpus(job: Job, request: Request) -> int | None:
+    """Return the GPUs of all nodes; None where the table does not have the machine."""
+    machine = (request.instance_types or (THIS_MACHINE,))[0]
+    count = gpus_of(request.provider, machine, job, request.choice)
+    return None if count is None else count * job.resources.instance_count
+
+
+def gpu_names(job: Job, request: Request) -> list[str]:
+    """Return the GPUs of a node with their memory, once for each machine that the platform may choose.
+
+    A machine to which GPUs can be attached has none unless the job asks for them.
+    """
+    if total_gpus(job, request) == 0:
+        return []
+    found = []
+    for name in request.instance_types:
+        _, _, attached = name.partition("+")
+        machine = catalog.machine(request.provider, name)
+        found.append(attached or (machine.gpus if machine else ""))
+    return list(dict.fromkeys(filter(None, found))) or list(job.resources.gpu[request.choice :][:1])
+
+
+def memory_notes(job: Job, request: Request) -> Iterator[str]:
+    """Yield a line where a wish without memory fits GPUs of several memories, and the smallest was chosen."""
+    if job.resources.gpu and not job.resources.instance_type:
+        wish, names = job.resources.gpus[request.choice], gpu_names(job, request)
+        others = [name for name in catalog.variants(request.provider, wish) if name not in names]
+        if wish.memory_gb is None and others and names:
+            yield f"{wish} is {names[0]} here; for more memory write {' or '.join(others)}"

@@ -1,0 +1,115 @@
+"""What a provider's author gives the contract suite: the platform, faked at the wire, so that the vendor's SDK talks.
+
+A World is small on purpose: what is the same on every platform (jobs, plans, waiting, pulling) is written here once,
+and only what a platform alone can do is abstract. A World of a true account is a World too.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from ..provider_api.protocol import Provider, Request
+from ..runs.log_order import parse
+from ..runs.run import Run
+from ..runs.submit import Plan, submit
+from . import probe
+from .tables import RUN_ID, SECRET, Fields, Place, Sample, Seen, plan_of
+
+__all__ = ["Impossible", "World", "numbered"]
+
+PATIENCE = 120.0
+"""Seconds that a job of the suite may take, and a line of it may be awaited."""
+
+
+class Impossible(Exception):
+    """This platform has no such fault; the message says why."""
+
+
+class World(abc.ABC):
+    """One platform and a store of it, both empty. Made with a folder for the suite's own files."""
+
+    provider: Provider
+    """The provider under test, made with settings that lead to this world."""
+    store: str
+    """URL of an empty store that its nodes can reach."""
+    nowhere: str
+    """A native id in the platform's form, of a job that never was."""
+
+    def __init__(self, folder: Path, *, provider: Provider, store: str, nowhere: str, secret: str = "") -> None:
+        self.folder, self.provider, self.store, self.nowhere = folder, provider, store, nowhere
+        self.sample = Sample.of(type(provider))
+        #: ``place.secret`` refers to a secret that has the value `tables.SECRET` in this world.
+        self.place = Place.make(
+            folder / "place", store=store, provider=provider.name, secret=secret or self.sample.secret
+        )
+
+    # ------------------------------------------------------------------------------------ what only the platform can do
+
+    @abc.abstractmethod
+    def node(self, request: Request, number: int) -> AbstractContextManager[Mapping[str, str]]:
+        """The environment in which the platform starts node ``number`` of ``request``, for `Provider.site`."""
+
+    @abc.abstractmethod
+    def preempt(self, run: Run, number: int) -> None:
+        """Take node ``number`` back as the platform would: its stop signal, its grace, its new start of all nodes."""
+
+    @abc.abstractmethod
+    def kill(self, run: Run, number: int) -> None:
+        """Lose node ``number``, without a notice."""
+
+    @abc.abstractmethod
+    def fault(self, category: str) -> AbstractContextManager[Fields]:
+        """While open, a job with the fields it gives meets ``category``: capacity, quota, auth or image.
+
+        Raises `Impossible` where the platform has no such thing.
+        """
+
+    def check(self, request: Request) -> None:
+        """Raise unless the platform itself would accept the request: the vendor's own validator."""
+        json.dumps(request.body, allow_nan=False)
+
+    # ---------------------------------------------------------------------------------------------- the same everywhere
+
+    def plan(self, *parts: Fields, run_id: str = RUN_ID) -> Plan:
+        """The plan of a job that this platform accepts, with the fields of ``parts`` (later ones over earlier ones)."""
+        return plan_of(self.provider, self.place, self.sample.job, *parts, run_id=run_id)
+
+    def send(self, plan: Plan) -> Run:
+        """Really submit."""
+        return submit(plan, environ={probe.SECRET: SECRET})
+
+    def await_line(self, run: Run, text: str) -> None:
+        """Until a line with ``text`` has come out of every node of the run."""
+        nodes = set(range(run.job.resources.instance_count))
+        deadline = time.monotonic() + PATIENCE
+        while not nodes <= {line.node for line in run.logs() if line.text == text}:
+            if time.monotonic() > deadline or run.status().final:
+                raise AssertionError(f"{run!r} never said {text!r} on every node")
+            time.sleep(0.2)
+
+    def seen(self, run: Run) -> Seen:
+        """Wait for the run, pull it, and read what its ranks wrote down."""
+        result = run.wait(timeout=PATIENCE, poll=0.2)
+        folder = self.folder / "pulled" / run.run_id
+        run.pull(folder)
+        found = sorted(folder.glob("artifacts/rank-*.json"), key=lambda p: int(p.stem.removeprefix("rank-")))
+        return Seen(ranks=tuple(json.loads(p.read_bytes()) for p in found), result=result, folder=folder)
+
+
+def numbered(provider: Provider, native_id: str) -> list[tuple[str, int, int]]:
+    """(attempt, node, number) of every numbered line that the platform's own log holds, as its pages come."""
+    found: list[tuple[str, int, int]] = []
+    cursor: Any = None
+    while True:
+        page = provider.logs(native_id, cursor)
+        lines = [parse(line) for line in page.lines]
+        found += [(*line.stream, line.seq) for line in lines if line.stream is not None]
+        if not page.more and not page.lines:
+            return found
+        cursor = json.loads(json.dumps(page.cursor))
