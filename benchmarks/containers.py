@@ -39,7 +39,7 @@ from common import (
 )
 
 from cloudtrain.engine.containers import ContainerEngine
-from cloudtrain.provider_api.protocol import NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import NodeSpec, Rules, Simulation
 
 IMAGE = "cloudtrain-test:torch"
 NODES = 8

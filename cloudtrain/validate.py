@@ -9,40 +9,31 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta, timezone
-from pathlib import PurePosixPath
 from typing import Any
 
-from .errors import SpecError, StorageError, scrubbed
+from .errors import SpecError, scrubbed
 
 __all__ = [
     "BRIEF",
-    "METADATA",
+    "DEEPEST",
     "brief",
-    "checked_run",
     "choice_of",
     "did_you_mean",
     "duration",
-    "family",
     "is_price",
     "json_loads",
-    "json_rows",
     "json_value",
-    "merge_metrics",
-    "newer_than_metadata",
     "parse_duration",
     "parse_since",
     "parse_size",
     "respelt",
     "sequence_of",
     "similar",
-    "step_of",
     "table_of",
     "text_of",
     "texts_of",
     "toml_loads",
-    "training_states",
     "unix_seconds",
-    "unversioned",
     "url_scheme",
     "whole_number",
     "without_secrets",
@@ -54,7 +45,7 @@ _LONGEST = 100 * 366 * 86400
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) ?(B|kB|KB|MB|GB|TB)?")
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATION = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in "dhms"))
-_DEEPEST = 64
+DEEPEST = 64
 _BIGGEST = 10**300
 """Numbers beyond this have no place in JSON: other readers take its numbers for doubles."""
 
@@ -218,19 +209,7 @@ def json_loads(data: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-_RUN_RECORD: dict[str, tuple[type, ...]] = {"created": (int, float)}
-_RUN_RECORD |= dict.fromkeys(("settings", "job", "layout", "code"), (dict,))
-_RUN_RECORD |= dict.fromkeys(("run_id", "run", "provider", "job_digest", "runtime", "version"), (str,))
 """Types of what a run.json has at the top."""
-
-
-def checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> dict[str, Any]:
-    """``record``, a run.json that has all that is ``needed``. Raises `StorageError`: the file ``where`` is damaged."""
-    lacks = next((f"it has no {name}" for name in needed if name not in record), "")
-    wrong = (name for name, kinds in _RUN_RECORD.items() if name in record and type(record[name]) not in kinds)
-    if why := lacks or next((f"its {name} is a {type(record[name]).__name__}" for name in wrong), ""):
-        raise StorageError(f"{where} is damaged: {why}")
-    return record
 
 
 def text_of(value: Any, where: str, *, empty: bool = False) -> str:
@@ -288,8 +267,8 @@ def table_of(value: Any, where: str) -> dict[str, Any]:
 
 def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
     """Return a deep plain copy of ``value``, which must be JSON: no NaN, text keys, at most 64 tables or lists deep."""
-    if depth > _DEEPEST:
-        raise SpecError(f"is nested more than {_DEEPEST} levels deep", field=where[:BRIEF])
+    if depth > DEEPEST:
+        raise SpecError(f"is nested more than {DEEPEST} levels deep", field=where[:BRIEF])
     if isinstance(value, Mapping):
         return {text_of(k, where, empty=True): json_value(v, f"{where}.{k}", depth=depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -321,135 +300,3 @@ def unix_seconds(moment: datetime | str | float) -> float:
     if isinstance(moment, datetime):
         return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
     return float(moment)
-
-
-# --------------------------------------------------------------------------------------------------------- checkpoints
-
-_BESIDE = frozenset(
-    [
-        ".json",
-        ".jsonl",
-        ".txt",
-        ".md",
-        ".rst",
-        ".yaml",
-        ".yml",
-        ".toml",
-        ".ini",
-        ".cfg",
-        ".csv",
-        ".tsv",
-        ".log",
-        ".py",
-        ".sh",
-        ".html",
-        ".png",
-        ".jpg",
-        ".jpeg",
-        ".gif",
-        ".svg",
-        ".pdf",
-        ".mp4",
-        ".wav",
-    ]
-)
-"""Suffixes of what scripts write beside their checkpoints: settings, logs, pictures, programs."""
-_STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
-_VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
-_NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
-
-
-METADATA = ".metadata"
-"""What ``torch.distributed.checkpoint`` writes last."""
-
-
-def newer_than_metadata(times: Mapping[str, float]) -> str:
-    """The file of a checkpoint, of paths and when each changed, that was written after its `METADATA`; else empty.
-
-    There is one while a checkpoint is written over: the old ``.metadata`` stays until the new one comes.
-    """
-    last = max(times, key=lambda path: times[path])
-    return last if times[last] > times[METADATA] else ""
-
-
-def family(name: str) -> str:
-    """``name`` with its numbers left out: that of every checkpoint, or file, that a script writes in the same place."""
-    return re.sub(r"\d+", "#", name)
-
-
-def unversioned(name: str) -> str:
-    """``name`` with its version left out: ``last.ckpt`` of ``last-v1.ckpt``, which is written beside an older one."""
-    return _VERSION.sub("", name)
-
-
-def step_of(name: str) -> int | None:
-    """The step that a checkpoint's name tells: the number after step, iter or checkpoint, else the last one.
-
-    That of an epoch is none, nor is a version (``last-v1.ckpt``). Of ``RUN/NAME`` only ``NAME`` counts.
-    """
-    name = name.rpartition("/")[2]
-    found = _STEP.findall(name) or re.findall(r"\d+", _NO_STEP.sub("", name))
-    return int(found[-1]) if found else None
-
-
-def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str]:
-    """Which of ``entries`` (key to name, and paths below it: one empty path for a file) a training can go on from.
-
-    Trainers leave more in the folder of their checkpoints: HF's has the final model and the settings beside
-    ``checkpoint-500/``, DeepSpeed's a script. So, of the first of these kinds that there is: numbered folders, and
-    other folders that share a file with them (``last.ckpt/``); numbered files, and others of the same suffix
-    (``last.ckpt``); whatever is no text, log or picture; everything.
-    """
-    states = {key: item for key, item in entries.items() if not all(map(_beside, _files_of(*item)))} or dict(entries)
-    folders = {key for key, (_, paths) in states.items() if list(paths) != [""]}
-    files = states.keys() - folders
-    if numbered := {key for key in folders if re.search(r"\d", states[key][0])}:
-        known = {family(path) for key in numbered for path in states[key][1] if not _beside(path)}
-        return numbered | {key for key in folders if known & {family(path) for path in states[key][1]}}
-    if numbered := {key for key in files if re.search(r"\d", unversioned(states[key][0]))}:
-        suffixes = {PurePosixPath(states[key][0]).suffix for key in numbered}
-        return {key for key in files if PurePosixPath(states[key][0]).suffix in suffixes}
-    return set(states)
-
-
-def _files_of(name: str, paths: Sequence[str]) -> list[str]:
-    return [path or name for path in paths]
-
-
-def _beside(path: str) -> bool:
-    return PurePosixPath(path).suffix.lower() in _BESIDE or "tfevents" in path
-
-
-def merge_metrics(attempts: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of all attempts, given oldest first, as one history.
-
-    An attempt replaces the earlier rows from its own first step on; rows without a step stay where they are.
-    """
-    merged: list[dict[str, Any]] = []
-    for attempt in attempts:
-        rows = [dict(row) for row in attempt]
-        steps = [step for row in rows if (step := _step(row)) is not None]
-        first = min(steps, default=float("inf"))
-        merged = [row for row in merged if (step := _step(row)) is None or step < first] + rows
-    return merged
-
-
-def _step(row: Mapping[str, Any]) -> float | None:
-    step = row.get("step")
-    return step if isinstance(step, (int, float)) and not isinstance(step, bool) else None
-
-
-def json_rows(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects of JSON Lines, without lines that are none, such as the last one of a killed process.
-
-    An object that `json_value` would refuse, as it is nested too deeply, is left out, too.
-    """
-    rows: list[dict[str, Any]] = []
-    for line in data.splitlines():
-        with contextlib.suppress(ValueError, SpecError):
-            row = json_loads(line)
-            if line.count(b"{") + line.count(b"[") > _DEEPEST:
-                row = json_value(row, "")
-            if isinstance(row, dict):
-                rows.append(row)
-    return rows

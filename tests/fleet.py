@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from simulated import World
 
-from cloudtrain.provider_api.protocol import Site, Topology
+from cloudtrain.provider_api.node import Site, Topology
 from cloudtrain.runtime import (
     cause,
     checkpoint_done,

@@ -16,19 +16,9 @@ from typing import Any, ClassVar
 
 from cloudtrain.errors import AuthError, CapacityError, NotFoundError, QuotaError, SpecError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import (
-    AttemptInfo,
-    Layout,
-    LogPage,
-    NodeSpec,
-    Request,
-    Rules,
-    Simulation,
-    Site,
-    Status,
-    Topology,
-    context_of,
-)
+from cloudtrain.provider_api.launch_spec import NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.node import Site, Topology
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, Request, Status, context_of
 
 NAME = "foldercloud"
 

@@ -37,20 +37,10 @@ from cloudtrain.errors import (
     StorageError,
 )
 from cloudtrain.job.job import Job
+from cloudtrain.provider_api.launch_spec import NodeSpec, Rules, Simulation
 from cloudtrain.provider_api.limits import hard_limit
-from cloudtrain.provider_api.protocol import (
-    AttemptInfo,
-    Layout,
-    LogPage,
-    NodeSpec,
-    Request,
-    Rules,
-    Simulation,
-    Site,
-    Status,
-    Topology,
-    context_of,
-)
+from cloudtrain.provider_api.node import Site, Topology
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, Request, Status, context_of
 from cloudtrain.runs.fallback import Onward
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.reconcile import reconcile_run

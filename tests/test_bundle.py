@@ -261,7 +261,7 @@ SEGMENT = st.one_of(
 
 
 def comes_out_otherwise(line: str) -> bool:
-    """Whether the line has one of the forms that `cloudtrain.job.ignore` does not read as git does: its list, no more."""
+    """Whether the line has one of the forms that `job.ignore` does not read as git does: its list, no more."""
     path = line.rstrip(" \r").removeprefix("!").removesuffix("/")
     folders = path.split("/")
     return (

@@ -39,7 +39,7 @@ from cloudtrain.cli.flags import NOT_FLAGS
 from cloudtrain.cli.key_value import first_spelling
 from cloudtrain.cli.output import Screen
 from cloudtrain.job.job import FLAT_FIELDS, Job, anchored
-from cloudtrain.provider_api.protocol import find_provider
+from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.settings.settings import Settings
 from cloudtrain.validate import toml_loads
 

@@ -22,7 +22,8 @@ from cloudtrain.doctor.doctor import Grace, expected_gpus, judged, round_trip
 from cloudtrain.errors import AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.checks import Check, failure, gravest, ok, tried
-from cloudtrain.provider_api.protocol import Request, Status, find_provider
+from cloudtrain.provider_api.protocol import Request, Status
+from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.log_order import Line
 from cloudtrain.storage.files import LocalFiles, Moving, files
 

@@ -18,7 +18,7 @@ import pytest
 from jobs import Jobs
 
 from cloudtrain.engine import NodeError, fuse
-from cloudtrain.provider_api.protocol import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
 
 TWO = "/gcs/bucket"
 

@@ -14,7 +14,7 @@ import pytest
 from fleet import Ranks
 from test_scale import Place
 
-from cloudtrain.provider_api.protocol import find_provider
+from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runtime import compact, mirror_files
 from cloudtrain.runtime.checkpoints import complete
 

@@ -14,7 +14,8 @@ from jobs import Jobs
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.limits import checked_prices, gpus_of, hard_limit
-from cloudtrain.provider_api.protocol import AttemptInfo, Layout, Provider, Request, Status, find_provider
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, Provider, Request, Status
+from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.cost import Account, cost_of, seconds_of
 from cloudtrain.runs.outcome import unix_time
 from cloudtrain.runs.retry import Retry

@@ -13,7 +13,8 @@ import pytest
 from cloudtrain import Estimator, cli
 from cloudtrain.errors import SpecError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import find_provider, needs_of
+from cloudtrain.provider_api.protocol import needs_of
+from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.settings.needs import snippet, stand_ins
 from cloudtrain.settings.settings import Settings
 from cloudtrain.validate import toml_loads

@@ -19,22 +19,10 @@ from hypothesis import strategies as st
 from cloudtrain.errors import NotFoundError, SpecError, UnsupportedError
 from cloudtrain.job.job import Input, Job
 from cloudtrain.job.options import merge_options
-from cloudtrain.provider_api.protocol import (
-    PROTOCOL,
-    Layout,
-    LayoutInput,
-    Mount,
-    NodeSpec,
-    Provider,
-    Request,
-    Rules,
-    Simulation,
-    Status,
-    check_inputs,
-    context_of,
-    find_provider,
-    provider_names,
-)
+from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.node import PROTOCOL
+from cloudtrain.provider_api.protocol import Layout, LayoutInput, Provider, Request, Status, check_inputs, context_of
+from cloudtrain.provider_api.registry import find_provider, provider_names
 
 LAYOUT = Layout(
     store="s3://b/p",

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import cloudtrain
-from cloudtrain.provider_api.protocol import PROTOCOL, provider_names
+from cloudtrain.provider_api.node import PROTOCOL
+from cloudtrain.provider_api.registry import provider_names
 from cloudtrain.store import runtime_zip
 
 PACKAGE = Path(cloudtrain.__file__).parent

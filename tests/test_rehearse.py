@@ -23,7 +23,8 @@ from cloudtrain.engine.url_map import place_of
 from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.estimator import Estimator
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import Mount, NodeSpec, Rules, Simulation, find_provider, provider_names
+from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.registry import find_provider, provider_names
 from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
 from cloudtrain.runs.submit import Plan, make_plan
 from cloudtrain.settings.settings import Settings

@@ -24,17 +24,9 @@ from cloudtrain.errors import (
     StorageError,
 )
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import (
-    AttemptInfo,
-    Layout,
-    LogLine,
-    LogPage,
-    Provider,
-    Request,
-    Simulation,
-    Site,
-    Status,
-)
+from cloudtrain.provider_api.launch_spec import Simulation
+from cloudtrain.provider_api.node import Site
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Status
 from cloudtrain.runs.listing import list_runs
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time

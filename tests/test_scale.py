@@ -22,7 +22,8 @@ from fleet import Fleet, Ranks
 
 from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.estimator import Estimator
-from cloudtrain.provider_api.protocol import LogLine, LogPage, find_provider
+from cloudtrain.provider_api.protocol import LogLine, LogPage
+from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.run import Run
 from cloudtrain.runtime.link import Link

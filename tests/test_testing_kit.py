@@ -17,7 +17,7 @@ import pytest
 from cloudtrain import Estimator, cli
 from cloudtrain.errors import AuthError, QuotaError, SpecError, UnsupportedError
 from cloudtrain.estimator import RunFailedError
-from cloudtrain.provider_api.protocol import find_provider, provider_names
+from cloudtrain.provider_api.registry import find_provider, provider_names
 from cloudtrain.runs.run import Run
 from cloudtrain.runs.submit import Plan
 from cloudtrain.testing import plugin

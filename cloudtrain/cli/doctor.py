@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from ..errors import AuthError, LostContactError, NotFoundError, SpecError
 from ..provider_api.checks import gravest
-from ..provider_api.protocol import provider_names
+from ..provider_api.registry import provider_names
 from . import format
 from .common_flags import HERE, At, Where, stoppable
 from .flags import JobFlags, given_flags, job_of

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from ..errors import CloudtrainError, NotFoundError, SpecError
 from ..job.job import Gpu
 from ..provider_api import catalog
-from ..provider_api.protocol import find_provider, provider_names, suggested_provider
+from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..validate import did_you_mean
 from . import format
 from .common_flags import HERE, At

@@ -13,7 +13,8 @@ from cyclopts import Parameter
 
 from ..errors import SpecError
 from ..job.job import Job
-from ..provider_api.protocol import find_provider, needs_of, provider_names
+from ..provider_api.protocol import needs_of
+from ..provider_api.registry import find_provider, provider_names
 from ..settings.needs import assignment, find_missing
 from ..settings.settings import FILE, Settings
 from ..validate import did_you_mean, url_scheme

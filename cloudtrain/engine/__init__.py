@@ -2,8 +2,8 @@
 
 An engine makes each mount appear on its node, tells the node what a platform would tell it about its peers (the
 ``CLOUDTRAIN_ENGINE_*`` variables), hands over secrets by a pipe, and leaves nothing behind. What becomes of the nodes
-is for `cloudtrain.engine.supervisor` to decide, by the Simulation's rules. `hosted` is what providers share whose nodes this
-machine starts.
+is for `cloudtrain.engine.supervisor` to decide, by the Simulation's rules. `supervised` is what
+providers share whose nodes this machine starts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import PlatformError
-from ..provider_api.protocol import NodeSpec, Simulation
+from ..provider_api.launch_spec import NodeSpec, Simulation
 
 __all__ = ["ENGINE_PREFIX", "Engine", "NodeError", "NodeHandle", "boot_id", "last_line", "make_engine", "staged"]
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import StorageError
-from ..provider_api.protocol import NodeSpec, Simulation
+from ..provider_api.launch_spec import NodeSpec, Simulation
 from . import ENGINE_PREFIX, NodeError, last_line, staged
 from .docker_api import LABEL, PATIENCE_SECONDS, away, check_image, clear, make_client, remove, run_label, why
 from .processes import gpus_of

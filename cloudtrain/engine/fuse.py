@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..provider_api.protocol import Mount, NodeSpec, Simulation
+from ..provider_api.launch_spec import Mount, NodeSpec, Simulation
 from . import NodeError
 
 __all__ = ["MountedFolders", "Objects", "clear_mounts", "serve", "why_not"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ..provider_api.protocol import Mount, NodeSpec, Simulation
+from ..provider_api.launch_spec import Mount, NodeSpec, Simulation
 
 __all__ = ["NodeFolders", "Objects", "Sync"]
 

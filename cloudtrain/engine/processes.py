@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import CapacityError, SpecError, StorageError
-from ..provider_api.protocol import NodeSpec, Simulation
+from ..provider_api.launch_spec import NodeSpec, Simulation
 from . import ENGINE_PREFIX, staged
 
 __all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "gpus_of", "has_torch"]

@@ -13,7 +13,8 @@ from typing import Any
 
 from ..errors import SpecError
 from ..job.job import Job
-from ..provider_api.protocol import Provider, find_provider, recorded_settings
+from ..provider_api.protocol import Provider, recorded_settings
+from ..provider_api.registry import find_provider
 from ..runs.fallback import only_first
 from ..runs.submit import Plan, make_plan, noted
 from ..settings.settings import Settings

@@ -25,17 +25,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from .. import errors
 from ..errors import LostContactError, NotFoundError, PlatformError, SpecError, StorageError, UnsupportedError
 from ..job.options import merge_options
+from ..provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
 from ..provider_api.protocol import (
     AttemptInfo,
     Layout,
     LogLine,
     LogPage,
-    Mount,
-    NodeSpec,
     Provider,
     Request,
-    Rules,
-    Simulation,
     Status,
     check_inputs,
     context_of,
@@ -69,7 +66,7 @@ SCHEMES = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "az", "http", "
 
 
 class Hosted:
-    """Base of such providers: all of the protocol but ``plan`` and ``site``; see `cloudtrain.provider_api.protocol.Provider`.
+    """Base of such providers: all of the protocol but ``plan`` and ``site``; see `Provider`.
 
     A subclass says in ``engine`` which one starts its nodes, checks in `check` what can be known before anything
     starts, and removes in `_clear` what a supervisor that was killed has left behind.
@@ -204,7 +201,8 @@ class Hosted:
 
     def _supervise(self, folder: Path, secrets: Mapping[str, str]) -> None:
         """Start the supervisor, detached; of several, the one that gets the folder's lock stays."""
-        code = "import sys; sys.path.append(sys.argv.pop(1)); from cloudtrain.engine.supervisor import main; main(*sys.argv[1:])"
+        begin = "import sys; sys.path.append(sys.argv.pop(1)); "
+        code = f"{begin}from cloudtrain.engine.supervisor import main; main(*sys.argv[1:])"
         package = Path(__file__).resolve().parents[2]
         with open(folder / "supervisor.log", "ab") as log:
             process = subprocess.Popen(

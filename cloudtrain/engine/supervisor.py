@@ -24,7 +24,9 @@ from typing import Any, TypeVar
 
 from ..errors import EXIT_CODES, CapacityError, CloudtrainError, SpecError, StorageError
 from ..job.job import Job
-from ..provider_api.protocol import AttemptInfo, Layout, Mount, Provider, Request, Rules, Simulation, find_provider
+from ..provider_api.launch_spec import Mount, Rules, Simulation
+from ..provider_api.protocol import AttemptInfo, Layout, Provider, Request
+from ..provider_api.registry import find_provider
 from ..runs.outcome import records_of, was_lost
 from ..runs.run import NOT_RETRIED, Run
 from ..runtime.checkpoints import COMMIT, complete, resumable

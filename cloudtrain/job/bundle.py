@@ -1,7 +1,7 @@
 """The bundle: the files of a code tree that ship, as a manifest with a digest and a deterministic archive.
 
 What ships is the tree as git sees it (tracked, modified, and untracked but not ignored), less what a
-``.cloudtrainignore`` or ``source.exclude`` leaves out (`cloudtrain.job.shipped_files`). Nothing is written, and no archive is made
+``.cloudtrainignore`` or ``source.exclude`` leaves out (`shipped_files`). Nothing is written, and no archive is made
 before `Bundle.write_archive`.
 """
 

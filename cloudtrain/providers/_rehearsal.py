@@ -1,6 +1,6 @@
 """Provider ``rehearsal``: what another provider's platform would start for its exact Request, in containers here.
 
-Nobody chooses it by name (hence the underscore): `cloudtrain.engine.rehearse` makes it of a plan of the other provider, the
+Nobody chooses it by name (hence the underscore): `engine.rehearse` makes it of a plan of the other provider, the
 target. `plan` asks the target for the very Request that it would send, and for what its platform starts for that; what
 this machine has not got is left out, and told. Nodes run the target's own half. Its Request holds the target's whole.
 """
@@ -22,19 +22,13 @@ from ..engine.fuse import clear_mounts, why_not
 from ..engine.supervised import Hosted, clear_containers, image_id
 from ..engine.url_map import moved, place_of
 from ..errors import SpecError
-from ..provider_api.protocol import (
-    Layout,
-    Mount,
-    NodeSpec,
-    Request,
-    Simulation,
-    Site,
-    find_provider,
-    python_command,
-)
+from ..provider_api.launch_spec import Mount, NodeSpec, Simulation
+from ..provider_api.node import Site
+from ..provider_api.protocol import Layout, Request, python_command
 from ..provider_api.protocol import (
     Provider as Target,
 )
+from ..provider_api.registry import find_provider
 
 if TYPE_CHECKING:
     from ..job.job import Job
@@ -97,7 +91,7 @@ class Settings:
 
 
 class Provider(Hosted):
-    """Another provider's platform, here; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
+    """Another provider's platform, here; see `Provider` for what each method promises."""
 
     name: ClassVar[str] = "rehearsal"
     Settings: ClassVar[type[Any]] = Settings

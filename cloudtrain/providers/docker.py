@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..engine import ENGINE_PREFIX
 from ..engine.supervised import PREEMPTED, STOP_GRACE, Hosted, check_readable, clear_containers, image_id, origin_tags
 from ..errors import SpecError
-from ..provider_api.protocol import Layout, NodeSpec, Request, Site, Topology, python_command
+from ..provider_api.launch_spec import NodeSpec
+from ..provider_api.node import Site, Topology
+from ..provider_api.protocol import Layout, Request, python_command
 from ..validate import did_you_mean
 
 if TYPE_CHECKING:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..engine import ENGINE_PREFIX
 from ..engine.supervised import PREEMPTED, STOP_GRACE, Hosted, origin_tags
 from ..errors import SpecError
-from ..provider_api.protocol import Layout, NodeSpec, Request, Site, Topology
+from ..provider_api.launch_spec import NodeSpec
+from ..provider_api.node import Site, Topology
+from ..provider_api.protocol import Layout, Request
 
 if TYPE_CHECKING:
     from ..job.job import Job

@@ -32,9 +32,9 @@ from ..provider_api.protocol import Layout
 from ..settings.settings import Settings
 from ..storage.files import Progress
 from ..store import runtime_zip
-from ..store.store import Store
+from ..store.store import Store, next_of
 from ..validate import without_secrets
-from .handover import NO_MACHINES, decide, next_of, overtaken, place_of
+from .handover import NO_MACHINES, decide, overtaken, place_of
 from .retry import Retry, error_of
 from .run import Run
 from .submit import Plan, chained, handle, later_choices, noted, recorded

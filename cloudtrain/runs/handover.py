@@ -25,7 +25,7 @@ from ..errors import AuthError, CapacityError, NotFoundError, PlatformError, Quo
 from ..job.job import Job
 from ..provider_api.protocol import Layout, Provider, Request
 from ..settings.settings import Settings
-from ..store.store import Store, run_folder, to_json
+from ..store.store import Store, next_of, run_folder, to_json
 
 __all__ = [
     "NOT_RETRIED",
@@ -36,7 +36,6 @@ __all__ = [
     "decide",
     "forget",
     "in_flight",
-    "next_of",
     "overtaken",
     "place_of",
     "sending",
@@ -181,18 +180,6 @@ def _self() -> dict[str, str]:
 
 
 # ------------------------------------------------------------------------------------------------------------ decisions
-
-
-def next_of(store: Store, run_id: str) -> dict[str, Any] | None:
-    """The decision to leave the run: ``run``, the URL of the one that follows it, and its ``result``; None: none.
-
-    `StorageError` for a file that says neither.
-    """
-    key = f"{run_folder(run_id)}/next.json"
-    noted = store.record(key)
-    if noted is not None and not (isinstance(noted.get("run"), str) and isinstance(noted.get("result"), dict)):
-        raise StorageError(f"{store.url}/{key} does not say where the run went on; it is none of cloudtrain's")
-    return noted
 
 
 def decide(store: Store, run_id: str, following: str, result: Record) -> bool:

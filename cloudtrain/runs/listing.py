@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 from ..errors import CloudtrainError, NotFoundError, SpecError, StorageError
 from ..job.job import Job
 from ..provider_api.protocol import Provider
-from ..settings.settings import Caller, Settings
+from ..settings.settings import NO_SETTINGS, Caller, Settings
 from ..storage.files import Moving, parallel
 from ..storage.local_disk import local_path
-from ..store.store import Store, run_folder
-from ..validate import checked_run, merge_metrics
+from ..store.store import Store, checked_run, run_folder
 from .live_data import Seen
+from .metrics import merge_metrics
 from .outcome import first_line, iso_time, one_line
-from .run import NO_SETTINGS, Run
+from .run import Run
 
 __all__ = ["PAGE", "Listed", "Wanted", "list_page", "list_runs", "newest_run", "recorded", "run_ids"]
 

@@ -16,8 +16,8 @@ from ..runtime.segments import Span, distinct, span_of
 from ..storage.files import Entry, parallel
 from ..storage.local_disk import safe
 from ..store.store import Store, run_folder
-from ..validate import json_rows
 from .log_order import Line, attempt_key, parse
+from .metrics import json_rows
 from .outcome import with_exits
 
 __all__ = ["Node", "Seen", "plain"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import EXIT_CODES, CloudtrainError
 from ..provider_api.protocol import FINAL, AttemptInfo, Status
-from ..validate import step_of
+from ..runtime.checkpoint_names import step_of
 from .log_order import attempt_key
 
 __all__ = [

@@ -17,7 +17,9 @@ from typing import Any
 
 from ..errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from ..job.own_files import PULL_STATE
-from ..provider_api.protocol import Status, find_provider
+from ..provider_api.protocol import Status
+from ..provider_api.registry import find_provider
+from ..runtime.checkpoint_names import METADATA, newer_than_metadata
 from ..runtime.segments import Span, distinct, span_of
 from ..storage.digest_cache import Digests, looks
 from ..storage.files import Progress, files, parallel
@@ -25,7 +27,8 @@ from ..storage.local_disk import inside, local_path, safe
 from ..storage.replace_folder import aside, below, discard, prune, swap, take, tidy
 from ..store.checkpoint import Checkpoint, newest_of, numbers_of, resumable
 from ..store.store import Store, expect, run_folder, to_json
-from ..validate import METADATA, did_you_mean, json_loads, json_rows, merge_metrics, newer_than_metadata
+from ..validate import did_you_mean, json_loads
+from .metrics import json_rows, merge_metrics
 
 __all__ = ["PULLED", "PullReport", "merge_metrics", "newest_pulled", "parts", "pull"]
 

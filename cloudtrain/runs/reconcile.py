@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import CloudtrainError, LostContactError, NotFoundError
 from ..job.job import is_run_id
-from ..settings.settings import Settings
+from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.local_disk import local_path, normalize
 from ..store.store import Store
 from ..validate import url_scheme
@@ -22,7 +22,7 @@ from .fallback import Onward
 from .listing import recorded
 from .log_sources import ASK_SECONDS, patiently
 from .outcome import one_line
-from .run import NO_SETTINGS, Run, open_run
+from .run import Run, open_run
 
 __all__ = ["reconcile", "reconcile_run", "reconcile_store"]
 

@@ -28,10 +28,10 @@ from ..errors import (
 from ..job.job import Job
 from ..provider_api.protocol import Layout, Request
 from ..storage.local_disk import local_path
-from ..store.store import Store
+from ..store.store import Store, next_of
 from ..validate import did_you_mean
 from .cost import seconds_of
-from .handover import NO_MACHINES, REFUSALS, next_of, overtaken, sending, settle
+from .handover import NO_MACHINES, REFUSALS, overtaken, sending, settle
 from .log_sources import patiently
 from .outcome import unix_time, was_lost
 from .run import Run

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,17 +21,18 @@ from ..errors import AuthError, CloudtrainError, DigestError, LostContactError, 
 from ..job.job import check_run_id
 from ..provider_api import catalog
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Status
-from ..settings.settings import Caller, Settings
+from ..settings.settings import NO_SETTINGS, Caller, Settings
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..store.checkpoint import Checkpoint
 from ..store.store import Staged, Store
-from ..validate import did_you_mean, merge_metrics, parse_since, url_scheme, whole_number
+from ..validate import did_you_mean, parse_since, url_scheme, whole_number
 from .cost import Account, cost_of, seconds_of
 from .handover import NO_MACHINES, NOT_RETRIED, Moving, forget, in_flight, overtaken
 from .log_order import Line, attempt_key
 from .log_sources import Contact, Tail, newest, patiently, written_since
 from .max_wait import MaxWait
+from .metrics import merge_metrics
 from .outcome import (
     CANCELLING,
     attempt_row,
@@ -48,9 +50,9 @@ from .outcome import (
 )
 from .pull import PATIENCE, PULLED, PullReport, pull
 
-__all__ = ["NEXT_SECONDS", "NOT_RETRIED", "NO_MACHINES", "NO_SETTINGS", "Run", "open_run", "overtaken"]
+__all__ = ["NEXT_SECONDS", "NOT_RETRIED", "NO_MACHINES", "Run", "open_run", "overtaken"]
 
-FIRST_POLL, NO_SETTINGS = 0.1, Settings()
+FIRST_POLL = 0.1
 NEXT_SECONDS = 120.0
 """How long whoever only looks waits for the attempt that another client may begin."""
 T = TypeVar("T")
@@ -390,9 +392,9 @@ class Run(Moving):
         ``path`` is a file or a folder; in a folder the file is ``<run id>.html``. Raises `SpecError` when there is no
         such folder.
         """
-        from ..report.report import write
-
-        return write(self, Path(path))[0]
+        # Imported by name: the page stands above the run that it shows, and only this method loads it.
+        page: Path = import_module("cloudtrain.report.report").write(self, Path(path))[0]
+        return page
 
     def logs(
         self,

@@ -34,9 +34,10 @@ from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, c
 from ..job.provenance import asked, digest_of, origin_of
 from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE
-from ..provider_api.protocol import Layout, Provider, Request, provider_names, recorded_settings, suggested_provider
+from ..provider_api.protocol import Layout, Provider, Request, recorded_settings
+from ..provider_api.registry import provider_names, suggested_provider
 from ..settings.needs import find_missing, refusal, stand_ins, with_placeholders
-from ..settings.settings import Settings
+from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..store import runtime_zip
@@ -44,7 +45,7 @@ from ..store.store import LocalTree, Staged, Store
 from ..validate import json_loads, without_secrets
 from .handover import REFUSALS, settle
 from .retry import category_of, deliver, error_of, secret_values, write_context
-from .run import NO_SETTINGS, Run
+from .run import Run
 from .summary import summary
 from .warnings import cautions, gpu_names, memory_notes, total_gpus
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import CloudtrainError, SpecError
-from ..provider_api.protocol import PROTOCOL, Site, find_provider
+from ..provider_api.node import PROTOCOL, Site
+from ..provider_api.registry import find_provider
 from .history import failed_for_good
 from .node import Node
 

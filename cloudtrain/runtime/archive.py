@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..provider_api.protocol import RunObjects, Site
+from ..provider_api.node import RunObjects, Site
 from .checkpoints import COMMIT, Complete, each, sort_key, write_whole
 
 __all__ = ["Archive", "archive_of"]

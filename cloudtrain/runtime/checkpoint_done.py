@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from ..validate import family
 from . import checkpoints
+from .checkpoint_names import family
 from .checkpoints import Entry, Signature
 
 __all__ = ["Finished"]

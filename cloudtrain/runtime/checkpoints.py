@@ -27,7 +27,7 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any, TypeVar
 
 from ..errors import DigestError, StorageError
-from ..validate import family, training_states, unversioned
+from .checkpoint_names import family, training_states, unversioned
 
 __all__ = [
     "COMMIT",

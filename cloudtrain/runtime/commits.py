@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StorageError
-from ..validate import family
 from . import checkpoints
 from .archive import Archive
+from .checkpoint_names import family
 
 __all__ = ["Commits", "remove"]
 

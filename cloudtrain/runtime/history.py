@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..validate import step_of
+from .checkpoint_names import step_of
 from .checkpoints import write_whole
 
 __all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..provider_api.protocol import Topology
+from ..provider_api.node import Topology
 from . import nccl
 from .host_facts import handles_sigterm
 from .logs import LogWriter, lines_of

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import PlatformError
-from ..provider_api.protocol import JOIN_TIMEOUT
+from ..provider_api.node import JOIN_TIMEOUT
 from ..validate import duration
 
 __all__ = ["Link"]

@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..validate import family
 from . import checkpoints
 from .archive import Archive
 from .checkpoint_done import Finished
+from .checkpoint_names import family
 from .checkpoints import Entry, Pointer, Signature, Watch
 from .commits import Commits, remove
 from .mirror_files import Growing

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
-from ..provider_api.protocol import Site
+from ..provider_api.node import Site
 from ..validate import duration
 from . import stall
 from .archive import archive_of

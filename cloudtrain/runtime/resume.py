@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, DigestError, StorageError
-from ..validate import family
 from . import checkpoints
 from .archive import Archive
+from .checkpoint_names import family
 from .checkpoints import Complete, shape_of
 from .history import was_direct
 from .store_checkpoints import Direct, RefusedError

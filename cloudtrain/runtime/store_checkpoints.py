@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import StorageError
-from ..validate import METADATA, newer_than_metadata, step_of, unix_seconds
+from ..validate import unix_seconds
+from .checkpoint_names import METADATA, newer_than_metadata, step_of
 
 __all__ = ["Direct", "RefusedError", "newest"]
 

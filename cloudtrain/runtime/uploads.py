@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import CloudtrainError
-from ..provider_api.protocol import SyncAgent
+from ..provider_api.node import SyncAgent
 from .checkpoints import each, modest
 
 __all__ = ["Uploads"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
-from ..provider_api.protocol import Site
+from ..provider_api.node import Site
 from . import gpus, launch
 from .archive import Archive
 from .cause import Failure

@@ -1,6 +1,6 @@
 """What a provider needs before a job can be sent: which of it is missing, how to set it, and a plan without it.
 
-Each provider states its needs as data (`cloudtrain.provider_api.protocol.Need`). A missing one is named as ``cloudtrain config``
+Each provider states its needs as data (`Need`). A missing one is named as ``cloudtrain config``
 names it: ``store``, ``NAME.region``; ``image`` is a field of the job.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 
 from ..errors import SpecError
 from ..job.job import Job
-from ..provider_api.protocol import Need, Provider, find_provider, lacking, needs_of
+from ..provider_api.protocol import Need, Provider, lacking, needs_of
+from ..provider_api.registry import find_provider
 from .settings import FILE, PROJECT, Settings
 
 __all__ = ["find_missing", "refusal", "snippet", "stand_ins", "summary", "with_placeholders"]

@@ -28,7 +28,7 @@ from ..job.job import (
     Resources,
     Source,
 )
-from ..provider_api.protocol import find_provider, provider_names
+from ..provider_api.registry import find_provider, provider_names
 from ..validate import did_you_mean
 from .settings import ENCRYPTIONS, MOST_CODE_MB, MOST_FILES, Settings
 

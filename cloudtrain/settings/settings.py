@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AuthError, SpecError
-from ..provider_api.protocol import Provider, find_provider, provider_names, recorded_settings, suggested_provider
+from ..provider_api.protocol import Provider, recorded_settings
+from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import Moving
 from ..storage.local_disk import normalize
 from ..validate import brief, choice_of, did_you_mean, similar, table_of, toml_loads, url_scheme, without_secrets
 from .coerce import Each, Found, below, each, is_table, json_or_text, over, texts, typed, urls
 
-__all__ = ["FILE", "PROJECT", "Caller", "Found", "Settings", "setting_hint"]
+__all__ = ["FILE", "NO_SETTINGS", "PROJECT", "Caller", "Found", "Settings", "setting_hint"]
 
 FILE = "cloudtrain.toml"
 PROJECT = "pyproject.toml"
@@ -359,6 +360,10 @@ class Settings:
             return url
         resolve: Callable[..., str] | None = getattr(self._own(name).make_provider(name), "store_url", None)
         return url if resolve is None else resolve(url, ask=ask)
+
+
+NO_SETTINGS = Settings()
+"""Settings of a run or a store that is opened without any."""
 
 
 class Caller:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..runtime.checkpoint_names import METADATA, newer_than_metadata, step_of, training_states
 from ..storage.files import Entry
-from ..validate import METADATA, newer_than_metadata, step_of, training_states
 
 __all__ = ["PROTOCOL", "Checkpoint", "age", "direct", "mirrored", "newest_of", "numbers_of", "resumable"]
 

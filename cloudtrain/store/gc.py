@@ -18,8 +18,7 @@ from typing import Any
 
 from ..errors import NotFoundError, StorageError
 from ..job.job import is_run_id
-from ..runs.run import NO_SETTINGS
-from ..settings.settings import Caller, Settings
+from ..settings.settings import NO_SETTINGS, Caller, Settings
 from ..storage.files import Entry, parallel
 from ..storage.lease import FOLDER, MARK, Deleting
 from ..storage.lease import SECONDS as LEASE

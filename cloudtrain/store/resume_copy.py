@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 from ..errors import AuthError, DigestError, SpecError, StorageError, scrubbed
 from ..job.job import is_run_id
 from ..provider_api.protocol import Layout
-from ..runs.handover import next_of
 from ..settings.settings import Caller, Settings
 from ..storage.files import Entry, Moving, Progress
 from ..storage.local_disk import local_path
 from ..validate import json_loads, url_scheme
 from .checkpoint import Checkpoint, resumable
 from .remote_inputs import Copy, Left, address_of, from_left, version_of
-from .store import Store
+from .store import Store, next_of
 
 __all__ = ["carry", "followed", "place_for"]
 

@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,12 @@ from typing import Any
 from ..errors import DigestError, NotFoundError, SpecError, StorageError, scrubbed
 from ..job.job import Input, Job, check_run_id, is_run_id
 from ..provider_api.protocol import Layout, LayoutInput, Request
+from ..runtime.checkpoint_names import METADATA
 from ..storage.digest_cache import LocalTree, TreeFile, hash_tree, still
 from ..storage.files import Entry, Moving, Progress, Storage, files, parallel
 from ..storage.lease import FOLDER, announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
-from ..validate import METADATA, checked_run, did_you_mean, json_loads, url_scheme
+from ..validate import did_you_mean, json_loads, url_scheme
 from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_of, numbers_of
 
 __all__ = [
@@ -564,3 +565,29 @@ def _existing(path: Path, where: str) -> Path:
         return path
     siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     raise SpecError(f"there is no {path}", field=where, hint=did_you_mean(path.name, siblings))
+
+
+_RUN_RECORD: dict[str, tuple[type, ...]] = {"created": (int, float)}
+_RUN_RECORD |= dict.fromkeys(("settings", "job", "layout", "code"), (dict,))
+_RUN_RECORD |= dict.fromkeys(("run_id", "run", "provider", "job_digest", "runtime", "version"), (str,))
+
+
+def checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> dict[str, Any]:
+    """``record``, a run.json that has all that is ``needed``. Raises `StorageError`: the file ``where`` is damaged."""
+    lacks = next((f"it has no {name}" for name in needed if name not in record), "")
+    wrong = (name for name, kinds in _RUN_RECORD.items() if name in record and type(record[name]) not in kinds)
+    if why := lacks or next((f"its {name} is a {type(record[name]).__name__}" for name in wrong), ""):
+        raise StorageError(f"{where} is damaged: {why}")
+    return record
+
+
+def next_of(store: Store, run_id: str) -> dict[str, Any] | None:
+    """The decision to leave the run: ``run``, the URL of the one that follows it, and its ``result``; None: none.
+
+    `StorageError` for a file that says neither.
+    """
+    key = f"{run_folder(run_id)}/next.json"
+    noted = store.record(key)
+    if noted is not None and not (isinstance(noted.get("run"), str) and isinstance(noted.get("result"), dict)):
+        raise StorageError(f"{store.url}/{key} does not say where the run went on; it is none of cloudtrain's")
+    return noted

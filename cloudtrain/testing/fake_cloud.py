@@ -19,17 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CATEGORIES, CloudtrainError, NotFoundError, QuotaError, SpecError
 from ..job.job import Job
-from ..provider_api.protocol import (
-    AttemptInfo,
-    Layout,
-    LogLine,
-    LogPage,
-    Provider,
-    Request,
-    Status,
-    find_provider,
-    provider_names,
-)
+from ..provider_api.protocol import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Status
+from ..provider_api.registry import find_provider, provider_names
 from ..runs.run import NOT_RETRIED
 from ..store import runtime_zip
 from ..store.store import Store

@@ -23,7 +23,8 @@ from ..engine.supervised import Hosted
 from ..engine.supervisor import Supervisor
 from ..errors import CloudtrainError, SpecError
 from ..job.job import Job
-from ..provider_api.protocol import Layout, LogPage, Provider, Request, Simulation, Status
+from ..provider_api.launch_spec import Simulation
+from ..provider_api.protocol import Layout, LogPage, Provider, Request, Status
 from ..providers.local import Provider as Local
 from ..runtime.host_facts import handles_sigterm
 from ..storage.files import files

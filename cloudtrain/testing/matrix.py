@@ -15,7 +15,8 @@ from typing import Any
 
 from ..errors import EXIT_CODES
 from ..job.job import Input, Job, Resources, Source
-from ..provider_api.protocol import Provider, find_provider, provider_names
+from ..provider_api.protocol import Provider
+from ..provider_api.registry import find_provider, provider_names
 from .tables import CASES, ELSEWHERE, PLATFORM, SCRIPT, SECRETS, Place, Row, Sample, by_client, platform_rows, verdict
 
 __all__ = ["main", "page"]

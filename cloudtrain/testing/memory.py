@@ -29,7 +29,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, MutableMapping[str, An
         kind = _kind(scheme)
         held[scheme] = kind.store
         monkeypatch.setitem(_registry, scheme, kind)
-        # What fsspec has options for is left to fsspec (`cloudtrain.storage.obstore_config`): obstore would reach the real one.
+        # What fsspec has options for is left to fsspec (`obstore_config`): obstore would reach the real one.
         monkeypatch.setitem(conf, scheme, {"in_memory": True})
     return held
 

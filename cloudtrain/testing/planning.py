@@ -21,7 +21,10 @@ import pytest
 from ..engine import ENGINE_PREFIX
 from ..errors import SpecError, UnsupportedError
 from ..job.job import Job, check_run_id
-from ..provider_api.protocol import Layout, LayoutInput, Provider, Request, Simulation, Site, context_of, find_provider
+from ..provider_api.launch_spec import Simulation
+from ..provider_api.node import Site
+from ..provider_api.protocol import Layout, LayoutInput, Provider, Request, context_of
+from ..provider_api.registry import find_provider
 from ..store import runtime_zip
 from .platform import World
 from .tables import (

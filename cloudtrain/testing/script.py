@@ -1,4 +1,4 @@
-"""What a job of `cloudtrain.testing.fake_cloud` does when it is not run but scripted: an outcome, and what its nodes leave.
+"""The script of a job of `cloudtrain.testing.fake_cloud`: its outcome, and the files that its nodes leave.
 
 What is left is written where nodes write it and in their form (docs/design.md, the run folder), so that everything that
 reads a run reads this one: status, result, logs, pull, a further attempt's checkpoint.
@@ -17,8 +17,8 @@ from typing import Any
 from ..errors import CloudtrainError, SpecError
 from ..provider_api.protocol import AttemptInfo, LogLine
 from ..runtime.cause import Failure, category, summary
+from ..runtime.checkpoint_names import step_of
 from ..store.store import Store
-from ..validate import step_of
 
 __all__ = ["Left", "Outcome", "failed", "write"]
 

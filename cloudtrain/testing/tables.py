@@ -20,10 +20,10 @@ from typing import Any
 from ..errors import UnsupportedError
 from ..job.job import Input, Job, Resources, Source
 from ..provider_api.protocol import Provider
+from ..runs.metrics import json_rows
 from ..runs.submit import Plan, make_plan
 from ..settings.settings import Settings
 from ..storage.local_disk import local_path
-from ..validate import json_rows
 from . import probe
 
 __all__ = [

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cloudtrain.errors import SpecError, StorageError
-from cloudtrain.provider_api.protocol import Topology
+from cloudtrain.provider_api.node import Topology
 from cloudtrain.providers.azureml import Provider, node
 from cloudtrain.providers.azureml.secrets import place, secret, token
 

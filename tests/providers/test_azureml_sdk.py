@@ -11,7 +11,7 @@ import pytest
 from worlds.azureml.world import AzureMLWorld
 
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.provider_api.protocol import find_provider
+from cloudtrain.provider_api.registry import find_provider
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
 

@@ -24,7 +24,8 @@ from cloudtrain.engine import ENGINE_PREFIX
 from cloudtrain.engine.processes import ProcessEngine, gpus_of
 from cloudtrain.errors import CapacityError, NotFoundError, SpecError, UnsupportedError
 from cloudtrain.job.job import DEFAULT_STALL_TIMEOUT, Job
-from cloudtrain.provider_api.protocol import Layout, NodeSpec, Request, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.protocol import Layout, Request
 from cloudtrain.providers.local import _REFUSED, Provider
 from cloudtrain.runs.run import Run
 from cloudtrain.testing.contract import ProviderContract

@@ -25,7 +25,8 @@ from botocore.session import get_session
 
 from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import Layout, Site
+from cloudtrain.provider_api.node import Site
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
 from cloudtrain.providers.sagemaker.names import DNS
 from cloudtrain.providers.sagemaker.node import _has_efa

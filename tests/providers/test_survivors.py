@@ -17,7 +17,7 @@ from plans import Plans
 from worlds.vertex.wire import Answer, Wire
 
 from cloudtrain.errors import AuthError, NotFoundError, PlatformError, SpecError, UnsupportedError
-from cloudtrain.provider_api.protocol import Topology
+from cloudtrain.provider_api.node import Topology
 from cloudtrain.providers import local
 from cloudtrain.providers.azureml import Provider as AzureML
 from cloudtrain.providers.azureml import status as azureml

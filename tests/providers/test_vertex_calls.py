@@ -29,7 +29,8 @@ from cloudtrain.errors import (
     QuotaError,
     SpecError,
 )
-from cloudtrain.provider_api.protocol import LayoutInput, LogLine, Request, find_provider
+from cloudtrain.provider_api.protocol import LayoutInput, LogLine, Request
+from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.providers.vertex import api as own
 from cloudtrain.providers.vertex import claims
 from cloudtrain.providers.vertex import status as states

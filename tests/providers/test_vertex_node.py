@@ -26,7 +26,8 @@ from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import SpecError, StorageError
 from cloudtrain.job.bundle import build
 from cloudtrain.job.job import Job, Source
-from cloudtrain.provider_api.protocol import PROTOCOL, Layout, Site, Topology
+from cloudtrain.provider_api.node import PROTOCOL, Site, Topology
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.providers.vertex import Provider, bootstrap, fabric, prepare
 from cloudtrain.providers.vertex import names as words
 from cloudtrain.providers.vertex.secrets import secret, token

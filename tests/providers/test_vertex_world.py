@@ -32,7 +32,7 @@ from worlds.vertex.replicas import differences, reading
 from worlds.vertex.strict import broken_rules, model_errors, parsed
 from worlds.vertex.wire import Fault, Refusal
 
-from cloudtrain.provider_api.protocol import Mount, NodeSpec, Simulation
+from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Simulation
 
 IMAGE = "cloudtrain-test:py313"
 BUCKET = "team-bucket"

@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.errors import DigestError, StorageError
-from cloudtrain.provider_api.protocol import Site, Topology
+from cloudtrain.provider_api.node import Site, Topology
 from cloudtrain.runtime import checkpoints
+from cloudtrain.runtime.checkpoint_names import family
 from cloudtrain.runtime.checkpoints import (
     COMMIT,
     QUIET_SECONDS,
@@ -41,7 +42,6 @@ from cloudtrain.runtime.checkpoints import (
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.resume import Resume
 from cloudtrain.runtime.workspace import Workspace
-from cloudtrain.validate import family
 
 
 def write(path: Path, data: bytes | str = b"x") -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloudtrain.provider_api.protocol import SyncAgent
+from cloudtrain.provider_api.node import SyncAgent
 from cloudtrain.runs.live_data import Seen
 from cloudtrain.runs.log_sources import Tail
 from cloudtrain.runs.pull import pull

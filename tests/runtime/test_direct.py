@@ -13,7 +13,7 @@ import fsspec
 import pytest
 
 from cloudtrain.errors import AuthError, StorageError
-from cloudtrain.provider_api.protocol import Site, Topology
+from cloudtrain.provider_api.node import Site, Topology
 from cloudtrain.runtime import resume as resume_module
 from cloudtrain.runtime import store_checkpoints as direct
 from cloudtrain.runtime.logs import LogWriter

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.provider_api.protocol import Site, Status, Topology
+from cloudtrain.provider_api.node import Site, Topology
+from cloudtrain.provider_api.protocol import Status
 from cloudtrain.runs.outcome import verdict_of
 from cloudtrain.runtime import gpus
 from cloudtrain.runtime.cause import category, summary

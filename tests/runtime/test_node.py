@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cloudtrain.provider_api.protocol import Site, Topology
+from cloudtrain.provider_api.node import Site, Topology
 from cloudtrain.runtime import node, notices
 from cloudtrain.runtime.cause import Failure
 from cloudtrain.runtime.history import FIRST

@@ -15,7 +15,7 @@ import pytest
 
 from cloudtrain.engine.node_folders import Sync, _Folder
 from cloudtrain.errors import DigestError, StorageError
-from cloudtrain.provider_api.protocol import Site, SyncAgent, Topology
+from cloudtrain.provider_api.node import Site, SyncAgent, Topology
 from cloudtrain.runtime.archive import Archive
 from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted, write_whole
 from cloudtrain.runtime.history import Start

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cloudtrain.errors import StorageError
-from cloudtrain.provider_api.protocol import Site, SyncAgent, Topology
+from cloudtrain.provider_api.node import Site, SyncAgent, Topology
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.outputs import Outputs
 from cloudtrain.runtime.workspace import Workspace

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider_api.protocol import Layout, LogPage, Need, Request, Simulation, Site, Status
+from ...provider_api.launch_spec import Simulation
+from ...provider_api.node import Site
+from ...provider_api.protocol import Layout, LogPage, Need, Request, Status
 
 if TYPE_CHECKING:
     from ...job.job import Job

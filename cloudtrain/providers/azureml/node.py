@@ -11,7 +11,7 @@ import posixpath
 from collections.abc import Mapping
 
 from ...errors import SpecError
-from ...provider_api.protocol import Site, Topology
+from ...provider_api.node import Site, Topology
 from .names import GRACE, METADATA, NODES, PREEMPTED
 from .notices import URL, ScheduledEvents, marker
 from .secrets import secret

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...provider_api import catalog
-from ...provider_api.protocol import Mount, NodeSpec, Request, Rules, Simulation
+from ...provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from ...provider_api.protocol import Request
 from .names import GRACE, INPUTS, MARK, NAME, ROOT
 
 __all__ = ["nodes"]

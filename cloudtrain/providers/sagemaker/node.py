@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...provider_api.protocol import Site, SyncAgent, Topology
+from ...provider_api.node import Site, SyncAgent, Topology
 from .names import CHANNELS, CONTEXT, FAILURE, GRACE, IGNORED, INPUTS, LIVE, RESUME, ROOT, UPLOADED, UPLOADING
 from .s3 import Objects
 from .secrets import secret

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider_api.protocol import Layout, LogPage, Need, Request, Simulation, Site, Status
+from ...provider_api.launch_spec import Simulation
+from ...provider_api.node import Site
+from ...provider_api.protocol import Layout, LogPage, Need, Request, Status
 from ...validate import url_scheme
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...provider_api.protocol import Mount, NodeSpec, Request, Rules, Simulation
+from ...provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from ...provider_api.protocol import Request
 from .machines import told_as
 from .names import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 from .request import mounted

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import SpecError
-from ...provider_api.protocol import Site, Topology
+from ...provider_api.node import Site, Topology
 from .fabric import fabric_env
 from .names import AGAIN, FABRIC_PATH, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
 from .secrets import secret

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cloudtrain.provider_api.protocol import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
 
 from .strict import seconds_of
 

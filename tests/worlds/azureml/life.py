@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cloudtrain.engine import NodeError, NodeHandle
 from cloudtrain.engine.node_folders import Sync
-from cloudtrain.provider_api.protocol import Mount, NodeSpec, Simulation
+from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Simulation
 
 from ..base import POLL_SECONDS, Machines, Printed, Started
 from .blobs import AppendLog, iso

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudtrain.engine.docker_api import connect
-from cloudtrain.provider_api.protocol import Simulation
+from cloudtrain.provider_api.launch_spec import Simulation
 
 from ..base import Platform
 from .blobs import ACCOUNT_HOST, Blobs, iso

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudtrain.engine.node_folders import Sync
-from cloudtrain.provider_api.protocol import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
 
 from .strict import DEFAULT_CHECKPOINTS, DEFAULT_RUNTIME
 

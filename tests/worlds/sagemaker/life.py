@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloudtrain.engine import NodeError, NodeHandle
-from cloudtrain.provider_api.protocol import Mount, NodeSpec, Simulation
+from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Simulation
 
 from ..base import POLL_SECONDS, Machines, Printed, Started
 from .instances import Instance, chosen, hosts, upload

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudtrain.engine.docker_api import check_image, connect
-from cloudtrain.provider_api.protocol import Simulation
+from cloudtrain.provider_api.launch_spec import Simulation
 
 from ..base import Platform
 from .cloudwatch import CloudWatch

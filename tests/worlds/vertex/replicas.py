@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from cloudtrain.provider_api.protocol import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
 
 from .strict import SPOT, parsed
 

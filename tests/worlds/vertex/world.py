@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cloudtrain.provider_api.protocol import Request, find_provider
+from cloudtrain.provider_api.protocol import Request
+from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.run import Run
 from cloudtrain.testing.platform import World
 from cloudtrain.testing.tables import SECRET, Fields
