@@ -97,7 +97,7 @@ def test_the_node_side_imports_nothing_but_the_standard_library(built: Path) -> 
 import importlib, json, pkgutil, sys
 sys.path.append(sys.argv[1])
 import cloudtrain.runtime.__main__, cloudtrain.providers
-from cloudtrain.provider_api.protocol import find_provider
+from cloudtrain.provider_api.registry import find_provider
 for module in pkgutil.iter_modules(importlib.import_module("cloudtrain.runtime").__path__):
     if module.name != "worker":
         importlib.import_module("cloudtrain.runtime." + module.name)
@@ -164,7 +164,7 @@ def test_nothing_that_a_node_imports_is_compiled_there(built: Path, name: str) -
     code = (
         "import sys, zipfile; sys.path.insert(0, sys.argv[1])\n"
         "import cloudtrain.runtime.__main__\n"
-        "from cloudtrain.provider_api.protocol import find_provider\n"
+        "from cloudtrain.provider_api.registry import find_provider\n"
         "assert callable(find_provider(sys.argv[2]).site)\n"
         "names = zipfile.ZipFile(sys.argv[1]).namelist()\n"
         "files = [m.__file__.partition('.pyz/')[2] for n, m in sys.modules.items() if n.startswith('cloudtrain')]\n"

@@ -14,6 +14,8 @@ import io
 import marshal
 import sys
 import zipfile
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,66 +34,34 @@ from cloudtrain.runtime.__main__ import leave
 
 leave(sys.argv[1:])
 """
-_CLIENT_ONLY = frozenset(
-    (
-        "testing",
-        "cli",
-        "compat",
-        "checks",
-        "doctor",
-        "needs",
-        "packages",
-        "preflight",
-        "schema",
-        "schemas",
-        "seen",
-        "curves",
-        "markup",
-        "report",
-        "submit",
-        "retry",
-        "provenance",
-        "carry",
-        "resume",
-        "fallback",
-        "listing",
-        "reconcile",
-        "relay",
-        "rehearse",
-        "retention",
-        "cautions",
-        "entry_point",
-        "needs",
-        "summary",
-    )
+_PROVIDER = ("__init__", "names", "node", "secrets", "notices", "s3", "fabric", "bootstrap", "prepare")
+_NODE = (
+    "__init__.py",
+    "_version.py",
+    "errors.py",
+    "validate.py",
+    "runtime/*.py",
+    "provider_api/*.py",
+    "job/__init__.py",
+    "job/job.py",
+    "job/options.py",
+    "engine/__init__.py",
+    "engine/supervised.py",
+    "providers/*.py",
+    *(f"providers/*/{name}.py" for name in _PROVIDER),
 )
-"""What no script can want of ours: it may import `Estimator`, in a file that both submits itself and trains."""
-_CLIENT_FILES = frozenset(("checks.py", "network.py", "prices.py"))
-"""The same, of a provider, or an engine."""
-_HERE = frozenset("cloudtrain/engine/" + name for name in ("drills.py", "fuse.py", "places.py", "sync.py"))
-"""What a rehearsal does on this machine: nodes import at most their names."""
-_CLIENT_HALF = frozenset(
-    ("account.py", "images.py", "pages.py", "plan.py", "preflight.py", "simulation.py", "states.py")
+"""The files that a node imports, below the package. Their compiled form is in the zip, too."""
+_SCRIPT = (
+    "estimator.py",
+    "job/*.py",
+    "settings/*.py",
+    "storage/*.py",
+    "store/*.py",
+    "runs/*.py",
+    "engine/fault_injection.py",
+    "engine/url_map.py",
 )
-"""Modules of a provider that plan, send and ask: no node imports them, so they stay at home."""
-_ON_NODES = frozenset(
-    (
-        "__init__",
-        "_version",
-        "ask",
-        "catalog",
-        "engine",
-        "errors",
-        "job",
-        "options",
-        "provider",
-        "providers",
-        "runtime",
-        "segments",
-        "values",
-    )
-)
-"""What nodes of some provider import: the rest is there as source alone, as nobody reads what would be half the zip."""
+"""The files that a script can import that submits itself by `Estimator` and trains: as source alone."""
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -99,11 +69,9 @@ def _members(provider: type[Provider] | None) -> list[tuple[str, bytes]]:
     root = Path(__file__).parents[1]
     members = [("__main__.py", _MAIN)]
     for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        inner = len(relative.parts) > 1 and relative.name in _CLIENT_FILES
-        inner = inner or (relative.parts[0] == "providers" and relative.name in _CLIENT_HALF)
-        if relative.parts[0].removesuffix(".py") not in _CLIENT_ONLY and not inner:
-            members.append((f"cloudtrain/{relative.as_posix()}", path.read_bytes()))
+        name = path.relative_to(root).as_posix()
+        if _matches(name, (*_NODE, *_SCRIPT)):
+            members.append((f"cloudtrain/{name}", path.read_bytes()))
     if provider is not None and not provider.__module__.startswith("cloudtrain.providers."):
         members += _third_party(provider)
     return members
@@ -139,13 +107,18 @@ def build(provider: type[Provider] | None = None) -> bytes:
     return buffer.getvalue()
 
 
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a path below the package fits one of ``patterns``, in which a star stands within one folder."""
+    return any(name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in patterns)
+
+
 def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
-    """Whether nodes import it; of providers, those of this one. (Another's, of the same store, then compile theirs.)"""
-    if name == "__main__.py" or name in _HERE:
-        return name not in _HERE
-    top, _, rest = name.removeprefix("cloudtrain/").partition("/")
-    mine = provider is None or not rest or rest.split("/")[0].removesuffix(".py") in ("__init__", provider.name)
-    return top.removesuffix(".py") in _ON_NODES and (top != "providers" or mine)
+    """Return whether nodes of ``provider`` import the member ``name``; other providers' nodes compile their own."""
+    ours, _, inner = name.partition("/")
+    if ours != "cloudtrain" or not inner.startswith("providers/"):
+        return _matches(inner, _NODE)
+    owner = inner.split("/")[1].removesuffix(".py")
+    return provider is None or owner in ("__init__", provider.name)
 
 
 def _compiled(name: str, source: bytes) -> bytes:
