@@ -171,7 +171,7 @@ class FakeCloud:
         self._how = How(processes=processes, inputs=places, secrets=dict(secrets or {}))
         return self
 
-    # --------------------------------------------------------------------------------------------------- what was sent
+    # ---------------------------------------------------------------------------------------------------- sent requests
 
     def assert_request(self, path: str, *, equals: Any = _ANY, request: Request | None = None) -> Any:
         """Return the value at ``path`` (``ResourceConfig.InstanceCount``, ``nodes.0.env``) of a request's body, by
@@ -181,7 +181,7 @@ class FakeCloud:
         chosen = self.requests[-1] if request is None else request
         return assert_request(chosen, path) if equals is _ANY else assert_request(chosen, path, equals=equals)
 
-    # ------------------------------------------------------------------------------------------------- as the platform
+    # ----------------------------------------------------------------------------------------------------- the platform
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Replace every provider's platform until the test is over."""

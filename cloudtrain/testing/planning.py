@@ -292,7 +292,7 @@ class PlanContract:
             world.plan({"inputs": {"data": "nosuch://x/y"}})
         assert caught.value.field == "inputs.data"
 
-    # ---------------------------------------------------------------------------------------- what a node is started as
+    # ------------------------------------------------------------------------------------------------------------ nodes
 
     @pytest.mark.parametrize("nodes", [1, 2, 4])
     def test_nodes_are_what_the_request_says(self, world: World, nodes: int) -> None:

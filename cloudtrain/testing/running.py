@@ -149,7 +149,7 @@ class RunContract:
         assert caught.value.field == "run_id"
         _check_ran_once(jobs.world, run, jobs.native(run))
 
-    # ------------------------------------------------------------------------------------------------------ how runs go
+    # --------------------------------------------------------------------------------------------------------- outcomes
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", CASES)
