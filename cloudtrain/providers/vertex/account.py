@@ -182,7 +182,7 @@ class Account:
         elif native_id not in self.ended:
             from .states import over_for
 
-            # If we saw the job alive, our clock is enough. Else the service's counts: this machine's may be fast.
+            # If we saw the job alive, the monotonic clock is enough: this machine's wall clock may be fast.
             self.ended[native_id] = time.monotonic() - (0.0 if native_id in self.alive else over_for(told))
         return told
 

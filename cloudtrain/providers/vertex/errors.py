@@ -145,7 +145,7 @@ def refusal(
 
 
 def _no_machine(name: str, text: str) -> CloudtrainError:
-    """Return the error for a machine that Vertex AI does not support. A known machine lacks only in this region."""
+    """Return the error for a machine that Vertex AI lacks. A known machine is missing in this region alone."""
     machine = catalog.machine(NAME, name)
     if machine is None:
         return SpecError(text, field="resources.instance_type")
