@@ -630,7 +630,7 @@ def find_provider(name: str) -> type[Provider]:
     if known:
         why = f"{name!r} is not the name of a provider; there are {', '.join(known)}"
         raise NotFoundError(why, field="provider", hint=suggested_provider(name))
-    for module in (f"{ENTRY_POINTS}.{name}", f"{ENTRY_POINTS}._{name}"):  # _: that nobody chooses
+    for module in (f"{__package__}.providers.{name}", f"{__package__}.providers._{name}"):  # _: that nobody chooses
         try:
             return importlib.import_module(module).Provider  # type: ignore[no-any-return]
         except ModuleNotFoundError as exc:
