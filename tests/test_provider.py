@@ -267,7 +267,7 @@ def entry_point(folder: Path, name: str, target: str) -> None:
 
 def ask(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", f"from cloudtrain.provider_api.node import *; from cloudtrain.provider_api.launch_spec import *; from cloudtrain.provider_api.registry import *; from cloudtrain.provider_api.protocol import *; {code}"],
+        [sys.executable, "-c", f"from cloudtrain.provider_api.registry import *; {code}"],
         env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 

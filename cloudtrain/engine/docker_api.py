@@ -1,6 +1,6 @@
-"""The API of an engine of containers (Docker, or Podman's socket): reaching it, its refusals, images, and removal.
+"""Reach a container engine (Docker, or Podman's socket), classify its refusals, check images, remove containers.
 
-Every container and network of a run carries its labels, so all that a run has can be found by the run's URL alone.
+Every container and network carries its run's label, so the run's URL alone finds them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = [
 
 API_SECONDS = 120
 PATIENCE_SECONDS = 600.0
-"""How long an engine that does not answer is waited for."""
+"""Longest wait for an engine that does not answer."""
 LABEL = "cloudtrain."
 
 
 def run_label(run: str) -> str:
-    """What marks every container and network of the run with this URL."""
+    """Return the label value of every container and network of the run with this URL."""
     return hashlib.sha256(run.encode()).hexdigest()[:16]
 
 
@@ -50,10 +50,7 @@ def run_label(run: str) -> str:
 
 
 def connect() -> Any:
-    """A client (`docker.APIClient`) of the engine that the environment or the current context names.
-
-    Raises `SpecError` when there is no engine on this machine, or no client library.
-    """
+    """Return a client of the environment's or context's engine. Raises `SpecError` if it or the library is missing."""
     try:
         import docker
     except ModuleNotFoundError:
@@ -77,10 +74,8 @@ def connect() -> Any:
 
 
 def make_client(version: str) -> Any:
-    """A client of the engine that the environment names; ``version`` of its API, or ``auto`` to ask it.
-
-    Raises `SpecError` when that is a context which is none.
-    """
+    """Return a client of the engine in use; ``auto`` asks for its API version. Raises `SpecError` for a missing
+    context."""
     import docker
 
     context = _context()
@@ -92,7 +87,7 @@ def make_client(version: str) -> Any:
 
 
 def _is_remote(where: str) -> bool:
-    """Whether an engine at this address is on another machine, whose files a container of it would see."""
+    """Return True if the address is another machine's: its containers would see that machine's files."""
     found = re.fullmatch(r"(?:(tcp|https?)://)?(\[[^]]*\]|[^:/]*)(:\d+)?(?:/.*)?", where)
     if found is None or not (found[1] or found[3]):
         return where.startswith("ssh:")
@@ -105,7 +100,7 @@ def _is_remote(where: str) -> bool:
 
 
 def _address() -> str:
-    """Where the client will look for the engine: as docker itself does."""
+    """Return the engine's address, resolved as docker resolves it."""
     context = _context()
     named = os.environ.get("DOCKER_HOST") if context is None else context.host
     return (named or "unix:///var/run/docker.sock").replace("http+unix://", "unix://")
@@ -113,7 +108,7 @@ def _address() -> str:
 
 @dataclass(frozen=True)
 class _Context:
-    """A context of docker's: an engine's address with a name, and the folder of its certificates."""
+    """Docker context: an engine's address and the folder of its certificates."""
 
     host: str
     verify: bool
@@ -132,10 +127,10 @@ class _Context:
 
 
 def _context() -> _Context | None:
-    """The context that DOCKER_CONTEXT or docker's own file names; None for the default one, or with DOCKER_HOST.
+    """Return the context that DOCKER_CONTEXT or docker's own file names; None for the default one, or with DOCKER_HOST.
 
-    Not the client library's: without a config.json it looks for all contexts in the current folder, and takes the
-    default one for one that it does not find.
+    The client library's lookup is not used. Without a config.json it searches the current folder for contexts. It falls
+    back to the default context if the named one is missing.
     """
     folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
     name, by, file = os.environ.get("DOCKER_CONTEXT"), "DOCKER_CONTEXT", folder / "config.json"
@@ -158,7 +153,7 @@ def _context() -> _Context | None:
 
 
 def why(exc: BaseException) -> str:
-    """The first line of an engine's or a transport's complaint, without its wrapping."""
+    """Return the first line of an engine's or a transport's error, without its wrapping."""
     text = str(getattr(exc, "explanation", None) or exc)
     inner: BaseException | None = exc
     while inner is not None:
@@ -172,7 +167,7 @@ def why(exc: BaseException) -> str:
 
 
 def away(exc: Exception) -> bool:
-    """Whether the engine did not answer, as while it is restarted. (The client's transport raises OSErrors.)"""
+    """Return True if the engine did not answer, as during its restart. (The client's transport raises OSErrors.)"""
     import docker
 
     if isinstance(exc, docker.errors.APIError):
@@ -181,7 +176,7 @@ def away(exc: Exception) -> bool:
 
 
 def check_image(api: Any, image: str, platform: str | None) -> bool:
-    """Whether the image is here. Raises `SpecError` for one of another architecture than its containers can have."""
+    """Return True if the image is here. Raises `SpecError` if its architecture is not that of its containers."""
     import docker
 
     try:
@@ -201,7 +196,7 @@ def check_image(api: Any, image: str, platform: str | None) -> bool:
 
 
 def clear(api: Any, label: str) -> bool:
-    """Remove every container and network of a run; whether there were any."""
+    """Remove every container and network of a run. Return True if there were any."""
     import docker
 
     chosen = {"label": f"{LABEL}id={label}"}
@@ -219,10 +214,10 @@ def clear(api: Any, label: str) -> bool:
 
 
 def remove(api: Any, container: str) -> None:
-    """Kill it and remove it, with the volumes that have no name."""
+    """Kill and remove the container and its anonymous volumes."""
     import docker
 
-    with contextlib.suppress(docker.errors.APIError):  # it has ended; or the engine is away, as the next call says
+    with contextlib.suppress(docker.errors.APIError):  # it has ended, or the engine is away: the next call reports that
         api.kill(container, "SIGKILL")  # Podman's forced removal would give it its whole grace first
     try:
         api.remove_container(container, force=True, v=True)
@@ -234,11 +229,11 @@ def remove(api: Any, container: str) -> None:
 
 
 def guard(label: str) -> None:
-    """The run's supervisor was killed: remove what it started. (Run by a process whose stdin was the supervisor's.)"""
+    """Remove the run's containers after its supervisor was killed. The guard process runs this once its stdin ends."""
     deadline, quiet = time.monotonic() + PATIENCE_SECONDS, 0
     while quiet < 2 and time.monotonic() < deadline:
         try:
             quiet = 0 if clear(connect(), label) else quiet + 1
-        except Exception as exc:  # noqa: BLE001  nobody else is left to do it
+        except Exception as exc:  # noqa: BLE001  no other process is left to remove them
             sys.stderr.write(f"the run's containers are not removed yet: {why(exc)}\n")
         time.sleep(1.0)

@@ -1,4 +1,4 @@
-"""Drills: a machine of a rehearsed run that is taken back or lost, on purpose and on time."""
+"""Drills: planned losses of a rehearsed run's machines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _FORM = "must be node=NUMBER,after=TIME, as in node=1,after=30s, or after=checkp
 
 @dataclass(frozen=True, kw_only=True)
 class Drill:
-    """``kind`` is ``preempt`` (the platform takes the machine back: notice, grace, end) or ``kill`` (it is gone at
-    once, without a word); ``after`` is seconds of running time, summed over starts, or None: once there is a complete
+    """Planned loss of one node. ``preempt``: the platform takes the machine back (notice, grace, end). ``kill``: it is
+    gone at once, without notice. ``after`` is seconds of running time, summed over starts. None waits for a complete
     checkpoint."""
 
     kind: str
@@ -29,7 +29,7 @@ class Drill:
 
     @classmethod
     def parse(cls, kind: str, text: str, *, nodes: int) -> Drill:
-        """Of ``node=1,after=30s``, for a job of ``nodes`` nodes. Raises `SpecError`."""
+        """Parse ``node=1,after=30s`` for a job of ``nodes`` nodes. Raises `SpecError`."""
         pairs = [part.partition("=") for part in text.split(",")]
         given = {name.strip(): value.strip() for name, _, value in pairs}
         if sorted(given) != ["after", "node"] or len(pairs) != 2 or not given["node"].isdecimal():
@@ -42,18 +42,18 @@ class Drill:
 
     @property
     def words(self) -> str:
-        """As the command line has it."""
+        """Return the drill as a command line option."""
         return f"--{self.kind} node={self.node},after={CHECKPOINT if self.after is None else f'{self.after:g}s'}"
 
 
 class Drills:
-    """Those of one run, each done once."""
+    """Drills of one run, each done once."""
 
     def __init__(self, told: Iterable[Mapping[str, Any]]) -> None:
         self._left = sorted((Drill(**item) for item in told), key=lambda drill: drill.after or 0.0)
 
     def due(self, seconds: float, saved: Callable[[], bool]) -> Drill | None:
-        """The next one whose time has come, after ``seconds`` of running; ``saved`` tells of a complete checkpoint."""
+        """Return the next drill due after ``seconds`` of running. ``saved`` returns True for a complete checkpoint."""
         for drill in self._left:
             if saved() if drill.after is None else drill.after <= seconds:
                 self._left.remove(drill)
@@ -62,10 +62,10 @@ class Drills:
 
     @property
     def left(self) -> Sequence[Drill]:
-        """Those whose time has not come."""
+        """Return the drills that are not due yet."""
         return tuple(self._left)
 
     @staticmethod
     def told(drills: Iterable[Drill]) -> list[dict[str, Any]]:
-        """As a request holds them."""
+        """Return the drills as a request holds them."""
         return [dataclasses.asdict(drill) for drill in drills]

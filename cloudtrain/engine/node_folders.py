@@ -1,4 +1,4 @@
-"""Folders kept in step with a store, as platforms do that copy a node's folder rather than mount one for all nodes."""
+"""Keep folders in step with a store, like platforms that copy each node's folder instead of mounting one for all."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ SYNC_SECONDS = 0.3
 
 
 class Objects(Protocol):
-    """A store as a platform moves bytes to and from it; URLs are the platform's own."""
+    """Store as a platform moves bytes to and from it. URLs are the platform's own."""
 
     def fetch(self, url: str, folder: Path) -> list[str]:
-        """Download all below the URL; the names it got below ``folder``."""
+        """Download everything below the URL. Return the names below ``folder``."""
 
     def names(self, url: str) -> set[str]:
-        """What is below the URL, which ends with a slash."""
+        """Return the names below the URL, which ends with a slash."""
 
     def send(self, url: str, path: Path) -> None:
-        """Write one object, of a file; `FileNotFoundError` when that is gone."""
+        """Upload a file as one object. Raises `FileNotFoundError` if the file is gone."""
 
     def delete(self, url: str) -> None:
         """Remove one object."""
 
 
 class Sync:
-    """One node's folder and its prefix: all of it down at the start, changes up as they are seen.
+    """One node's folder and its prefix: restored at the start, changes sent up as they are seen.
 
-    What vanishes here is deleted there. ``lag`` is how many seconds old a change must be before it goes up; while
-    ``stale()``, a file that this node still has comes back in the store after a peer has deleted it there. Every
-    ``peers`` seconds (0: never) what others write and delete there appears and vanishes here, as in a mounted folder.
-    With ``marks`` (``.x``) a file gets an empty one beside it, ``<name>.x-uploading`` and then ``<name>.x-uploaded``,
-    and files ``*.x-ignore`` stay here. While ``dead()`` is true, nothing goes up and no error is reported.
+    A file deleted here is deleted there. A change goes up once it is ``lag`` seconds old. While ``stale()``, a node
+    that still has a file sends it again after a peer deleted it there. Every ``peers`` seconds (0: never) the peers'
+    writes and deletions appear here, as in a mounted folder. With ``marks`` (``.x``) a file gets an empty one beside
+    it: ``<name>.x-uploading``, then ``<name>.x-uploaded``. Files ``*.x-ignore`` stay here. While ``dead()``, nothing
+    goes up and no error is reported.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Sync:
         self._sent: dict[str, tuple[int, int]] = {}
         self._looked = 0.0
         self.restored: dict[str, int] = {}
-        """The files that came down at the start, with their bytes."""
+        """Files restored at the start, with their bytes."""
 
     def restore(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class Sync:
         self.restored = {name: size for name, (size, _) in self._sent.items()}
 
     def step(self, *, whole: bool = False) -> None:
-        """Once through the folder; ``whole``: the last changes too."""
+        """Scan the folder once. ``whole`` sends the last changes too."""
         if self._dead():
             return
         local, now = self._local(), time.time()
@@ -125,7 +125,7 @@ class Sync:
 
     def _local(self) -> dict[str, tuple[int, int]]:
         found = {}
-        for root, _, names in os.walk(self.folder):  # folders may vanish meanwhile
+        for root, _, names in os.walk(self.folder):  # folders may vanish during the walk
             kept = [name for name in names if not (self._marks and re.search(rf"{self._marks}-\w+$", name))]
             for path in (Path(root, name) for name in kept):
                 with contextlib.suppress(OSError):
@@ -135,11 +135,11 @@ class Sync:
         return found
 
 
-# --------------------------------------------------------------------------------- a store that is a folder, here, now
+# --------------------------------------------------------------------------------------- a store that is a local folder
 
 
 class _Folder:
-    """`Objects` of a folder on this machine; URLs are paths. An object is there whole or not at all, as in a store."""
+    """`Objects` of a folder on this machine; URLs are paths. Objects are replaced atomically, as in a store."""
 
     def fetch(self, url: str, folder: Path) -> list[str]:
         found = sorted(self.names(url))
@@ -164,7 +164,7 @@ class _Folder:
     def delete(self, url: str) -> None:
         path = Path(url)
         path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a store knows no empty folders
+        with contextlib.suppress(OSError):  # a store has no empty folders
             for parent in path.parents:
                 parent.rmdir()
 
@@ -173,11 +173,11 @@ _COMING = ".cloudtrain-coming"
 
 
 class NodeFolders:
-    """What nodes write to, where each has a folder of its own (``folder`` holds them) in place of one for all.
+    """Folders of nodes that each have their own (below ``folder``) instead of one for all.
 
-    ``live``, the URL of the one that is restored, comes down at the start and is kept in step while the nodes run,
-    ``lag`` seconds late, with ``marks`` as in `Sync`; what they leave in any other goes up at the end, and never comes
-    down. ``shared`` is the URL of one that all nodes write to by themselves.
+    ``live`` is the URL of the restored folder. It is kept in step while the nodes run, ``lag`` seconds late, with
+    ``marks`` as in `Sync`. Any other folder goes up at the end and never comes down. All nodes write directly to
+    ``shared``, a URL.
     """
 
     def __init__(self, folder: Path, *, live: str, shared: str, lag: float, marks: str = "") -> None:
@@ -188,10 +188,8 @@ class NodeFolders:
         self._thread: threading.Thread | None = None
 
     def wired(self, simulation: Simulation, local: Mapping[str, Path]) -> tuple[Simulation, dict[str, Path]]:
-        """``simulation`` with each node's own folders, filled; and ``local`` with where those are.
-
-        Raises `OSError` for this machine's disk, as `finish` does.
-        """
+        """Return ``simulation`` with each node's own filled folders, and ``local`` with them. Raises `OSError`, as
+        `finish` does."""
         shutil.rmtree(self._folder, ignore_errors=True)
         here = dict(local)
 
@@ -217,7 +215,7 @@ class NodeFolders:
         return dataclasses.replace(simulation, nodes=nodes), here
 
     def start(self) -> None:
-        """Begin to keep them in step."""
+        """Start the thread that keeps the folders in step."""
         self._thread = threading.Thread(target=self._keep_in_step, name="folders", daemon=True)
         self._thread.start()
 
@@ -225,7 +223,7 @@ class NodeFolders:
         while not self._over.wait(SYNC_SECONDS):
             try:
                 self._step(whole=False)
-            except OSError as exc:  # a full disk, which may have room again
+            except OSError as exc:  # a full disk may have room again
                 sys.stderr.write(f"a node's folder could not be synced: {exc}; trying again\n")
 
     def _step(self, *, whole: bool, outputs: bool = False) -> None:
@@ -234,11 +232,11 @@ class NodeFolders:
                 sync.step(whole=whole)
 
     def lose(self, number: int) -> None:
-        """That node's machine is gone, with all that it had not sent yet."""
+        """Drop the node's unsent changes: its machine is gone."""
         self._lost.add(number)
 
     def finish(self, *, outputs: bool) -> None:
-        """After the nodes: the last changes go up, and with ``outputs`` what they leave; then the folders go."""
+        """Send the last changes, and with ``outputs`` the nodes' outputs; then remove the folders."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

@@ -1,7 +1,7 @@
-"""What providers share whose nodes this machine itself starts: a supervisor, detached, and the folder it works in.
+"""Base of the providers whose nodes this machine starts: a detached supervisor and its folder.
 
-The Request of such a provider is a Simulation as JSON, with whatever else it says in `body`; the supervisor starts it
-with the provider's engine. Its files are in ``supervisor/`` of the run's own folder when that is on this machine.
+The Request of such a provider is a Simulation as JSON, with the provider's other fields in `body`. The supervisor
+starts it with the provider's engine. If the run's own folder is on this machine, the files are in its ``supervisor/``.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ __all__ = ["PREEMPTED", "STOP_GRACE", "Hosted", "check_readable", "clear_contain
 STOP_GRACE = 40.0
 """Seconds between SIGTERM and SIGKILL: 30 for the script, as Kubernetes and Azure give, the rest to mirror its work."""
 PREEMPTED = 75
-"""A node's exit code after a stop it was told of (EX_TEMPFAIL): the supervisor starts the nodes again."""
+"""Exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again."""
 MAX_RESTARTS = 10
 OWNED = (
     *("nodes.*.command", "nodes.*.mounts", "nodes.*.gpus", "nodes.*.workdir", "rules.time_limit", "rules.retries"),
     *("rules.stop_grace", "rules.stop_signal", "rules.restart_on"),  # the node's own half knows no others
-    *("rules.preemptions", "rules.losses", "rules.primary", "rules.sync_lag", "rules.sync_marks"),  # of clouds
+    *("rules.preemptions", "rules.losses", "rules.primary", "rules.sync_lag", "rules.sync_marks"),  # rules of clouds
     "rules.objects",
 )
-"""What `options` cannot change of any such request."""
+"""Fields that `options` cannot change in any such request."""
 _STUCK = re.compile(r"mirror: cannot copy checkpoint (?P<name>\S+) to .+: (?P<why>[^:\n]+); trying again")
-"""The line of a node's `cloudtrain.runtime.mirror`."""
+"""The line that a node's `cloudtrain.runtime.mirror` prints."""
 START_SECONDS = 60.0
 PAGE_BYTES = 1 << 20
 SCHEMES = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
-"""What the supervisor can fetch; ``file`` is this machine's own."""
+"""Schemes that the supervisor can fetch; ``file`` is this machine's own."""
 
 
 class Hosted:
     """Base of such providers: all of the protocol but ``plan`` and ``site``; see `Provider`.
 
-    A subclass says in ``engine`` which one starts its nodes, checks in `check` what can be known before anything
-    starts, and removes in `_clear` what a supervisor that was killed has left behind.
+    A subclass names its engine in ``engine``. `check` checks what can be known before a start. `_clear` removes the
+    remains of a killed supervisor's run.
     """
 
     name: ClassVar[str]
@@ -77,28 +77,28 @@ class Hosted:
     schemes: ClassVar[frozenset[str]] = SCHEMES
     retried_by: ClassVar[str] = "supervisor"
     max_wait_by: ClassVar[str] = "platform"
-    pace: ClassVar[float] = 0.05  # a look is a few reads of files
+    pace: ClassVar[float] = 0.05  # one poll reads a few files
     poll: ClassVar[float] = 0.05
     settings: Any
 
     def check(self, request: Request) -> None:
-        """Raise what keeps the request from being started on this machine; the supervisor asks first of all."""
+        """Raise if this machine cannot start the request. The supervisor calls this first."""
 
     def _clear(self, folder: Path) -> None:
-        """Remove what nodes are left of the run whose supervisor worked in ``folder``; they may be none."""
+        """Remove the remaining nodes, if any, of the run whose supervisor worked in ``folder``."""
 
     def principal(self) -> str:
-        """Whose processes they are."""
+        """Return the owner of the processes."""
         return f"{getpass.getuser()}@{socket.gethostname()}"
 
     def storage(self, url: str) -> Mapping[str, Any]:
-        """fsspec's own way: the supervisor, too, has nothing but this machine's environment."""
+        """Return no options: the supervisor, too, has only this machine's environment."""
         return {}
 
     # ---------------------------------------------------------------------------------------------------------- a plan
 
     def _refuse(self, job: Job, layout: Layout, fields: Mapping[str, str]) -> None:
-        """Raise `UnsupportedError` for one of ``fields`` (dotted name: why) that is set, or an input nobody reads."""
+        """Raise `UnsupportedError` if one of ``fields`` (dotted name: why) is set or an input cannot be read."""
         for name, why in fields.items():
             owner = job.resources if name.startswith("resources.") else job
             if getattr(owner, name.rpartition(".")[2]) not in (None, False):
@@ -116,7 +116,7 @@ class Hosted:
                 )
 
     def _mounts(self, layout: Layout, attempt: int, *, root: str = "") -> tuple[list[Mount], list[str]]:
-        """A node's mounts, below ``root``, and the arguments with which `cloudtrain.pyz` finds them."""
+        """Return a node's mounts below ``root``, and the arguments with which `cloudtrain.pyz` finds them."""
         mounts = [
             Mount(url=layout.runtime, path=f"{root}cloudtrain.pyz", kind="mount"),
             Mount(url=layout.code, path=f"{root}code.tar.gz", kind="mount"),
@@ -150,7 +150,7 @@ class Hosted:
         body: Mapping[str, Any],
         owned: Sequence[str],
     ) -> Request:
-        """The request that starts ``nodes`` under the rules that all such providers have; options merged last."""
+        """Return the request that starts ``nodes`` under the rules of all such providers; options merged last."""
         from ..provider_api.limits import THIS_MACHINE, hard_limit
 
         prices = getattr(self.settings, "prices", {})
@@ -182,7 +182,7 @@ class Hosted:
             notes=tuple(notes),
         )
 
-    # ------------------------------------------------------------------------------------------------ while it is there
+    # ---------------------------------------------------------------------------------------------------------- the run
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         if os.name != "posix":
@@ -225,7 +225,7 @@ class Hosted:
                     f"the supervisor did not start: {last_line(folder / 'supervisor.log') or 'it said nothing'}"
                 )
             if time.monotonic() > deadline:
-                with contextlib.suppress(ProcessLookupError):  # it must not start the job after we said that it did not
+                with contextlib.suppress(ProcessLookupError):  # it must not start the job after this error
                     os.killpg(process.pid, signal.SIGKILL)
                 raise PlatformError(f"the supervisor has not started within {START_SECONDS:.0f} s: see {folder}")
             time.sleep(0.01)
@@ -270,7 +270,7 @@ class Hosted:
         return LogPage(lines=tuple(lines), cursor=offsets, more=more)
 
     def stuck(self, native_id: str) -> dict[str, str]:
-        """Return the checkpoints that nodes of the newest attempt could not copy to the store, and what each said."""
+        """Return each checkpoint that the newest attempt's nodes could not copy to the store, with the reason."""
         logs = sorted((_existing(native_id) / "out").glob("*/node-*.log"), key=_attempt_order)
         found: dict[str, str] = {}
         for path in (each for each in logs if each.parent == logs[-1].parent):
@@ -288,7 +288,7 @@ class Hosted:
         return Simulation.from_dict({key: request.body[key] for key in ("nodes", "rules")})
 
     def _folder(self, run: str) -> Path:
-        """The supervisor's files: in the run's own folder when that is on this machine."""
+        """Return the supervisor's folder: below the run's own folder if that is on this machine."""
         if run.startswith("file://"):
             return Path(run.removeprefix("file://")) / "supervisor"
         root = self.settings.state_dir or os.path.join(
@@ -300,10 +300,10 @@ class Hosted:
         return f"{socket.gethostname()}:{folder}"
 
     def _abandoned(self, folder: Path, status: Status) -> Status:
-        """What a run is whose supervisor has died: ended, with the reason, or unknown from another machine."""
+        """Return status failed for a run whose supervisor died; raise `LostContactError` from another machine."""
         data = _read(folder / "status.json")
         if data["state"] in ("succeeded", "failed", "cancelled"):
-            return self.status(f"{data['host']}:{folder}")  # it ended between our two looks
+            return self.status(f"{data['host']}:{folder}")  # it ended between the two reads
         if data["host"] != socket.gethostname():
             raise LostContactError(f"this run is on the machine {data['host']}; ask there", passing=False)
         self._clear(folder)
@@ -322,7 +322,7 @@ class Hosted:
 
 
 def origin_tags(layout: Layout) -> dict[str, str]:
-    """Where the run comes from, as tags of its nodes: the commit, and the page of the CI run."""
+    """Return the run's origin as tags of its nodes: the commit, and the page of the CI run."""
     page = layout.origin.get("ci_url") or layout.origin.get("ci_run", "")
     said = {"cloudtrain.revision": layout.origin.get("revision", ""), "cloudtrain.ci": page}
     return {name: value for name, value in said.items() if value}
@@ -339,36 +339,36 @@ def _existing(native_id: str) -> Path:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether a supervisor holds the folder's lock."""
+    """Return True if a supervisor holds the folder's lock."""
     import fcntl
 
     with open(folder / "lock", "ab") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two who look do not see each other
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: concurrent callers do not block each other
         except OSError:
             return True
     return False
 
 
 def image_id(simulation: Simulation) -> str:
-    """The id of the image, as this machine's engine has it, that its nodes run. Raises what the engine raises."""
+    """Return this machine's id of the image that the nodes run. Raises the engine's errors."""
     from .docker_api import connect
 
     return str(connect().inspect_image(simulation.nodes[0].image)["Id"])
 
 
 def clear_containers(folder: Path) -> None:
-    """Remove what containers are left of the run whose supervisor worked in ``folder``."""
+    """Remove the remaining containers of the run whose supervisor worked in ``folder``."""
     from .docker_api import clear, connect, run_label
 
-    with contextlib.suppress(Exception):  # the run's end is to be told all the same
+    with contextlib.suppress(Exception):  # the run's end must be reported all the same
         clear(connect(), run_label(_read(folder / "request.json")["run"]))
 
 
 def check_readable(mounts: Sequence[Mount], user: str, root: str) -> None:
     """Raise `SpecError` for an input or checkpoint of this machine that ``user`` (``uid[:gid]``) may not read in place.
 
-    By the mode of the file or folder itself alone: a mount needs no right to the folders above it.
+    Only the mode of the file or folder itself counts: a mount needs no right to the folders above it.
     """
     from ..storage.local_disk import local_path
 
@@ -386,7 +386,7 @@ def check_readable(mounts: Sequence[Mount], user: str, root: str) -> None:
 
 
 def refuse(path: Path, exc: errors.CloudtrainError) -> None:
-    """What a supervisor leaves for its client when the request cannot be started at all."""
+    """Write the supervisor's refusal of the request for its client."""
     field, text = (exc.field, exc.message) if isinstance(exc, SpecError) else ("", str(exc))
     kind = "SpecError" if isinstance(exc, SpecError) else type(exc).__name__
     _write(path, {"kind": kind, "field": field, "text": text, "hint": exc.hint})

@@ -1,4 +1,4 @@
-"""URLs, and what stands for them on this machine."""
+"""Map URLs to their stand-ins on this machine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ __all__ = ["moved", "place_of"]
 
 
 def place_of(url: str, places: Mapping[str, str], *, or_same: bool = False) -> str:
-    """What stands for ``url`` by ``places``, of those that it lies in the deepest.
-
-    `SpecError` where none does, unless then it is to be the ``or_same``.
-    """
+    """Return the stand-in for ``url`` by the deepest entry of ``places``. If none has it: ``url``, or `SpecError`."""
     for known in sorted(places, key=len, reverse=True):
         root = known.rstrip("/")
         if root and (url == root or url.startswith(f"{root}/")):
@@ -26,7 +23,7 @@ def place_of(url: str, places: Mapping[str, str], *, or_same: bool = False) -> s
 
 
 def moved(layout: Layout, store: str) -> Layout:
-    """``layout`` in the store at the URL ``store``; what is in no store stays where it is."""
+    """Return ``layout`` in the store at the URL ``store``. URLs outside its own store stay as they are."""
     places = {layout.store: store}
     inputs = {
         name: dataclasses.replace(item, url=place_of(item.url, places, or_same=True))

@@ -1,8 +1,8 @@
-"""Provider ``rehearsal``: what another provider's platform would start for its exact Request, in containers here.
+"""Provider ``rehearsal``: run what another provider's platform would start for its exact Request, in containers here.
 
-Nobody chooses it by name (hence the underscore): `engine.rehearse` makes it of a plan of the other provider, the
-target. `plan` asks the target for the very Request that it would send, and for what its platform starts for that; what
-this machine has not got is left out, and told. Nodes run the target's own half. Its Request holds the target's whole.
+`cloudtrain.engine.rehearse` makes it of a plan of the other provider, the target; callers never name it (hence the
+underscore). `plan` asks the target for the Request that it would send and the nodes that its platform starts. It leaves
+out what this machine lacks, and reports it. Nodes run the target's own half. Its Request holds the target's whole.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = ["Provider", "Settings"]
 
 GIB = 1 << 30
 DIRECT = "/cloudtrain/checkpoints"
-"""Where a node finds what CLOUDTRAIN_CHECKPOINT_URL names."""
+"""Path on a node of the folder that CLOUDTRAIN_CHECKPOINT_URL names."""
 SECRETS = (
     "import json, os, sys; told = json.loads(sys.stdin.readline()); names = json.loads(sys.argv[1]); "
     "os.environ.update({name: told[name_here] for name, name_here in names.items()}); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""What a node with substituted secrets runs before its command: they come by its standard input alone."""
+"""Wrapper that reads a node's substituted secrets from standard input and then execs its command."""
 EVERYWHERE = "the network between nodes, permissions, quotas, capacity and prices are not the platform's"
 
 
@@ -69,10 +69,10 @@ def _gpus() -> int:
 class Settings:
     """``target`` is the provider's name, ``account`` its settings as runs record them, ``store`` the URL of its store.
 
-    ``maps`` are further URLs and the file URLs of what stands for them here, ``image`` the image in place of the
-    request's, ``secrets`` the job's references in the cloud, ``drills`` words like ``preempt node=1,after=30s``. The
-    rest is this machine: ``user`` (``uid:gid``) that nodes run as, empty for the image's own, cores, bytes, GPUs, and
-    why its folders cannot behave as an object store (``no_objects``), empty where they can.
+    ``maps`` are further URLs and the file URLs of their stand-ins here. ``image`` replaces the request's image.
+    ``secrets`` are the job's references in the cloud. ``drills`` are words like ``preempt node=1,after=30s``. The rest
+    is this machine: ``user`` (``uid:gid``) that nodes run as, empty for the image's own, cores, bytes, GPUs.
+    ``no_objects`` says why its folders cannot behave as an object store; empty if they can.
     """
 
     target: str = ""
@@ -91,7 +91,7 @@ class Settings:
 
 
 class Provider(Hosted):
-    """Another provider's platform, here; see `Provider` for what each method promises."""
+    """Provider that runs another provider's platform here; see `Provider` for the methods."""
 
     name: ClassVar[str] = "rehearsal"
     Settings: ClassVar[type[Any]] = Settings
@@ -104,7 +104,7 @@ class Provider(Hosted):
 
     @property
     def target(self) -> Target:
-        """The provider whose platform is rehearsed."""
+        """Return the provider whose platform is rehearsed."""
         return find_provider(self.settings.target)(**self.settings.account)
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
@@ -141,7 +141,7 @@ class Provider(Hosted):
                 "drills": Drills.told(drills),
                 **simulation.to_dict(),
             },
-            # What writes to the store by itself has no way to the cloud's.
+            # Code that writes to the store by itself cannot reach the cloud's store.
             context={
                 **request.context,
                 "secrets": {},
@@ -155,7 +155,7 @@ class Provider(Hosted):
         )
 
     def _limits(self, nodes: Sequence[NodeSpec]) -> tuple[dict[str, Any], list[str]]:
-        """What of a node is other here, which is the same for all of them, and the words for that."""
+        """Return the limits that differ here, the same for all nodes, and the words for them."""
         own, spec, count = self.settings, nodes[0], len(nodes)
         limits: dict[str, Any] = {"user": spec.user or own.user or None}
         told = []
@@ -181,8 +181,8 @@ class Provider(Hosted):
             told.append(f"{spec.platform} is emulated on this machine")
         if limits["user"] != spec.user:
             told.append(f"nodes run as {own.user}, you, and not as the image's own user")
-            # Where a platform puts files of its own (as in /opt/ml), and beside what it keeps in step, the image's user
-            # may write; the engine makes such folders for root alone.
+            # On a platform the image's user may write in the platform's own folders (as /opt/ml) and beside synced
+            # ones. The engine makes such folders for root alone.
             roots = {"/".join(path.split("/")[:3]) for path in spec.files}
             beside = {mount.path.rpartition("/")[0] for mount in spec.mounts if mount.kind == "sync"}
             roots |= {path for path in beside if any(path.startswith(f"{root}/") for root in roots)}
@@ -190,7 +190,7 @@ class Provider(Hosted):
         return limits, told
 
     def _objects(self, path: str) -> list[str]:
-        """What is other of mounts of an object store below ``path``."""
+        """Return the differences of object store mounts below ``path``."""
         if not path:
             return []
         if why := self.settings.no_objects:
@@ -218,7 +218,7 @@ class Provider(Hosted):
             raise SpecError(exc.message, field=exc.field or "rehearse", hint=exc.hint) from None
 
     def image_digest(self, request: Request) -> str | None:
-        """Of the image that runs here."""
+        """Return the digest of the image that runs here."""
         return image_id(self.nodes(request))
 
     def _clear(self, folder: Any) -> None:
@@ -227,5 +227,5 @@ class Provider(Hosted):
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-        """Never asked: a rehearsal's nodes run its target's."""
+        """Raise `SpecError`: the nodes of a rehearsal run the target's `site`."""
         raise SpecError("a node of a rehearsal is its target's", field="provider")

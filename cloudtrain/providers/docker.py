@@ -1,6 +1,6 @@
-"""Provider ``docker``: nodes are containers of this machine, on a network of the run's own, on any image.
+"""Provider ``docker``: run nodes as containers of this machine, on the run's own network, on any image.
 
-Its Request is a Simulation as JSON: image, command, mounts, limits and rules, which the supervisor's engine starts. The
+Its Request is a Simulation as JSON: image, command, mounts, limits and rules. The supervisor's engine starts it. The
 Engine API's own fields come through ``options.docker.nodes.*.container``.
 """
 
@@ -32,11 +32,11 @@ __all__ = ["SAMPLE", "Provider", "Settings"]
 
 GIB = 1 << 30
 ROOT = "/cloudtrain/"
-"""Where a node's mounts are."""
+"""Folder of a node's mounts."""
 PORT = 29500
 """torchrun's own default; every container has all ports to itself."""
 SHM_GB = 8
-"""/dev/shm when the job does not say: a limit, not a reservation. Docker's 64 MB break DataLoader workers."""
+"""/dev/shm if the job does not set it: a limit, not a reservation. Docker's 64 MB break DataLoader workers."""
 OWNED = (
     *(f"nodes.*.{name}" for name in ("image", "user", "platform", "entrypoint", "hostname", "env", "cpus", "memory")),
     *("nodes.*.shm", "nodes.*.workdir", "nodes.*.files", "name", "gpu"),
@@ -45,13 +45,13 @@ OWNED = (
         for name in (
             *("Image", "Cmd", "Entrypoint", "User", "Hostname", "Tty", "OpenStdin", "StdinOnce", "AttachStdin"),
             *("AttachStdout", "AttachStderr", "NetworkDisabled", "NetworkingConfig", "StopSignal", "StopTimeout"),
-            *("Healthcheck", "HostConfig.VolumesFrom"),  # nobody asks for one's word; the others' places are unknown
+            *("Healthcheck", "HostConfig.VolumesFrom"),  # no healthcheck is read; the volumes' targets are unknown
             *("HostConfig.NetworkMode", "HostConfig.AutoRemove", "HostConfig.RestartPolicy", "HostConfig.Memory"),
             *("HostConfig.NanoCpus", "HostConfig.ShmSize", "HostConfig.ReadonlyRootfs"),
         )
     ),
 )
-"""What `options` cannot change: it has a field, or the run rests on it."""
+"""Fields that `options` cannot change: another field sets them, or the run relies on them."""
 # fmt: off
 FIELDS = frozenset(
     (
@@ -71,8 +71,8 @@ HOST_FIELDS = frozenset(
     )
 )
 # fmt: on
-"""ContainerCreate's fields that `options` may set, from the Engine API's description, version 1.43: the engine ignores
-one that it does not know, so a misspelt one would be lost in silence."""
+"""ContainerCreate's fields that `options` may set, from the Engine API's description, version 1.43. The engine ignores
+unknown fields, so a misspelt one would be lost silently."""
 PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
     "Mounts": (
         "Target",
@@ -82,7 +82,7 @@ PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
     ),
     "Devices": ("PathInContainer", frozenset(("PathOnHost", "PathInContainer", "CgroupPermissions"))),
 }
-"""Lists of tables: what names the place on the node, and all fields. (The engine would take a ``target`` too.)"""
+"""Lists of tables: the key of the place on the node, and all fields. (The engine would take a ``target`` too.)"""
 _REFUSED = {
     "resources.instance_type": "its only machine is this one; put instance_type under on.<provider>",
     "resources.disk_gb": "an engine can limit a container's disk on few file systems only; where yours can, say so in "
@@ -111,7 +111,7 @@ class Settings:
 
 
 class Provider(Hosted):
-    """Containers of this machine; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
+    """Provider of containers on this machine; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "docker"
     Settings: ClassVar[type[Any]] = Settings
@@ -195,13 +195,13 @@ class Provider(Hosted):
             check_image(api, str(node.image), node.platform)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
+        """Yield the checks of `doctor`."""
         from ..engine.checks import of_containers
 
         yield from of_containers(request, self.check)
 
     def image_digest(self, request: Request) -> str | None:
-        """The id of the image that this machine's engine has; None before it is pulled."""
+        """Return the id of the image that this machine's engine has; None before it is pulled."""
         return image_id(self.nodes(request))
 
     def _clear(self, folder: Path) -> None:
@@ -228,7 +228,7 @@ class Provider(Hosted):
 
 
 def _check_options(body: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-    """Raise `SpecError` for what the engine would ignore, and for what would hide the run's own folders from a node."""
+    """Raise `SpecError` for a field that the engine would ignore, or a mount that would hide the run's own folders."""
     for node in body["nodes"]:
         container = node["container"]
         if not isinstance(container, Mapping) or not isinstance(container.get("HostConfig"), Mapping):
@@ -256,7 +256,7 @@ _CONTAINER = "options.docker.nodes.*.container."
 
 
 def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(field, path on the node) of every mount that a user adds."""
+    """Yield (field, path on the node) of every mount that a user adds."""
     for bind in _texts(host.get("Binds", []), f"{_CONTAINER}HostConfig.Binds"):
         if bind.count(":") not in (1, 2):
             raise SpecError(f"must be host:node or host:node:ro, not {bind!r}", field=f"{_CONTAINER}HostConfig.Binds")

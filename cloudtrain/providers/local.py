@@ -1,7 +1,7 @@
-"""Provider ``local``: nodes are process groups of this machine, under a supervisor that outlives the client.
+"""Provider ``local``: run nodes as process groups of this machine, under a supervisor that outlives the client.
 
-Its Request is a Simulation as JSON: the very commands, mounts and rules that the supervisor's engine starts. The node
-runs this machine's Python and sees the client's environment; the script sees the contract every provider keeps.
+Its Request is a Simulation as JSON: the exact commands, mounts and rules that the supervisor's engine starts. The node
+runs this machine's Python and sees the client's environment. The script sees the contract every provider keeps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Settings:
 
 
 class Provider(Hosted):
-    """Processes of this machine; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
+    """Provider of processes on this machine; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "local"
     Settings: ClassVar[type[Any]] = Settings
@@ -109,7 +109,7 @@ class Provider(Hosted):
             check_gpus(wanted, str(request.body["gpu"]))
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
+        """Yield the checks of `doctor`."""
         from ..engine.checks import of_processes
 
         python = self.settings.python
@@ -151,7 +151,7 @@ def _torch_command(python: str) -> str:
 
 
 def _cpus() -> int:
-    """Cores this process may use."""
+    """Return the number of cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS

@@ -1,8 +1,8 @@
-"""A cloud for tests of a user's own code: every provider plans as it does, and sends what it planned here.
+"""Fake every provider's platform for tests of a user's own code: plans stay real, and jobs are sent here.
 
-`FakeCloud` takes the place of what a provider does with its platform (submit, find, status, logs, cancel, storage);
-its plan, its refusals and its settings stay the real ones, which need no network, no credentials and no SDK. What is
-sent is kept in ``requests``, and then scripted (`succeed`, `fail`, …) or really run (`run_locally`).
+`FakeCloud` replaces a provider's calls to its platform (submit, find, status, logs, cancel, storage). Plans, refusals
+and settings stay the real ones, which need no network, no credentials and no SDK. ``requests`` keeps the sent requests.
+They are then scripted (`succeed`, `fail`, …) or really run (`run_locally`).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 __all__ = ["FakeCloud"]
 
 REHEARSAL = "rehearsal"
-"""A provider that nobody chooses, so it is not among their names."""
+"""A provider that users do not choose, so it is not among their names."""
 PACE_SECONDS = 0.01
 _build = functools.cache(runtime_zip.build)
-"""Every test's store is empty; the runtime that is put there is one and the same."""
+"""Every test's store is empty, and the same runtime is put there."""
 _ANY = object()
 
 
 @dataclass
 class _Native:
-    """What the platform would know of one job."""
+    """A platform's knowledge of one job."""
 
     request: Request
     provider: Provider
@@ -54,12 +54,12 @@ class _Native:
 
 
 class FakeCloud:
-    """In place of every provider's platform while a test runs; ``folder`` is for what really runs.
+    """Fake of every provider's platform while a test runs; ``folder`` is for jobs that really run.
 
-    Each of `succeed`, `fail`, `preempt`, `capacity`, `refuse` and `hold` says what the next attempt does that nobody
-    has said anything of yet, and gives the cloud back, so that they can be written as a chain; an attempt of which
-    nothing is said succeeds, or is run after `run_locally`. A job whose platform starts it again (a preemption; a
-    retry by a supervisor) takes the next word of the script; one that began scripted is never run.
+    `succeed`, `fail`, `preempt`, `capacity`, `refuse` and `hold` script the next attempt without a script. Each returns
+    the cloud, so that calls can be chained. An attempt without a script succeeds, or is run after `run_locally`. If the
+    platform starts a job again (a preemption; a retry by a supervisor), the job takes the next word of the script. A
+    job that began scripted is never run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +81,7 @@ class FakeCloud:
         artifacts: Mapping[str, Bytes] | None = None,
         checkpoints: Mapping[str, Mapping[str, Bytes] | Bytes] | None = None,
     ) -> FakeCloud:
-        """The next attempt succeeds, and leaves this; a checkpoint is ``{"step-10": {"model.pt": b"…"}}``."""
+        """Let the next attempt succeed and leave this; a checkpoint is ``{"step-10": {"model.pt": b"…"}}``."""
         return self._say(Outcome(left=_left(logs, metrics, artifacts, checkpoints)))
 
     def fail(
@@ -96,10 +96,10 @@ class FakeCloud:
         artifacts: Mapping[str, Bytes] | None = None,
         checkpoints: Mapping[str, Mapping[str, Bytes] | Bytes] | None = None,
     ) -> FakeCloud:
-        """In the next attempt a rank raises ``exception``, once it has left this.
+        """Let a rank of the next attempt raise ``exception``, once it has left this.
 
-        ``category``: of the run (``stalled``, ``infra``…), by default what the runtime makes of the exception:
-        ``oom`` for out of memory, else ``user_error``.
+        ``category``: of the run (``stalled``, ``infra``…). The runtime's default is ``oom`` for out of memory, else
+        ``user_error``.
         """
         if category and category not in CATEGORIES:
             raise ValueError(f"no category of a run is called {category!r}; there are {', '.join(CATEGORIES)}")
@@ -114,30 +114,30 @@ class FakeCloud:
         artifacts: Mapping[str, Bytes] | None = None,
         checkpoints: Mapping[str, Mapping[str, Bytes] | Bytes] | None = None,
     ) -> FakeCloud:
-        """The next attempt's machine is taken away once it has left this; the platform then starts it again."""
+        """Take the next attempt's machine away once it has left this; the platform then starts it again."""
         left = _left(logs, metrics, artifacts, checkpoints)
         reason = "node 0 was told to stop (SIGTERM)"
         return self._say(Outcome(kind="preempted", category="preempted", reason=reason, left=left))
 
     def capacity(self, reason: str = "no machines (scripted)") -> FakeCloud:
-        """The platform has no machines for the next attempt, and gives it up: another GPU of the list may follow."""
+        """Fail the next attempt for lack of machines: another GPU of the list may follow."""
         return self._say(Outcome(kind="failed", category="capacity", reason=reason))
 
     def refuse(self, error: CloudtrainError | str = "the quota is too small (scripted)") -> FakeCloud:
-        """The next request is not taken: sending it raises ``error``, a `QuotaError` of a text."""
+        """Refuse the next request: sending it raises ``error``, a `QuotaError` if that is text."""
         raised = QuotaError(error) if isinstance(error, str) else error
         if not isinstance(raised, CloudtrainError):
             raise TypeError(f"a provider raises errors of cloudtrain.errors, not {raised!r}")
         return self._say(Outcome(kind="refused", error=raised))
 
     def hold(self, state: str = "running", reason: str = "") -> FakeCloud:
-        """The next attempt stays as it is (``pending``, ``running``) until it is cancelled, or `release` is called."""
+        """Keep the next attempt as it is (``pending``, ``running``) until it is cancelled, or `release` is called."""
         if state not in ("pending", "running"):
             raise ValueError(f"a job is held pending or running, not {state!r}")
         return self._say(Outcome(kind="held", state=state, reason=reason))
 
     def release(self) -> None:
-        """Every job that is held goes on as the script says next."""
+        """Continue every held job with the next word of the script."""
         for native_id, native in self._natives.items():
             if native.local is None and not native.status.final:
                 held = native.attempts.pop()
@@ -153,12 +153,12 @@ class FakeCloud:
         inputs: Mapping[str, str | Path] | None = None,
         secrets: Mapping[str, str] | None = None,
     ) -> FakeCloud:
-        """Really run, as processes of this machine, every attempt of which the script says nothing.
+        """Really run, as processes of this machine, every attempt without a script.
 
         Its first starts are preempted when the script's metrics reach ``preempt_at_step``, or ``preempt_after``
-        seconds, one value a start: it has the notice, and the usual grace. ``processes`` is ranks on each node;
-        default: the job's own number, 1 where it asks for GPUs, which are not looked for. ``inputs`` are paths by
-        channel and ``secrets`` values by name in place of what only the platform can read.
+        seconds, one value a start. The node gets the notice, and the usual grace. ``processes`` is ranks on each node;
+        default: the job's own number, 1 if it asks for GPUs, which are not looked for. ``inputs`` are paths by channel
+        and ``secrets`` values by name. They replace what only the platform can read.
         """
         steps = [preempt_at_step] if isinstance(preempt_at_step, int) else [*preempt_at_step]
         after = [preempt_after] if isinstance(preempt_after, (int, float)) else [*preempt_after]
@@ -172,20 +172,20 @@ class FakeCloud:
         self._how = How(processes=processes, inputs=places, secrets=dict(secrets or {}))
         return self
 
-    # --------------------------------------------------------------------------------------------------- what was sent
+    # ---------------------------------------------------------------------------------------------------- sent requests
 
     def assert_request(self, path: str, *, equals: Any = _ANY, request: Request | None = None) -> Any:
-        """The value at ``path`` (``ResourceConfig.InstanceCount``, ``nodes.0.env``) of the body of ``request``, by
-        default the last one sent; AssertionError where there is none, or it is not what it ``equals``."""
+        """Return the value at ``path`` (``ResourceConfig.InstanceCount``, ``nodes.0.env``) of a request's body, by
+        default the last one's. Raises AssertionError if there is none, or it is not ``equals``."""
         if request is None and not self.requests:
             raise AssertionError("nothing has been sent")
         chosen = self.requests[-1] if request is None else request
         return assert_request(chosen, path) if equals is _ANY else assert_request(chosen, path, equals=equals)
 
-    # ------------------------------------------------------------------------------------------------- as the platform
+    # ----------------------------------------------------------------------------------------------------- the platform
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Take the place of every provider's platform until the test is over."""
+        """Replace every provider's platform until the test is over."""
         cloud = self
 
         def submit(self: Provider, request: Request, secrets: Mapping[str, str] | None = None) -> str:
@@ -205,13 +205,13 @@ class FakeCloud:
         }
         monkeypatch.setattr(runtime_zip, "build", _build)
         for name in (*provider_names(), REHEARSAL):
-            with contextlib.suppress(ImportError):  # a third party's whose package is broken: who names it is told
+            with contextlib.suppress(ImportError):  # a third party's broken package fails where a test names it
                 kind = find_provider(name)
                 for call, instead in calls.items():
                     monkeypatch.setattr(kind, call, instead, raising=False)
 
     def close(self) -> None:
-        """Stop what still runs."""
+        """Stop the jobs that still run."""
         for native in self._natives.values():
             if native.local is not None:
                 native.local.close()
@@ -246,7 +246,7 @@ class FakeCloud:
         return native_id
 
     def _play(self, native_id: str, native: _Native, number: str, *, began: float | None = None) -> None:
-        """The attempt ``number`` and those that the platform starts after it, to where the script ends them."""
+        """Play the attempt ``number`` and the platform's later ones, until the script ends them."""
         url, _, run_id = native.request.run.rpartition("/runs/")
         store, nodes = Store(url), int(native.request.context["nodes"])
         while True:
@@ -274,7 +274,7 @@ class FakeCloud:
         )
 
     def _following(self, native: _Native, number: str, outcome: Outcome, store: Store, run_id: str) -> str | None:
-        """The attempt that the platform itself starts next; one of its supervisor's is recorded as that does."""
+        """Return the attempt that the platform itself starts next, recorded as its supervisor records it."""
         k, _, r = number.partition(".")
         if outcome.restarts:
             return f"{k}.{int(r) + 1}"
@@ -319,7 +319,7 @@ def _key(request: Request) -> tuple[str, int, int]:
 
 
 def _last(store: Store, run_id: str) -> str:
-    """The attempt that a further one follows: of those that left something the newest."""
+    """Return the attempt that a further one follows: the newest with a record."""
     return max((str(record["attempt"]) for record in store.starts(run_id)), key=_order, default="")
 
 

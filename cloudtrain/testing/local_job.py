@@ -1,7 +1,7 @@
-"""A job of `cloudtrain.testing.fake_cloud` that is really run: its nodes are processes here, whatever its provider.
+"""Run a job of `cloudtrain.testing.fake_cloud` for real: its nodes are processes here, for any provider.
 
-The supervisor of provider local runs it, in a thread of the test's own process, so that it reaches stores that are in
-that process's memory. The request stays the platform's; only what is started for it is local's.
+The supervisor of provider local runs it, in a thread of the test's own process. So it reaches stores in that process's
+memory. The request stays the platform's; only the started nodes are local's.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """When a start is told that its machine will be taken away: at a step of its metrics, or so many seconds after its
-    ranks began. ``node`` hears of it."""
+    """Moment of a preemption notice to ``node``: at a step of its metrics, or some seconds after its ranks began."""
 
     step: int | None = None
     after: float | None = None
@@ -50,9 +49,9 @@ class Notice:
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """How a job is run here. ``notices`` are those of the first starts, in order; ``processes`` is ranks on a node,
-    None: the job's own number, of one that asks for GPUs 1. ``inputs`` are read in place of what the job names,
-    ``secrets`` are the values of those that a platform would read."""
+    """Way to run a job here. ``notices`` are the first starts', in order. ``processes`` is ranks on a node; None: the
+    job's own number, 1 if it asks for GPUs. ``inputs`` replace the job's inputs. ``secrets`` are the values that a
+    platform would read."""
 
     notices: Sequence[Notice] = ()
     processes: int | None = None
@@ -80,7 +79,7 @@ class LocalJob:
         self._supervisor = _Supervisor(folder=folder, provider=provider, how=how, secrets=secrets, notices=notices)
         self._supervisor.check()
         if local_path(request.run) is None:
-            # As a platform does: the nodes of a further attempt find what those of the one before have left.
+            # As on a platform, a later attempt's nodes find the files of the attempt before.
             files(request.run).download_tree("live", folder / "live")
         self._thread = threading.Thread(target=self._run, name=f"cloudtrain-{folder.name}", daemon=True)
         self._thread.start()
@@ -91,7 +90,7 @@ class LocalJob:
             time.sleep(POLL_SECONDS)
 
     def _run(self) -> None:
-        """As `cloudtrain.engine.supervisor.main`: whoever looks tells by the lock that the supervisor lives."""
+        """Run the supervisor as `cloudtrain.engine.supervisor.main` does: its lock shows that it lives."""
         import fcntl
 
         with open(self.folder / "lock", "ab") as lock:
@@ -100,26 +99,26 @@ class LocalJob:
             self._supervisor.run()
 
     def status(self) -> Status:
-        """How it stands."""
+        """Return the job's status."""
         return Hosted.status(self._local, self.native_id)
 
     def logs(self, cursor: Any) -> LogPage:
-        """What its nodes have printed."""
+        """Return a page of the nodes' output."""
         return Hosted.logs(self._local, self.native_id, cursor)
 
     def cancel(self) -> None:
-        """Ask it to stop."""
+        """Request the job's stop."""
         Hosted.cancel(self._local, self.native_id)
 
     def close(self) -> None:
-        """Stop it, and wait until nothing of it is left."""
+        """Stop the job, and wait until nothing of it is left."""
         if self._thread.is_alive():
             self.cancel()
             self._thread.join(STOP_SECONDS)
 
 
 class _Supervisor(Supervisor):
-    """Of one attempt of a client's, or of all of them where the provider's own supervisor starts the further ones."""
+    """Supervisor of one attempt of a client's, or of all if the provider's own supervisor starts the later ones."""
 
     def __init__(
         self, *, folder: Path, provider: Provider, how: How, secrets: Mapping[str, str], notices: list[Notice]
@@ -136,14 +135,14 @@ class _Supervisor(Supervisor):
         return cast("Provider", _Here(real=self._real, job=job, layout=layout, how=self._how, folder=self.folder))
 
     def check(self) -> None:
-        """Raise what keeps the job from being run here, while whoever sends it still listens."""
+        """Raise if the job cannot be run here, while its sender still waits."""
         super().check()
         self.provider.nodes(self.request)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Here:
-    """Plans as the real provider does, and says what of that this machine starts."""
+    """Planner that plans as the real provider does, and returns the nodes that this machine starts."""
 
     real: Provider
     job: Job
@@ -152,11 +151,11 @@ class _Here:
     folder: Path
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        """The next attempt's, as it is recorded."""
+        """Return the next attempt's request, as it is recorded."""
         return self.real.plan(job, layout, attempt=attempt, choice=choice)
 
     def nodes(self, request: Request) -> Simulation:
-        """What local starts for the same job; where a client starts further attempts, nobody here does."""
+        """Return the nodes that local starts for the same job. If a client starts later attempts, local starts none."""
         told = self.folder / "container" / "context.json"
         layout = _Told(
             store=self.layout.store,
@@ -172,7 +171,7 @@ class _Here:
         retries = self.job.retries if self.real.retried_by == "supervisor" else 0
         here = Local().plan(self._job(retries), self._with_inputs(layout), attempt=request.attempt)
         context = dict(here.context)
-        if local_path(self.layout.store) is None:  # no node is to look for the real store
+        if local_path(self.layout.store) is None:  # no node may use the real store
             context["checkpoint_url"] = (self.folder / "checkpoints").as_uri()
         told.parent.mkdir(exist_ok=True)
         told.write_text(json.dumps(context), encoding="utf-8")
@@ -222,7 +221,7 @@ class _Here:
 
 @dataclass(frozen=True, kw_only=True)
 class _Told(Layout):
-    """With a context of its own: what the store holds is the platform's."""
+    """Layout with its own context: the store's context is the platform's."""
 
     told: str
 
@@ -232,7 +231,7 @@ class _Told(Layout):
 
 
 class _Engine(ProcessEngine):
-    """Gives notice as a platform does: the stop signal to a node's first process."""
+    """Engine that gives notice as a platform does: the stop signal to a node's first process."""
 
     def __init__(self, *, folder: Path, notices: list[Notice]) -> None:
         super().__init__(folder=folder, environ=os.environ)
@@ -256,7 +255,7 @@ class _Engine(ProcessEngine):
         super().clean()
 
     def _watch(self, notice: Notice, attempt: str, nodes: Sequence[NodeProcess]) -> None:
-        """Until the moment has come, or the start is over."""
+        """Wait until the moment of the notice, or the end of the start; then signal the node."""
         node = nodes[notice.node]
 
         def until(what: Callable[[], bool]) -> bool:
@@ -278,14 +277,14 @@ class _Engine(ProcessEngine):
             node.signal("SIGTERM")
 
     def _began(self, attempt: str) -> bool:
-        """Whether node 0 has told all to go."""
+        """Return True once node 0 has started all nodes."""
         with contextlib.suppress(OSError):
             return f"cloudtrain: attempt {attempt}:" in (self._out / attempt / "node-0.log").read_text(errors="replace")
         return False
 
 
 def _step(scratch: Path) -> int:
-    """The last step in the metrics that a node's script has written; -1 of none."""
+    """Return the last step in the metrics of a node's script; -1 without any."""
     for path in scratch.glob("*/metrics.jsonl"):
         with contextlib.suppress(OSError, ValueError, IndexError, KeyError, TypeError):
             return int(json.loads(path.read_text().rpartition("\n")[0].splitlines()[-1])["step"])

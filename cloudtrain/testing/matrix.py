@@ -1,7 +1,7 @@
-"""``python -m cloudtrain.testing.matrix > docs/providers.md``: what every provider does with every field of a Job.
+"""Print ``python -m cloudtrain.testing.matrix > docs/providers.md``: each provider's use of every field of a Job.
 
-The rows are those of the contract suite, planned here and now with each provider of the package; nothing is written by
-hand, so the page cannot say what the code does not do.
+The rows are those of the contract suite, planned here and now with each provider of the package. Nothing is written by
+hand, so the page cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ where a platform has no such thing, its World says why.
 
 
 def page(names: Sequence[str]) -> str:
-    """The whole page, for the providers called ``names``."""
+    """Return the whole page, for the providers called ``names``."""
     providers = [find_provider(name) for name in names]
     notes: list[str] = []
     parts = [_INTRO, "\n## What they are\n\n", *_borders(providers), "\n## Fields\n\n"]
@@ -83,7 +83,7 @@ def _line(*cells: str) -> str:
 
 
 def _column(provider: type[Provider], folder: Path, notes: list[str]) -> dict[str, str]:
-    """The cells of one provider, by field; ``notes`` grows by the reasons that are not in it yet."""
+    """Return the cells of one provider, by field. New reasons are appended to ``notes``."""
     sample = Sample.of(provider)
     store = sample.store or (folder / "store").as_uri()
     place = Place.make(folder, store=store, provider=provider.name, secret=sample.secret)
@@ -117,7 +117,7 @@ def _cell(provider: Provider, name: str, place: Place, rows: Sequence[Row], samp
 
 
 def _help(name: str) -> str:
-    """The field's own help text."""
+    """Return the field's own help text."""
     owner, _, field = name.rpartition(".")
     kinds: dict[str, type[Any]] = {"": Job, "source": Source, "resources": Resources, "inputs": Input}
     found = next(f for f in dataclasses.fields(kinds[owner]) if f.name == field)
@@ -137,7 +137,7 @@ def _categories() -> Iterator[str]:
 
 
 def main() -> None:
-    """The page of the package's own providers, to stdout."""
+    """Print the page of the package's own providers."""
     own = [name for name in provider_names() if find_provider(name).__module__.startswith("cloudtrain.")]
     sys.stdout.write(page(own))
 

@@ -1,7 +1,4 @@
-"""What a provider must keep before anything is sent: its border, its plans, and what a node is told. No job runs here.
-
-Part of the suite; see `cloudtrain.testing.contract`.
-"""
+"""Test a provider's border, plans and nodes before anything is sent, as a part of `cloudtrain.testing.contract`."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ __all__ = ["PlanContract"]
 
 RETRIED_BY = ("platform", "supervisor", "client")
 MAX_WAIT_BY = ("platform", "client")
-#: In an empty environment, an empty folder and without a network: the plan of the job on stdin, and what was imported.
+#: In an empty environment and folder, without a network: the plan of the job on stdin, and the imported modules.
 PLAN_ALONE = """
 import json, socket, sys
 def cut(*args, **more): raise OSError("the network is cut")
@@ -64,7 +61,7 @@ roots = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys
 own = type(provider).__module__.partition(".")[0]
 print(json.dumps({"request": request.to_dict(), "foreign": sorted(roots - {"cloudtrain", own})}))
 """
-#: On a node there is the runtime's zip and the standard library: no site-packages, no environment.
+#: A node has the runtime's zip and the standard library: no site-packages, no environment.
 NODE_ALONE = """
 import sys
 sys.path.append(sys.argv[1])
@@ -108,7 +105,7 @@ class PlanContract:
         assert settings_of(type(world.provider)(**plain)) == settings
 
     def test_who_calls_is_recorded_nowhere(self, world: World) -> None:
-        """And says nothing of a store that is none of this platform's."""
+        """Check that the caller is not recorded, and that another platform's store gets no options."""
         callers = {item.name for item in dataclasses.fields(world.provider.Settings) if item.metadata.get("caller")}
         assert not callers & set(world.plan().document()["settings"])
         assert isinstance(world.provider.storage(world.store), Mapping)
@@ -132,7 +129,7 @@ class PlanContract:
     # --------------------------------------------------------------------------------------------------- planning: pure
 
     def test_plan_is_pure(self, world: World) -> None:
-        """Also the first time: a plan that leaves its mark in the job would do no harm the second time."""
+        """Check the first plan too: a plan that changed the job would do no harm the second time."""
         provider, given = world.provider, {"tags": {"a": "b"}, "env": {"A": "1"}, "inputs": {"data": world.store}}
         job = Job.make(**merged({"entry_point": "train.py"}, world.sample.job, given))
         layout = Layout(
@@ -185,7 +182,7 @@ class PlanContract:
         gpu = row.change(world.place)["gpu"][0]
         fields = {"gpu": [gpu, gpu.rpartition(":")[0] + ":1"]}
         if isinstance(_planned(world, fields), UnsupportedError):
-            return  # it has none, and says so: that is tested with the table
+            return  # it has no GPU, and refuses it: the table tests that
         plan = world.plan(fields)
         first, second = (world.provider.plan(plan.job, plan.layout, choice=i) for i in (0, 1))
         assert (first.choice, second.choice) == (0, 1)
@@ -193,7 +190,7 @@ class PlanContract:
         count = int(gpu.rpartition(":")[2])
         assert [world.provider.nodes(request).nodes[0].gpus for request in (first, second)] == [count, 1]
 
-    # Where a checkpoint was copied from is the client's affair: nodes are given the copy.
+    # The source of a copied checkpoint is the client's affair: nodes get the copy.
     @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Layout) if f.name != "resume_source"])
     def test_every_url_reaches_the_request(self, world: World, name: str) -> None:
         plan = world.plan({"inputs": {"data": str(world.place.data)}})
@@ -247,7 +244,7 @@ class PlanContract:
             assert "context" in reached
 
     def test_request_holds_no_digest_of_the_job(self, world: World) -> None:
-        """One would change with every field, and so hide in the tables those that are ignored."""
+        """Check that no digest changes with every field, which would hide ignored fields in the tables."""
         plain, other = world.plan().request, world.plan({"args": ("x",), "env": {"A": "1"}}).request
         assert plain.body == other.body
 
@@ -262,7 +259,7 @@ class PlanContract:
         assert "not for us" not in json.dumps(body)
 
     def test_options_cannot_change_what_cloudtrain_sets(self, world: World) -> None:
-        """Tried at every place of the request: the nodes still start our command, with our mounts and time limit."""
+        """Try every place of the request: the nodes still start our command, with our mounts and time limit."""
         name, provider = world.provider.name, world.provider
         request = world.plan().request
         before = provider.nodes(request)
@@ -298,7 +295,7 @@ class PlanContract:
             world.plan({"inputs": {"data": "nosuch://x/y"}})
         assert caught.value.field == "inputs.data"
 
-    # ---------------------------------------------------------------------------------------- what a node is started as
+    # ------------------------------------------------------------------------------------------------------------ nodes
 
     @pytest.mark.parametrize("nodes", [1, 2, 4])
     def test_nodes_are_what_the_request_says(self, world: World, nodes: int) -> None:
@@ -343,7 +340,7 @@ class PlanContract:
 
     def test_a_node_needs_the_standard_library_alone(self, world: World, tmp_path: Path) -> None:
         archive = tmp_path / "cloudtrain.pyz"
-        archive.write_bytes(runtime_zip.build(type(world.provider)))  # one of a third party is beside ours
+        archive.write_bytes(runtime_zip.build(type(world.provider)))  # a third party's is beside ours
         found = _python(["-I", "-S", "-c", NODE_ALONE, str(archive), world.provider.name], cwd=tmp_path, env={})
         assert found.strip() == "[]"
 
@@ -370,7 +367,7 @@ def _python(args: Sequence[str], *, cwd: Path, env: Mapping[str, str], text: str
 
 @contextlib.contextmanager
 def _sites(world: World, request: Request) -> Iterator[list[Site]]:
-    """What every node of the request is given."""
+    """Yield every node's Site of the request."""
     specs = world.provider.nodes(request).nodes
     with contextlib.ExitStack() as stack:
         sites = []
@@ -397,7 +394,7 @@ def _at(value: Any, path: Sequence[str]) -> Any:
 
 
 def _places(value: Any, path: tuple[str, ...] = (), *, lists: bool = False) -> Iterator[tuple[str, ...]]:
-    """Every place in ``value`` that an option could name; ``lists``: only those that hold a list."""
+    """Yield every place in ``value`` that an option could name; ``lists``: only those that hold a list."""
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     if path and (isinstance(value, list) or not lists):
         yield path

@@ -1,7 +1,7 @@
-"""What a provider's author gives the contract suite: the platform, faked at the wire, so that the vendor's SDK talks.
+"""World: a provider's platform for the contract suite, faked at the wire, so that the vendor's SDK talks.
 
-A World is small on purpose: what is the same on every platform (jobs, plans, waiting, pulling) is written here once,
-and only what a platform alone can do is abstract. A World of a true account is a World too.
+A World is small on purpose. The parts common to all platforms (jobs, plans, waiting, pulling) are written here once.
+Only the platform's own parts are abstract. A World of a real account is a World too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .tables import RUN_ID, SECRET, Fields, Place, Sample, Seen, plan_of
 __all__ = ["Impossible", "World", "numbered"]
 
 PATIENCE = 120.0
-"""Seconds that a job of the suite may take, and a line of it may be awaited."""
+"""Longest time of a job of the suite, and longest wait for one of its lines, in seconds."""
 
 
 class Impossible(Exception):
-    """This platform has no such fault; the message says why."""
+    """Error: this platform has no such fault; the message says why."""
 
 
 class World(abc.ABC):
@@ -39,7 +39,7 @@ class World(abc.ABC):
     store: str
     """URL of an empty store that its nodes can reach."""
     nowhere: str
-    """A native id in the platform's form, of a job that never was."""
+    """A native id in the platform's form, of a job that never existed."""
 
     def __init__(self, folder: Path, *, provider: Provider, store: str, nowhere: str, secret: str = "") -> None:
         self.folder, self.provider, self.store, self.nowhere = folder, provider, store, nowhere
@@ -49,15 +49,15 @@ class World(abc.ABC):
             folder / "place", store=store, provider=provider.name, secret=secret or self.sample.secret
         )
 
-    # ------------------------------------------------------------------------------------ what only the platform can do
+    # ----------------------------------------------------------------------------------------------- the platform's own
 
     @abc.abstractmethod
     def node(self, request: Request, number: int) -> AbstractContextManager[Mapping[str, str]]:
-        """The environment in which the platform starts node ``number`` of ``request``, for `Provider.site`."""
+        """Return the environment in which the platform starts node ``number`` of ``request``, for `Provider.site`."""
 
     @abc.abstractmethod
     def preempt(self, run: Run, number: int) -> None:
-        """Take node ``number`` back as the platform would: its stop signal, its grace, its new start of all nodes."""
+        """Take node ``number`` back as the platform would: its stop signal, its grace, its restart of all nodes."""
 
     @abc.abstractmethod
     def kill(self, run: Run, number: int) -> None:
@@ -65,27 +65,25 @@ class World(abc.ABC):
 
     @abc.abstractmethod
     def fault(self, category: str) -> AbstractContextManager[Fields]:
-        """While open, a job with the fields it gives meets ``category``: capacity, quota, auth or image.
-
-        Raises `Impossible` where the platform has no such thing.
-        """
+        """Return a context whose fields make a job meet ``category`` (capacity, quota, auth, image). Raises
+        `Impossible`."""
 
     def check(self, request: Request) -> None:
         """Raise unless the platform itself would accept the request: the vendor's own validator."""
         json.dumps(request.body, allow_nan=False)
 
-    # ---------------------------------------------------------------------------------------------- the same everywhere
+    # ------------------------------------------------------------------------------------------ common to all platforms
 
     def plan(self, *parts: Fields, run_id: str = RUN_ID) -> Plan:
-        """The plan of a job that this platform accepts, with the fields of ``parts`` (later ones over earlier ones)."""
+        """Return the plan of a job that this platform accepts, with the fields of ``parts`` (later ones win)."""
         return plan_of(self.provider, self.place, self.sample.job, *parts, run_id=run_id)
 
     def send(self, plan: Plan) -> Run:
-        """Really submit."""
+        """Submit the plan for real."""
         return submit(plan, environ={probe.SECRET: SECRET})
 
     def await_line(self, run: Run, text: str) -> None:
-        """Until a line with ``text`` has come out of every node of the run."""
+        """Wait until every node of the run has printed a line with ``text``."""
         nodes = set(range(run.job.resources.instance_count))
         deadline = time.monotonic() + PATIENCE
         while not nodes <= {line.node for line in run.logs() if line.text == text}:
@@ -94,7 +92,7 @@ class World(abc.ABC):
             time.sleep(0.2)
 
     def seen(self, run: Run) -> Seen:
-        """Wait for the run, pull it, and read what its ranks wrote down."""
+        """Wait for the run, pull it, and read its ranks' records."""
         result = run.wait(timeout=PATIENCE, poll=0.2)
         folder = self.folder / "pulled" / run.run_id
         run.pull(folder)
@@ -103,7 +101,7 @@ class World(abc.ABC):
 
 
 def numbered(provider: Provider, native_id: str) -> list[tuple[str, int, int]]:
-    """(attempt, node, number) of every numbered line that the platform's own log holds, as its pages come."""
+    """Return (attempt, node, number) of every numbered line of the platform's own log, in the order of its pages."""
     found: list[tuple[str, int, int]] = []
     cursor: Any = None
     while True:

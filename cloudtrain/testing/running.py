@@ -1,4 +1,4 @@
-"""What a provider must keep with jobs that run: each is really submitted, to the platform of a World.
+"""Test a provider with jobs that run: each is really submitted, to the platform of a World.
 
 Part of the suite; see `cloudtrain.testing.contract`. Jobs are shared: each runs once for all tests that look at it.
 """
@@ -39,7 +39,7 @@ print(run.provider.find(run.store.attempt_request(run.run_id, 0)))
 
 
 class Jobs:
-    """The runs of one world, each submitted when it is first asked for and shared by all tests of the class."""
+    """Runs of one world, each submitted when it is first needed and shared by all tests of the class."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -54,7 +54,7 @@ class Jobs:
         return self._runs[name]
 
     def script(self, name: str) -> Seen:
-        """What the job of `JOBS` with every change of `SCRIPT` that names it has shown."""
+        """Return the result of the job of `JOBS` with every change of `SCRIPT` that names it."""
         if name not in self._seen:
             place = self.world.place
             rows = [row for row in SCRIPT.values() if row.run == name]
@@ -66,7 +66,7 @@ class Jobs:
         return self._seen[name]
 
     def case(self, name: str) -> Seen:
-        """What the run of one of `CASES` has shown, after what is done to it was done."""
+        """Return the result of the run of one of `CASES`, after the case's action."""
         if name not in self._seen:
             case, world = CASES[name], self.world
             secrets = {"secrets": {probe.SECRET: world.place.secret}} if name == "user_error" else {}
@@ -83,7 +83,7 @@ class Jobs:
         return self._seen[name]
 
     def native(self, run: Run) -> str:
-        """The platform's own id of the run's first attempt."""
+        """Return the platform's own id of the run's first attempt."""
         submitted = run.store.submitted(run.run_id, 0)
         assert submitted is not None
         return str(submitted["native_id"])
@@ -95,7 +95,7 @@ class RunContract:
     @pytest.fixture(scope="class")
     @classmethod
     def jobs(cls, world: World) -> Jobs:
-        """The runs of this class's world."""
+        """Return the runs of this class's world."""
         return Jobs(world)
 
     # ------------------------------------------------------------------------------------------- submitting and finding
@@ -142,14 +142,14 @@ class RunContract:
 
     @pytest.mark.slow
     def test_a_taken_run_id_is_a_conflict(self, jobs: Jobs) -> None:
-        """Never an adoption, and what has the id is left as it is."""
+        """Check that a taken id is never adopted, and that its run stays as it is."""
         run = jobs.run("twice")
         with pytest.raises(ConflictError) as caught:
             jobs.world.send(jobs.world.plan({"args": ("another",)}, run_id="twice"))
         assert caught.value.field == "run_id"
         _check_ran_once(jobs.world, run, jobs.native(run))
 
-    # ------------------------------------------------------------------------------------------------------ how runs go
+    # --------------------------------------------------------------------------------------------------------- outcomes
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", CASES)
@@ -251,7 +251,7 @@ class RunContract:
 
     @pytest.mark.slow
     def test_a_cursor_goes_on_where_it_was(self, jobs: Jobs) -> None:
-        """Made while the run went on, kept as JSON, and used after its end by another handle."""
+        """Use a cursor, made during the run and kept as JSON, after the run's end by another handle."""
         jobs.case("cancelled")
         provider, native, early = jobs.world.provider, jobs.native(jobs.run("cancelled")), jobs.early["cancelled"]
         again = type(provider)(**dataclasses.asdict(settings_of(provider)))
@@ -285,7 +285,7 @@ class RunContract:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["torchrun", "python", "command"])
     def test_script_sees_the_words_of_the_contract(self, jobs: Jobs, name: str) -> None:
-        """DESIGN §4; and neither the engine's own words nor what another launcher left."""
+        """Check DESIGN §4, and that neither the engine's own words nor another launcher's are left."""
         for rank in jobs.script(name).ranks:
             env = rank["env"]
             ours = {key for key in env if key.startswith("CLOUDTRAIN_")}
@@ -319,7 +319,7 @@ class RunContract:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["torchrun", "python"])
     def test_all_nodes_leave_together(self, jobs: Jobs, name: str) -> None:
-        """The end barrier: a record of each node, one of them the decided one, all after the last rank's end."""
+        """Check the end barrier: a record of each node, one of them the decided one, all after the last rank's end."""
         jobs.script(name)
         run = jobs.run("earlier" if name == "torchrun" else name)
         exits = run.store.exits(run.run_id)
@@ -330,7 +330,7 @@ class RunContract:
 
     @pytest.mark.slow
     def test_no_secret_is_left_anywhere(self, jobs: Jobs) -> None:
-        """Though the script prints it, and another one dies with it in its message."""
+        """Check the masking, though the script prints the secret and another one dies with it in its message."""
         provider, shown = jobs.world.provider, f"***{probe.SECRET}***"
         for seen, name in ((jobs.script("torchrun"), "earlier"), (jobs.case("user_error"), "user-error")):
             run = jobs.run(name)
@@ -345,11 +345,11 @@ class RunContract:
 
     def test_categories_have_a_way_to_be_reached(self) -> None:
         reached = {case.category for case in CASES.values() if case.category} | {"stalled", *CASES} | set(FAULTS)
-        assert set(CATEGORIES) - {"spec"} <= reached  # a run is of that category whose request was refused
+        assert set(CATEGORIES) - {"spec"} <= reached  # a run of that category had its request refused
 
 
 def _end(world: World, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
-    """The result of the submitted plan, or what submit raised."""
+    """Return the result of the submitted plan, or the error of submit."""
     try:
         return world.send(plan).wait(timeout=120, poll=0.2)
     except CloudtrainError as exc:
@@ -357,7 +357,7 @@ def _end(world: World, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
 
 
 def _to_end(provider: Provider, native_id: str, cursor: Any) -> tuple[list[LogLine], Any]:
-    """All further lines of a run that has ended, and the cursor after them."""
+    """Return all further lines of a run that has ended, and the cursor after them."""
     lines: list[LogLine] = []
     while True:
         page = provider.logs(native_id, cursor)
@@ -368,7 +368,7 @@ def _to_end(provider: Provider, native_id: str, cursor: Any) -> tuple[list[LogLi
 
 
 def _check_ran_once(world: World, run: Run, native: str) -> None:
-    """One job ran, one time: one attempt, one exit record, and each line once in the platform's own log."""
+    """Check that one job ran, one time: one attempt, one exit record, and each line once in the platform's own log."""
     result = run.wait(timeout=120, poll=0.2)
     assert (result["state"], result["native_id"]) == ("succeeded", native)
     assert [attempt["number"] for attempt in result["attempts"]] == ["0.0"]

@@ -1,7 +1,7 @@
-"""The script of a job of `cloudtrain.testing.fake_cloud`: its outcome, and the files that its nodes leave.
+"""Script a job of `cloudtrain.testing.fake_cloud` instead of running it: its outcome, and its nodes' files.
 
-What is left is written where nodes write it and in their form (docs/design.md, the run folder), so that everything that
-reads a run reads this one: status, result, logs, pull, a further attempt's checkpoint.
+The files are written where nodes write them and in their form (docs/design.md, the run folder). So every reader of a
+run reads this one: status, result, logs, pull, a further attempt's checkpoint.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ Bytes = bytes | str
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """What an attempt leaves: lines of rank 0 of node 0, rows of metrics, files by their path, checkpoints by name.
-
-    A checkpoint is a folder, files by their path in it, or the content of the one file that it is.
-    """
+    """Files of an attempt: lines of node 0's rank 0, rows of metrics, files by path, checkpoints by name (a folder or a
+    file)."""
 
     logs: Sequence[str] = ()
     metrics: Sequence[Mapping[str, Any]] = ()
@@ -49,10 +47,10 @@ class Left:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one attempt ends. ``kind``: succeeded, failed, preempted, refused (``error`` is raised when it is sent), or
-    held: it stays in ``state`` until somebody cancels or releases it.
+    """End of one attempt. ``kind``: succeeded, failed, preempted, refused (sending raises ``error``), or held: it stays
+    in ``state`` until the test cancels or releases it.
 
-    ``failure`` is what a rank died of; without one the platform itself says ``category`` and ``reason``.
+    ``failure`` is a rank's failure. Without it the platform itself reports ``category`` and ``reason``.
     """
 
     kind: str = "succeeded"
@@ -65,13 +63,13 @@ class Outcome:
 
     @property
     def restarts(self) -> bool:
-        """Whether the platform starts all nodes again by itself."""
+        """Return True if the platform starts all nodes again by itself."""
         return self.kind == "preempted"
 
 
 def failed(exception: BaseException | str, *, node: int, rank: int, kind: str, left: Left) -> Outcome:
-    """The outcome of an attempt of which a rank raised ``exception``, or the text that says so; ``kind`` its category,
-    empty: what the runtime would make of it."""
+    """Return the outcome of an attempt whose rank raised ``exception``, or failed with that text. ``kind`` is its
+    category; if it is empty, the runtime's own."""
     text, trace, file, line = str(exception), "", None, None
     if isinstance(exception, BaseException):
         text = f"{type(exception).__name__}: {exception}"
@@ -96,7 +94,7 @@ def failed(exception: BaseException | str, *, node: int, rank: int, kind: str, l
 def write(
     store: Store, run_id: str, number: str, outcome: Outcome, *, nodes: int, before: str, started: float
 ) -> tuple[AttemptInfo, list[LogLine]]:
-    """Leave what attempt ``number`` (``k.r``) of ``nodes`` nodes leaves; the attempt, and the platform's log of it.
+    """Write the files of attempt ``number`` (``k.r``) of ``nodes`` nodes. Return the attempt, and the platform's log.
 
     ``before`` is the attempt that it follows, empty for the first; ``started`` is in Unix seconds.
     """
@@ -117,7 +115,7 @@ def write(
     if lines:
         store.files.write(f"{live}/logs/{number}/node-0/1.log", "".join(f"{line}\n" for line in lines).encode())
     if outcome.kind != "held" and (outcome.kind != "failed" or outcome.failure is not None):
-        # Where the platform decides (no capacity, say) no node ever comes to write one.
+        # If the platform decides (no capacity, say), no node ever writes one.
         for node in range(nodes):
             record = _exit_record(outcome, number, node, started, resumed, len(lines))
             _json(store, f"{live}/exit/{number}-node-{node}.json", record)
@@ -133,7 +131,7 @@ def write(
 
 
 def _exit_record(outcome: Outcome, number: str, node: int, started: float, resumed: str, lines: int) -> dict[str, Any]:
-    """Of one node: node 0's says how all ended, as it decides that."""
+    """Return one node's record. Node 0 decides, so its record says how all ended."""
     record = {
         "protocol": 1,
         "attempt": number,
@@ -171,8 +169,8 @@ def _checkpoint(
 
 
 def _lost(store: Store, run_id: str, before: str, resumed: str) -> dict[str, float | None]:
-    """What is to be done again of the attempt ``before``, as its metrics and the checkpoint's name tell; no seconds:
-    a scripted attempt takes none."""
+    """Return the work of the attempt ``before`` to be redone, by its metrics and the checkpoint's name. No seconds: a
+    scripted attempt takes none."""
     try:
         text = store.files.read(f"runs/{run_id}/live/metrics/{before}-node-0.jsonl").decode()
     except FileNotFoundError:

@@ -1,5 +1,5 @@
-"""What faked platforms share that really run what they are sent: faults on demand, an end of all that they have begun,
-and their nodes as containers of this machine. (Their folders are kept in step by `cloudtrain.engine.node_folders`.)"""
+"""Share the parts of faked platforms that really run jobs: faults on demand, clean-up, and nodes as containers of this
+machine. (`cloudtrain.engine.node_folders` keeps their folders in step.)"""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 POLL_SECONDS, SYNC_SECONDS = 0.05, 0.3
 PEERS_SECONDS = 20.0
-"""How long the other nodes go on after one container has failed."""
+"""Seconds that the other nodes go on after one container has failed."""
 DEAF_SECONDS = 10.0
-"""How long the first word of a container is waited for before it is told to stop."""
+"""Longest wait for a container's first output before it is stopped."""
 
 
 @dataclass
 class Fault:
-    """What befalls the next ``times`` calls of an operation (``*``: of any).
+    """Fault of the next ``times`` calls of an operation (``*``: of any).
 
-    ``error`` is answered in place of the result; with ``done`` the call has its effect all the same, and without an
-    ``error`` the connection is then cut: the answer that gets lost.
+    ``error`` is answered in place of the result. With ``done`` the call has its effect all the same. Without an
+    ``error`` the connection is then cut, so the answer is lost.
     """
 
     operation: str
@@ -42,7 +42,7 @@ class Fault:
 
 
 def due(faults: Sequence[Fault], *operations: str) -> Fault | None:
-    """The first fault of one of the operations, which is then one time less due."""
+    """Return the first fault of one of the operations, and count it down."""
     fault = next((item for item in faults if item.operation in operations and item.times > 0), None)
     if fault is not None:
         fault.times -= 1
@@ -50,7 +50,7 @@ def due(faults: Sequence[Fault], *operations: str) -> Fault | None:
 
 
 class Platform:
-    """What a platform has begun: ``jobs`` whose nodes stop within ``grace`` seconds, and the server ``wire``."""
+    """A platform's ``jobs``, whose nodes stop within ``grace`` seconds, and its server ``wire``."""
 
     wire: Any
     grace: float
@@ -77,7 +77,7 @@ class Platform:
 
 
 class Machines(ContainerEngine):
-    """The engine as a rehearsal has it, in a process that outlives its run: what it opens is closed."""
+    """Engine of a rehearsal, in a process that outlives its run: it closes what it opens."""
 
     def __init__(self, **named: Any) -> None:
         super().__init__(bare=True, **named)
@@ -103,22 +103,22 @@ class Machines(ContainerEngine):
 
     def clean(self) -> None:
         super().clean()
-        for item in self._made:  # a supervisor, which ends with its run, does without
+        for item in self._made:  # a supervisor ends with its run, so it needs no such close
             item.close()
 
     def gateway(self) -> str:
-        """This machine's address for the job's containers."""
+        """Return this machine's address for the job's containers."""
         self.await_network()
         (network,) = self.patiently(lambda api: api.networks(filters=self._ours))
         return str(self.patiently(lambda api: api.inspect_network(network["Id"]))["IPAM"]["Config"][0]["Gateway"])
 
 
 class RestartedInPlace:
-    """A container that its machine starts again at once, one time, when it ends with another exit code than 0.
+    """Container that its machine restarts at once, one time, after an exit code other than 0.
 
     The kubelet of a Kubernetes node does that until the platform has ended the job. A code of ``passing``, a signal and
-    a lack of memory are left to the platform here. ``first_code`` is the code of the first failure; `settle` says that
-    the platform ends the job.
+    a lack of memory are left to the platform here. ``first_code`` is the code of the first failure. The platform calls
+    `settle` when it ends the job.
     """
 
     def __init__(self, node: ContainerNode, passing: Collection[int]) -> None:
@@ -128,7 +128,7 @@ class RestartedInPlace:
         self.trouble: tuple[str, str] | None = None
 
     def settle(self) -> None:
-        """Start it no more."""
+        """Stop restarting the container."""
         self._settled = True
 
     def poll(self) -> int | None:
@@ -158,18 +158,18 @@ class RestartedInPlace:
 
 
 class Printed:
-    """What one container prints at ``path``, given to ``take`` as it comes."""
+    """Output of one container at ``path``, passed to ``take`` as it comes."""
 
     def __init__(self, path: Path, take: Callable[[bytes], None]) -> None:
         self._path, self._take, self._at = path, take, 0
 
     @property
     def any(self) -> bool:
-        """Whether it has said something."""
+        """Return True once there is output."""
         return self._at > 0
 
     def step(self) -> None:
-        """What is new."""
+        """Pass on the new output."""
         try:
             with open(self._path, "rb") as stream:
                 stream.seek(self._at)
@@ -182,9 +182,9 @@ class Printed:
 
 
 class Started:
-    """The containers of one start of all nodes, watched to their end. ``grace`` are the seconds before a kill.
+    """Containers of one start of all nodes, watched to their end. ``grace`` are the seconds before a kill.
 
-    ``on_stop`` hears once why the platform stops them itself; ``first`` names the node that is told before all others.
+    If the platform stops them, it calls ``on_stop`` once with the reason; ``first`` names the node to stop first.
     """
 
     def __init__(
@@ -202,9 +202,9 @@ class Started:
         self.seconds = 0.0
 
     def watch(self, why_to_stop: Callable[[float], str]) -> str:
-        """Until all have ended; why the platform ended them itself (``peers``: one had failed), or empty.
+        """Wait for the end. Return the platform's reason to end them (``peers``: one had failed), or empty.
 
-        ``why_to_stop`` is asked with the seconds since their start.
+        ``why_to_stop`` gets the seconds since their start.
         """
         began, why, told_at, failed_at = time.monotonic(), "", 0.0, 0.0
         while any(node.poll() is None for node in self._containers):
@@ -229,11 +229,8 @@ class Started:
         return why
 
     def _tell(self, why: str, *, deaf: bool) -> None:
-        """SIGTERM to every container, once, when it hears: its first process has shown that it is there.
-
-        (Jobs of tests are stopped within a second of their start; a platform is slower.) The others go when the first
-        has.
-        """
+        """Send SIGTERM to every container, once, after its first output: it listens then. The others go when the first
+        has."""
         first = self._first(why)
         for number, node in enumerate(self._containers):
             its_turn = first in (None, number) or self._containers[first or 0].poll() is not None
@@ -243,17 +240,14 @@ class Started:
 
     @contextlib.contextmanager
     def in_step(self, sync: Callable[[], None], crashed: Callable[[str], None]) -> Any:
-        """``sync`` again and again beside the watch: a slow store must not keep a container from being told to stop.
-
-        ``crashed`` hears a mistake of ours, which would end it unseen.
-        """
+        """Call ``sync`` repeatedly beside the watch, which it must not delay. ``crashed`` gets our own errors."""
         over = threading.Event()
 
         def go_on() -> None:
             try:
                 while not over.wait(SYNC_SECONDS):
                     sync()
-            except Exception:  # noqa: BLE001  it would end unseen, with a store that is never up to date again
+            except Exception:  # noqa: BLE001  the thread would end unseen, and the store stay out of date
                 crashed(traceback.format_exc())
 
         thread = threading.Thread(target=go_on, daemon=True)

@@ -1,8 +1,8 @@
 """Provider ``azureml``: command jobs of Azure Machine Learning.
 
-Its Request is the document that ``az ml job create -f`` takes, as JSON. `plan` and `preflight` make and check it,
-`sdk` sends it through azure-ai-ml, `account` asks for all else over azure-core, `states` and `pages` read the answers,
-`simulation` says what Azure ML would start, `node` is its other half.
+Its Request is the document that ``az ml job create -f`` takes, as JSON. `plan` and `preflight` make and check it. `sdk`
+sends it through azure-ai-ml. `account` makes all other calls over azure-core. `states` and `pages` read the answers.
+`simulation` predicts what Azure ML would start. `node` is the node half.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ ALIASES = ("azure", "aml", "az", "microsoft")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The workspace's, in Azure ML's own words.
+    """The workspace's settings, in Azure ML's own words.
 
     ``subscription_id``, ``resource_group`` and ``workspace_name`` are by default those of Azure ML's ``config.json`` in
     this folder or above. ``datastore`` is the workspace's name of the store's container. ``compute`` is a cluster; none
     means serverless. ``environment`` (``azureml:NAME:VERSION``, ``azureml://registries/…``) is for jobs without an
-    image. ``identity`` is what a job is: ``aml_token``, ``user_identity``, ``managed_identity`` or
+    image. ``identity`` is the job's own: ``aml_token``, ``user_identity``, ``managed_identity`` or
     ``managed_identity:CLIENT-ID``. ``job_tier`` (spot, basic, standard, premium) and ``priority`` (low, medium, high)
-    are for the queue. ``cloud`` is the SDK's name of a sovereign cloud; one that it does not know needs
-    ``cloud_metadata``. ``api_version`` is that of the calls to the resource manager. ``prices`` are US dollars an hour
-    by instance type, or cluster, for ``max_cost``.
+    are for the queue. ``cloud`` is the SDK's name of a sovereign cloud. If the SDK does not know it, ``cloud_metadata``
+    is required. ``api_version`` is for the calls to the resource manager. ``prices`` are US dollars an hour by instance
+    type, or cluster, for ``max_cost``.
     """
 
     subscription_id: str = field(default="", metadata={"need": SUBSCRIPTION})
@@ -75,7 +75,7 @@ class Settings:
 
 
 class Provider:
-    """Azure ML command jobs; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
+    """Provider of Azure ML command jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "azureml"
     Settings: ClassVar[type[Any]] = Settings
@@ -89,7 +89,7 @@ class Provider:
     def __init__(self, **settings: Any) -> None:
         from .request import checked
 
-        # Recorded with the run: whoever attaches, wherever, asks the same workspace.
+        # Recorded with the run: every client that attaches asks the same workspace.
         self.settings: Settings = checked(Settings(**settings))
         self._account: Account | None = None
 
@@ -100,7 +100,7 @@ class Provider:
 
     @property
     def account(self) -> Account:
-        """The calls, made when first needed."""
+        """Return the account, created when first needed."""
         if self._account is None:
             from .api import Account
 
@@ -108,7 +108,7 @@ class Provider:
         return self._account
 
     def store_url(self, url: str, *, ask: bool) -> str:
-        """``azureml://datastores/NAME/paths/…`` as the URL of the container that it is; see `Settings.resolved`."""
+        """Return the container's URL of ``azureml://datastores/NAME/paths/…``; see `Settings.resolved`."""
         from .urls import store_url
 
         own = self.settings
@@ -137,7 +137,7 @@ class Provider:
         self.account.cancel(native_id)
 
     def principal(self) -> str | None:
-        """Who the token that calls Azure is for: a user's name, else an application's or object's id."""
+        """Return the token's owner: a user's name, else an application's or object's id."""
         from .api import named
 
         return named(self.account.credential.get_token(self.account.cloud.scope).token)
@@ -151,13 +151,13 @@ class Provider:
         return storage(url, cloud_of(self.settings), os.environ)
 
     def price_list(self, region: str) -> PriceList:
-        """What the cloud's own price API asks for in ``region``; see `cloudtrain.provider_api.prices`."""
+        """Return the prices of ``region`` from the cloud's own price API; see `cloudtrain.provider_api.prices`."""
         from .prices import price_list
 
         return price_list(self.account, region)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
+        """Yield the checks of `doctor`."""
         from .doctor import checks
 
         yield from checks(self.account, store, request)
@@ -179,7 +179,7 @@ DIFFERENCES = (
     "a machine that is taken back fails the job, the harder of the two things that are told of Azure ML",
     "there is no identity: nothing of Azure can be reached as it",
 )
-"""What a rehearsal does not show."""
+"""Differences that a rehearsal does not show."""
 SAMPLE = {
     "settings": {
         "subscription_id": "11111111-2222-3333-4444-555555555555",

@@ -1,8 +1,8 @@
-"""Calls to Azure, over azure-core alone: the resource manager, the history of runs, and the blobs of logs.
+"""Call Azure over azure-core alone: the resource manager, the history of runs, and the blobs of logs.
 
-There are two pipelines. The one that signs talks to the resource manager and to the workspace's own service; the other
-bears no token, for addresses that come with a SAS, or tell where things are. Nothing is tried again here but what an
-expired token cost: patience is for `submit` and `run`. A host that asks to be left alone is, for as long as it says.
+The signing pipeline calls the resource manager and the workspace's own service. The other bears no token, for addresses
+with a SAS and for discovery. Only a call that an expired token cost is tried again here; `submit` and `run` do the
+retries. If a host asks for a pause, no call goes to it until the pause ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["FINAL", "Account", "job_of", "named"]
 
 TIMEOUT = 30
 FINAL = frozenset({"Completed", "Failed", "Canceled"})
-"""NotResponding and Paused are not: the service says that a job may come back from them."""
+"""NotResponding and Paused are not final: by the service a job may come back from them."""
 LONGEST_HOLD = 300.0
 _JOB = re.compile(
     r"(?P<workspace>/subscriptions/[^/]+/resourceGroups/[^/]+/providers/[^/]+/workspaces/[^/]+)/jobs/(?P<name>[^/]+)",
@@ -40,13 +40,13 @@ _JOB = re.compile(
 
 
 def job_of(native_id: str) -> tuple[str, str]:
-    """(path of the workspace, name) of a job's id; a bare name has an empty path."""
+    """Return (path of the workspace, name) of a job's id; a bare name has an empty path."""
     match = _JOB.fullmatch(native_id)
     return (match["workspace"], match["name"]) if match else ("", native_id)
 
 
 def named(token: str) -> str | None:
-    """Who a token of Entra ID is for: the user's name, else the application's id, else the object's; None if unsaid."""
+    """Return the owner of an Entra ID token: user name, else application id, else object id. None if there is none."""
     try:
         body = token.split(".")[1]
         claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
@@ -57,7 +57,7 @@ def named(token: str) -> str | None:
 
 
 class Account:
-    """One workspace. A credential that the service no longer accepts is made anew, once a call."""
+    """One workspace. If the service rejects the credential, each call renews it once."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.cloud = settings, cloud_of(settings)
@@ -75,11 +75,11 @@ class Account:
         self.started: dict[str, Any] = {}
         self.ran: set[str] = set()
 
-    # -------------------------------------------------------------------------------------------------- what calls need
+    # ---------------------------------------------------------------------------------------- credentials and pipelines
 
     @property
     def credential(self) -> Any:
-        """azure-identity's default chain: environment, managed identity, ``az login``, …"""
+        """Return azure-identity's default chain: environment, managed identity, ``az login``, …"""
         with self._lock:
             if self._credential is None:
                 import logging
@@ -94,7 +94,7 @@ class Account:
             return self._credential
 
     def forget(self) -> None:
-        """Sign in anew with the next call."""
+        """Drop the credential, so that the next call signs in again."""
         with self._lock:
             self._credential = self._signing = None
 
@@ -120,7 +120,7 @@ class Account:
     # --------------------------------------------------------------------------------------------------------- one call
 
     def call(self, method: str, url: str, *, what: str, body: Any = None) -> Any:
-        """The answer's JSON, with the caller's token. Raises our errors alone."""
+        """Return the answer's JSON, called with the caller's token. Raises only cloudtrain's errors."""
         for again in (False, True):
             answer = self._send(method, url, what=what, signed=True, body=body)
             if answer.status_code != 401 or again:
@@ -134,7 +134,7 @@ class Account:
             raise PlatformError(f"{what}: the answer is not JSON") from None
 
     def fetch(self, url: str, *, what: str, headers: Mapping[str, str] | None = None, stream: bool = False) -> Any:
-        """The answer of an address that needs no token, and gets none, whatever its status."""
+        """Return the answer, of any status, of an address that needs no token. No token is sent."""
         return self._send("GET", url, what=what, signed=False, headers=headers, stream=stream)
 
     def _send(self, method: str, url: str, *, what: str, signed: bool, **more: Any) -> Any:
@@ -162,26 +162,26 @@ class Account:
         return refusal(answer.status_code, str(error.get("code") or ""), str(error.get("message") or ""), what=what)
 
     def url(self, path: str, *, version: str = "") -> str:
-        """Of the resource manager; ``version`` of its API is by default the settings'."""
+        """Return a resource manager URL. ``version`` of its API is by default the settings'."""
         return f"{self.cloud.resource_manager}{quote(path)}?api-version={version or self.settings.api_version}"
 
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def job(self, native_id: str) -> dict[str, Any]:
-        """The job as the resource manager has it. Raises `NotFoundError`."""
+        """Return the job as the resource manager has it. Raises `NotFoundError`."""
         workspace, name = job_of(native_id)
         told: dict[str, Any] = self.call("GET", self.url(f"{workspace or self.workspace}/jobs/{name}"), what="get job")
         return told
 
     def find(self, request: Request) -> str | None:
-        """The id of the request's job, if it was ever created."""
+        """Return the id of the request's job, if it was ever created."""
         try:
             return self.claimed(request)
         except ConflictError:
             return None
 
     def claimed(self, request: Request) -> str | None:
-        """The same; `ConflictError` for one of that name that is somebody else's, or was another request."""
+        """Return the same. Raises `ConflictError` if the job of that name belongs to another user or request."""
         name = request.body["name"]
         try:
             told = self.job(name)
@@ -196,11 +196,11 @@ class Account:
         return self.native_id(name)
 
     def native_id(self, name: str) -> str:
-        """In the words of the resource manager, so that it is found whatever the settings are by then."""
+        """Return the resource manager's id, which stays valid if the settings change."""
         return f"{self.workspace}/jobs/{name}"
 
     def cancel(self, native_id: str) -> None:
-        """Ask for it; one that has ended already stays as it is."""
+        """Request the cancellation. A job that has ended stays as it is."""
         workspace, name = job_of(native_id)
         try:
             self.call("POST", self.url(f"{workspace or self.workspace}/jobs/{name}/cancel"), what="cancel job")
@@ -215,7 +215,7 @@ class Account:
         return str(self.compute(name).get("vmSize") or "")
 
     def compute(self, name: str) -> Mapping[str, Any]:
-        """Return what a cluster is: ``vmSize``, ``vmPriority``. Raises `SpecError` when there is none of that name."""
+        """Return a cluster's properties, as ``vmSize`` and ``vmPriority``. Raises `SpecError` for an unknown name."""
         try:
             told = self.call("GET", self.url(f"{self.workspace}/computes/{name}"), what="get compute")
         except NotFoundError:
@@ -225,7 +225,7 @@ class Account:
         return found
 
     def datastore(self, name: str) -> Mapping[str, Any]:
-        """A datastore's properties: ``accountName``, ``containerName`` (``filesystem``), ``endpoint``."""
+        """Return a datastore's properties: ``accountName``, ``containerName`` (``filesystem``), ``endpoint``."""
         try:
             told = self.call("GET", self.url(f"{self.workspace}/datastores/{name}"), what="get datastore")
         except NotFoundError:
@@ -237,7 +237,7 @@ class Account:
     # ---------------------------------------------------------------------------------------------------------- history
 
     def run_details(self, native_id: str) -> Mapping[str, Any]:
-        """What the history of runs has: status, times, error, and where the logs are. Kept for `pages`."""
+        """Return the run's history: status, times, error, and the logs' addresses. Kept for `pages`."""
         workspace, name = job_of(native_id)
         workspace = workspace or self.workspace
         url = f"{self._service(workspace)}/history/v1.0{quote(workspace)}/runs/{quote(name)}/details"
@@ -246,14 +246,14 @@ class Account:
         return told
 
     def _service(self, workspace: str) -> str:
-        """The workspace's own service, which its discovery URL names."""
+        """Return the workspace's own service, which its discovery URL names."""
         if workspace not in self._services:
             told = self.call("GET", self.url(workspace), what="get workspace")
             self._services[workspace] = self.discovered(told["properties"]["discoveryUrl"])
         return self._services[workspace]
 
     def discovered(self, url: str) -> str:
-        """What a discovery URL names, by the key that azure-ai-ml reads. Raises `PlatformError` for none."""
+        """Return the service in a discovery URL's answer, by azure-ai-ml's key. Raises `PlatformError` for none."""
         answer = self.fetch(url, what="discover the workspace")
         if answer.status_code >= 400:
             raise self._refused(answer, "discover the workspace")

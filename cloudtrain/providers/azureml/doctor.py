@@ -1,7 +1,7 @@
-"""What ``doctor`` can tell of a workspace: who calls, datastore, compute, permissions, quota, environment.
+"""Check a workspace for ``doctor``: caller, datastore, compute, permissions, quota, environment.
 
-Nothing is created. What is asked here is documented; that a true workspace answers so is unverified, above all by which
-names its usages and its sizes of machines go together.
+Nothing is created. The calls are documented. The answers of a real workspace are unverified, above all the names that
+join its usages to its machine sizes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ACTIONS = (
     f"{_KIND}/workspaces/datastores/read",
 )
 IMAGE_ACTIONS = tuple(f"{_KIND}/workspaces/environments/{word}" for word in ("read", "write"))
-"""What the SDK does first for a job with an image: it makes an anonymous environment of it."""
+"""Actions of the SDK for a job with an image: it first makes an anonymous environment of it."""
 PERMISSIONS = "2022-04-01"
 """Version of Microsoft.Authorization's API of permissions."""
 _REGISTRY = re.compile(r"azureml://registries/", re.IGNORECASE)
@@ -44,7 +44,7 @@ _SPOT = re.compile(r"low.?priority", re.IGNORECASE)
 
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
-    """See `doctor`."""
+    """Yield the checks of `doctor`."""
     yield (found := installed(("azure-ai-ml", "azure-identity", "adlfs"), extra="azureml"))
     if found.status != "ok":
         return
@@ -69,7 +69,7 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
 
 
 def _caller(account: Account, who: dict[str, Any]) -> Check:
-    """By the token: its middle part says for whom it was made."""
+    """Check the sign-in and name the caller, by the token's middle part."""
     with translated("sign in"):
         token = str(account.credential.get_token(account.cloud.scope).token)
     who["token"] = True
@@ -131,7 +131,7 @@ def _compute(
 
 
 def _serverless(account: Account, workspace: Mapping[str, Any]) -> Check:
-    """Check what Azure asks of a workspace whose jobs run serverless (how-to-use-serverless-compute)."""
+    """Check Azure's conditions for a workspace whose jobs run serverless (how-to-use-serverless-compute)."""
     if _access(workspace) == "Disabled" and _isolation(workspace) == "Disabled":
         text = "without public access, serverless jobs need a managed network, and the workspace has none"
         fix = "az ml workspace update --managed-network allow_internet_outbound; or set azureml.compute"
@@ -155,7 +155,7 @@ def _serverless(account: Account, workspace: Mapping[str, Any]) -> Check:
 
 
 def _permissions(account: Account, request: Request | None) -> Check:
-    """What the roles of the caller add up to on the workspace."""
+    """Check the sum of the caller's roles on the workspace."""
     path = f"{account.workspace}/providers/Microsoft.Authorization/permissions"
     granted, url = list[Mapping[str, Any]](), account.url(path, version=PERMISSIONS)
     while url:
@@ -172,7 +172,7 @@ def _permissions(account: Account, request: Request | None) -> Check:
 
 
 def _next(account: Account, told: Mapping[str, Any]) -> str:
-    """Of the next page. Our token goes to the resource manager alone, whatever the answer says."""
+    """Return the next page's URL. The token goes to the resource manager alone, so other URLs are dropped."""
     url = str(told.get("nextLink") or "")
     return url if url.startswith(f"{account.cloud.resource_manager}/") else ""
 
@@ -185,9 +185,9 @@ def _grants(item: Mapping[str, Any], action: str) -> bool:
 
 
 def _quota(account: Account, request: Request, location: str, cluster: str) -> Check:
-    """Cores of the machine's family: Azure ML has its own quotas, beside those of Compute.
+    """Check the cores of the machine's family. Azure ML's quotas are separate from those of Compute.
 
-    Of a ``cluster`` (its size) they are compared with the limit itself: what is in use may be its own nodes.
+    For a ``cluster`` (its size) only the limit counts: the cores in use may be its own nodes.
     """
     resources = request.body.get("resources") or {}
     kind, count = cluster or str(resources.get("instance_type") or ""), int(resources.get("instance_count") or 1)
@@ -224,7 +224,7 @@ def _is_for(usage: Mapping[str, Any], family: str, spot: bool) -> bool:
 
 
 def _bare(name: str) -> str:
-    """``standardncast4v3`` of ``standardNCAST4v3Family`` and ``Standard NCAST4v3 Family Cluster Dedicated vCPUs``."""
+    """Reduce names such as ``Standard NCAST4v3 Family Cluster Dedicated vCPUs`` to ``standardncast4v3``."""
     return _WORDS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
 
 

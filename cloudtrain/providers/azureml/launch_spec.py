@@ -1,6 +1,6 @@
-"""What Azure ML starts for a request: containers as data, for an engine, a World and the contract suite. Pure.
+"""Predict Azure ML's containers for a request, as data for an engine, a World and the contract suite. Pure.
 
-The folders are those seen in public traces; nothing of ours rests on them, as the command line names every one.
+The folders come from public traces. Cloudtrain does not rely on them: the command line names every one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": GIB}
 
 
 def nodes(request: Request, *, datastore: str) -> Simulation:
-    """One container an instance."""
+    """Return one container an instance."""
     body = request.body
     resources, job = body["resources"], body["name"]
     root = f"{ROOT}/{job}"
     paths, mounts = _places(body, f"{root}/cap/data-capability/wd", request.run, datastore)
-    # The shell that is given the line becomes what the line names.
+    # The shell replaces itself with the command in the line.
     line = _PLACEHOLDER.sub(lambda match: paths[match[1], match[2]], body["command"])
     words = shlex.split(line.removeprefix("exec "))
     machine = catalog.machine(NAME, resources["instance_type"]) if "instance_type" in resources else None
@@ -60,9 +60,9 @@ def nodes(request: Request, *, datastore: str) -> Simulation:
 
 
 def _topology(body: Mapping[str, Any], number: int, hosts: list[str]) -> dict[str, str]:
-    """What a job with a PyTorch distribution of one process a node is told there; others are told nothing.
+    """Return the variables of a PyTorch distribution with one process a node; empty for other jobs.
 
-    By Azure ML's page on distributed training. What the ranks of torchrun are told goes over it.
+    By Azure ML's page on distributed training. torchrun sets them again for its ranks.
     """
     if "distribution" not in body:
         return {}
@@ -73,7 +73,7 @@ def _topology(body: Mapping[str, Any], number: int, hosts: list[str]) -> dict[st
 def _places(
     body: Mapping[str, Any], root: str, run: str, datastore: str
 ) -> tuple[dict[tuple[str, str], str], list[Mount]]:
-    """What each placeholder becomes, and what is there."""
+    """Return the path of each placeholder, and the mounts there."""
     paths, mounts = {}, []
     for kind in ("inputs", "outputs"):
         for name, item in body[kind].items():

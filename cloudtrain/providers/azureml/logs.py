@@ -1,7 +1,7 @@
-"""A job's lines out of its log files, page by page: every file of every node, by ranges of bytes.
+"""Read a job's lines from its log files, page by page: every file of every node, by ranges of bytes.
 
-Azure ML's SDK shows rank 0 alone. The history of runs names each file with a SAS of its own, which expires; a page is
-read from where its cursor says, ends with a whole line, and is small, so that eight ranks of gigabytes need no memory.
+Azure ML's SDK shows rank 0 alone. The history of runs names each file with its own SAS, which expires. A page starts at
+its cursor, ends with a whole line and is small, so eight ranks of gigabytes need little memory.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = ["page"]
 FILES = re.compile(r"(.*/)?user_logs/(retry_\d+/)?std_log.*\.txt")
 """azure-ai-ml's COMMON_RUNTIME_ALL_USER_LOG_PATTERN, and the same of a restarted job (microsoft/hi-ml)."""
 MARK_BYTES = 64
-"""How much of a file's beginning, and of what stands before its place in the file, a page compares with what was read
-before: a job that the service restarts may begin its files anew."""
+"""Bytes at a file's start, and before the cursor, that a page compares with the last page's. If the service restarts a
+job, its files may begin again."""
 PAGE_BYTES, PAGE_LINES = 512 * 1024, 20_000
 LOOK = 5.0
-"""Seconds after which the history is asked again, for files that are new, and whether the job has ended; one second
-while there is none, and just after the end."""
+"""Seconds between reads of the history, for new files and the job's end. One second while there are no files, and just
+after the end."""
 SETTLE = 3.0
-"""Seconds after a job's end in which its logs may still grow; unverified. Lines of ours that come later are in the
-store."""
+"""Seconds after a job's end in which its logs may still grow; unverified. The store has cloudtrain's own later lines.
+"""
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 
 
 def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     """Return the next page.
 
-    The ``cursor`` says whose turn it is and, of each file, how often it has begun anew, how many of its bytes were
-    given, the last of these, and the first. A file with other bytes there is another file: it is read from its start.
+    The ``cursor`` holds the file whose turn it is. For each file it holds the restarts, the bytes given, the last of
+    these, and the first. If those bytes differ, the file is new and is read from its start.
     """
     state: Mapping[str, Any] = cursor or {"at": {}, "turn": ""}
     details = _details(account, native_id)
@@ -71,7 +71,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
 
 
 def _left(details: Mapping[str, Any]) -> float | None:
-    """Seconds in which the logs of a job that has ended may still grow; None while it has not."""
+    """Return the seconds in which a finished job's logs may still grow; None if it has not finished."""
     if details.get("status") not in FINAL:
         return None
     ended = details.get("endTimeUtc")
@@ -80,7 +80,7 @@ def _left(details: Mapping[str, Any]) -> float | None:
 
 
 def _details(account: Account, native_id: str) -> Mapping[str, Any]:
-    """Where the files are, as the history said lately; for good once the job has ended."""
+    """Return the history's recent details with the files' addresses. They are final once the job has ended."""
     when, details = account.details.get(native_id, (float("-inf"), {}))
     if time.monotonic() - when < (LOOK if details.get("logFiles") and not _left(details) else 1.0):
         return details
@@ -88,10 +88,8 @@ def _details(account: Account, native_id: str) -> Mapping[str, Any]:
 
 
 class _Place(NamedTuple):
-    """The cursor's part of a file. ``last`` are the bytes before ``at``, ``first`` those of its start, as latin-1.
-
-    An older cursor has no ``first``.
-    """
+    """Cursor of one file. As latin-1, ``last`` are the bytes before ``at``, ``first`` the file's first (older cursors:
+    none)."""
 
     generation: int = 0
     at: int = 0
@@ -105,7 +103,7 @@ class _Place(NamedTuple):
 
 
 def _read(account: Account, native_id: str, name: str, place: _Place) -> bytes | None:
-    """Return at most `PAGE_BYTES` bytes of a file from ``place``, empty at its end; None of another file by now."""
+    """Return at most `PAGE_BYTES` bytes of a file from ``place``, empty at its end; None if the file was replaced."""
     before, first = place.last.encode("latin-1"), place.first.encode("latin-1")
     data = _bytes(account, native_id, name, place.at - len(before), len(before) + PAGE_BYTES)
     if data is None:
@@ -118,10 +116,8 @@ def _read(account: Account, native_id: str, name: str, place: _Place) -> bytes |
 
 
 def _bytes(account: Account, native_id: str, name: str, begin: int, most: int) -> bytes | None:
-    """Return at most ``most`` bytes of a file from ``begin``, empty past its end; None while there is no such file.
-
-    A SAS that has expired is fetched anew.
-    """
+    """Return at most ``most`` bytes of a file from ``begin``, empty past its end; None without a file. Renews an
+    expired SAS."""
     for again in (False, True):
         url = (account.details[native_id][1].get("logFiles") or {}).get(name)
         if url is None:
@@ -130,9 +126,9 @@ def _bytes(account: Account, native_id: str, name: str, begin: int, most: int) -
         answer = account.fetch(url, what=f"read {name}", headers=headers, stream=True)
         try:
             if answer.status_code in (200, 206):
-                # Whoever overlooks the range answers 200, with the whole file.
+                # A server that ignores the range answers 200 with the whole file.
                 return _body(answer, begin if answer.status_code == 200 else 0, most, what=f"read {name}")
-            if answer.status_code == 416:  # it ends before; Azurite says 206 with nothing in it
+            if answer.status_code == 416:  # the file ends earlier; Azurite answers 206 without bytes
                 return b""
             if answer.status_code not in (403, 404):
                 raise LostContactError(f"read {name}: status {answer.status_code}")
@@ -141,12 +137,12 @@ def _bytes(account: Account, native_id: str, name: str, begin: int, most: int) -
         if not again:
             account.run_details(native_id)
     if answer.status_code == 404:
-        return None  # named before it is there
+        return None  # the history names files before they exist
     raise LostContactError(f"read {name}: its SAS is refused (403); does the storage account let this machine in?")
 
 
 def _body(answer: Any, skip: int, most: int, *, what: str) -> bytes:
-    """The bytes that `_part` gives. Raises `LostContactError` when the connection breaks before their end."""
+    """Return the bytes of `_part`. Raises `LostContactError` if the connection breaks before their end."""
     with translated(what):
         return b"".join(_part(answer, skip, most))
 
@@ -161,10 +157,10 @@ def _part(answer: Any, skip: int, most: int) -> Iterator[bytes]:
 
 
 def _lines(name: str, data: bytes, place: _Place, *, final: bool, full: bool, most: int) -> tuple[list[LogLine], int]:
-    """The whole lines of ``data``, at most ``most``, and how many bytes they are.
+    """Return the whole lines of ``data``, at most ``most``, and their bytes.
 
-    What follows the last line's end waits for the rest of it, unless the file has ended (``final``), or a line is
-    longer than a page (``full``).
+    The rest after the last line waits for its end, unless the file has ended (``final``) or a line is longer than a
+    page (``full``).
     """
     found: list[LogLine] = []
     at = 0
@@ -183,7 +179,7 @@ def _lines(name: str, data: bytes, place: _Place, *, final: bool, full: bool, mo
 
 
 def _boundary(data: bytes) -> int:
-    """Where to cut a line without its end: between two characters."""
+    """Return the place to cut a line without an end: between two characters."""
     for back in range(1, 4):
         lead = data[-back]
         if lead < 0x80:

@@ -1,4 +1,4 @@
-"""The command job of a Job, as ``az ml job create -f`` takes it. Pure: no network, no credentials, no SDK."""
+"""Make the command job of a Job, as ``az ml job create -f`` takes it. Pure: no network, no credentials, no SDK."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ __all__ = ["checked", "input_name", "is_environment", "plan"]
 OPERATION = "az ml job create"
 SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
 TAG_COUNT = 42
-"""A resource of Azure has at most 50 tags, eight of ours among them; that a job counts as one is unverified."""
+"""Azure allows a resource 50 tags, eight of ours among them; unverified for jobs."""
 TAG_KEY, TAG_VALUE = re.compile(r"[^<>%&\\?/\x00-\x1f]{1,512}"), 256
-"""What a tag's name may be, and the characters of its value, of a resource again."""
+"""A resource's limits again: the pattern of a tag's name, and the characters of its value."""
 TIMEOUT = 60
-"""Fewer seconds are refused: azure-ai-ml says of a sweep that the service makes 60 days of them (``job_limits.py``)."""
+"""Shortest time limit: by azure-ai-ml, a sweep's limit below 60 becomes 60 days (``job_limits.py``)."""
 LONGEST, LONGEST_LOW = 21 * 86400, 7 * 86400
-"""Seconds that a job may run, and one on low-priority machines (Azure's page how-to-manage-quotas)."""
+"""Longest run of a job in seconds, and on low-priority machines (Azure's page how-to-manage-quotas)."""
 MOST_NODES = 100
-"""Nodes of one MPI job and of a cluster with RDMA, by the same page; more than that only in one placement group."""
+"""Nodes of one MPI job and of a cluster with RDMA, by the same page. More need one placement group."""
 SHM_GIB = 16
-"""On a cluster, whose machines nobody knows here; else half of the memory. Azure ML's own default is 2g."""
+"""Shared memory on a cluster (its machines are unknown); else half of the memory. Azure ML's own default is 2g."""
 FIRST = "Standard_DS3_v2"
 FAMILIES = ("Standard_D", "Standard_E", "Standard_F")
 ACCELERATED = re.compile(r"standard_n[cdgpv]", re.IGNORECASE)
@@ -69,24 +69,24 @@ FORM = re.compile(
 JOB_TIERS, PRIORITIES = ("spot", "basic", "standard", "premium"), ("low", "medium", "high")
 IDENTITIES = ("aml_token", "user_identity", "managed_identity")
 _REGISTERED = re.compile(r"azureml:(?!//)|azureml://.+/data/[^/]+/(versions|labels)/[^/]+$")
-"""A data asset, of the workspace or a registry; no path."""
+"""A data asset of the workspace or a registry; no path."""
 _SCOPE = re.compile(r"/subscriptions/([^/]+)/resourceGroups/([^/]+)/providers/[^/]+/workspaces/([^/]+)/?", re.I)
 CONFIGS = tuple(f"{folder}{name}.json" for folder in (".azureml/", "aml_config/", "") for name in ("config", "project"))
-"""Where Azure ML's own SDK looks for its file, here and in every folder above."""
+"""Files where Azure ML's own SDK looks for its settings, here and in every folder above."""
 WORKSPACE = ("subscription_id", "resource_group", "workspace_name")
 OWNED = (
     *("$schema", "type", "name", "command", "code", "environment", "compute", "distribution", "inputs", "outputs"),
     *("limits", "queue_settings", "identity", "tags", "experiment_name", f"environment_variables.{NODES}"),
     *(f"resources.{name}" for name in ("instance_type", "instance_count", "shm_size")),
 )
-"""What `options` cannot change: it has a field or a setting, or the run rests on it."""
+"""Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
 def checked(settings: Settings) -> Settings:
-    """``settings`` with their workspace, and right in themselves. Raises `SpecError`."""
+    """Return ``settings`` with their workspace, checked. Raises `SpecError`."""
     for name, choices in (("job_tier", JOB_TIERS), ("priority", PRIORITIES)):
         if value := getattr(settings, name):
             choice_of(value, choices, f"azureml.{name}")
@@ -115,12 +115,12 @@ def checked(settings: Settings) -> Settings:
 
 
 def is_environment(text: str) -> bool:
-    """Whether ``text`` names an environment of a workspace or registry, and no image."""
+    """Return True if ``text`` names an environment of a workspace or registry, and no image."""
     return bool(re.fullmatch(r"azureml:(//registries/[^/\s]+/environments/\S+|[^/\s]\S*|/subscriptions/\S+)", text))
 
 
 def _config(folder: Path) -> dict[str, str]:
-    """The workspace of Azure ML's own file; empty without one. A file of that name that says nothing is another's."""
+    """Return the workspace in Azure ML's own file, empty without one. A file that names no workspace is skipped."""
     for place in (folder, *folder.parents):
         for name in CONFIGS:
             try:
@@ -128,7 +128,7 @@ def _config(folder: Path) -> dict[str, str]:
             except (OSError, ValueError):
                 continue
             scope = _SCOPE.fullmatch(str(told.get("Scope"))) if isinstance(told, dict) else None
-            if scope is not None:  # the SDK too lets it win
+            if scope is not None:  # the SDK too prefers it
                 return dict(zip(WORKSPACE, scope.groups(), strict=True))
             if isinstance(told, dict) and all(isinstance(told.get(key), str) for key in WORKSPACE):
                 return {key: told[key] for key in WORKSPACE}
@@ -154,7 +154,7 @@ def _digest(body: Mapping[str, Any]) -> str:
 
 
 def input_name(channel: str) -> str:
-    """A channel's name as an input's: no two channels differ in nothing else."""
+    """Return a channel's name as an input's. Channel names never differ by this alone."""
     return channel.replace("-", "_")
 
 
@@ -162,7 +162,7 @@ def input_name(channel: str) -> str:
 
 
 def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
-    """The request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
+    """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     from . import Provider
 
     check_needs(Provider, settings, job)
@@ -231,7 +231,7 @@ def _check_secrets(job: Job) -> None:
 
 
 def _machine(settings: Settings, job: Job, choice: int) -> tuple[str, Machine | None]:
-    """The instance type, empty on a cluster, and what is known of it."""
+    """Return the instance type, empty on a cluster, and its entry in the catalogue."""
     wanted = job.resources
     if wanted.disk_gb:
         raise UnsupportedError(
@@ -252,7 +252,7 @@ def _machine(settings: Settings, job: Job, choice: int) -> tuple[str, Machine | 
 
 
 def _check_cluster(settings: Settings, job: Job) -> None:
-    """Raise `UnsupportedError` for what a cluster has decided already. ``gpu`` says how many ranks a node has."""
+    """Raise `UnsupportedError` for fields that a cluster fixes already. ``gpu`` sets the ranks a node."""
     wanted, whose = job.resources, f"cluster {settings.compute} has one size of machines; leave it out, or the setting"
     for name in ("instance_type", "spot", "cpus", "memory_gb"):
         if getattr(wanted, name):
@@ -283,7 +283,7 @@ def _pinned(job: Job, choice: int) -> tuple[str, Machine | None]:
 
 
 def _processes(job: Job, choice: int, known: Machine | None) -> int:
-    """Ranks a node; also of a pinned instance type, whose GPUs the table knows."""
+    """Return the ranks a node. The catalogue has the GPUs of a pinned instance type."""
     if job.resources.nproc_per_node or job.resources.gpu or known is None:
         return job.resources.processes(choice)
     return known.gpu_count or 1
@@ -305,10 +305,10 @@ def _environment(settings: Settings, job: Job) -> str | dict[str, str]:
 
 
 def _command(attempt: int, paths: Mapping[str, str]) -> str:
-    """One line of words, so that what starts can be read from it; paths are filled in here and nowhere else.
+    """Return one shell line of words that starts the runtime. Paths are filled in only here.
 
-    Twice ``exec``, or a shell that does not pass it on gets the stop signal (dash). Backquotes, not ``$(…)``: clusters
-    of Kubernetes fill that in themselves.
+    Each ``exec`` is needed: a shell that forwards no signals (dash) would get the stop signal. Backquotes, not
+    ``$(…)``: clusters of Kubernetes fill that in themselves.
     """
     find = 'exec `command -v python3 || command -v python || echo this-image-has-no-python3` "$@"'
     pyz, context = (_placeholder("inputs", OWN_INPUTS[word]) for word in ("runtime", "container"))
@@ -320,7 +320,7 @@ def _command(attempt: int, paths: Mapping[str, str]) -> str:
 
 
 def _inputs(settings: Settings, layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
-    """The inputs of the job, and what the runtime is told of them: ``file.x`` is the path of a channel's one file."""
+    """Return the job's inputs, and the runtime's paths to them: ``file.x`` is the path of a channel's one file."""
     code, runtime, container = layout.code, layout.runtime, layout.context
     inputs, paths = {}, {"code": _placeholder("inputs", OWN_INPUTS["code"]) + "/code.tar.gz"}
     for word, url in (("container", container), ("runtime", runtime), ("code", code)):
@@ -359,7 +359,7 @@ def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) 
     if item.shard:
         raise UnsupportedError(NAME, f"{field}.shard", "every node of a command job sees a whole input")
     path = for_job(item.url, store=layout.store, datastore=settings.datastore, field=field)
-    # Of one file nothing is gained by a mount; a folder is mounted unless asked, as by Azure ML itself.
+    # A mount gains nothing for one file. A folder is mounted unless asked, as by Azure ML itself.
     mode = {"copy": "download", "mount": "ro_mount"}.get(item.mode, "download" if item.file else "ro_mount")
     registered = _REGISTERED.match(path)
     kind = "uri_file" if item.file else "uri_folder"
@@ -367,7 +367,7 @@ def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) 
 
 
 def _timeout(settings: Settings, job: Job, choice: int, notes: list[str]) -> int:
-    """Seconds of running time: the hard limit."""
+    """Return the hard limit in seconds of running time."""
     if job.max_runtime < TIMEOUT:
         raise UnsupportedError(NAME, "max_runtime", f"a job's time limit is at least {TIMEOUT} s")
     low = _tier(settings, job) == "spot"
@@ -404,7 +404,7 @@ def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
 
 
 def _page(origin: Mapping[str, str]) -> str:
-    """The CI run's page, or its number where that is too long for a tag's value."""
+    """Return the CI run's page, or its number if the page is too long for a tag's value."""
     page = origin.get("ci_url", "")
     return page if page and len(page) <= TAG_VALUE else origin.get("ci_run", "")[:TAG_VALUE]
 
@@ -449,6 +449,6 @@ def _tier(settings: Settings, job: Job) -> str:
 
 
 def _identity_variables(settings: Settings) -> dict[str, str]:
-    """Azure's SDKs in a job find a managed identity of the user's by this alone (azure-sdk-for-python #31071)."""
+    """Return the only variable by which Azure's SDKs find a user's managed identity (azure-sdk-for-python #31071)."""
     client = settings.identity.partition(":")[2]
     return {"AZURE_CLIENT_ID": client} if client else {}

@@ -1,4 +1,4 @@
-"""What Azure ML says of a job, as a Status: `status` asks, the rest is pure."""
+"""Turn Azure ML's view of a job into a Status: `status` makes the calls, the rest is pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["PENDING", "category_of", "status", "status_of"]
 
 PENDING = frozenset({"NotStarted", "Queued", "Provisioning", "Preparing", "Starting", "Paused", "Waiting"})
-"""States in which no script runs. Any other that is not final, one nobody knows too, counts as running."""
+"""States in which no script runs. Any other state that is not final, also an unknown one, counts as running."""
 HINTS = {
     "capacity": "try another size or region, a later time, or a longer max_wait",
     "image": "check the image, its architecture, and that the workspace may pull it",
@@ -28,13 +28,13 @@ HINTS = {
     "preempted": "its low-priority machines were taken back",
 }
 _SCRIPT = re.compile(r"exit(?:ed with)? ?(?:status |exit )?code:? ?'?(?P<code>-?\d+)", re.IGNORECASE)
-"""A bare ``status code`` is that of an answer over HTTP, to the service."""
+"""A bare ``status code`` is that of an HTTP answer to the service."""
 _NON_ZERO = re.compile(r"non-?zero exit code", re.IGNORECASE)
-"""How the end of a script is told without its code (MachineLearningNotebooks #1360)."""
+"""Message of a script's end without its code (MachineLearningNotebooks #1360)."""
 _BY_SERVICE = re.compile(r"cancell?ed (because|due to|by (the )?(service|system|platform|Azure))", re.IGNORECASE)
-"""How Azure ML says that it was itself who cancelled; unverified."""
+"""Message of a cancellation by Azure ML itself; unverified."""
 _EXITS = {137: "oom", -9: "oom", 126: "image", 127: "image", 75: "preempted"}
-"""Exit codes of our command: the kernel's kill, a shell that found no Python, and our own word on a notice."""
+"""Exit codes of the node's command: the kernel's kill, a shell without Python, and cloudtrain's own after a notice."""
 _CATEGORIES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE | re.DOTALL), category)
     for pattern, category in (
@@ -52,12 +52,12 @@ _CATEGORIES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"UserError|StreamAccess|DataAccess|InvalidInput|not found", "user_error"),
     )
 )
-"""By code and message of what failed, first match, when it is no script that ended. None of them is documented."""
+"""Patterns for code and message of a failure that is no script's end; the first match counts. None is documented."""
 REASON = 1024
 
 
 def status(account: Account, native_id: str) -> Status:
-    """How the job stands: one call while it waits or runs, and the history's once more where that alone tells."""
+    """Return the job's status: one call while it waits or runs, one more to the history if only that has the facts."""
     told = account.job(native_id)
     native = str(told["properties"].get("status") or "Unknown")
     if native == "Running":
@@ -75,9 +75,9 @@ def status(account: Account, native_id: str) -> Status:
 
 
 def category_of(text: str) -> str:
-    """Why a job failed, of the code and message of its error."""
+    """Return the category of a failure from the code and message of its error."""
     if (script := _SCRIPT.search(text)) is not None:
-        # What the script itself has said may follow, and is not the service's word.
+        # The script's own output may follow, and is not the service's word.
         return _EXITS.get(int(script["code"]), "user_error")
     if _NON_ZERO.search(text):
         return "user_error"
@@ -95,10 +95,10 @@ def status_of(
     prices: Mapping[str, float] | None = None,
     ran: bool = False,
 ) -> Status:
-    """``told`` is the resource manager's job, ``details`` the history's; empty where it was not asked. ``ran``: it was
-    seen to run, whatever the history lists.
+    """Return the Status of the resource manager's job, with the history's ``details`` (empty if not asked).
 
-    What Azure bills it does not tell: the cost is that of all nodes from start to end, at ``prices`` an hour.
+    ``ran``: a poll saw it run, even if the history lists no log. Azure reports no bill. The cost is that of all nodes
+    from start to end, at ``prices`` an hour.
     """
     properties = told["properties"]
     native = str(properties.get("status") or "Unknown")
@@ -126,17 +126,17 @@ def status_of(
 
 
 def _never_ran(details: Mapping[str, Any]) -> bool:
-    """Whether the history of a job that is over lists no log of its script. One that has no list says nothing.
+    """Return True if a finished job's history lists no log of its script. A history without a list proves nothing.
 
-    Of startTimeUtc Azure says no more than "when the run was started", and of the state Starting, in which a job still
-    waits for machines, "run has started": so the time alone does not tell that it had any.
+    Azure defines startTimeUtc only as "when the run was started". In the state Starting, "run has started", a job still
+    waits for machines. So the time alone does not prove that it had any.
     """
     files = details.get("logFiles")
     return files is not None and not any(FILES.fullmatch(name) for name in files)
 
 
 def _state(native: str, details: Mapping[str, Any], limit: float | None, span: float | None) -> tuple[str, str, str]:
-    """(state, category, reason)"""
+    """Return (state, category, reason)."""
     code, message = _error(details)
     said = " ".join(message.split())[:REASON]
     late = span is not None and limit is not None and span >= limit
@@ -144,7 +144,7 @@ def _state(native: str, details: Mapping[str, Any], limit: float | None, span: f
         return "succeeded", "", ""
     if native == "Failed":
         category = category_of(f"{code}: {said}")
-        if late and category in ("preempted", "infra"):  # our node ends with PREEMPTED on whatever stops it
+        if late and category in ("preempted", "infra"):  # our node ends with PREEMPTED after any stop
             return "failed", "timeout", "max_runtime is used up" + (f": {said}" if said else "")
         return "failed", category, _hinted(said or code or "Azure ML gives no reason", category)
     if native == "Canceled":
@@ -161,7 +161,7 @@ def _state(native: str, details: Mapping[str, Any], limit: float | None, span: f
 
 
 def _error(details: Mapping[str, Any]) -> tuple[str, str]:
-    """(code, message) of the innermost error that says something."""
+    """Return (code, message) of the innermost error that has them."""
     error = (details.get("error") or {}).get("error") or details.get("error") or {}
     code, message = str(error.get("code") or ""), str(error.get("message") or "")
     inner = error.get("innerError") or error.get("innererror") or {}
@@ -180,7 +180,7 @@ _DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+)(?:\.\d+)
 
 
 def _limit(properties: Mapping[str, Any]) -> float | None:
-    """Seconds of the job's own time limit, which comes as an ISO 8601 duration."""
+    """Return the job's own time limit in seconds. It comes as an ISO 8601 duration."""
     match = _DURATION.fullmatch(str((properties.get("limits") or {}).get("timeout") or ""))
     if match is None:
         return None

@@ -1,6 +1,6 @@
-"""Checks of a command job's document before anything is sent, with no SDK.
+"""Check a command job's document before it is sent, with no SDK.
 
-`options` may bring only what azure-ai-ml carries to the wire without loss; its loader refuses what it does not know.
+`options` may hold only what azure-ai-ml sends without loss. Its loader refuses unknown fields.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SERVICES = {
     "vs_code": ("type", "nodes"),
     "tensor_board": ("type", "nodes", "log_dir"),
 }
-"""Kinds of interactive services, and what each takes."""
+"""Kinds of interactive services, and the fields of each."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Check = Callable[[Any, str], None]
@@ -72,7 +72,7 @@ def _services(value: Any, where: str) -> None:
 
 
 def _resources(value: Any, where: str) -> None:
-    """No service reads ``max_instance_count``, and beside a list of ``docker_args`` the SDK drops ``locations``."""
+    """Check resources. No service reads ``max_instance_count``. With ``docker_args`` the SDK drops ``locations``."""
     _known(value, where, {"docker_args": _text, "locations": _texts, "properties": _plain})
 
 
@@ -89,7 +89,7 @@ FREE: Mapping[str, Check] = {
     "services": _services,
     "parent_job_name": _text,
 }
-"""What `options` may bring; `merge_options` has refused what is cloudtrain's own."""
+"""Fields that `options` may set. `merge_options` has refused cloudtrain's own."""
 
 
 def _known(value: Any, where: str, checks: Mapping[str, Check]) -> None:
@@ -100,7 +100,7 @@ def _known(value: Any, where: str, checks: Mapping[str, Check]) -> None:
 
 
 def check_options(options: Mapping[str, Any], body: Mapping[str, Any]) -> None:
-    """Raise `SpecError` for an option that the document cannot carry; what ``body`` has already is merged, or owned."""
+    """Raise `SpecError` for an option that the document cannot carry. Fields in ``body`` are merged or owned."""
     where = f"options.{NAME}"
     for key, value in options.items():
         if key in FREE:
@@ -114,7 +114,7 @@ def check_options(options: Mapping[str, Any], body: Mapping[str, Any]) -> None:
 
 
 def check_document(body: Mapping[str, Any], *, serverless: bool) -> None:
-    """Raise `SpecError` for what the parts of ``body`` cannot be together."""
+    """Raise `SpecError` for parts of ``body`` that contradict each other."""
     resources, where = body["resources"], f"options.{NAME}.resources"
     if resources.get("locations") and not serverless:
         raise SpecError("are for serverless compute: a cluster has one place", field=f"{where}.locations")

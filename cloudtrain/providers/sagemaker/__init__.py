@@ -1,8 +1,8 @@
 """Provider ``sagemaker``: training jobs of Amazon SageMaker AI, over boto3 alone.
 
 Its Request is the body of CreateTrainingJob, as boto3 and ``aws sagemaker create-training-job --cli-input-json`` take
-it. `plan` and `preflight` make and check it, `account` sends it, `states` and `pages` read what SageMaker and
-CloudWatch answer, `simulation` says what SageMaker would start, `node` is its other half.
+it. `plan` and `preflight` make and check it. `account` sends it. `states` and `pages` read the answers of SageMaker and
+CloudWatch. `simulation` predicts what SageMaker would start. `node` is the node half.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ALIASES = ("aws", "amazon", "sm", "amazonsagemaker")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The account's, in SageMaker's own words.
+    """The account's settings, in SageMaker's own words.
 
-    ``region`` (default: that of ``profile``, ``AWS_REGION``, ``AWS_DEFAULT_REGION``, the default profile) and
-    ``profile`` say where and as whom this machine calls, ``role_to_assume`` is an ARN that it takes on first; both hold
-    for the store, too, and neither is recorded. ``role`` is the ARN that jobs run as. ``framework_version`` chooses
+    ``region`` defaults to that of ``profile``, ``AWS_REGION``, ``AWS_DEFAULT_REGION`` or the default profile.
+    ``profile`` holds this machine's credentials. ``role_to_assume`` is an ARN that this machine assumes first. Both
+    hold for the store too, and neither is recorded. ``role`` is the ARN that jobs run as. ``framework_version`` chooses
     AWS's PyTorch image for a job without an image. ``debug_shell`` lets ``aws ssm start-session`` into the containers.
     ``prices`` are US dollars an hour by instance type, for ``max_cost`` and estimates.
     """
@@ -69,7 +69,7 @@ class Settings:
 
 
 class Provider:
-    """SageMaker training jobs; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
+    """Provider of SageMaker training jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "sagemaker"
     Settings: ClassVar[type[Any]] = Settings
@@ -84,7 +84,7 @@ class Provider:
     def __init__(self, **settings: Any) -> None:
         from .request import checked
 
-        # Recorded with the run: whoever attaches, wherever, asks the same region.
+        # Recorded with the run: every client that attaches asks the same region.
         self.settings: Settings = checked(Settings(**settings))
         self._account: Account | None = None
 
@@ -95,7 +95,7 @@ class Provider:
 
     @property
     def account(self) -> Account:
-        """The calls, made when first needed."""
+        """Return the account, created when first needed."""
         if self._account is None:
             from .api import Account
 
@@ -128,7 +128,7 @@ class Provider:
         self.account.stop(native_id)
 
     def principal(self) -> str:
-        """The ARN of the user, or of the role's session, that calls."""
+        """Return the ARN of the calling user or role session."""
         return str(self.account.call("sts", "get_caller_identity")["Arn"])
 
     def storage(self, url: str) -> Mapping[str, Any]:
@@ -137,13 +137,13 @@ class Provider:
         return storage(self.settings) if url_scheme(url) == "s3" else {}
 
     def price_list(self, region: str) -> PriceList:
-        """What the cloud's own price API asks for in ``region``; see `cloudtrain.provider_api.prices`."""
+        """Return the prices of ``region`` from the cloud's own price API; see `cloudtrain.provider_api.prices`."""
         from .prices import price_list
 
         return price_list(self.account, region)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
+        """Yield the checks of `doctor`."""
         from .doctor import checks
 
         yield from checks(self.account, store, request)
@@ -164,7 +164,7 @@ DIFFERENCES = (
     "how late S3 has what nodes write to their checkpoint folder is a guess, of 2 s; network isolation is left out",
     "there is no role: nothing of AWS can be reached as it",
 )
-"""What a rehearsal does not show."""
+"""Differences that a rehearsal does not show."""
 _ROLE = "arn:aws:iam::123456789012:role/training"
 _ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
 SAMPLE = {

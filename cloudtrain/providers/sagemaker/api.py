@@ -1,7 +1,5 @@
-"""Calls to AWS, over boto3; the one table that turns its exceptions into ours.
-
-Nothing is tried again here but what an expired session cost: patience is for `submit` and `run`.
-"""
+"""Call AWS over boto3, and translate its exceptions. Only an expired session's call is retried: `submit` and `run`
+retry the rest."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ _ARN = re.compile(r"arn:aws[a-z-]*:sagemaker:(?P<region>[a-z0-9-]+):\d{12}:train
 
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
 STALE = EXPIRED | {"InvalidAccessKeyId", "InvalidClientTokenId", "UnrecognizedClientException"}
-"""What a session hears whose keys have been replaced since it read them."""
+"""Error codes of a session whose keys were replaced after it read them."""
 CODES: Mapping[str, type[CloudtrainError]] = {
     **dict.fromkeys(EXPIRED, AuthError),
     **dict.fromkeys(
@@ -70,8 +68,8 @@ CODES: Mapping[str, type[CloudtrainError]] = {
     "InvalidParameterException": SpecError,
     "ValidationException": SpecError,
 }
-"""What each code of AWS's means to us; any other is the platform's failure, or with a status of 5xx one that passes."""
-#: What a ValidationException says when it is something else.
+"""Error class of each AWS code. Any other code is the platform's failure, or with status 5xx a passing one."""
+#: Messages of a ValidationException that mean another error.
 _SAID: tuple[tuple[re.Pattern[str], type[CloudtrainError]], ...] = (
     (re.compile(r"resource not found|not find (the )?training job", re.I), NotFoundError),
     (re.compile(r"assume (the )?role|not authorized|access ?denied|PassRole", re.I), AuthError),
@@ -90,13 +88,13 @@ HELP: Mapping[str, str] = {
 
 
 def job_of(native_id: str) -> tuple[str, str]:
-    """(region, name) of a job's ARN; a bare name has an empty region."""
+    """Return (region, name) of a job's ARN; a bare name has an empty region."""
     match = _ARN.fullmatch(native_id)
     return (match["region"], match["name"]) if match else ("", native_id)
 
 
 def error_of(exc: Exception) -> CloudtrainError | None:
-    """Our error for one of boto3's, or None when it is none of them: the provider's whole table."""
+    """Return the error for one of boto3's exceptions, or None for any other: the provider's whole table."""
     import boto3.exceptions
     import botocore.exceptions as known
 
@@ -152,7 +150,7 @@ def _refusal(exc: Any) -> CloudtrainError:
 
 
 def _blamed(text: str) -> SpecError:
-    """With our field where AWS names its own, and without the whole list of what it would take."""
+    """Return the error with our field for the field that AWS names, without AWS's list of allowed values."""
     said = _CONSTRAINT.search(text)
     path = ".".join(part[:1].upper() + part[1:] for part in said[1].split(".")) if said else ""
     parts = path.split(".")
@@ -161,7 +159,7 @@ def _blamed(text: str) -> SpecError:
 
 
 class Account:
-    """One session, and its clients by service and region. A session whose credentials no longer count is made anew."""
+    """One session, and its clients by service and region. A session with rejected credentials is replaced."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -172,7 +170,7 @@ class Account:
     # ------------------------------------------------------------------------------------------------------- one call
 
     def call(self, service: str, operation: str, *, region: str = "", **arguments: Any) -> Any:
-        """The answer. Raises our errors alone."""
+        """Return the answer. Raises only cloudtrain's errors."""
         try:
             return self._call(service, operation, region or self.settings.region, arguments)
         except AuthError as exc:
@@ -204,7 +202,7 @@ class Account:
             return self._clients[service, region]
 
     def bucket_region(self, name: str) -> str:
-        """Where a bucket is: the answer says so that refuses, too. Empty when it does not. Raises `NotFoundError`."""
+        """Return a bucket's region, which a refusal names too. Empty if unnamed. Raises `NotFoundError`."""
         from botocore.exceptions import ClientError
 
         with translated(error_of, needs="boto3", extra="sagemaker"):
@@ -220,7 +218,7 @@ class Account:
     # ---------------------------------------------------------------------------------------------------- training jobs
 
     def create(self, request: Request) -> str:
-        """The ARN of the one job of this request. Raises `ConflictError` when its name is another run's."""
+        """Return the ARN of this request's one job. Raises `ConflictError` if another run's job has its name."""
         try:
             return str(self.call("sagemaker", "create_training_job", **request.body)["TrainingJobArn"])
         except ConflictError:
@@ -233,7 +231,7 @@ class Account:
             return found
 
     def find(self, request: Request) -> str | None:
-        """The ARN of the request's job, if it was ever created."""
+        """Return the ARN of the request's job, if it was ever created."""
         try:
             arn = str(self.describe(request.body["TrainingJobName"])["TrainingJobArn"])
         except NotFoundError:
@@ -245,7 +243,7 @@ class Account:
         return {tag["Key"]: tag["Value"] for tag in answer["Tags"]}
 
     def describe(self, native_id: str) -> dict[str, Any]:
-        """DescribeTrainingJob. Raises `NotFoundError`, also for a job that is being deleted."""
+        """Call DescribeTrainingJob. Raises `NotFoundError`, also for a job that is being deleted."""
         region, name = job_of(native_id)
         told: dict[str, Any] = self.call("sagemaker", "describe_training_job", region=region, TrainingJobName=name)
         if told["TrainingJobStatus"] == "Deleting":
@@ -253,7 +251,7 @@ class Account:
         return told
 
     def stop(self, native_id: str) -> None:
-        """StopTrainingJob; one that has ended already stays as it is."""
+        """Call StopTrainingJob. A job that has ended stays as it is."""
         region, name = job_of(native_id)
         try:
             self.call("sagemaker", "stop_training_job", region=region, TrainingJobName=name)

@@ -1,6 +1,6 @@
-"""Checks of ``doctor`` on an AWS account: caller, role, bucket, permissions, quotas, keys, image. Nothing is created.
+"""Check an AWS account for ``doctor``: caller, role, bucket, permissions, quotas, keys, image. Nothing is created.
 
-What is asked here is documented; that a true account answers so is unverified.
+The calls are documented. The answers of a real account are unverified.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ACTIONS = (
     *("sagemaker:CreateTrainingJob", "sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"),
     *("sagemaker:ListTags", "sagemaker:AddTags"),
 )
-"""What a submit, a wait and a cancel call."""
+"""Actions of a submit, a wait and a cancel."""
 OUTPUT_KEY = ("kms:Encrypt", "kms:Decrypt", "kms:GenerateDataKey")
 VOLUME_KEY = ("kms:CreateGrant",)
-"""What a job's role needs of the keys in its request: the text of CreateTrainingJob, and S3's of SSE-KMS."""
+"""Actions that a job's role needs on its request's keys: the text of CreateTrainingJob, and S3's of SSE-KMS."""
 LOGS = "logs:FilterLogEvents"
 PASS = "iam:PassRole"
 PAGES = 60
-"""Of a hundred quotas each; SageMaker has over a thousand."""
+"""Pages of a hundred quotas each; SageMaker has over a thousand."""
 _ASSUMED = re.compile(r"arn:(aws[a-z-]*):sts::(\d{12}):assumed-role/([^/]+)/.*")
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/(?:.*/)?(?P<name>[^/]+)")
 _IMAGE = re.compile(
@@ -44,7 +44,7 @@ _IMAGE = re.compile(
 
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
-    """See `doctor`."""
+    """Yield the checks of `doctor`."""
     yield (found := installed(("boto3", "s3fs"), extra="sagemaker"))
     if found.status != "ok":
         return
@@ -117,7 +117,7 @@ def _role(account: Account, arn: str) -> Check:
 
 
 def _trusts(policy: Mapping[str, Any]) -> bool:
-    """Whether a trust policy lets SageMaker in; its conditions are not judged."""
+    """Return True if a trust policy lets SageMaker in. Its conditions are not judged."""
     for statement in _list(policy.get("Statement")):
         services = _list(
             (statement.get("Principal") or {}).get("Service") if statement.get("Principal") != "*" else "*"
@@ -134,7 +134,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _permissions(account: Account, arn: str) -> Iterator[Check]:
-    """By IAM's own simulator, for the user or role behind the session. (Of a role in a path it finds none.)"""
+    """Check by IAM's own simulator, for the session's user or role. (The simulator finds no role in a path.)"""
     match = _ASSUMED.fullmatch(arn)
     source = f"arn:{match[1]}:iam::{match[2]}:role/{match[3]}" if match else arn
     if source.endswith(":root"):
@@ -171,7 +171,7 @@ def _denied(account: Account, source: str, actions: Sequence[str], resource: str
 
 @dataclass(frozen=True, kw_only=True)
 class _Limit:
-    """A quota that the job needs: its name in Service Quotas (a pattern), and how much of ``unit`` the job asks for."""
+    """A quota that the job needs: its name in Service Quotas (a pattern), and the amount of ``unit`` requested."""
 
     name: str
     asked: int
@@ -179,7 +179,7 @@ class _Limit:
 
 
 def _machine_limits(body: Mapping[str, Any]) -> list[_Limit]:
-    """Return the quotas of the job's machine. A quota does not tell how many of them run now."""
+    """Return the quotas of the job's machine. A quota does not show how many run now."""
     resources = body["ResourceConfig"]
     wanted = resources.get("InstancePreferences", [resources])
     kind, count = re.escape(str(wanted[0]["InstanceType"])), int(wanted[0].get("InstanceCount", 1))

@@ -1,4 +1,4 @@
-"""What SageMaker starts for a request: containers as data, for an engine, a World and the contract suite. Pure."""
+"""Predict SageMaker's containers for a request, as data for an engine, a World and the contract suite. Pure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ GROUP = "homogeneousCluster"
 INTERFACE = "eth0"
 GIB = 1 << 30
 PREEMPTIONS = 1000
-"""How often managed spot training begins again: as long as max_wait lasts, of which a Simulation knows nothing."""
+"""Restarts of managed spot training: it restarts until max_wait ends, which a Simulation lacks."""
 SYNC_LAG = 2.0
-"""Seconds that a file of the checkpoint folder must be old before it is sent; unverified, no document says."""
+"""Seconds that a file of the checkpoint folder must be old before it is sent; unverified: no document gives them."""
 
 
 def nodes(request: Request, *, region: str) -> Simulation:
-    """One container an instance, named ``algo-1``, ``algo-2``, …"""
+    """Return one container an instance, named ``algo-1``, ``algo-2``, …"""
     body = request.body
     config, job = body["ResourceConfig"], body["TrainingJobName"]
     first = (config.get("InstancePreferences") or [config])[0]
@@ -90,7 +90,7 @@ def _mounts(body: Mapping[str, Any]) -> list[Mount]:
 
 
 def _files(body: Mapping[str, Any], host: str, hosts: list[str], instance_type: str) -> dict[str, str]:
-    """The three files that every container finds; ``hosts`` is sorted as text there (algo-1, algo-10, algo-2)."""
+    """Return the three files that every container has. Their ``hosts`` are sorted as text (algo-1, algo-10, algo-2)."""
     inputs = {
         channel["ChannelName"]: {
             "TrainingInputMode": channel["InputMode"],

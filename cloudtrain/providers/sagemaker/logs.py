@@ -1,7 +1,7 @@
-"""A job's lines out of CloudWatch Logs, page by page.
+"""Read a job's lines from CloudWatch Logs, page by page.
 
-Events may come late, twice, or out of order, and a stream (one for each start of a node) may begin at any time. So each
-pass reads again what is younger than the newest event less `OVERLAP`, and the cursor knows which of those were given.
+Events may come late, twice, or out of order. A stream (one for each start of a node) may begin at any time. So each
+pass reads again from the newest event less `OVERLAP`, and the cursor holds the events already given.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["page"]
 
 GROUP = "/aws/sagemaker/TrainingJobs"
 OVERLAP = 120_000
-"""Milliseconds: how late an event may come and still be found. Of later ones, numbered lines are found in the store."""
+"""Milliseconds that an event may be late. The store has later lines, if they are numbered."""
 MOST_STREAMS = 100
-"""Names of streams that one call takes. A prefix that more of them have was refused, too (lucagrulla/cw#13)."""
+"""Names of streams that one call takes. A prefix with more streams was refused, too (lucagrulla/cw#13)."""
 _HOST = re.compile(r"/algo-(\d+)")
 
 
 def page(account: Account, native_id: str, cursor: Any) -> LogPage:
     """Return the next page.
 
-    ``cursor`` has where this pass began, its token, the newest time, and the ids given since then; of a job with more
-    than `MOST_STREAMS` streams also those that this pass still reads, and the ids given before it.
+    ``cursor`` holds this pass's start, its token, the newest time, and the ids given since then. If a job has more than
+    `MOST_STREAMS` streams, it also holds the streams left in this pass, and the ids given before it.
     """
     region, name = job_of(native_id)
     unknown: NotFoundError | None = None
@@ -59,7 +59,7 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
         streams = streams[MOST_STREAMS:]
     more = bool(token or streams)
     if unknown is not None and not lines and not more:
-        raise unknown  # it must not look like a job that is silent
+        raise unknown  # it must not look like a silent job
     kept = max(0, newest - OVERLAP)
     after: dict[str, Any] = {
         "from": state["from"] if more else max(state["from"], kept),
@@ -73,22 +73,22 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
 
 
 def _created(told: Mapping[str, Any]) -> int:
-    """Return when a job was created, in Unix milliseconds, less `OVERLAP` for clocks that differ; 0 if unknown.
+    """Return a job's creation in Unix milliseconds, less `OVERLAP` for clocks that differ; 0 if unknown.
 
-    CloudWatch looks through all of a group's time without a start, and gives empty pages meanwhile.
+    Without a start CloudWatch searches all of a group's time, and gives empty pages meanwhile.
     """
     moment = told.get("CreationTime")
     return 0 if moment is None else max(0, int(unix_seconds(moment) * 1000) - OVERLAP)
 
 
 def _answer(account: Account, region: str, name: str, state: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-    """Return the answer of CloudWatch, and the state in which it was asked."""
+    """Return CloudWatch's answer, and the state of the call."""
     try:
         return _filtered(account, region, name, state), state
     except NotFoundError:
-        return {"events": []}, state  # the group comes with the account's first job
+        return {"events": []}, state  # the account's first job creates the group
     except SpecError:
-        if state["token"]:  # it is older than a day
+        if state["token"]:  # the token is older than a day
             begin = state["from"] if state.get("streams") else max(state["from"], state["newest"] - OVERLAP)
             return _answer(account, region, name, {**state, "token": "", "from": begin})
         if state.get("streams"):
@@ -124,7 +124,7 @@ def _streams(account: Account, region: str, name: str) -> list[str]:
 
 
 def _key(event: Mapping[str, Any]) -> str:
-    """Short, since a cursor holds many."""
+    """Return a short key, as a cursor holds many."""
     own = event.get("eventId") or f"{event['logStreamName']}\0{event['timestamp']}\0{event['message']}"
     return hashlib.blake2s(str(own).encode(), digest_size=8).hexdigest()
 

@@ -1,4 +1,4 @@
-"""The names on which both halves of provider ``sagemaker`` agree."""
+"""Names on which both halves of provider ``sagemaker`` agree."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ DNS = {
 """End of the services' host names by partition, which is the second part of an ARN: botocore's partitions.json."""
 INPUTS = f"{ROOT}/input/data"
 LIVE = f"{ROOT}/cloudtrain/live"
-"""Not /opt/ml/checkpoints: what scripts write there is theirs, and is watched like CLOUDTRAIN_CHECKPOINT_DIR."""
+"""Not /opt/ml/checkpoints: that folder is the script's own, watched like CLOUDTRAIN_CHECKPOINT_DIR."""
 CHANNELS = {"container": "cloudtrain-container", "runtime": "cloudtrain-runtime", "code": "cloudtrain-code"}
-"""Our own channels. What a job is told travels in files: a value of Environment has at most 512 characters."""
+"""Our own channels. Their files carry the job's facts: a value of Environment has at most 512 characters."""
 RESUME = "cloudtrain-resume"
 CONTEXT = f"{INPUTS}/{CHANNELS['container']}/context.json"
 FAILURE = f"{ROOT}/output/failure"
-"""The first 1024 characters of it become the FailureReason of a job that fails."""
+"""File whose first 1024 characters become the FailureReason of a job that fails."""
 FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
-"""Where a node that cannot read anything else finds that file: `cloudtrain.runtime.__main__` reads it."""
+"""Variable with that file's path, for a node that can read nothing else: `cloudtrain.runtime.__main__` reads it."""
 MARK = ".sagemaker"
-"""The agent that syncs the checkpoint folder puts ``x.sagemaker-uploading`` and ``x.sagemaker-uploaded`` beside a file
-``x``, and leaves ``x.sagemaker-ignore`` alone (aws/sagemaker-xgboost-container, ``checkpointing.py``)."""
+"""The syncing agent puts ``x.sagemaker-uploading`` and ``x.sagemaker-uploaded`` beside a file ``x``. It skips
+``x.sagemaker-ignore`` (aws/sagemaker-xgboost-container, ``checkpointing.py``)."""
 UPLOADING, UPLOADED, IGNORED = (f"{MARK}-{word}" for word in ("uploading", "uploaded", "ignore"))
 GRACE = 120
 """Seconds between SIGTERM and SIGKILL."""
 TAG_RUN, TAG_RUN_ID, TAG_ATTEMPT, TAG_NAME = (f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
 TAG_REVISION, TAG_CI = "cloudtrain:revision", "cloudtrain:ci"
-"""Where the run comes from: the commit, and the CI run as its URL, or as its number where that is no legal value."""
+"""Origin of the run: the commit, and the CI run as its URL, or as its number if the URL is no legal value."""

@@ -1,4 +1,4 @@
-"""The CreateTrainingJob request of a Job. Pure: no network, no credentials, no SDK."""
+"""Make the CreateTrainingJob request of a Job. Pure: no network, no credentials, no SDK."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ __all__ = ["checked", "plan"]
 
 OPERATION = "CreateTrainingJob"
 CHANNEL_COUNT, TAG_COUNT, PREFERENCES = 20, 44, 5
-"""At most, of a job's tags the 50 that there may be less our own six, which are not always all there."""
+"""Upper limits. TAG_COUNT is the platform's 50 less cloudtrain's six, some of which may be absent."""
 MAX_RUNTIME = 28 * 86400
 DEFAULT_RUNTIME, DEFAULT_NODES, DEFAULT_VOLUME_GB = 5 * 86400, 20, 1024
-"""Quotas of an account that has asked for no more: Service Quotas, applied values of a new account, January 2026."""
+"""Default quotas of an account: Service Quotas, applied values of a new account, January 2026."""
 PENDING = (1800, 28 * 86400)
 """Least and most seconds of MaxPendingTimeInSeconds."""
 SPOT_WAIT = 86400
-"""What a job on spot capacity waits for machines, in sum, when it does not say."""
+"""Default wait of a spot job for machines, in seconds, in sum."""
 VOLUME_GB, MOST_VOLUME_GB = 30, 1024
-"""Least and most disk when the job does not say: what SageMaker's own SDK asks for, and the quota of a new account."""
+"""Least and most default disk: the value of SageMaker's own SDK, and the quota of a new account."""
 COPIES = 4
-"""Checkpoints that have room on the default volume: `KEPT` ones in live/, and the one that the script writes."""
+"""Checkpoints that fit on the default volume: `KEPT` in live/, and the one that the script writes."""
 KEPT = 3
-"""Checkpoints that a spot job keeps when it does not say: isolated nodes download all of them at each restart."""
+"""Checkpoints that a spot job keeps by default. Isolated nodes download all of them at each restart."""
 PLATFORM_RETRIES = 3
-"""How often SageMaker itself starts the job again after a failure of its own. Our ``retries`` are attempts."""
+"""Restarts by SageMaker itself after a failure of its own. Our ``retries`` are attempts."""
 NEVER_STARTED = "never started: no python 3.10"
 FIRST = "ml.m5.xlarge"
 FAMILIES = ("ml.m5.", "ml.c5.", "ml.r5.")
-"""Where a wish for cores and memory is looked for: these are in every region."""
+"""Families searched for cores and memory: they are in every region."""
 ACCELERATED = re.compile(r"ml\.(p|g|trn)\d")
 FORM = re.compile(r"ml\.[a-z]+\d+[a-z]*(-[a-z0-9]+)?\.(nano|micro|small|medium|large|metal|\d*xlarge)(-\w+)?")
-"""Family and size, as every TrainingInstanceType of botocore's model has them."""
+"""Family and size, as in every TrainingInstanceType of botocore's model."""
 ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")
 VALUE = re.compile(r"[\w .:/=+@-]{1,256}")
-"""What a tag may be worth; the model allows other kinds of spaces too."""
+"""Legal values of a tag; the model allows other kinds of spaces too."""
 OWNED = (
     *("TrainingJobName", "RoleArn", "Tags", "StoppingCondition", "CheckpointConfig", "EnableManagedSpotTraining"),
     *("VpcConfig", "EnableNetworkIsolation", "EnableInterContainerTrafficEncryption", "ServerlessJobConfig"),
@@ -92,14 +92,14 @@ OWNED = (
         )
     ),
 )
-"""What `options` cannot change: it has a field or a setting, or the run rests on it."""
+"""Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
 def checked(settings: Settings) -> Settings:
-    """``settings`` with their region, and right in themselves. Raises `SpecError`."""
+    """Return ``settings`` with their region, checked. Raises `SpecError`."""
     if bool(settings.subnets) != bool(settings.security_group_ids):
         missing = "security_group_ids" if settings.subnets else "subnets"
         raise SpecError("a VPC takes both subnets and security_group_ids", field=f"sagemaker.{missing}")
@@ -115,7 +115,7 @@ def checked(settings: Settings) -> Settings:
 
 
 def _region(profile: str, environ: Mapping[str, str]) -> str:
-    """That of the profile asked for, else of the environment (boto3 does not know AWS_REGION), else of the default."""
+    """Return the profile's region, else the environment's (boto3 ignores AWS_REGION), else the default profile's."""
     there = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or ""
     if profile:
         return _profile_region(profile, environ) or there
@@ -127,7 +127,7 @@ def _profile_region(profile: str, environ: Mapping[str, str]) -> str:
     try:
         parser.read(os.path.expanduser(environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
-        return ""  # the SDK says what is wrong with it, should it be needed
+        return ""  # the SDK reports the error if it needs the file
     section = "default" if profile == "default" else f"profile {profile}"
     return parser.get(section, "region", fallback="").strip()
 
@@ -149,7 +149,7 @@ def _check_account(settings: Settings, store: str) -> None:
 
 
 def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
-    """The request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
+    """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     from . import Provider
 
     check_needs(Provider, settings, job)
@@ -227,7 +227,7 @@ def _check_secrets(settings: Settings, job: Job) -> None:
 
 
 def _instance_types(job: Job, choice: int) -> list[str]:
-    """What the job may run on, best first; several only where SageMaker itself can choose between them."""
+    """Return the job's instance types, best first; several only if SageMaker itself can choose between them."""
     wanted = job.resources
     if wanted.instance_type:
         return [_pinned(job, choice)]
@@ -236,7 +236,7 @@ def _instance_types(job: Job, choice: int) -> list[str]:
             return [FIRST]
         return [catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb).instance_type]
     first = wanted.gpus[choice]
-    # What runs on any of them is one context: as many ranks, and no spot, which has no preferences.
+    # All of them share one context: as many ranks, and no spot, which has no preferences.
     same = wanted.gpus[choice:] if not wanted.spot else (first,)
     found: dict[str, None] = {}
     arch = ""
@@ -269,14 +269,14 @@ def _pinned(job: Job, choice: int) -> str:
 
 
 def _processes(job: Job, choice: int, known: Sequence[Machine]) -> int:
-    """Ranks a node; also of a pinned instance type, whose GPUs the table knows."""
+    """Return the ranks a node. The catalogue has the GPUs of a pinned instance type."""
     if job.resources.nproc_per_node or job.resources.gpu or not known:
         return job.resources.processes(choice)
     return known[0].gpu_count or 1
 
 
 def _check_unknown(job: Job, types: Sequence[str]) -> None:
-    """A machine that the table lacks may be used, but what it is must not be guessed."""
+    """Raise `SpecError` if a machine is not in the catalogue and the job does not give its facts."""
     name = next(filter(ACCELERATED.match, types), None)
     if name is None:
         return
@@ -303,7 +303,7 @@ def _resources(settings: Settings, job: Job, types: Sequence[str], known: Sequen
 
 
 def _volume(machine: Machine) -> int:
-    """Return the GB of disk that the machine's checkpoints may need; a machine with disks of its own has those.
+    """Return the GB of disk for the machine's checkpoints. A machine with its own disks needs no more.
 
     The state of a training is at most as large as the memory of the GPUs. Without GPUs it is a part of the memory.
     """
@@ -314,14 +314,14 @@ def _volume(machine: Machine) -> int:
 
 
 def _kept(job: Job) -> int:
-    """Return how many checkpoints stay (0: all)."""
+    """Return the number of checkpoints to keep (0: all)."""
     if job.keep_checkpoints is not None:
         return job.keep_checkpoints
     return KEPT if job.resources.spot else 0
 
 
 def _restart_notes(job: Job, kept: int, *, isolated: bool) -> list[str]:
-    """Say what a job that may start again downloads each time. ``isolated`` nodes cannot archive checkpoints."""
+    """Return a note on the downloads of each restart. ``isolated`` nodes cannot archive checkpoints."""
     if not job.resources.spot and not job.retries:
         return []
     which = "the newest checkpoint and what pointers name"
@@ -344,12 +344,11 @@ def _image(settings: Settings, job: Job, *, gpus: Sequence[str], accelerated: bo
 
 
 def _command(attempt: int) -> dict[str, list[str]]:
-    """What the container starts: Python itself becomes its first process, which gets SIGTERM.
+    """Return the container's command. Python becomes its first process, which gets SIGTERM.
 
-    The failure file is there before it: the cause, should there be no Python, which removes it before all else; its
-    environment says where it is, for want of room here.
-    Backquotes, not ``$(…)``: SageMaker's own local mode puts this into a compose file, where ``$`` means something.
-    Terse: an argument has at most 256 characters.
+    The line writes the failure file first: it gives the cause if there is no Python. Python removes it before all else.
+    Its path comes in the environment, for want of room here. Backquotes, not ``$(…)``: SageMaker's own local mode puts
+    this into a compose file, where ``$`` means something. Terse: an argument has at most 256 characters.
     """
     python = "`command -v python3||command -v python||echo no-python3`"
     pyz = f"{INPUTS}/{CHANNELS['runtime']}/cloudtrain.pyz"
@@ -367,7 +366,7 @@ def _channels(layout: Layout) -> list[dict[str, Any]]:
     if layout.resume:
         if url_scheme(layout.resume) != "s3":
             raise UnsupportedError(NAME, "resume_from", f"its nodes read s3:// only, not {layout.resume}")
-        channels.append(_s3(RESUME, f"{layout.resume}/", mode="FastFile"))  # of all that is there, one is read
+        channels.append(_s3(RESUME, f"{layout.resume}/", mode="FastFile"))  # a node reads one of the checkpoints there
     for name, item in layout.inputs.items():
         field = f"inputs.{name}"
         if name in (*CHANNELS.values(), RESUME):
@@ -379,7 +378,7 @@ def _channels(layout: Layout) -> list[dict[str, Any]]:
             folder = item.url.rpartition("/")[0]
             why = f"FastFile mounts folders, not one object; use mode copy, or name the folder {folder}/"
             raise UnsupportedError(NAME, f"{field}.mode", why)
-        # The prefix of a folder ends with a slash, or it would match its neighbours too.
+        # Without the closing slash the prefix would match neighbouring folders too.
         uri = item.url if item.file else f"{item.url.rstrip('/')}/"
         mode = {"mount": "FastFile"}.get(item.mode, "File")
         channels.append(_s3(name, uri, mode=mode, shard=item.shard))
@@ -399,7 +398,7 @@ def _s3(name: str, uri: str, *, mode: str = "File", shard: bool = False) -> dict
 
 
 def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, Any]:
-    """``efs://fs-0123abcd/folder``, ``fsx://fs-0123abcd/mount-name/folder``: always mounted, read-only."""
+    """Return the channel of ``efs://fs-0123abcd/folder`` or ``fsx://fs-0123abcd/mount-name/folder``, read-only."""
     if shard:
         raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole file system")
     if mode == "copy":
@@ -415,7 +414,7 @@ def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, An
 
 
 def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int) -> tuple[dict[str, int], list[str]]:
-    """The hard limits, and what there is to say of them; a warm pool is paid for too."""
+    """Return the hard limits, and notes on them. A warm pool is paid for too."""
     if job.max_runtime > MAX_RUNTIME:
         raise UnsupportedError(NAME, "max_runtime", "a training job runs for at most 28 days")
     runtime, notes = hard_limit(
@@ -475,7 +474,7 @@ def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
 
 
 def _origin(origin: Mapping[str, str]) -> dict[str, str]:
-    """Where the run comes from, as far as a tag's value can say it: a URL with a query is none."""
+    """Return the run's origin, if a tag's value can hold it: no URL with a query."""
     pages = [text for key in ("ci_url", "ci_run") if (text := origin.get(key, "")) and VALUE.fullmatch(text)]
     said = {TAG_REVISION: origin.get("revision", ""), TAG_CI: next(iter(pages), "")}
     return {key: text for key, text in said.items() if VALUE.fullmatch(text)}
@@ -499,7 +498,7 @@ def _switches(settings: Settings, job: Job) -> dict[str, Any]:
     return switches
 
 
-# ------------------------------------------------------------------------------------------ whose fault, and what rules
+# ----------------------------------------------------------------------------------------------------- fields and rules
 
 
 FIELDS = {
@@ -522,7 +521,7 @@ FIELDS = {
     "VpcConfig.Subnets": "sagemaker.subnets",
     "VpcConfig.SecurityGroupIds": "sagemaker.security_group_ids",
 }
-"""Whose each part of a request is, by its path."""
+"""The user's field of each part of a request, by its path."""
 
 
 def _fields(body: Mapping[str, Any], job: Job, tags: Mapping[str, str]) -> dict[str, str]:
@@ -545,7 +544,7 @@ _CONFIG = "AlgorithmSpecification.TrainingImageConfig"
 def _check_rules(
     settings: Settings, job: Job, layout: Layout, body: Mapping[str, Any], known: Sequence[Machine]
 ) -> None:
-    """The rules that stand in no model."""
+    """Check the rules that botocore's model lacks."""
     if settings.keep_alive_period and job.resources.spot:
         raise SpecError("a warm pool is for machines on demand, not for spot", field="sagemaker.keep_alive_period")
     if settings.debug_shell and settings.enable_network_isolation:

@@ -1,4 +1,4 @@
-"""What DescribeTrainingJob answers, as a Status. Pure."""
+"""Turn DescribeTrainingJob's answer into a Status. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PENDING = frozenset(
         *("DownloadingTrainingImage", "Interrupted", "Restarting"),
     )
 )
-"""Secondary states in which no script runs. Any other of a job in progress, one nobody knows too, counts as running."""
+"""Secondary states in which no script runs. Any other of a job in progress, also an unknown one, counts as running."""
 RESTARTED = PENDING - {"Downloading", "DownloadingTrainingImage"}
-"""Between two starts of the script; Updating is no such thing."""
+"""States between two starts of the script. Updating is none of them."""
 WITH_MACHINES = frozenset({"Downloading", "DownloadingTrainingImage", "Training"})
 """The first of these ends the wait for machines."""
 CONSOLES = {
@@ -41,9 +41,9 @@ HINTS = {
     "infra": "SageMaker itself failed; submit it again",
 }
 _CATEGORIES: tuple[tuple[str, str], ...] = (
-    # What the script itself has said comes behind AlgorithmError: none of it is the service's word.
+    # The script's own output follows AlgorithmError and is not the service's word.
     (r"^AlgorithmError.*(out of memory|OutOfMemory|MemoryError|oom.?kill|exit code:? ?137\b)", "oom"),
-    # 126 and 127 are the shell's that starts us: our own codes are 0 and 1. A job that never started has no other text.
+    # 126 and 127 are the starting shell's; our own codes are 0 and 1. A job that never started has no other text.
     (r"^AlgorithmError[^,]*, exit code:? ?12[67]\b", "image"),
     (r"^AlgorithmError: *CannotStartContainer", "image"),
     (r"^AlgorithmError", "user_error"),
@@ -52,7 +52,7 @@ _CATEGORIES: tuple[tuple[str, str], ...] = (
     (r"requested resource \S+ is not available in this region", "capacity"),
     (r"^ResourceLimitExceeded|service limit|(?<![\w/.-])quotas?(?![\w/-])", "quota"),  # no part of a user's name
     (r"^ClientError.*(instance type with more memory|out of memory|exit code:? ?137\b)", "oom"),
-    # These name permissions among other reasons, or a user's own key, so they stand before the rules of both.
+    # These name permissions among other reasons, or a user's own key, so they precede the rules of both.
     (r"^ClientError.*(Cannot pull algorithm container|Cannot find repository)", "image"),
     (r"^ClientError.*No S3 objects found under S3 URL", "user_error"),
     (r"^ClientError: *Artifact upload failed.*credentials", "infra"),
@@ -62,24 +62,24 @@ _CATEGORIES: tuple[tuple[str, str], ...] = (
     (r"^ClientError", "user_error"),
     (r"internal server error", "infra"),
 )
-"""By FailureReason, first match: what it begins with is the only part of it that the service has ever promised."""
+"""Patterns of FailureReason, first match. The service documents only its beginning."""
 _NAME = re.compile(r"-[0-9a-f]{16}(?:-(\d{1,3})(?:-\d+)?)?$")
 REASON = 1024
 
 
 def attempt_of(name: str) -> int:
-    """The attempt that a job's name tells."""
+    """Return the attempt in a job's name."""
     match = _NAME.search(name)
     return int(match[1] or 0) if match else 0
 
 
 def category_of(reason: str) -> str:
-    """Why a job failed, of its FailureReason."""
+    """Return the category of a job's FailureReason."""
     return next((kind for pattern, kind in _CATEGORIES if re.search(pattern, reason, re.I | re.S)), "infra")
 
 
 def status_of(told: Mapping[str, Any]) -> Status:
-    """How the job stands."""
+    """Return the job's status."""
     region, name = job_of(told["TrainingJobArn"])
     primary, secondary = str(told["TrainingJobStatus"]), str(told.get("SecondaryStatus") or "")
     state, category, reason = _state(told, primary, secondary)
@@ -117,7 +117,7 @@ def _console(arn: str, region: str, name: str) -> str:
 
 
 def _state(told: Mapping[str, Any], primary: str, secondary: str) -> tuple[str, str, str]:
-    """(state, category, reason)"""
+    """Return (state, category, reason)."""
     reason = " ".join(str(told.get("FailureReason") or "").split())[:REASON]
     if primary == "Completed":
         return "succeeded", "", ""
@@ -145,10 +145,10 @@ def _state(told: Mapping[str, Any], primary: str, secondary: str) -> tuple[str, 
 
 
 def _waited_out(told: Mapping[str, Any]) -> bool:
-    """Whether it ended without ever having had machines, and not before MaxPendingTimeInSeconds.
+    """Return True if the job ended without machines, and not before MaxPendingTimeInSeconds.
 
-    "Can be pending before it is stopped" is all that AWS says of such a job, and the state it ends in has no name of
-    its own in the API. One that has had machines and is stopped then has not waited for them, however long it was.
+    AWS says only "can be pending before it is stopped". Its API has no name for the end state. A job that has had
+    machines has not waited them out, however long its wait was.
     """
     limit = (told.get("StoppingCondition") or {}).get("MaxPendingTimeInSeconds")
     began, ended = _time(told.get("CreationTime")), _time(told.get("TrainingEndTime") or told.get("LastModifiedTime"))
@@ -158,7 +158,7 @@ def _waited_out(told: Mapping[str, Any]) -> bool:
 
 
 def _had_machines(told: Mapping[str, Any]) -> bool:
-    """Data and images come onto machines that are there: TrainingStartTime may still be unset then."""
+    """Return True if the job has had machines. They may load data and images before TrainingStartTime is set."""
     seen = {item.get("Status") for item in told.get("SecondaryStatusTransitions") or ()}
     return told.get("TrainingStartTime") is not None or not seen.isdisjoint(WITH_MACHINES)
 
@@ -169,14 +169,14 @@ def _hinted(reason: str, category: str) -> str:
 
 
 def _progress(told: Mapping[str, Any], secondary: str) -> str:
-    """SageMaker's own words on what a job waits for, for people: it promises nothing of them."""
+    """Return SageMaker's own words on a pending job, for people: it documents none of them."""
     transitions = told.get("SecondaryStatusTransitions") or [{}]
     message = " ".join(str(transitions[-1].get("StatusMessage") or "").split())
     return f"{secondary}: {message}" if message else secondary
 
 
 def _attempts(attempt: int, arn: str, transitions: Sequence[Mapping[str, Any]]) -> tuple[AttemptInfo, ...]:
-    """Every start of the script: SageMaker starts it again after an interruption, and after a failure of its own."""
+    """Return every start of the script. SageMaker restarts it after an interruption or a failure of its own."""
     found: list[AttemptInfo] = []
     fresh = True
     for item in transitions:

@@ -1,7 +1,7 @@
-"""Checks of a CreateTrainingJob request before anything is sent, with no SDK.
+"""Check a CreateTrainingJob request before it is sent, with no SDK.
 
-`limits.json` is what botocore's model says of the request (``tools/sagemaker_tables.py``). botocore itself never looks
-at its patterns, maxima and choices; and the rules that span fields stand in no model.
+`limits.json` holds the limits of botocore's model (``tools/sagemaker_tables.py``). botocore itself does not check
+patterns, maxima and choices. The model has no rules that span fields.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ...validate import did_you_mean
 
 __all__ = ["Blame", "Broken", "broken", "check", "limits", "translated"]
 
-#: Choices that a newer service may have more of, which are no refusal.
+#: Choices that a newer service may extend, so others are not refused.
 OPEN = frozenset({"TrainingInstanceType", "InstanceType"})
-#: Java's classes of characters that Python's ``re`` does not have, inside brackets. ``\\w`` holds letters, numbers and
-#: the underscore, which stands beside them wherever the model uses these.
+#: Java's classes of characters that Python's ``re`` lacks, inside brackets. ``\\w`` holds letters, numbers and the
+#: underscore. Wherever the model uses these classes, the underscore is allowed too.
 _CLASSES = {
     r"\p{L}": r"\w",
     r"\p{N}": "",
@@ -46,7 +46,7 @@ _WORDS = {"structure": "a table", "map": "a table", "list": "a list", "string": 
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A limit that the value at ``path`` breaks, and the nearest value that does not."""
+    """A limit that the value at ``path`` breaks, and the nearest legal value."""
 
     path: tuple[str, ...]
     message: str
@@ -55,17 +55,15 @@ class Broken:
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """Which of a user's fields a part of the request comes from: ``fields`` maps dotted paths to them.
-
-    ``options`` are the user's own words for the request.
-    """
+    """Map from a request's parts (dotted paths) to a user's fields. ``options`` are the user's own words for the
+    request."""
 
     fields: Mapping[str, str]
     options: Mapping[str, Any]
     provider: str
 
     def field(self, path: Sequence[str]) -> str:
-        """The field to name for what is wrong at ``path``."""
+        """Return the field to name for an error at ``path``."""
         if (said := _said(self.options, path)) is not None:
             return ".".join(("options", self.provider, *said))
         for length in range(len(path), 0, -1):
@@ -75,7 +73,7 @@ class Blame:
 
 
 def _said(options: Any, path: Sequence[str]) -> tuple[str, ...] | None:
-    """The part of ``path`` that the options name, None when they do not reach it."""
+    """Return the part of ``path`` that the options name, None when they do not reach it."""
     if not path or not isinstance(options, Mapping):
         return () if not isinstance(options, Mapping) or not path else None
     for key in (path[0], "*") if path[0].isdigit() else (path[0],):
@@ -86,7 +84,7 @@ def _said(options: Any, path: Sequence[str]) -> tuple[str, ...] | None:
 
 @cache
 def limits() -> dict[str, Any]:
-    """The table."""
+    """Return the table."""
     table: dict[str, Any] = json.loads((Path(__file__).parent / "limits.json").read_bytes())
     return table
 
@@ -99,7 +97,7 @@ def check(body: Mapping[str, Any], blame: Blame) -> None:
 
 
 def broken(body: Mapping[str, Any]) -> Iterator[Broken]:
-    """Every limit of the model that ``body`` breaks."""
+    """Yield every limit of the model that ``body`` breaks."""
     table = limits()
     yield from _walk(table["shapes"], table["input"], body, ())
 
@@ -152,7 +150,7 @@ def _text(name: str, shape: Mapping[str, Any], value: str, path: tuple[str, ...]
 
 @cache
 def translated(pattern: str) -> re.Pattern[str]:
-    """A pattern of the model, which is Java's, as Python's."""
+    """Return a pattern of the model, which is Java's, as Python's."""
     for java, python in _CLASSES.items():
         pattern = pattern.replace(java, python)
     return re.compile(pattern)

@@ -1,9 +1,9 @@
 """Provider ``vertex``: custom jobs of Vertex AI.
 
-Its Request is a CustomJob in JSON, as ``POST …/customJobs`` takes it; its ``jobSpec`` is what ``gcloud ai custom-jobs
-create --config`` takes. `plan` and `preflight` make and check it, `account` sends it through Google's own client, once
-(`claims`), and asks for all else over google-auth, `states` and `pages` read what Vertex and Cloud Logging answer,
-`simulation` says what Vertex would start, `bootstrap`, `prepare` and `node` are its other half.
+Its Request is a CustomJob in JSON, as ``POST …/customJobs`` takes it; its ``jobSpec`` is the input of ``gcloud ai
+custom-jobs create --config``. `plan` and `preflight` make and check it. `account` sends it through Google's own client,
+once (`claims`), and makes all other calls over google-auth. `states` and `pages` read the answers of Vertex and Cloud
+Logging. `simulation` predicts the nodes. `bootstrap`, `prepare` and `node` are the node half.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ ALIASES = ("gcp", "google", "vertexai", "vertex-ai", "gcloud")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The project's, in Vertex AI's own words.
+    """The project's settings, in Vertex AI's own words.
 
-    ``project`` and ``location`` are never guessed; the store's bucket lies in the same location. ``service_account`` is
-    what jobs run as. ``network`` (``projects/NUMBER/global/networks/NAME``) is a peered VPC, ``tensorboard`` and
-    ``persistent_resource_id`` are resources of the location, ``encryption_key`` is a key of Cloud KMS. ``strategy`` is
-    STANDARD or FLEX_START; empty: a ``max_wait`` asks for the latter where the machine has it. ``reservation`` is
-    ``projects/P/zones/Z/reservations/R``, ``any`` (one that matches, or on demand) or ``none``. ``debug_shell`` lets
-    a shell into the containers. ``prices`` are US dollars an hour by machine (``n1-standard-8``,
-    ``n1-standard-8+T4:1``), for ``max_cost``. ``log_drain`` is seconds after a job's end in which its log may grow.
+    ``project`` and ``location`` are never guessed; the store's bucket is in the same location. ``service_account`` is
+    the jobs' own. ``network`` (``projects/NUMBER/global/networks/NAME``) is a peered VPC. ``tensorboard`` and
+    ``persistent_resource_id`` are resources of the location. ``encryption_key`` is a key of Cloud KMS. ``strategy`` is
+    STANDARD or FLEX_START. If it is empty, a ``max_wait`` asks for FLEX_START if the machine has it. ``reservation`` is
+    ``projects/P/zones/Z/reservations/R``, ``any`` (one that matches, or on demand) or ``none``. ``debug_shell`` lets a
+    shell into the containers. ``prices`` are US dollars an hour by machine (``n1-standard-8``, ``n1-standard-8+T4:1``),
+    for ``max_cost``. ``log_drain`` is seconds after a job's end in which its log may grow.
     """
 
     project: str = field(default="", metadata={"need": PROJECT})
@@ -72,7 +72,7 @@ class Settings:
 
 
 class Provider:
-    """Vertex AI custom jobs; see `cloudtrain.provider_api.protocol.Provider` for what each method promises."""
+    """Provider of Vertex AI custom jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "vertex"
     Settings: ClassVar[type[Any]] = Settings
@@ -83,12 +83,12 @@ class Provider:
     poll: ClassVar[float] = 10.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
     probe_ports: ClassVar[tuple[int, ...]] = (2222, 2223, 3333, 6000, 29500)
-    """What ``doctor --job`` tries: ports that the chief's Service is known to forward, and two that it may not."""
+    """Ports that ``doctor --job`` tries: some that the chief's Service is known to forward, and two that it may not."""
 
     def __init__(self, **settings: Any) -> None:
         from .request import checked
 
-        # Recorded with the run: whoever attaches, wherever, asks the same project and location.
+        # Recorded with the run: every client that attaches asks the same project and location.
         self.settings: Settings = checked(Settings(**settings))
         self._account: Account | None = None
 
@@ -99,7 +99,7 @@ class Provider:
 
     @property
     def account(self) -> Account:
-        """The calls, made when first needed."""
+        """Return the account, created when first needed."""
         if self._account is None:
             from .api import Account
 
@@ -126,10 +126,10 @@ class Provider:
         self.account.cancel(native_id)
 
     def principal(self) -> str | None:
-        """The service account that calls, or the user where gcloud has noted the name; else None."""
+        """Return the calling service account, or the user if gcloud has recorded the name; else None."""
         session = self.account.session
         known = session.credentials
-        if getattr(known, "service_account_email", None) == "default":  # the machine's; its token says which
+        if getattr(known, "service_account_email", None) == "default":  # the machine's; its token has the name
             known.refresh(session._auth_request)
         mail = getattr(known, "service_account_email", None) or getattr(known, "account", None)
         return str(mail) if mail else None
@@ -139,17 +139,17 @@ class Provider:
             return {}
         from .api import credentials
 
-        # Not gcsfs's own way, which ends with nobody's credentials, and a refusal that says nothing.
+        # gcsfs's own lookup ends with anonymous credentials, and a refusal without a reason.
         return {"token": credentials()}
 
     def price_list(self, region: str) -> PriceList:
-        """What the cloud's own price API asks for in ``region``; see `cloudtrain.provider_api.prices`."""
+        """Return the prices of ``region`` from the cloud's own price API; see `cloudtrain.provider_api.prices`."""
         from .prices import price_list
 
         return price_list(self.account, region)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
+        """Yield the checks of `doctor`."""
         from .doctor import checks
 
         yield from checks(self.account, store, request)
@@ -167,7 +167,7 @@ class Provider:
 
 
 DIFFERENCES = ("there is no service account, and no metadata server",)
-"""What a rehearsal does not show."""
+"""Differences that a rehearsal does not show."""
 SAMPLE = {
     "settings": {
         "project": "contract",

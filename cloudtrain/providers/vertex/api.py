@@ -1,8 +1,8 @@
-"""Calls to Google Cloud: jobs are created through Google's own client, all else is documented REST over google-auth.
+"""Call Google Cloud: jobs are created through Google's own client, all else is documented REST over google-auth.
 
-Importing that client costs most of a second, and a status needs nothing of it. It has no retries and no time-outs of
-its own; the second it is given here. Nothing is tried again here but what an expired token costs (google-auth's session
-does that once): patience is for `submit` and `run`. A service that asks to be left alone is, for as long as it says.
+Importing that client costs most of a second, and a status does not need it. It has no retries and no time-outs of its
+own; this module adds time-outs. Only a call that an expired token cost is tried again here (google-auth's session does
+that once); `submit` and `run` do the retries. If a service asks for a pause, no call goes to it until the pause ends.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ FINAL = frozenset(
 )
 LONGEST_HOLD = 300.0
 FIRST_HOLD = 5.0
-"""Seconds to leave a service alone that throttles and does not say for how long."""
+"""Pause in seconds if a service throttles and gives no time."""
 SETTLE = 5.0
 """Seconds after a creation whose answer was lost, in which the job may not be in the list yet; unverified."""
 _JOB = re.compile(r"projects/(?P<project>[^/]+)/locations/(?P<location>[^/]+)/customJobs/(?P<id>[^/]+)")
 _PATH = re.compile(rf"(?P<name>[^=]+)={GCS}/(?P<bucket>[^/]+)(/.*)?", re.DOTALL)
 _OVERRIDE = "CLOUDSDK_API_ENDPOINT_OVERRIDES_"
-"""Variables by which gcloud, too, is told of another endpoint: gcloud topic endpoint-override."""
+"""Prefix of gcloud's own variables for another endpoint: gcloud topic endpoint-override."""
 
 
 def job_of(native_id: str) -> tuple[str, str, str]:
-    """(project, location, id) of a job's resource name. Raises `NotFoundError` for another text."""
+    """Return (project, location, id) of a job's resource name. Raises `NotFoundError` for another text."""
     match = _JOB.fullmatch(native_id)
     if match is None:
         raise NotFoundError(f"{native_id!r} is not projects/P/locations/L/customJobs/ID", field="run")
@@ -87,18 +87,18 @@ class Account:
         self._claims: dict[str, Claim] = {}
         self._places: dict[str, tuple[str, str]] = {}
         self.ended: dict[str, float] = {}
-        """When a job ended that was seen to have, on the clock of `time.monotonic`."""
+        """Time at which a finished job ended, on the clock of `time.monotonic`."""
         self.alive: dict[str, float] = {}
-        """When a job was last seen not to have ended, on that clock."""
+        """Time at which a poll last found a job not ended, on that clock."""
 
-    # -------------------------------------------------------------------------------------------------- what calls need
+    # ------------------------------------------------------------------------------------------ credentials and clients
 
     @property
     def session(self) -> Any:
-        """google-auth's session, with the application default credentials.
+        """Return google-auth's session, with the application default credentials.
 
-        Its calls are counted against our own project: a user's credentials often name another one, in which the API is
-        off (python-aiplatform #2563). `rest` does without where the caller may not do that.
+        Its calls are counted against our own project. A user's credentials often name another one, in which the API is
+        off (python-aiplatform #2563). If the caller may not do that, `rest` does without.
         """
         with self._lock:
             if self._session is None:
@@ -108,12 +108,12 @@ class Account:
             return self._session
 
     def _forget(self) -> None:
-        """Sign in anew with the next call."""
+        """Drop the session, so that the next call signs in again."""
         with self._lock:
             self._session, self._clients = None, {}
 
     def _client(self, location: str) -> Any:
-        """Google's client of the jobs in ``location``, over REST: it goes through proxies, and needs no grpc."""
+        """Return Google's client of the jobs in ``location``, over REST: it goes through proxies, and needs no grpc."""
         with self._lock:
             if location not in self._clients:
                 from google.cloud.aiplatform_v1.services.job_service import JobServiceClient
@@ -128,20 +128,20 @@ class Account:
 
     @contextlib.contextmanager
     def _calling(self, service: str, what: str) -> Iterator[None]:
-        """One call: refused before it is made while the service is to be left alone; its errors are ours."""
+        """Guard one call: raise before it while the service is held, and translate its errors."""
         if (left := self.held(service)) > 0:
             raise LostContactError(f"{what}: Google Cloud asks for {left:.0f} s more before the next call")
         with translated(what):
             try:
                 yield
-            except Exception as exc:  # whatever it is goes on as it is: here it is only noted
+            except Exception as exc:  # recorded here, and raised unchanged
                 self._hold(service, getattr(exc, "response", None))
-                if type(exc).__name__ == "RefreshError":  # of google-auth, which may not be there to import
+                if type(exc).__name__ == "RefreshError":  # google-auth's, which may be absent
                     self._forget()
                 raise
 
     def _hold(self, service: str, answer: Any) -> None:
-        """After 429, and after 503 with a time."""
+        """Hold the service after 429, and after 503 with a time."""
         status, headers = getattr(answer, "status_code", 0), getattr(answer, "headers", {})
         told = re.fullmatch(r"\d+(\.\d+)?", str(headers.get("Retry-After") or ""))
         if status == 429 or (status == 503 and told):
@@ -149,11 +149,11 @@ class Account:
             self._held[service] = time.monotonic() + min(wait, LONGEST_HOLD)
 
     def held(self, service: str) -> float:
-        """Seconds for which ``service`` is to be left alone; not more than 0 when it is not."""
+        """Return the seconds for which ``service`` is held; 0 or less if it is not."""
         return self._held.get(service, 0.0) - time.monotonic()
 
     def rest(self, service: str, method: str, url: str, *, what: str, body: Any = None, **more: Any) -> Any:
-        """The answer to a call over REST (requests' Response). Raises our errors alone."""
+        """Return the answer to a call over REST (requests' Response). Raises only cloudtrain's errors."""
         with self._calling(service, what):
             answer = self.session.request(method, url, json=body, timeout=TIMEOUT, **more)
         if answer.status_code >= 400:
@@ -169,12 +169,12 @@ class Account:
     # ------------------------------------------------------------------------------------------------------------- jobs
 
     def _ask(self, method: str, name: str, *, what: str, **more: Any) -> dict[str, Any]:
-        """The JSON of a job, or of a list of jobs; ``name`` is a resource name, or begins with one."""
+        """Return the JSON of a job, or of a list of jobs; ``name`` is a resource name, or begins with one."""
         url = f"{_jobs_endpoint(name.split('/')[3])}/v1/{name}"
         return decoded(self.rest("jobs", method, url, what=what, **more), what=what)
 
     def job(self, native_id: str) -> dict[str, Any]:
-        """The CustomJob in JSON. Raises `NotFoundError`."""
+        """Return the CustomJob in JSON. Raises `NotFoundError`."""
         job_of(native_id)
         told = self._ask("GET", native_id, what="get job")
         if told.get("state") not in FINAL:
@@ -182,22 +182,19 @@ class Account:
         elif native_id not in self.ended:
             from .status import over_for
 
-            # Of one that we saw alive we need no clock but our own: this machine's may be fast.
+            # If we saw the job alive, the monotonic clock is enough: this machine's wall clock may be fast.
             self.ended[native_id] = time.monotonic() - (0.0 if native_id in self.alive else over_for(told))
         return told
 
     def find(self, request: Request) -> str | None:
-        """The resource name of the request's job, if it was ever created."""
+        """Return the resource name of the request's job, if it was ever created."""
         try:
             return self.claimed(request)
         except ConflictError:
             return None
 
     def claimed(self, request: Request) -> str | None:
-        """The same; `ConflictError` for a job of that label that was another request.
-
-        Of several, should two ever have been created, the first.
-        """
+        """Return the same, the oldest of several. Raises `ConflictError` if the labelled job was another request."""
         name = request.body["displayName"]
         parent = _parent(request)
         query = {"filter": f'labels.{LABEL_JOB}="{name}"', "pageToken": ""}
@@ -218,10 +215,10 @@ class Account:
         return str(found[0]["name"])
 
     def create(self, request: Request) -> str:
-        """The resource name of the one job of this request.
+        """Return the resource name of the one job of this request.
 
-        The API takes no id of ours: whoever creates has claimed that in the store first, and looked for the job. All
-        that takes long is done before.
+        The API takes no id from its caller. So a client first claims the creation in the store and looks for the job.
+        All slow steps come before the claim.
         """
         name, parent = request.body["displayName"], _parent(request)
         self._check_buckets(request)
@@ -249,10 +246,10 @@ class Account:
         return self._first(request, ours)
 
     def _first(self, request: Request, ours: str) -> str:
-        """The job that counts: a client that slept for longer than its lease may have come second."""
+        """Return the job that counts. A client that slept for longer than its lease may have come second."""
         try:
             first = self.claimed(request)
-        except CloudtrainError:  # ours is there, whatever becomes of the look
+        except CloudtrainError:  # ours exists even if the search fails
             return ours
         if first is None or job_of(first)[2] == job_of(ours)[2]:
             return ours
@@ -260,7 +257,7 @@ class Account:
         return first
 
     def _found(self, request: Request) -> str | None:
-        """`claimed`; after an answer that was lost, asked for a while."""
+        """Return `claimed`. After a lost answer, keep asking for `SETTLE` seconds."""
         since = self._unsure.get(request.body["displayName"])
         while True:
             found = self.claimed(request)
@@ -269,7 +266,7 @@ class Account:
             time.sleep(0.5)
 
     def _prepared(self, request: Request) -> Callable[[], str]:
-        """The creation, all but its one call: the import of Google's client alone can take ten seconds."""
+        """Prepare the creation up to its one call: the import of Google's client alone can take ten seconds."""
         name, parent = request.body["displayName"], _parent(request)
         with translated("create job"):
             from google.cloud.aiplatform_v1.types import CustomJob
@@ -279,14 +276,14 @@ class Account:
             self._client(parent.split("/")[3])
 
         def send() -> str:
-            client = self._client(parent.split("/")[3])  # a look for the job may have changed how we sign in
+            client = self._client(parent.split("/")[3])  # the search for the job may have changed the sign-in
             with self._calling("jobs", "create job"):
                 try:
                     made = str(client.create_custom_job(parent=parent, custom_job=job, timeout=TIMEOUT).name)
                     if not _JOB.fullmatch(made):
                         raise ValueError(f"no job has the name {made!r}")
                     return made
-                except Exception as exc:  # whatever it is goes on; some of it leaves open whether there is a job
+                except Exception as exc:  # raised unchanged; after some of them a job may exist
                     if _open(exc):
                         self._unsure[name] = time.monotonic()
                     if isinstance(exc, (json_format.ParseError, ValueError)) or getattr(exc, "code", 0) == 409:
@@ -297,7 +294,7 @@ class Account:
         return send
 
     def cancel(self, native_id: str) -> None:
-        """Ask for it; one that has ended already stays as it is."""
+        """Request the cancellation. A job that has ended stays as it is."""
         job_of(native_id)
         try:
             self._ask("POST", f"{native_id}:cancel", what="cancel job", body={})
@@ -314,9 +311,9 @@ class Account:
         return self._claims.setdefault(name, Claim(name, partial(self.rest, "storage"), endpoint=storage_endpoint()))
 
     def _check_buckets(self, request: Request) -> None:
-        """A job mounts buckets of one region, and reaches those of another slowly, and for money.
+        """Raise `SpecError` for a bucket that the jobs cannot use. Jobs mount buckets of one region.
 
-        The store's is to be in the jobs'; others only in a single one.
+        The store's must be in the jobs' own: other regions are slow and cost money. Others may be in any single region.
         """
         store, location = urlsplit(request.run).netloc, _parent(request).split("/")[3]
         there, kind = self.place(store, missing=True)
@@ -333,7 +330,7 @@ class Account:
                 raise SpecError(f"{why}; copy what is needed into one in {location}", field=field)
 
     def place(self, bucket: str, *, missing: bool = False) -> tuple[str, str]:
-        """(location, kind) of a bucket; of one that we may not look at, ("", "region"): it is taken on trust."""
+        """Return (location, kind) of a bucket; ("", "region") if the caller may not look at it."""
         if bucket not in self._places:
             what = f"{LOOK} gs://{bucket}"
             try:
@@ -344,14 +341,14 @@ class Account:
                     raise SpecError(f"there is no bucket {bucket}", field="store") from None
                 return "", "region"
             except AuthError:
-                return "", "region"  # who may write into a bucket need not be allowed to look at it
+                return "", "region"  # a caller with write access may lack read access to the bucket's metadata
             where, kind = str(told.get("location") or "").lower(), str(told.get("locationType") or "region")
             self._places[bucket] = where, kind
         return self._places[bucket]
 
 
 def _others(request: Request) -> list[tuple[str, str]]:
-    """(field, bucket) of what a job reads besides the store, by the paths of its command line."""
+    """Return (field, bucket) of a job's reads outside the store, by the paths of its command line."""
     words = request.body["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]["args"]
     told = [_PATH.fullmatch(word) for before, word in pairwise(words) if before == "--path"]
     rows = [(match["name"], match["bucket"]) for match in told if match]
@@ -360,7 +357,7 @@ def _others(request: Request) -> list[tuple[str, str]]:
 
 
 def _open(exc: Exception) -> bool:
-    """Whether the job may exist though its creation raised this: no answer of 4xx says that it was made."""
+    """Return True if the job may exist although its creation raised this. An answer of 4xx rules that out."""
     from google.auth.exceptions import GoogleAuthError
 
     status = getattr(exc, "code", None)
@@ -370,21 +367,21 @@ def _open(exc: Exception) -> bool:
 
 
 def credentials(quota_project: str = "") -> Any:
-    """The application default credentials: a file that is named, gcloud's, or the machine's. Raises `AuthError`.
+    """Return the application default credentials: a named file, gcloud's, or the machine's. Raises `AuthError`.
 
-    Calls are counted against ``quota_project``; empty, or where GOOGLE_CLOUD_QUOTA_PROJECT is set: as they say.
+    If GOOGLE_CLOUD_QUOTA_PROJECT is not set, calls are counted against ``quota_project`` (empty: as the file says).
     """
     with translated("sign in"):
         import google.auth
 
-        # It warns of what it asks in the background, and nobody is to hear (allowedLocations).
+        # Silence its warnings about background requests (allowedLocations).
         logging.getLogger("google.auth").addHandler(logging.NullHandler())
         own = None if os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT") else quota_project or None
         return google.auth.default(scopes=[SCOPE], quota_project_id=own)[0]
 
 
 def endpoint(service: str, public: str) -> str:
-    """Where a service is: at ``public``, unless gcloud's own variable names another."""
+    """Return a service's endpoint: ``public``, unless gcloud's own variable names another."""
     return (os.environ.get(_OVERRIDE + service) or public).rstrip("/")
 
 
@@ -393,17 +390,17 @@ def _jobs_endpoint(location: str) -> str:
 
 
 def logging_endpoint() -> str:
-    """Where Cloud Logging is."""
+    """Return the endpoint of Cloud Logging."""
     return endpoint("LOGGING", "https://logging.googleapis.com")
 
 
 def billing_endpoint() -> str:
-    """Where the Cloud Billing Catalog is."""
+    """Return the endpoint of the Cloud Billing Catalog."""
     return endpoint("CLOUDBILLING", "https://cloudbilling.googleapis.com")
 
 
 def storage_endpoint() -> str:
-    """Where Cloud Storage is, as gcsfs too is told."""
+    """Return the endpoint of Cloud Storage, by the variable that gcsfs reads too."""
     return (os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com").rstrip("/")
 
 
@@ -412,5 +409,5 @@ def _make(location: str) -> str:
 
 
 def _parent(request: Request) -> str:
-    """Whose job the request makes; the settings may have changed since it was planned."""
+    """Return the parent of the request's job. The settings may have changed since the plan."""
     return request.operation.removeprefix("POST v1/").removesuffix("/customJobs")

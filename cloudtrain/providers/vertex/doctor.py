@@ -1,6 +1,6 @@
-"""What ``doctor`` can tell of a project: who calls, API, bucket, permissions, service account, quota, image.
+"""Check a project for ``doctor``: caller, API, bucket, permissions, service account, quota, image.
 
-Nothing is created. What is asked here is documented; that a true project answers so is unverified.
+Nothing is created. The calls are documented. The answers of a real project are unverified.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PERMISSIONS = (
     *(f"aiplatform.customJobs.{word}" for word in ("create", "get", "list", "cancel")),
     "logging.logEntries.list",
 )
-"""What a submit, a wait, a follower and a cancel need in the project."""
+"""Permissions of a submit, a wait, a follower and a cancel in the project."""
 ACT_AS = "iam.serviceAccounts.actAs"
 _SERVICE = "aiplatform.googleapis.com"
 PAGES = 20
@@ -38,7 +38,7 @@ _IMAGE = re.compile(
 
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
-    """See `doctor`."""
+    """Yield the checks of `doctor`."""
     yield (found := installed(("google-cloud-aiplatform", "gcsfs", "requests"), extra="vertex"))
     if found.status != "ok":
         return
@@ -60,7 +60,7 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
 
 
 def _caller(account: Account, who: dict[str, Any]) -> Check:
-    """A token is asked for, which a key that was revoked does not get."""
+    """Check the sign-in by a new token: a revoked key gets none."""
     with translated("sign in"):
         import requests
         from google.auth.transport.requests import Request as Transport
@@ -79,7 +79,7 @@ def _get(account: Account, service: str, url: str, *, what: str, body: Any = Non
 
 
 def _api(account: Account) -> Check:
-    """That a list of jobs is answered: the API is on, the project and location are right."""
+    """Check that a list of jobs is answered: the API is on, the project and location are right."""
     settings = account.settings
     for name in ("project", "location"):
         if not getattr(settings, name):
@@ -148,7 +148,7 @@ def _service_account(account: Account) -> Check:
 
 
 def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:
-    """By the Cloud Quotas API: the limit in the region; what is in use now it does not tell."""
+    """Check the limit in the region by the Cloud Quotas API, which does not report the use."""
     wanted, settings = metrics(spec), account.settings
     if spec.get("persistentResourceId"):
         yield skipped("quota", "the machines are those of a persistent resource, which has its quota already")
@@ -183,7 +183,7 @@ def _limited(metric: str, count: int, limit: int | None, location: str) -> Check
 
 
 def _limit(info: Mapping[str, Any], location: str) -> int | None:
-    """Of the region; else that of all regions that have none of their own."""
+    """Return the region's limit, else that of all regions without their own."""
     general = None
     for item in info.get("dimensionsInfos") or []:
         value = (item.get("details") or {}).get("value")
@@ -219,7 +219,7 @@ def _image(account: Account, image: str) -> Check:
 
 
 def _agent(account: Account) -> str:
-    """Return the account that pulls images for jobs; its number is a placeholder where the caller may not look."""
+    """Return the account that pulls images for jobs. If the caller may not look, its number is a placeholder."""
     base = endpoint("CLOUDRESOURCEMANAGER", "https://cloudresourcemanager.googleapis.com")
     try:
         told = _get(account, "projects", f"{base}/v1/projects/{account.settings.project}", what="get project")

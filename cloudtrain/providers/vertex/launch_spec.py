@@ -1,4 +1,4 @@
-"""What Vertex AI starts for a request: containers as data, for an engine, a World and the contract suite. Pure."""
+"""Predict Vertex AI's containers for a request, as data for an engine, a World and the contract suite. Pure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from .request import mounted
 __all__ = ["nodes"]
 
 TRANSIENT = (6, 11, AGAIN, 139)
-"""Exit codes of failures that may pass (SIGABRT, SIGSEGV, told twice): Vertex AI's page on its training service."""
+"""Exit codes of failures that may pass (SIGABRT, SIGSEGV, each twice): Vertex AI's page on its training service."""
 RESTARTS = 3
-"""How often a job is started again that ended with an exit code which may pass: Vertex AI's page on its training
-service."""
+"""Restarts of a job after an exit code that may pass: Vertex AI's page on its training service."""
 PREEMPTIONS = 6
-"""How often a job on spot machines is started again: Vertex AI's page on them."""
+"""Restarts of a job on spot machines: Vertex AI's page on them."""
 GIB = 1 << 30
 
 
 def nodes(request: Request) -> Simulation:
-    """One container a replica."""
+    """Return one container a replica."""
     spec = request.body["jobSpec"]
     pools = spec["workerPoolSpecs"]
     tag = hashlib.sha256(request.body["displayName"].encode()).hexdigest()[:10]
@@ -75,7 +74,7 @@ def _node(
 
 
 def _environment(request: Request, hosts: Mapping[str, list[str]], pool: str, index: int) -> dict[str, str]:
-    """The service's own variables: Vertex AI's pages on code requirements and on distributed training."""
+    """Return the service's own variables: Vertex AI's pages on code requirements and on distributed training."""
     base = request.body["jobSpec"]["baseOutputDirectory"]["outputUriPrefix"]
     cluster = {
         "cluster": {name: [f"{host}:{PORT}" for host in there] for name, there in hosts.items()},
@@ -94,7 +93,7 @@ def _environment(request: Request, hosts: Mapping[str, list[str]], pool: str, in
 
 
 def _mounts(request: Request, pool: Mapping[str, Any]) -> Iterator[Mount]:
-    """What the command names, each part of a bucket by itself; the service mounts buckets whole."""
+    """Yield each part of a bucket that the command names, by itself. The service mounts buckets whole."""
     words = pool["containerSpec"]["args"]
     base = request.body["jobSpec"]["baseOutputDirectory"]["outputUriPrefix"]
     servers = {

@@ -1,8 +1,8 @@
-"""A job's lines out of Cloud Logging, page by page.
+"""Read a job's lines from Cloud Logging, page by page.
 
-Entries come late, twice, and not in the order of their times. So each pass reads again what is younger than the newest
-entry less `OVERLAP`, and the cursor knows which of those were given. Reads are few a minute and project, and refused
-beyond that; a job's last lines are waited for.
+Entries come late, twice, and out of order. So each pass reads again from the newest entry less `OVERLAP`, and the
+cursor holds the entries already given. A project has few reads a minute, and more are refused. A finished job's last
+lines are waited for.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["page"]
 PAGE_SIZE = 1000
 """Most entries of one answer."""
 OVERLAP = 60 * 1_000_000_000
-"""Nanoseconds: how late an entry may come and still be found. Of later ones, numbered lines are found in the store."""
+"""Nanoseconds that an entry may be late. The store has later lines, if they are numbered."""
 LOOK = 6.0
-"""Seconds between two looks while a log may still grow after its job's end, and between two whether that has come."""
+"""Seconds between two reads while a log may still grow after its job's end, and between two checks for that end."""
 HELD = 60.0
-"""Seconds for which a log that is refused is asked for again once its job is over: there is no later time."""
+"""Seconds of retries of a refused log once its job is over: there is no later time."""
 SHARED = (
     "Cloud Logging takes 60 reads a minute for a project, and everyone who follows a log of it shares them; "
     "cloudtrain reads on as soon as it may"
@@ -44,8 +44,8 @@ _REPLICA = re.compile(r"workerpool(\d+)-(\d+)")
 
 
 def page(account: Account, native_id: str, cursor: Any) -> LogPage:
-    """The next page. ``cursor``: where this pass began, its token, the newest time (Unix nanoseconds), the ids given
-    since then, and how often the end was waited for."""
+    """Return the next page. ``cursor``: this pass's start, its token, the newest time (Unix nanoseconds), the ids given
+    since then, and the number of waits for the end."""
     state: Mapping[str, Any] = cursor or {
         "from": _nanos(account.job(native_id)["createTime"]), "token": "", "newest": 0, "given": [], "waits": 0
     }  # fmt: skip
@@ -78,15 +78,15 @@ def page(account: Account, native_id: str, cursor: Any) -> LogPage:
 
 
 def _over(account: Account, native_id: str) -> bool:
-    """Whether the job has ended; asked for here too: its end may be known from the run's records, and never asked."""
+    """Return True if the job has ended. This asks too: the run's records may hold the end, so no other call asks."""
     if native_id not in account.ended and time.monotonic() - account.alive.get(native_id, float("-inf")) >= LOOK:
-        with contextlib.suppress(CloudtrainError):  # the log may well answer
+        with contextlib.suppress(CloudtrainError):  # the log may still answer
             account.job(native_id)
     return native_id in account.ended
 
 
 def _entries(account: Account, native_id: str, state: Mapping[str, Any], *, final: bool) -> dict[str, Any]:
-    """One answer. Of a job that is over (``final``) it is asked for again, for `HELD` seconds."""
+    """Return one answer. If the job is over (``final``), retry for `HELD` seconds."""
     _, _, number = job_of(native_id)  # its project is a number; Cloud Logging documents the project's id
     clauses = ('resource.type="ml_job"', f'resource.labels.job_id="{number}"', f'timestamp>="{_stamp(state["from"])}"')
     body: dict[str, Any] = {
@@ -109,7 +109,7 @@ def _entries(account: Account, native_id: str, state: Mapping[str, Any], *, fina
 
 
 def _key(entry: Mapping[str, Any]) -> str:
-    """Logging's own identity of an entry; short, since a cursor holds many."""
+    """Return Logging's own identity of an entry, short: a cursor holds many."""
     own = f"{entry['timestamp']}\0{entry.get('insertId')}\0{entry.get('logName')}"
     return hashlib.blake2s(own.encode(), digest_size=8).hexdigest()
 
@@ -127,13 +127,13 @@ def _line(entry: Mapping[str, Any], key: str, when: int) -> LogLine:
 
 
 def _node(task: str) -> str:
-    """The rank of a node by its replica's name; other words are the service's own."""
+    """Return a node's rank by its replica's name. Any other text is the service's own and is kept."""
     replica = _REPLICA.search(task)
     return str(int(replica[2]) + (int(replica[1]) > 0)) if replica else task
 
 
 def _nanos(moment: str) -> int:
-    """RFC 3339 as Unix nanoseconds."""
+    """Return RFC 3339 as Unix nanoseconds."""
     seconds, _, fraction = moment.removesuffix("Z").partition(".")
     digits = re.match(r"\d*", fraction)
     return int(unix_seconds(f"{seconds}Z")) * 1_000_000_000 + int((digits[0] if digits else "")[:9].ljust(9, "0"))

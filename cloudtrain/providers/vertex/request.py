@@ -1,4 +1,4 @@
-"""The CustomJob of a Job, as Vertex AI's API takes it. Pure: no network, no credentials, no SDK."""
+"""Make the CustomJob of a Job, as Vertex AI's API takes it. Pure: no network, no credentials, no SDK."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 __all__ = ["checked", "mounted", "parent_of", "plan"]
 
 LABEL_COUNT, VALUE_LENGTH = 56, 63
-"""At most, of a job's tags the 64 labels that there may be less our own eight; characters of a value."""
+"""Upper limits. LABEL_COUNT is the platform's 64 labels less our own eight; VALUE_LENGTH the characters of a value."""
 DISK_GB = 100
-"""Boot disk when the job does not say, as by the API itself. Its type is the machine's: not every one has pd-ssd."""
+"""Default boot disk, as by the API itself. Its type is the machine's: not every machine has pd-ssd."""
 STRATEGIES = ("STANDARD", "FLEX_START")
 AFFINITIES: Mapping[str, str] = {"any": "ANY_RESERVATION", "none": "NO_RESERVATION"}
 """The reservationAffinityType of each word that ``reservation`` may be; any other text names one reservation."""
@@ -105,17 +105,17 @@ OWNED = (
         )
     ),
 )
-"""What `options` cannot change: it has a field or a setting, or the run rests on it."""
+"""Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 _BUCKET = re.compile(r"gs://[a-z0-9]([a-z0-9._-]{0,220}[a-z0-9])?(/.*)?", re.DOTALL)
 _AMISS = re.compile(r"[\x00-\x1f\x7f?#*\[\]]|\$\(")
-"""What a path of a mounted bucket cannot be told by, or a command could take for a variable."""
+"""Characters that a mounted bucket's path cannot hold, or a command could take for a variable."""
 
 
 # ------------------------------------------------------------------------------------------------------------- settings
 
 
 def checked(settings: Settings) -> Settings:
-    """``settings``, right in themselves. Raises `SpecError`."""
+    """Return ``settings``, checked. Raises `SpecError`."""
     for name, (pattern, why) in _PATTERNS.items():
         value = getattr(settings, name)
         if value and not (isinstance(value, str) and re.fullmatch(pattern, value)):
@@ -136,12 +136,12 @@ def checked(settings: Settings) -> Settings:
 
 
 def _reserved(settings: Settings) -> bool:
-    """Return whether jobs take machines of a reservation."""
+    """Return True if jobs take machines of a reservation."""
     return settings.reservation not in ("", "none")
 
 
 def _affinity(settings: Settings) -> dict[str, Any]:
-    """The reservationAffinity of the setting, in the API's words: Google's page on reservations with training."""
+    """Return the setting's reservationAffinity, in the API's words: Google's page on reservations with training."""
     if settings.reservation in AFFINITIES:
         return {"reservationAffinityType": AFFINITIES[settings.reservation]}
     return {
@@ -164,7 +164,7 @@ def _check_url(url: str, field: str) -> None:
 
 
 def parent_of(settings: Settings) -> str:
-    """Whose jobs these are, in the API's words."""
+    """Return the jobs' parent, in the API's words."""
     return f"projects/{settings.project}/locations/{settings.location}"
 
 
@@ -172,7 +172,7 @@ def parent_of(settings: Settings) -> str:
 
 
 def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
-    """The request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
+    """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
     from . import Provider
 
     check_needs(Provider, settings, job)
@@ -196,7 +196,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         body["encryptionSpec"] = {"kmsKeyName": settings.encryption_key}
     body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
     check_body(body)
-    if body["jobSpec"]["scheduling"].get("disableRetries"):  # which the API forces, too
+    if body["jobSpec"]["scheduling"].get("disableRetries"):  # the API forces that, too
         del body["jobSpec"]["scheduling"]["restartJobOnWorkerRestart"]
     body["labels"][LABEL_REQUEST] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
     return Request(
@@ -228,7 +228,7 @@ def _check_secrets(settings: Settings, job: Job) -> None:
 
 
 def _processes(job: Job, choice: int, machine: Machine) -> int:
-    """Ranks a node; also of a pinned machine, whose GPUs the table knows."""
+    """Return the ranks a node. The catalogue has the GPUs of a pinned machine."""
     if job.resources.nproc_per_node or job.resources.gpu:
         return job.resources.processes(choice)
     return machine.gpu_count or 1
@@ -238,7 +238,7 @@ def _processes(job: Job, choice: int, machine: Machine) -> int:
 
 
 def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attempt: int) -> list[dict[str, Any]]:
-    """The primary, which is one, and all others: Vertex AI's page on distributed training."""
+    """Return the pools: one primary, and all others. Source: Vertex AI's page on distributed training."""
     count = job.resources.instance_count
     words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(job, layout, machine, attempt)])
     spec = machine_spec(machine)
@@ -258,7 +258,7 @@ def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attem
     if mounts := _file_systems(settings, layout):
         pool["nfsMounts"] = mounts
     pools = [pool] if count == 1 else [pool, {**pool, "replicaCount": str(count - 1)}]
-    copied: list[dict[str, Any]] = json.loads(json.dumps(pools))  # no part of one is a part of the other
+    copied: list[dict[str, Any]] = json.loads(json.dumps(pools))  # the pools share no objects
     return copied
 
 
@@ -275,12 +275,12 @@ def _bootstrap() -> str:
 
 
 def mounted(url: str) -> str:
-    """Where a container sees what is at a gs:// URL."""
+    """Return a container's path of a gs:// URL."""
     return f"{GCS}/{url.removeprefix('gs://')}"
 
 
 def _arguments(job: Job, layout: Layout, machine: Machine, attempt: int) -> list[str]:
-    """The runtime's own; ``copy`` and ``copyfile`` are inputs that `prepare` copies to local disk first."""
+    """Return the runtime's arguments. `prepare` copies the inputs ``copy`` and ``copyfile`` to local disk first."""
     paths = {"code": mounted(layout.code), "live": mounted(layout.live)}
     if job.resources.spot:
         paths[GRACE_PATH] = str(grace_of("SPOT"))
@@ -299,7 +299,7 @@ def _arguments(job: Job, layout: Layout, machine: Machine, attempt: int) -> list
 
 
 def _channel(name: str, item: LayoutInput) -> tuple[str, str]:
-    """How an input is told: its kind, and its path on the node."""
+    """Return an input's kind, and its path on the node."""
     field = f"inputs.{name}"
     if item.shard:
         raise UnsupportedError(NAME, f"{field}.shard", "every node sees a whole input")
@@ -315,7 +315,7 @@ def _channel(name: str, item: LayoutInput) -> tuple[str, str]:
 
 
 def _file_systems(settings: Settings, layout: Layout) -> list[dict[str, str]]:
-    """``nfs://server/path`` as mounts."""
+    """Return ``nfs://server/path`` inputs as mounts."""
     found = []
     for name, item in layout.inputs.items():
         if url_scheme(item.url) != "nfs":
@@ -346,7 +346,7 @@ def _scheduling(settings: Settings, job: Job, machine: Machine, choice: int, not
 
 
 def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) -> str:
-    """How machines are asked for; empty is the service's own: STANDARD."""
+    """Return the strategy of the request. Empty is the service's own: STANDARD."""
     if job.resources.spot:
         for name, given in (("strategy", settings.strategy), ("reservation", _reserved(settings))):
             if given:
@@ -368,7 +368,7 @@ def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) 
 
 
 def _priced(settings: Settings, job: Job, choice: int) -> str:
-    """The machine of that GPU of the list, as prices name it. Raises `SpecError` for one that it will not have."""
+    """Return the price name of the listed GPU's machine. Raises `SpecError` for a machine that the job cannot have."""
     machine = machine_of(job, choice)
     _check_machine(settings, job, machine, _strategy(settings, job, machine, []))
     return priced(machine)
@@ -392,7 +392,7 @@ def _switches(settings: Settings) -> dict[str, Any]:
 
 
 def _labels(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]:
-    """Ours, then the job's tags, which have an alphabet of their own here."""
+    """Return our labels, then the job's tags, which have a smaller alphabet here."""
     own = {
         LABEL_RUN: run_tag(layout.run),
         LABEL_RUN_ID: layout.run_id,
@@ -413,7 +413,7 @@ def _labels(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]
 
 
 def _origin(origin: Mapping[str, str]) -> dict[str, str]:
-    """Where the run comes from, in a label's alphabet and length."""
+    """Return the run's origin, in a label's alphabet and length."""
     commit, dash, dirty = origin.get("revision", "").partition("-")
     page = "-".join(filter(None, (origin.get("ci"), origin.get("ci_run"))))
     said = {LABEL_REVISION: commit[: VALUE_LENGTH - len(dash + dirty)] + dash + dirty, LABEL_CI: page}

@@ -1,4 +1,4 @@
-"""What Vertex AI says of a custom job, as a Status. Pure."""
+"""Turn Vertex AI's view of a custom job into a Status. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .machines import priced, told_as
 __all__ = ["PENDING", "category_of", "over_for", "status_of"]
 
 PENDING = frozenset({"QUEUED", "PENDING", "PAUSED"})
-"""States in which no script need run. Any other that is not final, one nobody knows too, counts as running."""
+"""States in which no script need run. Any other state that is not final, also an unknown one, counts as running."""
 HINTS: Mapping[str, str] = {
     "capacity": HELP["capacity"],
     "image": "check the image, its architecture, and that Vertex AI's service agent may pull it",
@@ -25,7 +25,7 @@ HINTS: Mapping[str, str] = {
 _EXIT = re.compile(r"non-zero status of '?(?P<code>-?\d+)")
 _OOM = re.compile(r"ran out of memory|OOMKilled|out-of-memory", re.IGNORECASE)
 _REASON = re.compile(r"Termination reason: *(\w+)")
-"""The kubelet's word; what comes behind it may be the script's."""
+"""The kubelet's word; the text behind it may be the script's."""
 _IMAGE = re.compile(
     r"ErrImage|ImagePull|failed to pull|unable to pull|pull access denied|manifest unknown|exec format error"
     r"|StartError|\bimage\b.{0,300}\b(not found|does not exist)",
@@ -33,9 +33,9 @@ _IMAGE = re.compile(
 )
 """The last comes with code 5 (NOT_FOUND) on the job."""
 _EXITS = {126: "image", 127: "image", 134: "infra"}
-"""Exit codes of our command: a shell that found no Python, and what a node ends with that only lost another."""
+"""Exit codes of our command: a shell that found no Python, and a node that only lost a peer."""
 CODES = {3: "user_error", 4: "timeout", 7: "auth", 8: "capacity", 13: "infra", 14: "infra", 16: "auth"}
-"""google.rpc.Code of a job's error, where its message tells nothing better."""
+"""google.rpc.Code of a job's error, used if its message has no better cause."""
 _AUTH = re.compile(r"permission|service account|not authorized|access denied|forbidden", re.IGNORECASE)
 _TIMEOUT = re.compile(r"(exceed|reach).{0,40}(time|duration|deadline)|time(d)? ?out", re.IGNORECASE)
 _PREEMPTED = re.compile(r"pre-?empt", re.IGNORECASE)
@@ -45,8 +45,8 @@ WEEK = 7 * 86400.0
 
 
 def category_of(code: int, message: str) -> str:
-    """Why a job failed, of its error's code and message."""
-    first = message.partition("Termination reason")[0]  # what the script itself has said may follow
+    """Return the category of a failure from its error's code and message."""
+    first = message.partition("Termination reason")[0]  # the script's own output may follow
     if _OOM.search(first):
         return "oom"
     if (script := _EXIT.search(first)) is not None:
@@ -68,9 +68,9 @@ def category_of(code: int, message: str) -> str:
 def status_of(told: Mapping[str, Any]) -> Status:
     """Return the Status of a CustomJob in JSON.
 
-    ``startTime`` is the moment when the job was taken in, 0.13 to 0.16 s after its creation in every recorded job, not
-    when it first ran. So the status names no start, and its ``limit_s`` leaves it to the nodes' records when the job
-    began to run and whether its time was up. ``updateTime`` of a job that runs is when it began to, or later.
+    ``startTime`` is the moment when the service accepted the job, not when it first ran. It was 0.13 to 0.16 s after
+    creation in every recorded job. So the status names no start. Its ``limit_s`` leaves the start and the timeout to
+    the nodes' records. ``updateTime`` of a running job is the moment it began to run, or later.
     """
     native = str(told.get("state") or "JOB_STATE_UNSPECIFIED").removeprefix("JOB_STATE_")
     state, category, reason = _state(native, told)
@@ -78,7 +78,7 @@ def status_of(told: Mapping[str, Any]) -> Status:
     spec = told.get("jobSpec") or {}
     machine_spec = (spec.get("workerPoolSpecs") or [{}])[0].get("machineSpec") or {}
     machine = told_as(machine_spec)
-    # A job that is being cancelled, or whose state is new to us, may never have had a machine: RUNNING has.
+    # A job that is being cancelled, or whose state is unknown, may never have had a machine. RUNNING has.
     concludes = final or native == "RUNNING"
     return Status(
         state=state,
@@ -122,13 +122,13 @@ def _hinted(reason: str, category: str) -> str:
 
 
 def over_for(told: Mapping[str, Any]) -> float:
-    """Seconds since the end of a job that is over, by this machine's clock."""
+    """Return the seconds since the end of a finished job, by this machine's clock."""
     ended = _time(told.get("endTime") or told.get("updateTime"))
     return max(0.0, time.time() - ended) if ended is not None else 0.0
 
 
 def _url(name: str) -> str:
-    """The console's page, as Google's own SDK has it."""
+    """Return the console's page, as in Google's own SDK."""
     parts = name.split("/")
     if len(parts) != 6:
         return ""

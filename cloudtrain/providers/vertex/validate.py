@@ -1,7 +1,7 @@
-"""Checks of a CustomJob before anything is sent, with no SDK.
+"""Check a CustomJob before it is sent, with no SDK.
 
-`fields.json` is what the SDK's protobufs say of the request (``tools/vertex_tables.py``); the rules that span fields,
-and the limits, stand in no protobuf.
+`fields.json` holds the fields of the SDK's protobufs (``tools/vertex_tables.py``). The protobufs have no limits, and no
+rules that span fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .names import NAME, NODES
 __all__ = ["check_body", "fields"]
 
 ENV_COUNT = 100
-"""Variables of a container; what it was given besides: docs of ContainerSpec.env."""
+"""Most variables of a container, besides the service's own: docs of ContainerSpec.env."""
 DURATION = re.compile(r"\d{1,12}s")
 _INT = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1)}
 _WORDS = {"string": "text", "bool": "true or false", "map": "a table of texts", "Duration": "seconds, like 3600s"}
@@ -28,16 +28,14 @@ _WORDS = {"string": "text", "bool": "true or false", "map": "a table of texts", 
 
 @cache
 def fields() -> dict[str, Any]:
-    """The table."""
+    """Return the table."""
     table: dict[str, Any] = json.loads((Path(__file__).parent / "fields.json").read_bytes())
     return table
 
 
 def check_body(body: Mapping[str, Any]) -> None:
-    """Raise `SpecError`, named by its place in ``options``, for what the API does not take.
-
-    What a plan itself puts there is right; only `options` can be wrong.
-    """
+    """Raise `SpecError`, named by its place in ``options``, for values that the API refuses. Only `options` can be
+    wrong."""
     table = fields()
     _message(table, table["input"], body, f"options.{NAME}")
     pools = body["jobSpec"]["workerPoolSpecs"]
@@ -94,17 +92,17 @@ def _fits(kind: str, value: Any) -> bool:
         return isinstance(value, bool)
     least, most = _INT[kind]
     if kind == "int64" and isinstance(value, str) and re.fullmatch(r"-?\d{1,19}", value):
-        value = int(value)  # as JSON has it, whose own numbers are too short
+        value = int(value)  # JSON sends an int64 as text
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_text(value: Any) -> bool:
-    """Text that UTF-8 has: half of a surrogate pair is none."""
+    """Return True for text that UTF-8 can encode: half of a surrogate pair cannot be."""
     return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _check_env(variables: list[Mapping[str, str]], count: int) -> None:
-    """``count`` is the job's nodes."""
+    """Check the variables; ``count`` is the job's nodes."""
     where = f"options.{NAME}.jobSpec.workerPoolSpecs.*.containerSpec.env"
     if len(variables) > ENV_COUNT:
         raise SpecError(f"has {len(variables)} variables, at most {ENV_COUNT}; a job's own env needs none", field=where)
