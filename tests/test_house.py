@@ -23,7 +23,7 @@ FUNCTION_LINES = 60
 
 #: The rooms of the house, lowest first: each may import from the rows above its own, wherever in its code the statement
 #: stands (in a function and under TYPE_CHECKING too: a name that a module must know is a dependency).
-#: Two modules import by a name in a text instead: `provider_api.registry` a provider, and `runs.run` the page about a run.
+#: Two modules import by a name in a text instead: `provider_api.registry` a provider, `runs.run` the page about a run.
 ORDER: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
