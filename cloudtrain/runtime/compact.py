@@ -33,7 +33,7 @@ REST_SECONDS = 600.0
 
 
 class Compactor:
-    """Merges the segments of node ``node`` below ``logs``; ``attempt`` is the one that writes now.
+    """The merger of the segments of node ``node`` below ``logs``; ``attempt`` is the one that writes now.
 
     ``uploads`` tell whether a merged segment is in the store; the small ones stay until then, as a platform's agent may
     send removals before files. With None, a written file is in the store.

@@ -43,7 +43,7 @@ class _Item:
 
 
 class Finished:
-    """Tells finished checkpoints. ``skip`` are the restored ones, ``shapes`` this node's files of them, by `family`."""
+    """Finder of finished checkpoints. ``skip`` are restored ones, ``shapes`` this node's files of them by `family`."""
 
     def __init__(self, *, skip: Mapping[str, Signature], shapes: Mapping[str, Counter[str]]) -> None:
         self._items: defaultdict[str, _Item] = defaultdict(_Item)

@@ -31,8 +31,7 @@ _State = tuple[int, int]
 
 
 class Growing:
-    """Copies ``places``, which maps a folder or file to its place in ``live/``; the file ``small`` every
-    ``small_seconds``.
+    """A thread that copies ``places``: folder or file to its place in ``live/``; ``small`` every ``small_seconds``.
 
     ``moved`` is called for every copied block, with the file and all of its bytes that ever arrived. ``complain`` is
     called for each failure. It is tried again, but the end does not wait for a file that can never arrive.
