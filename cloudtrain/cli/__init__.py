@@ -74,8 +74,8 @@ NEWEST = "@newest"
 """Stands for ``-`` in a call of `cloudtrain.cli.reference`: the parser takes ``-`` for a flag."""
 EXIT_USAGE, EXIT_DETACHED, EXIT_BUG = 2, 7, 9
 GARBAGE = 300_000
-"""New objects between two looks for garbage, of Python's own 700: a cloud's client makes as many when it is imported,
-none of them garbage, and looking takes a quarter of that time."""
+"""New objects between two garbage collections; Python's default is 700. Importing a cloud's client makes so many, none
+of them garbage, and collecting takes a quarter of that time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ def completion(
     *,
     screen: Ours[Screen],
 ) -> int:
-    """Print a completion script for the shell, made of this version's verbs and flags."""
+    """Print a shell's completion script, made of this version's verbs and flags; an older file lacks the newest."""
     from . import make_app
 
     script = make_app().generate_completion(shell=shell).rstrip("\n")
