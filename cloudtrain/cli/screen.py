@@ -37,10 +37,8 @@ class Say(Protocol):
 
 
 class Screen:
-    """The output of a verb. ``about`` is added to an error object: the run, once there is one.
-
-    ``interrupted`` is the message for Ctrl-C in a verb that does not know a run yet.
-    """
+    """The output of a verb. ``about`` is added to an error: the run, once known. ``interrupted`` is Ctrl-C's
+    message."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self.out, self.err = out, err
@@ -102,10 +100,8 @@ class Screen:
         return {**self.about, "error": line, "field": field, "hint": hint, "exit_code": code}
 
     def emit(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
-        """Print the one JSON object of ``--json``, indented on a terminal. A second one is not printed.
-
-        An error names its field.
-        """
+        """Print the one JSON object of ``--json``, indented on a terminal; never a second one. An error names its
+        field."""
         if self.emitted:
             return
         self.emitted = True

@@ -79,10 +79,9 @@ def still_pending(status: Status, waited: float) -> str:
 
 
 class Moved:
-    """A listener that prints files, bytes, rate and time left of a transfer, at most ten times a second. Thread-safe.
+    """A listener that prints files, bytes, rate and time left of a transfer, ten times a second at most. Thread-safe.
 
-    ``verb`` says what happens to the files; ``say`` is None if nothing is printed. Call `expect` before the first
-    bytes.
+    ``verb`` is what happens to the files; ``say`` is None if nothing is printed. Call `expect` before the first bytes.
     """
 
     def __init__(

@@ -65,10 +65,8 @@ def _with_both(flag: str, text: str) -> str:
 
 
 def tree(flag: str, texts: Sequence[str], *, field: str) -> dict[str, Any]:
-    """Return ``{"p": {"a": {"b": 1}}}`` for ``["p.a.b=1"]``; values are JSON if they parse as JSON, else text.
-
-    ``p={"a.b": 1}`` sets names that contain dots.
-    """
+    """Return ``{"p": {"a": 1}}`` for ``["p.a=1"]``; values are JSON, else text. ``p={"a.b": 1}`` sets names with
+    dots."""
     from ..errors import SpecError
 
     out: dict[str, Any] = {}

@@ -57,7 +57,7 @@ class Context:
 
     ``attempt`` is ``k.r``: cloudtrain's k-th start, the platform's r-th restart of it. Rank and world size are those of
     the process group once there is one. The channels of ``inputs`` are in lower case, with ``_`` for ``-``. Each is a
-    folder, or a file if it is a single one. A script may write itself below ``checkpoint_url``, in the store.
+    folder, or a file if it is a single one. Below ``checkpoint_url`` a script may write to the store itself.
     """
 
     on_platform: bool = field(default_factory=_read("CLOUDTRAIN_RUN_ID", False, bool))

@@ -20,7 +20,7 @@ from .history import failed_for_good
 from .node import Node
 
 FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
-"""Variable of a provider that leaves a failure's cause for the platform before Python starts. Python removes it."""
+"""Variable with a file in which a provider leaves a cause, in case Python never runs. `main` removes the file."""
 
 
 def main(argv: list[str]) -> int:

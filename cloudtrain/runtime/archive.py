@@ -62,10 +62,8 @@ class Archive:
         self._entry(key).unlink(missing_ok=True)
 
     def bring(self, key: str, target: Path) -> None:
-        """Download an archived checkpoint to the folder ``target``.
-
-        Raises `DigestError` if it is not whole there, `StorageError` and `OSError`.
-        """
+        """Download an archived checkpoint to ``target``. Raises `DigestError` if it is not whole, `StorageError`,
+        `OSError`."""
         commit = json.loads(self._entry(key).read_bytes())
 
         def read(path: str) -> None:

@@ -87,7 +87,7 @@ class Entry:
 
     @property
     def newest(self) -> float:
-        """Unix seconds of the last change."""
+        """Return the Unix seconds of the last change."""
         return max((mtime for _, _, mtime in self.signature), default=0) / 1e9
 
     @property

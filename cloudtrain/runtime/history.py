@@ -66,10 +66,7 @@ def _order(attempt: str) -> tuple[int, int]:
 
 
 class Start:
-    """The record of one attempt of a run with the folder ``live``; ``after`` is the attempt before.
-
-    A disk that does not take the record must not end the run.
-    """
+    """The record of an attempt of the run at ``live``; ``after`` is the one before. A failed write ends no run."""
 
     def __init__(self, live: Path, attempt: str, *, started: float, temporary: str = "") -> None:
         self._temporary = temporary

@@ -131,10 +131,7 @@ def _line(sock: socket.socket) -> str:
 
 
 class Link:
-    """This node's end. ``inbox`` gets ``(node, message)``; node 0 reaches every peer, a peer only node 0.
-
-    `here` turns a peer's time into this node's.
-    """
+    """This node's end. ``inbox`` gets ``(node, message)``; node 0 reaches every peer, a peer only node 0."""
 
     def __init__(
         self,

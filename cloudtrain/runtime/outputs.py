@@ -145,10 +145,8 @@ class Outputs:
 
 
 class GrowingOutputs(Growing):
-    """The thread that copies `Outputs` below ``target``, every `OUTPUT_SECONDS` and at the end.
-
-    The keyword arguments are those of `Growing`.
-    """
+    """The thread that copies `Outputs` below ``target``, every `OUTPUT_SECONDS` and at the end. Keywords: see
+    `Growing`."""
 
     def __init__(
         self,

@@ -174,10 +174,7 @@ class Workspace:
         return text.replace(f"{self.code}{os.sep}", "").replace(str(self.folder), "<scratch>")
 
     def bring_back(self, live: Path) -> None:
-        """Copy the artifacts and outputs of an earlier start of this node to where the script left them.
-
-        Raises `StorageError`. The rests of a mirror that was cut off are left out.
-        """
+        """Copy an earlier start's artifacts and outputs to where the script left them. Raises `StorageError`."""
         kinds = {"artifact": self.artifacts, **({"output": self.code} if self._outputs is not None else {})}
         for kind, folder in kinds.items():
             source = live / f"{kind}s" / f"node-{self.node}"
