@@ -119,8 +119,8 @@ def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | Non
 
 
 def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Check]]]:
-    """Return each place and its checks, printed as they are made. With several places, print each place's name, and
-    skip a check that an earlier place of the provider had word for word."""
+    """Return each place and its checks, printed as they are made. With several places, print each place's name. Skip a
+    check that an earlier place of the provider had word for word."""
     found: list[tuple[Place, list[Check]]] = []
     told: set[tuple[str | None, Check]] = set()
     places = list(looking.places())

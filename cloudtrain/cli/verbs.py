@@ -404,7 +404,7 @@ def reconcile(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Do once the work of a waiting client, for one run or for every run of a store that is not over."""
+    """Do the work of a waiting client once, for one run or for every open run of a store."""
     from ..reconcile import reconcile as do
 
     settings = at.settings()

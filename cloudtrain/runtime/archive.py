@@ -1,8 +1,8 @@
 """Move checkpoints that a restart does not need out of ``live/``, which some platforms download whole at each start.
 
 They lie in ``archive/checkpoints`` of the run's folder in the store, as they lay in ``live/checkpoints``. A copy of
-each commit.json stands in ``live/archive``, so that a restarted node knows the archive without a look at the store.
-Only node 0 moves and removes archived checkpoints.
+each commit.json stands in ``live/archive``: a restarted node finds the archive without a look at the store. Only node 0
+moves and removes archived checkpoints.
 """
 
 from __future__ import annotations

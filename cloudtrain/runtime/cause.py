@@ -37,11 +37,11 @@ SLACK_NS = 500_000_000
 class Failure:
     """The failure of one rank or one node.
 
-    ``kind`` is error (an exception or non-zero exit that the rank reported), died (ended without a report), lost (a
-    node that no longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a
-    signal, None when unknown. ``time_ns`` is Unix nanoseconds on node 0's clock. ``notified``: the node had passed a
-    stop notice to this rank by then (node 0's own ranks may not have theirs yet). ``last_line`` is the rank's last line
-    before the failure. Only `summary` uses it, as it may be any text.
+    ``kind`` is error (an exception or non-zero exit that the rank reported), died (ended without a report), lost (the
+    node no longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal,
+    None when unknown. ``time_ns`` is Unix nanoseconds on node 0's clock. ``notified``: this rank had a stop notice by
+    then. Node 0's own ranks may get theirs later. ``last_line`` is the rank's last line before the failure. Only
+    `summary` uses it, as it may be any text.
     """
 
     kind: str

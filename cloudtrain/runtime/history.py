@@ -81,8 +81,8 @@ class Start:
     def begin(self, *, resumed: str, saved: float | None, direct: bool = False) -> str:
         """Write the record. Return the text for the log, empty on the very first start.
 
-        ``resumed`` is the checkpoint's name, empty on a fresh start. ``saved`` is when the script had written it (Unix
-        seconds, None if unknown), ``direct`` whether it did so in the store itself.
+        ``resumed`` is the checkpoint's name, empty on a fresh start. ``saved`` is its time of writing (Unix seconds,
+        None if unknown). ``direct``: the script wrote it in the store itself.
         """
         lost = None
         if self.after is not None:

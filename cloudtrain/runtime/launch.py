@@ -242,7 +242,7 @@ class Ranks:
                     stacks.append(text)
 
     def _write(self, local: int, text: str) -> None:
-        """Log a line of a rank, keep it as one of its last, and call ``read`` with it if it is rank 0's."""
+        """Log a line of a rank and keep it as one of its last. Call ``read`` with it if it is rank 0's."""
         text = self._log.write(str(self.first_rank + local), text)
         self._lines[local].append((time.time_ns(), text))
         if self._read is not None and local == 0:

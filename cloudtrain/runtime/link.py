@@ -2,7 +2,7 @@
 
 torchrun does not make nodes agree on failure, preemption or the end of a run. So node 0's runtime listens on its link
 port (`Site.link_port`) and every other node connects. Both sides first prove the run's key. Every message carries a MAC
-over its own number, so a stranger on the network can neither join as a node nor speak as one. All events arrive in one
+over its own number. So a stranger on the network can neither join as a node nor speak as one. All events arrive in one
 queue as ``(node, message)``. A lost connection is the message ``{"t": "lost"}``. The beginning and the end of a silence
 are ``{"t": "quiet"}``.
 """

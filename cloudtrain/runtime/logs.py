@@ -1,8 +1,8 @@
 """Numbered log lines of one node: ``[a<attempt> n<node> r<rank> #<seq>] text`` to the platform and to our own segments.
 
-The platform may lose, repeat or reorder lines. The number alone shows the order and the gaps, and the segments (whole
-files in ``live/logs``, each written once) hold the lost lines. In a segment the line's time follows its number,
-``#<seq> 2026-11-24T03:00:00.123Z]``: when the node read it, by its clock.
+The platform may lose, repeat or reorder lines. The number alone shows the order and the gaps. The segments (whole files
+in ``live/logs``, each written once) hold the lost lines. In a segment the line's time follows its number, ``#<seq>
+2026-11-24T03:00:00.123Z]``: when the node read it, by its clock.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class PrintedMetrics:
     """A reader of lines that appends a row to ``file`` for each one with a number. ``patterns``: name to expression.
 
     Each expression has one group. A row has ``time`` (Unix seconds), the numbers of its line, and the newest ``step``
-    and ``epoch`` if there are expressions of these names. NaN and infinity become null, as in `log_metrics`.
+    and ``epoch``, if expressions have these names. NaN and infinity become null, as in `log_metrics`.
     """
 
     def __init__(self, patterns: Mapping[str, str], file: Path, *, say: Callable[[str], None]) -> None:

@@ -1,8 +1,8 @@
 """The mirror: a thread of a node that copies finished files from fast scratch into ``live/``, beside training.
 
-Every node watches its own checkpoints and announces a finished one to node 0, which lets all holders copy it and
-commits it (`commits`). Threads of low priority copy the bytes, so that messages are answered at once, even if the disk
-or mount is slow. One more thread mirrors growing files (`growing`). Each file has one writer, its node.
+Every node watches its own checkpoints and announces a finished one to node 0. Node 0 lets all holders copy it and
+commits it (`commits`). Threads of low priority copy the bytes: messages are answered at once even if the disk or mount
+is slow. One more thread mirrors growing files (`growing`). Each file has one writer, its node.
 """
 
 from __future__ import annotations

@@ -663,8 +663,7 @@ class Node:
         return 0 in self.gone or self._late(end)
 
     def _grace_end(self) -> float:
-        """Return when this node must end (monotonic seconds): never, or just before the kill or the end of
-        `Site.hold`."""
+        """Return when this node must end (monotonic seconds): before its kill or the end of `Site.hold`; else never."""
         if self.preempted is None or not self.standing:
             return float("inf")
         return self.preempted + (self.site.hold if self._held() else self.site.stop_grace - 2.0)

@@ -1,7 +1,7 @@
 """The files that a script creates or changes below its working folder, and copies of them in ``live/``.
 
-The working folder holds the job's code. A file counts as an output when it was not there before the ranks started, or
-has another size or time of change since then. A copy in ``live/`` follows its file: it is replaced when the file
+The working folder holds the job's code. A file counts as an output if it was not there before the ranks started. So
+does one with another size or time of change. A copy in ``live/`` follows its file: it is replaced when the file
 changes, and removed when the script removes the file.
 """
 

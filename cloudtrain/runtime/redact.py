@@ -2,8 +2,8 @@
 
 Only the values of ``secrets`` are taken out, in the forms in which programs show a text: as it is, escaped by Python's
 ``repr``, by JSON and in a URL, and each line of several. In a JSON value, fields that are named like a secret count
-too. Not found are values shorter than `SHORTEST`, changed ones (base64, a hash, reversed), ones printed in pieces on
-several lines or cut with a long line or traceback, and those in the script's own files.
+too. Values shorter than `SHORTEST` or changed (base64, a hash, reversed) are not found. Nor are those printed in pieces
+on several lines, cut with a long line or traceback, or written to the script's own files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One rank: run the user's script as ``python script`` would, and report its start, error and end to the runtime.
 
 A single file of the standard library, copied into scratch and started by torchrun. It is gone from `sys.modules` before
-the script's first line: the script is ``__main__``, `sys.path` and `sys.argv` are as under plain torchrun, and spawned
+the script's first line. The script is ``__main__``, with `sys.path` and `sys.argv` as under plain torchrun. Spawned
 DataLoader workers import the script, not this file. Two named pipes lead to the runtime: one takes stdout and stderr,
 the other one JSON object a line (start, error, end). Its end of file is the moment of death, of any cause.
 """
