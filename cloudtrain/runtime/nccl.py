@@ -1,7 +1,7 @@
 """Set the ranks' variables of NCCL, and read its flight recorder: the last collectives of each rank, for a hang.
 
-When a collective times out the recorder writes a file a rank; also at each write to a pipe that it makes.
-`torchfrtrace` of torch reads the folder of such files. The names are those of torch 2.13.
+The recorder writes a file a rank when a collective times out, or after a write to its pipe. `torchfrtrace` of torch
+reads the folder of such files. The names are those of torch 2.13.
 """
 
 from __future__ import annotations
