@@ -1,4 +1,4 @@
-"""The command line: ``cloudtrain VERB …``. stdout is data, stderr is talk, exit codes are those of errors.py.
+"""The command line: ``cloudtrain VERB …``. stdout has data, stderr messages; exit codes are those of errors.py.
 
 Everything after the first ``--`` belongs to the script and is taken out before any parsing. Verbs are plain functions
 that are imported when they are called, so a cheap verb starts as fast as its own imports.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "make_app", "parse"]
 
-#: Verb -> (module and function, what it does, how it is called).
+#: Verb -> (module and function, help text, usage).
 VERBS: dict[str, tuple[str, str, str]] = {
     "submit": (
         "submit:submit",
@@ -69,13 +69,13 @@ VERBS: dict[str, tuple[str, str, str]] = {
     "completion": ("completion:completion", "Print a shell's completion: bash, zsh or fish.", "SHELL"),
 }
 ALSO = {"ls": "list", "ps": "list"}
-"""Second names of verbs, which no help shows."""
+"""Second names of verbs; no help shows them."""
 NEWEST = "@newest"
-"""What `cloudtrain.cli.reference` is given for ``-``, which the parser takes for a flag."""
+"""Stands for ``-`` in a call of `cloudtrain.cli.reference`: the parser takes ``-`` for a flag."""
 EXIT_USAGE, EXIT_DETACHED, EXIT_BUG = 2, 7, 9
 GARBAGE = 300_000
-"""New objects between two looks for garbage, of Python's own 700: a cloud's client makes as many when it is imported,
-none of them garbage, and looking takes a quarter of that time."""
+"""New objects between two garbage collections; Python's default is 700. Importing a cloud's client makes so many, none
+of them garbage, and collecting takes a quarter of that time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """(cloudtrain's own tokens, the script's or None when there is no ``--``)."""
+    """Return cloudtrain's own tokens, and the script's or None when there is no ``--``."""
     argv = list(argv)
     if "--" not in argv:
         return argv, None
@@ -103,9 +103,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def make_app(*, formatter: Literal["plain"] | None = None) -> App:
-    """The application: names and one line each; a verb's module is imported when the verb is called.
+    """Return the application: names and one line each. A verb's module is imported when the verb is called.
 
-    ``formatter`` is that of the help, None for boxes; naming one imports rich at once, so only help itself does.
+    ``formatter`` is that of the help, None for boxes. Naming one imports rich at once, so only help itself does.
     """
     from cyclopts import App
 
@@ -139,7 +139,7 @@ def make_app(*, formatter: Literal["plain"] | None = None) -> App:
 
 
 def parse(tokens: Sequence[str], args: list[str] | None, screen: Screen) -> partial[Any]:
-    """The call of a verb that the command line asks for; nothing is done yet. Raises `SpecError` for any other line."""
+    """Return the call of the verb on the command line, without making it. Raises `SpecError` for an invalid line."""
     from cyclopts import CycloptsError
 
     from ..errors import SpecError
@@ -190,7 +190,7 @@ def _help_of(verb: str) -> str:
 
 
 def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | None) -> Exception:
-    """The error for a command line whose verb cyclopts cannot call: what is wrong in one line, and the way out."""
+    """Return the error, with a hint, for a command line whose verb cyclopts cannot call."""
     from cyclopts import UnknownOptionError, UnusedCliTokensError
 
     from ..errors import SpecError
@@ -219,7 +219,7 @@ def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | 
 
 
 def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
-    """Run it; every failure becomes one line on stderr and, with --json, the one object on stdout."""
+    """Run the verb. Every failure becomes one line on stderr and, with --json, the one object on stdout."""
     wants_json = any(t == "--json" or t.startswith("--json=") for t in tokens)
     try:
         from ..storage.errors import watched

@@ -1,4 +1,4 @@
-"""The flags of every verb: which store, as which profile; and what a verb does with a signal."""
+"""The flags of every verb: store and profile; and the handling of signals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["HERE", "At", "OnSignal", "Where", "stoppable", "undisturbed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """What a verb was told of the place where runs live; None: as the settings say."""
+    """The store of runs and the profile from the command line; None: as the settings say."""
 
     store: Annotated[
         str | None,
@@ -33,12 +33,12 @@ class Where:
     ] = None
 
     def settings(self, **given: Any) -> Settings:
-        """The settings there; ``given`` as `Settings.load` takes them. Raises `SpecError`."""
+        """Return the settings there; ``given`` as `Settings.load` takes them. Raises `SpecError`."""
         return Settings.load(store=self.store, profile=self.profile, **given)
 
     @property
     def flags(self) -> list[str]:
-        """What the next commands need to find the same place."""
+        """Return the flags with which the next commands find the same store."""
         store = ["--store", self.store] if self.store else []
         return store + (["--profile", self.profile] if self.profile else [])
 
@@ -53,12 +53,12 @@ OnSignal = Annotated[
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """SIGTERM and SIGHUP within raise KeyboardInterrupt, as SIGINT does, where nobody handles or ignores them."""
+    """Raise KeyboardInterrupt for SIGTERM and SIGHUP within, as for SIGINT, unless they are handled or ignored."""
     before = {}
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            with suppress(ValueError):  # no handler can be set but in the main thread
+            with suppress(ValueError):  # only the main thread can set a handler
                 before[number] = signal.signal(number, _interrupt)
     try:
         yield
@@ -69,11 +69,11 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """The same signals, and SIGINT, count for nothing within: a CI runner sends one after the other, and then kills."""
+    """Ignore these signals, and SIGINT, within: a CI runner sends one after the other, and then kills."""
     before = {}
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if (number := getattr(signal, name, None)) is not None:
-            with suppress(ValueError):  # as above
+            with suppress(ValueError):  # as in `stoppable`
                 before[number] = signal.signal(number, signal.SIG_IGN)
     try:
         yield

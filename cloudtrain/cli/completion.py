@@ -1,4 +1,4 @@
-"""The verb that prints what a shell needs to complete our verbs and flags."""
+"""The verb completion: print what a shell needs to complete verbs and flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .runs import Ours
 __all__ = ["completion"]
 
 FILES = "complete -o default -F _cloudtrain cloudtrain"
-"""Where there is no verb and no flag to complete, the names of files, as anywhere: scripts and job files."""
+"""Completes file names, such as scripts and job files, where there is no verb and no flag to complete."""
 
 
 def completion(
@@ -21,7 +21,7 @@ def completion(
     *,
     screen: Ours[Screen],
 ) -> int:
-    """A script for the shell, made of the verbs and flags of this version; a file of an older one lacks the newest."""
+    """Print a shell's completion script, made of this version's verbs and flags; an older file lacks the newest."""
     from . import make_app
 
     script = make_app().generate_completion(shell=shell).rstrip("\n")

@@ -1,4 +1,4 @@
-"""The verbs about what is written down: config and schema."""
+"""The verbs about settings and files: config and schema."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Every setting of this folder, what it is and where that was found."""
+    """Print every setting of this folder, with its value and source."""
     found = at.settings(overrides=settings_pairs(settings), cwd=Path.cwd(), provider=provider)
     rows = found.shown()
     if key is not None:
@@ -60,7 +60,7 @@ def schema(
     *,
     screen: Ours[Screen],
 ) -> int:
-    """The JSON schema of a job file, of the settings, or of what a verb prints; without a name, which there are."""
+    """Print the JSON schema of a job file, of the settings, or of a verb's output; without a name, list the names."""
     from ..settings.schema import names
     from ..settings.schema import schema as schema_of
 

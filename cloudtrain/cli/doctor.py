@@ -1,4 +1,4 @@
-"""The verb doctor: what a job needs, looked at before one is sent; with ``--job`` on every node of it."""
+"""The verb doctor: check the needs of a job before one is sent; with ``--job`` on every node of it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def doctor(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """A line for each check, the fix where one failed; the exit code is that of the gravest failure."""
+    """Print a line for each check, with the fix if it failed. Exit with the code of the worst failure."""
     cwd, given = Path.cwd(), settings_pairs(settings)
     fields = given_flags(flags)
     provider, script = _meant(what, provider, cwd)
@@ -102,7 +102,7 @@ def doctor(
 
 
 def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | None, str | None]:
-    """Return the provider and the script or job file that are to be looked at; ``what`` is either."""
+    """Return the provider and the script or job file to check; ``what`` is either."""
     if what is None:
         return provider, None
     names = provider_names()
@@ -119,8 +119,8 @@ def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | Non
 
 
 def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Check]]]:
-    """Each place and its checks, told as they are made. Of several places each is named, and what was told of an
-    earlier one of the provider, word for word, is not told again."""
+    """Return each place and its checks, printed as they are made. With several places, print each place's name. Skip a
+    check that an earlier place of the provider had word for word."""
     found: list[tuple[Place, list[Check]]] = []
     told: set[tuple[str | None, Check]] = set()
     places = list(looking.places())
@@ -140,7 +140,7 @@ def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Che
 
 
 def _told(place: Place, checks: Sequence[Check]) -> dict[str, Any]:
-    """A place that follows, as ``--json`` has it."""
+    """Return the JSON object of a later place."""
     rows = [dataclasses.asdict(check) for check in checks]
     return {"provider": place.provider, "place": place.region, "checks": rows, "exit_code": gravest(checks)}
 
@@ -155,7 +155,7 @@ def _on_nodes(
     json: bool,
     screen: Screen,
 ) -> int:
-    """Send the job by the way of every other, wait for it, and say what it found."""
+    """Send the job as any other, wait for it, and print its findings."""
     from ..doctor.doctor import Grace, prepared
     from ..runs.retry import Retry
     from ..runs.submit import submit
@@ -196,11 +196,11 @@ def _on_nodes(
 
 
 def _found(planned: Plan, run: Run, grace: Grace | None, *, must: bool) -> tuple[dict[str, Any] | None, list[str]]:
-    """The job's report and what is wrong with it, a line each. Without a report None, or an error if there ``must`` be
-    one."""
+    """Return the job's report and its problems, a line each. Without a report return None, or raise `SpecError` if
+    ``must``."""
     from ..doctor.doctor import expected_gpus, judged
 
-    newest = max(run.store.attempts(run.run_id), default=0)  # which may have another GPU of the list
+    newest = max(run.store.attempts(run.run_id), default=0)  # it may have another GPU of the list
     request = run.store.attempt_request(run.run_id, newest) or planned.request
     nodes = planned.job.resources.instance_count
     with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:

@@ -1,4 +1,4 @@
-"""What a person reads: text made of results, runs, lines and plans. Pure; nothing here writes."""
+"""Text for people, made of results, runs, lines and plans. Pure: nothing here writes."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ __all__ = [
 # ---------------------------------------------------------------------------------------------------------------- a run
 
 WINDOW = 5.0
-"""Seconds over which a rate is taken."""
+"""Seconds over which a rate is measured."""
 LONG = 60.0
-"""Seconds of waiting after which one wants to know what for."""
+"""Seconds of waiting after which the reason is printed."""
 
 
 class Changes:
-    """Says a status whenever its state, reason or attempt is another one; the end is for `outcome` to tell.
+    """A listener that prints a status when its state, reason or attempt changes. `outcome` prints the end.
 
-    Once a run has been pending for `LONG`, it says why, in the platform's own words, and where to look: once for each
-    time that it waits.
+    Once a run has been pending for `LONG`, it prints the reason, in the platform's own words, and a link: once for each
+    wait.
     """
 
     every = True
-    """It is to be told of every look: that nothing changes is what it waits for."""
+    """Ask for every look at the run, also those without a change: it counts their time."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock, self._last = say, clock, ""
         self._since: float | None = None
         self._told = False
         self.heard = False
-        """Whether there was any status yet."""
+        """True once there was any status."""
 
     def __call__(self, status: Status) -> None:
         self.heard = True
@@ -71,17 +71,17 @@ class Changes:
 
 
 def still_pending(status: Status, waited: float) -> str:
-    """Why a run has been pending for ``waited`` seconds, as far as the platform says: its word, reason (which names the
-    quota, where one is short), and link."""
+    """Return why a run has been pending for ``waited`` seconds: the platform's state, its reason (which names a quota
+    that is too small), and its link."""
     kind = f" ({status.category})" if status.category else ""
     why = f"{status.native or 'no state of its own'}{kind}: {status.reason or 'the platform gives no reason'}"
     return f"still pending after {duration(waited)}: {why}" + (f"; see {status.url}" if status.url else "")
 
 
 class Moved:
-    """Says files, bytes, rate and time left while bytes move, at most ten times a second; called from several threads.
+    """A listener that prints files, bytes, rate and time left of a transfer, ten times a second at most. Thread-safe.
 
-    ``verb`` is what happens to the files, ``say`` None where nobody watches. Whoever moves them tells `expect` first.
+    ``verb`` is what happens to the files; ``say`` is None if nothing is printed. Call `expect` before the first bytes.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Moved:
         self._marks: collections.deque[tuple[float, int]] = collections.deque()
 
     def expect(self, files: int, count: int) -> None:
-        """So many more files, and bytes, are to come."""
+        """Add so many files and bytes to those that are to come."""
         with self._lock:
             self._files_expected += files
             self._bytes_expected += count
@@ -115,7 +115,7 @@ class Moved:
                 self._say(self._line())
 
     def _line(self) -> str:
-        """``14 of 40 files, 1.2 GiB of 3.4 GiB uploaded, 85.0 MiB/s, 26s left``."""
+        """Return ``14 of 40 files, 1.2 GiB of 3.4 GiB uploaded, 85.0 MiB/s, 26s left``."""
         files, total = max(len(self._keys), self._files_expected), max(self._bytes, self._bytes_expected)
         words = [f"{len(self._keys)} of {plural(files, 'file')}", f"{size(self._bytes)} of {size(total)} {self._verb}"]
         (start, before), (end, now) = self._marks[0], self._marks[-1]
@@ -126,13 +126,13 @@ class Moved:
 
     @property
     def pace(self) -> str:
-        """``, in 14s, 85.0 MiB/s``; empty when too little has moved to tell."""
+        """Return ``, in 14s, 85.0 MiB/s``; empty for less than a second."""
         took = self._last - self._begun
         return f", in {duration(took)}, {size(self._bytes / took)}/s" if took >= 1 else ""
 
 
 def sent(run_id: str, provider: str, url: str, staged: Any, *, pace: str = "", verbose: bool = False) -> str:
-    """What was submitted, and what had to be uploaded for it, with `Moved.pace`; ``verbose``: by what."""
+    """Return the text about a submitted run and its uploads, with `Moved.pace`; ``verbose`` adds the mover."""
     text = f"submitted {run_id} to {provider}: {url}"
     if staged is not None:
         counts = {"code": staged.code_bytes, "runtime": staged.runtime_bytes, "data": staged.data_bytes}
@@ -143,7 +143,7 @@ def sent(run_id: str, provider: str, url: str, staged: Any, *, pace: str = "", v
 
 
 def outcome(result: Mapping[str, Any]) -> str:
-    """How the run ended: the reason in one line, its attempts, where it failed and the traceback of that rank."""
+    """Return the end of the run: the reason in one line, its attempts, and the failed rank's place and traceback."""
     lines = [state_line(result)]
     attempts = result.get("attempts") or []
     lines += [f"  attempt {a['number']}: {_history(a)}" for a in attempts if len(attempts) > 1]
@@ -156,14 +156,14 @@ def outcome(result: Mapping[str, Any]) -> str:
 
 
 def state_line(result: Mapping[str, Any]) -> str:
-    """``failed (user_error): ValueError: …``."""
+    """Return ``failed (user_error): ValueError: …``."""
     category = result.get("category")
     named = f" ({category})" if category and category != result["state"] else ""
     return f"{result['state']}{named}" + (f": {result['reason']}" if result.get("reason") else "")
 
 
 def failure_place(failure: Mapping[str, Any]) -> str:
-    """``node 1, rank 3, train.py line 12, exit code 1``."""
+    """Return ``node 1, rank 3, train.py line 12, exit code 1``."""
     words = [f"{name} {failure[name]}" for name in ("node", "rank") if failure.get(name) is not None]
     if failure.get("file"):
         words.append(f"{failure['file']}" + (f" line {failure['line']}" if failure.get("line") else ""))
@@ -184,7 +184,7 @@ def when(time_: str | None, now: float | None) -> str:
 
 
 def status_text(result: Mapping[str, Any], now: float | None = None) -> str:
-    """The object of ``status --json``, for people; times are `when` they were before ``now``."""
+    """Return the object of ``status --json`` as text; times are `when` they were before ``now``."""
     rows = [("run", result["run_id"]), ("state", state_line(result))]
     if place := failure_place(result.get("failure") or {}):
         rows.append(("failed at", place))
@@ -202,7 +202,7 @@ def status_text(result: Mapping[str, Any], now: float | None = None) -> str:
 
 
 def _cost(cost: Mapping[str, Any]) -> str:
-    """``1h2m of machine time billed, 0.40 USD, spot saved 63 %``; what nobody tells is left out."""
+    """Return ``1h2m of machine time billed, 0.40 USD, spot saved 63 %``; unknown values are left out."""
     words = [f"{duration(cost['billed_s'])} of machine time billed"] if cost.get("billed_s") is not None else []
     if cost.get("estimate_usd") is not None:
         words.append(f"about {cost['estimate_usd']:.2f} USD" + (f" ({cost['priced_on']})" if cost["priced_on"] else ""))
@@ -218,7 +218,7 @@ def _attempt(attempt: Mapping[str, Any], now: float | None) -> str:
 
 
 def _history(attempt: Mapping[str, Any]) -> str:
-    """What it resumed from, why it ended, what was lost by that."""
+    """Return the checkpoint that an attempt resumed from, why it ended, and its loss."""
     words = [f"resumed from {attempt['resumed_from']}"] if attempt.get("resumed_from") else []
     words += [str(attempt["reason"])] if attempt.get("reason") else []
     words += [f"lost {lost}"] if (lost := _lost(attempt.get("lost") or {})) else []
@@ -226,7 +226,7 @@ def _history(attempt: Mapping[str, Any]) -> str:
 
 
 def _lost(lost: Mapping[str, Any]) -> str:
-    """``12 steps, 37 s``; what nobody knows is left out."""
+    """Return ``12 steps, 37 s``; unknown values are left out."""
     words = [plural(lost["steps"], "step")] if lost.get("steps") is not None else []
     words += [f"{lost['seconds']:.0f} s"] if lost.get("seconds") is not None else []
     return ", ".join(words)
@@ -246,18 +246,18 @@ LISTED = ("run_id", "state", "category", "provider", "created", "name")
 
 
 def table(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = LISTED) -> str:
-    """Runs in plain columns, their names on top."""
+    """Return runs in plain columns, with the column names on top."""
     return columns([names, *[tuple(str(run.get(name) or "-") for name in names) for run in runs]])
 
 
 def run_table(runs: Sequence[Mapping[str, Any]], columns: Sequence[str], now: float | None) -> str:
-    """The rows of ``list`` in columns, with those that were asked for; times are `when` they were before ``now``."""
+    """Return the rows of ``list`` as text, with the asked-for columns; times are `when` they were before ``now``."""
     rows = [{**_cells(run.get("columns", {})), **run, "created": when(run["created"], now)} for run in runs]
     return table(rows, (*LISTED, *(name for name in dict.fromkeys(columns) if name not in LISTED)))
 
 
 def _cells(values: Mapping[str, Any]) -> dict[str, str]:
-    """Numbers with six digits at most; ``-`` for what a run has not."""
+    """Return values as text: numbers with at most six digits, ``-`` for a missing one."""
     return {
         name: "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
         for name, value in values.items()
@@ -265,14 +265,14 @@ def _cells(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def leftovers(found: Collected) -> str:
-    """What no run needs, in columns."""
+    """Return the files that no run needs, in columns."""
     rows = collected(found)["found"]
     words = [{**row, "size": size(row["bytes"]), "age": duration(row["age_s"])} for row in rows]
     return table(words, ("kind", "size", "files", "age", "key"))
 
 
 def collected_line(found: Collected) -> str:
-    """``12 things, 1.4 GiB, that no run needs; 2 more, younger than 7d, stay``."""
+    """Return ``12 things, 1.4 GiB, that no run needs; 2 more, younger than 7d, stay``."""
     things = f"{plural(len(found.found), 'thing')}, {size(found.bytes)}," if found.found else "nothing"
     text = f"{'removed ' if found.deleted else ''}{things} that no run needs"
     more = len(found.younger)
@@ -280,7 +280,7 @@ def collected_line(found: Collected) -> str:
 
 
 def collected(found: Collected) -> dict[str, Any]:
-    """The object of ``gc --json``; ages are seconds, null where the store tells no time."""
+    """Return the object of ``gc --json``; ages are seconds, null if the store has no times."""
 
     def row(item: Leftover) -> dict[str, Any]:
         age = max(0, round(found.now - item.modified)) if found.now and item.modified else None
@@ -299,14 +299,14 @@ def collected(found: Collected) -> dict[str, Any]:
 
 
 def pulled(report: Mapping[str, Any], *, pace: str = "", verbose: bool = False) -> str:
-    """What a pull brought, with `Moved.pace`; ``verbose``: by what."""
+    """Return the text about a pull's files, with `Moved.pace`; ``verbose`` adds the mover."""
     files = plural(len(report["files"]), "file")
     new = f"{size(report['transferred'])} of it new{pace}{_by(report['mover'], verbose)}"
     return f"pulled {files} to {report['folder']}, {new}"
 
 
 def came(report: PullReport) -> str:
-    """What a pull that follows a run has here by now."""
+    """Return the progress of a pull that follows a run."""
     newest = f", {plural(len(report.checkpoints), 'checkpoint')}" if report.checkpoints else ""
     return f"pulled: {plural(len(report.files), 'file')}{newest}, {size(report.transferred)} so far"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["ALIASES", "TABLES", "first_spelling", "merge", "pairs", "tree", "undot"]
 
-#: Second spelling of a flag -> the one that help, completion and the documents show.
+#: Second spelling of a flag -> its spelling in help, completion and documents.
 ALIASES = {
     "--instance-count": "--nodes", "--hyperparameters": "--hp", "--inputs": "--input", "--secrets": "--secret",
     "--metrics": "--metric", "--tags": "--tag", "--options": "--option", "--dependencies": "--dependency",
@@ -45,7 +45,7 @@ def undot(tokens: Sequence[str]) -> list[str]:
 
 
 def pairs(flag: str, texts: Sequence[str], *, field: str) -> dict[str, str]:
-    """``{"A": "x=1"}`` of ``["A=x=1"]``: split at the first ``=``, the value kept as it is; the last of a name wins."""
+    """Return ``{"A": "x=1"}`` for ``["A=x=1"]``: split at the first ``=``. The last value of a name wins."""
     from ..errors import SpecError
 
     out: dict[str, str] = {}
@@ -58,17 +58,15 @@ def pairs(flag: str, texts: Sequence[str], *, field: str) -> dict[str, str]:
 
 
 def _with_both(flag: str, text: str) -> str:
-    """Return a hint that completes ``text`` to a name and a value: what stands alone is an input's URL, else a name."""
+    """Return a hint that completes ``text`` to a name and a value: a lone text is an input's URL, else a name."""
     if flag == "--input" or text.startswith("="):
         return f"write {flag} {'train' if flag == '--input' else 'NAME'}={text.lstrip('=')}"
     return f"write {flag} {text}=VALUE"
 
 
 def tree(flag: str, texts: Sequence[str], *, field: str) -> dict[str, Any]:
-    """``{"p": {"a": {"b": 1}}}`` of ``["p.a.b=1"]``; values are JSON where they are JSON, else text.
-
-    ``p={"a.b": 1}`` writes what dots cannot.
-    """
+    """Return ``{"p": {"a": 1}}`` for ``["p.a=1"]``; values are JSON, else text. ``p={"a.b": 1}`` sets names with
+    dots."""
     from ..errors import SpecError
 
     out: dict[str, Any] = {}
@@ -87,7 +85,7 @@ def tree(flag: str, texts: Sequence[str], *, field: str) -> dict[str, Any]:
 
 
 def merge(into: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """``into`` with ``change`` merged in, tables by key at every depth."""
+    """Return ``into`` with ``change`` merged in, tables by key at every depth."""
     out = dict(into)
     for key, value in change.items():
         old = out.get(key)

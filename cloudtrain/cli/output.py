@@ -1,4 +1,4 @@
-"""The two streams of a verb: data on stdout, talk on stderr."""
+"""The two streams of a verb: data on stdout, messages on stderr."""
 
 from __future__ import annotations
 
@@ -27,20 +27,18 @@ _WORDS = re.compile(rf"(?m)^(?:{'|'.join(_LABELS)})(?=$| )|(?:^|(?<=  )|(?<=: ))
 
 
 class ReaderGone(Exception):
-    """Nobody reads stdout any more: ``cloudtrain logs RUN | head`` has had enough."""
+    """The reader of stdout is gone: in ``cloudtrain logs RUN | head``, head has ended."""
 
 
 class Say(Protocol):
-    """Says one line of progress."""
+    """A function that prints one line of progress."""
 
     def __call__(self, text: str, /) -> None: ...
 
 
 class Screen:
-    """Where a verb writes. ``about`` is what an error object should say too: the run, once there is one.
-
-    ``interrupted`` is what Ctrl-C means to a verb that does not know of a run.
-    """
+    """The output of a verb. ``about`` is added to an error: the run, once known. ``interrupted`` is Ctrl-C's
+    message."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         self.out, self.err = out, err
@@ -51,7 +49,7 @@ class Screen:
         self._move: Say = self.talk
 
     def data(self, text: str) -> None:
-        """A line of data, at once: whoever reads the pipe is following."""
+        """Print a line of data at once: a program may follow the pipe."""
         try:
             self.out.write(text + "\n")
             self.out.flush()
@@ -60,7 +58,7 @@ class Screen:
             raise ReaderGone from None
 
     def show(self, text: str) -> None:
-        """Print data for a person: states are coloured on a terminal that may be sent more than text."""
+        """Print data for a person, with coloured states on a terminal that supports colour."""
         self.data(painted(text) if self.reads and not plain(os.environ) else text)
 
     def value(self, word: str, text: str = "") -> None:
@@ -71,7 +69,7 @@ class Screen:
             self.show(text)
 
     def talk(self, text: str) -> None:
-        """A line for the person. Nobody reading it is no reason to stop: a run may be half submitted."""
+        """Print a message. A closed stderr must not stop the verb: a run may be half submitted."""
         self.relay(painted(text) if self.interactive else text)
 
     def relay(self, text: str) -> None:
@@ -96,16 +94,14 @@ class Screen:
             self.talk("hint: " + text.replace("\n", "\n      "))
 
     def refusal(self, text: str, code: int, *, field: str = "", hint: str = "") -> dict[str, Any]:
-        """Print an error, and return what ``--json`` has in the place of a verb's own object."""
+        """Print an error. Return the object that ``--json`` has instead of a verb's own."""
         line = scrubbed(" ".join(text.split("\n")))
         self.error(line, hint)
         return {**self.about, "error": line, "field": field, "hint": hint, "exit_code": code}
 
     def emit(self, value: Mapping[str, Any], *, indent: int | None = None) -> None:
-        """The one JSON object of ``--json``: what would be a second one is not printed. An error names its field.
-
-        It is indented on a terminal.
-        """
+        """Print the one JSON object of ``--json``, indented on a terminal; never a second one. An error names its
+        field."""
         if self.emitted:
             return
         self.emitted = True
@@ -117,7 +113,7 @@ class Screen:
         self.data(json.dumps(value, ensure_ascii=False, indent=2 if self.reads else indent))
 
     def next(self, *commands: list[str], where: Sequence[str] = ()) -> None:
-        """The next useful commands; ``where`` are the flags that all of them need to find the same place."""
+        """Print the next useful commands; ``where`` are the flags that they need to find the same store."""
         for i, words in enumerate(commands):
             self.talk(("next: " if i == 0 else "      ") + shlex.join(["cloudtrain", *words, *where]))
 
@@ -128,21 +124,21 @@ class Screen:
 
     @property
     def now(self) -> float | None:
-        """Unix seconds for times such as ``2 min ago``; None where a program reads, which gets them as they are."""
+        """Return Unix seconds for times such as ``2 min ago``; None for a program, which gets times as they are."""
         return time.time() if self.reads else None
 
     @property
     def interactive(self) -> bool:
-        """Whether somebody watches: stderr is a terminal, and one that may be sent more than text."""
+        """Return whether stderr is a terminal that supports more than text."""
         return self.err.isatty() and not plain(os.environ)
 
     def passing(self, text: str) -> None:
-        """Show a line that counts now alone: in place of the moving line, if there is one."""
+        """Show a line that matters only now: in place of the moving line, if there is one."""
         self._move(text)
 
     @contextmanager
     def progress(self) -> Iterator[Say]:
-        """Says lines of progress: one moving line on a terminal (rich), plain lines elsewhere."""
+        """Yield a function for lines of progress: one moving line on a terminal (rich), plain lines elsewhere."""
         if not self.interactive:
             yield self.talk
             return
@@ -166,12 +162,12 @@ def painted(text: str) -> str:
 
 
 def plain(environ: Mapping[str, str]) -> bool:
-    """Whether a terminal is to get text alone: NO_COLOR is set (no-color.org), or it knows no escape sequences."""
+    """Return whether a terminal gets text alone: NO_COLOR is set (no-color.org), or it has no escape sequences."""
     return bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
 
 
 def _silence(stream: TextIO) -> None:
-    """Let what is still buffered go nowhere, or Python itself complains about it on its way out."""
+    """Discard buffered output, or Python itself complains about it at its exit."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

@@ -1,4 +1,4 @@
-"""The run that a word on the command line means: an id, the beginning of one, ``last`` or ``-``, or a URL."""
+"""Find the run that a word on the command line means: an id or its beginning, ``last`` or ``-``, or a URL."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["LAST", "find_run", "is_place"]
 
 LAST = "last"
-"""The newest run, unless a run is really called so."""
+"""Word for the newest run, unless a run has this name."""
 SHOWN = 10
-"""Runs that an error names."""
+"""Most runs that an error names."""
 
 
 def find_run(word: str, at: Where) -> Run:
     """Return the run that ``word`` means. Raises `NotFoundError` for none, `SpecError` for several.
 
-    An id or a URL is opened as it is. Only where there is no such run are the runs of the store listed.
+    An id or a URL is opened as it is. The runs of the store are listed only if there is no such run.
     """
     settings = at.settings()
     if word == NEWEST:
@@ -40,7 +40,7 @@ def find_run(word: str, at: Where) -> Run:
 
 
 def is_place(word: str) -> bool:
-    """Return whether ``word`` is the URL or path of a run folder, and no id."""
+    """Return whether ``word`` is the URL or path of a run folder, and not an id."""
     return bool(url_scheme(word)) or "/" in word.replace("\\", "/")
 
 
@@ -52,7 +52,7 @@ def _open(word: str, settings: Settings) -> Run:
 
 
 def _meant(word: str, settings: Settings) -> str:
-    """Return the id of the run that ``word``, which is no id of one, stands for; empty if it stands for none."""
+    """Return the id of the run that ``word``, which is not an id itself, stands for; empty if there is none."""
     from ..runs.listing import run_ids
 
     if word == LAST:

@@ -1,4 +1,4 @@
-"""The verb rehearse: a job on this machine, as another platform would start it."""
+"""The verb rehearse: run a job on this machine, as another platform would start it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def rehearse(
     args: Ours[list[str] | None] = None,
     screen: Ours[Screen],
 ) -> int:
-    """Plan the provider's real request, then start here what its platform would; exit by the outcome."""
+    """Plan the provider's real request, then start here what its platform would. Exit by the outcome."""
     cwd = Path.cwd()
     chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
     seconds = parse_duration(wait_timeout, field="wait_timeout") if wait_timeout is not None else None

@@ -25,7 +25,7 @@ Out = Annotated[
 
 
 def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
-    """One HTML page about the run, that opens without a network."""
+    """Write one HTML page about the run, that opens without a network."""
     from ..report.report import write
 
     runs = [run, *more]
@@ -53,7 +53,7 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
 
 
 def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
-    """A live view of the run until it ends; on no terminal, or for JSON, a plain line for each change."""
+    """Show a live view of the run until it ends. Without a terminal, or for JSON, print a line for each change."""
     from .watch import Watch, follow, on_terminal
 
     with stoppable():

@@ -32,7 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-#: A parameter that `cloudtrain.cli.parse` fills, no flag.
+#: A parameter that `cloudtrain.cli.parse` fills, not a flag.
 Ours = Annotated[T, Parameter(parse=False)]
 Ref = Annotated[
     str, Parameter(name="RUN", help="run id, its beginning, `last` for the newest run, or the URL of a run folder")
@@ -65,7 +65,7 @@ EXIT_DETACHED = 7
 
 
 def after(result: Mapping[str, Any], run: str, *, pulled: bool = False) -> list[list[str]]:
-    """The next commands for a run that is over: its results first; of one that ended badly, the page about why."""
+    """Return the next commands for a run that is over: pull first, or report first if it ended badly."""
     pull, report = [] if pulled else [["pull", run]], [["report", run]]
     return [*(report + pull if result["exit_code"] else pull + report), ["logs", run]]
 
@@ -73,10 +73,10 @@ def after(result: Mapping[str, Any], run: str, *, pulled: bool = False) -> list[
 def each_run(
     words: Sequence[str], one: Callable[[str], dict[str, Any]], screen: Screen, *, json: bool
 ) -> tuple[list[dict[str, Any]], int]:
-    """Call ``one`` for each run; return the objects that it made, and the exit code. With ``json`` they are printed.
+    """Call ``one`` for each run. Return the objects that it made, and the exit code. With ``json``, print them.
 
-    One run is one object, several are ``runs`` in one. Of several, one that fails is reported and the next one follows;
-    the exit code is the largest.
+    One run is one object, several are ``runs`` in one. If one of several fails, it is reported and the next one
+    follows. The exit code is the largest.
     """
     if len(words) == 1:
         rows, code = [one(words[0])], 0
@@ -99,7 +99,7 @@ def each_run(
 
 
 def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
-    """State, reason, attempts and the newest complete checkpoint."""
+    """Print state, reason, attempts and the newest complete checkpoint."""
     words, texts = runs or (LAST,), list[str]()
 
     def one(word: str) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def logs(
     json: JsonLines = False,
     screen: Ours[Screen],
 ) -> int:
-    """Every line of every node, each once, in order for each node."""
+    """Print every line of every node, each once, in order for each node."""
     handle = _open(run, at, screen)
     run = _called(run, screen.about)
     if newest is not None and newest < 0:
@@ -172,7 +172,7 @@ def wait(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Until the run has ended; its outcome is the exit code."""
+    """Wait until the run has ended. Exit by its outcome."""
     from ..runs.fallback import Onward
     from ..validate import parse_duration
 
@@ -192,7 +192,7 @@ def wait(
                 handle = handle or _open(run, at, screen)
             return stopped(handle, run, at, on_signal, json, screen)
         except (AuthError, LostContactError) as exc:
-            if handle is None or not changes.heard:  # nothing was waited for: what is wrong was wrong before
+            if handle is None or not changes.heard:  # no wait began: the error was there before
                 raise
             raise left(exc, handle, run, at, screen) from None
     screen.talk(format.outcome(result))
@@ -205,7 +205,7 @@ def wait(
 
 
 def stopped(run: Run, name: str, at: Where, on_signal: str, json: bool, screen: Screen) -> int:
-    """A signal has ended the waiting for ``run``, called ``name``: leave it alone, or stop it too."""
+    """Leave ``run``, called ``name``, alone after a signal ended the waiting for it, or stop it too."""
     if on_signal == "cancel":
         screen.talk("\nstopping the run (--on-signal cancel)")
         with undisturbed():
@@ -224,7 +224,7 @@ def stopped(run: Run, name: str, at: Where, on_signal: str, json: bool, screen: 
 
 
 def left(exc: AuthError | LostContactError, run: Run, name: str, at: Where, screen: Screen) -> LostContactError:
-    """The error of a client that can wait for ``run``, called ``name``, no longer: how to come back is said.
+    """Return the error of a client that can wait for ``run``, called ``name``, no longer; print the next commands.
 
     Credentials that expire meanwhile are no failure of the run: it goes on.
     """
@@ -252,7 +252,7 @@ def pull(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Complete checkpoints, artifacts, outputs, logs and metrics, verified; what is here already is not copied."""
+    """Copy complete checkpoints, artifacts, outputs, logs and metrics, verified. Files already here are skipped."""
     from ..runs.pull import PULLED, parts
 
     parts(what or PULLED)
@@ -286,7 +286,7 @@ def cancel(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Stop a run and forbid further attempts; also after the end, when it changes nothing."""
+    """Stop a run and forbid further attempts. After the run's end this changes nothing."""
     runs = [run, *more]
 
     def one(word: str) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def list_runs(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """One line a run, the newest first, a page at a time."""
+    """Print one line a run, the newest first, a page at a time."""
     from ..provider_api.protocol import STATES
     from ..runs.listing import Wanted, list_page
     from ..validate import choice_of, parse_duration
@@ -389,7 +389,7 @@ def list_runs(
 
 
 def _next_page(before: str, limit: int, since: str | None, wanted: Wanted) -> list[str]:
-    """The words of the command that prints the page after the run ``before``."""
+    """Return the words of the command that prints the page after the run ``before``."""
     words = ["list", *(["--limit", str(limit)] if limit != 50 else []), *(f"--state={word}" for word in wanted.states)]
     given = {"since": since, "provider": wanted.provider, "name": wanted.name, "columns": ",".join(wanted.columns)}
     words += [f"--{flag}={value}" for flag, value in given.items() if value]
@@ -404,7 +404,7 @@ def reconcile(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Once what a waiting client does all the time, for a run or for every run of a store that is not over."""
+    """Do the work of a waiting client once, for one run or for every open run of a store."""
     from ..runs.reconcile import reconcile as do
 
     settings = at.settings()
@@ -442,7 +442,7 @@ def gc(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """What no run.json of a store names (code, runtime, data) and what crashes left there, with sizes and ages."""
+    """Find files that no run.json of a store names (code, runtime, data) and rests of crashes, with sizes and ages."""
     from ..store.gc import collect_at
     from ..validate import parse_duration
 
@@ -474,7 +474,7 @@ def pull_into(
     follow: bool = False,
     verbose: bool = False,
 ) -> dict[str, Any]:
-    """Copy ``what`` (None: all) to ``folder`` and say so; the report as JSON."""
+    """Copy ``what`` (None: all) to ``folder`` and print the result. Return the report as JSON."""
     from ..runs.pull import PULLED
 
     with screen.progress() as say:
@@ -494,7 +494,7 @@ def pull_into(
 
 
 def _open(word: str, at: Where, screen: Screen, *, names: bool = True) -> Run:
-    """Open the run that ``word`` means; say which one if it is another word than its id, unless ``names`` is false."""
+    """Open the run that ``word`` means. Print its id if ``word`` is another word, unless ``names`` is false."""
     handle = find_run(word, at)
     screen.about = {"run": handle.url, "run_id": handle.run_id}
     if names and word != handle.run_id and not is_place(word):
@@ -503,5 +503,5 @@ def _open(word: str, at: Where, screen: Screen, *, names: bool = True) -> Run:
 
 
 def _called(word: str, about: Mapping[str, Any]) -> str:
-    """Return what the next commands call a run by that was found by ``word``: its id, or its URL as it was given."""
+    """Return the name of a run for the next commands: its id, or its URL if ``word`` is one."""
     return word if is_place(word) else str(about["run_id"])

@@ -74,7 +74,7 @@ Verbose = Annotated[bool, Parameter(negative="", show_default=False, help="list 
 NO_FLAGS = JobFlags()
 NO_RUN = "interrupted before anything was sent; there is no run"
 ARRIVAL = 5.0
-"""Seconds in which a request that was on its way becomes a job; a local supervisor takes one or two to start."""
+"""Seconds in which a request on its way becomes a job; a local supervisor takes one or two to start."""
 
 
 def submit(
@@ -98,7 +98,7 @@ def submit(
     args: Ours[list[str] | None] = None,
     screen: Ours[Screen],
 ) -> int:
-    """Stage, record and send; unless detached, follow the logs to the end and exit by the outcome."""
+    """Stage, record and send. Unless detached, follow the logs to the end and exit by the outcome."""
     cwd = Path.cwd()
     chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
     screen.interrupted = NO_RUN
@@ -158,12 +158,12 @@ def carry_out(
             return _detached(run, at, json, screen)
         try:
             return _follow(run, at, timeout, on_signal, pull_to, json, screen)
-        except KeyboardInterrupt:  # it came between two steps of waiting
+        except KeyboardInterrupt:  # between two steps of waiting
             return stopped(run, run.run_id, at, on_signal, json, screen)
 
 
 def _is_declined(planned: Plan, above: float, screen: Screen) -> bool:
-    """Return whether a person at a terminal does not want a run that may cost more than ``above`` US dollars.
+    """Return whether a person at a terminal declines a run that may cost more than ``above`` US dollars.
 
     Without a terminal, or without a known price, there is no question.
     """
@@ -187,7 +187,7 @@ def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
         moved = format.Moved("uploaded", say if screen.interactive else None)
         run = send(planned, environ=os.environ, progress=say, moved=moved, note=screen.talk)
     name = planned.provider_name
-    if planned.further:  # it may have come to another place
+    if planned.further:  # it may have been sent to another place
         name = run.provider_name
         screen.about |= {"run": run.url, "provider": name}
     screen.talk(format.sent(planned.run_id, name, run.url, run.staged, pace=moved.pace, verbose=verbose))
@@ -195,7 +195,7 @@ def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
 
 
 def _cancel(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
-    """A signal came while the job was being sent: stop what there is of it."""
+    """Stop a job after a signal that came while it was being sent."""
     from ..runs.submit import handle
 
     run = handle(planned)
@@ -206,7 +206,7 @@ def _cancel(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
 
 
 def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
-    """Say what there is of a run whose submission was interrupted: it goes on, was recorded alone, or is not there."""
+    """Report the state of a run after an interrupted submission: submitted, only recorded, or missing."""
     from ..runs.submit import handle
 
     run = handle(planned)
@@ -235,7 +235,7 @@ def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
 
 
 def _arrived(run: Run) -> bool:
-    """Wait a moment for a request that was cut off to become a job of the platform. Return whether that is known."""
+    """Wait a moment for an interrupted request to become a job of the platform. Return whether that is known."""
     from ..runs.handover import cut_off
 
     until = time.monotonic() + ARRIVAL
@@ -270,7 +270,7 @@ def plan(
     args: Ours[list[str] | None] = None,
     screen: Ours[Screen],
 ) -> int:
-    """Show what would run where, its limits and its price; --request, --json and a pipe have the exact request."""
+    """Show the run's place, limits and price. --request, --json and a pipe have the exact request."""
     cwd = Path.cwd()
     chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
     job = job_of(script, module, flags, args, cwd=cwd)
@@ -303,7 +303,7 @@ def plan(
 
 
 def say_missing(planned: Plan, file: str, screen: Screen) -> None:
-    """Warn of the settings that have placeholders in the plan, and say how to set them."""
+    """Warn of the settings that have placeholders in the plan, and print how to set them."""
     from ..settings.needs import refusal
 
     error = refusal(planned.provider_name, planned.missing, file=file)
@@ -312,7 +312,7 @@ def say_missing(planned: Plan, file: str, screen: Screen) -> None:
 
 
 def settings_pairs(texts: list[str] | None) -> dict[str, str]:
-    """What ``--set`` was given, by key. Raises `SpecError` for what is not KEY=VALUE."""
+    """Return the values of ``--set`` by key. Raises `SpecError` for a text that is not KEY=VALUE."""
     return pairs("--set", texts or (), field="settings")
 
 
@@ -332,7 +332,7 @@ def _nothing_but_a_plan(
 
 
 def say_limits(job: Job, screen: Screen) -> None:
-    """The limits that nobody chose, on one line."""
+    """Print the default limits that apply, on one line."""
     words = []
     if job.max_runtime == DEFAULT_MAX_RUNTIME:
         words.append(format.max_runtime(job.max_runtime, is_default=True))
@@ -343,7 +343,7 @@ def say_limits(job: Job, screen: Screen) -> None:
 
 
 def say_advice(planned: Plan, screen: Screen) -> None:
-    """What a plan warns of, and what is good to know."""
+    """Print a plan's warnings and notes."""
     for text in planned.warnings:
         screen.talk(f"warning: {text}")
     for text in planned.notes:
@@ -351,14 +351,14 @@ def say_advice(planned: Plan, screen: Screen) -> None:
 
 
 def say_price(planned: Plan, screen: Screen) -> None:
-    """The most that it may cost; nothing where this machine is the platform and has no price."""
+    """Print the highest cost; nothing if this machine is the platform and has no price."""
     price, types = planned.price(), planned.request.instance_types
     if price is not None or types:
         screen.talk("price: " + format.price(price, types).removeprefix("price "))
 
 
 def _found_by(store: str, at: Where, meant: str, cwd: Path) -> Where:
-    """What the next commands need to find the store at the URL ``store``: none where they find it by themselves."""
+    """Return the flags with which the next commands find the store at the URL ``store``; none if they need no flag."""
     from ..storage.local_disk import normalize
 
     found = Where(profile=at.profile).settings(cwd=cwd).store
@@ -384,7 +384,7 @@ def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
 def _follow(
     run: Run, at: Where, timeout: float | None, on_signal: str, pull_to: str | None, json: bool, screen: Screen
 ) -> int:
-    """Log lines until the end, then the outcome; Ctrl-C leaves the run alone."""
+    """Print log lines until the end, then the outcome. Ctrl-C leaves the run alone."""
     from ..runs.fallback import Onward
 
     write = screen.relay if json else screen.data
@@ -410,7 +410,7 @@ def _finish(run: Run, result: Mapping[str, Any], at: Where, pull_to: str | None,
     if pull_to is not None:
         try:
             extra["pulled"] = pull_into(run, Path(pull_to), screen)
-        except CloudtrainError as exc:  # the outcome of the run must still be told
+        except CloudtrainError as exc:  # print the outcome of the run all the same
             screen.talk(f"error: pull: {exc}")
             code = code or exc.exit_code
             extra |= {"error": f"pull: {exc}", "exit_code": code}
@@ -421,5 +421,5 @@ def _finish(run: Run, result: Mapping[str, Any], at: Where, pull_to: str | None,
 
 
 def _uploaded(run: Run) -> dict[str, Any]:
-    """What had to be uploaded to a remote store, in bytes, and by what."""
+    """Return the bytes uploaded to a remote store, and their mover."""
     return {"uploaded": dataclasses.asdict(run.staged)} if run.staged is not None and run.staged.mover else {}

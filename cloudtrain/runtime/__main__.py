@@ -1,4 +1,4 @@
-"""``cloudtrain.pyz run --context PATH --attempt K [--path NAME=PATH]…``: one node of a run."""
+"""``cloudtrain.pyz run --context PATH --attempt K [--path NAME=PATH]…``: the command that runs one node of a run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .history import failed_for_good
 from .node import Node
 
 FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
-"""Set by a provider that leaves a cause where the platform looks for one, should this never run: Python removes it."""
+"""Variable with a file in which a provider leaves a cause, in case Python never runs. `main` removes the file."""
 
 
 def main(argv: list[str]) -> int:
-    """Run this node to its end; the exit code is what the platform is to see."""
-    failure_file = os.environ.pop(FAILURE_VARIABLE, None)  # none of the script's business
+    """Run this node to its end. Return the exit code for the platform."""
+    failure_file = os.environ.pop(FAILURE_VARIABLE, None)  # not for the script
     _leave_cause(failure_file, "")  # before anything can fail
     parser = argparse.ArgumentParser(prog="cloudtrain.pyz", allow_abbrev=False)
     parser.add_argument("verb", choices=["run"])
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     inbox: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: inbox.put((-1, _notice(number))))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # whoever started us may have held it back till here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the parent may have blocked it until here
     try:
         context = _read(options.context)
         paths = dict(pair.split("=", 1) for pair in options.path)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def _failure_before(site: Site, attempt: int) -> dict[str, Any] | None:
-    """Return the record of this attempt's failure, printed, if this is a second start of a container that failed.
+    """Print and return the record of this attempt's failure if the container is started again after it.
 
     The platform's own message about the failure shows the last lines of a container, so these lines name the cause.
     """
@@ -69,7 +69,7 @@ def _failure_before(site: Site, attempt: int) -> dict[str, Any] | None:
 
 
 def _notice(number: int) -> dict[str, Any]:
-    """The grace counts from now, whenever the message is read."""
+    """Return the message of a signal. The grace counts from now, not from when the node reads the message."""
     return {"t": "signal", "number": number, "at": time.monotonic()}
 
 
@@ -83,7 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _leave_cause(file: str | None, text: str) -> None:
-    """``text`` where the platform looks for the cause of a failure; none: nothing is there."""
+    """Write ``text`` where the platform looks for the cause of a failure. For an empty text, remove the file."""
     if file is None:
         return
     with contextlib.suppress(OSError):
@@ -94,9 +94,9 @@ def _leave_cause(file: str | None, text: str) -> None:
 
 
 def leave(argv: list[str]) -> NoReturn:
-    """`main`, then the end of this process, at once.
+    """Call `main`, then end this process at once.
 
-    Python would wait for the threads that copy; one that is stuck in a mount that hangs would keep the node for ever.
+    Python would wait for the threads that copy. One that is stuck in a mount that hangs would keep the node for ever.
     """
     try:
         code = main(argv)

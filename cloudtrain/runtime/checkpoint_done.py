@@ -1,4 +1,4 @@
-"""Which checkpoints of a node's script are finished: nobody is at work on them, and nothing of them is missing."""
+"""Find the finished checkpoints of a node's script: no process works on them, and no file of them is missing."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .checkpoints import Entry, Signature
 __all__ = ["Finished"]
 
 FORERUNNER_SECONDS = 60.0
-"""How long a checkpoint that lacks files of the one before may go without a change before it counts as finished."""
+"""Longest time without a change for a checkpoint that lacks files of the one before. Then it counts as finished."""
 MIXED_SECONDS = 300.0
-"""How long one that is written over the one before may hold files of both before it counts as finished."""
+"""Longest time that one written over the one before may hold files of both. Then it counts as finished."""
 RESTLESS_SECONDS = 5.0
 """A file that is written again and again without 2 s of quiet is taken between two writes after so long."""
 BREATH_SECONDS = 0.2
-"""Two looks at such a file, so far apart, that find it the same and closed are between two writes: long enough to hear
-that its writer has died."""
+"""If two looks so far apart find such a file closed and unchanged, it is between two writes. The pause is long enough
+to hear that its writer has died."""
 UNSEEN_SECONDS = 0.5
-"""The same where there is no /proc, and nobody can tell who has a file open."""
+"""The same without /proc, which shows the files that a process has open."""
 
 
 @dataclass
 class _Item:
-    """What is known of an entry: as it was ``done`` with; as it was last ``seen``, and ``since`` when (monotonic
-    seconds); Unix seconds since it ``changed``, was last seen ``opened`` for writing, and is ``mixed``; the files of it
-    that never change."""
+    """State of an entry: its signature when ``done``, and when last ``seen``, ``since`` when (monotonic seconds). Unix
+    seconds since it ``changed``, was last ``opened`` for writing, and is ``mixed``. ``steady``: its files that never
+    change."""
 
     done: Signature = ()
     seen: Signature = ()
@@ -43,39 +43,39 @@ class _Item:
 
 
 class Finished:
-    """``skip`` is what was restored, ``shapes`` what this node had written of it, by `family`."""
+    """Finder of finished checkpoints. ``skip`` are restored ones, ``shapes`` this node's files of them by `family`."""
 
     def __init__(self, *, skip: Mapping[str, Signature], shapes: Mapping[str, Counter[str]]) -> None:
         self._items: defaultdict[str, _Item] = defaultdict(_Item)
         self._shapes = dict(shapes)
         self.slept = 0.0
-        """Seconds of the last look that cost nothing."""
+        """Seconds of the last look that were spent asleep."""
         for name, signature in skip.items():
             self._items[name].done = signature
 
     def is_done(self, entry: Entry) -> bool:
-        """Whether it is as it was when `done` or `skip` told of it, or what is left of that: it is being removed."""
+        """Return whether it is as `done` or `skip` had it, or a rest of that, because it is being removed."""
         done = self._items[entry.name].done if entry.name in self._items else ()
         return done == entry.signature or set(entry.signature) < set(done)
 
     def done(self, entry: Entry) -> None:
-        """It is in ``live/``."""
+        """Note that the entry is in ``live/``."""
         item = self._items[entry.name]
         item.steady = {file[0] for file in set(entry.signature) & set(item.done)}
         item.done, item.changed, item.mixed = entry.signature, 0.0, 0.0
         self._shapes[family(entry.name)] = entry.shape
 
     def forget(self, names: Set[str]) -> None:
-        """All but these are gone."""
+        """Drop the state of all other entries: they are gone."""
         for name in self._items.keys() - names:
             del self._items[name]
 
     def drop(self, entry: Entry) -> None:
-        """Nobody will finish it."""
+        """Count an entry as done that no node will finish."""
         self._items[entry.name].done = entry.signature
 
     def look(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Those that are finished and not yet done. To be asked a few times a second: it remembers what was open."""
+        """Return the finished entries not yet done. Call it a few times a second: it remembers open files."""
         fresh = [entry for entry in entries if not self.is_done(entry)]
         busy = checkpoints.open_for_writing(fresh) if fresh else set()
         now = time.time()
@@ -95,12 +95,12 @@ class Finished:
         return found + _holding_still(restless, self.slept)
 
     def restless(self, entry: Entry) -> bool:
-        """Whether it is a file that is written again and again, for so long that it is taken between two writes."""
+        """Return whether it is a file that is written again and again, so long that it is taken between two writes."""
         changed = self._items[entry.name].changed if entry.name in self._items else 0.0
         return entry.single and bool(changed) and time.time() - changed >= RESTLESS_SECONDS
 
     def _still(self, entry: Entry, item: _Item, now: float) -> bool:
-        """Whether nobody is at work on it: a writer may also wait, with a file open.
+        """Return whether no process works on it: a writer may also wait, with a file open.
 
         The files' own times may be older than their coming (``copytree``), or lie in the future (a server's clock).
         """
@@ -108,9 +108,9 @@ class Finished:
         return unchanged and (entry.newest > now or checkpoints.quiet(entry, now, opened=item.opened))
 
     def _whole(self, entry: Entry, item: _Item, now: float) -> bool:
-        """Whether no file is missing that the one before had: some scripts pause for long between two of them.
+        """Return whether it has all files of the one before: some scripts pause for long between two files.
 
-        Of one that is written over the one before, a file that has not changed yet is missing, unless it never does.
+        If it is written over the one before, a file that has not changed yet is missing, unless it never changes.
         """
         lacks = self._shapes.get(family(entry.name), Counter()) - entry.shape
         if lacks and now - entry.newest < FORERUNNER_SECONDS:
@@ -125,7 +125,7 @@ class Finished:
 
 
 def _holding_still(entries: list[Entry], seconds: float) -> list[Entry]:
-    """Those that are the same so long after, and closed: looks at everything may lie further apart than two writes."""
+    """Return the entries unchanged and closed after ``seconds``: other looks may be further apart than writes."""
     if not entries:
         return []
     time.sleep(seconds)

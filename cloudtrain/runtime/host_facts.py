@@ -1,4 +1,4 @@
-"""Facts of the machine a node runs on, and where on it there is room."""
+"""Facts of a node's machine: a folder with room, cores, signal handlers, out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["cpu_count", "handles_sigterm", "oom_kills", "scratch_folder"]
 
 
 def scratch_folder(wanted: Iterable[str], prefix: str) -> Path:
-    """A new private folder in the first place that takes one. Raises `StorageError` naming all that did not."""
+    """Make a new private folder in the first place that takes one. Raises `StorageError` naming all failed places."""
     places = [*wanted, os.environ.get("TMPDIR"), "/tmp", os.getcwd(), "/dev/shm"]
     tried = []
     for place in dict.fromkeys(p for p in places if p):
@@ -28,7 +28,7 @@ def scratch_folder(wanted: Iterable[str], prefix: str) -> Path:
 
 
 def cpu_count() -> int:
-    """Cores this process may use."""
+    """Return the cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
@@ -36,7 +36,7 @@ def cpu_count() -> int:
 
 
 def handles_sigterm(pid: int) -> bool:
-    """Whether the process has a handler for SIGTERM; False where that cannot be read (no /proc)."""
+    """Return whether the process has a handler for SIGTERM; False if that cannot be read (no /proc)."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -45,7 +45,7 @@ def handles_sigterm(pid: int) -> bool:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed for memory: in this cgroup, else on this machine; 0 where neither can be read."""
+    """Return the kernel's kills for memory in this cgroup, else on this machine; 0 if neither can be read."""
     for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         with contextlib.suppress(OSError, ValueError):
             for line in Path(path).read_text().splitlines():

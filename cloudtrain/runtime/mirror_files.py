@@ -1,7 +1,7 @@
-"""Files that change while the script runs, mirrored whole into ``live/`` by a thread of their own, one after another.
+"""Mirror files that change while the script runs whole into ``live/``, in a thread of their own, one after another.
 
-Artifacts are copied every `GROWING_SECONDS`; the small file that tells how far a run is (metrics) more often.
-No file takes more than a tenth of the time: one that took long is left alone for as long as it deserves.
+Artifacts are copied every `GROWING_SECONDS`; the small metrics file, which shows a run's progress, more often. No file
+takes more than a tenth of the time: one that took long is left alone for ten times as long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROWING_SECONDS = 30.0
 SMALL_BYTES = 1 << 20
 RETRY_SECONDS = 1.0
 WALK_SHARE = 20
-"""A look at all files that took a second is followed by so many without one."""
+"""After a look at all files that took a second, the thread pauses for so many seconds."""
 SHARE = 10
 """A file that took a second to copy is not copied again for so many seconds."""
 
@@ -31,11 +31,10 @@ _State = tuple[int, int]
 
 
 class Growing:
-    """``places`` maps a folder, or a file, to where it goes in ``live/``; ``small`` is the one of them that is small,
-    copied every ``small_seconds``.
+    """A thread that copies ``places``: folder or file to its place in ``live/``; ``small`` every ``small_seconds``.
 
-    ``moved`` is told of every block that is copied: the file, and how many of its bytes have ever arrived. ``complain``
-    is told of what fails; it is tried again, but what can never arrive is not waited for.
+    ``moved`` is called for every copied block, with the file and all of its bytes that ever arrived. ``complain`` is
+    called for each failure. It is tried again, but the end does not wait for a file that can never arrive.
     """
 
     def __init__(
@@ -57,14 +56,14 @@ class Growing:
         self._walked = 0.0
         self._finishing, self._stopped, self._wake = False, False, threading.Event()
         self.done = threading.Event()
-        """After `finish`: all of it has arrived."""
+        """Set after `finish`, once all files have arrived."""
         self._thread = threading.Thread(target=self._loop, name="growing", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def finish(self) -> None:
-        """Nothing changes any more: bring all of it, now."""
+        """Copy all files now: nothing changes any more."""
         self._finishing = True
         self._wake.set()
 
@@ -88,12 +87,12 @@ class Growing:
             self._wake.wait(max(RETRY_SECONDS if finishing else self._pause(), WALK_SHARE * self._walked))
 
     def _once(self, finishing: bool) -> bool:
-        """Copy what has changed and is due; whether all of that arrived."""
+        """Copy the changed files that are due. Return whether all of them arrived."""
         now, due = time.monotonic(), {}
         for file, target in self._all(finishing=finishing):
             state = _state(file)
             if state and file not in self._copied and state == _state(target):
-                self._copied[file] = state  # it was brought back from there
+                self._copied[file] = state  # it was restored from there
             if state and self._copied.get(file) != state and (finishing or now >= self._next.get(file, now)):
                 due[file] = target
                 self._next.setdefault(file, now)
@@ -116,13 +115,13 @@ class Growing:
         return self._small_seconds if file == self._small and size <= SMALL_BYTES else GROWING_SECONDS
 
     def _all(self, *, finishing: bool) -> Iterator[tuple[Path, Path]]:
-        """Yield every file, and where it goes."""
+        """Yield every file and its target."""
         for root, target in self._places.items():
             for file in self._files(root):
                 yield file, target / file.relative_to(root) if file != root else target
 
     def _files(self, root: Path) -> Iterator[Path]:
-        """``root``, or all below it; what a replacement that was cut off has left is nobody's file."""
+        """Return ``root``, or all files below it, without the rests of a replacement that was cut off."""
         if not root.is_dir():
             yield root
             return
@@ -158,13 +157,13 @@ class Growing:
 
 
 def _hopeless(exc: OSError, file: Path) -> bool:
-    """Whether it is the file itself that cannot be read, or has a name that does not fit where it goes."""
+    """Return whether the file itself cannot be read, or has a name that does not fit at its target."""
     unreadable = exc.errno in (errno.EACCES, errno.EPERM) and str(exc.filename) == str(file)
     return unreadable or exc.errno == errno.ENAMETOOLONG
 
 
 def _state(file: Path) -> _State | None:
-    """What is different once the file has changed; None of what is no file, or gone."""
+    """Return a state that changes with the file; None if it is no file, or gone."""
     try:
         stat = file.stat()
     except OSError:

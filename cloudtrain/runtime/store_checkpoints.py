@@ -1,8 +1,8 @@
-"""Checkpoints that a script writes to the store by itself, below CLOUDTRAIN_CHECKPOINT_URL: which is the newest.
+"""Find the newest checkpoint that a script wrote to the store by itself, below CLOUDTRAIN_CHECKPOINT_URL.
 
-``torch.distributed.checkpoint`` writes ``.metadata`` last, so an entry is complete that has one, unless a file is newer
-than it: of an entry that is written over, the old one stays until the new one comes. The store is asked through fsspec,
-in the Python that runs the script: what a script can write to there, it can list. Nothing is copied.
+``torch.distributed.checkpoint`` writes ``.metadata`` last. So an entry with one is complete, unless a file is newer:
+while an entry is written over, the old ``.metadata`` stays until the new one comes. The store is listed through fsspec,
+in the Python that runs the script: a script can list where it can write. Nothing is copied.
 """
 
 from __future__ import annotations
@@ -99,24 +99,24 @@ _File = tuple[str, str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Direct:
-    """``url`` of a complete checkpoint, and when it was complete (Unix seconds)."""
+    """The ``url`` of a complete checkpoint, and the time at which it was complete (Unix seconds)."""
 
     url: str
     saved: float
 
 
 class RefusedError(StorageError):
-    """The store answers, but not us, by no credentials that have merely expired: nor did it take anything of the
-    script, which has the same."""
+    """The store refuses the node, not because credentials expired: it took nothing of the script either, which has the
+    same."""
 
 
 def newest(url: str, *, python: str, environ: Mapping[str, str], say: Callable[[str], None]) -> Direct | None:
-    """The newest complete checkpoint below ``url``, None of none.
+    """Return the newest complete checkpoint below ``url``; None if there is none.
 
     Raises `RefusedError` without the right to list it, `StorageError` when the store does not answer.
 
-    ``say`` is told of each that was being written over, and when ``python`` has nothing that reads such a store: nor
-    could the script have written there with it.
+    Calls ``say`` for each entry that was being written over, and if ``python`` cannot read such a store. In that case
+    the script could not have written there either.
     """
     entries: dict[str, dict[str, float]] = {}
     try:
@@ -165,7 +165,7 @@ def _local(root: Path) -> Iterator[_File]:
             try:
                 changed = file.stat().st_mtime
             except FileNotFoundError:
-                continue  # gone again, or a link to nothing
+                continue  # removed meanwhile, or a link to nothing
             if below:
                 yield entry, below, changed
 
