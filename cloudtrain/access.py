@@ -56,7 +56,7 @@ class Unproven(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How obstore opens a bucket: ``kind`` is s3, azure or gcs; ``config`` has obstore's names.
+    """An access to a bucket: ``kind`` is s3, azure or gcs; ``config`` has obstore's names.
 
     ``keys`` returns the credentials for the next request. It raises the errors of the vendor's SDK.
     """

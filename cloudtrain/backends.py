@@ -191,11 +191,11 @@ def _close_all(clients: list[Any], owner: int) -> None:
     clients.clear()
 
 
-# -------------------------------------------------------------------------------------------------- what can be a store
+# --------------------------------------------------------------------------------------------------------------- stores
 
 
 class Placing:
-    """How a file gets its name: written under it, or written beside it and renamed by ``rename``."""
+    """The way a file gets its name: written under it, or written beside it and renamed by ``rename``."""
 
     def __init__(self, rename: Rename | None = None) -> None:
         self.rename = rename
@@ -287,7 +287,7 @@ def _sftp(fs: Any, temp: str, path: str, new: bool) -> None:
 _RENAMES: Mapping[str, Rename] = dict.fromkeys(SFTP, _sftp)
 
 
-# ---------------------------------------------------------------------------------------------- what fsspec leaves open
+# ------------------------------------------------------------------------------------------------------- gaps of fsspec
 
 
 def tree(fs: Any, path: str) -> Generator[Mapping[str, Any], None, None]:
