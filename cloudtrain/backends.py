@@ -137,8 +137,8 @@ class Clients:
 
     ``make`` returns a file system and the URL's path in it: ``root``.
 
-    By fsspec's contract a synchronous file system belongs to one thread: if two threads share the connection of an SFTP
-    or FTP client, each may get the other's answer, or none.
+    By fsspec's contract a synchronous file system belongs to one thread. Two threads on one SFTP or FTP connection may
+    get each other's answers, or none.
     """
 
     def __init__(self, make: Callable[[], tuple[Any, str]], *, most: int) -> None:

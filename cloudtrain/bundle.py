@@ -84,8 +84,8 @@ class Bundle:
     """The files that ship. ``files`` and ``excluded`` are sorted by path; ``digest`` is the hex SHA-256 of `manifest`.
 
     ``entry_point`` is relative to ``root``, posix, or ``-m pkg.mod``. ``git`` is ``{commit, branch, dirty}`` of the
-    source, None outside git: commit None before the first one, branch None when detached, dirty if anything below the
-    root differs from the commit. ``parts`` are the folders on disk by the prefix under which they ship.
+    source, None outside git. Its commit is None before the first one, its branch None when detached; dirty means that
+    files differ from the commit. ``parts`` are the folders on disk by the prefix under which they ship.
     """
 
     root: Path

@@ -112,9 +112,8 @@ def carry(
     """Copy the checkpoint of ``layout.resume_source`` unless the store has it; return the bytes that moved.
 
     The source's store is opened with ``settings``. A checkpoint with a damaged file is skipped and reported to ``say``.
-    A copy that the run was given in ``left``, the place that it leaves, is taken from there: the run continues from the
-    checkpoint that it was given. Raises `SpecError` if nothing complete is left, `ConflictError`, `StorageError`,
-    `AuthError`.
+    A copy in ``left``, the place that the run leaves, is taken from there: the run keeps its checkpoint. Raises
+    `SpecError` if nothing complete is left, `ConflictError`, `StorageError`, `AuthError`.
     """
     place = _place(layout.resume_source or "")
     if place is None or layout.resume is None:

@@ -1,7 +1,7 @@
 """Cache SHA-256 digests of local files between processes, keyed by stat.
 
-A cached digest counts while size, times, inode and device are the same. It counts only if the file was read long after
-its last change, or long after these times were first seen, so that no later change can have the same times. On a file
+A cached digest counts while size, times, inode and device are the same. The file must also have been read long after
+its last change, or long after these times were first seen. Then no later change can have the same times. On a file
 system whose times may miss a change, it never counts. In any doubt the file is read.
 """
 

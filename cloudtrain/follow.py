@@ -133,8 +133,8 @@ class Follower:
 
     A gap is held back for ``gap_timeout`` seconds, then looked for in the segments (`wanted`, `segment`, `answered`). A
     segment may be late, so the gap becomes one marker line only after ``segment_timeout`` more seconds. Other nodes are
-    never held back. At most ``max_held`` lines of a node wait: beyond that its gap is looked for at once, and beyond
-    twice as many its oldest gap is given up. The newest ``max_ids`` of the platform's own ids are remembered.
+    never held back. Beyond ``max_held`` waiting lines a node's gap is looked for at once; beyond twice as many its
+    oldest gap is given up. The newest ``max_ids`` of the platform's own ids are remembered.
     """
 
     def __init__(

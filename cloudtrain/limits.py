@@ -1,8 +1,8 @@
 """Convert limits of money and GPU hours into seconds of running time, which a platform can enforce. Pure.
 
 ``max_cost`` buys ``max_cost / (machines x price)`` hours, ``max_gpu_hours`` gives ``max_gpu_hours / GPUs``. The
-shortest of these and ``max_runtime`` is the hard limit of the native request. The GPU that a run gets of a list is not
-known in advance, so the most expensive one, and the one with the most GPUs, set the limit for every choice.
+shortest of these and ``max_runtime`` is the hard limit of the native request. A run's choice of a GPU list is not known
+in advance. So the most expensive one, and the one with the most GPUs, set the limit for every choice.
 """
 
 from __future__ import annotations

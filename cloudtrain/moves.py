@@ -2,7 +2,7 @@
 
 Each place has a run of its own, with the same id, in its own store. Its run.json names the places that may follow
 (``fallbacks``) and the refusals of earlier ones (``refusals``). A handover is a record, ``next.json``, created
-exclusively in the folder of the run that is left, and only once nothing of that run lives or can come to life:
+exclusively in the folder of the run that is left. By then nothing of that run lives or can come to life:
 
 * the run ended for lack of machines and never ran, by the platform's word; or
 * the platform refused it. A client that sends an attempt first notes that it does, and then looks whether the attempt

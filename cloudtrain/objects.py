@@ -1,6 +1,6 @@
 """Move a store's bytes through obstore: S3, Azure Blob and Cloud Storage, by its synchronous calls from threads.
 
-Its asynchronous calls aborted at the interpreter's exit, after success. Memory is bounded for files of any size: at
+Its asynchronous calls aborted at the interpreter's exit, after success. Memory is bounded for files of any size. At
 most `SLOTS` chunks of `CHUNK` come in at a time, and `LARGE` files of `PARTS` parts go out.
 """
 

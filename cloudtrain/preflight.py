@@ -1,6 +1,6 @@
 """Check every node for ``cloudtrain doctor --job``: this one file runs there, started by a training's launcher.
 
-Each node reports its versions, GPUs, folders and clock, and connects to every other on a port that the system chose, as
+Each node reports its versions, GPUs, folders and clock. It connects to every other on a port that the system chose, as
 NCCL and gloo do. It also tries further ports of node 0 (``--ports``), by the common name and by node 0's own address.
 Then all ranks time all-reduces. Rank 0 writes ``preflight.json`` among the artifacts and a table on stdout. With
 ``--grace`` each node then waits for the stop signal, and prints the seconds since then until it is killed. Uses the

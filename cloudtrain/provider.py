@@ -329,15 +329,14 @@ class Site:
     a whole new object of each, which costs money.
 
     ``notices`` report the end of this node on platforms without a signal. Each is called every second in a thread of
-    its own. It returns the reason for the node's end, an empty text if it stays, and None if unknown. After such a
-    notice a node that has saved stays alive for at most ``hold`` seconds from the notice: a platform that takes the
-    node starts the job again, but not a job that has ended.
+    its own. It returns the reason for the node's end, an empty text if it stays, and None if unknown. A node that has
+    saved then stays alive for at most ``hold`` seconds from the notice. A platform that takes a node starts the job
+    again, but not a job that has ended.
 
     ``link_port`` is the port of the node link; None is ``master_port + 1``. ``join_timeout`` is the seconds that nodes
-    wait for each other before the first rank starts. ``restarts_in_place`` says that the platform restarts a failed
-    container itself before it ends the job: such a start must not run the script a second time. ``cuda_compat`` is the
-    folder of CUDA's forward compatibility libraries, which ranks use if the node's driver is older than the image's
-    CUDA.
+    wait for each other before the first rank starts. ``restarts_in_place``: the platform restarts a failed container
+    itself before it ends the job. Such a start must not run the script a second time. ``cuda_compat`` is the folder of
+    CUDA's forward compatibility libraries, which ranks use if the node's driver is older than the image's CUDA.
     """
 
     topology: Topology

@@ -100,9 +100,9 @@ def pull(
 ) -> PullReport:
     """Bring the run's results into ``folder``, except files that are there already and right.
 
-    Checkpoints are the newest complete one of each name, all nodes' files together, checked against their digests, and
-    those that a script wrote to the store itself. A pointer to one (``best``) is a file with its name. If two nodes
-    wrote a file differently, the later one's is kept under ``node-<n>/``. A new checkpoint appears whole or not at all.
+    Checkpoints are the newest complete one of each name and those that a script wrote to the store itself. All nodes'
+    files come together, checked against their digests. A pointer to one (``best``) is a file with its name. If two
+    nodes wrote a file differently, the later one's is kept under ``node-<n>/``. Checkpoints appear whole or not at all.
 
     ``along`` are the statuses of an unfinished run: new results are brought while they come, and once more after the
     last. ``on_pull`` gets the report each time that something came. Without ``along``, a checkpoint requested by

@@ -44,9 +44,9 @@ def plan_rehearsal(
 ) -> Plan:
     """Return the plan of a rehearsal of ``job`` on ``provider`` (default: the setting), in ``settings``' first place.
 
-    ``store`` is the local folder in place of the real store, ``maps`` are local paths by the URLs they stand for,
-    ``image`` is a local image in the request's place, ``secrets`` are references ``env:VARIABLE`` by the names of the
-    job's secrets, ``drills`` are pairs like ``("preempt", "node=1,after=30s")``. Its request's ``body`` holds the
+    ``store`` is the local folder in place of the real store. ``maps`` are local paths by the URLs they stand for.
+    ``image`` is a local image in the request's place. ``secrets`` are references ``env:VARIABLE`` by the names of the
+    job's secrets. ``drills`` are pairs like ``("preempt", "node=1,after=30s")``. Its request's ``body`` holds the
     provider's whole (``request``), and in ``differences`` a line for each difference from the platform. Raises the
     errors of `make_plan`, and `SpecError` for a job that cannot be rehearsed.
     """

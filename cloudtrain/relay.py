@@ -71,8 +71,9 @@ def bring(
     """Copy the inputs of ``layout`` with a ``source`` that the store lacks; return the bytes that moved.
 
     Sources are read with fsspec's own credentials. Inputs that the run was given in ``left``, the place before, come
-    from their copies there, if complete and undamaged. Raises `SpecError` for a source without files, `ConflictError`
-    if it changed since an unfinished run was given its copy, `StorageError` if it changes meanwhile, and `AuthError`.
+    from their copies there, if complete and undamaged. Raises `SpecError` for a source without files, `StorageError` if
+    it changes meanwhile, and `AuthError`. Raises `ConflictError` if it changed since an unfinished run was given its
+    copy.
     """
     wanted = {item.url: (name, item) for name, item in layout.inputs.items() if item.source is not None}
     return sum(_brought(store, layout, name, item, left, progress, say) for name, item in wanted.values())
@@ -487,7 +488,7 @@ class _Room:
 
 
 def _weight(size: int) -> int:
-    """Return the bytes of memory for a copy: of a small file the pieces and their sum, of a large one the pieces ahead
+    """Return the bytes of memory for a copy. A small file needs its pieces and their sum; a large one the pieces ahead
     and those that a client library sends at once."""
     return 3 * size if size <= PIECE else PIECE * (AHEAD + 9)
 

@@ -1,7 +1,7 @@
 """The handle of a run, made from the URL of its run folder: status, logs, wait, pull, cancel and the result.
 
-It reads three sources: the platform (is the job running, why did it stop), the exit records of nodes in ``live/exit``
-(which rank failed first, and why) and, once the run is final, ``result.json``, which decides.
+It reads the platform's status and the exit records of nodes in ``live/exit`` (which rank failed first, and why). Once
+the run is final, ``result.json`` decides.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ class Store:
 
         A local path is used in place if nodes can read ``file`` URLs, else it gets a content address in this store. A
         remote URL is passed on verbatim if nodes can read it; else `relay` copies it to an address in this store, made
-        of the URL alone. It is one file if its last part ends in a suffix like ``.csv.gz`` or ``.parquet`` (a dot, a
-        letter, at most eleven more letters or digits) and not in ``/``. Raises `SpecError` for a missing path, or one
+        of the URL alone. It is one file if it ends in a suffix like ``.csv.gz`` or ``.parquet``, not in ``/``. A suffix
+        is a dot, a letter, and at most eleven more letters or digits. Raises `SpecError` for a missing path, or one
         that no store can hold.
         """
         placed: dict[str, LayoutInput] = {}

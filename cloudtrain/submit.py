@@ -243,8 +243,8 @@ class Plan:
         }
 
     def _disk(self) -> dict[str, Any]:
-        """Return a node's known disk needs: code, copied inputs, and the number of checkpoints at a time: those kept,
-        the one being copied, the one being written. None: all."""
+        """Return a node's known disk needs: code, copied inputs, and the number of checkpoints (kept, being copied,
+        being written). None: all."""
         copied = sum(tree.bytes for tree in self.trees)
         kept = int(self.request.context["keep_checkpoints"])
         return {"code_bytes": self.bundle.size, "input_bytes": copied, "checkpoints": kept + 2 if kept else None}

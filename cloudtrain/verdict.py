@@ -119,8 +119,8 @@ def with_start(status: Status, began: float | None, *, ran: float, stopped: bool
 
 
 def without_machines(status: Status, reason: str) -> Status:
-    """Return ``status`` of an attempt cancelled by a client for lack of machines, with category capacity and
-    ``reason``, as on platforms with such a limit of their own."""
+    """Return ``status`` of an attempt that a client cancelled for lack of machines, with category capacity and
+    ``reason``. Platforms with such a limit report the same."""
     attempts = status.attempts
     if attempts:
         attempts = (*attempts[:-1], replace(attempts[-1], reason=reason, category="capacity"))
@@ -162,7 +162,7 @@ def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Reco
 
     A platform may start a failed container again before it ends the job. The nodes of such an attempt leave no start
     record and decide nothing, so the failure that was decided just before it counts. A platform may also count starts
-    that never reached our runtime, which then numbered the attempt lower: so records of the same k that ended after the
+    that never reached our runtime, which then numbered the attempt lower. So records of the same k that ended after the
     platform's attempt began are its records too.
     """
     own = [r for r in exits if r["attempt"] == info.number]
@@ -257,8 +257,8 @@ def attempts_within(
     """Return the attempts of a native job whose platform reports none; ``known`` are the nodes' numbers.
 
     The job's start is that of the first one, its end and reason those of the last. If the platform does not report when
-    the job ran (`Status.limit_s`), it may have waited for machines at the end: the recorded end of an attempt in
-    ``exited`` then counts.
+    the job ran (`Status.limit_s`), it may have waited for machines at the end. Then the recorded end of an attempt in
+    ``exited`` counts.
     """
     numbers = sorted({n for n in known if attempt_key(n)[:1] == (attempt,)} | {f"{attempt}.0"}, key=attempt_key)
     rows = [AttemptInfo(number=number) for number in numbers]
