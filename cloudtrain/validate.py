@@ -1,4 +1,4 @@
-"""Plain values, checked: each function returns what it was given, made right, or raises `SpecError`."""
+"""Check plain values: each function returns its argument, normalised, or raises `SpecError`."""
 
 from __future__ import annotations
 
@@ -56,15 +56,11 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATION = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in "dhms"))
 _DEEPEST = 64
 _BIGGEST = 10**300
-"""Numbers beyond this have no place in JSON: other readers take its numbers for doubles."""
+"""Numbers beyond this are not portable in JSON: other readers use doubles."""
 
 
 def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> str:
-    """Return the choice that ``word`` may be a slip of the keyboard for, or the empty string.
-
-    A slip changes, adds, drops or swaps a few characters: one in a short word, one in three of at most nine. With
-    ``short_forms``, ``word`` may also be a short form of a choice (``hyperparams``), or the other way round.
-    """
+    """Return the choice that ``word`` may be a misspelling of, or the empty string."""
     found = [(_slips(word.lower(), choice.lower()), word[:2] != choice[:2], choice) for choice in choices]
     near = [item for item in found if item[0] <= min(3, max(1, len(word) // 3)) and 2 * item[0] < len(word)]
     short = [item for item in found if short_forms and _is_short_for(word.lower(), item[2].lower())]
@@ -72,9 +68,9 @@ def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> s
 
 
 def respelt(name: str, names: Iterable[str], *, least: int) -> str:
-    """Return ``name`` with each word that is a slip for a word of ``names`` put right (``eu-wset-9``: ``eu-west-9``).
+    """Return ``name`` with each misspelt word of ``names`` corrected (``eu-wset-9``: ``eu-west-9``).
 
-    A word is a run of at least ``least`` letters. Numbers and new words stay, so a name that is new stays as it is.
+    A word is a run of at least ``least`` letters. Numbers and new words stay, so a new name stays as it is.
     """
     words = {word for known in names for word in re.findall(rf"[a-z]{{{least},}}", known.lower())}
 
@@ -93,14 +89,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def _is_short_for(one: str, other: str) -> bool:
-    """Return whether the shorter word is the longer one with letters left out, but for its first three."""
+    """Return whether the shorter word is the longer one with letters left out after the first three."""
     short, long = sorted((one, other), key=len)
     rest = iter(long)
     return len(short) > 2 and short[:3] == long[:3] and all(letter in rest for letter in short)
 
 
 def _slips(one: str, other: str) -> int:
-    """Return the number of slips between two words: Damerau's distance, of neighbours swapped at most once."""
+    """Return the number of slips between two words: Damerau's distance, with neighbours swapped at most once."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, left in enumerate(one):
@@ -113,7 +109,7 @@ def _slips(one: str, other: str) -> int:
 
 
 def brief(value: Any) -> str:
-    """``repr`` of a value in a message, cut where nobody would read on: `BRIEF` characters."""
+    """Return ``repr`` of a value for a message, cut to `BRIEF` characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an int of thousands of digits, or a list in a list in a list…
@@ -122,19 +118,19 @@ def brief(value: Any) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """``url`` without a query, which may be a signature, and without a user's name and password."""
-    plain = scrubbed(url).partition("?")[0].replace("://***@", "://")  # a key of AWS may have slashes
+    """Return ``url`` without a query, which may be a signature, and without a user's name and password."""
+    plain = scrubbed(url).partition("?")[0].replace("://***@", "://")  # an AWS key may have slashes
     return re.sub(r"(?<=://)[^/@]*:[^/@]*@", "", plain)
 
 
 def url_scheme(url: str) -> str:
-    """The scheme of ``url`` in lower case (``s3``, ``abfs``, ``file``); a plain path (``C:\\x`` too) is ``""``."""
+    """Return the scheme of ``url`` in lower case (``s3``, ``abfs``, ``file``); a plain path (``C:\\x``) has none."""
     match = _SCHEME.match(url)
     return match[1].lower() if match and len(match[1]) > 1 else ""
 
 
 def parse_duration(value: Any, *, field: str) -> int:
-    """Seconds of ``90``, ``"90s"``, ``"1h30m"``, ``"2d"`` or a timedelta; whole and above zero, else `SpecError`."""
+    """Return the seconds of ``90``, ``"90s"``, ``"1h30m"``, ``"2d"`` or a timedelta; above zero, else `SpecError`."""
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, str):
@@ -160,7 +156,7 @@ def parse_duration(value: Any, *, field: str) -> int:
 
 
 def parse_since(value: Any, now: float, *, field: str) -> float:
-    """Return Unix seconds of a moment: so long before ``now`` (``"10m"``, a timedelta), or a time.
+    """Return Unix seconds of a moment: a duration before ``now`` (``"10m"``, a timedelta), or a time.
 
     A time is a datetime or ISO 8601 text; without a zone it is UTC. Raises `SpecError`.
     """
@@ -184,7 +180,7 @@ def parse_size(value: Any, *, field: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a Job reads them: ``45s``, ``1h30m``, ``24h``; the two largest units, days only from the third."""
+    """Return seconds as a Job reads them: ``45s``, ``1h30m``, ``24h``; the two largest units, days from three on."""
     left = max(0, round(seconds))
     units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))[0 if left >= 3 * 86400 else 1 :]
     words = []
@@ -196,7 +192,7 @@ def duration(seconds: float) -> str:
 
 
 def toml_loads(text: str, *, where: str) -> dict[str, Any]:
-    """Parsed TOML; `SpecError` naming ``where``, line and column when it is not."""
+    """Parse TOML. Raises `SpecError` with ``where``, line and column."""
     if sys.version_info >= (3, 11):
         import tomllib  # novm
     else:
@@ -204,14 +200,14 @@ def toml_loads(text: str, *, where: str) -> dict[str, Any]:
     try:
         data: dict[str, Any] = tomllib.loads(text)
         return data
-    except ValueError as exc:  # a number of thousands of digits is one too
+    except ValueError as exc:  # includes a number of thousands of digits
         raise SpecError(f"not TOML: {exc}", field=where) from None
     except RecursionError:
         raise SpecError("not TOML that anybody wrote: nested too deeply", field=where) from None
 
 
 def json_loads(data: str | bytes) -> Any:
-    """Parsed JSON; `ValueError` for whatever is none, however it is not."""
+    """Parse JSON. Raises `ValueError` for any invalid input, also if nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -221,11 +217,11 @@ def json_loads(data: str | bytes) -> Any:
 _RUN_RECORD: dict[str, tuple[type, ...]] = {"created": (int, float)}
 _RUN_RECORD |= dict.fromkeys(("settings", "job", "layout", "code"), (dict,))
 _RUN_RECORD |= dict.fromkeys(("run_id", "run", "provider", "job_digest", "runtime", "version"), (str,))
-"""Types of what a run.json has at the top."""
+"""Types of the top-level entries of run.json."""
 
 
 def checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> dict[str, Any]:
-    """``record``, a run.json that has all that is ``needed``. Raises `StorageError`: the file ``where`` is damaged."""
+    """Return ``record``, a run.json, if it has all of ``needed``; else `StorageError`: ``where`` is damaged."""
     lacks = next((f"it has no {name}" for name in needed if name not in record), "")
     wrong = (name for name, kinds in _RUN_RECORD.items() if name in record and type(record[name]) not in kinds)
     if why := lacks or next((f"its {name} is a {type(record[name]).__name__}" for name in wrong), ""):
@@ -234,7 +230,7 @@ def checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> di
 
 
 def text_of(value: Any, where: str, *, empty: bool = False) -> str:
-    """UTF-8 text without NUL; not empty unless ``empty``."""
+    """Return UTF-8 text without NUL; not empty unless ``empty``."""
     if not isinstance(value, str):
         raise SpecError(f"must be text, not {type(value).__name__}", field=where)
     if not value and not empty:
@@ -249,14 +245,14 @@ def text_of(value: Any, where: str, *, empty: bool = False) -> str:
 
 
 def texts_of(value: Any, where: str, *, empty: bool = False) -> tuple[str, ...]:
-    """A list of texts, as a tuple."""
+    """Return a list of texts as a tuple."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise SpecError(f"must be a list of texts, not {type(value).__name__}", field=where)
     return tuple(text_of(item, f"{where}[{i}]", empty=empty) for i, item in enumerate(value))
 
 
 def whole_number(value: Any, where: str, *, least: int, most: int | None = None) -> int:
-    """An int of at least ``least``, at most ``most``."""
+    """Return an int of at least ``least``, at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise SpecError(f"must be a whole number, not {brief(value)}", field=where)
     if value < least or (most is not None and value > most):
@@ -268,7 +264,7 @@ def whole_number(value: Any, where: str, *, least: int, most: int | None = None)
 
 
 def choice_of(value: Any, choices: tuple[str, ...], where: str) -> str:
-    """One of ``choices``; the nearest is named when it is none."""
+    """Return one of ``choices``; the error for any other value names the nearest."""
     if value not in choices:
         names = ", ".join(choices)
         raise SpecError(
@@ -278,7 +274,7 @@ def choice_of(value: Any, choices: tuple[str, ...], where: str) -> str:
 
 
 def table_of(value: Any, where: str) -> dict[str, Any]:
-    """A table with text keys, as a dict."""
+    """Return a table with text keys as a dict."""
     if not isinstance(value, Mapping):
         raise SpecError(f"must be a table of names and values, not {type(value).__name__}", field=where)
     for key in value:
@@ -304,18 +300,18 @@ def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
 
 
 def is_price(value: Any) -> bool:
-    """Whether it is US dollars an hour: above zero, and less than 10^12, as no machine costs that."""
+    """Return whether it is US dollars an hour: above zero, and below 10^12, more than any machine costs."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e12
 
 
 def sequence_of(value: Any) -> Any:
-    """A lone text as a list of one, as is whatever else is no list: who reads the items says what is wrong."""
+    """Return a list of one for a lone text or other non-list; the reader of the items rejects wrong ones."""
     return value if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else [value]
 
 
 def unix_seconds(moment: datetime | str | float) -> float:
-    """Unix seconds of a moment: a number of them, or a time or ISO text, in UTC unless it says otherwise."""
-    if isinstance(moment, str):  # before Python 3.11 neither Z nor nanoseconds are part of that
+    """Return Unix seconds of a moment: a number of them, or a time or ISO text, in UTC without a zone."""
+    if isinstance(moment, str):  # before Python 3.11 fromisoformat takes neither Z nor nanoseconds
         text = re.sub(r"\.(\d+)", lambda match: f".{match[1]:0<6.6}", moment.strip().replace("Z", "+00:00"))
         moment = datetime.fromisoformat(text)
     if isinstance(moment, datetime):
@@ -353,39 +349,39 @@ _BESIDE = frozenset(
         ".wav",
     ]
 )
-"""Suffixes of what scripts write beside their checkpoints: settings, logs, pictures, programs."""
+"""Suffixes of other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
 _NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
 
 
 METADATA = ".metadata"
-"""What ``torch.distributed.checkpoint`` writes last."""
+"""File that ``torch.distributed.checkpoint`` writes last."""
 
 
 def newer_than_metadata(times: Mapping[str, float]) -> str:
-    """The file of a checkpoint, of paths and when each changed, that was written after its `METADATA`; else empty.
+    """Return the file of a checkpoint (paths with change times) that was written after its `METADATA`; else "".
 
-    There is one while a checkpoint is written over: the old ``.metadata`` stays until the new one comes.
+    There is one while a checkpoint is overwritten: the old ``.metadata`` stays until the new one comes.
     """
     last = max(times, key=lambda path: times[path])
     return last if times[last] > times[METADATA] else ""
 
 
 def family(name: str) -> str:
-    """``name`` with its numbers left out: that of every checkpoint, or file, that a script writes in the same place."""
+    """Return ``name`` without its numbers: equal for all checkpoints, or files, that a script writes in one place."""
     return re.sub(r"\d+", "#", name)
 
 
 def unversioned(name: str) -> str:
-    """``name`` with its version left out: ``last.ckpt`` of ``last-v1.ckpt``, which is written beside an older one."""
+    """Return ``name`` without its version: ``last.ckpt`` of ``last-v1.ckpt``, which is written next to an older one."""
     return _VERSION.sub("", name)
 
 
 def step_of(name: str) -> int | None:
-    """The step that a checkpoint's name tells: the number after step, iter or checkpoint, else the last one.
+    """Return the step in a checkpoint's name: the number after step, iter or checkpoint, else the last one.
 
-    That of an epoch is none, nor is a version (``last-v1.ckpt``). Of ``RUN/NAME`` only ``NAME`` counts.
+    Epochs and versions (``last-v1.ckpt``) do not count. Of ``RUN/NAME`` only ``NAME`` counts.
     """
     name = name.rpartition("/")[2]
     found = _STEP.findall(name) or re.findall(r"\d+", _NO_STEP.sub("", name))
@@ -393,12 +389,12 @@ def step_of(name: str) -> int | None:
 
 
 def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str]:
-    """Which of ``entries`` (key to name, and paths below it: one empty path for a file) a training can go on from.
+    """Return the ``entries`` (key to name and paths below it; one empty path for a file) to resume a training from.
 
-    Trainers leave more in the folder of their checkpoints: HF's has the final model and the settings beside
-    ``checkpoint-500/``, DeepSpeed's a script. So, of the first of these kinds that there is: numbered folders, and
+    Trainers leave more in their checkpoint folder: HF's has the final model and the settings beside
+    ``checkpoint-500/``, DeepSpeed's a script. So the first of these kinds that exists counts: numbered folders, and
     other folders that share a file with them (``last.ckpt/``); numbered files, and others of the same suffix
-    (``last.ckpt``); whatever is no text, log or picture; everything.
+    (``last.ckpt``); any file but text, log or picture; everything.
     """
     states = {key: item for key, item in entries.items() if not all(map(_beside, _files_of(*item)))} or dict(entries)
     folders = {key for key, (_, paths) in states.items() if list(paths) != [""]}
@@ -421,9 +417,9 @@ def _beside(path: str) -> bool:
 
 
 def merge_metrics(attempts: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of all attempts, given oldest first, as one history.
+    """Return the rows of all attempts, given oldest first, as one history.
 
-    An attempt replaces the earlier rows from its own first step on; rows without a step stay where they are.
+    An attempt replaces the earlier rows from its own first step on; rows without a step stay in place.
     """
     merged: list[dict[str, Any]] = []
     for attempt in attempts:
@@ -440,9 +436,9 @@ def _step(row: Mapping[str, Any]) -> float | None:
 
 
 def json_rows(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects of JSON Lines, without lines that are none, such as the last one of a killed process.
+    """Return the JSON objects of JSON Lines, without invalid lines, such as the last one of a killed process.
 
-    An object that `json_value` would refuse, as it is nested too deeply, is left out, too.
+    Objects that `json_value` would refuse for their depth are left out too.
     """
     rows: list[dict[str, Any]] = []
     for line in data.splitlines():

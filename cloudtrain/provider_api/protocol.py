@@ -1,10 +1,9 @@
 """The border between cloudtrain and a platform: the Provider protocol and the values that cross it.
 
-A provider is one module (or folder) of `cloudtrain.providers` whose name is the provider's, holding a class
-``Provider``; third parties register theirs under the entry-point group ``cloudtrain.providers``. Nothing else names it.
-
-`plan`, `nodes` and `site` are pure: no network, no credentials, no SDK. Everything here is the standard library alone,
-because the node side runs from the same files inside images that have nothing else.
+A provider is one module (or folder) of `cloudtrain.providers` with the provider's name and a class ``Provider``. Third
+parties register theirs under the entry-point group ``cloudtrain.providers``. `plan`, `nodes` and `site` are pure: no
+network, no credentials, no SDK. Everything here uses the standard library alone, because nodes run the same files in
+images that have nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from ..errors import NotFoundError, SpecError, UnsupportedError
 from ..validate import did_you_mean, url_scheme
 
-if TYPE_CHECKING:  # a node compiles all that it imports at each start, and has no use for it
+if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
     from pathlib import Path
 
     from ..job.job import Input, Job
@@ -60,7 +59,7 @@ __all__ = [
 ]
 
 PROTOCOL = 1
-"""Version of context.json; the node refuses one it does not know."""
+"""Version of context.json; the node refuses unknown versions."""
 JOIN_TIMEOUT = 1800.0
 """Seconds that nodes wait for each other: clouds start the nodes of one job many minutes apart."""
 
@@ -69,14 +68,14 @@ FINAL = ("succeeded", "failed", "cancelled")
 ENTRY_POINTS = "cloudtrain.providers"
 
 
-# --------------------------------------------------------------------------------------------- what a plan is made of
+# ---------------------------------------------------------------------------------------------------- parts of a plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutInput:
-    """Where a channel's data is for the nodes. ``file`` is the file's name when the channel is one file, else None.
+    """The place of a channel's data for the nodes. ``file`` is the file's name if the channel is one file, else None.
 
-    ``source`` is the URL that the data is copied from at submission, where nodes cannot read that by themselves.
+    ``source`` is the URL from which submission copies the data, if nodes cannot read that.
     """
 
     url: str
@@ -88,11 +87,10 @@ class LayoutInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Every URL of one run, computed from hashes and the run id alone. Folders end without a slash. ``origin``
-    (`provenance`) is for native tags: who sends the same run from elsewhere sends the same run.
+    """Every URL of one run, computed from hashes and the run id alone. Folders end without a slash.
 
-    ``resume_source`` is the URL of the run whose newest checkpoint is copied to ``resume`` at submission, where nodes
-    cannot read that by themselves.
+    ``origin`` (`provenance`) is for native tags and does not change the run. ``resume_source`` is the URL of the run
+    whose newest checkpoint submission copies to ``resume``, if nodes cannot read that.
     """
 
     store: str
@@ -126,7 +124,7 @@ class Layout:
 
     @property
     def direct(self) -> str:
-        """Checkpoints that a script writes to the store by itself."""
+        """Checkpoints that a script writes to the store itself."""
         return f"{self.run}/checkpoints"
 
     @property
@@ -142,7 +140,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Layout:
-        """A Layout from its plain form (`dataclasses.asdict`), as plans and run.json hold it."""
+        """Return a Layout from its plain form (`dataclasses.asdict`), as plans and run.json hold it."""
         try:
             return cls(**{**data, "inputs": {name: LayoutInput(**item) for name, item in data["inputs"].items()}})
         except (KeyError, TypeError, AttributeError) as exc:
@@ -151,10 +149,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a provider is sent. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json.
+    """A request to a provider. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json.
 
-    ``instance_types`` are the machines that the platform may choose, best first, in its own names; none where this
-    machine starts the nodes. ``notes`` are what the user should know of it before it is sent.
+    ``instance_types`` are the platform's names of the machines that it may choose, best first; none if this machine
+    starts the nodes. ``notes`` are for the user, before it is sent.
     """
 
     provider: str
@@ -171,7 +169,7 @@ class Request:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
 
     def next_choice(self, category: str) -> int:
-        """Index of the GPU to ask for after ``category``: of those the platform could choose from none had capacity."""
+        """Return the index of the GPU to request next; lack of capacity rules out all machines of the request."""
         return self.choice + (max(1, len(self.instance_types)) if category == "capacity" else 1)
 
     @classmethod
@@ -182,16 +180,16 @@ class Request:
             raise SpecError(f"not a request: {exc}", field="request") from None
 
 
-# -------------------------------------------------------------------------------------------- what a platform answers
+# ---------------------------------------------------------------------------------------------- answers of a platform
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptInfo:
     """One start of all nodes. ``number`` is ``k.r``; times are Unix seconds.
 
-    ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began, ``resumed_from`` which
-    checkpoint it started from; ``lost`` is what the next one had to do again: ``{"seconds": s, "steps": n}``, each None
-    when nobody can tell. The last attempt has lost nothing yet: None.
+    ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began. ``resumed_from`` is its
+    checkpoint. ``lost`` is the work that the next attempt repeated: ``{"seconds": s, "steps": n}``, each None if
+    unknown. The last attempt has lost nothing yet: None.
     """
 
     number: str
@@ -208,13 +206,13 @@ class AttemptInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What the platform says of a run. ``native`` is its own word; times are Unix seconds.
+    """The platform's status of a run. ``native`` is its own word; times are Unix seconds.
 
-    ``billed_s`` is machine time that the platform bills, summed over nodes, ``saved`` the part of the running time (0
-    to 1) that preemptible machines did not cost, ``cost_usd`` an estimate; None is what the platform does not tell.
-    ``limit_s`` is the job's time limit in seconds. Only a platform sets it that tells neither when a job began to run
-    nor whether that limit ended it. `cloudtrain.runs.outcome.with_start` then completes the status by the nodes' records;
-    ``started`` of a running job is the time since which it has run at the latest.
+    ``billed_s`` is billed machine time, summed over nodes. ``saved`` is the part of the running time (0 to 1) that
+    preemptible machines did not cost, ``cost_usd`` an estimate. None means that the platform does not report it.
+    ``limit_s`` is the job's time limit in seconds. Only a platform sets it that reports neither a job's start nor
+    whether that limit ended it. `cloudtrain.runs.outcome.with_start` then completes the status by the nodes' records;
+    ``started`` of a running job is the latest possible start.
     """
 
     state: str
@@ -238,7 +236,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """One line as the platform keeps it. ``id`` is the platform's own key of it, for text without a number of ours."""
+    """One line of the platform's log. ``id`` is the platform's own key of it, for text without a number of ours."""
 
     node: str
     text: str
@@ -248,14 +246,14 @@ class LogLine:
 
 @dataclass(frozen=True, kw_only=True)
 class LogPage:
-    """Some lines, and the cursor (JSON) that continues after them. ``more``: the next page can be asked for at once."""
+    """Some lines, and the cursor (JSON) to continue after them. ``more``: the next page is available now."""
 
     lines: tuple[LogLine, ...]
     cursor: Any
     more: bool = False
 
 
-# --------------------------------------------------------------------------------------- what a platform gives a node
+# ----------------------------------------------------------------------------------------------- a node's environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,16 +268,16 @@ class Topology:
 
 
 class RunObjects(Protocol):
-    """A run's folder in the store, as a node reaches it without the platform's agent. Keys are below that folder.
+    """A run's folder in the store, reached by a node without the platform's agent. Keys are below that folder.
 
-    Each method raises `StorageError`. `read` raises `DigestError` for an object that is not there.
+    Each method raises `StorageError`. `read` raises `DigestError` for a missing object.
     """
 
     def copy(self, key: str, target: str, size: int) -> None:
         """Copy an object of ``size`` bytes within the store."""
 
     def read(self, key: str, path: Path) -> None:
-        """Download an object to a file, whose folder is there."""
+        """Download an object to a file in an existing folder."""
 
     def write(self, key: str, data: bytes) -> None:
         """Write an object."""
@@ -292,12 +290,11 @@ class RunObjects(Protocol):
 class SyncAgent:
     """A platform's own program that copies a node's ``live`` folder to the store, and back at the next start.
 
-    Beside a file it puts an empty one whose name ends in ``uploading``, then one that ends in ``uploaded``. It leaves
-    files alone whose names end in ``ignored``. ``put`` uploads one file without the agent, given its path below
-    ``live``, the file, and what to call after each part; it raises `StorageError`. None: the node has no way there.
-
-    The agent downloads all of ``live`` at a start. With ``objects`` node 0 moves checkpoints that a restart does not
-    need out of ``live``, to ``archive`` of the run's folder.
+    For each file it adds an empty one whose name ends in ``uploading``, then one that ends in ``uploaded``. It skips
+    files whose names end in ``ignored``. ``put`` uploads one file without the agent, given its path below ``live``, the
+    file, and a function to call after each part. It raises `StorageError`; None if the node cannot upload. The agent
+    downloads all of ``live`` at a start. With ``objects`` node 0 moves checkpoints that a restart does not need out of
+    ``live``, to ``archive`` of the run's folder.
     """
 
     uploading: str
@@ -308,39 +305,38 @@ class SyncAgent:
 
     @property
     def marks(self) -> tuple[str, str, str]:
-        """The ends of the names that are the agent's, not the user's."""
+        """The name endings of the agent's files."""
         return self.uploading, self.uploaded, self.ignored
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What the platform gives a node. ``paths`` maps ``live`` and ``input.<channel>`` to folders.
+    """A node's environment on its platform. ``paths`` maps ``live`` and ``input.<channel>`` to folders.
 
     ``scratch`` lists folders to try, best first. ``stop_grace`` is seconds between the platform's stop signal and its
-    kill. ``exit_code`` maps an outcome (succeeded, failed, preempted; and lost, where it should be another one when the
-    only failure is that of a node which is gone) to the process exit code that makes the platform do the right thing.
-    ``secrets`` fetches the value of one reference. ``supervisor`` is the pid of a parent without which this node must
-    not go on. ``groups_file`` is where the node notes the process groups it starts, which must not outlive a killed
-    node that is no container. ``cpus`` are this node's cores, where several nodes share a machine. ``attempt`` is
-    ``k.r``, where the platform itself counts its starts. ``folders`` are what scripts written for this platform know,
-    absolute or below their own folder, each a link to one of ours: ``checkpoints`` or ``artifacts``. Texts of
-    ``export_env`` may hold placeholders. ``agent`` copies ``live`` to the store; None: ``live`` is the store's own, or
-    the engine's business.
+    kill. ``exit_code`` maps an outcome (succeeded, failed, preempted, lost) to the process exit code that makes the
+    platform act rightly; lost is optional and means that the only failure is a lost node. ``secrets`` fetches the value
+    of one reference. ``supervisor`` is the pid of a parent without which this node must stop. ``groups_file`` is where
+    the node notes the process groups it starts, which must not outlive a killed node outside a container. ``cpus`` are
+    this node's cores, if several nodes share a machine. ``attempt`` is ``k.r``, if the platform itself counts its
+    starts. ``folders`` are those that scripts for this platform expect, absolute or below the script's, each a link to
+    ours: ``checkpoints`` or ``artifacts``. Texts of ``export_env`` may hold placeholders. ``agent`` copies ``live`` to
+    the store; None: ``live`` is the store's own, or the engine copies it.
 
     ``hidden_env`` lists prefixes of the node's variables that ranks do not get. ``notes`` are lines for the node's log.
+
     ``flush_seconds`` is the time between two writes of metrics, and of log lines, into ``live``. An object store makes
     a whole new object of each, which costs money.
 
-    ``notices`` tell of the end of this node where no signal does. Each is called every second in a thread of its own.
-    It returns why the node is about to be taken away, an empty text when the node is not, and None when it cannot say.
-    After such a notice a node that has saved stays alive for at most ``hold`` seconds from the notice: a platform that
-    takes the node starts the job again, but not a job that has ended.
+    ``notices`` report the end of this node on platforms without a signal. Each is called every second in a thread of
+    its own. It returns the reason for the node's end, an empty text if it stays, and None if unknown. A node that has
+    saved then stays alive for at most ``hold`` seconds from the notice. A platform that takes a node starts the job
+    again, but not a job that has ended.
 
     ``link_port`` is the port of the node link; None is ``master_port + 1``. ``join_timeout`` is the seconds that nodes
-    wait for each other before the first rank starts. ``restarts_in_place`` says that the platform starts a failed
-    container again by itself, before it ends the job: such a start must not run the script a second time.
-    ``cuda_compat`` is the folder of CUDA's forward compatibility libraries, which the ranks use where the node's driver
-    is older than the image's CUDA.
+    wait for each other before the first rank starts. ``restarts_in_place``: the platform restarts a failed container
+    itself before it ends the job. Such a start must not run the script a second time. ``cuda_compat`` is the folder of
+    CUDA's forward compatibility libraries, which ranks use if the node's driver is older than the image's CUDA.
     """
 
     topology: Topology
@@ -368,12 +364,12 @@ class Site:
     agent: SyncAgent | None = None
 
 
-# ------------------------------------------------------------------------------------------ what an engine starts: data
+# ---------------------------------------------------------------------------------------------- launch data for engines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """``url`` appears at ``path`` on the node: ``copy`` once, ``sync`` two-way while it runs, ``mount`` read-only."""
+    """``url`` at ``path`` on the node: copied once (``copy``), synced both ways (``sync``) or read-only (``mount``)."""
 
     url: str
     path: str
@@ -384,10 +380,10 @@ class Mount:
 class NodeSpec:
     """One node as the platform would start it. Paths are the node's; relative ones are below its own root folder.
 
-    ``entrypoint`` None is the image's own, ``user`` None too, else ``uid[:gid]``. ``platform`` is like ``linux/amd64``,
-    ``hostname`` is how its peers find it, at the ``ports`` that the name forwards (empty: at every port), ``memory``
-    and ``shm`` are bytes. ``container`` holds fields of the Docker Engine API's ``ContainerCreate`` that an engine of
-    containers merges into what it sends.
+    ``entrypoint`` None and ``user`` None are the image's own; else ``user`` is ``uid[:gid]``. ``platform`` is like
+    ``linux/amd64``. Peers find the node by ``hostname``, at the ``ports`` that the name forwards (empty: every port).
+    ``memory`` and ``shm`` are bytes. ``container`` holds fields of the Docker Engine API's ``ContainerCreate``, which
+    an engine of containers merges into its request.
     """
 
     command: Sequence[str]
@@ -411,15 +407,15 @@ class NodeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the platform does with its nodes. Times are seconds.
+    """The platform's rules for its nodes. Times are seconds.
 
-    ``restart_on``: exit codes after which the platform starts all nodes again by itself, at most ``max_restarts`` times
-    an attempt; ``preemptions`` and ``losses`` times after it took machines back, or one was lost. ``retries``: further
-    attempts that whoever runs the engine starts. ``time_limit`` is running time, summed over attempts; ``stop_signal``
-    then ``stop_grace`` seconds come before a kill. The success of node ``primary`` is the job's. ``sync_lag``: nodes
-    have folders of their own, whose changes go up so late; None: what is synced is one folder, mounted on all.
-    ``sync_marks`` begins the words that the platform's agent adds to names there: ``.x`` of ``file.x-uploaded``.
-    ``objects`` is a path of the node below which its mounts are of an object store, and behave so.
+    ``restart_on``: exit codes after which the platform restarts all nodes itself, at most ``max_restarts`` times an
+    attempt; ``preemptions`` and ``losses`` times after it took machines back, or lost one. ``retries``: further
+    attempts started by the engine's caller. ``time_limit`` is running time, summed over attempts; ``stop_signal`` then
+    ``stop_grace`` seconds come before a kill. The success of node ``primary`` is the job's. ``sync_lag``: nodes have
+    folders of their own, whose changes go up after this time; None: one folder is mounted on all. ``sync_marks`` begins
+    the suffixes of the platform's agent there: ``.x`` of ``file.x-uploaded``. ``objects`` is a path of the node whose
+    mounts are of an object store, and behave like one.
     """
 
     time_limit: float
@@ -438,7 +434,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a platform starts for one request, and its rules."""
+    """The nodes that a platform starts for one request, and its rules."""
 
     nodes: Sequence[NodeSpec]
     rules: Rules
@@ -448,7 +444,7 @@ class Simulation:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Simulation:
-        """Inverse of `to_dict`; raises `SpecError` for anything that is not one."""
+        """Return the Simulation of `to_dict`'s data. Raises `SpecError` for other data."""
         try:
             for node in data["nodes"]:
                 _check_values(node, NodeSpec, _NODE_VALUES, "nodes.*")
@@ -514,7 +510,7 @@ _RULE_VALUES: _Values = {
 
 
 def _check_values(data: Mapping[str, Any], kind: type[Any], values: _Values, where: str) -> None:
-    """Raise `SpecError` for a name that ``kind`` has not, or a value that is not of its sort (None: its default)."""
+    """Raise `SpecError` for a name that ``kind`` lacks, or a value of the wrong type (None: its default)."""
     known = {item.name: item.default for item in dataclasses.fields(kind)}
     for name, value in dict(data).items():
         if name not in known:
@@ -529,11 +525,11 @@ def _check_values(data: Mapping[str, Any], kind: type[Any], values: _Values, whe
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """A value without which no job of a provider can be sent: the metadata ``need`` of a field of its ``Settings``.
+    """A value that a provider needs to send any job: the metadata ``need`` of a field of its ``Settings``.
 
     ``example`` is a value in the right form. ``find`` is a command that prints the right one, or names a page.
-    ``stand_in`` is a valid value with which ``plan`` goes on where there is none; default: ``missing-NAME``. The plan
-    shows it as ``shown``; default: ``<NAME>``. A job that has the field ``instead`` does without the value.
+    ``stand_in`` is a valid value for ``plan`` if there is none; default: ``missing-NAME``. The plan shows it as
+    ``shown``; default: ``<NAME>``. A job that has the field ``instead`` does not need the value.
     """
 
     example: str
@@ -545,36 +541,36 @@ class Need:
 
 @runtime_checkable
 class Provider(Protocol):
-    """Where to run. Made of its settings; every method is required.
+    """A platform to run on. It is made of its settings; every method is required.
 
     A provider may have a method ``check(request)``. `cloudtrain.runs.submit` calls it before it records a new run. It raises
-    what keeps the request from being sent, as far as this machine can tell, and nothing is recorded then. A method
-    ``stuck(native_id)`` gives the checkpoints that nodes cannot copy to the store now, by name, each with the reason.
+    an error if this machine can see that the request cannot be sent; then nothing is recorded. A method
+    ``stuck(native_id)`` returns the checkpoints that nodes cannot copy to the store now, by name, each with the reason.
 
-    A provider may state ``sync_marks``, a tuple of texts: the ends of the names that its platform's agent puts into a
-    run's folder (`SyncAgent.marks`). `pull` leaves such files there. It may state ``needs``, a `Need` by ``store`` or
-    ``image``: what a job needs that is no setting of its own. It may state ``probe_ports``, a tuple of port numbers of
-    node 0: `doctor --job` tries them from the other nodes.
+    A provider may state ``sync_marks``, a tuple of texts: the name endings of its platform's agent's files in a run's
+    folder (`SyncAgent.marks`). `pull` skips such files. It may state ``needs``, a `Need` by ``store`` or ``image`` that
+    is no setting of its own. It may state ``probe_ports``, a tuple of ports of node 0: `doctor --job` tries them from
+    the other nodes.
     """
 
     name: ClassVar[str]
     Settings: ClassVar[type[Any]]
-    #: URL schemes of inputs that its nodes read by themselves; ``file`` means this machine's own files.
+    #: URL schemes of inputs that its nodes read themselves; ``file`` means this machine's own files.
     schemes: ClassVar[frozenset[str]]
-    #: Who starts attempt 1, 2, …: ``platform``, ``supervisor`` (on this host) or ``client`` (only while one waits).
+    #: Starter of attempt 1, 2, …: ``platform``, ``supervisor`` (on this host) or ``client`` (only while one waits).
     retried_by: ClassVar[str]
-    #: Who ends a wait for machines that takes longer than ``max_wait``: ``platform``, or ``client`` (as above).
+    #: The part that ends a wait for machines beyond ``max_wait``: ``platform``, or ``client`` (as above).
     max_wait_by: ClassVar[str]
-    #: Shortest and longest seconds between two looks at a run that is waited for.
+    #: Shortest and longest seconds between two polls of a run.
     pace: ClassVar[float]
     poll: ClassVar[float]
-    #: An instance of ``Settings``, made of the constructor's keywords. A field whose metadata have ``caller`` says who
-    #: this machine calls as; it is not recorded: whoever comes back to a run calls as themselves. One with ``place``
-    #: says where jobs run, and nothing in it has a comma: so a text of several, with commas between, is a list of them.
+    #: An instance of ``Settings``, made of the constructor's keywords. A field with ``caller`` in its metadata is the
+    #: caller's identity. It is not recorded: each client uses its own. A field with ``place`` says where jobs run. Its
+    #: values hold no comma, so a text with commas is a list of them.
     settings: Any
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        """The exact request. Pure: equal arguments give equal requests, with no network, credentials or SDK."""
+        """Return the exact request. Pure: equal arguments give equal requests, with no network, credentials or SDK."""
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         """Send that very request and return the native id; idempotent on (run, attempt, choice).
@@ -583,39 +579,39 @@ class Provider(Protocol):
         """
 
     def find(self, request: Request) -> str | None:
-        """The native id if the request was ever accepted. Never creates anything."""
+        """Return the native id if the request was ever accepted. Never creates anything."""
 
     def status(self, native_id: str) -> Status:
-        """What the platform says now. `NotFoundError` for an id it does not know."""
+        """Return the platform's current status. Raises `NotFoundError` for an unknown id."""
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        """One page from ``cursor`` (None: the beginning)."""
+        """Return one page from ``cursor`` (None: the beginning)."""
 
     def cancel(self, native_id: str) -> None:
-        """Ask the platform to stop it; idempotent, also after the end."""
+        """Ask the platform to stop the job; idempotent, also after its end."""
 
     def storage(self, url: str) -> Mapping[str, Any]:
-        """fsspec's options for a store at ``url``, so that this machine reaches it as the account that it calls as.
+        """Return fsspec's options for a store at ``url``, with the account that this machine uses.
 
-        Empty where fsspec's own way to credentials is right. Asked once more when those it led to have expired.
+        Empty if fsspec finds the credentials itself. Called once more after they have expired.
         """
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-        """On the node: what the platform gave it. ``argv`` holds the ``--path`` pairs of the command line."""
+        """Return the node's environment, on the node. ``argv`` holds the ``--path`` pairs of the command line."""
 
     def nodes(self, request: Request) -> Simulation:
-        """What the platform starts for the request. Pure."""
+        """Return the nodes that the platform starts for the request. Pure."""
 
 
 def recorded_settings(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` of the settings ``kind`` less those that say who calls."""
+    """Return ``values`` of the settings ``kind`` without those of the caller's identity."""
     callers = {item.name for item in dataclasses.fields(kind) if item.metadata.get("caller")}
     return {name: value for name, value in values.items() if name not in callers}
 
 
 def provider_names() -> tuple[str, ...]:
-    """Names of every provider that can be chosen, the package's own and third parties'."""
+    """Return the names of all available providers, the package's own and third parties'."""
     from importlib.metadata import entry_points
 
     from .. import providers
@@ -625,18 +621,18 @@ def provider_names() -> tuple[str, ...]:
 
 
 def find_provider(name: str) -> type[Provider]:
-    """The provider class called ``name``; raises `NotFoundError` naming the nearest one."""
+    """Return the provider class called ``name``. Raises `NotFoundError` with the nearest name."""
     known = provider_names() if not name.replace("-", "_").isidentifier() else ()
     if known:
         why = f"{name!r} is not the name of a provider; there are {', '.join(known)}"
         raise NotFoundError(why, field="provider", hint=suggested_provider(name))
-    for module in (f"{ENTRY_POINTS}.{name}", f"{ENTRY_POINTS}._{name}"):  # _: that nobody chooses
+    for module in (f"{ENTRY_POINTS}.{name}", f"{ENTRY_POINTS}._{name}"):  # _: not for users
         try:
             return importlib.import_module(module).Provider  # type: ignore[no-any-return]
         except ModuleNotFoundError as exc:
             if exc.name != module:
                 raise
-    from importlib.metadata import entry_points  # costs more than everything else here, and is rarely needed
+    from importlib.metadata import entry_points  # slow, and rarely needed
 
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name == name:
@@ -646,7 +642,7 @@ def find_provider(name: str) -> type[Provider]:
 
 
 def suggested_provider(name: str) -> str:
-    """Return a hint for a name that no provider has: the one that it may mean, by its ``ALIASES`` or by a slip.
+    """Return a hint for an unknown provider's name: the one that it may mean, by its ``ALIASES`` or a similar name.
 
     ``ALIASES`` of a provider's module are other words for its platform, in lower case.
     """
@@ -658,11 +654,11 @@ def suggested_provider(name: str) -> str:
     return did_you_mean(name, known)
 
 
-# ----------------------------------------------------------------------------- pure pieces every provider's plan uses
+# -------------------------------------------------------------------------------- pure parts of every provider's plan
 
 
 def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> dict[str, Any]:
-    """context.json: all that the script side of a job says, the same for every provider and attempt."""
+    """Return context.json: the script side of a job, the same for every provider and attempt."""
     return {
         "protocol": PROTOCOL,
         "provider": provider,
@@ -695,10 +691,10 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
 
 
 def python_command(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` for the Python of an image of which nothing is known but that it has a shell and some Python.
+    """Return the command that runs Python with ``arguments`` in an image with a shell and some Python.
 
-    ``exec``: the node's first process is Python itself, which gets the platform's stop signal. Exit code 127 says that
-    there is none.
+    ``exec``: the node's first process is Python itself, which gets the platform's stop signal. Exit code 127 means that
+    the image has no Python.
     """
     find = "python=$(command -v python3 || command -v python)"
     none = "{ echo 'cloudtrain: this image has no python3 and no python' >&2; exit 127; }"
@@ -715,7 +711,7 @@ def check_inputs(provider: type[Provider], inputs: Mapping[str, Input | LayoutIn
 
 
 def needs_of(kind: type[Provider]) -> dict[str, Need]:
-    """Return what the provider ``kind`` needs, by name: ``store``, ``NAME.region`` of its settings, ``image``."""
+    """Return the needs of the provider ``kind`` by name: ``store``, ``NAME.region`` of its settings, ``image``."""
     stated: Mapping[str, Need] = getattr(kind, "needs", {})
     own = {f"{kind.name}.{spec.name}": spec.metadata.get("need") for spec in dataclasses.fields(kind.Settings)}
     found = {"store": stated.get("store"), **own, "image": stated.get("image")}
@@ -723,7 +719,7 @@ def needs_of(kind: type[Provider]) -> dict[str, Need]:
 
 
 def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
-    """Return the names of what ``settings`` of the provider ``kind`` and ``job`` lack; the store is not looked at."""
+    """Return the names of needs that ``settings`` of provider ``kind`` and ``job`` lack, except the store."""
 
     def has(name: str, need: Need) -> bool:
         own = job if name == "image" else settings
@@ -733,7 +729,7 @@ def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
 
 
 def check_needs(kind: type[Provider], settings: Any, job: Job) -> None:
-    """Raise `SpecError` for the first thing that is `lacking`."""
+    """Raise `SpecError` for the first `lacking` need."""
     for name in lacking(kind, settings, job):
         need = needs_of(kind)[name]
         raise SpecError("is not set", field=name, hint=f"for example {json.dumps(need.example)}: {need.find}")

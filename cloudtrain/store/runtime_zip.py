@@ -1,9 +1,8 @@
-"""``cloudtrain.pyz``: this very package as one zip that any Python 3.10 runs, staged beside the code of every run.
+"""Build ``cloudtrain.pyz``: this package as one zip that any Python 3.10 runs, staged with every run's code.
 
-Its digest is over names and contents, not over what zlib made of them; its dates are fixed. So a version has one digest
-and is uploaded once, and both ends of a run are always the same version. Beside each source that a node imports lies
-what this Python makes of it: a node whose Python is of the same minor version need not compile all that; any other
-takes the source.
+Its digest is over names and contents, not zlib's output, and its dates are fixed. So a version has one digest, is
+uploaded once, and is the same at both ends of a run. Sources that a node imports come with their compiled form: a node
+with the same minor version of Python need not compile them; any other uses the source.
 """
 
 from __future__ import annotations
@@ -65,15 +64,15 @@ _CLIENT_ONLY = frozenset(
         "summary",
     )
 )
-"""What no script can want of ours: it may import `Estimator`, in a file that both submits itself and trains."""
+"""Modules that no script needs: a script may import `Estimator`, in a file that both submits itself and trains."""
 _CLIENT_FILES = frozenset(("checks.py", "network.py", "prices.py"))
-"""The same, of a provider, or an engine."""
+"""Modules of a provider or an engine that no node needs."""
 _HERE = frozenset("cloudtrain/engine/" + name for name in ("drills.py", "fuse.py", "places.py", "sync.py"))
-"""What a rehearsal does on this machine: nodes import at most their names."""
+"""Modules of a rehearsal on this machine: nodes import at most their names."""
 _CLIENT_HALF = frozenset(
     ("account.py", "images.py", "pages.py", "plan.py", "preflight.py", "simulation.py", "states.py")
 )
-"""Modules of a provider that plan, send and ask: no node imports them, so they stay at home."""
+"""Modules of a provider that plan, send and ask: no node imports them, so they are left out."""
 _ON_NODES = frozenset(
     (
         "__init__",
@@ -91,7 +90,7 @@ _ON_NODES = frozenset(
         "values",
     )
 )
-"""What nodes of some provider import: the rest is there as source alone, as nobody reads what would be half the zip."""
+"""Modules that nodes of some provider import. The rest ships as source alone, which halves the zip."""
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -110,7 +109,7 @@ def _members(provider: type[Provider] | None) -> list[tuple[str, bytes]]:
 
 
 def _third_party(provider: type[Provider]) -> list[tuple[str, bytes]]:
-    """A provider that is registered by entry point, as the node will find it: among our own."""
+    """Return the members of a provider that is registered by entry point, placed among our own."""
     module = sys.modules[provider.__module__]
     file = Path(str(module.__file__))
     home = f"cloudtrain/providers/{provider.name}"
@@ -121,7 +120,7 @@ def _third_party(provider: type[Provider]) -> list[tuple[str, bytes]]:
 
 
 def digest(provider: type[Provider] | None = None) -> str:
-    """sha256 (hex) over every member's name, size and bytes; ``provider`` is added when it is none of our own."""
+    """Return the SHA-256 (hex) over every member's name, size and bytes; ``provider`` is added if it is not our own."""
     total = hashlib.sha256()
     for name, data in _members(provider):
         total.update(f"{name}\0{len(data)}\0".encode() + data)
@@ -129,7 +128,7 @@ def digest(provider: type[Provider] | None = None) -> str:
 
 
 def build(provider: type[Provider] | None = None) -> bytes:
-    """The zip's bytes."""
+    """Return the zip's bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in _members(provider):
@@ -140,7 +139,7 @@ def build(provider: type[Provider] | None = None) -> bytes:
 
 
 def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
-    """Whether nodes import it; of providers, those of this one. (Another's, of the same store, then compile theirs.)"""
+    """Return whether nodes import it; only this provider's module counts. (Others of the same store compile theirs.)"""
     if name == "__main__.py" or name in _HERE:
         return name not in _HERE
     top, _, rest = name.removeprefix("cloudtrain/").partition("/")
@@ -149,7 +148,7 @@ def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
 
 
 def _compiled(name: str, source: bytes) -> bytes:
-    """A .pyc (PEP 552, unchecked: the source in the same zip cannot change behind it)."""
+    """Return a .pyc (PEP 552, unchecked: the source in the same zip cannot change)."""
     code = compile(source, f"cloudtrain.pyz/{name}", "exec", dont_inherit=True)
     flags, digest = (1).to_bytes(4, "little"), importlib.util.source_hash(source)
     return importlib.util.MAGIC_NUMBER + flags + digest + marshal.dumps(code)
