@@ -39,7 +39,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: `import cloudtrain` costs every rank that imports the small runtime module too.
+    # Loaded on first use: every rank that imports the small runtime module also pays for `import cloudtrain`.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -29,7 +29,7 @@ Texts = str | Sequence[str]
 
 
 class RunFailedError(CloudtrainError):
-    """A run that `Estimator.fit` waited for ended other than well; ``result`` is the object of ``result.json``."""
+    """A run that `Estimator.fit` waited for and that did not succeed; ``result`` is the object of ``result.json``."""
 
     def __init__(self, result: Mapping[str, Any]) -> None:
         self.result = dict(result)
@@ -41,7 +41,7 @@ class RunFailedError(CloudtrainError):
 
 
 class Estimator:
-    """What to run and where. All keywords but the last five are the Job's own fields; None means its default.
+    """A job and where it runs. All keywords but the last five are the Job's own fields; None means its default.
 
     ::
 
@@ -56,15 +56,15 @@ class Estimator:
         )
         run = estimator.fit({"train": "s3://bucket/data"})  # logs on stdout until the end
         run.pull("results")
-
         run = estimator.fit("data/", wait=False)  # one input is the channel `train`
         run = Estimator.attach(run.url)  # later, from any machine
 
-    ``store`` is the URL under which code, data and runs live, ``profile`` that of the settings file. ``settings`` are
-    general ones or those of the provider (``{"region": "…"}``); they win over cloudtrain.toml and the environment.
-    Lists of providers, or of places and their stores, are tried in order, on a lack of capacity or quota alone.
-    ``write`` takes the text of log lines.
-    Raises `SpecError` naming the field for what cannot be a job; nothing is read or sent before ``plan`` or ``fit``.
+    ``store`` is the URL under which code, data and runs live. ``profile`` is a profile of the settings file.
+    ``settings`` are general ones or those of the provider (``{"region": "…"}``). They override cloudtrain.toml and the
+    environment. Lists of providers, or of places and their stores, are tried in order, after a lack of capacity or
+    quota alone. ``write`` takes the text of log lines.
+
+    Raises `SpecError` with the field for an invalid job. Nothing is read or sent before ``plan`` or ``fit``.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Estimator:
     ) -> Run:
         """Submit the job; with ``wait`` return when it has ended, else at once.
 
-        ``inputs`` go over the job's own, by channel; a single one is the channel ``train``. With ``wait`` and ``logs``
-        the log lines of all ranks are written as they come. Raises `RunFailedError` when the run it waited for did not
-        succeed, and whatever planning and sending raise. Ctrl-C stops the waiting, not the run (``latest_run``).
+        ``inputs`` override the job's own, by channel; a single one is the channel ``train``. With ``wait`` and ``logs``
+        the log lines of all ranks are written as they come. Raises `RunFailedError` if that run did not succeed, and
+        the errors of planning and sending. Ctrl-C stops the waiting, not the run (``latest_run``).
         """
         from .runs.fallback import submit
 
@@ -157,9 +157,9 @@ class Estimator:
     ) -> Run:
         """Run the job here, in containers, as the provider's platform would start its exact request; else as ``fit``.
 
-        ``preempt`` and ``kill`` are drills (``node=1,after=30s``). ``maps`` are local paths by the URLs they stand for,
-        ``secret_values`` are ``env:VARIABLE`` by the secret's name; the run and its data are in ``local_store``. What
-        is other than on the platform is in ``differences`` of the ``body`` of the run's request.
+        ``preempt`` and ``kill`` inject faults (``node=1,after=30s``). ``maps`` are local paths by the URLs they stand
+        for. ``secret_values`` are ``env:VARIABLE`` by the secret's name. The run and its data are in ``local_store``.
+        The ``body`` of the run's request lists the ``differences`` from the platform.
         """
         from .engine.rehearse import plan_rehearsal
         from .runs.submit import submit
@@ -179,7 +179,7 @@ class Estimator:
         return self._finished(submit(plan, environ=os.environ), wait, logs)
 
     def _finished(self, run: Run, wait: bool, logs: bool) -> Run:
-        """``run``, waited for if so. Raises `RunFailedError`."""
+        """Return ``run``, after its end if ``wait``. Raises `RunFailedError`."""
         from .runs.fallback import Onward
 
         self.latest_run = run
@@ -206,11 +206,11 @@ class Estimator:
     def reconcile(
         target: str | None = None, *, store: str | None = None, profile: str | None = None
     ) -> list[dict[str, Any]]:
-        """Do once what a waiting client would do: for a run (its URL, or its id in ``store``), or for every run of a
-        store (its URL or path; None: ``store``, by default the setting) that is not over.
+        """Do once what a waiting client would do, for a run or for every unfinished run of a store.
 
-        One object a run, as ``cloudtrain reconcile --json`` has them; what went wrong with one is its ``error``, and
-        keeps nothing from the others. Raises `NotFoundError` for a run or a folder that is not there.
+        ``target`` is a run's URL, its id in ``store``, or a store's URL or path (None: ``store``, by default the
+        setting). Return one object a run, as in ``cloudtrain reconcile --json``; a failure of one is its ``error`` and
+        does not stop the others. Raises `NotFoundError` for a run or folder that does not exist.
         """
         from .runs.reconcile import reconcile
         from .settings.settings import Settings
@@ -227,7 +227,7 @@ class Estimator:
     def _settings(self) -> Settings:
         from .settings.settings import Settings
 
-        # --set pairs and constructor values are one table here: nothing else of this process's command line is ours.
+        # --set pairs and constructor values share one table here: this process's command line is not cloudtrain's.
         overrides: Any = self.settings
         return Settings.load(overrides=overrides, provider=self.provider, store=self.store, profile=self.profile)
 
@@ -249,14 +249,14 @@ def _texts(given: Texts) -> list[str]:
 
 
 def ranks(job: Job) -> int:
-    """How many training processes the job has over all nodes."""
+    """Return the number of training processes over all nodes."""
     return job.resources.instance_count * (job.resources.processes() if job.launcher == "torchrun" else 1)
 
 
 def log_line(line: Line, *, many: bool, times: bool = False) -> str:
-    """Return a log line for people: ``[n0 r1] text`` where the run has ``many`` ranks, else the text.
+    """Return a log line for people: ``[n0 r1] text`` if the run has ``many`` ranks, else the text.
 
-    ``times``: its time comes first, in UTC; a dash for a line without one.
+    ``times`` puts its UTC time first, or a dash for a line without one.
     """
     from .runs.log_order import line_label
     from .runs.outcome import iso_time

@@ -1,4 +1,4 @@
-"""Plain values, checked: each function returns what it was given, made right, or raises `SpecError`."""
+"""Check plain values: each function returns its argument, normalised, or raises `SpecError`."""
 
 from __future__ import annotations
 
@@ -47,15 +47,11 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _DURATION = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in "dhms"))
 DEEPEST = 64
 _BIGGEST = 10**300
-"""Numbers beyond this have no place in JSON: other readers take its numbers for doubles."""
+"""Numbers beyond this are not portable in JSON: other readers use doubles."""
 
 
 def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> str:
-    """Return the choice that ``word`` may be a slip of the keyboard for, or the empty string.
-
-    A slip changes, adds, drops or swaps a few characters: one in a short word, one in three of at most nine. With
-    ``short_forms``, ``word`` may also be a short form of a choice (``hyperparams``), or the other way round.
-    """
+    """Return the choice that ``word`` may be a misspelling of, or the empty string."""
     found = [(_slips(word.lower(), choice.lower()), word[:2] != choice[:2], choice) for choice in choices]
     near = [item for item in found if item[0] <= min(3, max(1, len(word) // 3)) and 2 * item[0] < len(word)]
     short = [item for item in found if short_forms and _is_short_for(word.lower(), item[2].lower())]
@@ -63,9 +59,9 @@ def similar(word: str, choices: Iterable[str], *, short_forms: bool = True) -> s
 
 
 def respelt(name: str, names: Iterable[str], *, least: int) -> str:
-    """Return ``name`` with each word that is a slip for a word of ``names`` put right (``eu-wset-9``: ``eu-west-9``).
+    """Return ``name`` with each misspelt word of ``names`` corrected (``eu-wset-9``: ``eu-west-9``).
 
-    A word is a run of at least ``least`` letters. Numbers and new words stay, so a name that is new stays as it is.
+    A word is a run of at least ``least`` letters. Numbers and new words stay, so a new name stays as it is.
     """
     words = {word for known in names for word in re.findall(rf"[a-z]{{{least},}}", known.lower())}
 
@@ -84,14 +80,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def _is_short_for(one: str, other: str) -> bool:
-    """Return whether the shorter word is the longer one with letters left out, but for its first three."""
+    """Return whether the shorter word is the longer one with letters left out after the first three."""
     short, long = sorted((one, other), key=len)
     rest = iter(long)
     return len(short) > 2 and short[:3] == long[:3] and all(letter in rest for letter in short)
 
 
 def _slips(one: str, other: str) -> int:
-    """Return the number of slips between two words: Damerau's distance, of neighbours swapped at most once."""
+    """Return the number of slips between two words: Damerau's distance, with neighbours swapped at most once."""
     before: list[int] = []
     row = list(range(len(other) + 1))
     for i, left in enumerate(one):
@@ -104,7 +100,7 @@ def _slips(one: str, other: str) -> int:
 
 
 def brief(value: Any) -> str:
-    """``repr`` of a value in a message, cut where nobody would read on: `BRIEF` characters."""
+    """Return ``repr`` of a value for a message, cut to `BRIEF` characters."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an int of thousands of digits, or a list in a list in a list…
@@ -113,19 +109,19 @@ def brief(value: Any) -> str:
 
 
 def without_secrets(url: str) -> str:
-    """``url`` without a query, which may be a signature, and without a user's name and password."""
-    plain = scrubbed(url).partition("?")[0].replace("://***@", "://")  # a key of AWS may have slashes
+    """Return ``url`` without a query, which may be a signature, and without a user's name and password."""
+    plain = scrubbed(url).partition("?")[0].replace("://***@", "://")  # an AWS key may have slashes
     return re.sub(r"(?<=://)[^/@]*:[^/@]*@", "", plain)
 
 
 def url_scheme(url: str) -> str:
-    """The scheme of ``url`` in lower case (``s3``, ``abfs``, ``file``); a plain path (``C:\\x`` too) is ``""``."""
+    """Return the scheme of ``url`` in lower case (``s3``, ``abfs``, ``file``); a plain path (``C:\\x``) has none."""
     match = _SCHEME.match(url)
     return match[1].lower() if match and len(match[1]) > 1 else ""
 
 
 def parse_duration(value: Any, *, field: str) -> int:
-    """Seconds of ``90``, ``"90s"``, ``"1h30m"``, ``"2d"`` or a timedelta; whole and above zero, else `SpecError`."""
+    """Return the seconds of ``90``, ``"90s"``, ``"1h30m"``, ``"2d"`` or a timedelta; above zero, else `SpecError`."""
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, str):
@@ -151,7 +147,7 @@ def parse_duration(value: Any, *, field: str) -> int:
 
 
 def parse_since(value: Any, now: float, *, field: str) -> float:
-    """Return Unix seconds of a moment: so long before ``now`` (``"10m"``, a timedelta), or a time.
+    """Return Unix seconds of a moment: a duration before ``now`` (``"10m"``, a timedelta), or a time.
 
     A time is a datetime or ISO 8601 text; without a zone it is UTC. Raises `SpecError`.
     """
@@ -175,7 +171,7 @@ def parse_size(value: Any, *, field: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a Job reads them: ``45s``, ``1h30m``, ``24h``; the two largest units, days only from the third."""
+    """Return seconds as a Job reads them: ``45s``, ``1h30m``, ``24h``; the two largest units, days from three on."""
     left = max(0, round(seconds))
     units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))[0 if left >= 3 * 86400 else 1 :]
     words = []
@@ -187,7 +183,7 @@ def duration(seconds: float) -> str:
 
 
 def toml_loads(text: str, *, where: str) -> dict[str, Any]:
-    """Parsed TOML; `SpecError` naming ``where``, line and column when it is not."""
+    """Parse TOML. Raises `SpecError` with ``where``, line and column."""
     if sys.version_info >= (3, 11):
         import tomllib  # novm
     else:
@@ -195,25 +191,25 @@ def toml_loads(text: str, *, where: str) -> dict[str, Any]:
     try:
         data: dict[str, Any] = tomllib.loads(text)
         return data
-    except ValueError as exc:  # a number of thousands of digits is one too
+    except ValueError as exc:  # includes a number of thousands of digits
         raise SpecError(f"not TOML: {exc}", field=where) from None
     except RecursionError:
         raise SpecError("not TOML that anybody wrote: nested too deeply", field=where) from None
 
 
 def json_loads(data: str | bytes) -> Any:
-    """Parsed JSON; `ValueError` for whatever is none, however it is not."""
+    """Parse JSON. Raises `ValueError` for any invalid input, also if nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-"""Types of what a run.json has at the top."""
+"""Types of the top-level entries of run.json."""
 
 
 def text_of(value: Any, where: str, *, empty: bool = False) -> str:
-    """UTF-8 text without NUL; not empty unless ``empty``."""
+    """Return UTF-8 text without NUL; not empty unless ``empty``."""
     if not isinstance(value, str):
         raise SpecError(f"must be text, not {type(value).__name__}", field=where)
     if not value and not empty:
@@ -228,14 +224,14 @@ def text_of(value: Any, where: str, *, empty: bool = False) -> str:
 
 
 def texts_of(value: Any, where: str, *, empty: bool = False) -> tuple[str, ...]:
-    """A list of texts, as a tuple."""
+    """Return a list of texts as a tuple."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise SpecError(f"must be a list of texts, not {type(value).__name__}", field=where)
     return tuple(text_of(item, f"{where}[{i}]", empty=empty) for i, item in enumerate(value))
 
 
 def whole_number(value: Any, where: str, *, least: int, most: int | None = None) -> int:
-    """An int of at least ``least``, at most ``most``."""
+    """Return an int of at least ``least``, at most ``most``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise SpecError(f"must be a whole number, not {brief(value)}", field=where)
     if value < least or (most is not None and value > most):
@@ -247,7 +243,7 @@ def whole_number(value: Any, where: str, *, least: int, most: int | None = None)
 
 
 def choice_of(value: Any, choices: tuple[str, ...], where: str) -> str:
-    """One of ``choices``; the nearest is named when it is none."""
+    """Return one of ``choices``; the error for any other value names the nearest."""
     if value not in choices:
         names = ", ".join(choices)
         raise SpecError(
@@ -257,7 +253,7 @@ def choice_of(value: Any, choices: tuple[str, ...], where: str) -> str:
 
 
 def table_of(value: Any, where: str) -> dict[str, Any]:
-    """A table with text keys, as a dict."""
+    """Return a table with text keys as a dict."""
     if not isinstance(value, Mapping):
         raise SpecError(f"must be a table of names and values, not {type(value).__name__}", field=where)
     for key in value:
@@ -283,18 +279,18 @@ def json_value(value: Any, where: str, *, depth: int = 0) -> Any:
 
 
 def is_price(value: Any) -> bool:
-    """Whether it is US dollars an hour: above zero, and less than 10^12, as no machine costs that."""
+    """Return whether it is US dollars an hour: above zero, and below 10^12, more than any machine costs."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e12
 
 
 def sequence_of(value: Any) -> Any:
-    """A lone text as a list of one, as is whatever else is no list: who reads the items says what is wrong."""
+    """Return a list of one for a lone text or other non-list; the reader of the items rejects wrong ones."""
     return value if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else [value]
 
 
 def unix_seconds(moment: datetime | str | float) -> float:
-    """Unix seconds of a moment: a number of them, or a time or ISO text, in UTC unless it says otherwise."""
-    if isinstance(moment, str):  # before Python 3.11 neither Z nor nanoseconds are part of that
+    """Return Unix seconds of a moment: a number of them, or a time or ISO text, in UTC without a zone."""
+    if isinstance(moment, str):  # before Python 3.11 fromisoformat takes neither Z nor nanoseconds
         text = re.sub(r"\.(\d+)", lambda match: f".{match[1]:0<6.6}", moment.strip().replace("Z", "+00:00"))
         moment = datetime.fromisoformat(text)
     if isinstance(moment, datetime):

@@ -1,8 +1,8 @@
-"""Whether a job could be sent: settings, a plan, what the provider can tell of its platform, a round trip of the store.
+"""Checks run by `cloudtrain doctor`: settings, a trial plan, the provider's checks, and a round trip of the store.
 
-Nothing is created but one small object in each store, which is removed again. `Doctor.places` yields each place that a
-job tries, with its checks; `prepared` makes the plan of the all-nodes job that ``doctor --job`` sends, and `judged`
-reads what it found. `Grace` measures how long its nodes live after the stop signal.
+They create one small object in each store and delete it. `Doctor.places` yields each place that a job tries, with its
+checks. `prepared` makes the plan of the all-nodes job of ``doctor --job``, and `judged` reads its findings. `Grace`
+measures how long its nodes live after the stop signal.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from . import node_check
 __all__ = ["PREFLIGHT", "Doctor", "Grace", "Place", "expected_gpus", "judged", "prepared", "round_trip"]
 
 PREFLIGHT = "preflight.json"
-"""What the job leaves among its artifacts."""
+"""File that the job leaves among its artifacts."""
 SCRIPT = "doctor.py"
 MAX_RUNTIME = 900
 _KMS = re.compile(r"kms|encrypt", re.IGNORECASE)
@@ -49,7 +49,7 @@ _ABSENT = re.compile(r"no ?such ?bucket|bucket( or container)? does not exist|co
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a job may run: a provider, None where none is told, and its region. Each check is made when it is taken."""
+    """A provider (None if not set) and region where a job may run. Each check runs when it is taken."""
 
     provider: str | None
     region: str
@@ -60,8 +60,8 @@ class Place:
 
 
 class Doctor:
-    """``provider`` None is the setting; ``job`` is the one to look at, None: one of the doctor's own, with ``fields``,
-    which are flat ones of a Job: its machine and image."""
+    """The checks of ``job``, or of a small job of the doctor with ``fields`` (flat Job fields: machine and image). With
+    ``provider`` None, the setting counts."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Doctor:
         self._given, self._fields, self._cwd, self._job = settings, dict(fields), cwd, job
 
     def places(self) -> Iterator[Place]:
-        """Each place that a job tries, in order; settings that cannot be read are one, with a check that says so."""
+        """Yield each place that a job tries, in order. Unreadable settings give one place with a failed check."""
         try:
             chosen = Settings.load(
                 overrides=self._given, cwd=self._cwd, profile=self._profile, provider=self._name, store=self._store
@@ -100,7 +100,7 @@ class Doctor:
         if missing:
             yield failure("settings", refusal(made.name, missing, file=settings.file))
             yield skipped("plan", summary(missing))
-            yield from itertools.islice(_own(made, "", None), 1)  # the packages; all else needs the settings
+            yield from itertools.islice(_own(made, "", None), 1)  # only the package check runs without the settings
             return
         yield ok("settings", f"provider {made.name}, store {without_secrets(settings.store)}")
         store, planned = "", None
@@ -127,7 +127,7 @@ class Doctor:
         yield round_trip(files(store, storage=made.storage, moving=moving))
 
     def _missing(self, settings: Settings, made: Provider) -> tuple[tuple[str, ...], bool]:
-        """Return the names of the settings that are missing, and whether the doctor's own job lacks an image alone."""
+        """Return the names of the missing settings, and whether the doctor's own job lacks only an image."""
         image = self._fields.get("image")
         job = self._job or Job.make(entry_point=SCRIPT, **({"image": image} if image else {}))
         names = find_missing(settings, made, job.at(made.name))
@@ -136,7 +136,7 @@ class Doctor:
         return tuple(name for name in names if name not in of_job), bool(of_job)
 
     def _planned(self, settings: Settings) -> tuple[Plan | None, Check]:
-        """Return the plan of the job, by default one with one node, and how making it went."""
+        """Return the plan of the job, by default one with one node, and the check of planning it."""
         with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
             Path(folder, SCRIPT).write_text("print('well')\n", encoding="utf-8")
             fields = {"name": "doctor", **self._fields, "entry_point": SCRIPT, "source_dir": folder}
@@ -153,7 +153,7 @@ class Doctor:
 
 
 def _own(provider: Provider, store: str, planned: Plan | None) -> Iterator[Check]:
-    """What the provider itself tells, if it tells anything. ``store`` is empty where nobody knows it."""
+    """Yield the provider's own checks, if it has any. ``store`` is empty if unknown."""
     look: Callable[[str, Request | None], Iterator[Check]] | None = getattr(provider, "checks", None)
     if look is None:
         return
@@ -167,17 +167,17 @@ def _own(provider: Provider, store: str, planned: Plan | None) -> Iterator[Check
 
 
 def round_trip(tree: Files) -> Check:
-    """Create an object exclusively, twice; read it back, list and delete it. Nothing is left behind.
+    """Create an object exclusively, twice; then read, list and delete it. Nothing is left behind.
 
-    It lies immediately below the store, and no more is listed than the store itself: a policy that allows List below
-    the store's prefix alone allows this.
+    The object is directly below the store, and only the store's prefix is listed, so a List policy for that prefix is
+    enough.
     """
     key, data = f"doctor-{secrets.token_hex(8)}.json", secrets.token_hex(16).encode()
     step, left = "create", False
     try:
         with _as_it_was(tree.url):
             try:
-                tree.create(key, data)  # whose answer may be False: the object is ours though its first answer was lost
+                tree.create(key, data)  # False too may mean success: the first answer may have been lost
                 left = True
                 step = "read"
                 back = tree.read(key)
@@ -191,12 +191,12 @@ def round_trip(tree: Files) -> Check:
                 if key not in tree.names(""):
                     raise StorageError("what was written is not in the list")
                 step = "delete"
-                tree.discard([key])  # which lists nothing
+                tree.discard([key])  # does not list
                 left = tree.exists(key)
                 if left:
                     raise StorageError("it is still there")
             finally:
-                if step != "delete":  # of a creation that failed, too: it may have been carried out
+                if step != "delete":  # also after a failed creation: it may have been carried out
                     with contextlib.suppress(CloudtrainError, OSError):
                         tree.discard([key])
                         left = False
@@ -241,7 +241,7 @@ def _store_fix(tree: Files, step: str, exc: CloudtrainError) -> str:
 
 @contextmanager
 def _as_it_was(url: str) -> Iterator[None]:
-    """Of a local store, the folders that were not there before are not there after."""
+    """Remove the folders of a local store that did not exist before."""
     path = local_path(url)
     new = [] if path is None else [place for place in (path, *path.parents) if not place.exists()]
     try:
@@ -259,9 +259,9 @@ def _as_it_was(url: str) -> Iterator[None]:
 def prepared(
     settings: Settings, fields: Mapping[str, Any], *, run_id: str | None, cwd: Path, grace: bool = False
 ) -> Iterator[Plan]:
-    """The plan of the job that looks at every node, as long as its source is there: until it has been sent.
+    """Yield the plan of the job that checks every node; its source exists until the block ends.
 
-    With ``grace`` its nodes then wait to be stopped. A provider may name ports to try in its attribute ``probe_ports``.
+    With ``grace`` the nodes then wait for a stop signal. A provider's attribute ``probe_ports`` may name ports to try.
     """
     ports: Sequence[int] = getattr(settings.make_provider(), "probe_ports", ())
     args = [*(["--ports", ",".join(map(str, ports))] if ports else []), *(["--grace"] if grace else [])]
@@ -280,16 +280,16 @@ def prepared(
 
 
 def expected_gpus(job: Job, provider: Provider, request: Request) -> int | None:
-    """GPUs that a node must have, None where neither the job nor the table of machines says."""
+    """Return the GPUs that a node must have; None if neither the job nor the table of machines says."""
     if job.resources.gpu:
         return job.resources.gpus[request.choice].count
     named = request.instance_types[:1]
     counts = {machine.gpu_count for machine in catalog.machines(provider.name) if machine.instance_type in named}
-    return counts.pop() if len(counts) == 1 else None  # of one name there may be machines with GPUs and without
+    return counts.pop() if len(counts) == 1 else None  # one name may stand for machines with and without GPUs
 
 
 def judged(folder: Path, *, nodes: int, gpus: int | None) -> tuple[dict[str, Any], list[str]]:
-    """What the job found, as it was pulled into ``folder``, and what is wrong with it, a line each."""
+    """Return the job's findings, as pulled into ``folder``, and a line for each problem."""
     path = folder / "artifacts" / PREFLIGHT
     try:
         found = json.loads(path.read_bytes())
@@ -304,10 +304,10 @@ def judged(folder: Path, *, nodes: int, gpus: int | None) -> tuple[dict[str, Any
 
 
 class Grace:
-    """A measurement of the time between the stop signal and the kill: it gets each log line of ``run``.
+    """A measurement of the time between the stop signal and the kill; it is called with each log line of ``run``.
 
-    Once the job has written its report, the run is cancelled. Then each node prints, again and again, how long ago the
-    signal came. ``seconds`` has the last such time of each node.
+    Once the job has written its report, the run is cancelled. Then each node repeatedly prints the seconds since the
+    signal. ``seconds`` has the last such time of each node.
     """
 
     def __init__(self, run: Run) -> None:
@@ -323,8 +323,8 @@ class Grace:
             self.seconds[int(line.node)] = max(float(found[1]), self.seconds.get(int(line.node), 0.0))
 
     def judged(self, nodes: int, reckoned: float) -> tuple[dict[str, Any], list[str]]:
-        """Return what was measured, by node, and what is wrong with it. ``reckoned`` are the seconds in which
-        cloudtrain mirrors what is left and records how the node ended; it then ends the node itself."""
+        """Return the measurements by node, and a line for each problem. ``reckoned`` is the seconds that cloudtrain
+        needs to mirror the rest and record the node's end; it then ends the node itself."""
         exits = self._run.store.exits(self._run.run_id)
         recorded = {int(record["node"]) for record in exits if record["attempt"] == self._attempt}
         rows, wrong = {}, []

@@ -1,10 +1,10 @@
-"""What ``cloudtrain doctor --job`` runs on every node: this one file, by the launcher that a training has.
+"""Check every node for ``cloudtrain doctor --job``: this one file runs there, started by a training's launcher.
 
-Each node tells its versions, its GPUs, its folders and its clock, and connects to every other on a port that the system
-chose, as NCCL and gloo do. It also tries further ports of node 0 (``--ports``), by the name that all nodes were given
-and by node 0's own address. Then all ranks time all-reduces. Rank 0 writes ``preflight.json`` among the artifacts and a
-table on stdout. With ``--grace`` each node then waits for the stop signal, and prints how long ago that was until it is
-killed. The standard library, and torch where there is one; it knows nothing of cloudtrain.
+Each node reports its versions, GPUs, folders and clock. It connects to every other on a port that the system chose, as
+NCCL and gloo do. It also tries further ports of node 0 (``--ports``), by the common name and by node 0's own address.
+Then all ranks time all-reduces. Rank 0 writes ``preflight.json`` among the artifacts and a table on stdout. With
+``--grace`` each node then waits for the stop signal, and prints the seconds since then until it is killed. Uses the
+standard library, and torch if installed, but nothing of cloudtrain.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ GPU_SIZES = tuple(MIB << shift for shift in range(0, 9, 2))
 CPU_SIZES = (MIB >> 4, MIB >> 2, MIB, 4 * MIB)
 WARM, TIMED = 2, 5
 PATIENCE = 120.0
-"""Seconds for the slowest node to come, and for an all-reduce."""
+"""Seconds to wait for the slowest node, and for an all-reduce."""
 CONNECT = 10.0
-"""Seconds for one connection between nodes: a port that is filtered never answers."""
+"""Seconds for one connection between nodes: a filtered port never answers."""
 SKEW = 1.0
-"""Seconds by which two clocks may differ: beyond that, tokens and signatures of requests begin to be refused."""
+"""Seconds by which two clocks may differ: beyond that, servers begin to refuse tokens and signatures."""
 SMALL_SHM = 64 * MIB
-"""What an engine of containers gives when nobody asks: DataLoader's workers die of it."""
+"""The default of container engines, with which DataLoader's workers crash."""
 SETTLE = 5.0
-"""Seconds from the report to the line that it is there: by then it has been copied out of the node."""
+"""Seconds from the report to the line that announces it: by then it has been copied out of the node."""
 HOLD = 300.0
-"""Seconds for which the stop signal, and then the kill, is waited for."""
+"""Seconds to wait for the stop signal, and then for the kill."""
 BEAT = 0.5
 READY = "preflight: the report is written; waiting for the stop signal"
 SINCE = re.compile(r"preflight: (\d+\.\d) s since the stop signal")
 OWN = ("checkpoints", "artifacts", "temporary files")
-"""Folders without which no training works."""
+"""Folders that every training needs."""
 SHARED = re.compile(r"fuse|nfs|lustre|cifs|smb|ceph|9p|gpfs|beegfs|weka|virtiofs")
-"""File systems by which a platform shows a store to its nodes, or by which nodes share files."""
+"""File systems that show a store to nodes, or that nodes share."""
 ALIKE = ("driver", "torch", "cuda", "nccl", "python", "machine")
 
 
@@ -64,7 +64,7 @@ ALIKE = ("driver", "torch", "cuda", "nccl", "python", "machine")
 
 
 def facts() -> dict[str, Any]:
-    """This node's versions and sizes; None is what it has not. Bytes."""
+    """Return this node's versions and sizes in bytes; None for what it lacks."""
     found: dict[str, Any] = {
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -96,8 +96,8 @@ def _shm() -> int | None:
 
 
 def folders(mounts: Path = Path("/proc/mounts")) -> dict[str, dict[str, Any]]:
-    """The folders that a script has, and what is mounted here of other machines, by name. ``writable``: a file can be
-    created there; in what is mounted nothing is created, so there it is what the file system says."""
+    """Return the script's folders and this node's network mounts, by name. ``writable``: a test file could be created;
+    for mounts, as the file system says, because nothing is created there."""
     named = {
         "checkpoints": os.environ.get("CLOUDTRAIN_CHECKPOINT_DIR"),
         "artifacts": os.environ.get("CLOUDTRAIN_ARTIFACT_DIR"),
@@ -113,7 +113,7 @@ def folders(mounts: Path = Path("/proc/mounts")) -> dict[str, dict[str, Any]]:
 
 
 def _mounted(mounts: Path) -> dict[str, str]:
-    """The kind of file system by the folder where it is mounted."""
+    """Return the kind of file system by its mount point."""
     kinds = {}
     with suppress(OSError):
         for line in mounts.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -138,7 +138,7 @@ def _folder(path: str, kinds: Mapping[str, str], *, create: bool) -> dict[str, A
 
 
 def _driver() -> str | None:
-    """Of NVIDIA's, as its own tool says."""
+    """Return the version of NVIDIA's driver, from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
@@ -159,9 +159,9 @@ def _nccl(torch: Any) -> str | None:
 
 
 class Door:
-    """A listener on ``port``, 0: one that the system chooses. It answers each line with this node's number and clock.
+    """A listener on ``port`` (0: chosen by the system). It answers each line with this node's number and clock.
 
-    Raises `OSError` for a port that it may not have.
+    Raises `OSError` if it cannot have the port.
     """
 
     def __init__(self, node: int, port: int = 0) -> None:
@@ -194,15 +194,15 @@ class Door:
             return
 
     def close(self) -> None:
-        """No thread of it is left that listens."""
+        """Close the listener and end its thread."""
         self._over.set()
         self._thread.join()
         self._server.close()
 
 
 def look_in(node: int, address: str, port: int) -> dict[str, Any]:
-    """Connect to a node. ``error`` is empty when it answered; ``skew_s`` is its clock less ours, give or take
-    ``within_s``: the quickest of a few questions, half a round trip each way."""
+    """Connect to a node. ``error`` is empty if it answered. ``skew_s`` is its clock less ours, within ``within_s``:
+    half the quickest round trip of a few requests."""
     try:
         with (
             socket.create_connection((address, port), timeout=CONNECT) as client,
@@ -239,7 +239,7 @@ def knock(address: str, port: int) -> str:
 
 
 def knock_at_all(doors: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """`knock` at each port of node 0, by its name and by its address; all at once, since a filtered one takes long."""
+    """Try `knock` at each port of node 0, by name and by address; in parallel, because filtered ports are slow."""
     with ThreadPoolExecutor(32) as pool:
         tries = {
             way: {port: pool.submit(knock, doors[way], int(port)) for port in doors["ports"]}
@@ -250,7 +250,7 @@ def knock_at_all(doors: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 @contextmanager
 def doors_of(ports: Sequence[int], free: int) -> Iterator[dict[str, str]]:
-    """Listen on each free one of ``ports``. Return what each port is; ``free`` is one that the system chose."""
+    """Listen on each free one of ``ports``. Yield the state of each port; ``free`` is one that the system chose."""
     with ExitStack() as stack:
         found = {}
         for port in ports:
@@ -263,13 +263,13 @@ def doors_of(ports: Sequence[int], free: int) -> Iterator[dict[str, str]]:
 
 
 def address_towards(other: str) -> str:
-    """This node's own address, from which it calls ``other``: by it others reach it on any port, as NCCL does.
+    """Return this node's own address towards ``other``, by which others reach it on any port, as NCCL does.
 
-    A name may be that of a service which forwards some ports only.
+    A name may belong to a service that forwards only some ports.
     """
     family, kind, _, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(place)  # of a datagram: nothing is sent, the system only chooses from where it would
+        probe.connect(place)  # UDP: nothing is sent, the system only chooses the source address
         return str(probe.getsockname()[0])
 
 
@@ -277,7 +277,7 @@ def address_towards(other: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """One rank's part. 0 when it could look; what was found is for whoever reads the report."""
+    """Run one rank's part. Return 0 if the checks could run; the report has their findings."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ports", default="", help="ports of node 0 to try, with commas between")
     parser.add_argument("--grace", action="store_true", help="then wait for the stop signal")
@@ -295,17 +295,17 @@ def main(words: Sequence[str] | None = None) -> int:
     store.set_timeout(wait)
     report = between(store, rank, world, mine, [int(port) for port in options.ports.split(",") if port])
     if told is None:
-        _write(report if rank == 0 else None)  # of a hang in what follows, too, the run has this to show
+        _write(report if rank == 0 else None)  # written before a possible hang
     if any(link["error"] for row in report["links"].values() for link in row.values()):
         report["error"] = "no all-reduce: some nodes cannot reach others"
     elif world > 1:
         gpus = all(at["gpus"] >= at["ranks"] for at in report["nodes"].values())
         report["allreduce"] = allreduce(store, rank, world, "nccl" if gpus else "gloo")
     store.set(f"done{rank}", "")
-    if rank == 0:  # in whose process the store may be
+    if rank == 0:  # its process may hold the store
         for number in range(world):
             store.get(f"done{number}")
-    report = json.loads(json.dumps(report))  # its keys are texts, as everybody reads them
+    report = json.loads(json.dumps(report))  # its keys are texts, as in the file
     _write(report if rank == 0 else None)
     if rank == 0:
         sys.stdout.write(table(report) + "\n")
@@ -316,7 +316,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def between(store: Any, rank: int, world: int, mine: dict[str, Any], ports: Sequence[int]) -> dict[str, Any]:
-    """The report, less the all-reduce: what each node tells, whom it reaches, and by which ports it reaches node 0."""
+    """Return the report, less the all-reduce: each node's facts, its links, and its way to each port of node 0."""
     node, leads = int(os.environ.get("GROUP_RANK", "0")), os.environ.get("LOCAL_RANK", "0") == "0"
     name, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     count = _nodes(store, world)
@@ -346,14 +346,14 @@ def between(store: Any, rank: int, world: int, mine: dict[str, Any], ports: Sequ
 
 
 def _await_signal() -> list[float]:
-    """Keep a stop signal from ending this process. The list gets the moment of the signal (monotonic seconds)."""
+    """Keep a stop signal from ending this process. The list gets the time of the signal (monotonic seconds)."""
     told: list[float] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(time.monotonic()))
     return told
 
 
 def _hold(told: Sequence[float], *, says: bool, first: bool) -> None:
-    """Wait for the stop signal, then print again and again how long ago it was, until this process is killed."""
+    """Wait for the stop signal, then repeatedly print the seconds since then, until this process is killed."""
     time.sleep(SETTLE)
     end = time.monotonic() + HOLD
     if first:
@@ -367,7 +367,7 @@ def _hold(told: Sequence[float], *, says: bool, first: bool) -> None:
 
 
 def _nodes(store: Any, world: int) -> int:
-    """How many nodes there are: every rank leaves the number of its own, and reads all others'."""
+    """Return the number of nodes: every rank writes its own node's number and reads all others'."""
     rank, node = os.environ.get("RANK", "0"), os.environ.get("GROUP_RANK", "0")
     store.set(f"rank{rank}", node)
     return max(int(store.get(f"rank{number}")) for number in range(world)) + 1
@@ -385,8 +385,8 @@ def _listening(node: int) -> Iterator[Door]:
 def allreduce(store: Any, rank: int, world: int, backend: str) -> dict[str, Any]:
     """Time all-reduces of all ranks.
 
-    Bandwidths are those of nccl-tests, in 10^9 bytes a second: of the algorithm, bytes by seconds of the slowest rank;
-    of the bus, that by 2 (n - 1) / n.
+    Bandwidths are those of nccl-tests, in 10^9 bytes a second. The algorithm's is bytes by seconds of the slowest rank;
+    the bus's is that times 2 (n - 1) / n.
     """
     torch: Any = importlib.import_module("torch")
     dist = torch.distributed
@@ -428,11 +428,11 @@ def _write(report: Mapping[str, Any] | None) -> None:
         (folder / "preflight.json").write_text(json.dumps(report), encoding="utf-8")
 
 
-# ----------------------------------------------------------------------------------------------------- what it comes to
+# ----------------------------------------------------------------------------------------------------------- the report
 
 
 def problems(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> list[str]:
-    """What is wrong, a line each, with what to do. ``gpus``: that each node must have; None where nobody knows."""
+    """Return a line for each problem, with its fix. ``gpus`` is the number that each node must have (None: unknown)."""
     rows: Mapping[str, Mapping[str, Any]] = report["nodes"]
     if report.get("error") and not report["links"] and not any(row.get("torch") for row in rows.values()):
         return [f"no node could be compared: {report['error']}; give the job an image with torch"]
@@ -475,7 +475,7 @@ def problems(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> list
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """Return the report for people."""
     head = ("node", "host", "ranks", "gpus", "driver", "torch", "cuda", "nccl", "/dev/shm", "skew")
     rows = [head]
     for number, row in report["nodes"].items():
@@ -503,7 +503,7 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def _ports(found: Mapping[str, Any]) -> list[str]:
-    """How many of the other nodes reach each port of node 0, and why the first of the rest does not."""
+    """Return how many other nodes reach each port of node 0, and the first failure."""
     tries: Mapping[str, Mapping[str, Mapping[str, str]]] = found.get("from") or {}
     if not tries:
         return []
@@ -519,7 +519,7 @@ def _ports(found: Mapping[str, Any]) -> list[str]:
 
 
 def _grace(found: Mapping[str, Any]) -> list[str]:
-    """Return lines that say how long each node lived after the stop signal."""
+    """Return lines with each node's life after the stop signal."""
     rows = []
     for number, row in (found.get("nodes") or {}).items():
         seconds = "-" if row["seconds"] is None else f"at least {row['seconds']:.1f} s"
@@ -529,7 +529,7 @@ def _grace(found: Mapping[str, Any]) -> list[str]:
 
 
 def _folders(nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The folders of the nodes, those that are alike in one row."""
+    """Return a table of the nodes' folders, with equal ones in one row."""
     alike: dict[tuple[str, str, str], list[tuple[str, Mapping[str, Any]]]] = {}
     for number, node in nodes.items():
         for name, row in (node.get("folders") or {}).items():

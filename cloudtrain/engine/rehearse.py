@@ -1,7 +1,7 @@
-"""Rehearsals: the exact Request of another platform, run on this machine as that platform would start it.
+"""Rehearse a job: run the exact Request of another platform on this machine as that platform would.
 
-`plan_rehearsal` makes the real plan, with real URLs and no credentials, and from it one that `submit` runs here: the
-same run id, code and inputs, staged into a local store that stands for the cloud's.
+`plan_rehearsal` makes the real plan, with real URLs and no credentials, and from it one that `submit` runs here. Run
+id, code and inputs are the same, staged into a local store in place of the cloud's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .url_map import moved, place_of
 __all__ = ["STORE", "plan_rehearsal"]
 
 STORE = "./.cloudtrain"
-"""Where rehearsals live."""
+"""Default store of rehearsals."""
 
 
 def plan_rehearsal(
@@ -43,14 +43,13 @@ def plan_rehearsal(
     secrets: Mapping[str, str] | None = None,
     drills: Sequence[tuple[str, str]] = (),
 ) -> Plan:
-    """The plan of a rehearsal of ``job`` on ``provider`` (default: the setting), whose store is that of ``settings``;
-    of several places in ``settings`` it is the first.
+    """Return the plan of a rehearsal of ``job`` on ``provider`` (default: the setting), in ``settings``' first place.
 
-    ``store`` is the local folder that stands for it, ``maps`` are paths of this machine by the URLs they stand for,
-    ``image`` is a local image in the request's place, ``secrets`` are references ``env:VARIABLE`` by the names of the
-    job's secrets, ``drills`` pairs like ``("preempt", "node=1,after=30s")``. Its request's ``body`` holds that of the
-    provider whole (``request``), and in ``differences`` what is not as it would be there, a line each.
-    Raises what `make_plan` raises, and `SpecError` for what cannot be rehearsed.
+    ``store`` is the local folder in place of the real store. ``maps`` are local paths by the URLs they stand for.
+    ``image`` is a local image in the request's place. ``secrets`` are references ``env:VARIABLE`` by the names of the
+    job's secrets. ``drills`` are pairs like ``("preempt", "node=1,after=30s")``. Its request's ``body`` holds the
+    provider's whole (``request``), and in ``differences`` a line for each difference from the platform. Raises the
+    errors of `make_plan`, and `SpecError` for a job that cannot be rehearsed.
     """
     real = make_plan(job, settings=only_first(settings)[0], provider=provider, run_id=run_id, cwd=cwd)
     target = real.provider
@@ -100,7 +99,7 @@ def _existing(path: str, cwd: Path) -> str:
 
 
 def _stand_ins(real: Plan, maps: Mapping[str, str]) -> dict[str, str]:
-    """``maps``, and what they say of inputs that the plan would have copied into the store from elsewhere."""
+    """Return ``maps``, extended to the inputs that the plan would have copied into the store."""
     found = dict(maps)
     for item in real.layout.inputs.values():
         place = place_of(item.source, maps, or_same=True) if item.source else item.source
@@ -110,7 +109,7 @@ def _stand_ins(real: Plan, maps: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_data(real: Plan, places: Mapping[str, str]) -> None:
-    """Raise `SpecError` for data that nobody stages and that is not here either."""
+    """Raise `SpecError` for data that is neither staged nor on this machine."""
     staged = {tree.digest for tree in real.trees}
     for name, item in real.layout.inputs.items():
         digest = item.url.removeprefix(f"{real.store.url}/data/").partition("/")[0]
@@ -130,7 +129,7 @@ def _check_there(url: str, places: Mapping[str, str], field: str) -> None:
 
 
 def _substitutes(job: Job, given: Mapping[str, str]) -> dict[str, str]:
-    """The references ``env:VARIABLE`` in place of the job's own. `SpecError` for a secret without one."""
+    """Return the references ``env:VARIABLE`` in place of the job's own. Raises `SpecError` for a secret without one."""
     for name, reference in given.items():
         if name not in job.secrets:
             raise SpecError(

@@ -1,8 +1,8 @@
-"""The supervisor: a process of this host that starts a Simulation's nodes, applies its rules, and outlives the client.
+"""Supervise a run on this host: a process that starts a Simulation's nodes, applies its rules, and outlives the client.
 
-It owns one folder (``request.json``, ``lock``, ``status.json``, ``out/<attempt>/node-<n>.log``); whoever holds the lock
-is the supervisor. What goes to the store it writes there; what the client wants to know it finds in ``status.json``.
-When the store is elsewhere, it keeps ``live/`` in step with it.
+It owns one folder (``request.json``, ``lock``, ``status.json``, ``out/<attempt>/node-<n>.log``); the process with the
+lock is the supervisor. It writes the store's records there, and the client's information to ``status.json``. If the
+store is remote, it keeps ``live/`` in step with it.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 5.0
 SYNC_SECONDS = 5.0
 PATIENCE_SECONDS = 1800.0
-"""How long a store may be away before a run that has ended gives up on it."""
+"""Seconds that a store may be away before a finished run gives up on it."""
 FINISH_SECONDS = 600.0
-"""How long the other nodes may take to come down by themselves once one has failed."""
+"""Seconds for the other nodes to end by themselves once one has failed."""
 UNMET_SECONDS = 3.0
-"""The same while they have not met: they would wait for it in vain."""
+"""The same before the nodes have met: they would wait for it in vain."""
 RESTART_SECONDS = 1.0
 SIGNAL_SECONDS = 1.0
-"""How often a node is told to stop again: one whose Python has only just begun has no handler for it yet."""
+"""Seconds between stop signals to a node: a Python that has just started has no handler yet."""
 KILLED = (137, 143)
-"""Exit codes of nodes that a platform itself has ended, by SIGKILL or SIGTERM."""
+"""Exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM."""
 CHECKPOINTS = "checkpoints/"
 CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
 
@@ -72,7 +72,7 @@ def main(folder: str, engine: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError:
-                # Another supervisor, which will write its status; or somebody who only looks, for a moment.
+                # Another supervisor, which will write its status, or a brief reader.
                 if (Path(folder) / "status.json").exists():
                     return
                 time.sleep(0.02)
@@ -87,7 +87,7 @@ def main(folder: str, engine: str) -> None:
 
 
 class Supervisor:
-    """Of one run: every attempt of it, from ``request.json`` in ``folder`` to the final ``status.json``."""
+    """The supervisor of one run: every attempt, from ``request.json`` in ``folder`` to the final ``status.json``."""
 
     def __init__(self, *, folder: Path, engine: str, secrets: Mapping[str, str], environ: Mapping[str, str]) -> None:
         self.folder, self.secrets = folder, dict(secrets)
@@ -118,16 +118,16 @@ class Supervisor:
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """run.json, which never changes. Raises what the store raises."""
+        """The record run.json, which never changes. Raises the store's errors."""
         return self.store.run(self.run_id, needs=("provider", "settings", "job"))
 
     @cached_property
     def provider(self) -> Provider:
-        """As run.json has it."""
+        """The provider in run.json."""
         return find_provider(self.record["provider"])(**self.record["settings"])
 
     def check(self) -> None:
-        """Raise what keeps the run from being started at all: then it never was, and leaves no status."""
+        """Raise the error that keeps the run from starting at all: it then leaves no status."""
         moving = {key: value for key, value in self.record.get("moving", {}).items() if key in Moving._fields}
         self.store = Store(self.store.url, moving=Moving(**moving))
         provider = self.provider
@@ -135,7 +135,7 @@ class Supervisor:
             provider.check(self.request)
 
     def run(self) -> None:
-        """Until the run is over. Never raises: what goes wrong becomes the run's reason."""
+        """Run to the end. Never raises: an error becomes the run's reason."""
         if (self.folder / "status.json").exists():
             return  # a run is supervised once; its end, or its supervisor's, is on record
         self._write_status()
@@ -145,7 +145,7 @@ class Supervisor:
             state, category, reason = self._all_attempts(mounts)
         except CloudtrainError as exc:
             state, category, reason = "failed", "infra", str(exc)
-        except Exception as exc:  # noqa: BLE001  the last line of defence of a process nobody watches
+        except Exception as exc:  # noqa: BLE001  the last line of defence of an unattended process
             state, category, reason = "failed", "infra", f"the supervisor failed: {type(exc).__name__}: {exc}"
             sys.stderr.write(reason + "\n")
         if late := ", ".join(drill.words for drill in self.drills.left):
@@ -164,7 +164,7 @@ class Supervisor:
             Run(store=self.store, run_id=self.run_id).result()
 
     def _write_status(self) -> None:
-        """What clients read. A disk that does not take it now takes the next: no reason to end a run."""
+        """Write the clients' status. If the disk fails now, the next write replaces it: no reason to end a run."""
         with contextlib.suppress(StorageError):
             self._write_final()
 
@@ -178,7 +178,7 @@ class Supervisor:
             raise StorageError(f"cannot write {self.folder}: {exc.strerror}") from None
 
     def _patiently(self, work: Callable[[], T]) -> T:
-        """``work()``, again and again while the store or the disk fails, for `PATIENCE_SECONDS` or until cancelled."""
+        """Retry ``work()`` while the store or the disk fails, for `PATIENCE_SECONDS` or until cancelled."""
         deadline, pause = time.monotonic() + PATIENCE_SECONDS, 1.0
         while True:
             try:
@@ -193,7 +193,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------- attempts
 
     def _all_attempts(self, mounts: _Mounts) -> tuple[str, str, str]:
-        """(state, category, reason) of the run."""
+        """Return (state, category, reason) of the run."""
         request, failures = self.request, []
         while True:
             simulation = self._patiently(lambda: self.provider).nodes(request)
@@ -211,7 +211,7 @@ class Supervisor:
         return (self.folder / "cancel").exists() or mounts.cancelled()
 
     def _next(self, request: Request) -> Request:
-        """The request of the next attempt, recorded before anything starts."""
+        """Return the request of the next attempt, recorded before any node starts."""
         record = self.store.run(self.run_id)
         job = Job.from_dict(record["job"]).at(record["provider"])
         provider = self.provider
@@ -225,7 +225,7 @@ class Supervisor:
         return following
 
     def _attempt(self, request: Request, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str]:
-        """One attempt, with the platform's own restarts."""
+        """Run one attempt, with the platform's own restarts."""
         rules, restart = simulation.rules, 0
         left = {"codes": rules.max_restarts, "preempted": rules.preemptions, "lost": rules.losses}
         most = dict(left)
@@ -239,7 +239,7 @@ class Supervisor:
             try:
                 state, category, reason, resumed = self._start(name, simulation, mounts)
             except (NodeError, SpecError, CapacityError, StorageError) as exc:
-                # The nodes cannot be had: the attempt's end, like any other.
+                # The nodes cannot start: the attempt's end, like any other.
                 state, category, reason = "failed", _category_of(exc), str(exc)
                 if self._cancelled(mounts):
                     state, category, reason = CANCELLED
@@ -257,7 +257,7 @@ class Supervisor:
             time.sleep(RESTART_SECONDS)
 
     def _start(self, name: str, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str, str]:
-        """One start of all nodes, to its end: (state, category, reason, what it resumed from)."""
+        """Run one start of all nodes to its end; return (state, category, reason, resumed checkpoint)."""
         self.engine.prepare(simulation, self._pending, lambda: self._cancelled(mounts))
         wanted = [mount for node in simulation.nodes for mount in node.mounts]
         local = self._patiently(lambda: mounts.fetch(wanted))
@@ -266,7 +266,7 @@ class Supervisor:
         self._lost.clear()
         self._had = self._newest_checkpoint(mounts) if self.drills.left else ()
         folders, mounted = None, None
-        stopped = "preempted"  # what nodes that never started leave is nothing
+        stopped = "preempted"  # nodes that never started leave nothing
         if simulation.rules.sync_lag is not None:
             run, lag = self.request.run, simulation.rules.sync_lag
             marks, shared = simulation.rules.sync_marks, f"{run}/checkpoints"
@@ -277,7 +277,7 @@ class Supervisor:
             mounted = MountedFolders(self.folder)
             with self._on_disk():
                 simulation, local = mounted.wired(simulation, local, simulation.rules.objects)
-        # Nothing may come between: what is mounted must be unmounted.
+        # No code between start and try: mounts must be unmounted.
         try:
             nodes = self.engine.start(simulation, attempt=name, local=local, secrets=self.secrets)
             if folders is not None:
@@ -293,31 +293,31 @@ class Supervisor:
             if folders is not None:
                 with self._on_disk():
                     folders.finish(outputs=stopped != "preempted" and not self._lost)
-        # Nodes number an attempt by what they find in live/, where a start that was cut short has left nothing.
+        # Nodes number an attempt by live/, where an interrupted start has left nothing.
         exits = records_of(AttemptInfo(number=name, started=self.attempts[-1]["started"]), mounts.exits())
         resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
         return *self._judge(nodes, simulation.rules, stopped, exits), resumed
 
     @contextlib.contextmanager
     def _on_disk(self) -> Iterator[None]:
-        """What a full or broken disk does to the nodes' folders is told as that."""
+        """Raise `StorageError` for a full or broken disk of the nodes' folders."""
         try:
             yield
         except OSError as exc:
             raise StorageError(f"cannot keep the nodes' folders in {self.folder}: {exc}") from None
 
     def _pending(self, reason: str) -> None:
-        """What the nodes are waiting for."""
+        """Set the run pending, with the reason for the wait."""
         self.state.update(state="pending", reason=reason)
         self._write_status()
 
     def _watch(self, nodes: Sequence[NodeHandle], rules: Rules, mounts: _Mounts, folders: NodeFolders | None) -> str:
-        """Wait for all nodes to end; why we ended them ourselves (``cancelled``, ``timeout``, ``peers``, or
-        ``preempted``, by a drill), else empty."""
+        """Wait for all nodes to end; return why we ended them (``cancelled``, ``timeout``, ``peers``, or ``preempted``,
+        by a drill), else ""."""
         began = time.monotonic()
         stopped, stop_at, failed_at, told, beat = "", 0.0, 0.0, 0.0, began
         patience = UNMET_SECONDS
-        first: int | None = None  # the node that is told to stop before the others are
+        first: int | None = None  # the node that is stopped before the others
         while any(node.poll() is None for node in nodes):
             now = time.monotonic()
             if not stopped:
@@ -353,7 +353,7 @@ class Supervisor:
     def _drill(
         self, seconds: float, nodes: Sequence[NodeHandle], mounts: _Mounts, folders: NodeFolders | None
     ) -> int | None:
-        """Do what is due after ``seconds`` of running; the node whose machine is taken back, if one is."""
+        """Run the drill due after ``seconds`` of running; return the node whose machine it takes back, if any."""
         drill = self.drills.due(seconds, lambda: self._newest_checkpoint(mounts) not in ((), self._had))
         if drill is None:
             return None
@@ -372,7 +372,7 @@ class Supervisor:
         return None
 
     def _met(self) -> bool:
-        """Whether node 0 has told all nodes to go, which it says before any rank says anything."""
+        """Return whether node 0 has started all nodes, which it prints before any rank's line."""
         name = self.attempts[-1]["number"]
         with contextlib.suppress(OSError), open(self.folder / "out" / name / "node-0.log", "rb") as stream:
             return re.search(rb"cloudtrain: attempt \d+\.\d+:", stream.read(1 << 16)) is not None
@@ -386,12 +386,12 @@ class Supervisor:
     def _judge(
         self, nodes: Sequence[NodeHandle], rules: Rules, stopped: str, exits: Sequence[Mapping[str, Any]]
     ) -> tuple[str, str, str]:
-        """(state, category, reason) of one start of all nodes."""
+        """Return (state, category, reason) of one start of all nodes."""
         codes = [node.poll() or 0 for node in nodes]
         decided = next((r for r in exits if r["decided"]), None)
         done = decided is not None and decided["outcome"] == "succeeded"
         primary = rules.primary is not None and codes[rules.primary] == 0
-        # Some platforms' nodes end with 0 when they are told to stop.
+        # On some platforms, nodes exit with 0 after a stop signal.
         if (done and not any(codes)) or (stopped in ("", "peers") and (primary or not any(codes))):
             return "succeeded", "", ""
         if stopped == "cancelled":
@@ -404,7 +404,7 @@ class Supervisor:
         if stopped == "preempted":
             self._again = "preempted"
             return "failed", "preempted", told or "the platform took its machines back"
-        # A node's exit code, or that of a shell for one that a signal has killed.
+        # A node's exit code, or a shell's code for a killed node.
         ends = {n: 128 - code if code < 0 else code for n, code in enumerate(codes) if n not in self._lost}
         if self._lost and not (rules.restart_on and set(ends.values()) - {0, *rules.restart_on, *KILLED}):
             self._again = "lost"
@@ -419,12 +419,12 @@ class Supervisor:
         if record is not None and not (silent and was_lost(record["failure"])):
             category = record["category"] if record["category"] in EXIT_CODES else "infra"
             return "failed", category, record["reason"]
-        # Its peers say that it was lost; how it ended, we know.
+        # Its peers report that it was lost; its own end is known here.
         category, reason = silent or ("infra", "the nodes ended without a word")
         return "failed", category, reason
 
     def _silent(self, nodes: Sequence[NodeHandle], exits: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-        """(category, reason) of the first node that was killed whole: it left no record."""
+        """Return (category, reason) of the first node that was killed whole: it left no record."""
         told = {record["node"] for record in exits}
         number = next((n for n, node in enumerate(nodes) if node.poll() and n not in told), None)
         if number is None:
@@ -437,9 +437,9 @@ class Supervisor:
         return "infra", f"node {number} {how}" + (f": {last}" if last else "")
 
     def _exception(self, mounts: _Mounts) -> tuple[Any, ...]:
-        """What the attempt died of, to be compared with the next one's: the rank that was first may differ.
+        """Return the attempt's failure to compare with the next one's: the first rank may differ.
 
-        A kill from outside, or a node that is lost, says nothing of the script: it is like no other.
+        A kill from outside, or a lost node, says nothing of the script: it equals no other.
         """
         name = self.attempts[-1]["number"]
         for record in mounts.exits():
@@ -451,17 +451,17 @@ class Supervisor:
         return (name,)
 
     def _max_runtime(self) -> float:
-        """The job's own; a limit of money or GPU hours may be shorter."""
+        """Return the job's own limit; a limit of money or GPU hours may be shorter."""
         return Job.from_dict(self.record["job"]).at(self.record["provider"]).max_runtime
 
     def _newest_checkpoint(self, mounts: _Mounts) -> tuple[str, ...]:
-        """The newest of each kind: mirrored, and written to the store by the script itself."""
+        """Return the newest of each kind: mirrored, and written to the store by the script itself."""
         mirrored = resumable(complete(mounts.live / "checkpoints"))[-1:]
         return (*(str(item.folder) for item in mirrored), *(item.key for item in self.store.direct(self.run_id)[-1:]))
 
 
 class _Mounts:
-    """Every mount's URL as a path of this machine: itself when it is local, else a copy; ``live`` kept in step."""
+    """The local path of every mount's URL: its own or a copy's; ``live`` is kept in step."""
 
     def __init__(self, *, folder: Path, store: Store, run_id: str) -> None:
         self._folder, self._store, self._run_id = folder, store, run_id
@@ -472,7 +472,7 @@ class _Mounts:
         self._thread: threading.Thread | None = None
 
     def fetch(self, mounts: Iterable[Mount]) -> dict[str, Path]:
-        """URL to local path, remote ones downloaded once; what nodes write to is made."""
+        """Return local paths by URL. Remote ones are downloaded once; folders that nodes write to are created."""
         out: dict[str, Path] = {}
         for url, kind in {mount.url: mount.kind for mount in mounts}.items():
             if url.endswith(f"/runs/{self._run_id}/live"):
@@ -488,7 +488,7 @@ class _Mounts:
         target = self._folder / "mounts" / _short(url) / name
         whole = target.with_name(f".{name}.whole")
         if not whole.exists():
-            moving = Moving(mover=self._store.moving.mover)  # inputs are not written, wherever they are
+            moving = Moving(mover=self._store.moving.mover)  # inputs are never written
             source = files(parent, moving=moving)
             if source.size(name) is not None:
                 source.download(name, target)
@@ -498,7 +498,7 @@ class _Mounts:
         return target
 
     def exits(self) -> list[dict[str, Any]]:
-        """The exit records of all nodes so far, as the nodes wrote them."""
+        """Return the exit records of all nodes so far, as the nodes wrote them."""
         out = []
         for path in sorted((self.live / "exit").glob("*.json")):
             with contextlib.suppress(OSError, ValueError):
@@ -506,13 +506,13 @@ class _Mounts:
         return out
 
     def cancelled(self) -> bool:
-        """Whether the store forbids further attempts; of a store elsewhere, as the syncing thread saw it last."""
+        """Return whether the store forbids further attempts; for a remote store, as last read by the sync thread."""
         if self._thread is not None:
             return self._told_to_stop
         return self._store.cancelled(self._run_id)
 
     def start_syncing(self) -> None:
-        """Keep the store's ``live`` in step, when the store is not on this machine."""
+        """Keep a remote store's ``live`` in step."""
         if local_path(self._url) is None:
             self._thread = threading.Thread(target=self._keep_in_step, name="sync", daemon=True)
             self._thread.start()
@@ -527,22 +527,22 @@ class _Mounts:
                 sys.stderr.write(f"live/ could not be synced: {exc}; trying again\n")
 
     def stop_syncing(self, patiently: Callable[[Callable[[], None]], None]) -> None:
-        """Bring the store up to date for good. `StorageError` when it stays away; ``live`` is then kept here."""
+        """Sync the store a last time. Raises `StorageError` if it stays away; ``live`` is then kept here."""
         if self._thread is None:
             return
         self._stop.set()
         self._thread.join()
         target = files(self._url, moving=self._store.moving)
         patiently(lambda: self._sync(target))
-        # All of it is in the store now; only what the nodes printed stays here.
+        # All of it is in the store now; only the nodes' output stays here.
         shutil.rmtree(self.live, ignore_errors=True)
         shutil.rmtree(self._folder / "mounts", ignore_errors=True)
 
     def _sync(self, target: Files) -> None:
-        """Upload what is new or changed; what makes other files count (commit.json) after all others.
+        """Upload new and changed files; those that make others valid (commit.json) come last.
 
-        A checkpoint that is gone here goes there, commit.json first; but never the last one, whatever became of a disk.
-        So does a log segment whose node has other ones: it was merged into them.
+        A checkpoint deleted here is deleted there, commit.json first, but never the last one, even after a disk
+        failure. So is a log segment whose node has others: it was merged into them.
         """
         changed, found = [], set()
         below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
@@ -569,7 +569,7 @@ class _Mounts:
 
 
 def _category_of(exc: CloudtrainError) -> str:
-    """What a run ended for whose nodes could not be started."""
+    """Return the category of a run whose nodes could not start."""
     if isinstance(exc, NodeError):
         return exc.category
     return "image" if isinstance(exc, SpecError) else "capacity" if isinstance(exc, CapacityError) else "infra"

@@ -1,8 +1,7 @@
-"""The bundle: the files of a code tree that ship, as a manifest with a digest and a deterministic archive.
+"""Bundle the files of a code tree that ship: a manifest with a digest, and a deterministic archive.
 
-What ships is the tree as git sees it (tracked, modified, and untracked but not ignored), less what a
-``.cloudtrainignore`` or ``source.exclude`` leaves out (`shipped_files`). Nothing is written, and no archive is made
-before `Bundle.write_archive`.
+The tree is git's view of it (tracked, modified, and untracked but not ignored), less the exclusions of
+``.cloudtrainignore`` and ``source.exclude`` (`shipped_files`). Only `Bundle.write_archive` makes an archive.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _SECRET_NAME = re.compile(
     r"|\.azure/(?:accessTokens\.json|(?:msal_token_cache|service_principal_entries)\.[^/]*))",
     re.DOTALL,
 )
-_SECRET_CONTENT: dict[str, tuple[int, re.Pattern[bytes]]] = {  # by end of name: bytes at most, what gives it away
+_SECRET_CONTENT: dict[str, tuple[int, re.Pattern[bytes]]] = {  # by suffix: largest size in bytes, pattern of a secret
     ".pem": (2**20, re.compile(rb"PRIVATE KEY")),
     ".key": (2**20, re.compile(rb"PRIVATE KEY")),
     ".npmrc": (2**16, re.compile(rb"_auth|_password")),
@@ -56,10 +55,10 @@ _SECRET_CONTENT: dict[str, tuple[int, re.Pattern[bytes]]] = {  # by end of name:
 
 @dataclass(frozen=True, kw_only=True)
 class File:
-    """One file, or link, of a bundle.
+    """One file or symbolic link of a bundle.
 
-    ``path`` is posix and relative to the root, ``size`` in bytes (0 for a link), ``mode`` 0o644 or 0o755, ``sha256``
-    hex of the content (of the target's text for a link), ``link`` the relative target of a symbolic link.
+    ``path`` is posix and relative to the root, ``size`` in bytes (0 for a link), ``mode`` 0o644 or 0o755. ``sha256`` is
+    hex of the content (for a link, of the target's text). ``link`` is the relative target of a symbolic link.
     """
 
     path: str
@@ -71,7 +70,7 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Excluded:
-    """A file, or with a trailing ``/`` a whole folder, that does not ship, and the rule that says so.
+    """A file, or with a trailing ``/`` a whole folder, that does not ship, and the ``rule`` that excludes it.
 
     ``rule`` is ``.gitignore:3:*.log`` (file, line, pattern), ``source.exclude[0]:*.bin`` or ``built-in: …``.
     """
@@ -82,11 +81,11 @@ class Excluded:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What ships: ``files`` and ``excluded`` in order of path; ``digest`` is the sha256 (hex) of `manifest`.
+    """The files that ship. ``files`` and ``excluded`` are sorted by path; ``digest`` is the hex SHA-256 of `manifest`.
 
     ``entry_point`` is relative to ``root``, posix, or ``-m pkg.mod``. ``git`` is ``{commit, branch, dirty}`` of the
-    source (commit None before the first one, branch None when detached; dirty if anything below the root differs from
-    the commit), None outside git. ``parts`` are the folders on disk by the prefix under which they ship.
+    source, None outside git. Its commit is None before the first one, its branch None when detached; dirty means that
+    files differ from the commit. ``parts`` are the folders on disk by the prefix under which they ship.
     """
 
     root: Path
@@ -99,7 +98,7 @@ class Bundle:
 
     @property
     def size(self) -> int:
-        """Bytes of all files, before compression."""
+        """The size of all files in bytes, before compression."""
         return sum(file.size for file in self.files)
 
     @cached_property
@@ -107,7 +106,7 @@ class Bundle:
         return hashlib.sha256(self.manifest()).hexdigest()
 
     def manifest(self) -> bytes:
-        """Canonical JSON: a list of ``{path, mode, size, sha256}`` (and ``link``) in order of path."""
+        """Return canonical JSON: a list of ``{path, mode, size, sha256}`` (and ``link``) in order of path."""
         rows: list[dict[str, Any]] = []
         for file in self.files:
             row = {"mode": f"{file.mode:04o}", "path": file.path, "sha256": file.sha256, "size": file.size}
@@ -115,7 +114,7 @@ class Bundle:
         return json.dumps(rows, separators=(",", ":"), sort_keys=True).encode() + b"\n"
 
     def archive(self) -> bytes:
-        """What `write_archive` writes."""
+        """Return the bytes that `write_archive` writes."""
         import io
 
         buffer = io.BytesIO()
@@ -123,9 +122,9 @@ class Bundle:
         return buffer.getvalue()
 
     def write_archive(self, fileobj: IO[bytes]) -> None:
-        """Write the tar.gz: `MANIFEST`, then the files in order; no dates, owners or names of this machine in it.
+        """Write the tar.gz: `MANIFEST`, then the files in order, without dates, owners or names of this machine.
 
-        Raises `StorageError` when a file is not what it was when the bundle was built.
+        Raises `StorageError` if a file has changed since the bundle was built.
         """
         import io
         import tarfile
@@ -155,9 +154,9 @@ class Bundle:
 
 
 class _Packed:
-    """A gzip file of several members, as RFC 1952 allows, each a block of what is written.
+    """A gzip file of several members (RFC 1952), one for each block written.
 
-    A block whose samples hardly shrink (weights, images, archives) is stored as it is: trying costs more than sending.
+    A block whose samples hardly shrink (weights, images, archives) is stored: compressing costs more than sending.
     """
 
     def __init__(self, fileobj: IO[bytes]) -> None:
@@ -187,7 +186,7 @@ class _Packed:
 
 
 class _Verified:
-    """The content of ``file`` as tarfile reads it; a change since the bundle was built ends in `StorageError`."""
+    """The content of ``file`` as tarfile reads it. Raises `StorageError` if it changed since the bundle was built."""
 
     def __init__(self, file: File, disk: str) -> None:
         self._expected, self._hash = file, hashlib.sha256()
@@ -215,9 +214,9 @@ class _Verified:
 
 
 def changes(bundle: Bundle, archive: bytes) -> list[str]:
-    """Return how ``bundle`` differs from an earlier one's ``archive``: ``+ new.py``, ``- old.py``, ``~ train.py``.
+    """Return the differences from an earlier bundle's ``archive``: ``+ new.py``, ``- old.py``, ``~ train.py``.
 
-    Raises ValueError for what is not an archive of a bundle.
+    Raises ValueError if ``archive`` is not the archive of a bundle.
     """
     import io
     import tarfile
@@ -247,13 +246,12 @@ def build(
     outputs: Iterable[tuple[int, int]] = (),
     git: bool = True,
 ) -> Bundle:
-    """The bundle of ``source`` as it is on disk now.
+    """Return the bundle of ``source`` as it is on disk now.
 
-    ``never`` are folders that do not ship whatever the rules say (the store, pull targets), ``outputs`` files by
-    ``(st_dev, st_ino)``: a redirected log of the very command that bundles is no part of the code. With ``git`` False,
-    git is not called and the ignore files alone decide. Raises `SpecError` for a tree that cannot ship (missing or
-    excluded script, above ``max_bytes`` before compression, secrets, links that leave it) and `StorageError` for one
-    that cannot be read.
+    ``never`` are folders that never ship (the store, pull targets). ``outputs`` are files by ``(st_dev, st_ino)`` that
+    do not ship either, such as the redirected log of this command. With ``git`` False, git is not called and the ignore
+    files alone decide. Raises `SpecError` for a tree that cannot ship: missing or excluded script, above ``max_bytes``
+    before compression, secrets, links that leave it. Raises `StorageError` for a tree that cannot be read.
     """
     root, entry_point = resolve(source, cwd=cwd)
     exclude = tuple(parse_line(os.fsencode(line), f"source.exclude[{i}]") for i, line in enumerate(source.exclude))

@@ -1,4 +1,4 @@
-"""The script of a job: the file or module that an entry point names, and whether Python can read it. Runs nothing."""
+"""Find the script of a job, the file or module of its entry point, and check its syntax. Runs nothing."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["check_script", "near", "resolve"]
 
 FIELD = "source.entry_point"
 LISTED = 3
-"""Scripts that a hint names at most."""
+"""Most scripts that a hint names."""
 USUAL = ("main.py", "train.py", "__main__.py")
-"""What a folder's script is called most often."""
+"""Usual names of a folder's script."""
 NEWER: tuple[tuple[tuple[int, int], re.Pattern[str]], ...] = (
     ((3, 11), re.compile(r"(?m)except\s*\*|\[.*\*\w.*\]|\*\w+\s*:\s*\*")),
     (
@@ -31,15 +31,11 @@ NEWER: tuple[tuple[tuple[int, int], re.Pattern[str]], ...] = (
     ((3, 14), re.compile(r"(?m)\b(?:[tT][rR]?|[rR][tT])['\"]|^\s*except\b[^(:]*,|multiple exception types")),
     ((3, 15), re.compile(r"(?m)^\s*lazy\s+(import|from)\b|\[\s*\*\*?\w|\{\s*\*\*?\w")),
 )
-"""Python's versions and the syntax that each has first. A node may have a newer Python than this machine."""
+"""Python versions and the syntax that each introduced. A node may have a newer Python than this machine."""
 
 
 def resolve(source: Source, *, cwd: Path) -> tuple[Path, str]:
-    """Return the folder that ships and the entry point in it: posix relative, ``-m pkg.mod`` as it is, or ``""``.
-
-    Without ``source.path`` the folder is ``cwd`` if the script lies in it, else the script's own. Raises `SpecError`
-    when the folder, script or module does not exist.
-    """
+    """Return the folder that ships and the entry point in it: posix relative, ``-m pkg.mod`` unchanged, or ``""``."""
     here = os.path.realpath(cwd)
     root = here
     if source.path is not None:
@@ -87,12 +83,12 @@ def check_script(root: Path, entry_point: str) -> None:
 
 
 def _is_newer(text: str) -> bool:
-    """Return whether the line that this Python cannot parse may be syntax of a later one."""
+    """Return whether a line that this Python cannot parse may be syntax of a later version."""
     return any(sys.version_info < version and pattern.search(text) for version, pattern in NEWER)
 
 
 def near(path: str) -> str:
-    """Return a hint: the file or folder that ``path`` may be a slip of the keyboard for."""
+    """Return a hint: the existing file or folder with a name like ``path``'s."""
     try:
         return did_you_mean(os.path.basename(path), sorted(os.listdir(os.path.dirname(path))))
     except OSError:
@@ -100,7 +96,7 @@ def near(path: str) -> str:
 
 
 def _script(path: str, given: str) -> str:
-    """Return ``path`` with its folder resolved, not the script itself, which may be a link that ships as one."""
+    """Return ``path`` with its folder resolved but not the script itself, which may be a link that ships as one."""
     path = os.path.abspath(path)
     if os.path.isdir(path):
         raise SpecError(f"{given!r} is a folder, not a script", field=FIELD, hint=_scripts_in(path, given))
@@ -134,7 +130,7 @@ def _script_below(root: str, here: str, given: str) -> str:
 
 
 def _module_file(root: str, module: str) -> str:
-    """Return the file that ``python -m`` runs. Raises `SpecError` where there is none."""
+    """Return the file that ``python -m`` runs. Raises `SpecError` if there is none."""
     base = os.path.join(root, *module.split("."))
     for path in (f"{base}.py", os.path.join(base, "__main__.py")):
         if os.path.isfile(path):

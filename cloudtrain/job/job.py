@@ -1,9 +1,9 @@
-"""The Job: what to run, as a frozen, validated value that says nothing about a cloud account.
+"""The Job: what to run, as a frozen, validated value without anything of a cloud account.
 
-``Job``, ``Source``, ``Input`` and ``Resources`` are keyword-only dataclasses. They check themselves when made and
-raise `SpecError` naming the dotted field and, for a misspelt name, the nearest valid one. `Job.to_json` is canonical
-(sorted keys, defaults left out), so `Job.digest` identifies what would run, and a field added in a later version does
-not change the identity of the jobs of an earlier one.
+``Job``, ``Source``, ``Input`` and ``Resources`` are keyword-only dataclasses. They validate themselves and raise
+`SpecError` with the dotted field and, for a misspelt name, the nearest valid one. `Job.to_json` is canonical (sorted
+keys, defaults left out), so `Job.digest` identifies the job. A field added in a later version does not change the
+digests of earlier jobs.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ DEFAULT_STALL_TIMEOUT = 30 * 60
 """Seconds without a line, metric or checkpoint from any rank before a run is called stalled."""
 
 MOST = {"nproc_per_node": 1024, "cpus": 10**4, "memory_gb": 10**6, "disk_gb": 10**7, "shm_gb": 10**6}
-"""Bounds of what a node can be, far beyond any machine: a number above them is a slip."""
+"""Bounds of a node, far beyond any machine: a larger number is a mistake."""
 LAUNCHERS = ("torchrun", "python", "command")
 STYLES = ("flags", "hydra", "none")
 MODES = ("auto", "copy", "mount")
@@ -111,7 +111,7 @@ _URLS = {
     **dict.fromkeys(("abfs", "abfss", "az"), "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"),
     **dict.fromkeys(("http", "https", "ftp", "sftp"), "SCHEME://HOST/PATH"),
 }
-"""How a URL with this scheme is written."""
+"""The form of a URL with this scheme."""
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
@@ -119,7 +119,7 @@ _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
 def check_run_id(run_id: str) -> str:
-    """``run_id`` itself when it is lower-case letters, digits and single inner dashes, at most 40; else `SpecError`."""
+    """Return ``run_id`` if it is lower-case letters, digits and single inner dashes, at most 40; else `SpecError`."""
     if not is_run_id(run_id):
         raise SpecError(
             f"{run_id!r} is not a run id: lower-case letters, digits and single inner dashes, at most {_ID_MAX}",
@@ -130,12 +130,12 @@ def check_run_id(run_id: str) -> str:
 
 
 def is_run_id(name: str) -> bool:
-    """Whether `check_run_id` takes it."""
+    """Return whether `check_run_id` accepts ``name``."""
     return len(name) <= _ID_MAX and bool(_ID.fullmatch(name))
 
 
 def new_run_id(name: str, *, now: float | None = None, token: str | None = None) -> str:
-    """``<UTC yyyymmdd-hhmmss>-<name>-<4 hex>``, the name cut so that the whole has at most 40 characters."""
+    """Return ``<UTC yyyymmdd-hhmmss>-<name>-<4 hex>``; the name is cut so that the id has at most 40 characters."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     tail = token or _secrets.token_hex(2)
     room = _ID_MAX - len(stamp) - len(tail) - 2
@@ -143,21 +143,21 @@ def new_run_id(name: str, *, now: float | None = None, token: str | None = None)
 
 
 def run_tag(run: str) -> str:
-    """What marks a platform's job as that of the run with this URL: 16 hex digits."""
+    """Return the tag that marks a platform's job as that of the run with this URL: 16 hex digits."""
     return hashlib.sha256(run.encode()).hexdigest()[:16]
 
 
 def job_name(run: str, attempt: int, choice: int) -> str:
-    """A platform's name for a job: at most 63 of ``[a-z0-9-]``, different for every (run, attempt, choice).
+    """Return a platform's name for a job: at most 63 of ``[a-z0-9-]``, different for every (run, attempt, choice).
 
-    63 are what the strictest platform allows, and a label everywhere else.
+    The strictest platform allows 63; elsewhere the name is a label.
     """
     tail = f"-{run_tag(run)}" + (f"-{attempt}" if attempt or choice else "") + (f"-{choice}" if choice else "")
     return run.rpartition("/")[2][: _NAME_MAX - len(tail)].rstrip("-") + tail
 
 
 def _slug(text: str) -> str:
-    """The closest legal name to ``text``, ``job`` when nothing of it is legal."""
+    """Return the closest legal name to ``text``, or ``job`` if no character is legal."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_ID_MAX].rstrip("-") or "job"
 
 
@@ -173,7 +173,7 @@ def _env_names(table: dict[str, Any], where: str) -> None:
 
 
 def _instead_of(entry: str, suffix: str) -> str:
-    """Return a hint for an entry point that is no script, by its suffix."""
+    """Return a hint for an entry point that is not a script, by its suffix."""
     if suffix == ".ipynb":
         return f"export the notebook first: jupyter nbconvert --to script {shlex.quote(entry)}"
     if suffix in (".yaml", ".yml"):
@@ -189,7 +189,7 @@ def _set(instance: Any, **values: Any) -> None:
 
 
 def _path(value: Any) -> Any:
-    """A path as text; anything else is for the check of texts."""
+    """Return a path as text, and any other value unchanged for the check of texts."""
     return str(value) if isinstance(value, PurePath) else value
 
 
@@ -225,7 +225,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The code: a folder, the script in it, and what else ships beside it."""
+    """The code: a folder, the script in it, and the further files that ship."""
 
     path: str | None = field(
         default=None,
@@ -281,7 +281,7 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What each node is, and how many there are. GB are 10^9 bytes as clouds count them."""
+    """The size and number of the nodes. GB are 10^9 bytes, as clouds count them."""
 
     instance_count: int = field(default=1, metadata=_help("number of nodes"))
     instance_type: str | None = field(default=None, metadata=_help("the platform's own name of a machine"))
@@ -312,7 +312,7 @@ class Resources:
         return tuple(Gpu.parse(text) for text in self.gpu)
 
     def processes(self, choice: int = 0) -> int:
-        """Ranks on each node when the ``choice``-th GPU of the list is taken."""
+        """Return the ranks on each node if the ``choice``-th GPU of the list is used."""
         if self.nproc_per_node:
             return self.nproc_per_node
         return self.gpus[choice].count if self.gpu else 1
@@ -320,7 +320,7 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run. Equal jobs have equal `digest`; `to_json` and `to_toml` round-trip."""
+    """A job to run. Equal jobs have equal `digest`; `to_json` and `to_toml` round-trip."""
 
     name: str = field(default="", metadata=_help("name of the job; default: the script's"))
     source: Source = field(default_factory=Source)
@@ -529,7 +529,7 @@ class Job:
 
     @classmethod
     def make(cls, **fields: Any) -> Job:
-        """A Job of flat keyword arguments: its own fields and those of Source and Resources, by their names.
+        """Return a Job made of flat keywords: its own fields and those of Source and Resources, by their names.
 
         ``source_dir`` is Source's ``path``. Raises `SpecError` for an unknown name, with the nearest valid one.
         """
@@ -537,7 +537,7 @@ class Job:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Job:
-        """A Job of plain values, nested as `to_dict` writes them or flat as `make` takes them."""
+        """Return a Job made of plain values, nested as in `to_dict` or flat as in `make`."""
         data = table_of(data, "job")
         top: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {"source": {}, "resources": {}}
@@ -558,17 +558,17 @@ class Job:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; fields at their default are left out."""
+        """Return plain JSON values; fields at their default are left out."""
         plain: dict[str, Any] = _plain(self)
         return plain
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, defaults left out."""
+        """Return canonical JSON: sorted keys, no spaces, defaults left out."""
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """A Job of the text that `to_json` writes. Raises `SpecError`."""
+        """Return the Job of a text that `to_json` wrote. Raises `SpecError`."""
         try:
             data = json_loads(text)
         except ValueError as exc:
@@ -576,7 +576,7 @@ class Job:
         return cls.from_dict(table_of(data, "job"))
 
     def to_toml(self) -> str:
-        """TOML of `to_dict`. Raises `SpecError` for a null somewhere in ``options`` or ``on``: TOML has none."""
+        """Return TOML of `to_dict`. Raises `SpecError` for a null in ``options`` or ``on``: TOML has none."""
         import tomli_w
 
         try:
@@ -586,28 +586,28 @@ class Job:
 
     @classmethod
     def from_toml(cls, text: str, *, folder: Path | None = None) -> Job:
-        """A Job of TOML text; relative local paths in it are below ``folder`` (default: stay as written)."""
+        """Return the Job of a TOML text; relative local paths in it are below ``folder`` (default: left as written)."""
         data = toml_loads(text, where="job")
         return cls.from_dict(data if folder is None else anchored(data, folder))
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of `to_json`: what would run, whoever runs it and wherever."""
+        """SHA-256 (hex) of `to_json`: it identifies the job on any machine."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def at(self, provider: str) -> Job:
-        """This job as ``provider`` runs it: ``on[provider]`` applied, every ``on`` dropped.
+        """Return this job as ``provider`` runs it: ``on[provider]`` applied, every ``on`` dropped.
 
-        Tables (env, inputs, tags, hyperparameters) merge by key, all other fields are replaced.
+        Tables (env, inputs, tags, hyperparameters) merge by key; all other fields are replaced.
         """
         return _override(self, provider, self.on.get(provider, {}))
 
     def replace(self, **fields: Any) -> Job:
-        """A copy with flat ``fields`` replaced."""
+        """Return a copy with flat ``fields`` replaced."""
         return Job.from_dict({**_flat(self), **fields})
 
 
-#: Flat name -> (``source``, ``resources`` or ``""``, name there): the words of Estimator, job.toml, ``on`` and the CLI.
+#: Flat name -> (``source``, ``resources`` or ``""``, name there), for Estimator, job.toml, ``on`` and the CLI.
 FLAT_FIELDS: dict[str, tuple[str, str]] = {
     **{f.name: ("", f.name) for f in dataclasses.fields(Job) if f.name not in ("source", "resources")},
     **{("source_dir" if f.name == "path" else f.name): ("source", f.name) for f in dataclasses.fields(Source)},
@@ -636,7 +636,7 @@ def _build(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values of a dataclass, its fields at their default left out."""
+    """Return the JSON values of a dataclass without the fields at their default."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         out = {}
         for f in dataclasses.fields(value):
@@ -675,7 +675,7 @@ def _override(job: Job, provider: str, overrides: Mapping[str, Any]) -> Job:
 
 
 def anchored(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """``data`` with its relative local paths (source, dependencies, inputs) made absolute below ``folder``."""
+    """Return ``data`` with its relative local paths (source, dependencies, inputs) absolute below ``folder``."""
 
     def local(path: Any) -> Any:
         return str(folder / path) if isinstance(path, str) and not url_scheme(path) else path

@@ -1,4 +1,4 @@
-"""A Job's ``options``, merged last into a native request, verbatim, but never over what is cloudtrain's own. Pure."""
+"""Merge a Job's ``options`` into a native request, last and verbatim, except over cloudtrain's own parts. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["merge_options"]
 def merge_options(
     body: Mapping[str, Any], options: Mapping[str, Any], *, owned: Sequence[str], provider: str
 ) -> dict[str, Any]:
-    """``options`` deep-merged into ``body``. Lists merge by index (keys ``"0"``…; ``"*"`` is every element).
+    """Return ``body`` with ``options`` deep-merged. Lists merge by index (keys ``"0"``…; ``"*"`` is every element).
 
     Raises `SpecError` for a path that cloudtrain owns: dotted, ``*`` for any list index.
     """

@@ -1,6 +1,6 @@
-"""Files among a user's own that cloudtrain wrote, or that only the client reads: they are no part of the code.
+"""Recognise files that cloudtrain wrote, or that only the client reads: they are no part of the code.
 
-A file is known by its content and not by its name: a ``result.json`` of the user's own is code like any other.
+Content decides, not the name: a user's own ``result.json`` is code like any other file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ..validate import toml_loads
 __all__ = ["GENERATOR", "PULL_STATE", "pulled_files", "reason"]
 
 PULL_STATE = ".cloudtrain-pull.json"
-"""Name of the file by which a folder is known as one that `pull` fills."""
+"""Name of the file that marks a folder as filled by `pull`."""
 GENERATOR = '<meta name="generator" content="cloudtrain">'
-"""Element by which a page is known as one of `report`."""
+"""Element that marks a page of `report`."""
 
 _SETTINGS = "cloudtrain.toml"  # settings.FILE, which stands above this module
 _HEAD = 4096
-"""Bytes of a page in which `GENERATOR` stands."""
+"""First bytes of a page, which hold `GENERATOR`."""
 _MOST = 32 * 2**20
 """Bytes of the longest file that is parsed; a plan lists every file that ships."""
 _PRINTED = (
@@ -33,7 +33,7 @@ _PRINTED = (
     frozenset({"store", "deleted", "older_than_s", "found"}),
     frozenset({"provider", "checks", "exit_code"}),
 )
-"""Keys of what verbs print with ``--json`` that is about no single run: any, list, config, gc, doctor."""
+"""Keys of ``--json`` output that is not about one run: any verb, list, config, gc, doctor."""
 _OF_JOBS = frozenset(
     {
         "checkpoint_paths",
@@ -53,16 +53,16 @@ _OF_JOBS = frozenset(
         "stall_timeout",
     }
 )
-"""Fields of a Job of which a job file has at least one; the others are words that any file of settings may use."""
+"""Fields of a Job of which a job file has at least one; other files may use the remaining names."""
 
 _TELLING = re.compile("|".join({"run_id", "exit_code", "order", "profiles", "older_than_s", *_OF_JOBS}).encode())
-"""A file without one of these words is not parsed: data of the user's may be large."""
+"""A file without one of these words is not parsed: users' data may be large."""
 
 
 def reason(path: str, size: int) -> str:
-    """Return why the file at ``path``, of ``size`` bytes, is cloudtrain's; an empty text for a file of the user's.
+    """Return why the file at ``path``, of ``size`` bytes, is cloudtrain's; an empty text for a user's file.
 
-    Raises OSError when it cannot be read.
+    Raises OSError if it cannot be read.
     """
     name = os.path.basename(path)
     suffix = os.path.splitext(name)[1].lower()
@@ -108,7 +108,7 @@ def _is_printed(data: Mapping[str, Any]) -> bool:
 
 
 def _is_job(data: Mapping[str, Any], *, toml: bool) -> bool:
-    """Return whether this is a job file. A JSON file that names a script and nothing else may be anything."""
+    """Return whether this is a job file. A JSON file with only a script's name may be anything."""
     from .job import Job
 
     source = data.get("source")

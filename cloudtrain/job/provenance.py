@@ -1,7 +1,7 @@
-"""Where a run comes from: the commit of its code, the CI run that sends it, who calls, which image.
+"""Find a run's origin: the commit of its code, the CI run, the caller's identity, the image.
 
-What this machine knows by itself (`origin_of`) is part of the plan, so the native tags hold it too. Who calls is known
-over the network alone: `asked` asks while the store is being filled, and does not wait for long.
+Facts of this machine (`origin_of`) are part of the plan and thus of the native tags. The caller's identity takes a
+network request: `asked` makes it while the store is being filled, and does not wait long.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from ..errors import scrubbed
 __all__ = ["PATIENCE", "asked", "digest_of", "origin_of"]
 
 PATIENCE = 1.0
-"""Seconds for which an answer is waited for once all else is done; without one the record says null."""
+"""Seconds to wait for the answer once all else is done; without one the record has null."""
 LONGEST = 1000
-"""Characters; what is longer is no URL of a CI run, and no name of a branch."""
+"""Characters; a longer text is not a CI run's URL or a branch."""
 
 
 class _Service(NamedTuple):
-    """A CI service: the variable that says it is there, and where its run is, made of its own variables."""
+    """A CI service: the variable that marks it, and its run's URL and number, made of its variables."""
 
     mark: str
     url: str
     run: str
 
 
-# Each service's page of predefined variables has these.
+# From each service's page of predefined variables.
 _SERVICES: Mapping[str, _Service] = {
     "github": _Service(
         "GITHUB_ACTIONS",
@@ -54,10 +54,10 @@ _DIGEST = re.compile(r"@(sha256:[0-9a-f]{64})$")
 
 
 def origin_of(git: Mapping[str, Any] | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """What is known of a run's origin on this machine; what is not known is not there.
+    """Return the known facts of a run's origin on this machine; unknown ones are left out.
 
-    ``revision`` is the commit, with ``-dirty`` when files differ from it, ``branch`` the branch that is checked out;
-    ``ci`` is the service, ``ci_run`` its number of the run, ``ci_url`` the page of it. ``git`` is that of a bundle.
+    ``revision`` is the commit, with ``-dirty`` if files differ from it; ``branch`` is the branch checked out. ``ci`` is
+    the service, ``ci_run`` its number of the run, ``ci_url`` its page. ``git`` is that of a bundle.
     """
     found: dict[str, str] = {}
     if git and git.get("commit"):
@@ -70,34 +70,34 @@ def origin_of(git: Mapping[str, Any] | None, environ: Mapping[str, str]) -> dict
             found["ci"] = name
             found["ci_run"] = re.sub(r"[^A-Za-z0-9_.-]", "-", run)
             url = _USER.sub("", url)
-            found["ci_url"] = url if _URL.fullmatch(url) and scrubbed(url) == url else ""  # the number tells, too
+            found["ci_url"] = url if _URL.fullmatch(url) and scrubbed(url) == url else ""  # the number is enough
             break
     return {key: value for key, value in found.items() if value and len(value) <= LONGEST and _is_text(value)}
 
 
 def _filled(pattern: str, environ: Mapping[str, str]) -> str:
-    """``pattern`` with its variables; empty when one has no value."""
+    """Return ``pattern`` with its variables filled in; empty if one has no value."""
     names = _VARIABLE.findall(pattern)
     if not all(environ.get(name) for name in names):
         return ""
-    # Names of projects and repositories hold spaces; a URL that comes whole is what it is.
+    # Names of projects and repositories may hold spaces; complete URLs are left as they are.
     return _VARIABLE.sub(lambda match: quote(environ[match[1]], safe="/:@?&=%#+,;~!$'()*[]", errors="replace"), pattern)
 
 
 def _is_text(value: str) -> bool:
-    return value.isprintable()  # neither are control characters, nor what is no UTF-8
+    return value.isprintable()  # neither control characters nor invalid UTF-8
 
 
 def digest_of(image: str | None) -> str | None:
-    """``sha256:…`` of an image that is named by its digest, else None."""
+    """Return ``sha256:…`` of an image that is named by its digest, else None."""
     match = _DIGEST.search(image or "")
     return match[1] if match else None
 
 
 def asked(question: Callable[[], str | None] | None) -> Callable[[], str | None]:
-    """Ask in the background; the function that is returned gives the answer, None for none within `PATIENCE`.
+    """Ask in the background; the returned function gives the answer, or None after `PATIENCE`.
 
-    Nobody is kept from a run by not knowing who he is: an error is no answer either.
+    An error gives None too: a run never fails because the caller's identity is unknown.
     """
     if question is None:
         return lambda: None
@@ -106,7 +106,7 @@ def asked(question: Callable[[], str | None] | None) -> Callable[[], str | None]
     def ask() -> None:
         try:
             answers.append(question())
-        except Exception:  # noqa: BLE001  whatever it is, the call that matters says it better
+        except Exception:  # noqa: BLE001  the submission itself reports any such error better
             answers.append(None)
 
     thread = threading.Thread(target=ask, name="who calls", daemon=True)

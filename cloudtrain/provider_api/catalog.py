@@ -1,7 +1,7 @@
-"""Which machines the platforms have, and what they cost: ``data/instances.csv`` and ``data/prices.csv``.
+"""The platforms' machines and their prices: ``data/instances.csv`` and ``data/prices.csv``.
 
-Each row has its source, and a price its date. Dated tables, so they warn and propose, and never decide that a machine
-does not exist: a platform has new ones first. A Job's wish finds a machine here.
+Each row has its source, and each price its date. The tables warn and propose but never reject a machine that they lack,
+because platforms add machines. `for_gpu` and `for_cpus` find the machine for a Job's resources.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ __all__ = [
 
 GIB_IN_GB = 1.073741824
 COMPASS = ("north", "south", "east", "west", "central", "northeast", "northwest", "southeast", "southwest")
-"""Words that regions are called by."""
+"""Words in the names of regions."""
 _MEMORY = re.compile(r"-(\d+)GB$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One kind of machine. ``gpu`` is empty for one without; None is what no source says. ``disk_gb`` is its own.
+    """One kind of machine. ``gpu`` is empty without one; None: no source has the value. ``disk_gb`` is built in.
 
-    ``accelerator`` is the platform's own word for the GPU, where it must be told. ``network`` is text as its source has
-    it; ``spot_only``: never on demand, only as spot or where the platform says when. ``retired`` is the date since
-    which the platform gives none, empty of one that it still gives.
+    ``accelerator`` is the platform's name of the GPU, if requests need it. ``network`` is the source's own text.
+    ``spot_only``: not available on demand. ``retired`` is the date from which the platform no longer offers it, or "".
     """
 
     instance_type: str
@@ -65,27 +64,27 @@ class Machine:
 
     @property
     def gpus(self) -> str:
-        """As a Job names them: ``A100-80GB:8``; empty without a GPU."""
+        """The GPUs as a Job names them: ``A100-80GB:8``; empty without a GPU."""
         return f"{self.gpu}:{self.gpu_count}" if self.gpu else ""
 
     def has(self, *, cpus: int | None, memory_gb: int | None) -> bool:
-        """Whether it is known to have at least so many cores and so much memory."""
+        """Return whether the machine is known to have at least this many cores and this much memory."""
         enough_cpus = cpus is None or (self.vcpus or 0) >= cpus
         return enough_cpus and (memory_gb is None or (self.memory_gib or 0) * GIB_IN_GB >= memory_gb)
 
     def is_for(self, gpu: Gpu) -> bool:
-        """Whether its GPUs, whatever their number, are the ones that ``gpu`` names."""
+        """Return whether the machine has the kind of GPU that ``gpu`` names, in any number."""
         memory = gpu.memory_gb in (None, self.gpu_memory_gib) or self.gpu.endswith(f"-{gpu.memory_gb}GB")
         return bool(self.gpu) and _MEMORY.sub("", self.gpu) == gpu.name and memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """US dollars for an hour of one machine on demand, as ``source`` has it; ``date`` is empty where it tells none.
-    ``spot_usd_per_hour`` is the lowest that the same list had for spot; None where it tells none.
+    """US dollars for an hour of one machine on demand, from ``source``; ``date`` is empty if the source has none.
 
-    ``own``: the account's own, by its settings. Others are for an estimate, and never decide anything. ``of_service``:
-    what that very service asks for, not another one with the same machines.
+    ``spot_usd_per_hour`` is the lowest spot price of the same list, or None. ``own``: from the account's own settings;
+    other prices only serve estimates. ``of_service``: the price of that very service, not of another one with the same
+    machines.
     """
 
     usd_per_hour: float
@@ -98,8 +97,8 @@ class Price:
 
 @cache
 def _prices() -> dict[tuple[str, str], Price]:
-    """By provider and instance type. Columns: ``list`` is whose list of prices, ``region`` where it holds, ``own``
-    (yes, no) whether it is the very service's, ``spot_usd_per_hour`` of its cheapest zone."""
+    """Return the shipped prices by provider and instance type. Columns: ``list`` is whose price list; ``own`` (yes, no)
+    if it is that service's; ``region`` and ``spot_usd_per_hour`` (cheapest zone) of the price."""
     with (Path(__file__).parents[1] / "data" / "prices.csv").open(newline="", encoding="utf-8") as stream:
         return {
             (row["provider"], row["instance_type"]): Price(
@@ -116,10 +115,9 @@ def _prices() -> dict[tuple[str, str], Price]:
 def price(
     provider: str, instance_type: str, own: Mapping[str, float] | None = None, *, region: str = ""
 ) -> Price | None:
-    """What the account's own table says, else the list that was read last from the cloud's own price API, else the list
-    of some date in this package; None where none knows the machine.
+    """Return the price from the account's own table, else from the last read price list, else from the shipped table.
 
-    ``region`` is where the machine would be; empty: nobody says, so the list that was read last, of whatever region.
+    Return None if none has the machine. ``region`` is the machine's; if empty, the last read list of any region counts.
     """
     if own and instance_type in own:
         usd, source = float(own[instance_type]), f"setting {provider}.prices"
@@ -139,20 +137,20 @@ def price(
 
 
 def region_of(settings: Any) -> str:
-    """Where the account's machines are, in whichever of the two words its provider has; empty where it says neither."""
+    """Return the account's region, from whichever of the two settings its provider has; empty if it has neither."""
     return str(getattr(settings, "region", "") or getattr(settings, "location", "") or "")
 
 
 @cache
 def providers() -> tuple[str, ...]:
-    """Whose machines the table knows."""
+    """Return the providers in the table of machines."""
     with (Path(__file__).parents[1] / "data" / "instances.csv").open(newline="", encoding="utf-8") as stream:
         return tuple(sorted({row["provider"] for row in csv.DictReader(stream)}))
 
 
 @cache
 def machines(provider: str) -> tuple[Machine, ...]:
-    """Every known machine of ``provider``; those with a part of a GPU are left out."""
+    """Return every known machine of ``provider``, except those with a fraction of a GPU."""
     with (Path(__file__).parents[1] / "data" / "instances.csv").open(newline="", encoding="utf-8") as stream:
         rows = [row for row in csv.DictReader(stream) if row["provider"] == provider and row["gpu_count"].isdigit()]
     return tuple(
@@ -175,15 +173,15 @@ def machines(provider: str) -> tuple[Machine, ...]:
 
 
 def machine(provider: str, instance_type: str) -> Machine | None:
-    """The machine of that name, None when the table has none."""
+    """Return the machine of that name, or None if the table lacks it."""
     return next((m for m in machines(provider) if m.instance_type == instance_type), None)
 
 
 def check_name(provider: str, name: str, form: re.Pattern[str], *, prefix: str = "") -> None:
-    """Raise `UnsupportedError` for a machine's name that is not of its platform's ``form``, or has a misspelt word.
+    """Raise `UnsupportedError` if a machine's name does not match its platform's ``form``, or has a misspelt word.
 
-    The hint is the name that it may mean. A well-formed name that the table lacks passes: platforms have new machines.
-    ``prefix`` begins every name, and is what other services of the same vendor leave out.
+    The hint is the nearest name. A well-formed name that the table lacks passes: platforms add machines. ``prefix``
+    begins every name here; other services of the same vendor leave it out.
     """
     names = [m.instance_type for m in machines(provider)]
     meant = respelt(name, names, least=5)
@@ -199,16 +197,16 @@ def check_name(provider: str, name: str, form: re.Pattern[str], *, prefix: str =
 
 
 def check_region(field: str, region: str, known: Sequence[str]) -> None:
-    """Raise `SpecError` for a region with a misspelt word. A new region, of new words or a new number, passes."""
+    """Raise `SpecError` for a region with a misspelt word. A region with new words or a new number passes."""
     meant = respelt(region, (*known, *COMPASS), least=4)
     if meant != region:
         raise SpecError(f"{region!r} is not a region", field=field, hint=f"did you mean {meant!r}?")
 
 
 def for_gpu(provider: str, gpu: Gpu, *, cpus: int | None = None, memory_gb: int | None = None) -> Machine:
-    """The smallest machine with exactly the GPUs that ``gpu`` names, and at least so many cores and so much memory.
+    """Return the smallest machine with exactly the GPUs of ``gpu``, and at least these cores and memory.
 
-    Raises `UnsupportedError` (``resources.gpu``), saying what there is of that GPU.
+    Raises `UnsupportedError` (``resources.gpu``) with the machines that have that GPU.
     """
     same = [m for m in machines(provider) if m.is_for(gpu)]
     exact = [m for m in same if m.gpu_count == gpu.count]
@@ -219,7 +217,7 @@ def for_gpu(provider: str, gpu: Gpu, *, cpus: int | None = None, memory_gb: int 
 
 
 def for_cpus(provider: str, families: Sequence[str], *, cpus: int | None, memory_gb: int | None) -> Machine:
-    """The smallest machine without a GPU, of ``families`` (what its name begins with), that has at least so much.
+    """Return the smallest machine without a GPU, of ``families`` (prefixes of names), with at least these resources.
 
     Raises `UnsupportedError` (``resources.cpus`` or ``resources.memory_gb``), naming the largest.
     """
@@ -242,7 +240,7 @@ def _told(m: Machine) -> str:
 
 
 def _none(provider: str, gpu: Gpu, same: Sequence[Machine], exact: Sequence[Machine]) -> UnsupportedError:
-    """Return the error for a GPU that no machine has so; its hint is a GPU, or a number of nodes, that there is."""
+    """Return the error for GPUs that no machine has; its hint is an available GPU or number of nodes."""
     hint = ""
     if exact and all(m.retired for m in exact):
         gone = min(exact, key=_size)
@@ -263,7 +261,7 @@ def gpu_names(known: Iterable[Machine]) -> list[str]:
 
 
 def suggested_gpu(gpu: Gpu, known: Iterable[Machine]) -> str:
-    """Return a hint for a GPU that no machine of ``known`` has: the name it may mean, or as many GPUs on more nodes."""
+    """Return a hint for a GPU that no machine of ``known`` has: a similar name, or the same number on more nodes."""
     known = list(known)
     counts = sorted({m.gpu_count for m in known if m.is_for(gpu)}, reverse=True)
     count = next((count for count in counts if gpu.count % count == 0), 0)
@@ -276,5 +274,5 @@ def suggested_gpu(gpu: Gpu, known: Iterable[Machine]) -> str:
 
 
 def variants(provider: str, gpu: Gpu) -> list[str]:
-    """Return the GPUs that ``gpu`` may be on machines of ``provider``: several where it does not say the memory."""
+    """Return the GPUs of ``provider`` that match ``gpu``: several if it leaves the memory open."""
     return gpu_names(m for m in machines(provider) if m.is_for(gpu) and m.gpu_count == gpu.count and not m.retired)

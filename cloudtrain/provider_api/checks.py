@@ -1,7 +1,7 @@
-"""One check of ``cloudtrain doctor``: what was looked at, how it stands, and the fix where it does not.
+"""The result of one check of ``cloudtrain doctor``: its subject, its status, and the fix if it failed.
 
-A provider may have a method ``checks(store, request)`` that yields such values: the store's URL, empty where it could
-not be told, and the planned request of a job of one node, or None. See `doctor`.
+A provider may have a method ``checks(store, request)`` that yields such values. ``store`` is the store's URL, or empty
+if unknown. ``request`` is the planned request of a one-node job, or None. See `doctor`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["STATUSES", "Check", "failed", "failure", "gravest", "installed", "ok
 
 STATUSES = ("ok", "failed", "skipped", "unknown")
 GRAVEST = (3, 7, 9, 8, 2, 4)
-"""Exit codes, the gravest first: without credentials, or an answer, nothing else can be told; quotas come last."""
+"""Exit codes, most severe first: a lack of credentials or of an answer hides all other faults; quotas come last."""
 REFUSED = "the caller may not look"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """``status``: ok; failed (``fix`` says what to do, ``exit_code`` is that of the error which a submit would end
-    with); skipped, as nothing asks for it or something before it failed; unknown, as the platform does not tell."""
+    """One check. ``status`` is ok, failed, skipped (not needed, or an earlier check failed) or unknown (no answer).
+    ``exit_code`` is that of the error with which a submit would end."""
 
     name: str
     status: str
@@ -33,31 +33,31 @@ class Check:
 
 
 def ok(name: str, detail: str) -> Check:
-    """It is as it must be."""
+    """Return a check that passed."""
     return Check(name=name, status="ok", detail=_line(detail))
 
 
 def failed(name: str, detail: str, *, fix: str, code: int) -> Check:
-    """It is not, and ``fix`` is what to do."""
+    """Return a check that failed, and its ``fix``."""
     return Check(
         name=name, status="failed", detail=_line(detail), fix="\n".join(map(_line, fix.splitlines())), exit_code=code
     )
 
 
 def skipped(name: str, why: str) -> Check:
-    """Nothing asks for it, or what it needs has failed."""
+    """Return a check that is not needed, or that depends on one that failed."""
     return Check(name=name, status="skipped", detail=_line(why))
 
 
 def unknown(name: str, why: str) -> Check:
-    """Nobody tells."""
+    """Return a check without an answer."""
     return Check(name=name, status="unknown", detail=_line(why))
 
 
 def failure(name: str, exc: CloudtrainError, *, fix: str = "") -> Check:
     """Return the failed check for an error of ours: its message as the problem, ``fix`` or its hint as the fix.
 
-    An error without a hint gets one by its class, or the last clause of its message; the fix never repeats the problem.
+    An error without a hint gets one from its class or its last clause. The fix never repeats the problem.
     """
     problem, general = str(exc), ""
     if isinstance(exc, (LostContactError, PlatformError)):
@@ -71,9 +71,9 @@ def failure(name: str, exc: CloudtrainError, *, fix: str = "") -> Check:
 
 
 def tried(name: str, look: Callable[[], Iterable[Check] | Check], *, extra: bool = False) -> Iterator[Check]:
-    """The checks that ``look`` makes; an error that it raises is a failed one.
+    """Yield the checks of ``look``; an error that it raises becomes a failed check.
 
-    ``extra``: it is a look that no run needs, so that being refused it, or finding no such API, tells nothing.
+    ``extra``: no run needs this check, so a refusal or a missing API makes it unknown.
     """
     try:
         found = look()
@@ -90,13 +90,13 @@ def tried(name: str, look: Callable[[], Iterable[Check] | Check], *, extra: bool
         ValueError,
         IndexError,
         AttributeError,
-    ) as exc:  # none of these was seen on a true cloud
+    ) as exc:  # the platforms' documents name none of these
         said = f"an answer that nobody documents: {type(exc).__name__}: {exc}"
         yield unknown(name, said) if extra else failure(name, PlatformError(said))
 
 
 def installed(packages: Sequence[str], *, extra: str) -> Check:
-    """Check that the packages are there, and return their versions."""
+    """Check that the packages are installed, and return their versions."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -106,7 +106,7 @@ def installed(packages: Sequence[str], *, extra: str) -> Check:
 
 
 def gravest(checks: Iterable[Check]) -> int:
-    """The exit code: 0 when nothing failed, else that of the gravest."""
+    """Return the exit code: 0 if nothing failed, else the most severe failure's."""
     codes = {check.exit_code for check in checks if check.status == "failed"}
     known = [code for code in GRAVEST if code in codes]
     return known[0] if known else max(codes, default=0)

@@ -17,7 +17,7 @@ __all__ = ["Mount", "NodeSpec", "Rules", "Simulation"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """``url`` appears at ``path`` on the node: ``copy`` once, ``sync`` two-way while it runs, ``mount`` read-only."""
+    """``url`` at ``path`` on the node: copied once (``copy``), synced both ways (``sync``) or read-only (``mount``)."""
 
     url: str
     path: str
@@ -28,10 +28,10 @@ class Mount:
 class NodeSpec:
     """One node as the platform would start it. Paths are the node's; relative ones are below its own root folder.
 
-    ``entrypoint`` None is the image's own, ``user`` None too, else ``uid[:gid]``. ``platform`` is like ``linux/amd64``,
-    ``hostname`` is how its peers find it, at the ``ports`` that the name forwards (empty: at every port), ``memory``
-    and ``shm`` are bytes. ``container`` holds fields of the Docker Engine API's ``ContainerCreate`` that an engine of
-    containers merges into what it sends.
+    ``entrypoint`` None and ``user`` None are the image's own; else ``user`` is ``uid[:gid]``. ``platform`` is like
+    ``linux/amd64``. Peers find the node by ``hostname``, at the ``ports`` that the name forwards (empty: every port).
+    ``memory`` and ``shm`` are bytes. ``container`` holds fields of the Docker Engine API's ``ContainerCreate``, which
+    an engine of containers merges into its request.
     """
 
     command: Sequence[str]
@@ -55,15 +55,15 @@ class NodeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What the platform does with its nodes. Times are seconds.
+    """The platform's rules for its nodes. Times are seconds.
 
-    ``restart_on``: exit codes after which the platform starts all nodes again by itself, at most ``max_restarts`` times
-    an attempt; ``preemptions`` and ``losses`` times after it took machines back, or one was lost. ``retries``: further
-    attempts that whoever runs the engine starts. ``time_limit`` is running time, summed over attempts; ``stop_signal``
-    then ``stop_grace`` seconds come before a kill. The success of node ``primary`` is the job's. ``sync_lag``: nodes
-    have folders of their own, whose changes go up so late; None: what is synced is one folder, mounted on all.
-    ``sync_marks`` begins the words that the platform's agent adds to names there: ``.x`` of ``file.x-uploaded``.
-    ``objects`` is a path of the node below which its mounts are of an object store, and behave so.
+    ``restart_on``: exit codes after which the platform restarts all nodes itself, at most ``max_restarts`` times an
+    attempt; ``preemptions`` and ``losses`` times after it took machines back, or lost one. ``retries``: further
+    attempts started by the engine's caller. ``time_limit`` is running time, summed over attempts; ``stop_signal`` then
+    ``stop_grace`` seconds come before a kill. The success of node ``primary`` is the job's. ``sync_lag``: nodes have
+    folders of their own, whose changes go up after this time; None: one folder is mounted on all. ``sync_marks`` begins
+    the suffixes of the platform's agent there: ``.x`` of ``file.x-uploaded``. ``objects`` is a path of the node whose
+    mounts are of an object store, and behave like one.
     """
 
     time_limit: float
@@ -82,7 +82,7 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a platform starts for one request, and its rules."""
+    """The nodes that a platform starts for one request, and its rules."""
 
     nodes: Sequence[NodeSpec]
     rules: Rules
@@ -92,7 +92,7 @@ class Simulation:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Simulation:
-        """Inverse of `to_dict`; raises `SpecError` for anything that is not one."""
+        """Return the Simulation of `to_dict`'s data. Raises `SpecError` for other data."""
         try:
             for node in data["nodes"]:
                 _check_values(node, NodeSpec, _NODE_VALUES, "nodes.*")
@@ -158,7 +158,7 @@ _RULE_VALUES: _Values = {
 
 
 def _check_values(data: Mapping[str, Any], kind: type[Any], values: _Values, where: str) -> None:
-    """Raise `SpecError` for a name that ``kind`` has not, or a value that is not of its sort (None: its default)."""
+    """Raise `SpecError` for a name that ``kind`` lacks, or a value of the wrong type (None: its default)."""
     known = {item.name: item.default for item in dataclasses.fields(kind)}
     for name, value in dict(data).items():
         if name not in known:

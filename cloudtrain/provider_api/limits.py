@@ -1,8 +1,8 @@
-"""Limits of money and of GPU hours as what a platform itself ends a job by: seconds of running time. Pure.
+"""Convert limits of money and GPU hours into seconds of running time, which a platform can enforce. Pure.
 
-``max_cost`` buys ``max_cost / (machines x price)`` hours, ``max_gpu_hours`` gives ``max_gpu_hours / GPUs`` of them. The
-shortest, ``max_runtime`` among them, is the hard limit of the native request. Which GPU of a list a run will have is
-not known before, so the dearest, and the one with the most GPUs, set it for every choice.
+``max_cost`` buys ``max_cost / (machines x price)`` hours, ``max_gpu_hours`` gives ``max_gpu_hours / GPUs``. The
+shortest of these and ``max_runtime`` is the hard limit of the native request. A run's choice of a GPU list is not known
+in advance. So the most expensive one, and the one with the most GPUs, set the limit for every choice.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ..errors import SpecError, UnsupportedError
 from ..validate import is_price
 from . import catalog
 
-if TYPE_CHECKING:  # a node compiles all that it imports at each start, and has no use for it
+if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
     from ..job.job import Job
 
 __all__ = ["THIS_MACHINE", "checked_prices", "gpus_of", "hard_limit"]
 
 THIS_MACHINE = "localhost"
-"""The name under which a machine that starts its nodes itself has a price; all nodes are on it."""
+"""Name under which a machine that starts its nodes itself has a price; all nodes are on it."""
 LONGEST = 10**9
 """Seconds; longer than any platform runs a job."""
 
 
 def checked_prices(prices: Any, provider: str) -> dict[str, float]:
-    """The setting ``prices`` in the order of its names. Raises `SpecError` for one that is no price."""
+    """Return the setting ``prices``, sorted by name. Raises `SpecError` for a value that is not a price."""
     values = prices.values() if isinstance(prices, Mapping) else [None]
     if not all(is_price(value) for value in values):
         raise SpecError("must be a table of US dollars an hour by machine, each above zero", field=f"{provider}.prices")
@@ -34,9 +34,9 @@ def checked_prices(prices: Any, provider: str) -> dict[str, float]:
 
 
 def gpus_of(provider: str, machine: str, job: Job, choice: int) -> int | None:
-    """GPUs a node of the ``choice``-th GPU of the list, on ``machine``; 0 is none, None that nobody knows.
+    """Return the GPUs a node for the ``choice``-th GPU of the list, on ``machine``; None means unknown.
 
-    ``machine`` is a name as prices are by: ``n1-standard-8+T4:1`` where the GPUs are not in its own.
+    ``machine`` is a name of the price table: ``n1-standard-8+T4:1`` if its own name does not include the GPUs.
     """
     if job.resources.gpu:
         return job.resources.gpus[choice].count
@@ -46,7 +46,7 @@ def gpus_of(provider: str, machine: str, job: Job, choice: int) -> int | None:
     if plus:
         return int(attached.rpartition(":")[2])
     counts = {m.gpu_count for m in catalog.machines(provider) if m.instance_type == name}
-    return min(counts, default=None)  # the bare one, where the same name is with and without
+    return min(counts, default=None)  # the machine without GPUs, if the name stands for both
 
 
 def hard_limit(
@@ -59,12 +59,12 @@ def hard_limit(
     least: int = 1,
     held: int = 0,
 ) -> tuple[int, list[str]]:
-    """Seconds after which the platform must end the job, and what there is to say of it.
+    """Return the seconds after which the platform must end the job, and notes for the user.
 
-    ``names(choice)`` are the machines that it may get with that GPU of the list, by the names of ``own``, the account's
-    prices; it raises `SpecError` for a GPU that the provider has not. ``least`` is the shortest limit of the platform,
-    ``held`` seconds for which machines are paid for after the job. Raises `UnsupportedError` where a price, or a number
-    of GPUs, is not known, and `SpecError` for a limit that gives less than ``least``.
+    ``names(choice)`` are the machines possible for that GPU of the list, named as in ``own``, the account's prices. It
+    raises `SpecError` for a GPU that the provider lacks. ``least`` is the platform's shortest limit, ``held`` the
+    seconds of machines paid for after the job. Raises `UnsupportedError` if a price or a number of GPUs is unknown, and
+    `SpecError` for a limit below ``least``.
     """
     if job.max_cost is None and job.max_gpu_hours is None:
         return job.max_runtime, []
@@ -91,19 +91,19 @@ def hard_limit(
 
 
 def _machines(job: Job, names: Callable[[int], Sequence[str]], choice: int) -> Iterator[tuple[int, str]]:
-    """(choice, machine) of everything that the run may get."""
+    """Yield (choice, machine) for every machine that the run may get."""
     for at in range(max(1, len(job.resources.gpu))):
         try:
             found = names(at)
         except SpecError:
             if at == choice:
                 raise
-            continue  # no attempt will ever have it
+            continue  # no attempt gets it
         yield from ((at, name) for name in found)
 
 
 def _dearest(provider: str, names: Sequence[str], own: Mapping[str, float]) -> tuple[str, float]:
-    """By the account's own prices alone: another list may be too low, and another client may not have it."""
+    """Return the most expensive machine by the account's own prices: other lists may be too low or differ by client."""
     for name in names:
         if name not in own:
             known = catalog.price(provider, name)
@@ -126,7 +126,7 @@ def _known(provider: str, name: str, job: Job, choice: int) -> int:
 
 
 def _whole(seconds: float) -> int:
-    """Cut to what a limit can be: an amount of money may buy more seconds than a whole number has room for."""
+    """Round down to a possible limit: an amount of money may buy more seconds than fit into an integer."""
     return int(min(seconds, LONGEST))
 
 

@@ -1,10 +1,9 @@
 """The border between cloudtrain and a platform: the Provider protocol and the values that cross it.
 
-A provider is one module (or folder) of `cloudtrain.providers` whose name is the provider's, holding a class
-``Provider``; third parties register theirs under the entry-point group ``cloudtrain.providers``. Nothing else names it.
-
-`plan`, `nodes` and `site` are pure: no network, no credentials, no SDK. Everything here is the standard library alone,
-because the node side runs from the same files inside images that have nothing else.
+A provider is one module (or folder) of `cloudtrain.providers` with the provider's name and a class ``Provider``. Third
+parties register theirs under the entry-point group ``cloudtrain.providers``. `plan`, `nodes` and `site` are pure: no
+network, no credentials, no SDK. Everything here uses the standard library alone, because nodes run the same files in
+images that have nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..validate import url_scheme
 from .launch_spec import Simulation
 from .node import PROTOCOL, Site
 
-if TYPE_CHECKING:  # a node compiles all that it imports at each start, and has no use for it
+if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
     from ..job.job import Input, Job
 
 __all__ = [
@@ -49,14 +48,14 @@ STATES = ("pending", "running", "succeeded", "failed", "cancelled")
 FINAL = ("succeeded", "failed", "cancelled")
 
 
-# --------------------------------------------------------------------------------------------- what a plan is made of
+# ---------------------------------------------------------------------------------------------------- parts of a plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutInput:
-    """Where a channel's data is for the nodes. ``file`` is the file's name when the channel is one file, else None.
+    """The place of a channel's data for the nodes. ``file`` is the file's name if the channel is one file, else None.
 
-    ``source`` is the URL that the data is copied from at submission, where nodes cannot read that by themselves.
+    ``source`` is the URL from which submission copies the data, if nodes cannot read that.
     """
 
     url: str
@@ -68,11 +67,10 @@ class LayoutInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Every URL of one run, computed from hashes and the run id alone. Folders end without a slash. ``origin``
-    (`provenance`) is for native tags: who sends the same run from elsewhere sends the same run.
+    """Every URL of one run, computed from hashes and the run id alone. Folders end without a slash.
 
-    ``resume_source`` is the URL of the run whose newest checkpoint is copied to ``resume`` at submission, where nodes
-    cannot read that by themselves.
+    ``origin`` (`provenance`) is for native tags and does not change the run. ``resume_source`` is the URL of the run
+    whose newest checkpoint submission copies to ``resume``, if nodes cannot read that.
     """
 
     store: str
@@ -106,7 +104,7 @@ class Layout:
 
     @property
     def direct(self) -> str:
-        """Checkpoints that a script writes to the store by itself."""
+        """Checkpoints that a script writes to the store itself."""
         return f"{self.run}/checkpoints"
 
     @property
@@ -122,7 +120,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Layout:
-        """A Layout from its plain form (`dataclasses.asdict`), as plans and run.json hold it."""
+        """Return a Layout from its plain form (`dataclasses.asdict`), as plans and run.json hold it."""
         try:
             return cls(**{**data, "inputs": {name: LayoutInput(**item) for name, item in data["inputs"].items()}})
         except (KeyError, TypeError, AttributeError) as exc:
@@ -131,10 +129,10 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a provider is sent. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json.
+    """A request to a provider. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json.
 
-    ``instance_types`` are the machines that the platform may choose, best first, in its own names; none where this
-    machine starts the nodes. ``notes`` are what the user should know of it before it is sent.
+    ``instance_types`` are the platform's names of the machines that it may choose, best first; none if this machine
+    starts the nodes. ``notes`` are for the user, before it is sent.
     """
 
     provider: str
@@ -151,7 +149,7 @@ class Request:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
 
     def next_choice(self, category: str) -> int:
-        """Index of the GPU to ask for after ``category``: of those the platform could choose from none had capacity."""
+        """Return the index of the GPU to request next; lack of capacity rules out all machines of the request."""
         return self.choice + (max(1, len(self.instance_types)) if category == "capacity" else 1)
 
     @classmethod
@@ -162,16 +160,16 @@ class Request:
             raise SpecError(f"not a request: {exc}", field="request") from None
 
 
-# -------------------------------------------------------------------------------------------- what a platform answers
+# ---------------------------------------------------------------------------------------------- answers of a platform
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptInfo:
     """One start of all nodes. ``number`` is ``k.r``; times are Unix seconds.
 
-    ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began, ``resumed_from`` which
-    checkpoint it started from; ``lost`` is what the next one had to do again: ``{"seconds": s, "steps": n}``, each None
-    when nobody can tell. The last attempt has lost nothing yet: None.
+    ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began. ``resumed_from`` is its
+    checkpoint. ``lost`` is the work that the next attempt repeated: ``{"seconds": s, "steps": n}``, each None if
+    unknown. The last attempt has lost nothing yet: None.
     """
 
     number: str
@@ -188,13 +186,13 @@ class AttemptInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What the platform says of a run. ``native`` is its own word; times are Unix seconds.
+    """The platform's status of a run. ``native`` is its own word; times are Unix seconds.
 
-    ``billed_s`` is machine time that the platform bills, summed over nodes, ``saved`` the part of the running time (0
-    to 1) that preemptible machines did not cost, ``cost_usd`` an estimate; None is what the platform does not tell.
-    ``limit_s`` is the job's time limit in seconds. Only a platform sets it that tells neither when a job began to run
-    nor whether that limit ended it. `runs.outcome.with_start` then completes the status by the nodes' records;
-    ``started`` of a running job is the time since which it has run at the latest.
+    ``billed_s`` is billed machine time, summed over nodes. ``saved`` is the part of the running time (0 to 1) that
+    preemptible machines did not cost, ``cost_usd`` an estimate. None means that the platform does not report it.
+    ``limit_s`` is the job's time limit in seconds. Only a platform sets it that reports neither a job's start nor
+    whether that limit ended it. `cloudtrain.runs.outcome.with_start` then completes the status by the nodes' records;
+    ``started`` of a running job is the latest possible start.
     """
 
     state: str
@@ -218,7 +216,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True)
 class LogLine:
-    """One line as the platform keeps it. ``id`` is the platform's own key of it, for text without a number of ours."""
+    """One line of the platform's log. ``id`` is the platform's own key of it, for text without a number of ours."""
 
     node: str
     text: str
@@ -228,11 +226,17 @@ class LogLine:
 
 @dataclass(frozen=True, kw_only=True)
 class LogPage:
-    """Some lines, and the cursor (JSON) that continues after them. ``more``: the next page can be asked for at once."""
+    """Some lines, and the cursor (JSON) to continue after them. ``more``: the next page is available now."""
 
     lines: tuple[LogLine, ...]
     cursor: Any
     more: bool = False
+
+
+# ----------------------------------------------------------------------------------------------- a node's environment
+
+
+# ---------------------------------------------------------------------------------------------- launch data for engines
 
 
 # ------------------------------------------------------------------------------------------------------- the protocol
@@ -240,11 +244,11 @@ class LogPage:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """A value without which no job of a provider can be sent: the metadata ``need`` of a field of its ``Settings``.
+    """A value that a provider needs to send any job: the metadata ``need`` of a field of its ``Settings``.
 
     ``example`` is a value in the right form. ``find`` is a command that prints the right one, or names a page.
-    ``stand_in`` is a valid value with which ``plan`` goes on where there is none; default: ``missing-NAME``. The plan
-    shows it as ``shown``; default: ``<NAME>``. A job that has the field ``instead`` does without the value.
+    ``stand_in`` is a valid value for ``plan`` if there is none; default: ``missing-NAME``. The plan shows it as
+    ``shown``; default: ``<NAME>``. A job that has the field ``instead`` does not need the value.
     """
 
     example: str
@@ -256,36 +260,36 @@ class Need:
 
 @runtime_checkable
 class Provider(Protocol):
-    """Where to run. Made of its settings; every method is required.
+    """A platform to run on. It is made of its settings; every method is required.
 
     A provider may have a method ``check(request)``. `runs.submit` calls it before it records a new run. It raises
-    what keeps the request from being sent, as far as this machine can tell, and nothing is recorded then. A method
-    ``stuck(native_id)`` gives the checkpoints that nodes cannot copy to the store now, by name, each with the reason.
+    an error if this machine can see that the request cannot be sent; then nothing is recorded. A method
+    ``stuck(native_id)`` returns the checkpoints that nodes cannot copy to the store now, by name, each with the reason.
 
-    A provider may state ``sync_marks``, a tuple of texts: the ends of the names that its platform's agent puts into a
-    run's folder (`SyncAgent.marks`). `pull` leaves such files there. It may state ``needs``, a `Need` by ``store`` or
-    ``image``: what a job needs that is no setting of its own. It may state ``probe_ports``, a tuple of port numbers of
-    node 0: `doctor --job` tries them from the other nodes.
+    A provider may state ``sync_marks``, a tuple of texts: the name endings of its platform's agent's files in a run's
+    folder (`SyncAgent.marks`). `pull` skips such files. It may state ``needs``, a `Need` by ``store`` or ``image`` that
+    is no setting of its own. It may state ``probe_ports``, a tuple of ports of node 0: `doctor --job` tries them from
+    the other nodes.
     """
 
     name: ClassVar[str]
     Settings: ClassVar[type[Any]]
-    #: URL schemes of inputs that its nodes read by themselves; ``file`` means this machine's own files.
+    #: URL schemes of inputs that its nodes read themselves; ``file`` means this machine's own files.
     schemes: ClassVar[frozenset[str]]
-    #: Who starts attempt 1, 2, …: ``platform``, ``supervisor`` (on this host) or ``client`` (only while one waits).
+    #: Starter of attempt 1, 2, …: ``platform``, ``supervisor`` (on this host) or ``client`` (only while one waits).
     retried_by: ClassVar[str]
-    #: Who ends a wait for machines that takes longer than ``max_wait``: ``platform``, or ``client`` (as above).
+    #: The part that ends a wait for machines beyond ``max_wait``: ``platform``, or ``client`` (as above).
     max_wait_by: ClassVar[str]
-    #: Shortest and longest seconds between two looks at a run that is waited for.
+    #: Shortest and longest seconds between two polls of a run.
     pace: ClassVar[float]
     poll: ClassVar[float]
-    #: An instance of ``Settings``, made of the constructor's keywords. A field whose metadata have ``caller`` says who
-    #: this machine calls as; it is not recorded: whoever comes back to a run calls as themselves. One with ``place``
-    #: says where jobs run, and nothing in it has a comma: so a text of several, with commas between, is a list of them.
+    #: An instance of ``Settings``, made of the constructor's keywords. A field with ``caller`` in its metadata is the
+    #: caller's identity. It is not recorded: each client uses its own. A field with ``place`` says where jobs run. Its
+    #: values hold no comma, so a text with commas is a list of them.
     settings: Any
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        """The exact request. Pure: equal arguments give equal requests, with no network, credentials or SDK."""
+        """Return the exact request. Pure: equal arguments give equal requests, with no network, credentials or SDK."""
 
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         """Send that very request and return the native id; idempotent on (run, attempt, choice).
@@ -294,42 +298,42 @@ class Provider(Protocol):
         """
 
     def find(self, request: Request) -> str | None:
-        """The native id if the request was ever accepted. Never creates anything."""
+        """Return the native id if the request was ever accepted. Never creates anything."""
 
     def status(self, native_id: str) -> Status:
-        """What the platform says now. `NotFoundError` for an id it does not know."""
+        """Return the platform's current status. Raises `NotFoundError` for an unknown id."""
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        """One page from ``cursor`` (None: the beginning)."""
+        """Return one page from ``cursor`` (None: the beginning)."""
 
     def cancel(self, native_id: str) -> None:
-        """Ask the platform to stop it; idempotent, also after the end."""
+        """Ask the platform to stop the job; idempotent, also after its end."""
 
     def storage(self, url: str) -> Mapping[str, Any]:
-        """fsspec's options for a store at ``url``, so that this machine reaches it as the account that it calls as.
+        """Return fsspec's options for a store at ``url``, with the account that this machine uses.
 
-        Empty where fsspec's own way to credentials is right. Asked once more when those it led to have expired.
+        Empty if fsspec finds the credentials itself. Called once more after they have expired.
         """
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-        """On the node: what the platform gave it. ``argv`` holds the ``--path`` pairs of the command line."""
+        """Return the node's environment, on the node. ``argv`` holds the ``--path`` pairs of the command line."""
 
     def nodes(self, request: Request) -> Simulation:
-        """What the platform starts for the request. Pure."""
+        """Return the nodes that the platform starts for the request. Pure."""
 
 
 def recorded_settings(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` of the settings ``kind`` less those that say who calls."""
+    """Return ``values`` of the settings ``kind`` without those of the caller's identity."""
     callers = {item.name for item in dataclasses.fields(kind) if item.metadata.get("caller")}
     return {name: value for name, value in values.items() if name not in callers}
 
 
-# ----------------------------------------------------------------------------- pure pieces every provider's plan uses
+# -------------------------------------------------------------------------------- pure parts of every provider's plan
 
 
 def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> dict[str, Any]:
-    """context.json: all that the script side of a job says, the same for every provider and attempt."""
+    """Return context.json: the script side of a job, the same for every provider and attempt."""
     return {
         "protocol": PROTOCOL,
         "provider": provider,
@@ -362,10 +366,10 @@ def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> di
 
 
 def python_command(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` for the Python of an image of which nothing is known but that it has a shell and some Python.
+    """Return the command that runs Python with ``arguments`` in an image with a shell and some Python.
 
-    ``exec``: the node's first process is Python itself, which gets the platform's stop signal. Exit code 127 says that
-    there is none.
+    ``exec``: the node's first process is Python itself, which gets the platform's stop signal. Exit code 127 means that
+    the image has no Python.
     """
     find = "python=$(command -v python3 || command -v python)"
     none = "{ echo 'cloudtrain: this image has no python3 and no python' >&2; exit 127; }"
@@ -382,7 +386,7 @@ def check_inputs(provider: type[Provider], inputs: Mapping[str, Input | LayoutIn
 
 
 def needs_of(kind: type[Provider]) -> dict[str, Need]:
-    """Return what the provider ``kind`` needs, by name: ``store``, ``NAME.region`` of its settings, ``image``."""
+    """Return the needs of the provider ``kind`` by name: ``store``, ``NAME.region`` of its settings, ``image``."""
     stated: Mapping[str, Need] = getattr(kind, "needs", {})
     own = {f"{kind.name}.{spec.name}": spec.metadata.get("need") for spec in dataclasses.fields(kind.Settings)}
     found = {"store": stated.get("store"), **own, "image": stated.get("image")}
@@ -390,7 +394,7 @@ def needs_of(kind: type[Provider]) -> dict[str, Need]:
 
 
 def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
-    """Return the names of what ``settings`` of the provider ``kind`` and ``job`` lack; the store is not looked at."""
+    """Return the names of needs that ``settings`` of provider ``kind`` and ``job`` lack, except the store."""
 
     def has(name: str, need: Need) -> bool:
         own = job if name == "image" else settings
@@ -400,7 +404,7 @@ def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
 
 
 def check_needs(kind: type[Provider], settings: Any, job: Job) -> None:
-    """Raise `SpecError` for the first thing that is `lacking`."""
+    """Raise `SpecError` for the first `lacking` need."""
     for name in lacking(kind, settings, job):
         need = needs_of(kind)[name]
         raise SpecError("is not set", field=name, hint=f"for example {json.dumps(need.example)}: {need.find}")

@@ -23,7 +23,7 @@ ENTRY_POINTS = "cloudtrain.providers"
 
 
 def provider_names() -> tuple[str, ...]:
-    """Names of every provider that can be chosen, the package's own and third parties'."""
+    """Return the names of all available providers, the package's own and third parties'."""
     from importlib.metadata import entry_points
 
     path = importlib.import_module(ENTRY_POINTS).__path__
@@ -32,18 +32,18 @@ def provider_names() -> tuple[str, ...]:
 
 
 def find_provider(name: str) -> type[Provider]:
-    """The provider class called ``name``; raises `NotFoundError` naming the nearest one."""
+    """Return the provider class called ``name``. Raises `NotFoundError` with the nearest name."""
     known = provider_names() if not name.replace("-", "_").isidentifier() else ()
     if known:
         why = f"{name!r} is not the name of a provider; there are {', '.join(known)}"
         raise NotFoundError(why, field="provider", hint=suggested_provider(name))
-    for module in (f"{ENTRY_POINTS}.{name}", f"{ENTRY_POINTS}._{name}"):  # _: that nobody chooses
+    for module in (f"{ENTRY_POINTS}.{name}", f"{ENTRY_POINTS}._{name}"):  # _: not for users
         try:
             return importlib.import_module(module).Provider  # type: ignore[no-any-return]
         except ModuleNotFoundError as exc:
             if exc.name != module:
                 raise
-    from importlib.metadata import entry_points  # costs more than everything else here, and is rarely needed
+    from importlib.metadata import entry_points  # slow, and rarely needed
 
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name == name:
@@ -53,7 +53,7 @@ def find_provider(name: str) -> type[Provider]:
 
 
 def suggested_provider(name: str) -> str:
-    """Return a hint for a name that no provider has: the one that it may mean, by its ``ALIASES`` or by a slip.
+    """Return a hint for an unknown provider's name: the one that it may mean, by its ``ALIASES`` or a similar name.
 
     ``ALIASES`` of a provider's module are other words for its platform, in lower case.
     """

@@ -1,7 +1,7 @@
-"""What a run has used up by now: machine time, GPU hours, and money where a price is known. Pure.
+"""Compute a run's use so far: machine time, GPU hours, and money if a price is known. Pure.
 
-A platform's own word comes first. Where it tells none, an attempt counts from its start to its end, and one that has no
-end until the next began, its native job ended, or now.
+The platform's own figures come first. Otherwise an attempt counts from its start to its end. Without an end it counts
+until the next attempt's start, the end of its native job, or now.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..provider_api.protocol import AttemptInfo, Request, Status
 __all__ = ["Account", "cost_of", "seconds_of"]
 
 NEVER_RAN = frozenset({"cancelled", "capacity", "quota"})
-"""Categories of an attempt that had no machines, if neither its nodes nor a client know of a start."""
+"""Categories of an attempt that had no machines, unless its nodes or a client know of a start."""
 
 Spans = Sequence[tuple[float | None, float | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Used:
-    """By one native job; None is what nobody knows."""
+    """Use by one native job; None means unknown."""
 
     usd: float | None = None
     date: str = ""
@@ -35,7 +35,7 @@ class _Used:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Who runs ``job`` (as ``provider`` runs it), by the account's ``prices``, in its ``region``."""
+    """An account: it runs ``job`` (as ``provider`` runs it), with its ``prices``, in its ``region``."""
 
     job: Job
     provider: str
@@ -44,7 +44,7 @@ class Account:
 
 
 def seconds_of(spans: Spans, now: float) -> float:
-    """Running time of attempts, oldest first, each from its start (None: it never did) to its end (None: no word)."""
+    """Return the running time of attempts, oldest first, from start (None: never started) to end (None: unknown)."""
     total = 0.0
     for number, (start, end) in enumerate(spans):
         if start is None:
@@ -62,9 +62,9 @@ def cost_of(
     request_of: Callable[[str], Request | None],
     now: float,
 ) -> dict[str, Any]:
-    """The ``cost`` of a result, of all attempts; None where somebody would have to guess.
+    """Return the ``cost`` of a result, over all attempts; None for each value that would be a guess.
 
-    ``said`` is what the platform says by native id, oldest first, ``request_of(native)`` what it was sent; ``now`` is
+    ``said`` is the platform's status by native id, oldest first. ``request_of(native)`` is the request sent. ``now`` is
     Unix seconds. ``saved`` is the newest attempt's.
     """
     used = []
@@ -94,9 +94,9 @@ def _used(
     began = any(start is not None for start, _ in spans)
     if status.final and not began and status.started is None:
         if not status.native:
-            return _Used()  # the platform has forgotten it, and no node left a word
+            return _Used()  # the platform has forgotten it, and no node left a record
         if status.limit_s is not None and status.category not in NEVER_RAN:
-            return _Used()  # it may have had machines, and the platform does not tell since when
+            return _Used()  # it may have had machines, and the platform does not report its start
     until = status.finished if status.final and status.finished is not None else now
     seconds = seconds_of(spans if began else [(status.started, status.finished)], until)
     nodes = account.job.resources.instance_count
@@ -107,20 +107,20 @@ def _used(
     gpus = [gpus_of(account.provider, name, account.job, choice) for name in names]
     known = [count for count in gpus if count is not None]
     if known and len(known) == len(gpus):
-        gpu_hours = max(ran, hours) * max(known)  # of spot, less is billed than has run
-    if status.cost_usd is not None and (status.cost_usd or not ran):  # nothing, of what has run, is no answer
+        gpu_hours = max(ran, hours) * max(known)  # spot bills less than the job ran
+    if status.cost_usd is not None and (status.cost_usd or not ran):  # a cost of 0 for time that ran is no answer
         return _Used(usd=status.cost_usd, gpu_hours=gpu_hours)
     if status.final and not hours:
         return _Used(usd=0.0, gpu_hours=gpu_hours)
     dearest = _dearest(account, names)
     if dearest is None:
         return _Used(gpu_hours=gpu_hours)
-    machines = hours / nodes if names == (THIS_MACHINE,) else hours  # all nodes are on that one
+    machines = hours / nodes if names == (THIS_MACHINE,) else hours  # all nodes share this machine
     return _Used(usd=machines * dearest.usd_per_hour, date=dearest.date, gpu_hours=gpu_hours)
 
 
 def _machines(job: Job, status: Status, request_of: Callable[[], Request | None]) -> tuple[tuple[str, ...], int]:
-    """The machine that it has, else those that it was to have; and which GPU of the list, where that matters."""
+    """Return the machine in use, else the requested ones; and the index of the GPU in the list, where that matters."""
     told = status.instance_type
     if told and len({gpu.count for gpu in job.resources.gpus}) <= 1:
         return (told,), 0
@@ -131,7 +131,7 @@ def _machines(job: Job, status: Status, request_of: Callable[[], Request | None]
 
 
 def _dearest(account: Account, names: Sequence[str]) -> catalog.Price | None:
-    """The account's own price, or one that the very service asks for; None where one of the machines has neither."""
+    """Return the highest price: the account's own or the very service's; None if one of the machines has neither."""
     found = [catalog.price(account.provider, name, account.prices, region=account.region) for name in names]
     known = [price for price in found if price is not None and price.of_service]
     if not known or len(known) < len(found):

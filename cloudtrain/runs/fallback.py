@@ -1,8 +1,7 @@
-"""From place to place: a job tried in order in several regions, projects or clouds, for want of machines alone.
+"""Try a job in several regions, projects or clouds, in order, if one lacks machines.
 
-Each place is a run of its own in its own store, with the same id; `moves` says when one may be left for the next, and
-how a crash, or a second client, goes on from what is recorded. `submit` makes the loop around sending, `Onward` the one
-around waiting.
+Each place has a run of its own in its own store, with the same id. `moves` decides when a run may move on, and how
+another client continues from the records. `submit` loops around sending, `Onward` around waiting.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ def make_plan(
     cwd: Path,
     preview: bool = False,
 ) -> Plan:
-    """The plan of ``job`` in the first place that ``settings`` name, which knows those of the others (``further``).
+    """Return the plan of ``job`` in the first place of ``settings``, with the plans of the others (``further``).
 
-    As `cloudtrain.runs.submit.make_plan`, and with ``preview`` as pure; else the store of a run to resume from is asked
-    where that is now. What is wrong with a later place is said now, not when its turn has come.
+    Works as `runs.submit.make_plan`, and with ``preview`` is as pure. Otherwise the store of a run to resume from
+    is asked for that run's newest place. Errors of a later place are raised now, not when its turn comes.
     """
     from .resume import is_bare
 
@@ -75,7 +74,7 @@ def make_plan(
 
 
 def only_first(settings: Settings) -> tuple[Settings, str]:
-    """The settings of the first place, for what looks at no other, and a line that says so; empty if there is but one.
+    """Return the settings of the first place, and a line that says so; empty if there is only one place.
 
     Raises `SpecError` as `Settings.candidates` does.
     """
@@ -87,7 +86,7 @@ def only_first(settings: Settings) -> tuple[Settings, str]:
 
 
 def where(settings: Settings) -> str:
-    """A place, before anything is planned there: a region, empty where none is told; its store, where that is all."""
+    """Return a place before planning: a region ("" if none is set), or the store if no provider can be made."""
     try:
         return place_of(settings.make_provider())
     except CloudtrainError:
@@ -95,12 +94,12 @@ def where(settings: Settings) -> str:
 
 
 def _named(settings: Settings) -> str:
-    """The same, for people."""
+    """Return the name of a place for people."""
     return " ".join(filter(None, [settings.provider, where(settings)]))
 
 
 def name_of(plan: Plan) -> str:
-    """A place, for people: provider and region."""
+    """Return the name of a plan's place for people: provider and region."""
     return " ".join(filter(None, [plan.provider_name, place_of(plan.provider)]))
 
 
@@ -112,10 +111,10 @@ def submit(
     moved: Progress | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Run:
-    """Send the plan, or the next of its GPUs and then of its places where one has no machines; the run that was taken.
+    """Send the plan; if a place has no machines, its next GPU or the next place. Return the run that was accepted.
 
-    As `cloudtrain.runs.submit.submit`; the same plan again goes on where the one before stopped. ``note`` is told each
-    refusal. Where none takes it, the last one is raised, with those before in its message and as its ``refusals``.
+    Works as `runs.submit.submit`; the same plan again continues where the last client stopped. ``note`` gets each
+    refusal. If all refuse, raises the last refusal with the earlier ones in its message and as its ``refusals``.
     """
     say = note or progress or (lambda _: None)
     if not plan.further and len(plan.job.resources.gpu) < 2:
@@ -128,7 +127,7 @@ def submit(
         run = handle(newest)
         refused = _refused(run)
         if refused is None:
-            raise  # it could not be noted, so nothing can follow it
+            raise  # without a record of the refusal nothing can follow
         over = run.store.result(run.run_id) is not None
         if over and next_of(run.store, run.run_id) is None:  # else another client has moved it on
             raise _nowhere(run, refused, hint=exc.hint) from None
@@ -137,7 +136,7 @@ def submit(
     while True:
         if (refused := _refused(run)) is not None:
             result = run.result()
-            if _refused(run) is None:  # it was accepted all the same
+            if _refused(run) is None:  # it was accepted after all
                 continue
             if not (run._may_retry(result) or run._may_move(result)) or not onward(result):
                 raise _nowhere(run, refused)
@@ -152,7 +151,7 @@ def submit(
 
 
 def _newest(plans: Sequence[Plan]) -> Plan:
-    """The place that the run has come to. `ConflictError` where the id is that of another job."""
+    """Return the plan of the run's newest place. Raises `ConflictError` if another job has the id."""
     for plan, following in itertools.pairwise(plans):
         noted = next_of(plan.store, plan.run_id)
         if noted is None:
@@ -164,7 +163,7 @@ def _newest(plans: Sequence[Plan]) -> Plan:
 
 
 def _unsent(run: Run) -> int | None:
-    """The newest attempt, if it is recorded and nothing at all has come of it."""
+    """Return the newest attempt if it is recorded but has no outcome; else None."""
     store, run_id = run.store, run.run_id
     newest = max(store.attempts(run_id), default=0)
     known = any(look(run_id, newest) is not None for look in (store.submitted, store.refused))
@@ -172,7 +171,7 @@ def _unsent(run: Run) -> int | None:
 
 
 def _refused(run: Run) -> dict[str, Any] | None:
-    """Return why the newest attempt was refused, if it was and nothing else has come of the run."""
+    """Return the refusal of the newest attempt, if it was refused and the run has no other outcome."""
     store, run_id = run.store, run.run_id
     newest, ended = max(store.attempts(run_id), default=0), store.result(run_id)
     if store.submitted(run_id, newest) is not None or store.cancelled(run_id) or (ended and ended["native_id"]):
@@ -196,10 +195,10 @@ def _told(refusal: Mapping[str, Any]) -> str:
 
 
 class Onward(Retry):
-    """A `Retry` that, where no further attempt can have machines, goes on to the next place, and takes its run along.
+    """A `Retry` that moves the run, and its handle, to the next place if no further attempt can have machines.
 
-    ``plans`` are those of the client that submits; any other makes the next one of what is recorded, and brings code
-    and data over from the store that is left. ``progress`` and ``moved`` are told what is staged.
+    ``plans`` are those of the submitting client. Any other client makes the next plan from the records, and copies code
+    and data from the store that is left. ``progress`` and ``moved`` are called as files are staged.
     """
 
     def __init__(
@@ -227,7 +226,7 @@ class Onward(Retry):
         request, moves = run.store.attempt_request(run.run_id, newest), run._may_move(result)
         if moves and overtaken(run.store, run.run_id, newest, result):
             return True
-        # Where no GPU of the list is left, another attempt here would ask for what there is none of.
+        # If no GPU of the list is left, another attempt here would request unavailable machines again.
         here = not moves or (request is not None and run._has_another(request, result["category"]))
         if here and run._may_retry(dict(result)) and super().__call__(result):
             return True
@@ -236,7 +235,7 @@ class Onward(Retry):
     def _move(self, result: Mapping[str, Any]) -> bool:
         run = self._run
         refusals = list(result.get("refusals") or ())
-        for row in result["attempts"]:  # what was taken, and ended without ever having machines
+        for row in result["attempts"]:  # accepted, but ended without machines
             request = run.store.attempt_request(run.run_id, int(str(row["number"]).partition(".")[0]))
             if row["category"] in NO_MACHINES and request is not None:
                 refusals.append(run._refusal(row, request.choice))
@@ -253,7 +252,7 @@ class Onward(Retry):
             reason = f"{result['reason']}; it went on to {plan.run_url}"
             if not decide(run.store, run.run_id, plan.run_url, run._kept({**result, "reason": reason})):
                 raise ConflictError(f"{run.url} went on elsewhere", field="run_id")
-            if run.store.cancelled(run.run_id):  # who cancelled looks here after that: one of the two sees the other
+            if run.store.cancelled(run.run_id):  # the cancelling client looks here next, so one of the two acts
                 plan.store.cancel(plan.run_id)
 
         try:
@@ -263,7 +262,7 @@ class Onward(Retry):
         return True
 
     def begin(self) -> None:
-        """Start the run in a place that it has come to, if who brought it there has died before."""
+        """Start the run in its new place if the client that moved it there has died."""
         run = self._run
         if run._led and not run.store.attempts(run.run_id) and not run.store.cancelled(run.run_id):
             self._say(f"starting it in {run.store.url}, to which it had come")
@@ -271,7 +270,7 @@ class Onward(Retry):
             run._lead()
 
     def _send_plan(self, plan: Plan, decide: Callable[[], object] | None = None) -> None:
-        """Send it; that the place has no machines is said."""
+        """Send the plan; report a refusal for lack of machines."""
         try:
             send(plan, environ=self._environ, progress=self._progress, moved=self._moved, decide=decide)
         except (CapacityError, QuotaError) as exc:
@@ -280,12 +279,12 @@ class Onward(Retry):
     # -------------------------------------------------------------------------------------- the next place, as recorded
 
     def _following(self) -> Plan:
-        """The plan of the next place."""
+        """Return the plan of the next place."""
         (record, *rest) = self._run._fallbacks
         return self._plans.get(str(record["run"])) or self._recorded(record, rest)
 
     def _recorded(self, record: Mapping[str, Any], rest: Sequence[Mapping[str, Any]]) -> Plan:
-        """The plan of a place of which nothing but its record is here; ``rest`` are those that follow it."""
+        """Return the plan of a place made from its record alone; ``rest`` are the places after it."""
         settings = self._run._settings
         provider = settings.provider_of(record)
         layout, job = Layout.from_dict(record["layout"]), Job.from_dict(record["job"])
@@ -323,8 +322,8 @@ class Onward(Retry):
         return plan
 
     def _held(self, key: str) -> bytes:
-        """What the store of the place before has at ``key``; `StorageError` where it has nothing: this version of
-        cloudtrain is another one than the submitter's, and a third party's provider needs a runtime of its own."""
+        """Return the previous place's content of ``key``. Raises `StorageError` if missing: this cloudtrain differs
+        from the submitter's, and a third-party provider needs a runtime of its own."""
         run = self._run
         try:
             return run.store.files.read(key)
@@ -333,9 +332,9 @@ class Onward(Retry):
             raise StorageError(f"{why} with --run-id {run.run_id}, by the same version of cloudtrain") from None
 
     def _bring(self, digest: str, store: Store, name: str) -> None:
-        """Copy a tree of data from this run's store into ``store``, each file proved; a whole one is left alone."""
+        """Copy a data tree from this run's store into ``store`` and check each digest, unless it is complete there."""
         old, manifest = self._run.store, f"data/manifests/{digest}.json"
-        store.announce(self._run.run_id, [digest], say=self._say)  # before the look: nobody removes it after that
+        store.announce(self._run.run_id, [digest], say=self._say)  # from here on no client deletes the tree
         if store.files.exists(manifest):
             return
         listed = old.record(manifest)
@@ -354,7 +353,7 @@ class Onward(Retry):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kept(Bundle):
-    """A bundle that lies in a store: ``known`` is what run.json says of it, ``fetch`` gives its archive."""
+    """A bundle in a store: ``known`` is its entry in run.json, ``fetch`` returns its archive."""
 
     known: Mapping[str, Any]
     fetch: Callable[[], bytes]

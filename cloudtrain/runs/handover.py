@@ -1,10 +1,10 @@
-"""From a place that has no machines to the next one of a run's list: who may, once, and how a handle gets there.
+"""Hand a run over to its next fallback place. Exactly one client can record the handover.
 
-Each place is a run of its own, with the same id, in that place's store; its run.json names those that may follow it
-(``fallbacks``) and what the ones before have said (``refusals``). Moving on is a record, ``next.json``, that is created
-exclusively in the folder of the run that is left, and only once nothing of that run lives or can come to life:
+Each place has a run of its own, with the same id, in its own store. Its run.json names the places that may follow
+(``fallbacks``) and the refusals of earlier ones (``refusals``). A handover is a record, ``next.json``, created
+exclusively in the folder of the run that is left. By then nothing of that run lives or can come to life:
 
-* it ended for want of machines and never ran, by the platform's word; or
+* the run ended for lack of machines and never ran, by the platform's word; or
 * the platform refused it. A client that sends an attempt first notes that it does, and then looks whether the attempt
   was refused. A client that is refused first notes the refusal, then waits for the clients that are sending, and then
   asks the platform. So the second client always sees the first client's record. A refused run is ended the same way.
@@ -43,29 +43,28 @@ __all__ = [
 ]
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
-"""What a provider raises that will not have a request."""
+"""Errors with which a provider refuses a request."""
 NO_MACHINES = frozenset({"capacity", "quota"})
-"""What another GPU of the list, or another place, may cure."""
+"""Categories that another GPU of the list, or another place, may cure."""
 LEASE = 300.0
-"""Seconds for which a client that may be sending is waited for: `patiently` asks for 60 s, and one call takes at most
-minutes."""
+"""Seconds to wait for a client that may be sending: `patiently` asks for 60 s, and one call takes at most minutes."""
 IN_FLIGHT = 1.0
-"""Seconds that what a dead client has sent may still take to arrive."""
+"""Seconds in which a dead client's request may still arrive."""
 _PAUSE = 0.2
-#: What no further attempt would cure.
+#: Categories that no further attempt would cure.
 NOT_RETRIED = frozenset({"cancelled", "timeout", "quota", "auth", "spec", "image"})
 
 Record = Mapping[str, Any]
 _MINE: set[str] = set()
-"""What this process is sending now."""
+"""Keys of the attempts that this process is sending."""
 
 
-# ------------------------------------------------------------------------------------------------------- who is sending
+# --------------------------------------------------------------------------------------------- clients that are sending
 
 
 @contextlib.contextmanager
 def sending(store: Store, run_id: str, attempt: int) -> Iterator[None]:
-    """Within, this client may be sending the attempt. It is over by an answer; after any other end it may have come."""
+    """Note that this client is sending the attempt. An answer removes the note; after any other end it stays."""
     key = f"{_folder(run_id, attempt)}/{secrets.token_hex(8)}.json"
     store.files.write(key, to_json({**_self(), "time": time.time()}))
     _MINE.add(key)
@@ -89,10 +88,10 @@ def settle(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until no other client can be sending the attempt any more; who comes from now on sees that it was refused.
+    """Wait until no other client can be sending the attempt; clients that come later see that it was refused.
 
-    A client of this machine that is gone is waited for until what it sent must have come, any other that does not
-    answer for `LEASE` seconds.
+    A dead client of this machine is waited for until its request must have arrived; any other silent client for `LEASE`
+    seconds.
     """
     since, told = clock(), False
     while names := store.files.names(_folder(run_id, attempt)):
@@ -117,10 +116,10 @@ def in_flight(
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Return whether a client that may be alive has noted, less than `LEASE` seconds ago, that it sends the attempt.
+    """Return whether a possibly live client has noted, less than `LEASE` seconds ago, that it sends the attempt.
 
-    ``clock`` gives Unix seconds. Unlike `settle` it writes nothing, so a verb that only reads may ask. It waits only
-    where clients have died, until what they sent must have come.
+    ``clock`` gives Unix seconds. Unlike `settle` it writes nothing, so read-only verbs may call it. It waits only for
+    the requests of dead clients, until they must have arrived.
     """
     keys = [f"{_folder(run_id, attempt)}/{name}" for name in store.files.names(_folder(run_id, attempt))]
     noted = {key: record for key in keys if (record := store.record(key)) is not None}
@@ -132,12 +131,12 @@ def in_flight(
 
 
 def cut_off(store: Store, run_id: str, attempt: int) -> bool:
-    """Return whether a client has begun to send the attempt and was not answered: the platform may have it."""
+    """Return whether a client has begun to send the attempt without an answer: the platform may have it."""
     return bool(store.files.names(_folder(run_id, attempt)))
 
 
 def forget(store: Store, run_id: str) -> None:
-    """Remove what clients that died have noted of sending attempts of a run that is over."""
+    """Remove the notes of dead clients about sending attempts of a finished run."""
     store.files.discard([key for key in store.files.list(f"{run_folder(run_id)}/attempts") if "/sending/" in key])
 
 
@@ -146,7 +145,7 @@ def _folder(run_id: str, attempt: int) -> str:
 
 
 def _is_gone(key: str, record: Record | None) -> bool:
-    """Whether the client that wrote it is known to have ended, or to send no more."""
+    """Return whether the client that wrote the record is known to have ended, or to have stopped sending."""
     own = _self()
     if record is None or not own.get("machine") or record.get("machine") != own["machine"]:
         return False
@@ -157,7 +156,7 @@ def _is_gone(key: str, record: Record | None) -> bool:
 
 @cache
 def _machine() -> str:
-    """This machine since it was started, as far as its processes can see each other; empty where nothing tells."""
+    """Return an id of this machine's boot and process namespace; empty if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as stream:
             return f"{stream.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -166,7 +165,7 @@ def _machine() -> str:
 
 
 def _process(pid: str) -> str:
-    """A process and when it began, so that another one of the same number is another one; empty when there is none."""
+    """Return a process id with its start time, which tells reused ids apart; empty if there is no such process."""
     try:
         with open(f"/proc/{int(pid)}/stat", encoding="utf-8", errors="replace") as stream:
             fields = stream.read().rpartition(")")[2].split()
@@ -183,7 +182,7 @@ def _self() -> dict[str, str]:
 
 
 def decide(store: Store, run_id: str, following: str, result: Record) -> bool:
-    """Leave the run, which ended with ``result``, for the one at ``following``; False: it is left for another one."""
+    """Record that the run ended with ``result`` and continues at ``following``. Return False if another place won."""
     record = {"run": following, "result": dict(result), "time": time.time()}
     if store.files.create(f"{run_folder(run_id)}/next.json", to_json(record)):
         return True
@@ -192,7 +191,7 @@ def decide(store: Store, run_id: str, following: str, result: Record) -> bool:
 
 
 def overtaken(store: Store, run_id: str, newest: int, result: Record) -> bool:
-    """Whether ``result`` is of an earlier attempt than ``newest``, which another client has recorded meanwhile."""
+    """Return whether ``result`` is of an attempt before ``newest``, which another client has recorded."""
     if not newest or store.refused(run_id, newest):
         return False
     noted = store.submitted(run_id, newest)
@@ -200,7 +199,7 @@ def overtaken(store: Store, run_id: str, newest: int, result: Record) -> bool:
 
 
 def place_of(provider: Provider) -> str:
-    """Where the provider starts jobs, as its settings say: a region; empty where none says."""
+    """Return the region in the provider's settings; empty if they name none."""
     settings = getattr(provider, "settings", None)
     specs = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
     return ", ".join(str(getattr(settings, spec.name)) for spec in specs if spec.metadata.get("place"))
@@ -210,7 +209,7 @@ def place_of(provider: Provider) -> str:
 
 
 class Moving:
-    """The part of a `Run` that knows of further attempts and places."""
+    """The part of a `Run` that handles further attempts and places."""
 
     store: Store
     run_id: str
@@ -225,7 +224,7 @@ class Moving:
     _retried: dict[int, bool]
     _began: dict[int, float]
     _led: bool = False
-    """Whether it came here from another place, so that it is decided that the run goes on here."""
+    """True if it came here from another place, so that the run is known to continue here."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -241,27 +240,27 @@ class Moving:
 
     @property
     def provider_name(self) -> str:
-        """The name of the provider that the run is on."""
+        """The name of the run's provider."""
         return str(self.record["provider"])
 
     @property
     def provider(self) -> Provider:
-        """The provider, with the settings that the run was submitted with."""
+        """The provider, with the settings of the submission."""
         if self._provider is None:
             self._provider = self._settings.provider_of(self.record)
         return self._provider
 
     @property
     def _fallbacks(self) -> list[dict[str, Any]]:
-        """What may follow this run, as it is recorded; empty for most."""
+        """The fallback places recorded in run.json (usually none)."""
         try:
             return list(self.record.get("fallbacks") or ())
         except NotFoundError:
             return []
 
     def _refusals(self, natives: Collection[int] = ()) -> list[dict[str, Any]]:
-        """Who had no machines, in order: the places before, and of this one the requests that were refused, which are
-        attempts without a native id in ``natives``."""
+        """Return every refusal so far, oldest first: earlier places, then refused attempts here (those without a native
+        id in ``natives``)."""
         found = list(self.record.get("refusals") or ())
         for k in sorted(set(self.store.attempts(self.run_id)) - set(natives)):
             refused, request = self.store.refused(self.run_id, k), self.store.attempt_request(self.run_id, k)
@@ -270,7 +269,7 @@ class Moving:
         return found
 
     def _refusal(self, said: Record, choice: int) -> dict[str, Any]:
-        """Why this place had no machines for one GPU of the list: its category and reason as ``said``."""
+        """Return this place's refusal for one GPU of the list, with category and reason from ``said``."""
         gpus = self.job.at(self.provider_name).resources.gpu
         return {
             "run": f"{self.store.url}/{run_folder(self.run_id)}",
@@ -282,9 +281,9 @@ class Moving:
         }
 
     def _lead(self) -> bool:
-        """Become the handle of the newest run that this one was left for; whether there is one.
+        """Switch this handle to the run's newest place. Return True if it had moved.
 
-        Who does so also keeps the result of each that was left, should whoever left it have died before.
+        Also keeps the result of each place that was left, in case the client that left it has died.
         """
         moved = False
         while (following := self._fallbacks[:1]) and (noted := next_of(self.store, self.run_id)) is not None:
@@ -294,41 +293,41 @@ class Moving:
             self._record, self._led, moved = None, True, True
             for known in (self._natives, self._refused, self._over, self._retried, self._began):
                 known.clear()
-            self._unsent = self._max_wait = None  # they are of the place that was left
+            self._unsent = self._max_wait = None  # they belong to the previous place
             if left.result(self.run_id) is None:
                 self._close(left, noted["result"])
         return moved
 
     def _close(self, left: Store, result: Record) -> None:
-        """Finish what whoever left that store for this one may have died before: pass on a cancel, keep the result."""
+        """Finish the handover from ``left`` if its client died: pass on a cancel, and keep the result."""
         run_id = self.run_id
-        with contextlib.suppress(AuthError):  # who may not write cannot begin it either
+        with contextlib.suppress(AuthError):  # a client without write access cannot start it either
             if left.cancelled(run_id):
                 self.store.cancel(run_id)
-        # Not before: who looks at what is not over in the store that was left must find what is still to begin.
+        # Not earlier: a client that looks for unfinished runs in the store that was left must still find it.
         if self.store.attempts(run_id) or self.store.cancelled(run_id) or self.store.result(run_id) is not None:
-            with contextlib.suppress(AuthError, StorageError):  # verbs that only read come here too
+            with contextlib.suppress(AuthError, StorageError):  # read-only verbs come here too
                 left.write_result(run_id, result)
 
     def _may_retry(self, result: Record) -> bool:
-        """Whether a waiting client may still start another attempt of a run that failed so."""
+        """Return whether a waiting client may start another attempt after this failure."""
         if result["state"] != "failed" or self.provider.retried_by != "client" or self.store.cancelled(self.run_id):
             return False
         newest = max(self.store.attempts(self.run_id), default=0)
         requests = [self.store.attempt_request(self.run_id, k) for k in range(newest + 1)]
         job, category = self.job.at(self.provider_name), result["category"]
-        # Another GPU of the list is no retry: the job has not had its machines yet.
+        # Another GPU of the list is not a retry: the job has not had its machines yet.
         choices = {request.choice for request in requests if request is not None}
         last = requests[-1]
         another = category in NO_MACHINES and last is not None and self._has_another(last, category)
         more = newest - max(0, len(choices) - 1) < job.retries and category not in NOT_RETRIED
-        # A first request that was refused is no attempt that failed: the submitter was told that nothing runs.
+        # A refused first request is not a failed attempt: its submitter got an error.
         more = more and not (newest == 0 and self.store.refused(self.run_id, 0))
         return another or more or overtaken(self.store, self.run_id, newest, result)
 
     def _may_move(self, result: Record) -> bool:
-        """Whether the run, which ended with ``result``, may be left for another place: it never ran, and nobody has
-        cancelled it."""
+        """Return whether the run, which ended with ``result``, may move to another place: it never ran and was not
+        cancelled."""
         if result["state"] != "failed" or result["category"] not in NO_MACHINES or not self._fallbacks:
             return False
         store, run_id = self.store, self.run_id
@@ -337,11 +336,11 @@ class Moving:
         return not ran and not store.cancelled(run_id)
 
     def _follows(self, request: Request, category: str) -> bool:
-        """Whether another request may follow this one, once it was refused for ``category``."""
+        """Return whether another request may follow this one after a refusal for ``category``."""
         return category in NO_MACHINES and (bool(self._fallbacks) or self._has_another(request, category))
 
     def _has_another(self, request: Request, category: str) -> bool:
-        """Whether the GPU of the list that is next after ``request`` can be asked for here."""
+        """Return whether the next GPU of the list after ``request`` can be requested here."""
         job, choice = self.job.at(self.provider_name), request.next_choice(category)
         if self.provider.retried_by != "client" or choice >= len(job.resources.gpu):
             return False

@@ -1,4 +1,4 @@
-"""The runs of a store: how each stands, a page at a time, and which are not over."""
+"""List the runs of a store with their states, a page at a time, and find the unfinished ones."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = ["PAGE", "Listed", "Wanted", "list_page", "list_runs", "newest_run", "
 PAGE = 50
 """Runs on a page."""
 ASKED = 1_000
-"""Runs of a store over a network whose ids tell no date and whose run.json is read for it: one request each."""
+"""Most runs of a remote store without a date in their ids whose run.json is read for it: one request each."""
 CHUNK = 200
-"""Runs that are read at a time: what bounds the memory, however many there are."""
+"""Runs read at a time, which bounds the memory."""
 _STAMP = re.compile(r"(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)(\d\d)-.+")
 
 Record = Mapping[str, Any]
@@ -41,9 +41,9 @@ Row = dict[str, Any]
 
 
 class Listed(NamedTuple):
-    """A page: ``rows``, newest first. ``next`` is the run id that the next page comes after, None on the last.
+    """A page: ``rows``, newest first. ``next`` is the run id before the next page, None on the last.
 
-    ``order`` says what newest means: ``created``, or ``id`` where there are more undated runs than are looked at.
+    ``order`` is ``created``, or ``id`` if there are too many undated runs to look at.
     """
 
     rows: list[Row]
@@ -52,7 +52,7 @@ class Listed(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The runs that a page is for, and what it tells of them in addition to their rows.
+    """A filter of a page's runs, and the columns shown in addition to their rows.
 
     ``name`` is a shell pattern of the job's name. ``tags`` are names and values. ``columns`` are ``hp.NAME``,
     ``tag.NAME``, ``cost`` (US dollars) or the name of a metric, whose last value counts.
@@ -70,7 +70,7 @@ class Wanted(NamedTuple):
         return bool(self.tags) or any(column.startswith(("hp.", "tag.")) for column in self.columns)
 
     def takes(self, row: Row) -> bool:
-        """Return whether ``row`` is of a run that is wanted, as far as its records say."""
+        """Return whether ``row`` passes the filter, as far as its records say."""
         tags = row["tags"]
         return (
             self.provider in (None, row["provider"])
@@ -86,7 +86,7 @@ class _Opened(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a run stands among all: by ``time`` in Unix seconds (-inf: nobody knows), then by the numbers in its id."""
+    """The position of a run: by ``time`` in Unix seconds (-inf: unknown), then by the numbers in its id."""
 
     time: float
     name: list[Any]
@@ -94,14 +94,14 @@ class _Place(NamedTuple):
 
 
 class _Gone(NotFoundError):
-    """A run's folder that holds no file: what `gc` has left of one, or a mount's marks of folders."""
+    """A run's folder without files: left by `gc`, or a mount's folder marks."""
 
 
 def list_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> list[Row]:
-    """Every run of the store, newest first: run_id, provider, state, category, reason, name, created (ISO 8601, UTC).
+    """Return every run of the store, newest first: run_id, provider, state, category, reason, name, created (ISO, UTC).
 
-    A run that has a result.json costs one read; of the others the platform is asked. What cannot be read or does not
-    answer has the state ``unknown``, with the reason.
+    A run with a result.json costs one read; for others the platform is asked. A run that cannot be read, or whose
+    platform does not answer, has the state ``unknown``, with the reason.
     """
     found = [_stands(row, run) for row, run in recorded(store, settings) if not isinstance(run, _Gone)]
     rows = [{key: row[key] for key in ROW} for row in found]
@@ -118,12 +118,11 @@ def list_page(
     since: float | None = None,
     wanted: Wanted = Wanted(),  # noqa: B008 - it never changes
 ) -> Listed:
-    """Return at most ``limit`` rows of `list_runs` (None: all), newest first, that come after the run ``before``.
+    """Return at most ``limit`` rows of `list_runs` (None: all), newest first, after the run ``before``.
 
     ``wanted`` and ``since`` (Unix seconds) leave out other runs, and older ones. With ``wanted.columns`` each row has
-    ``columns``, their values by name; None where the run has no such value. Only the runs of the page are read, and
-    those that are left out on the way to it: see `_places` for what orders them. Raises `SpecError` for a limit that is
-    none, `NotFoundError` for a ``before`` that is no run of the store.
+    ``columns``, their values by name, or None. Only the page's runs and those left out before it are read; `_places`
+    orders them. Raises `SpecError` for an invalid limit, `NotFoundError` if the store has no run ``before``.
     """
     if limit is not None and limit < 1:
         raise SpecError(f"must be at least 1, not {limit}", field="limit")
@@ -153,7 +152,7 @@ def list_page(
 
 
 def _shown(store: Store, columns: Sequence[str], row: Row) -> Row:
-    """The public part of ``row``, and its ``columns`` if there are any."""
+    """Return the public part of ``row``, with its ``columns`` if there are any."""
     public = {key: row[key] for key in ROW}
     if not columns:
         return public
@@ -162,13 +161,13 @@ def _shown(store: Store, columns: Sequence[str], row: Row) -> Row:
     known |= {f"hp.{name}": value for name, value in row["hyperparameters"].items()}
     known |= {f"tag.{name}": value for name, value in row["tags"].items()}
     if plain:
-        with contextlib.suppress(CloudtrainError):  # one run that cannot be read must not hide the others
+        with contextlib.suppress(CloudtrainError):  # one unreadable run must not hide the others
             known |= _last_metrics(store, row["run_id"])
     return {**public, "columns": {column: known.get(column) for column in columns}}
 
 
 def _last_metrics(store: Store, run_id: str) -> Row:
-    """The last value of each metric, over all attempts."""
+    """Return the last value of each metric, over all attempts."""
     last: Row = {}
     for row in merge_metrics(Seen(store, run_id).metrics().values()):
         last |= {name: value for name, value in row.items() if value is not None}
@@ -181,9 +180,9 @@ def run_ids(store: str, settings: Settings = NO_SETTINGS) -> list[str]:
 
 
 def newest_run(store: str, settings: Settings = NO_SETTINGS) -> str | None:
-    """Return the id of the run of the store at a URL that was made last, as `list_page` orders them; None: no run.
+    """Return the id of the newest run of the store at a URL, in the order of `list_page`; None if it has no run.
 
-    A run whose run.json cannot be read is passed over.
+    A run whose run.json cannot be read is skipped.
     """
     opened = _open(store, settings)
     places, _ = _places(opened.store, opened.ids)
@@ -196,11 +195,11 @@ def _is_before(row: Row, since: float | None) -> bool:
 
 
 def _places(store: Store, ids: Sequence[str]) -> tuple[list[_Place], str]:
-    """The runs, newest first, and what orders them: as far as can be without reading any.
+    """Return the runs, newest first, and the order's name, as far as possible without reading them.
 
-    An id that begins as ours do tells when it was made. Of any other, in a local folder the time of its run.json tells,
-    which is written once; over a network its ``created``, when there are at most `ASKED` of them. Where there are more,
-    all of these come after the dated ones, by the numbers in their ids.
+    An id of our own form has its date. For others, the time of run.json in a local folder counts, which is written
+    once. Over a network their ``created`` counts, if there are at most `ASKED` of them. If there are more, they all
+    come after the dated ones, by the numbers in their ids.
     """
     times = {run_id: _stamped(run_id) for run_id in ids}
     undated = [run_id for run_id, when in times.items() if when is None]
@@ -217,12 +216,12 @@ def _places(store: Store, ids: Sequence[str]) -> tuple[list[_Place], str]:
 
 
 def _stamped(run_id: str) -> float | None:
-    """The time that an id begins with, to the second."""
+    """Return the time at the beginning of an id, to the second."""
     match = _STAMP.fullmatch(run_id)
     if match is None:
         return None
     year, month, day, hour, minute, second = (int(part) for part in match.groups())
-    with contextlib.suppress(ValueError):  # there is no 31st of February
+    with contextlib.suppress(ValueError):  # such as the 31st of February
         return datetime(year, month, day, hour, minute, second, tzinfo=timezone.utc).timestamp()
     return None
 
@@ -236,20 +235,20 @@ def _written(path: str) -> float | None:
 def _created(store: Store, run_id: str) -> float | None:
     with contextlib.suppress(
         CloudtrainError, OverflowError, ValueError
-    ):  # its row says why it cannot be read, where it is on the page
+    ):  # its row gives the reason, if it is on the page
         created = (store.record(f"{run_folder(run_id)}/run.json") or {}).get("created")
-        if isinstance(created, (int, float)) and iso_time(created):  # which knows no time that is none
+        if isinstance(created, (int, float)) and iso_time(created):  # None for an invalid time
             return float(created)
     return None
 
 
 def _natural(run_id: str) -> list[Any]:
-    """``ci-10`` after ``ci-9``."""
+    """Return a sort key that puts ``ci-10`` after ``ci-9``."""
     return [int(part) if number % 2 else part for number, part in enumerate(re.split(r"(\d+)", run_id))]
 
 
 def _after(places: Sequence[_Place], before: str, store: Store) -> int:
-    """How many stand up to and with the run ``before``; one that was removed meanwhile tells by its id."""
+    """Return the number of runs up to and including ``before``; the id of a deleted run gives its position."""
     when = _stamped(before)
     for number, place in enumerate(places):
         if place.run_id == before:
@@ -262,7 +261,7 @@ def _after(places: Sequence[_Place], before: str, store: Store) -> int:
 
 
 ROW = ("run_id", "provider", "state", "category", "reason", "name", "created")
-"""What a row tells; the rest is for `Wanted`."""
+"""Fields of a row; the rest is for `Wanted`."""
 
 
 def _row(run_id: str, data: Record, **said: Any) -> Row:
@@ -284,10 +283,10 @@ def _row(run_id: str, data: Record, **said: Any) -> Row:
 
 
 def recorded(store: Store | str, settings: Settings = NO_SETTINGS) -> Iterator[tuple[Row, Run | Exception | None]]:
-    """Every run's row of what the store says, oldest id first; and the run when it has no result yet.
+    """Yield every run's row from the store's records, oldest id first, with its Run if it has no result yet.
 
-    Or why there is no telling. Runs with the same settings share one provider and so its connections. The store at a
-    URL is opened as ``settings`` say, and for each run as its own provider says; a `Store` serves as it is.
+    An unreadable run has its error in place of the Run. Runs with equal settings share one provider. A store's URL is
+    opened with ``settings``, and each run with its own provider's; a `Store` is used as it is.
     """
     yield from _records(_open(store, settings), settings, CHUNK)
 
@@ -306,7 +305,7 @@ def _opened(url: str, moving: Moving, caller: Caller) -> _Opened:
 def _records(
     opened: _Opened, settings: Settings, size: int, *, reads_job: bool = False
 ) -> Iterator[tuple[Row, Run | Exception | None]]:
-    """`recorded` of ``opened.ids``, in their order, ``size`` of them read at a time, with their jobs if asked for."""
+    """Yield `recorded` of ``opened.ids``, in order, ``size`` read at a time; ``reads_job`` reads their jobs too."""
     store, asked, ids = opened
     shared: dict[str, tuple[Provider, Store]] = {}
     for start in range(0, len(ids), size):
@@ -322,12 +321,12 @@ def _records(
                     own = asked.own(store.url, provider) if asked is not None else None
                     shared[key] = provider, store if own is None else Store(store.url, storage=own, moving=store.moving)
                 yield row, Run(store=shared[key][1], run_id=run_id, provider=shared[key][0], settings=settings)
-            except Exception as exc:  # noqa: BLE001 - nor must one whose provider's SDK is missing
+            except Exception as exc:  # noqa: BLE001 - a missing SDK must not hide the other runs either
                 yield row, exc
 
 
 def _read(store: Store, reads_job: bool, run_id: str) -> tuple[Row, dict[str, Any] | Exception | None]:
-    """A run's row; and, when it is not final, its run.json."""
+    """Return a run's row and, if it is not final, its run.json."""
     try:
         result = store.result(run_id)
         if result is not None and "created" in result and not reads_job:
@@ -340,7 +339,7 @@ def _read(store: Store, reads_job: bool, run_id: str) -> tuple[Row, dict[str, An
 
 
 def _run_record(store: Store, run_id: str) -> dict[str, Any]:
-    """`Store.run`, which looks for a like name among all runs when there is none: here one is known to be there."""
+    """Return the run's record without the search for similar names in `Store.run`: this run is known to exist."""
     key = f"{run_folder(run_id)}/run.json"
     record = store.record(key)
     if record is None and not store.files.exists(key):
@@ -358,7 +357,7 @@ def _stands(row: Row, run: Run | Exception | None, *, cost: bool = False) -> Row
 
 
 def _asked(run: Run, cost: bool) -> Row:
-    """What the platform says of the run; its cost so far too, if asked for, which takes more questions."""
+    """Return the platform's status of the run; with ``cost`` also its cost so far, which takes more requests."""
     try:
         if cost:
             result = run.result()

@@ -1,7 +1,6 @@
-"""What a run's nodes have left in its store so far: metrics, the last lines, their last sign of life.
+"""Read metrics, last lines and signs of life that a run's nodes have left in its store so far.
 
-For who looks at a run again and again: what has not changed is not read twice, and of long logs only the end is read.
-No platform is asked.
+Made for repeated looks: unchanged files are not read twice, and long logs only at their end. No platform is asked.
 """
 
 from __future__ import annotations
@@ -23,26 +22,24 @@ from .outcome import with_exits
 __all__ = ["Node", "Seen", "plain"]
 
 SEGMENTS, BYTES = 40, 4 << 20
-"""What is read of a node, at most, to find so many lines of one rank: segments, and bytes before the last of them.
-
-A merged segment has several MiB.
-"""
+"""Most segments to read of a node for lines of one rank, and bytes before the last of them. A merged segment has
+several MiB."""
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 LOOKS = 5
-"""Listings of a node's segments, at most, while it merges them under the reader's eyes."""
+"""Most listings of a node's segments while the node merges them."""
 _SEGMENT = re.compile(r"node-(\d+)/([^/]+)")
 _ATTEMPT = re.compile(r"\d+\.\d+")
 _NAMED = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl|\.json)?")
-#: Terminals obey these, and people write them without meaning to: colours of a progress bar, titles, bells.
+#: Terminals obey these, and people print them unintentionally: colours of a progress bar, titles, bells.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """One node of an attempt. ``seen`` is when it last wrote anything (Unix seconds by the store's clock).
+    """One node of an attempt. ``seen`` is its last write (Unix seconds by the store's clock), or None.
 
-    None when it has written nothing yet, or the store tells no time. ``outcome`` is its exit record's word, if any.
+    None means that it has written nothing yet, or that the store has no times. ``outcome`` is from its exit record.
     """
 
     number: int
@@ -51,7 +48,7 @@ class Node:
 
 
 class Seen:
-    """Of one run. Every method raises what its `Store` raises; what goes away meanwhile counts as not there."""
+    """A reader of one run. Methods raise the errors of its `Store`; files deleted meanwhile count as missing."""
 
     def __init__(self, store: Store, run_id: str) -> None:
         self._store, self._run_id = store, run_id
@@ -59,10 +56,10 @@ class Seen:
         self._rows: dict[str, tuple[str, list[dict[str, Any]]]] = {}
         self._segments: dict[str, tuple[str, list[Line]]] = {}
         self.begun: frozenset[str] = frozenset()
-        """The attempts that `infos` last knew the beginning of."""
+        """The attempts with a start record at the last `infos`."""
 
     def attempts(self) -> list[str]:
-        """The numbers of all attempts that have left anything, oldest first."""
+        """Return the numbers of all attempts that have left anything, oldest first."""
         found: set[str] = set()
         for folder in ("attempts", "logs", "metrics"):
             names = self._store.files.names(f"{self._live}/{folder}")
@@ -70,7 +67,7 @@ class Seen:
         return sorted(found, key=attempt_key)
 
     def infos(self, told: Sequence[AttemptInfo] = ()) -> list[AttemptInfo]:
-        """Every attempt that the nodes, or the platform (``told``), tell of, oldest first, and what both know of it."""
+        """Return every attempt known to the nodes or given by the platform, oldest first, with the facts of both."""
         exits, starts = self._store.exits(self._run_id), self._store.starts(self._run_id)
         before = {str(record.get("attempt")): record for record in starts}
         self.begun = frozenset(before)
@@ -89,7 +86,7 @@ class Seen:
         ]
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
-        """The rows of each attempt that has any, oldest first."""
+        """Return the rows of each attempt that has any, oldest first."""
         root = f"{self._live}/metrics"
         found = [
             (attempt_key(match[1]), int(match[2]), match[1], key, entry.version)
@@ -112,7 +109,7 @@ class Seen:
         return known[1]
 
     def nodes(self, attempt: str, expected: int = 0) -> list[Node]:
-        """The nodes of an attempt, ``expected`` of them or more, and when each last wrote a line or a metric."""
+        """Return the nodes of an attempt, at least ``expected``, each with its last write of a line or metric."""
         signs: dict[int, float | None] = dict.fromkeys(range(expected))
         for node, segments in self._index(attempt).items():
             own = [entry.modified for span, _, entry in segments if not span.last]
@@ -133,7 +130,7 @@ class Seen:
         ]
 
     def _merged(self, attempt: str, segments: Sequence[_Segment]) -> float:
-        """Return when a node was last alive, whose segments are all merged ones.
+        """Return when a node was last alive if all its segments are merged.
 
         The next attempt merges them, and an object store dates them by that. So its start is the latest time.
         """
@@ -147,7 +144,7 @@ class Seen:
     def lines(
         self, attempt: str, count: int, *, keep: Callable[[Line], bool] = lambda line: True
     ) -> dict[int, list[Line]]:
-        """The last ``count`` lines of each node of an attempt that ``keep`` wants, by node."""
+        """Return the last ``count`` lines of each node of an attempt that ``keep`` accepts, by node."""
         index = self._index(attempt)
         here = {key for segments in index.values() for _, key, _ in _last(segments)}
         self._segments = {key: known for key, known in self._segments.items() if key in here}
@@ -157,7 +154,7 @@ class Seen:
     def _newest(
         self, attempt: str, node: int, segments: Sequence[_Segment], count: int, keep: Callable[[Line], bool]
     ) -> list[Line]:
-        """Read the end of one node's log; list again when a segment is gone, as it was merged into another one."""
+        """Read the end of one node's log; list again if a segment was merged into another one."""
         for _ in range(LOOKS):
             try:
                 return self._tail(segments, count, keep)
@@ -206,5 +203,5 @@ def _last(segments: Sequence[_Segment]) -> Iterator[_Segment]:
 
 
 def plain(text: str) -> str:
-    """``text`` without what a terminal would obey, or would turn around: for one line of it."""
+    """Return ``text`` without terminal escapes, control and bidirectional characters, for one line."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _ESCAPES.sub("", text.expandtabs(4)))

@@ -1,9 +1,9 @@
-"""The log follower: every line of every node exactly once, in order for each node, whatever a platform does to them.
+"""Follow a run's logs: every line of every node exactly once, in order for each node, on any platform.
 
 Lines leave a node as ``[a<attempt> n<node> r<rank> #<number>] text`` and are ordered, de-duplicated and completed by
 (attempt, node, number) alone. A segment has the line's time after the number; segments of older runs lack it. Lines
 without a number are the platform's own, de-duplicated by its id. Nothing here reads, waits or sleeps: pages and
-segments are fed in, lines come out, `Follower.wanted` says what to look for next.
+segments are fed in, lines come out, and `Follower.wanted` names the lines to look for next.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Line:
     """One line of a run. ``attempt`` is ``k.r``, ``rank`` None for the runtime's own lines, ``seq`` counts from 1.
 
     The platform's own lines have ``attempt`` ``""``, the platform's name of the node in ``node``, and ``seq`` 0; a
-    marker of lost lines has ``seq`` 0 too. ``time`` is Unix seconds: by the platform's clock where its log has times,
-    else by the node's; None where neither is known.
+    marker of lost lines has ``seq`` 0 too. ``time`` is Unix seconds: by the platform's clock if its log has times, else
+    by the node's; None if neither is known.
     """
 
     attempt: str
@@ -47,13 +47,13 @@ class Line:
 
     @property
     def stream(self) -> Stream | None:
-        """Where the line is numbered; None for the platform's own lines."""
+        """The stream that numbers the line; None for the platform's own lines."""
         return (self.attempt, self.node) if isinstance(self.node, int) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Want:
-    """Lines ``first`` to ``last`` (None: to the end) of one node, to be looked for in its segments."""
+    """Lines ``first`` to ``last`` (None: to the end) of one node, to look for in its segments."""
 
     attempt: str
     node: int
@@ -66,7 +66,7 @@ class Want:
 
 
 def parse(line: LogLine) -> Line:
-    """The line as the runtime numbered it, or as the platform's own when it bears no number."""
+    """Return the line as the runtime numbered it, or as the platform's own if it has no number."""
     match = _NUMBERED.fullmatch(line.text)
     if not match:
         return Line(attempt="", node=line.node, rank=None, seq=0, text=line.text, time=line.time)
@@ -82,7 +82,7 @@ def parse(line: LogLine) -> Line:
 
 
 def _unix(stamp: str) -> float | None:
-    """Return a stamp of a segment as Unix seconds; None for no stamp, or for one that is no date."""
+    """Return a segment's time as Unix seconds; None for no time or an invalid one."""
     try:
         return datetime.fromisoformat(f"{stamp}+00:00").timestamp() if stamp else None
     except ValueError:
@@ -90,13 +90,13 @@ def _unix(stamp: str) -> float | None:
 
 
 def attempt_key(attempt: str) -> tuple[int, ...]:
-    """What to sort attempts ``k.r`` by; anything else sorts before them all."""
+    """Return the sort key of attempts ``k.r``; any other text sorts before them."""
     parts = attempt.split(".")
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
 
 
 def line_label(line: Line) -> str:
-    """Return ``[n0 r1] `` of a rank's line, ``[n0] `` of cloudtrain's own on a node; empty where no node is known."""
+    """Return ``[n0 r1] `` of a rank's line, ``[n0] `` of cloudtrain's own on a node; "" if no node is known."""
     node = str(line.node)
     words = [f"n{node}" if node.isdecimal() else node] if node else []
     words += [f"r{line.rank}"] if line.rank is not None else []
@@ -105,13 +105,13 @@ def line_label(line: Line) -> str:
 
 @dataclass
 class _State:
-    """One stream: the next number due, and the lines that came before their turn with when they came."""
+    """One stream: the next number due, and the lines that came too early, each with its arrival time."""
 
     next: int = 1
     held: dict[int, tuple[Line, float]] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)  # heap of held's keys
     asked: float | None = None
-    total: int | None = None  # the last number there will ever be
+    total: int | None = None  # the stream's last number
 
     def add(self, line: Line, now: float) -> None:
         if line.seq >= self.next and line.seq not in self.held:
@@ -124,17 +124,17 @@ class _State:
             self.next += 1
 
     def gap_since(self) -> float:
-        """When the line after the first gap came; only asked of a stream that holds some."""
+        """Return when the line after the first gap came; the stream must hold lines."""
         return self.held[self.order[0]][1]
 
 
 class Follower:
-    """Feed it pages and segments in any order, as often as you like; what it gives back is each line once, in order.
+    """A de-duplicator: pages and segments, fed in any order and repeatedly, give each line once, in order.
 
-    A gap is held back for ``gap_timeout`` seconds, then looked for in the segments (`wanted`, `segment`, `answered`),
-    and after ``segment_timeout`` more seconds, since a segment may itself be on its way, replaced by one marker line.
-    Other nodes are never held back. At most ``max_held`` lines of a node wait: a fuller one is looked for at once, and
-    one twice as full gives up its oldest gap unasked. The newest ``max_ids`` of the platform's own ids are remembered.
+    A gap is held back for ``gap_timeout`` seconds, then looked for in the segments (`wanted`, `segment`, `answered`). A
+    segment may be late, so the gap becomes one marker line only after ``segment_timeout`` more seconds. Other nodes are
+    never held back. Beyond ``max_held`` waiting lines a node's gap is looked for at once; beyond twice as many its
+    oldest gap is given up. The newest ``max_ids`` of the platform's own ids are remembered.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class Follower:
         self._gapped: set[Stream] = set()
         self._ids: dict[str, None] = {}
 
-    # ------------------------------------------------------------------------------------------------------- what comes
+    # ----------------------------------------------------------------------------------------------- pages and segments
 
     def page(self, lines: Iterable[LogLine]) -> Iterator[Line]:
-        """Lines from the platform's log; gives back those whose turn it is."""
+        """Take lines of the platform's log; yield those that are due."""
         for raw in lines:
             line = parse(raw)
             if line.stream is not None:
@@ -165,14 +165,14 @@ class Follower:
                 yield line
 
     def segment(self, texts: Iterable[str]) -> Iterator[Line]:
-        """Whole lines of one of our own segments; one without a number is none of ours and is left out."""
+        """Take whole lines of one of our own segments; lines without a number are skipped."""
         for text in texts:
             line = parse(LogLine(node="", text=text))
             if line.stream is not None:
                 yield from self._numbered(line, line.stream)
 
     def position(self, stream: Stream) -> int:
-        """The number of the next line due."""
+        """Return the number of the next line due."""
         state = self._states.get(stream)
         return state.next if state else 1
 
@@ -204,9 +204,9 @@ class Follower:
     # ------------------------------------------------------------------------------------------------------------- gaps
 
     def wanted(self, *, now: bool = False) -> list[Want]:
-        """Gaps to look for in the segments, one Want for all of a node's. ``now``: also those not yet due.
+        """Return the gaps to look for in the segments, one Want a node. ``now``: also those not yet due.
 
-        The same gap is asked for again every ``gap_timeout`` seconds. Call `answered` after each.
+        The same gap is returned again every ``gap_timeout`` seconds. Call `answered` after each.
         """
         out = []
         for stream in sorted(self._gapped, key=_stream_key):
@@ -218,7 +218,7 @@ class Follower:
         return out
 
     def answered(self, want: Want, *, give_up: bool = False) -> Iterator[Line]:
-        """The segments have been read for ``want``: what is still missing after its time (or ``give_up``) is lost."""
+        """Record that the segments were read for ``want``; give up lines past their time, or all if ``give_up``."""
         state = self._states.get(want.stream)
         if state is None:
             return
@@ -238,7 +238,7 @@ class Follower:
         return now - state.gap_since() >= self._gap_timeout and not asked_lately
 
     def _skip(self, stream: Stream, state: _State) -> Iterator[Line]:
-        """Give up the first gap and release what it held back."""
+        """Give up the first gap and release the lines behind it."""
         yield _lost(stream, state.order[0] - state.next)
         state.next = state.order[0]
         yield from state.ready()
@@ -246,9 +246,9 @@ class Follower:
     # ---------------------------------------------------------------------------------------------------------- the end
 
     def drain(self, exits: Iterable[Mapping[str, Any]], streams: Iterable[Stream] = ()) -> list[Want]:
-        """No further page will come: what to read from the segments so that every line is there.
+        """Return the lines to read from the segments after the last page, so that none is missing.
 
-        ``exits`` are exit records, whose ``lines`` is the number of their node's last line; ``streams`` are further
+        ``exits`` are exit records, whose ``lines`` is the number of their node's last line. ``streams`` are further
         nodes known to have segments. A node without a record is wanted to its end. Then read, feed, and call `finish`.
         """
         for record in exits:
@@ -265,7 +265,7 @@ class Follower:
         ]
 
     def finish(self, stream: Stream | None = None) -> Iterator[Line]:
-        """Everything still held back of ``stream`` (None: of all), with a marker for each gap and for a lost tail."""
+        """Yield every line still held back of ``stream`` (None: all), with a marker for each gap and a lost tail."""
         for key in sorted(self._states, key=_stream_key) if stream is None else [stream]:
             state = self._states.setdefault(key, _State())
             while state.held:

@@ -1,4 +1,4 @@
-"""Patience with a platform that does not answer; and where log lines come from: its pages, and the store's segments."""
+"""Retry calls to a silent platform, and read log lines from its pages and the store's segments."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 __all__ = ["ASK_SECONDS", "Contact", "Tail", "newest", "patiently", "written_since"]
 
 ASK_SECONDS = 60.0
-"""For how long one call that a platform throttles, or does not answer, is made again."""
+"""Seconds for which a call is repeated if a platform throttles it or does not answer."""
 LONGEST_PAUSE = 10.0
 SEGMENT_POLL = 5.0
-"""Seconds between two looks at the segments while they stand in for the platform's log; nodes write one every 5 s or
-more (`flush_seconds` of their Site)."""
+"""Seconds between two looks at the segments while they replace the platform's log; nodes write one every 5 s or more
+(`flush_seconds` of their Site)."""
 STALLS = 5
-"""Answers in a row with nothing but the same place, before a platform that says "more" is taken to have no more."""
+"""Empty pages with an unchanged cursor before ``more`` is ignored."""
 _SEGMENT = re.compile(r"(?:.*/)?logs/([0-9]+\.[0-9]+)/node-([0-9]+)/([^/]+)")
 LOOKS = 5
-"""Listings of a node's segments, at most, while it merges them under the reader's eyes."""
+"""Most listings of a node's segments while the node merges them."""
 
 T = TypeVar("T")
 _Index = Mapping[Stream, Sequence[tuple[Span, str]]]
@@ -45,9 +45,9 @@ def patiently(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """``call()``, made again while the platform does not answer, for ``seconds`` at most; then its last error.
+    """Call ``call()``, again while the platform does not answer, for ``seconds`` at most; then raise its last error.
 
-    Only for calls that may be made twice. Pauses grow, and are random: many clients must not come back at once.
+    Only for calls that may be made twice. Pauses grow and are random, so that many clients do not return at once.
     """
     deadline, pause = clock() + seconds, 0.5
     while True:
@@ -61,7 +61,7 @@ def patiently(
 
 
 class Contact:
-    """For how long somebody has not answered."""
+    """A timer of how long a platform or store has not answered."""
 
     def __init__(self, *, clock: Callable[[], float], patience: float) -> None:
         self._clock, self._patience = clock, patience
@@ -69,7 +69,7 @@ class Contact:
         self.error: CloudtrainError | None = None
 
     def heard(self, error: CloudtrainError | None) -> None:
-        """An answer (None), or what came instead."""
+        """Record an answer (None), or an error in its place."""
         self.error = error
         if error is None:
             self._since = None
@@ -82,7 +82,7 @@ class Contact:
 
 
 class Tail:
-    """Feeds a Follower from the platform's pages and from the segments in the store.
+    """A reader that feeds a Follower from the platform's pages and the store's segments.
 
     ``more``: a page is waiting; ``flowing``: the last round brought lines.
     """
@@ -109,7 +109,7 @@ class Tail:
         self._dates_whole = False
 
     def round(self, natives: Mapping[int, str]) -> Iterator[Line]:
-        """The next page of the newest attempt, after all of any earlier one whose end nobody has read yet."""
+        """Yield the next page of the newest attempt, after the rest of any earlier attempt not yet read to its end."""
         self.flowing = self.more = False
         *earlier, newest = [*dict.fromkeys(natives.values())] or [""]
         if newest and newest not in self._cursors:
@@ -122,22 +122,22 @@ class Tail:
         yield from self._gaps()
 
     def end(self, natives: Mapping[int, str]) -> Iterator[Line]:
-        """Everything else there is, of all attempts: pages first, since the segments lack the platform's own lines."""
+        """Yield all remaining lines of all attempts: pages first, since the segments lack the platform's own lines."""
         for native in dict.fromkeys(natives.values()):
             yield from self._to_end(native)
         yield from self.rest()
 
     def rest(self) -> Iterator[Line]:
-        """Everything else that the segments have; lines that are nowhere become markers."""
+        """Yield all remaining lines of the segments; missing lines become markers."""
         index = self._index()
         for want in self._follower.drain(self.store.exits(self._run_id), index):
             yield from self._read(want, index)
             yield from self._follower.finish(want.stream)
 
     def dated(self, line: Line, *, over: bool) -> Line:
-        """Return ``line`` with a time, if its platform's log gives none: the one of the node's own segments.
+        """Return ``line`` with a time: if its platform's log gives none, the one of the node's own segments.
 
-        A line that its node has yet to store has the time at which it was read here; ``over``: that of the last look.
+        A line that its node has yet to store gets the time at which it was read here. ``over``: the run has ended.
         """
         if line.time is not None or line.stream is None or not line.seq:
             return line
@@ -159,13 +159,13 @@ class Tail:
         return dates
 
     def give_up(self, error: CloudtrainError) -> Iterator[Line]:
-        """No more pages: segments stand in. Says so, once."""
+        """Switch from pages to segments, and say so once."""
         if not self._given_up:
             yield _marker(f"the platform's log does not answer; lines come from the store: {first_line(str(error))}")
         self._given_up = True
 
     def _to_end(self, native: str) -> Iterator[Line]:
-        """Up to the end of a pass that begins now: one that is midway is past what came late behind it."""
+        """Read to the end of a pass that begins now: an unfinished pass has missed lines that came late behind it."""
         passes = 2 if native in self._midway else 1
         while passes:
             yield from self._page(native, final=True)
@@ -173,7 +173,7 @@ class Tail:
             yield from self._gaps() if passes else ()
 
     def _page(self, native: str, *, final: bool) -> Iterator[Line]:
-        """One page. ``final``: there is no later time to ask again, so any error ends the asking."""
+        """Yield one page. ``final``: there is no later call, so any error ends the reading."""
         self.more = False
         if self._given_up:
             return
@@ -181,7 +181,7 @@ class Tail:
         try:
             page = self._provider().logs(native, before)
         except NotFoundError:
-            return  # not there yet, or not any more
+            return  # not there yet, or no longer
         except CloudtrainError as exc:
             self._contact.heard(exc)
             if not final and not isinstance(exc, LostContactError):
@@ -201,7 +201,7 @@ class Tail:
         yield from self._follower.page(page.lines)
 
     def _gaps(self) -> Iterator[Line]:
-        """A listing and a segment or two for each node that lacks lines: of hundreds, not one after the other."""
+        """Read a listing and a segment or two for each node that lacks lines, in parallel for hundreds of nodes."""
         wanted = self._follower.wanted()
         indexes = parallel(lambda want: self._index(f"{want.attempt}/node-{want.node}/"), wanted)
         for want, index in zip(wanted, indexes, strict=True):
@@ -226,9 +226,9 @@ class Tail:
         return {stream: distinct(segments) for stream, segments in index.items()}
 
     def _read(self, want: Want, index: _Index) -> Iterator[Line]:
-        """Feed the segments that may hold what is wanted.
+        """Feed the segments that may hold the wanted lines.
 
-        A segment that is gone was merged into another one: then list again. The follower gives each line once.
+        If a segment was merged into another one, list again. The follower gives each line once.
         """
         for look in range(LOOKS):
             first, gone = max(want.first, self._follower.position(want.stream)), False
@@ -251,7 +251,7 @@ class Tail:
 
 
 def newest(lines: Iterable[Line | None], count: int | None) -> Iterator[Line]:
-    """Yield the last ``count`` of the lines before the first None, which ends what is there already; then every line.
+    """Yield the last ``count`` lines before the first None, which ends the existing ones; then every line.
 
     The last ones of all nodes are those of the latest times. ``count`` None: every line.
     """
@@ -273,7 +273,7 @@ def newest(lines: Iterable[Line | None], count: int | None) -> Iterator[Line]:
 def written_since(lines: Iterable[Line | None], moment: float) -> Iterator[Line | None]:
     """Yield the lines of ``moment`` (Unix seconds) or later. A line without a time goes with the line before it.
 
-    Where no line has a time, all are given.
+    If no line has a time, all are given.
     """
     first: list[Line | None] = []
     inside: bool | None = None

@@ -13,9 +13,9 @@ __all__ = ["json_rows", "merge_metrics"]
 
 
 def merge_metrics(attempts: Iterable[Iterable[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The rows of all attempts, given oldest first, as one history.
+    """Return the rows of all attempts, given oldest first, as one history.
 
-    An attempt replaces the earlier rows from its own first step on; rows without a step stay where they are.
+    An attempt replaces the earlier rows from its own first step on; rows without a step stay in place.
     """
     merged: list[dict[str, Any]] = []
     for attempt in attempts:
@@ -32,9 +32,9 @@ def _step(row: Mapping[str, Any]) -> float | None:
 
 
 def json_rows(data: bytes) -> list[dict[str, Any]]:
-    """Return the JSON objects of JSON Lines, without lines that are none, such as the last one of a killed process.
+    """Return the JSON objects of JSON Lines, without invalid lines, such as the last one of a killed process.
 
-    An object that `json_value` would refuse, as it is nested too deeply, is left out, too.
+    Objects that `json_value` would refuse for their depth are left out too.
     """
     rows: list[dict[str, Any]] = []
     for line in data.splitlines():

@@ -1,4 +1,4 @@
-"""How a run ended, of what the platform and the nodes' exit records say; and the rows of result.json. Pure."""
+"""Decide how a run ended, from the platform's status and the nodes' exit records; make result.json's rows. Pure."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ __all__ = [
     "without_machines",
 ]
 
-#: What the platform knows better than its nodes; of anything else the nodes know better.
+#: Categories that the platform knows better than its nodes; the nodes know all others better.
 PLATFORM_DECIDES = frozenset({"cancelled", "timeout", "capacity", "quota", "auth", "image", "preempted"})
 #: Categories that a platform may give to a job whose time was up, in addition to a cancel.
 ENDED_BY_LIMIT = frozenset({"capacity", "infra", "preempted", "timeout"})
-#: Seconds by which a node's record of its start may be later than the moment from which the platform counts.
+#: Seconds by which a node's recorded start may be later than the platform's.
 LEAST_SLACK, MOST_SLACK = 5.0, 120.0
 FAILURE_FIELDS = ("node", "rank", "exception", "file", "line", "traceback", "process_exit_code")
-#: Begins the reason of a run that was cancelled and has not ended yet.
+#: Prefix of the reason of a run that was cancelled and has not ended yet.
 CANCELLING = "cancelling since"
-#: Kept in result.json for `list_runs`, no part of the result.
+#: Fields of result.json for `list_runs`, not part of the result.
 LIST_FIELDS = ("name", "created")
 
 Record = Mapping[str, Any]
@@ -56,7 +56,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How an attempt stands or ended; ``reason`` is one line."""
+    """The state or the end of an attempt; ``reason`` is one line."""
 
     state: str
     category: str = ""
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
-    """What the platform and the exit records of the newest attempt say together."""
+    """Return the verdict of the platform and the exit records of the newest attempt together."""
     said = Verdict(state=status.state, category=status.category, reason=first_line(status.reason))
     if status.state == "cancelled":
         return replace(said, category="cancelled", reason=said.reason or "cancelled")
@@ -83,11 +83,11 @@ def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
     if not status.final or status.category in PLATFORM_DECIDES or told is None or only_told:
         blank = status.final and not said.reason
         return replace(said, reason=f"the platform says {status.native or 'it failed'}") if blank else said
-    # That a process ended with a code is all that a platform knows of its user's errors.
+    # For user errors a platform only has an exit code.
     vague = told.category == "" or (told.category == "infra" and status.category not in ("", "user_error"))
     reason = said.reason if told.reason in said.reason else told.reason
     if said.reason and reason == told.reason and was_lost(told.failure):
-        # Its peers only know that it is gone; how it went, the platform may know.
+        # Its peers only know that it is lost; the platform may know why.
         same = said.reason.split()[:2] == told.reason.split()[:2]
         reason = said.reason if same else f"{told.reason}; the platform: {said.reason}"
     return replace(told, category=status.category or told.category if vague else told.category, reason=reason)
@@ -100,11 +100,11 @@ def began_at(attempt: int, starts: Sequence[Record], exits: Sequence[Record]) ->
 
 
 def with_start(status: Status, began: float | None, *, ran: float, stopped: bool) -> Status:
-    """Complete the status of a platform that does not tell when a job began to run (`Status.limit_s` is set).
+    """Complete the status of a platform that does not report when a job began to run (`Status.limit_s` is set).
 
     ``began`` is Unix seconds, None if no node and no client knows of a start. ``ran`` is the running time of all starts
-    of the job in seconds, without what it waited between them. ``stopped``: cloudtrain asked the platform to cancel it.
-    The time limit ended a job that ran for so long, whatever the platform calls that.
+    of the job in seconds, without the waits between them. ``stopped``: cloudtrain asked the platform to cancel it. The
+    time limit ended a job that ran for so long, under any name that the platform gives that.
     """
     if status.limit_s is None:
         return status
@@ -119,8 +119,8 @@ def with_start(status: Status, began: float | None, *, ran: float, stopped: bool
 
 
 def without_machines(status: Status, reason: str) -> Status:
-    """``status`` of an attempt that a client cancelled since no machines had come: a lack of capacity, as ``reason``
-    says. The word is that of platforms that have such a limit themselves."""
+    """Return ``status`` of an attempt that a client cancelled for lack of machines, with category capacity and
+    ``reason``. Platforms with such a limit report the same."""
     attempts = status.attempts
     if attempts:
         attempts = (*attempts[:-1], replace(attempts[-1], reason=reason, category="capacity"))
@@ -128,7 +128,7 @@ def without_machines(status: Status, reason: str) -> Status:
 
 
 def _told(root: Record) -> Verdict | None:
-    """The failure that a record tells of, None when it tells of none."""
+    """Return the failure in a record, or None."""
     failure = root.get("failure")
     if root["outcome"] == "succeeded" or (root["outcome"] == "stopped" and not failure):
         return None
@@ -140,7 +140,7 @@ def _told(root: Record) -> Verdict | None:
 
 
 def root_record(records: Sequence[Record]) -> Record | None:
-    """The record that tells why the attempt ended: the decided one, else that of the node that failed first."""
+    """Return the record that explains the attempt's end: the decided one, else that of the node that failed first."""
     decided = [r for r in records if r.get("decided") and (r["outcome"] != "stopped" or r.get("failure"))]
     if decided:
         return decided[0]
@@ -153,7 +153,7 @@ def _failed_at(record: Record) -> float:
 
 
 def was_lost(failure: Record | None) -> bool:
-    """Whether all that a failure says is that a node is gone, as its peers saw it."""
+    """Return whether a failure says only that a node is gone, as its peers saw it."""
     return failure is not None and failure["rank"] is None and str(failure["exception"] or "").startswith("was lost")
 
 
@@ -161,9 +161,9 @@ def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Reco
     """Return the attempt's exit records. ``starts`` are the nodes' start records, None if the caller has none.
 
     A platform may start a failed container again before it ends the job. The nodes of such an attempt leave no start
-    record and decide nothing, so the failure that was decided just before it counts. A platform may also
-    count starts that never reached our runtime, which then numbered the attempt lower: so records of the same k that
-    ended after the platform's attempt began are its records too.
+    record and decide nothing, so the failure that was decided just before it counts. A platform may also count starts
+    that never reached our runtime, which then numbered the attempt lower. So records of the same k that ended after the
+    platform's attempt began are its records too.
     """
     own = [r for r in exits if r["attempt"] == info.number]
     if any(r.get("decided") for r in own):
@@ -182,13 +182,13 @@ def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Reco
 
 
 def newest_of(records: Sequence[Record]) -> list[Record]:
-    """The records of the newest attempt among them."""
+    """Return the records of the newest attempt among them."""
     newest = max((attempt_key(str(r["attempt"])) for r in records), default=())
     return [r for r in records if attempt_key(str(r["attempt"])) == newest]
 
 
 def _reason(record: Record, failure: Record | None) -> str:
-    """One line naming rank, node, exception and place; the node's own if it already does."""
+    """Return one line naming rank, node, exception and place; the node's own if it already does."""
     told = first_line(str(record.get("reason") or ""))
     if failure is None or f"node {failure['node']}" in told:
         return told
@@ -211,12 +211,12 @@ def _signal(number: int) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line with anything on it, stripped."""
+    """Return the first line with text, stripped."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def one_line(exc: Exception) -> str:
-    """An exception in one line; its type too, unless it is one of ours."""
+    """Return an exception in one line, with its type unless it is one of ours."""
     text = first_line(str(exc))
     return text if isinstance(exc, CloudtrainError) and text else f"{type(exc).__name__}: {text}"
 
@@ -227,7 +227,7 @@ def one_line(exc: Exception) -> str:
 def attempts_of(
     statuses: Mapping[str, Status], natives: Mapping[int, str], exits: Sequence[Record], starts: Sequence[Record]
 ) -> list[AttemptInfo]:
-    """Every attempt the platform or a node tells of, oldest first.
+    """Return every attempt known to the platform or a node, oldest first.
 
     ``statuses`` are by native id, ``natives`` by attempt, ``exits`` and ``starts`` the nodes' records.
     """
@@ -254,11 +254,11 @@ def attempts_of(
 def attempts_within(
     attempt: int, status: Status, known: Iterable[str], exited: Collection[str] = ()
 ) -> tuple[AttemptInfo, ...]:
-    """The attempts of a native job whose platform tells of none; ``known`` are numbers that its nodes tell of.
+    """Return the attempts of a native job whose platform reports none; ``known`` are the nodes' numbers.
 
-    The job's start is that of the first one, its end and reason those of the last. Where the platform does not tell
-    when the job ran (`Status.limit_s`), it may have waited for machines at last: an attempt of ``exited``, whose nodes
-    have told when they ended, ended then.
+    The job's start is that of the first one, its end and reason those of the last. If the platform does not report when
+    the job ran (`Status.limit_s`), it may have waited for machines at the end. Then the recorded end of an attempt in
+    ``exited`` counts.
     """
     numbers = sorted({n for n in known if attempt_key(n)[:1] == (attempt,)} | {f"{attempt}.0"}, key=attempt_key)
     rows = [AttemptInfo(number=number) for number in numbers]
@@ -272,9 +272,9 @@ def attempts_within(
 
 
 def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, after: Record) -> AttemptInfo:
-    """``info`` completed by the exit records of its nodes, and by what node 0 remarked on the way.
+    """Return ``info`` completed by its nodes' exit records and node 0's remarks.
 
-    ``before`` is its own start record, ``after`` that of the attempt that followed it; each empty when there is none.
+    ``before`` is its own start record, ``after`` that of the following attempt; each may be empty.
     """
     root = root_record(records)
     told = _told(root) if root is not None else None
@@ -297,12 +297,12 @@ def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, 
 
 
 def _notice(root: Record | None) -> Record | None:
-    """Which node was told to stop, of an attempt that ended for that."""
+    """Return the node that got a stop signal, if the attempt ended for that."""
     return {"node": root["told"]} if root is not None and root.get("told") is not None else None
 
 
 def attempt_row(info: AttemptInfo) -> dict[str, Any]:
-    """An attempt as result.json has it."""
+    """Return an attempt as result.json has it."""
     return {
         "number": info.number,
         "native_id": info.native_id,
@@ -319,7 +319,7 @@ def attempt_row(info: AttemptInfo) -> dict[str, Any]:
 
 
 def attempt_info(row: Record) -> AttemptInfo:
-    """The inverse of `attempt_row`."""
+    """Return the attempt of a row, the inverse of `attempt_row`."""
     return AttemptInfo(
         number=str(row["number"]),
         native_id=row.get("native_id") or "",
@@ -335,7 +335,7 @@ def attempt_info(row: Record) -> AttemptInfo:
 
 
 def status_of(result: Record) -> Status:
-    """The Status that a result.json stands for."""
+    """Return the Status of a result.json."""
     attempts = tuple(attempt_info(row) for row in result.get("attempts") or ())
     return Status(
         state=result["state"],
@@ -348,17 +348,17 @@ def status_of(result: Record) -> Status:
 
 
 def shown(stored: Record) -> Result:
-    """A stored result without what only `list` needs."""
+    """Return a stored result without the fields for `list`."""
     return {key: value for key, value in stored.items() if key not in LIST_FIELDS}
 
 
 def iso_time(seconds: float | None) -> str | None:
-    """Unix seconds as ISO 8601 in UTC, to the millisecond."""
+    """Return Unix seconds as ISO 8601 in UTC, to the millisecond."""
     if seconds is None:
         return None
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def unix_time(text: str | None) -> float | None:
-    """The inverse of `iso_time`."""
+    """Return the Unix seconds of ISO 8601 text, the inverse of `iso_time`."""
     return None if text is None else datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()

@@ -1,4 +1,4 @@
-"""Bringing results back: everything of a run that a person wants, in one local folder, verified, and never twice."""
+"""Bring a run's results into one local folder: verified, and never twice."""
 
 from __future__ import annotations
 
@@ -33,20 +33,18 @@ from .metrics import json_rows, merge_metrics
 __all__ = ["PULLED", "PullReport", "merge_metrics", "newest_pulled", "parts", "pull"]
 
 PULLED = ("checkpoints", "artifacts", "outputs", "logs", "metrics")
-"""What `pull` can fetch. What the platform wrote itself comes with artifacts; result.json and run.json always.
-
-Of checkpoints also ``checkpoints:latest``, ``checkpoints:best``, ``checkpoints:step=N``, and ``checkpoints:all``, which
-is the same as ``checkpoints``: the newest of each name.
-"""
+"""Kinds that `pull` can fetch. Artifacts include the platform's own files; result.json and run.json always come. For
+checkpoints also ``checkpoints:latest``, ``checkpoints:best``, ``checkpoints:step=N``, and ``checkpoints:all``, which is
+the same as ``checkpoints``: the newest of each name."""
 EVERY = 5.0
-"""Seconds between two looks at a run that goes on."""
+"""Seconds between two looks at an unfinished run."""
 PATIENCE = 600.0
 """Seconds without an answer before contact with a platform, or a remote store, counts as lost."""
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
-_SAVED = 2.0  # seconds after which what has come is written down, for a pull that is killed
+_SAVED = 2.0  # seconds between two saves of progress, for a pull that is killed
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
-"""What this machine's disk says: of a store that is not here no time mends it."""
+"""Errors of this machine's disk, which waiting for a remote store does not cure."""
 TRIES = 3  # for a checkpoint, or a log, that changes while it is fetched
 _SEGMENT = re.compile(r"(\d+\.\d+)/(node-\d+)/([^/]+)")
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
@@ -57,10 +55,10 @@ _BEST = re.compile(r"(?:.*[-_.])?best(?:[-_.=].*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class PullReport:
-    """What a pull left in ``folder``. ``files`` are relative paths; ``transferred`` is bytes that ``mover`` moved now.
+    """The outcome of a pull into ``folder``. ``files`` are relative paths; ``transferred`` is bytes moved by ``mover``.
 
-    ``refused`` are keys whose names could mean a place outside the folder here; they stay in the store. ``missing`` are
-    the checkpoints that were asked for and are not there, as they were asked for: ``best``.
+    ``refused`` are keys whose names could lead outside the folder here; they stay in the store. ``missing`` are
+    requested checkpoints that do not exist, as requested: ``best``.
     """
 
     folder: Path
@@ -73,7 +71,7 @@ class PullReport:
 
 
 def parts(what: str | Iterable[str]) -> dict[str, list[str]]:
-    """What is to be pulled, by word of `PULLED`: which of the checkpoints, nothing of the others. `SpecError`."""
+    """Return the kinds of `PULLED` to pull, with the choices of checkpoints. Raises `SpecError`."""
     found: dict[str, list[str]] = {}
     for text in [what] if isinstance(what, str) else what:
         for part in text.split(","):
@@ -103,16 +101,16 @@ def pull(
     clock: Callable[[], float] = time.monotonic,
     progress: Progress | None = None,
 ) -> PullReport:
-    """Bring the run's results into ``folder``, and nothing that is there already and right.
+    """Bring the run's results into ``folder``, except files that are there already and right.
 
-    Checkpoints are the newest complete one of each name, all nodes' files together, checked against their digests, and
-    those that a script wrote to the store by itself. A pointer to one (``best``) is a file with its name.
-    A file that two nodes wrote differently is kept under ``node-<n>/`` for the later one. A checkpoint that is not
-    yet here appears whole or not at all. ``along`` are the statuses of a run that goes on: while they come all is
-    brought again that is new, and once more after the last; ``on_pull`` is given the report of each time that brought
-    something. Without it a checkpoint that is asked for by ``latest``, ``best`` or ``step=N`` must be there.
+    Checkpoints are the newest complete one of each name and those that a script wrote to the store itself. All nodes'
+    files come together, checked against their digests. A pointer to one (``best``) is a file with its name. If two
+    nodes wrote a file differently, the later one's is kept under ``node-<n>/``. Checkpoints appear whole or not at all.
 
-    `NotFoundError` for an unknown run or checkpoint; `DigestError` for damaged content, which is not kept.
+    ``along`` are the statuses of an unfinished run: new results are brought while they come, and once more after the
+    last. ``on_pull`` gets the report each time that something came. Without ``along``, a checkpoint requested by
+    ``latest``, ``best`` or ``step=N`` must exist. Raises `NotFoundError` for an unknown run or checkpoint,
+    `DigestError` for damaged content, which is not kept.
     """
     wanted, marks = parts(what), _marks_of(str(store.run(run_id).get("provider")))
     work = _Pull(store=store, run_id=run_id, folder=folder, progress=progress, marks=marks)
@@ -140,7 +138,7 @@ def pull(
 
 
 def _marks_of(provider: str) -> tuple[str, ...]:
-    """Return how the names end that are the platform's; none where the provider is not installed here."""
+    """Return the name endings of the platform's own files; none if the provider is not installed here."""
     try:
         return tuple(getattr(find_provider(provider), "sync_marks", ()))
     except (NotFoundError, ImportError):
@@ -148,7 +146,7 @@ def _marks_of(provider: str) -> tuple[str, ...]:
 
 
 def _patient(along: Iterable[Status], last: Callable[[], object]) -> Iterator[Status]:
-    """``along``; when contact with the platform is lost, the store may still answer: ``last``, then the error."""
+    """Yield ``along``. If contact with the platform is lost, call ``last``, as the store may answer; then raise."""
     try:
         yield from along
     except LostContactError:
@@ -157,7 +155,7 @@ def _patient(along: Iterable[Status], last: Callable[[], object]) -> Iterator[St
         raise
 
 
-#: What one local file was made of: [key, bytes, version or SHA-256] each. JSON, so a list.
+#: The sources of one local file: [key, bytes, version or SHA-256] each. JSON, so a list.
 _Sources = list[list[Any]]
 
 
@@ -175,9 +173,9 @@ class _Source:
 
 
 class _Pull:
-    """One pull of one run. What was fetched from where is remembered in the folder, by relative path.
+    """One pull of one run. The folder records the source of each file, by relative path.
 
-    A remembered file is right when it still has the digest it had then and its sources are still the same.
+    A recorded file is right if it still has its digest and its sources are unchanged.
     """
 
     def __init__(
@@ -197,12 +195,12 @@ class _Pull:
         self.known: dict[str, dict[str, Any]] = {}
         self.states: list[str] = []  # names of the checkpoints that a training can resume from, newest first
         self.digests = Digests(folder)
-        self.sure: dict[str, list[int]] = {}  # how the files look that this process has put here or read
+        self.sure: dict[str, list[int]] = {}  # stat values of files that this process wrote or read
         self.saved = time.monotonic()
         self._take_over()
 
     def once(self, wanted: Mapping[str, Sequence[str]], *, strict: bool = False) -> PullReport:
-        """Bring what is new now. ``strict``: a checkpoint that was asked for must be there, or nothing comes."""
+        """Bring new results once. ``strict``: if a requested checkpoint is missing, nothing comes."""
         self.placed, self.names, self.refused, self.missing = set(), [], [], []
         try:
             if "checkpoints" in wanted:
@@ -222,7 +220,7 @@ class _Pull:
             self.remember()
         return self.report()
 
-    # ---------------------------------------------------------------------------------------------------- what to pull
+    # ------------------------------------------------------------------------------------------------------- selection
 
     def checkpoints(self, choices: Sequence[str], *, strict: bool) -> None:
         run_id = self.run.removeprefix("runs/")
@@ -274,7 +272,7 @@ class _Pull:
         direct: Sequence[Checkpoint],
         pointers: Mapping[str, str],
     ) -> set[str]:
-        """The names of the checkpoints that ``choices`` mean."""
+        """Return the names of the checkpoints that ``choices`` select."""
         there = {item.name: item for item in sorted([*mirrored, *direct], key=lambda item: item.saved)}
         wanted: set[str] = set()
         for choice in dict.fromkeys(choices):
@@ -293,9 +291,9 @@ class _Pull:
         return wanted
 
     def _direct(self, name: str) -> bool:
-        """Fetch what the script wrote to the store by itself, whole and of one version; False when there is none.
+        """Fetch a checkpoint that the script wrote to the store itself, whole and of one version; False: none.
 
-        It may be written over at any moment, and nobody has its digests: it counts if it is the same before and after.
+        The script may overwrite it at any time, and it has no digests: it counts if it is the same before and after.
         """
         for _ in range(TRIES):
             found = self._below(f"checkpoints/{name}")
@@ -309,7 +307,7 @@ class _Pull:
         return False
 
     def written(self, word: str) -> None:
-        """Bring the files of all nodes below ``live/<word>``. What the script has removed goes here, too."""
+        """Bring the files of all nodes below ``live/<word>``, and remove local files that the script has removed."""
         groups: dict[str, list[tuple[int, _Source]]] = {}
         for name, source in self._below(f"live/{word}"):
             match = _NODE.fullmatch(name)
@@ -375,7 +373,7 @@ class _Pull:
                 self._count(source.key, len(data))
                 self._write(name, data, [source])
 
-    # ------------------------------------------------------------------------------------------------------ how to pull
+    # --------------------------------------------------------------------------------------------------------- transfer
 
     def _below(self, prefix: str, below: str = "") -> list[tuple[str, _Source]]:
         """Return all files below ``prefix``, or its part ``below``, by their paths below ``prefix``."""
@@ -392,10 +390,10 @@ class _Pull:
         return found
 
     def _checkpoint(self, name: str, parts: Mapping[str, _Source], still: Callable[[], bool] = lambda: True) -> None:
-        """Fetch one checkpoint; a folder is put together aside, and takes its place when it is whole (`swap`).
+        """Fetch one checkpoint; a folder is built beside its place and moved there when complete (`swap`).
 
-        What is right already is taken along, and what no pull has put there. `FileNotFoundError` when it is not there
-        any more; ``still`` says at the end whether it is what it was.
+        Right files are reused, and files that no pull wrote are kept. Raises `FileNotFoundError` if the checkpoint is
+        gone; ``still`` checks at the end that it is unchanged.
         """
         final = f"checkpoints/{name}"
         targets = {path: inside(self.folder, f"checkpoints/{path}") for path in parts}
@@ -410,7 +408,7 @@ class _Pull:
             beside = {path: aside(place) / path[len(name) + 1 :] for path in tree}
             ours = {targets[path] for path in tree} | {inside(self.folder, path) for path in stale}
             theirs = [path for path in below(place) if path not in ours]
-            # What has no digest is nobody knows which version's.
+            # A file without a digest may be of any version.
             prune(aside(place), {beside[path] for path in tree if parts[path].sha256 is not None})
             for path in here:
                 take(targets[path], beside[path])
@@ -435,7 +433,7 @@ class _Pull:
                 self.placed.discard(path)
 
     def _right(self, path: str, source: _Source) -> bool:
-        """Whether the file is here as ``source`` is, and remembered as such from now on."""
+        """Return whether the file is here with the content of ``source``, and record it."""
         if self._fresh(path, [source]):
             return True
         if source.sha256 is None or not self._already(inside(self.folder, path), source):
@@ -444,9 +442,9 @@ class _Pull:
         return True
 
     def _written(self, first: str, versions: Sequence[tuple[int, _Source]]) -> None:
-        """Fetch one path of all nodes; the same content is kept once."""
+        """Fetch one path of all nodes; equal content is kept once."""
         word, _, path = first.partition("/")
-        same = self.known.get(first, {}).get("same", [])  # sources that were found equal, and to which digest
+        same = self.known.get(first, {}).get("same", [])  # sources found equal, and their digest
         if not self._fetch_growing(first, versions[0][1]):
             return
         kept = self.known[first]
@@ -462,7 +460,7 @@ class _Pull:
                     same.append([*source.json, kept["sha256"]])
 
     def _log(self, path: str, segments: Sequence[_Source]) -> None:
-        """Join the segments; those that have not changed since the last pull are taken from the local file."""
+        """Join the segments; unchanged ones are taken from the local file."""
         if self._fresh(path, segments):
             return
         old: _Sources = self.known.get(path, {}).get("sources", [])
@@ -472,7 +470,7 @@ class _Pull:
                 same += 1
         head = self.out.read(path)[: sum(source.size for source in segments[:same])] if same else b""
         pieces = parallel(self._read, segments[same:], jobs=self.jobs)
-        # A segment that grew since it was listed is not cut: its size is what it was read with.
+        # A segment that has grown since the listing is kept whole: its size is the size read.
         read = [_Source(key=s.key, size=len(d), mark=s.mark) for s, d in zip(segments[same:], pieces, strict=True)]
         self._write(path, head + b"".join(pieces), [*segments[:same], *read])
 
@@ -482,15 +480,15 @@ class _Pull:
             self._trust(path)
 
     def _bring(self, target: Path, source: _Source) -> str:
-        """Fetch one file, unless it is there already; its digest."""
+        """Fetch one file, unless it is here already; return its digest."""
         if not self._already(target, source):
             self.files.download(source.key, target, sha256=source.sha256, size=source.size, progress=self._count)
         return source.sha256 or self.digests.of(target)
 
     def _fetch_growing(self, path: str, source: _Source) -> bool:
-        """`_fetch` of what may be written anew at any moment: then as it is by now, and it is looked at again.
+        """Fetch a file that may be rewritten at any time: then its current content, which later pulls check again.
 
-        False when it is gone.
+        Return False if it is gone.
         """
         target = inside(self.folder, path)
         try:
@@ -523,7 +521,7 @@ class _Pull:
         self._trust(path)
 
     def _drop(self, path: str) -> None:
-        """Remove a file that an earlier pull brought, unless somebody changed it."""
+        """Remove a file that an earlier pull brought, unless it was changed since."""
         if self._intact(path):
             self.out.remove(path)
         with self.lock:
@@ -551,7 +549,7 @@ class _Pull:
         return True
 
     def _trust(self, path: str) -> None:
-        """What has just come is what is remembered of it, as long as it looks so."""
+        """Trust a new file while its stat values stay the same."""
         target = inside(self.folder, path)
         if target.is_file() and not target.is_symlink():
             self.sure[path] = looks(target.stat())
@@ -559,7 +557,7 @@ class _Pull:
     # --------------------------------------------------------------------------------------------------------- memory
 
     def _expect(self, *found: tuple[str, _Source]) -> None:
-        """Tell the progress what will probably be fetched: what is not remembered as it is."""
+        """Report the expected downloads to the progress: files that are not recorded with these sources."""
         known = {path: item["sources"] for path, item in self.known.items()}
         expect(self.progress, [source.size for path, source in found if known.get(path) != [source.json]])
 
@@ -577,9 +575,9 @@ class _Pull:
                 self._save()
 
     def _take_over(self) -> None:
-        """Make the folder ours. `SpecError` when it holds somebody's own files under the names that we would write.
+        """Claim the folder for this run. Raises `SpecError` if other files have the names that we would write.
 
-        What an earlier pull of another run left there, and nobody has touched since, goes: runs do not mix.
+        Unchanged files of an earlier pull of another run are removed: runs do not mix.
         """
         if self.folder.is_file():
             raise SpecError(f"{self.folder} is a file; name a folder", field="folder")
@@ -602,17 +600,17 @@ class _Pull:
             for path in [path for path in known if safe(path) and self._intact(path)]:
                 self.out.remove(path)
             self.known = {}
-        self.remember()  # from here on the folder is known as a pull's, whenever this one ends
+        self.remember()  # from here on the folder is marked as a pull's
 
     def _ours(self) -> bool:
-        """Whether the folder, without a pull's memory, still shows by its run.json that it was pulled from this run."""
+        """Return whether run.json shows that the folder, without a pull's record, was pulled from this run."""
         try:
             return bool(json_loads((self.folder / "run.json").read_bytes())["run"] == self.origin)
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
     def remember(self) -> None:
-        """Write down what is here, also after a failure: what did arrive is not fetched again."""
+        """Save the record, also after a failure: files that came are not fetched again."""
         with self.lock:
             self._save()
         self.digests.keep()
@@ -622,7 +620,7 @@ class _Pull:
         self.saved = time.monotonic()
 
     def report(self) -> PullReport:
-        """What this pull found or made right."""
+        """Return the report of this pull."""
         return PullReport(
             folder=self.folder,
             files=tuple(sorted(self.placed)),
@@ -635,9 +633,9 @@ class _Pull:
 
 
 def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
-    """Return the URL of the run that `pull` brought into ``folder``, and its newest checkpoint there, None for none.
+    """Return the URL of the run that `pull` brought into ``folder``, and its newest checkpoint there, or None.
 
-    None for a folder that no pull has filled.
+    Return None for a folder that no pull has filled.
     """
     try:
         state = json.loads((folder / PULL_STATE).read_bytes())
@@ -654,7 +652,7 @@ def _by_age(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> lis
 
 
 def _merge_nodes(item: Checkpoint) -> dict[str, _Source]:
-    """Where each file of a checkpoint goes, relative to the folder of checkpoints; all nodes' files as one tree."""
+    """Return the sources of a checkpoint by path relative to the checkpoint folder, all nodes' files as one tree."""
     placed: dict[str, _Source] = {}
     nodes = {path: _NODE.fullmatch(path) for path in item.files}
     for path in sorted(item.files, key=lambda p: (int(match[1]) if (match := nodes[p]) else -1, p)):
@@ -671,5 +669,5 @@ def _merge_nodes(item: Checkpoint) -> dict[str, _Source]:
 
 
 def _in_checkpoint(name: str, path: str) -> str:
-    """``path`` below the checkpoint ``name``: nodes list their files with the name in front."""
+    """Return ``path`` below the checkpoint ``name``: nodes list their files with the name in front."""
     return path if path == name or path.startswith(f"{name}/") else f"{name}/{path}"

@@ -1,7 +1,7 @@
-"""What a waiting client would do, done once: for one run, or for all of a store that are not over.
+"""Do once what a waiting client would do, for one run or for all unfinished runs of a store.
 
-Nothing is kept between two calls: what has been decided stands in the store, and creating a record there is the
-decision. So any number may reconcile at once, die anywhere, and begin again.
+Nothing is kept between two calls: creating a record in the store is the decision. So any number of clients may
+reconcile at once, die anywhere, and begin again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _STANDS: Row = {"state": "unknown", "category": None, "reason": ""}
 def reconcile(
     target: str | None, *, settings: Settings, cwd: Path, environ: Mapping[str, str], say: Say | None = None
 ) -> list[Row]:
-    """`reconcile_run` of the run, or `reconcile_store` of the store, that ``target`` is; None: the setting's store.
+    """Run `reconcile_run` or `reconcile_store` on ``target``; None: the setting's store.
 
     A run is an id in the setting's store, or the URL or path of a run folder; any other URL or path is a store.
-    ``environ`` has the values of ``env:`` references. Raises `NotFoundError` when there is no such run or folder.
+    ``environ`` has the values of ``env:`` references. Raises `NotFoundError` if there is no such run or folder.
     """
     if target is None:
         places = {normalize(own.resolved(), cwd=cwd): own for own in reversed(settings.places())}
@@ -60,9 +60,9 @@ def _is_store(target: str, cwd: Path) -> bool:
 
 
 def reconcile_run(run: Run, *, environ: Mapping[str, str], say: Say | None = None) -> Row:
-    """Do what is to be done, and tell: the run, how it stands, what was ``done``.
+    """Reconcile one run, and return its row: the run, its state, what was ``done``.
 
-    Raises nothing: what went wrong is ``error``, in one line, with its ``exit_code``, else 0.
+    Raises nothing: a failure is ``error``, in one line, with its ``exit_code``, else 0.
     """
     return _row(run, environ, say, ASK_SECONDS)[0]
 
@@ -79,9 +79,9 @@ def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float)
     try:
         row["provider"] = run.provider_name
         result = patiently(partial(_once, run, told, environ), seconds=patience)
-    except Exception as exc:  # noqa: BLE001 - one run that cannot be read must not keep the others from it
+    except Exception as exc:  # noqa: BLE001 - one unreadable run must not stop the others
         return {**row, "error": one_line(exc), "exit_code": _code(exc)}, exc
-    now = {"run": run.url, "provider": run.provider_name}  # it may have gone on to another place
+    now = {"run": run.url, "provider": run.provider_name}  # it may have moved to another place
     return {**row, **now, **{key: result[key] for key in _STANDS}, "exit_code": 0}, None
 
 
@@ -96,11 +96,11 @@ def _code(exc: Exception) -> int:
 def reconcile_store(
     store: Store | str, *, environ: Mapping[str, str], say: Say | None = None, settings: Settings = NO_SETTINGS
 ) -> list[Row]:
-    """`reconcile_run` of every run of the store that has no result yet, in order of their ids.
+    """Run `reconcile_run` on every run of the store without a result, in order of ids.
 
-    A run of which only another machine knows is named in ``error``, but is no failure: its ``exit_code`` is 0. Raises
-    `NotFoundError` for a folder that does not exist, and what listing the store raises. ``settings`` say as whom this
-    machine calls, and opens the store at a URL.
+    A run that only another machine knows is named in ``error``, but its ``exit_code`` is 0. Raises `NotFoundError` for
+    a folder that does not exist, and the errors of listing the store. ``settings`` have this machine's identity, and
+    open the store at a URL.
     """
     url = normalize(store, cwd=Path.cwd()) if isinstance(store, str) else store.url
     path = local_path(url)

@@ -1,7 +1,7 @@
-"""What ``resume_from`` means: a run, a pulled folder, or a folder of the user's own.
+"""Resolve ``resume_from``: a run, a pulled folder, or a folder of the user's own.
 
-A word is the id of a run, also where a folder has that name: `pull` makes one. A path or a URL is a run's folder, a
-folder that `pull` filled, or the user's own.
+A word is the id of a run, even if a folder has that name: `pull` makes one. A path or a URL is a run's folder, a folder
+that `pull` filled, or the user's own.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def is_bare(given: str) -> bool:
 
 
 def checkpoints_url(given: str, *, store: Store, settings: Settings, cwd: Path, ask: bool, follows: bool) -> str:
-    """Return the URL that ``given`` means: of a run's complete checkpoints, of one checkpoint, or of the user's folder.
+    """Return the URL of ``given``: a run's complete checkpoints, one checkpoint, or the user's folder.
 
-    With ``ask`` the platform may be asked for the place of a URL. With ``follows`` a run's store is asked, also a
-    remote one: for the place that the run went on to, and for its checkpoints. Without it only local files are read.
-    Raises `SpecError` for what does not exist, or holds nothing to resume from.
+    With ``ask`` the platform may be asked for the location of a URL. With ``follows`` a run's store is read, even a
+    remote one, for the run's newest place and its checkpoints. Without it only local files are read. Raises `SpecError`
+    if ``given`` does not exist, or holds nothing to resume from.
     """
     bare = is_bare(given)
     if bare:
@@ -76,7 +76,7 @@ def _is_run(store: str, run_id: str) -> bool:
 
 
 def _pulled(path: Path, given: str) -> Path | None:
-    """Return the newest checkpoint in a folder that `pull` filled, or in its ``checkpoints``; None for any other."""
+    """Return the newest checkpoint in a folder that `pull` filled, or in its ``checkpoints``; None for others."""
     known = newest_pulled(path.parent if path.name == "checkpoints" else path)
     if known is None:
         return None
@@ -88,7 +88,7 @@ def _pulled(path: Path, given: str) -> Path | None:
 
 
 def _check_folder(path: Path, given: str) -> None:
-    """Raise `SpecError` for a folder of the user's own, or a file, in which nothing can be a checkpoint."""
+    """Raise `SpecError` for a user's folder or file that cannot hold a checkpoint."""
     if not os.path.exists(path):
         hint = "give the id of a run, or a folder that exists"
         raise SpecError(f"there is no {given}", field=FIELD, hint=hint)
@@ -98,7 +98,7 @@ def _check_folder(path: Path, given: str) -> None:
 
 
 def _has_state(folder: Path) -> bool:
-    """Return whether some file may be a part of a checkpoint; True where a folder cannot be read."""
+    """Return whether some file may be a part of a checkpoint; True if a folder cannot be read."""
     unread: list[OSError] = []
     for _, _, names in os.walk(folder, onerror=unread.append):
         if not all(_NO_STATE.fullmatch(PurePath(name).suffix) for name in names):
@@ -107,10 +107,10 @@ def _has_state(folder: Path) -> bool:
 
 
 def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, folder: Path | None) -> None:
-    """Raise `SpecError` where the store at ``place`` has no such run, or the run has no complete checkpoint.
+    """Raise `SpecError` if the store at ``place`` has no such run, or the run has no complete checkpoint.
 
-    Unless the job is sent now (``sends``), a run that is not over may still save one. A store that lets nobody in, or
-    that is none, tells nothing: nodes may read what this client cannot. ``folder`` is the path that the id would name.
+    Unless the job is sent now (``sends``), an unfinished run may still save one. A store that this client cannot read
+    is accepted: the nodes may be able to. ``folder`` is the path that the id would name.
     """
 
     def look(caller: Caller) -> SpecError | None:

@@ -1,7 +1,7 @@
-"""Further attempts: what a waiting client does after one that failed, where no platform does.
+"""Start further attempts from a waiting client after a failure, if the platform does not.
 
-`Retry` sends what an earlier client recorded and never sent, and starts the next attempt with what the ones before have
-left of the Job's limits.
+`Retry` sends attempts that an earlier client recorded but never sent. It starts the next attempt with the rest of the
+Job's limits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 UNSENT_SECONDS = 60.0
-"""How long a client has from recording an attempt to having sent it; as long as `patiently` asks for."""
+"""Seconds that a client has from recording an attempt to sending it; as long as `patiently` asks."""
 _KINDS: Mapping[str, type[CloudtrainError]] = {
     "quota": QuotaError,
     "capacity": CapacityError,
@@ -56,15 +56,15 @@ _KINDS: Mapping[str, type[CloudtrainError]] = {
     "auth": AuthError,
 }
 KILLED = 9
-"""SIGKILL; not every client's system knows the name."""
+"""SIGKILL; not every client's system has the name."""
 
 
 def write_context(store: Store, layout: Layout, run_id: str) -> None:
-    """What the nodes of the newest attempt are told, whatever a client that was overtaken has written meanwhile."""
+    """Write the context of the newest attempt, even if a slower client wrote another one meanwhile."""
     while True:
         newest = max(store.attempts(run_id))
         request = store.attempt_request(run_id, newest)
-        # Another GPU may mean another number of ranks; most attempts are told the same.
+        # Another GPU may mean another number of ranks; most attempts have the same context.
         if request is not None and store.context(layout) != request.context:
             store.write_container(layout, request.context, secrets.token_bytes(32))
         if max(store.attempts(run_id)) == newest:
@@ -72,10 +72,10 @@ def write_context(store: Store, layout: Layout, run_id: str) -> None:
 
 
 def _send_unless_cancelled(run: Run, request: Request, values: Mapping[str, str]) -> str | None:
-    """The native id of ``request``, sent now; of a cancelled run what came of it if it was sent before, else None.
+    """Send ``request`` and return its native id; for a cancelled run return the id if it was sent before, else None.
 
-    Called again after an answer that was lost, it looks again: nothing is begun once a user was told that it ends, or
-    that it was refused.
+    Called again after a lost answer, it checks again: nothing starts once the user knows that the run was cancelled or
+    refused.
     """
     store = run.store
     over = store.refused(run.run_id, request.attempt) is not None or store.result(run.run_id) is not None
@@ -85,9 +85,9 @@ def _send_unless_cancelled(run: Run, request: Request, values: Mapping[str, str]
 
 
 def deliver(run: Run, request: Request, values: Mapping[str, str]) -> str | None:
-    """Send the request of an attempt, and note what the platform calls it.
+    """Send the request of an attempt, and record its native id.
 
-    None when it was refused before, or cancelled before the platform had it. Raises what sending raises.
+    Return None if it was refused before, or cancelled before it was sent. Raises the errors of sending.
     """
     store, attempt = run.store, request.attempt
     with sending(store, run.run_id, attempt):
@@ -101,18 +101,18 @@ def deliver(run: Run, request: Request, values: Mapping[str, str]) -> str | None
     left = more and (next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > attempt)
     ended = store.result(run.run_id)
     if left or store.cancelled(run.run_id) or (ended is not None and ended["native_id"] is None):
-        with contextlib.suppress(NotFoundError):  # it was cancelled, or called refused, while the provider took it
+        with contextlib.suppress(NotFoundError):  # cancelled, or recorded as refused, while it was being sent
             patiently(partial(run.provider.cancel, native))
     return native
 
 
 class Retry:
-    """What a waiting client asks after an attempt that failed, where it is the client who starts the next one.
+    """The retry policy of a waiting client after a failed attempt, if clients start the next one.
 
-    Making it sends an attempt that an earlier client recorded and never sent, `resend` that of one that died beside it;
-    ``environ`` has the values of ``env:`` references. Two failures in a row with the same exception and no new
-    checkpoint between end the run, whoever saw the first; ``max_runtime``, ``max_cost`` and ``max_gpu_hours`` are sums
-    over attempts. ``clock`` gives Unix seconds.
+    Creating it sends an attempt that an earlier client recorded but never sent; `resend` does so for a client that dies
+    later. ``environ`` has the values of ``env:`` references. Two failures in a row with the same exception and no new
+    checkpoint between end the run, on any client. ``max_runtime``, ``max_cost`` and ``max_gpu_hours`` are sums over
+    attempts. ``clock`` gives Unix seconds.
     """
 
     def __init__(
@@ -131,34 +131,34 @@ class Retry:
             self.send(max(attempts))
 
     def resend(self, attempt: int, now: float) -> None:
-        """Send the newest attempt, which is recorded and not sent, once it has stood so for `UNSENT_SECONDS` of the
-        caller's clock, ``now`` in seconds: whoever recorded it has died. Raises what sending raises."""
+        """Send the newest attempt if it has been recorded but unsent for `UNSENT_SECONDS` of the caller's clock
+        (``now``, seconds): its client has died. Raises the errors of sending."""
         key = (self._run.url, attempt)
         if now >= self._due.setdefault(key, now + UNSENT_SECONDS):
             self._due[key] = now + UNSENT_SECONDS
             self.send(attempt)
 
     def send(self, number: int) -> None:
-        """Send the newest attempt, if it is recorded and nothing has come of it. Raises what sending raises."""
+        """Send the newest attempt if it is recorded and has no outcome. Raises the errors of sending."""
         run, store = self._run, self._run.store
         if store.submitted(run.run_id, number) is not None or store.refused(run.run_id, number) is not None:
             return
         request = store.attempt_request(run.run_id, number)
         if store.cancelled(run.run_id):
-            run.cancel()  # it may have been sent all the same
+            run.cancel()  # it may have been sent nevertheless
         elif request is not None and self._is_ours(number):
             self._say(f"sending attempt {number}, which was recorded and never sent")
             self._send(request, secret_values(run.job, self._environ) if not number else {})
 
     def _is_ours(self, attempt: int) -> bool:
-        """Whether a client may send it: nodes that a machine starts are its own, and with a store elsewhere no other
-        machine sees whether it has."""
+        """Return whether this client may send it. Nodes that a machine starts are its own, and with a remote store no
+        other machine sees if they run."""
         if self._run.provider.retried_by == "supervisor":
             return attempt == 0 and local_path(self._run.store.url) is not None
         return attempt == 0 or self._run.provider.retried_by == "client"
 
     def __call__(self, result: Mapping[str, Any]) -> bool:
-        """Start another attempt; False when none should follow, or the run was cancelled."""
+        """Start another attempt; False if none should follow, or the run was cancelled."""
         run, store = self._run, self._run.store
         newest = max(store.attempts(run.run_id))
         if overtaken(store, run.run_id, newest, result):
@@ -175,7 +175,7 @@ class Retry:
         last = store.attempt_request(run.run_id, newest)
         job, why = _left(run.job.at(run.provider_name), result, self._clock())
         if store.result(run.run_id) is not None:
-            return True  # another client, with another word of the nodes, has found that none should follow
+            return True  # another client, with other records of the nodes, has ended the run
         if last is None or job is None or store.cancelled(run.run_id):
             if why:
                 self._say(f"no further attempt: {why}")
@@ -195,12 +195,12 @@ class Retry:
             except LostContactError as exc:
                 if not exc.passing:
                     raise
-                self._say(f"attempt {newest + 1} could not be sent yet: {exc}")  # `resend` does, or whoever comes next
+                self._say(f"attempt {newest + 1} could not be sent yet: {exc}")  # `resend` or the next client sends it
         return True  # or another client has started it
 
     def _is_alive(self, attempt: int, result: Mapping[str, Any]) -> bool:
-        """Whether an attempt that ended as ``result``, by being refused, was accepted all the same, as somebody else or
-        an earlier call sent it."""
+        """Return whether an attempt that ended as ``result``, by a refusal, was accepted nevertheless: another client
+        or an earlier call sent it."""
         run, store = self._run, self._run.store
         noted = store.submitted(run.run_id, attempt)
         if store.refused(run.run_id, attempt) is None or (noted and noted["native_id"] == result["native_id"]):
@@ -219,11 +219,11 @@ class Retry:
         return Layout.from_dict(self._run.record["layout"])
 
     def _send(self, request: Request, values: Mapping[str, str] = MappingProxyType({})) -> None:
-        """A refusal is noted: the run must not wait for an attempt that will never be."""
+        """Send a request and record a refusal, so that the run does not wait for that attempt."""
         run = self._run
         write_context(run.store, self._layout, run.run_id)
         if max(run.store.attempts(run.run_id)) > request.attempt:
-            return  # another client sent it, saw it fail and has gone on
+            return  # another client sent it, saw it fail and has continued
         try:
             deliver(run, request, values)
         except REFUSALS as exc:
@@ -232,30 +232,30 @@ class Retry:
 
 
 def category_of(exc: Exception) -> str:
-    """The category of an attempt that a provider refused by raising ``exc``."""
+    """Return the category of an attempt that a provider refused with ``exc``."""
     return next((category for category, kind in _KINDS.items() if isinstance(exc, kind)), "infra")
 
 
 def error_of(category: str) -> type[CloudtrainError]:
-    """Return the class of the error with which a request was refused for ``category``, the inverse of `category_of`."""
+    """Return the error class for a refusal of ``category``, the inverse of `category_of`."""
     return _KINDS.get(category, PlatformError)
 
 
 def _exception(result: Mapping[str, Any]) -> str:
-    """What is compared with the next attempt's; empty for what says nothing of the script and so is like no other: a
-    preemption, a kill from outside, a node that is lost."""
+    """Return a text to compare with the next attempt's failure. Empty if the failure says nothing of the script: a
+    preemption, a kill from outside, a lost node."""
     failure = result.get("failure") or {}
     killed = failure and not failure["exception"] and failure["process_exit_code"] in (None, -KILLED)
     if result["category"] == "preempted" or was_lost(failure or None) or (killed and result["category"] != "oom"):
         return ""
-    code = failure.get("process_exit_code")  # the reason may quote a line of the script, another one each time
+    code = failure.get("process_exit_code")  # the reason may quote a line of the script, which differs each time
     return str(
         failure.get("exception") or (f"exit code {code}" if code else result.get("reason")) or result["category"]
     )
 
 
 def _left(job: Job, result: Mapping[str, Any], now: float) -> tuple[Job | None, str]:
-    """The job with what its attempts have left of its limits; None, and why, when that is nothing or nobody knows."""
+    """Return the job with the rest of its limits; or None and the reason, if none is left or that is unknown."""
     spans = [(unix_time(a.get("started")), unix_time(a.get("ended"))) for a in result["attempts"]]
     left: dict[str, Any] = {"max_runtime": int(job.max_runtime - seconds_of(spans, now))}
     if left["max_runtime"] < 1:
@@ -274,7 +274,7 @@ def _left(job: Job, result: Mapping[str, Any], now: float) -> tuple[Job | None, 
 
 
 def secret_values(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
-    """Values of the ``env:`` references, by the variable's name. Raises `SpecError` for one that is not set."""
+    """Return the values of the ``env:`` references by variable. Raises `SpecError` for an unset variable."""
     values = {}
     for name, reference in job.secrets.items():
         scheme, _, variable = reference.partition(":")

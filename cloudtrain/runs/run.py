@@ -1,7 +1,7 @@
-"""The handle of a run: status, logs, wait, pull, cancel and the result, from nothing but the URL of its run folder.
+"""The handle of a run, made from the URL of its run folder: status, logs, wait, pull, cancel and the result.
 
-What happened is read from three places: the platform (is it running, why did it stop it), the exit records that nodes
-leave in ``live/exit`` (which rank failed first, of what) and, once the run is final, ``result.json``, which decides.
+It reads the platform's status and the exit records of nodes in ``live/exit`` (which rank failed first, and why). Once
+the run is final, ``result.json`` decides.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = ["NEXT_SECONDS", "NOT_RETRIED", "NO_MACHINES", "Run", "open_run", "ove
 
 FIRST_POLL = 0.1
 NEXT_SECONDS = 120.0
-"""How long whoever only looks waits for the attempt that another client may begin."""
+"""Seconds that a read-only client waits for another client to start the next attempt."""
 T = TypeVar("T")
 Record = Mapping[str, Any]
 Result = dict[str, Any]
@@ -63,8 +63,7 @@ Result = dict[str, Any]
 class Run(Moving):
     """A handle of one run, from `Estimator.fit` or `Estimator.attach`.
 
-    Every method works from any machine that can read the store. Every method raises `NotFoundError` when there is no
-    such run.
+    Every method works from any machine that can read the store, and raises `NotFoundError` if there is no such run.
     """
 
     # Making it reads nothing; ``provider`` is made from run.json when first needed. ``clock`` gives Unix seconds.
@@ -85,43 +84,43 @@ class Run(Moving):
         self._provider, self._clock, self._sleep = provider, clock, sleep
         self._record: dict[str, Any] | None = None
         self._natives: dict[int, str] = {}
-        self._refused: set[int] = set()  # attempts that were, and that another one has followed
-        self._unsent: int | None = None  # the newest attempt, when it was last seen recorded and not submitted
+        self._refused: set[int] = set()  # refused attempts that another one has followed
+        self._unsent: int | None = None  # the newest attempt, if it was last seen recorded but not submitted
         self._max_wait: MaxWait | None = None
-        self._over: dict[int, float] = {}  # by attempt, when it was first seen over
-        self._retried: dict[int, bool] = {}  # by attempt that was over, whether another one may follow
-        self._began: dict[int, float] = {}  # by attempt of a platform that does not tell when one began to run
+        self._over: dict[int, float] = {}  # when each attempt was first seen over
+        self._retried: dict[int, bool] = {}  # for each attempt that is over, if another may follow
+        self._began: dict[int, float] = {}  # start of each attempt, if the platform does not report it
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"
 
     @property
     def url(self) -> str:
-        """URL of the run folder: enough to find the run again from any machine."""
+        """The URL of the run folder: enough to find the run again from any machine."""
         return f"{self.store.url}/runs/{self.run_id}"
 
     def _check(self) -> None:
         if not self.record:
             raise NotFoundError(f"no run at {self.url}", field="run")
 
-    # --------------------------------------------------------------------------------------------------- how it stands
+    # ---------------------------------------------------------------------------------------------------------- status
 
     def status(self) -> Status:
-        """Return the platform's word on the run now.
+        """Return the platform's current status of the run.
 
-        Raises what the provider raises, `LostContactError` when the platform does not answer.
+        Raises the provider's errors, and `LostContactError` if the platform does not answer.
         """
         self._lead()
         return self._current()[0]
 
     def checkpoint(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; None when there is none."""
+        """Return the newest complete checkpoint, or None."""
         return self.store.newest_checkpoint(self.run_id)
 
     def result(self) -> Result:
         """Return the object that ``cloudtrain status --json`` prints: state, reason, attempts, checkpoint, cost.
 
-        Once the run is over it is stored as ``result.json``, and the platform is asked no more.
+        Once the run is over it is stored as ``result.json``, and the platform is not asked again.
         """
         self._lead()
         stored = self.store.result(self.run_id)
@@ -130,7 +129,7 @@ class Run(Moving):
         return self._conclude(*self._live())
 
     def _current(self) -> tuple[Status, dict[int, str]]:
-        """result.json's word if there is one, else the platform's; and the native ids by attempt, oldest first."""
+        """Return the status from result.json, else from the platform; and the native ids by attempt, oldest first."""
         result = self.store.result(self.run_id)
         if result is None:
             return self._live()
@@ -138,13 +137,13 @@ class Run(Moving):
         return status_of(result), {k: str(item["native_id"]) for k, item in noted.items() if item}
 
     def _live(self) -> tuple[Status, dict[int, str]]:
-        """The platform's word on the newest attempt that was submitted, and all native ids."""
+        """Return the platform's status of the newest submitted attempt, and all native ids."""
         recorded, self._unsent = self.store.attempts(self.run_id), None
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
         if refused is not None and self._native(last) is not None:
-            return self._live()  # another client was sending it as we looked
+            return self._live()  # another client was sending it meanwhile
         if not natives:
             return self._unsubmitted(last, refused), natives
         newest = max(natives)
@@ -159,7 +158,7 @@ class Run(Moving):
         return status, natives
 
     def _native(self, attempt: int) -> str | None:
-        """The native id of an attempt; asks the platform when a crash came between submitting and noting it down."""
+        """Return the native id of an attempt; if its client crashed before recording it, ask the platform."""
         if attempt in self._refused:
             return None
         if attempt not in self._natives:
@@ -183,8 +182,8 @@ class Run(Moving):
         return patiently(call, clock=self._clock, sleep=self._sleep)
 
     def _refused_status(self, attempt: int) -> Status | None:
-        """Return how an attempt stands that was refused, None of any other: it is over, unless a client may be sending
-        it still. The platform must be asked after that: what is found there now was accepted all the same."""
+        """Return the status of a refused attempt, else None: it is over, unless a client may still be sending it. The
+        platform must be asked afterwards: a job found then was accepted nevertheless."""
         refused = self.store.refused(self.run_id, attempt)
         if refused is None:
             return None
@@ -200,12 +199,12 @@ class Run(Moving):
         if refused is not None:
             return refused
         if (last or self._led) and self.provider.retried_by != "supervisor":
-            self._unsent = last  # whoever waits sends it
+            self._unsent = last  # a waiting client sends it
         reason = f"recorded but never submitted; submit the same job again with --run-id {self.run_id}, or cancel it"
         return Status(state="pending", reason=reason)
 
     def _ask(self, attempt: int, native: str) -> Status:
-        """The provider's status; of a native job that it no longer knows, what the nodes left behind."""
+        """Return the provider's status; if it no longer knows the job, one made of the nodes' records."""
         try:
             return self.provider.status(native)
         except NotFoundError:
@@ -217,7 +216,7 @@ class Run(Moving):
             return Status(state=state, native="gone", reason="the platform no longer knows the job")
 
     def _told(self, attempt: int, status: Status, exits: Sequence[Record] | None = None) -> Status:
-        """The platform's word on an attempt; of one that a client, and no user, stopped for want of machines, that."""
+        """Return the platform's status of an attempt, as expired if a client stopped it for lack of machines."""
         cancelled = status.state == "cancelled" and self.store.cancelled(self.run_id)
         by_us = status.state == "cancelled" and not cancelled
         expired = self.store.expired(self.run_id, attempt) if by_us else None
@@ -226,10 +225,10 @@ class Run(Moving):
         return without_machines(status, str(expired["reason"])) if expired else status
 
     def _with_start(self, attempt: int, status: Status, exits: Sequence[Record] | None, *, stopped: bool) -> Status:
-        """Return ``status`` with the moment at which the attempt began to run, and as a timeout if it was one.
+        """Return ``status`` with the time at which the attempt began to run, and as a timeout if it was one.
 
-        The nodes' records say when it began. Without one it is when a client first saw the attempt running, by the
-        platform's clock where it tells a time; that client notes it, unless it may only read.
+        The nodes' records have the start. Without one, a client's first sight of the running attempt counts, by the
+        platform's clock if it has times. That client records it, unless it may only read.
         """
         store, run_id, sight = self.store, self.run_id, status.started
         if not status.final and attempt in self._began:
@@ -253,7 +252,7 @@ class Run(Moving):
         return with_start(status, began, ran=ran, stopped=stopped)
 
     def _expire(self, status: Status, natives: Mapping[int, str]) -> str:
-        """Cancel an attempt that waits for machines longer than ``max_wait``, where no platform does: why, or empty."""
+        """Cancel an attempt that waits beyond ``max_wait`` for machines, if no platform does; return the reason."""
         if self.provider.max_wait_by != "client" or not natives:
             return ""
         if self._max_wait is None:
@@ -267,7 +266,7 @@ class Run(Moving):
     # ------------------------------------------------------------------------------------------------------ the result
 
     def _conclude(self, status: Status, natives: Mapping[int, str]) -> Result:
-        """The result that ``status`` and the exit records make, kept if nothing can follow it."""
+        """Return the result of ``status`` and the exit records, and keep it if nothing can follow it."""
         result = self._compute(status, natives)
         while result["state"] in FINAL and not self._may_go_on(result):
             if not self._is_late(result):
@@ -276,13 +275,13 @@ class Run(Moving):
         return result
 
     def _is_late(self, result: Result) -> bool:
-        """Whether ``result`` is of an attempt that another client has followed up since whoever computed it looked."""
+        """Return whether another client has meanwhile followed up the attempt of ``result``."""
         if self.provider.retried_by != "client":
             return False
         newest = max(self.store.attempts(self.run_id), default=0)
         if not self.store.cancelled(self.run_id):
             return overtaken(self.store, self.run_id, newest, result)
-        # What was recorded and not sent before a cancel is sent no more.
+        # An attempt recorded but unsent before a cancel is never sent.
         return (native := self._native(newest)) is not None and native != result["native_id"]
 
     def _compute(self, status: Status, natives: Mapping[int, str]) -> Result:
@@ -329,16 +328,16 @@ class Run(Moving):
         return cost_of(account, said, attempts, request_of, self._clock())
 
     def _old_status(self, attempt: int, native: str, exits: Sequence[Record]) -> Status:
-        """Of an earlier attempt: history, so a platform that has forgotten it or does not answer is no error."""
+        """Return an earlier attempt's status; a platform that forgot it or does not answer is not an error here."""
         try:
             return self._told(attempt, self._patiently(lambda: self.provider.status(native)), exits)
         except CloudtrainError:
             return Status(state="failed")
 
     def waiting(self) -> str:
-        """Return which checkpoints wait to be copied to the store, and why: ``2 checkpoints wait: No space left …``.
+        """Return the checkpoints that wait to be copied to the store, and why: ``2 checkpoints wait: No space left …``.
 
-        Empty where none waits, or the provider does not tell: only one that has its nodes' logs on this machine does.
+        Empty if none waits, or the provider cannot tell: only one with its nodes' logs on this machine can.
         """
         stuck = getattr(self.provider, "stuck", None)
         said: Mapping[str, str] = stuck(self._natives[max(self._natives)]) if stuck and self._natives else {}
@@ -360,11 +359,11 @@ class Run(Moving):
         return row
 
     def _may_go_on(self, result: Result) -> bool:
-        """Whether a waiting client may still start another attempt of a run that failed, here or in another place."""
+        """Return whether a waiting client may start another attempt after a failure, here or in another place."""
         return self._may_retry(result) or self._may_move(result)
 
     def _kept(self, result: Result) -> Result:
-        """``result`` as result.json has it."""
+        """Return ``result`` as result.json has it."""
         return {**result, "name": self.job.name, "created": self.record.get("created")}
 
     def _keep(self, result: Result) -> Result:
@@ -373,12 +372,12 @@ class Run(Moving):
             forget(self.store, self.run_id)
         return shown(stored)
 
-    # ---------------------------------------------------------------------------------------------------- what it says
+    # ------------------------------------------------------------------------------------------ logs, metrics, waiting
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows that the script has written to its metrics file, of all attempts as one history.
+        """Return the rows of the script's metrics file, over all attempts as one history.
 
-        An attempt replaces the earlier attempts' rows from its own first step on. So each step is there once.
+        An attempt replaces earlier attempts' rows from its own first step on, so each step occurs once.
         """
         self._check()
         self._lead()
@@ -389,7 +388,7 @@ class Run(Moving):
     def report(self, path: str | Path = ".") -> Path:
         """Write one HTML page about the run, which opens without a network. Return its path.
 
-        ``path`` is a file or a folder; in a folder the file is ``<run id>.html``. Raises `SpecError` when there is no
+        ``path`` is a file or a folder; in a folder the file is ``<run id>.html``. Raises `SpecError` if there is no
         such folder.
         """
         # Imported by name: the page stands above the run that it shows, and only this method loads it.
@@ -408,25 +407,25 @@ class Run(Moving):
         poll: float | None = None,
         patience: float = PATIENCE,
     ) -> Iterator[Line]:
-        """Give the log lines of all nodes, each once and in order for each node.
+        """Yield the log lines of all nodes, each once and in order for each node.
 
         ``follow``
-            go on until the run has ended. ``n`` then counts the lines that are there at the start.
+            continue until the run has ended. ``n`` then counts the lines that exist at the start.
         ``n``
             the last ``n`` lines only, by their times.
         ``since``
-            lines of so long ago at most (``"10m"``, a timedelta), or since a time (ISO text, a datetime; UTC).
+            lines of at most this age (``"10m"``, a timedelta), or since a time (ISO text, a datetime; UTC).
         ``node``, ``rank``
             lines of this node, of this global rank.
         ``times``
-            fill `Line.time` from the nodes' own copy of the log, where the platform's log has no times.
+            fill `Line.time` from the nodes' own copy of the log, if the platform's log has no times.
         ``poll``
-            look at the platform at most so many seconds apart (default: as the provider says).
+            most seconds between two looks at the platform (default: the provider's).
         ``patience``
-            when the platform has not answered for so many seconds, give the nodes' own copy and raise
+            if the platform has not answered for so many seconds, yield the nodes' own copy and raise
             `LostContactError`. Without ``follow`` the copy is used at once.
 
-        Raises `SpecError` for a rank, a node or a time that cannot be, `NotFoundError` when there is no such run.
+        Raises `SpecError` for an impossible rank, node or time, `NotFoundError` if there is no such run.
         """
         count = None if n is None else whole_number(n, "n", least=0)
         moment = None if since is None else parse_since(since, self._clock(), field="since")
@@ -455,7 +454,7 @@ class Run(Moving):
     def _lines(
         self, tail: Tail, follow: bool, times: bool, poll: float | None, patience: float
     ) -> Iterator[Line | None]:
-        """Yield log lines; None once what is there already has been given, if more may follow."""
+        """Yield log lines; None once the existing ones have been given, if more may follow."""
         over = looked = False
         if follow:
             for event in self._events(tail=tail, poll=poll, patience=patience, deadline=None):
@@ -480,10 +479,10 @@ class Run(Moving):
     def reconcile(
         self, *, retry: Callable[[Result], bool] | None = None, say: Callable[[str], None] = lambda _: None
     ) -> Result:
-        """Do once what `wait` does all the time; return the result as it is then.
+        """Do once what `wait` does all the time; return the current result.
 
-        Stops what has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another attempt, keeps
-        the result of a run that is over. Any number of clients may do so at once. Raises what `status` raises.
+        Stops an attempt that has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another, and
+        keeps the result of a finished run. Any number of clients may do so at once. Raises the errors of `status`.
         """
         self._lead()
         stored = self.store.result(self.run_id)
@@ -491,7 +490,7 @@ class Run(Moving):
             return shown(stored)
         status, natives = self._live()
         if not status.final and self.store.cancelled(self.run_id):
-            self.cancel()  # whoever wrote that down may have died before it asked
+            self.cancel()  # the cancelling client may have died before it asked
             say("asked the platform again to stop it")
             status, natives = self._live()
         elif reason := self._expire(status, natives):
@@ -505,17 +504,17 @@ class Run(Moving):
         return result
 
     def _settled(self, result: Result, retry: Callable[[Result], bool] | None) -> Result | None:
-        """The result, None when another attempt has begun; one that none will follow is kept."""
+        """Return the result, and keep it if no attempt will follow; None if another attempt has begun."""
         if result["state"] not in FINAL:
             return result
-        if self._lead():  # it was left for another place meanwhile, whoever did so
+        if self._lead():  # a client has moved it to another place
             if begin := getattr(retry, "begin", None):
                 begin()
             return None
         if retry is None:
             return result
         stored = self.store.result(self.run_id)
-        if stored is not None:  # whoever kept it has found that nothing follows
+        if stored is not None:  # the client that kept it found that nothing follows
             return shown(stored)
         if (self._may_go_on(result) and retry(result)) or self._is_late(result):
             return None
@@ -534,29 +533,29 @@ class Run(Moving):
         """Wait until the run has ended; return its result, the object of ``result.json``.
 
         ``timeout``
-            raise `LostContactError` after so many seconds. The run goes on, as it does after Ctrl-C.
+            raise `LostContactError` after so many seconds. The run continues, as it does after Ctrl-C.
         ``on_line``
             called with each log line, a `Line`.
         ``on_status``
             called with each change of the `Status`.
         ``retry``
-            called with the result of an attempt that failed, where the platform itself does not retry. It returns True
-            when it has started another attempt. `Estimator.fit` passes one; without it no attempt is started.
+            called with the result of a failed attempt, if the platform itself does not retry. It returns True if it has
+            started another attempt. `Estimator.fit` passes one; without it no attempt is started.
         ``poll``
-            look at the platform at most so many seconds apart (default: as the provider says).
+            most seconds between two looks at the platform (default: the provider's).
         ``patience``
-            raise `LostContactError` when the platform has not answered for so many seconds.
+            raise `LostContactError` if the platform has not answered for so many seconds.
 
-        While it waits, it stops an attempt that waits for machines longer than the job's ``max_wait``, where the
-        platform has no such limit. A run that failed is no exception: look at ``result["state"]``.
+        While it waits, it stops an attempt that waits for machines longer than the job's ``max_wait``, if the platform
+        has no such limit. A failed run raises nothing: look at ``result["state"]``.
         """
-        # An ``on_status`` with a true attribute ``every`` gets every look. ``resend`` of ``retry`` sends what a client
-        # recorded that died; its ``begin`` starts the run in a place that it has come to.
+        # An ``on_status`` with a true attribute ``every`` gets every look. ``resend`` of ``retry`` sends a dead
+        # client's recorded attempt; its ``begin`` starts the run in its new place.
         deadline = None if timeout is None else self._clock() + timeout
         self._lead()
         tail: Tail | None = None
         while True:
-            if on_line is not None and (tail is None or tail.store is not self.store):  # another place, other lines
+            if on_line is not None and (tail is None or tail.store is not self.store):  # another place has other lines
                 tail = self._tail(patience)
             last: Status | None = None
             for event in self._events(
@@ -591,10 +590,10 @@ class Run(Moving):
         acts: bool = False,
         retry: Callable[[Result], bool] | None = None,
     ) -> Iterator[Status | Line]:
-        """Statuses and lines until the run has ended; the final status comes before the last lines.
+        """Yield statuses and lines until the run has ended; the final status comes before the last lines.
 
-        ``acts``: whoever waits also stops what has waited for machines for too long, and by ``retry`` sends what a
-        client that died has recorded. For whoever does not, an attempt that may be followed is none that is over.
+        ``acts``: also stop an attempt that waits too long for machines, and send a dead client's recorded attempt by
+        ``retry``. Without it, an attempt that may be followed is not over.
         """
         longest = self.provider.poll if poll is None else poll
         contact = Contact(clock=self._clock, patience=patience)
@@ -613,7 +612,7 @@ class Run(Moving):
                             resend(self._unsent, self._clock())
                     yield status
                     if not status.final and resend is None and (not natives or self._unsent is not None):
-                        raise LostContactError(status.reason)  # which nobody may ever send
+                        raise LostContactError(status.reason)  # no client may ever send it
                 every = min(longest, every * 1.25)
                 due = self._clock() + every
             if status.final:
@@ -623,7 +622,7 @@ class Run(Moving):
                 with self._listening(contact, resets=False):
                     yield from tail.round(natives)
             if contact.lost:
-                with contextlib.suppress(StorageError):  # the store may be what does not answer
+                with contextlib.suppress(StorageError):  # the store itself may not answer
                     yield from tail.rest() if tail is not None else ()
                 raise self._gone(contact, patience)
             if deadline is not None and self._clock() >= deadline:
@@ -635,19 +634,19 @@ class Run(Moving):
                 self._sleep(until - self._clock())
 
     def _between(self, status: Status, natives: Mapping[int, str]) -> Status:
-        """``status`` as whoever only looks takes it: pending while another client may soon begin the next attempt."""
+        """Return ``status`` for a read-only client: pending while another client may soon begin the next attempt."""
         if not status.final or self.provider.retried_by != "client" or self.store.result(self.run_id) is not None:
             return status
         newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
         since = self._over.setdefault(newest, now)
-        since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
+        since = min(since, status.finished or now) if newest in natives else since  # else it is of the attempt before
         if now - since >= NEXT_SECONDS or not self._may_be_followed(newest, status, natives):
             return status
         reason = f"attempt {newest} ended: {status.reason or status.native}; another one may follow"
         return replace(status, state="pending", reason=reason, category="", finished=None)
 
     def _may_be_followed(self, newest: int, status: Status, natives: Mapping[int, str]) -> bool:
-        """Whether a waiting client may still retry it. What takes many reads is asked once an attempt."""
+        """Return whether a waiting client may still retry it. The costly part is computed once an attempt."""
         if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
             return False
         if newest not in self._retried:
@@ -656,13 +655,13 @@ class Run(Moving):
 
     @contextlib.contextmanager
     def _listening(self, contact: Contact, *, resets: bool = True) -> Iterator[None]:
-        """Tell ``contact`` of an answer, or of an error that may pass; others are raised."""
+        """Report an answer, or a transient error, to ``contact``; others are raised."""
         try:
             yield
         except LostContactError as exc:
             contact.heard(exc)
         except StorageError as exc:
-            # One cut network silences the platform and a remote store alike; a local disk does not come back.
+            # A network failure silences the platform and a remote store alike; a local disk does not come back.
             if isinstance(exc, DigestError) or local_path(self.store.url) is not None:
                 raise
             contact.heard(exc)
@@ -674,7 +673,7 @@ class Run(Moving):
         kind = LostContactError if isinstance(contact.error, LostContactError) else StorageError
         return kind(f"{contact.error} (for {patience:.0f} s now; what was submitted goes on: {self.url})")
 
-    # ---------------------------------------------------------------------------------------------------- what it does
+    # ------------------------------------------------------------------------------------------------- pull and cancel
 
     def pull(
         self,
@@ -685,26 +684,26 @@ class Run(Moving):
         on_pull: Callable[[PullReport], None] | None = None,
         progress: Progress | None = None,
     ) -> PullReport:
-        """Copy the run's results into ``folder``, verified; a file that is there already is not copied again.
+        """Copy the run's results into ``folder``, verified; existing files are not copied again.
 
         ``what``
-            some of ``checkpoints``, ``artifacts``, ``logs`` and ``metrics`` (default: all four). Of the checkpoints
-            ``checkpoints:latest``, ``checkpoints:best`` or ``checkpoints:step=N`` names one.
+            some of ``checkpoints``, ``artifacts``, ``logs`` and ``metrics`` (default: all four). One checkpoint is
+            ``checkpoints:latest``, ``checkpoints:best`` or ``checkpoints:step=N``.
         ``follow``
-            bring what is new again and again, until the run has ended.
+            bring new results repeatedly, until the run has ended.
         ``on_pull``
             called with a `PullReport` each time that something came.
         ``progress``
             called with a file's key and a number of bytes, as they come.
 
-        Raises `StorageError`, `DigestError` for damaged content, `NotFoundError` for a checkpoint that is not there,
-        `SpecError` for an unknown word in ``what``, and with ``follow`` what `logs` raises.
+        Raises `StorageError`, `DigestError` for damaged content, `NotFoundError` for a missing checkpoint, `SpecError`
+        for an unknown word in ``what``, and with ``follow`` the errors of `logs`.
         """
         bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
         return bring(along=self._along() if follow else None, clock=self._clock)
 
     def _along(self) -> Iterator[Status]:
-        """Statuses until the run has ended; its result is kept then, or by whoever asks next."""
+        """Yield statuses until the run has ended, and keep its result then, or leave that to the next client."""
         events = self._events(tail=None, poll=None, patience=PATIENCE, deadline=None)
         for last in (event for event in events if isinstance(event, Status)):
             yield last
@@ -714,14 +713,14 @@ class Run(Moving):
     def cancel(self) -> None:
         """Ask the platform to stop the run, and forbid further attempts. It does not wait for the end.
 
-        A run that is over stays as it is, and a second call changes nothing. Every attempt is asked to stop, then the
-        first error, if any, is raised.
+        A finished run stays as it is, and a second call changes nothing. Every attempt is asked to stop, then the first
+        error, if any, is raised.
         """
         self._check()
         self._lead()
         if self._is_over():
             return
-        self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
+        self.store.cancel(self.run_id)  # first: an attempt that starts from now on sees it
         errors: list[CloudtrainError] = []
         for k in self.store.attempts(self.run_id):
             try:
@@ -729,16 +728,16 @@ class Run(Moving):
                 if native is not None:
                     self._patiently(partial(self.provider.cancel, native))
             except NotFoundError:
-                continue  # what the platform does not know does not run
+                continue  # the platform does not know it, so it does not run
             except CloudtrainError as exc:
                 errors.append(exc)
-        if self._lead():  # whoever left this place meanwhile may not have seen it
+        if self._lead():  # the client that moved the run may not have seen the cancel
             self.cancel()
         if errors:
             raise errors[0]
 
     def _is_over(self) -> bool:
-        """Whether nothing is left to cancel; a platform that does not answer says nothing, so no."""
+        """Return whether nothing is left to cancel; False if the platform does not answer."""
         if self.store.result(self.run_id) is not None:
             return True
         try:
@@ -752,9 +751,9 @@ class Run(Moving):
 
 
 def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Settings = NO_SETTINGS) -> Run:
-    """The run ``ref``: the URL or local path of a run folder, or the id of a run in the store at ``store_url``.
+    """Return the run ``ref``: the URL or local path of a run folder, or a run's id in the store at ``store_url``.
 
-    ``settings`` say as whom this machine calls. Raises `NotFoundError`, naming the nearest id, when there is none.
+    ``settings`` have this machine's identity. Raises `NotFoundError` with the nearest id if there is none.
     """
     ref = (ref if url_scheme(ref) else ref.replace(os.sep, "/")).rstrip("/") or ref
     if url_scheme(ref) or "/" in ref:
@@ -779,7 +778,7 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
         return run, caller
 
     run, asked = settings.let_in(where, read)
-    with contextlib.suppress(CloudtrainError):  # without its provider, too, there are files to pull
+    with contextlib.suppress(CloudtrainError):  # files can be pulled without the provider too
         run._lead()
         if local_path(run.store.url) is None and (own := asked.own(run.store.url, run.provider)) is not None:
             run.store = Store(run.store.url, storage=own, moving=settings.moving)

@@ -1,8 +1,8 @@
-"""From a Job to a Run: make the plan, show it, send exactly it.
+"""Turn a Job into a Run: make the plan, show it, send exactly it.
 
-`make_plan` reads files and nothing else. `submit` uploads what the store lacks, records the intent (``run.json``, then
-``attempts/0/request.json``, both created exclusively), and only then lets the provider act: a crash between any two
-steps leaves either nothing, or a record that the same command, or `attach`, goes on from.
+`make_plan` only reads files. `submit` uploads what the store lacks and records the intent (``run.json``, then
+``attempts/0/request.json``, both created exclusively). Only then does the provider act. A crash between any two steps
+leaves nothing, or a record from which the same command, or `attach`, continues.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ __all__ = [
 
 MIB = 1 << 20
 MOST_NAMED = 8
-"""Files and fields that an error names; it counts those beyond."""
+"""Files and fields that an error names; it counts the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What would be sent, whole; `document` is what ``plan --json`` prints.
+    """A complete plan; `document` is the output of ``plan --json``.
 
     ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list. ``node_half`` is the
-    provider whose code the nodes need, where that is not ``provider``; ``settings`` say as whom another store is read.
-    ``further`` are the plans of the places that follow where this one has no machines, ``rest`` such as a run.json has
-    recorded them; ``first`` is the URL of the run in the first place, of any other, and ``refusals`` say why those
-    before had none. ``left`` is the place before, which may have what was copied for the run, ``runtime`` gives
-    cloudtrain.pyz where it is not to be made. ``missing`` names the settings that are not set. `layout` and
-    `request` then hold stand-ins, `document` shows placeholders, and `submit` refuses the plan.
+    provider whose code the nodes need, if that is not ``provider``; ``settings`` have the identity for other stores.
+    ``further`` are the plans of the places to try if this one has no machines, ``rest`` such plans from run.json.
+    ``first`` is the URL of the run in the first place, on any other; ``refusals`` are those of earlier places. ``left``
+    is the place before, which may have the run's copies; ``runtime`` gives cloudtrain.pyz if it is not built here.
+    ``missing`` names the settings that are not set: `layout` and `request` then hold stand-ins, `document` shows
+    placeholders, and `submit` refuses the plan.
     """
 
     job: Job
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What may cost money for nothing, tell a secret, or ship other code than meant."""
+        """Warnings of wasted money, an exposed secret, or code that ships by mistake."""
         found = [*self.bundle.warnings, *cautions(self.job, self.request)]
         machines = self.request.instance_types
         if machines and total_gpus(self.job, self.request) != 0 and self.price() is None:
@@ -137,11 +137,11 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is good to know, and no warning."""
+        """Notes for the user that are not warnings."""
         return (*self.request.notes, *memory_notes(self.job, self.request))
 
     def document(self) -> dict[str, Any]:
-        """Plain JSON; equal plans give equal documents. Sizes are bytes, times seconds. Missing settings have
+        """Return plain JSON; equal plans give equal documents. Sizes are bytes, times seconds. Missing settings have
         placeholders."""
         return self._placed() | ({"fallbacks": [plan._placed() for plan in self.further]} if self.further else {})
 
@@ -205,12 +205,12 @@ class Plan:
         return self.provider.nodes(self.request).rules.time_limit
 
     def price(self) -> dict[str, Any] | None:
-        """The most that all nodes cost on demand until the hard limit, by the dearest machine there may be, also of a
-        later choice; None where one has no price."""
+        """Return the most that all nodes cost on demand until the hard limit, on the most expensive possible machine of
+        any choice; None if one has no price."""
         settings = self.provider.settings
         region = catalog.region_of(settings)
         names = dict.fromkeys(name for request in (self.request, *self.later) for name in request.instance_types)
-        machines = self.job.resources.instance_count if names else 1  # else all nodes are on this one
+        machines = self.job.resources.instance_count if names else 1  # else all nodes share this machine
         own = getattr(settings, "prices", None)
         found = {name: catalog.price(self.provider_name, name, own, region=region) for name in names or [THIS_MACHINE]}
         known = {name: price for name, price in found.items() if price is not None}
@@ -246,8 +246,8 @@ class Plan:
         }
 
     def _disk(self) -> dict[str, Any]:
-        """What a node needs, as far as it is known before the run: code, inputs that are copied to it, and how many
-        checkpoints there may be at a time: those kept, the one being copied, the one being written. None: all."""
+        """Return a node's known disk needs: code, copied inputs, and the number of checkpoints (kept, being copied,
+        being written). None: all."""
         copied = sum(tree.bytes for tree in self.trees)
         kept = int(self.request.context["keep_checkpoints"])
         return {"code_bytes": self.bundle.size, "input_bytes": copied, "checkpoints": kept + 2 if kept else None}
@@ -263,11 +263,11 @@ def make_plan(
     preview: bool = False,
     follows: bool = False,
 ) -> Plan:
-    """The plan of ``job`` on ``provider`` (default: the setting). Reads files; no network, no credentials, no SDK.
+    """Return the plan of ``job`` on ``provider`` (default: the setting). Reads files; no network, credentials or SDK.
 
     With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one; a missing setting gets a placeholder.
-    ``follows``: the store of the run to resume from is asked where it has moved to; else this machine's own files are.
-    Raises `SpecError`, which names every missing setting, `UnsupportedError` and `StorageError`.
+    ``follows``: ask the store of the run to resume from for its newest place, not only this machine's files. Raises
+    `SpecError`, which names every missing setting, `UnsupportedError` and `StorageError`.
     """
     chosen = settings.make_provider(provider)
     _check_names(job)
@@ -316,7 +316,7 @@ def make_plan(
 
 
 def noted(request: Request, layout: Layout) -> Request:
-    """``request``, warning that its script will load somebody else's checkpoint, and saying what is copied for that."""
+    """Return ``request`` with notes about a checkpoint from outside the store: the risk of loading it, and its copy."""
     given = layout.resume_source or layout.resume
     if given is None or given.startswith(f"{layout.store}/runs/"):
         return request
@@ -328,9 +328,9 @@ def noted(request: Request, layout: Layout) -> Request:
 
 
 def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request, ...]:
-    """The requests of every GPU of the list but the first, less those that the provider refuses.
+    """Return the requests of every GPU of the list but the first, less those that the provider refuses.
 
-    Raises `SpecError` for one that a limit forbids: that must not come out after the first has failed.
+    Raises `SpecError` for one that a limit forbids, so that this shows before the first fails.
     """
     found = []
     for choice in range(1, len(job.resources.gpu)):
@@ -353,9 +353,9 @@ def _resumed(
     ask: bool,
     follows: bool,
 ) -> Layout:
-    """``layout`` with the folder URL that ``resume_from`` means, and with the one that it is a copy of, if so.
+    """Return ``layout`` with the folder URL of ``resume_from``, and the URL that it is a copy of, if any.
 
-    It is a run's complete checkpoints, in the place that the run has come to, or a folder of the user's own.
+    The folder is a run's complete checkpoints, in the run's newest place, or the user's own.
     """
     if given is None:
         return layout
@@ -368,7 +368,7 @@ def _resumed(
 
 
 def _check_resumed(url: str | None, settings: Settings) -> None:
-    """Raise `SpecError` where the run that a saved plan resumes from has gone on to another place."""
+    """Raise `SpecError` if the run that a saved plan resumes from has moved to another place."""
     from ..store.resume_copy import followed
 
     if url and (now := followed(url, settings, ask=True)) != url:
@@ -376,9 +376,9 @@ def _check_resumed(url: str | None, settings: Settings) -> None:
 
 
 def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
-    """A saved ``plan --json``, checked against the code it was made of.
+    """Return the plan of a saved ``plan --json``, checked against its code.
 
-    Raises `SpecError` when the file is not a plan, or the source or cloudtrain itself is no longer what it names.
+    Raises `SpecError` if the file is not a plan, or the source or cloudtrain itself has changed.
     """
     try:
         data = json_loads(path.read_bytes())
@@ -389,7 +389,7 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
 
 
 def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Path) -> Plan:
-    """One of the plans in the file at ``path``."""
+    """Return one of the plans in the file at ``path``."""
     try:
         job, layout, request = (
             Job.from_dict(data["job"]),
@@ -429,7 +429,7 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
 
 
 def _built(source: Source, store: Store, settings: Settings, cwd: Path, *files: Path) -> Bundle:
-    """The bundle, without the store and ``files`` where they lie in the source, nor what this process writes to."""
+    """Return the bundle, without the store and ``files`` in the source, or the files that this process writes to."""
     from ..job.bundle import build
 
     home, most = local_path(store.url), settings.max_code_mb * MIB
@@ -437,22 +437,22 @@ def _built(source: Source, store: Store, settings: Settings, cwd: Path, *files: 
 
 
 def chained(plans: Sequence[Plan]) -> Plan:
-    """The first of ``plans``, which knows the others as what follows where it has no machines. `SpecError` where two
-    would be one run."""
+    """Return the first of ``plans``, with the others to follow if it has no machines. Raises `SpecError` if two have
+    one run URL."""
     taken = [plan.run_url for plan in plans]
     for url in taken:
         if taken.count(url) > 1:
             why = f"{without_secrets(url.rpartition('/runs/')[0])} is that of two places; each needs one of its own"
             raise SpecError(why, field="store")
     whole = list(plans)
-    for number in reversed(range(len(whole))):  # each knows those that follow it
+    for number in reversed(range(len(whole))):  # each has those that follow it
         first, further = taken[0] if number else "", tuple(whole[number + 1 :])
         whole[number] = dataclasses.replace(whole[number], first=first, further=further)
     return whole[0]
 
 
 def _check_names(job: Job) -> None:
-    """Raise `SpecError` for a provider in ``on`` or ``options`` that is none, and close to one that is."""
+    """Raise `SpecError` for an unknown provider in ``on`` or ``options`` with a similar name to a known one."""
     known = provider_names()
     for field, table in (("on", job.on), ("options", job.options)):
         for name in table:
@@ -461,7 +461,7 @@ def _check_names(job: Job) -> None:
 
 
 def _identities(*files: int | Path) -> list[tuple[int, int]]:
-    """``(st_dev, st_ino)`` of the regular files among ``files``: open descriptors or paths."""
+    """Return ``(st_dev, st_ino)`` of the regular files among ``files``: open descriptors or paths."""
     found = []
     for file in files:
         with contextlib.suppress(OSError):
@@ -479,11 +479,11 @@ def submit(
     moved: Progress | None = None,
     decide: Callable[[], object] | None = None,
 ) -> Run:
-    """Stage, record, send, in the plan's own place alone. Submitting the same plan again gives the same run, whole.
+    """Stage, record and send, in the plan's own place alone. Submitting the same plan again gives the same run.
 
-    ``progress`` is told each step, ``moved`` each upload, as in `Store.stage`; ``decide`` is called once the run is
-    recorded, before it can start. Raises `ConflictError` when the run id belongs to another job, and whatever storage
-    and the provider raise. What the provider raises to refuse the job ends the run, unless something may follow it.
+    ``progress`` is called with each step, ``moved`` with each upload, as in `Store.stage`. ``decide`` is called once
+    the run is recorded, before it can start. Raises `ConflictError` if another job has the run id, and the errors of
+    storage and provider. A provider's refusal ends the run, unless another request may follow.
     """
     for each in (plan, *plan.further):
         if each.missing:
@@ -493,7 +493,7 @@ def submit(
     known = recorded(plan)
     if known is not None:
         _check_not_refused(handle(known), say)
-    elif not plan.first:  # a run that is under way in other places records its refusals
+    elif not plan.first:  # a run that continues from other places records its refusals
         _check_this_machine(plan)
     told = _origin(plan) if known is None else dict[str, Any]
     plan = known or plan
@@ -504,7 +504,7 @@ def submit(
     if decide is not None:
         decide()
     # Not before the id is known to be ours: another job's context must never be overwritten.
-    if not plan.store.attempts(plan.run_id):  # nor that of a further attempt of ours
+    if not plan.store.attempts(plan.run_id):  # nor that of our later attempt
         plan.store.write_container(plan.layout, plan.request.context, secrets.token_bytes(32))
     if not plan.store.create_attempt(plan.run_id, 0, plan.request):
         write_context(plan.store, plan.layout, plan.run_id)
@@ -519,13 +519,13 @@ def submit(
     try:
         native = deliver(run, request, values)
     except (AuthError, *REFUSALS) as exc:
-        # The submitter is told that nothing runs, so no other client may send it later.
+        # The submitter gets an error, so no other client may send it later.
         with contextlib.suppress(CloudtrainError):
             reason = str(exc)
             plan.store.write_refused(plan.run_id, request.attempt, category=category_of(exc), reason=reason)
             settle(plan.store, plan.run_id, request.attempt, say=say)
-            if run.result()["native_id"] is not None:  # else the result is kept, where nothing follows
-                return run  # it was accepted all the same
+            if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows
+                return run  # it was accepted nevertheless
         raise
     if native is None:
         _check_not_refused(run, say)
@@ -533,13 +533,13 @@ def submit(
 
 
 def _check_this_machine(plan: Plan) -> None:
-    """Raise what keeps the plan from being sent, as far as its provider can tell here; not what may follow it."""
+    """Raise the provider's errors about sending the plan from this machine, not the plans that may follow."""
     if (check := getattr(plan.provider, "check", None)) is not None:
         check(plan.request)
 
 
 def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
-    """Raise the error of a run that was refused and is over: its id is used up. Keep its result, if need be."""
+    """Raise the error of a refused run that is over: its id is used up. Keep its result if there is none yet."""
     store, run_id = run.store, run.run_id
     newest = max(store.attempts(run_id), default=0)
     if store.refused(run_id, newest) is None:
@@ -554,7 +554,7 @@ def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
 
 
 def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> Staged:
-    """What the store lacked, which is there now."""
+    """Upload what the store lacks; return the amounts."""
     say("uploading what the store lacks")
     zipped = plan.runtime or partial(runtime_zip.build, plan.node_half or type(plan.provider))
     staged = plan.store.stage(
@@ -564,15 +564,15 @@ def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> S
 
 
 def handle(plan: Plan, staged: Staged | None = None) -> Run:
-    """The run that ``plan`` becomes; ``staged`` is what had to move for it."""
+    """Return the run of ``plan``; ``staged`` is what was uploaded for it."""
     return Run(store=plan.store, run_id=plan.run_id, provider=plan.provider, settings=plan.settings, staged=staged)
 
 
 def _copied(plan: Plan, moved: Progress | None, say: Callable[[str], None]) -> int:
-    """Copy what the nodes of a new run cannot read where it is, into the store; bytes that had to move."""
+    """Copy a new run's inputs that its nodes cannot read into the store; return the bytes that moved."""
     layout, store = plan.layout, plan.store
     sources = layout.resume_source or any(item.source for item in layout.inputs.values())
-    if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # then it was copied for it
+    if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
         return 0
     from ..store.remote_inputs import bring
     from ..store.resume_copy import carry
@@ -598,7 +598,7 @@ def _record(plan: Plan) -> dict[str, Any]:
 
 
 def _told(plan: Plan) -> dict[str, Any]:
-    """What run.json says of a plan itself."""
+    """Return the entries of run.json about a plan itself."""
     document = plan.document()
     return {
         **{key: document[key] for key in ("run_id", "run", "provider", "settings", "job", "job_digest", "layout")},
@@ -609,10 +609,10 @@ def _told(plan: Plan) -> dict[str, Any]:
 
 
 def _to_send(plan: Plan) -> Request | None:
-    """Return the request of the first attempt; None where it was sent or refused, or the run has ended.
+    """Return the request of the first attempt; None if it was sent or refused, or the run has ended.
 
-    The platform may have forgotten one that was sent, and another machine's platform knows nothing of it. A further
-    attempt is sent by a waiting client.
+    The platform may have forgotten a sent one, and another machine's platform does not know it. A waiting client sends
+    further attempts.
     """
     store, run_id = plan.store, plan.run_id
     known = any(look(run_id, 0) is not None for look in (store.submitted, store.refused))
@@ -621,9 +621,9 @@ def _to_send(plan: Plan) -> Request | None:
 
 
 def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:
-    """Begin to ask who calls and for the image's digest; the function returned gives the record of the run's origin.
+    """Start asking for the caller's identity and the image's digest; the returned function gives the origin record.
 
-    It is no part of the plan: only the provider knows, and not before it has called.
+    It is not part of the plan: the provider learns it from its first call.
     """
     image = getattr(plan.provider.settings, "image", "") or plan.job.image  # a rehearsal may run another one
     who, engine = getattr(plan.provider, "principal", None), getattr(plan.provider, "image_digest", None)
@@ -638,10 +638,10 @@ def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:
 
 
 def recorded(plan: Plan) -> Plan | None:
-    """The plan with the origin that is recorded, where its run is: it goes on from there. None for a new run.
+    """Return the plan with the recorded origin, from which its run continues; None for a new run.
 
-    The native tags name it, and a step of CI that is run again must find its run, not start a second one. Raises
-    `ConflictError` when the run id is taken by anything but this very plan.
+    The native tags include the origin, and a repeated CI step must find its run, not start a second one. Raises
+    `ConflictError` if the run id belongs to any other plan.
     """
     if not plan.store.files.exists(f"runs/{plan.run_id}/run.json"):
         return None
@@ -662,7 +662,7 @@ def recorded(plan: Plan) -> Plan | None:
 
 
 def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
-    """Return the error of a run id that another job has; it names what differs, as far as the store still tells."""
+    """Return the error of a run id that another job has, naming the differences that the store still shows."""
     words = []
     if record["provider"] != plan.provider_name:
         words.append(f"it runs on {record['provider']}")
@@ -679,7 +679,7 @@ def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
 
 
 def _changes(plan: Plan, digest: str) -> list[str]:
-    """Return how the code differs from that of ``digest``; nothing where the store has that no more."""
+    """Return the differences from the code of ``digest``; empty if the store no longer has it."""
     from ..job.bundle import changes
 
     try:

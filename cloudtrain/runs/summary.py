@@ -1,4 +1,4 @@
-"""A plan in a few lines, and whole: text for people, made of the object of ``plan --json``."""
+"""Format the object of ``plan --json`` for people, in a few lines or whole."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = [
 ]  # fmt: skip
 
 LARGEST = 20
-"""Files, and things left out, that a plan lists unless all are asked for."""
+"""Files, and excluded files, that a plan lists by default."""
 LONG = 400
-"""Characters of a text in a request that a terminal shows whole."""
+"""Longest text in a request, in characters, that a terminal shows whole."""
 RETRIED_BY = {
     "platform": "the platform itself",
     "supervisor": "a supervisor on this machine, also when no client waits",
@@ -24,15 +24,15 @@ RETRIED_BY = {
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """Return the object of ``plan --json`` in a few lines: what runs where, its limits, price and notes."""
+    """Return the object of ``plan --json`` in a few lines: the machines, limits, price and notes."""
     further = [place(number, item) for number, item in enumerate(document.get("fallbacks", ()), 2)]
     return "\n".join([columns(_plan_rows(document)), *further])
 
 
 def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: bool = False) -> str:
-    """Return the object of ``plan --json`` for people, whole; with the largest files alone unless ``verbose``.
+    """Return the object of ``plan --json`` for people, whole, but only the largest files unless ``verbose``.
 
-    ``terminal``: the summary comes last, where it can be seen, and a text of over `LONG` characters is cut.
+    ``terminal`` puts the summary last, where it is visible, and cuts texts of over `LONG` characters.
     """
     limit = None if verbose else LARGEST
     files = [_plan_files(document["code"], limit), _plan_excluded(document["code"], limit)]
@@ -48,7 +48,7 @@ def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: b
 
 
 def files_text(document: Mapping[str, Any]) -> str:
-    """Return every file that ships, and every one that does not."""
+    """Return every file that ships, and every excluded one."""
     parts = [_plan_files(document["code"], None), _plan_excluded(document["code"], None)]
     return "\n\n".join(part for part in parts if part)
 
@@ -84,7 +84,7 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def place(number: int, document: Mapping[str, Any]) -> str:
-    """A place that a job comes to where those before have no machines: its plan in one line."""
+    """Return a fallback place's plan in one line."""
     found = f"{document['provider']}: {_plan_instance(document['resources'])}, {document['run']}"
     return f"place {number}: {found}; {price(document['resources']['price'], document['resources']['instance_types'])}"
 
@@ -101,13 +101,13 @@ def _plan_instance(resources: Mapping[str, Any]) -> str:
 
 
 def _plan_price(resources: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """None where this machine starts the nodes and nobody gave it a price."""
+    """Return the price row; none if this machine starts the nodes and has no price."""
     types = resources["instance_types"]
     return [("price", price(resources["price"], types))] if types or resources["price"] else []
 
 
 def price(price: Mapping[str, Any] | None, machines: Sequence[str] = ()) -> str:
-    """An estimate, of what, and whose: nobody may take it for a bill."""
+    """Return a price as an estimate, with its basis and source, so that it is not taken for a bill."""
     if price is None:
         how = f" (--set prices.{machines[0]}=USD says it)" if machines else ""
         return f"price unknown{how}"
@@ -133,12 +133,12 @@ def _plan_limits(limits: Mapping[str, Any]) -> str:
 
 
 def max_runtime(seconds: int, *, is_default: bool) -> str:
-    """The hard limit, loudly when nobody chose it."""
+    """Return the hard limit, marked if it is the default."""
     return f"max_runtime {duration(seconds)}" + (" (default; --max-runtime)" if is_default else "")
 
 
 def stall_timeout(seconds: int | None, *, is_default: bool) -> str:
-    """How long nothing may stir, loudly when nobody chose it."""
+    """Return the stall timeout, marked if it is the default."""
     words = f"stall_timeout {duration(seconds)}" if seconds else "stall_timeout never"
     return words + (" (default; --stall-timeout)" if is_default else "")
 
@@ -175,7 +175,7 @@ def _more(count: int) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """``text`` on one line, whatever a file is called."""
+    """Return a file's name on one line, with unprintable characters escaped."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
@@ -184,7 +184,7 @@ def _json(value: Any, cut: bool = False) -> str:
 
 
 def _cut(value: Any) -> Any:
-    """Return ``value`` with the rest of each long text left out."""
+    """Return ``value`` with each long text cut."""
     if isinstance(value, Mapping):
         return {key: _cut(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -195,12 +195,12 @@ def _cut(value: Any) -> Any:
 
 
 def plural(count: int, word: str) -> str:
-    """``1 file``, ``2 files``."""
+    """Return ``1 file``, ``2 files``."""
     return f"{count} {word}" + ("" if count == 1 else "s")
 
 
 def columns(rows: Sequence[Sequence[Any]]) -> str:
-    """Left-aligned columns; the last one is as wide as it is."""
+    """Return left-aligned columns; the last one is not padded."""
     cells = [[" ".join(str(cell).split()) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]) - 1)]
     return "\n".join(
@@ -209,7 +209,7 @@ def columns(rows: Sequence[Sequence[Any]]) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people write them: ``812 B``, ``1.4 MiB``."""
+    """Return bytes as people write them: ``812 B``, ``1.4 MiB``."""
     if count < 1024:
         return f"{int(count)} B"
     for unit in ("KiB", "MiB", "GiB"):

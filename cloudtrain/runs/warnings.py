@@ -1,4 +1,4 @@
-"""What a plan warns of: GPUs without a rank, secrets that would be recorded, unknown machines. Pure."""
+"""Warn about a plan: GPUs without a rank, secrets that would be recorded, unknown machines. Pure."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _SECRET = re.compile(
 _TOKEN = re.compile(
     r"(gh[pousr]_|github_pat_|hf_|sk-|xox[abp]-|AKIA|ASIA|AIza|glpat-|eyJ)[\w.-]{12,}|-----BEGIN [A-Z ]*PRIVATE KEY"
 )
-"""Beginnings of tokens of GitHub, Hugging Face, OpenAI, Slack, AWS, Google and GitLab; a JWT; a private key."""
+"""Prefixes of tokens of GitHub, Hugging Face, OpenAI, Slack, AWS, Google and GitLab; a JWT; a private key."""
 _PLAIN = re.compile(r"|true|false|yes|no|none|[\d.]+|[~./{].*", re.IGNORECASE)
-"""Values that are no secret, whatever their name is: a switch, a number, a path, a placeholder."""
+"""Values that are not secret under any name: a switch, a number, a path, a placeholder."""
 
 
 def is_secret_name(name: str) -> bool:
     """Return whether a variable, field or flag of this name holds a secret: ``WANDB_API_KEY``, ``HFToken``."""
-    # ``HFToken`` is ``HF Token``: a word ends where the next one begins.
+    # Split ``HFToken`` into ``HF Token``.
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).replace("_", " ").replace("-", " ")
     return _SECRET.search(words) is not None
 
 
 def cautions(job: Job, request: Request) -> Iterator[str]:
-    """Yield a line for each thing that costs money for nothing, or tells a secret, if the request is sent."""
+    """Yield a warning for each part of the request that wastes money or exposes a secret."""
     nodes, ranks = job.resources.instance_count, int(request.context["processes"])
     gpus = total_gpus(job, request)
     if job.launcher == "torchrun" and gpus and gpus > nodes * ranks:
@@ -56,7 +56,7 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
 
 
 def total_gpus(job: Job, request: Request) -> int | None:
-    """Return the GPUs of all nodes; None where the table does not have the machine."""
+    """Return the GPUs of all nodes, or None if the table lacks the machine."""
     machine = (request.instance_types or (THIS_MACHINE,))[0]
     count = gpus_of(request.provider, machine, job, request.choice)
     return None if count is None else count * job.resources.instance_count
@@ -78,7 +78,7 @@ def gpu_names(job: Job, request: Request) -> list[str]:
 
 
 def memory_notes(job: Job, request: Request) -> Iterator[str]:
-    """Yield a line where a wish without memory fits GPUs of several memories, and the smallest was chosen."""
+    """Yield a line if the job's GPU names no memory, exists with several, and the smallest was chosen."""
     if job.resources.gpu and not job.resources.instance_type:
         wish, names = job.resources.gpus[request.choice], gpu_names(job, request)
         others = [name for name in catalog.variants(request.provider, wish) if name not in names]

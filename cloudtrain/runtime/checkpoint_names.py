@@ -39,37 +39,37 @@ _BESIDE = frozenset(
         ".wav",
     ]
 )
-"""Suffixes of what scripts write beside their checkpoints: settings, logs, pictures, programs."""
+"""Suffixes of other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
 _NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
 METADATA = ".metadata"
-"""What ``torch.distributed.checkpoint`` writes last."""
+"""File that ``torch.distributed.checkpoint`` writes last."""
 
 
 def newer_than_metadata(times: Mapping[str, float]) -> str:
-    """The file of a checkpoint, of paths and when each changed, that was written after its `METADATA`; else empty.
+    """Return the file of a checkpoint (paths with change times) that was written after its `METADATA`; else "".
 
-    There is one while a checkpoint is written over: the old ``.metadata`` stays until the new one comes.
+    There is one while a checkpoint is overwritten: the old ``.metadata`` stays until the new one comes.
     """
     last = max(times, key=lambda path: times[path])
     return last if times[last] > times[METADATA] else ""
 
 
 def family(name: str) -> str:
-    """``name`` with its numbers left out: that of every checkpoint, or file, that a script writes in the same place."""
+    """Return ``name`` without its numbers: equal for all checkpoints, or files, that a script writes in one place."""
     return re.sub(r"\d+", "#", name)
 
 
 def unversioned(name: str) -> str:
-    """``name`` with its version left out: ``last.ckpt`` of ``last-v1.ckpt``, which is written beside an older one."""
+    """Return ``name`` without its version: ``last.ckpt`` of ``last-v1.ckpt``, which is written next to an older one."""
     return _VERSION.sub("", name)
 
 
 def step_of(name: str) -> int | None:
-    """The step that a checkpoint's name tells: the number after step, iter or checkpoint, else the last one.
+    """Return the step in a checkpoint's name: the number after step, iter or checkpoint, else the last one.
 
-    That of an epoch is none, nor is a version (``last-v1.ckpt``). Of ``RUN/NAME`` only ``NAME`` counts.
+    Epochs and versions (``last-v1.ckpt``) do not count. Of ``RUN/NAME`` only ``NAME`` counts.
     """
     name = name.rpartition("/")[2]
     found = _STEP.findall(name) or re.findall(r"\d+", _NO_STEP.sub("", name))
@@ -77,12 +77,12 @@ def step_of(name: str) -> int | None:
 
 
 def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str]:
-    """Which of ``entries`` (key to name, and paths below it: one empty path for a file) a training can go on from.
+    """Return the ``entries`` (key to name and paths below it; one empty path for a file) to resume a training from.
 
-    Trainers leave more in the folder of their checkpoints: HF's has the final model and the settings beside
-    ``checkpoint-500/``, DeepSpeed's a script. So, of the first of these kinds that there is: numbered folders, and
+    Trainers leave more in their checkpoint folder: HF's has the final model and the settings beside
+    ``checkpoint-500/``, DeepSpeed's a script. So the first of these kinds that exists counts: numbered folders, and
     other folders that share a file with them (``last.ckpt/``); numbered files, and others of the same suffix
-    (``last.ckpt``); whatever is no text, log or picture; everything.
+    (``last.ckpt``); any file but text, log or picture; everything.
     """
     states = {key: item for key, item in entries.items() if not all(map(_beside, _files_of(*item)))} or dict(entries)
     folders = {key for key, (_, paths) in states.items() if list(paths) != [""]}

@@ -1,4 +1,4 @@
-"""What a service says in JSON, asked from a node by the standard library alone: images need have no SDK."""
+"""Ask a service for JSON from a node, with the standard library alone: images need no SDK."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import StorageError
 __all__ = ["ask"]
 
 PAUSES = (0.5, 2.0, 5.0)
-"""Seconds before a question that was throttled, or that a service failed to answer, is put again."""
+"""Seconds before each further try, after throttling or a failure of the service."""
 TIMEOUT = 10.0
 _LONGEST = 300
 
@@ -24,11 +24,11 @@ _LONGEST = 300
 def ask(
     make: Callable[[], urllib.request.Request], *, what: str, how: str, silent: str = "", direct: bool = False
 ) -> Any:
-    """The JSON that answers ``make()``, which is called for each try: a signature has a time.
+    """Return the JSON answer to ``make()``, which is called for each try because a signature expires.
 
-    Raises `StorageError`, never with what was sent: ``what`` was refused, and ``how`` that is put right; or who does
-    not answer, and what may be wrong then (``silent``). ``direct``: past any proxy, as none reaches this machine's own
-    address.
+    Raises `StorageError` without the content of the request. If the service refused, the message has ``what`` and the
+    fix ``how``; if it did not answer, its name and the likely cause ``silent``. ``direct`` bypasses any proxy, for
+    addresses of this machine.
     """
     opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if direct else []))
     for pause in (*PAUSES, None):
@@ -40,7 +40,7 @@ def ask(
             code, reason = _told(exc)
             passing = exc.code >= 500 or exc.code == 429 or "Throttl" in code
             why = f"{what} was refused ({code or exc.code}): {reason}; {how}"
-        except (OSError, ValueError, http.client.HTTPException) as exc:  # the last: an answer cut short
+        except (OSError, ValueError, http.client.HTTPException) as exc:  # the last: a truncated answer
             passing, why = (
                 True,
                 f"{what}: {urllib.parse.urlsplit(request.full_url).netloc} does not answer: {exc}{silent}",
@@ -52,7 +52,7 @@ def ask(
 
 
 def _told(exc: urllib.error.HTTPError) -> tuple[str, str]:
-    """The service's own name for what was wrong, where it has one, and its words: as AWS, Azure and Google put them."""
+    """Return the service's error code (or "") and message, in the formats of AWS, Azure and Google."""
     code, message = "", None
     try:
         told = json.loads(exc.read())

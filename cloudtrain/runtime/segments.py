@@ -17,7 +17,7 @@ _NAME = re.compile(r"([0-9]+)(?:-([0-9]+))?\.log")
 
 
 class Span(NamedTuple):
-    """The numbers of a segment's first line and of its last; ``last`` is 0 where the name does not tell it."""
+    """The numbers of a segment's first and last line; ``last`` is 0 if the name does not have it."""
 
     first: int
     last: int
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 def span_of(name: str) -> Span | None:
-    """Return what the file name of a segment says; None for any other file."""
+    """Return the span in the file name of a segment; None for any other file."""
     match = _NAME.fullmatch(name)
     return Span(int(match[1]), int(match[2] or 0)) if match else None
 

@@ -1,6 +1,6 @@
-"""What a setting's value may be: a text, a number, a list, a table; and one for each place where it is a list of such.
+"""Convert a setting's value to its type: text, number, list, table, or a list with one value for each place.
 
-Values come as TOML has them, or as the text of a variable or a flag. `SpecError` says where a wrong one stands.
+Values come from TOML, or as text from variables and flags. `SpecError` names the source of a wrong value.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ..validate import brief, text_of, url_scheme
 __all__ = ["Each", "Found", "below", "each", "is_table", "json_or_text", "over", "texts", "typed", "urls"]
 
 _BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
-"""What stands between two URLs."""
+"""Separator of two URLs."""
 
 
 class Found(NamedTuple):
-    """A setting's value, and where it was found: ``cloudtrain.toml [profiles.prod]``, a variable, ``--set``."""
+    """A setting's value and its source: ``cloudtrain.toml [profiles.prod]``, a variable, ``--set``."""
 
     value: Any
     source: str
 
 
 class Each(tuple[Any, ...]):
-    """A setting's values, one for each place; never a single one."""
+    """A setting's values, one for each place, at least two."""
 
 
 def typed(value: Any, kind: Any, where: str) -> Any:
-    """``value``, maybe text, as ``kind``: str, int, float, bool, list of str, table, or one of them optional."""
+    """Return ``value``, maybe text, as ``kind``: str, int, float, bool, list of str, table, or optional one."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kind = next(k for k in typing.get_args(kind) if k is not type(None))
     if typing.get_origin(kind) in (list, tuple):
@@ -60,12 +60,12 @@ def typed(value: Any, kind: Any, where: str) -> Any:
 
 
 def over(old: Found | None, value: Any) -> Any:
-    """``value``; of a table the entries that it names over those there were."""
+    """Return ``value``; if it is a table, merged over the entries of ``old``."""
     return {**old.value, **value} if old is not None and isinstance(value, Mapping) else value
 
 
 def _entries(text: str) -> Any:
-    """A table as text: JSON, or ``a=1,b=2``; None when it is neither."""
+    """Return the table that a text holds as JSON or ``a=1,b=2``; None for other text."""
     if text.lstrip().startswith("{"):
         return json_or_text(text)
     pairs = [part.strip().partition("=") for part in text.split(",")]
@@ -73,7 +73,7 @@ def _entries(text: str) -> Any:
 
 
 def json_or_text(text: Any) -> Any:
-    """What a text means as JSON, else the text."""
+    """Return a text's value as JSON, or the text if it is not JSON."""
     try:
         return json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
@@ -81,17 +81,17 @@ def json_or_text(text: Any) -> Any:
 
 
 def is_table(kind: Any) -> bool:
-    """Whether settings of this type are tables."""
+    """Return whether settings of this type are tables."""
     return typing.get_origin(kind) is dict or kind is dict
 
 
 def urls(value: Any, where: str) -> tuple[str, ...]:
-    """Stores: one, a list, or a text of several URLs with commas between. A path may have commas in it."""
+    """Return the stores of one URL, a list, or a text of several URLs with commas between. A path may have commas."""
     return texts(_BETWEEN.split(value) if isinstance(value, str) else value, where)
 
 
 def texts(value: Any, where: str) -> tuple[str, ...]:
-    """A list of at least one text; several are not empty."""
+    """Return a list of at least one text; of several texts none is empty."""
     if not isinstance(value, (list, tuple)):
         raise SpecError(f"must be str, not {brief(value)}; or a list of such", field=where)
     if not value or not all(isinstance(item, str) for item in value) or (len(value) > 1 and not all(value)):
@@ -100,7 +100,7 @@ def texts(value: Any, where: str) -> tuple[str, ...]:
 
 
 def each(value: Any, kind: Any, where: str, *, splits: bool) -> Any:
-    """``value`` as `typed` has it, or one for each place where it is a list of them; ``splits``: at its commas, too."""
+    """Return ``value`` as `typed` does, or one value for each place if it is a list; ``splits``: also at commas."""
     if kind is str and splits and isinstance(value, str) and "," in value:
         value = [part.strip() for part in value.split(",")]
     if typing.get_origin(kind) in (list, tuple) and isinstance(value, str) and value.lstrip().startswith("["):
@@ -125,12 +125,12 @@ def _json_list(text: str, where: str) -> list[Any]:
 
 
 def below(store: Any, folder: Path, where: str) -> Any:
-    """``store``, a URL or several, whose paths are relative to ``folder``; anything else as it is."""
+    """Return ``store``, one URL or several, with relative paths below ``folder``; other values are unchanged."""
     if isinstance(store, list):
         return [below(item, folder, where) for item in store]
     if not isinstance(store, str) or not store or url_scheme(store):
         return store
     try:
         return str(folder / Path(text_of(store, where)).expanduser())
-    except RuntimeError as exc:  # a ~user whom nobody knows
+    except RuntimeError as exc:  # an unknown ~user
         raise SpecError(str(exc), field=where) from None

@@ -1,7 +1,7 @@
-"""What a provider needs before a job can be sent: which of it is missing, how to set it, and a plan without it.
+"""Find a provider's missing settings, say how to set them, and make a plan without them.
 
-Each provider states its needs as data (`Need`). A missing one is named as ``cloudtrain config``
-names it: ``store``, ``NAME.region``; ``image`` is a field of the job.
+Each provider states its needs as data (`Need`). Names are those of ``cloudtrain config``:
+``store``, ``NAME.region``; ``image`` is a field of the job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _IMAGE, _STORE = "image", "store"
 
 
 def find_missing(settings: Settings, provider: Provider, job: Job) -> tuple[str, ...]:
-    """Return the names of what ``provider``, made of ``settings``, lacks to send ``job``."""
+    """Return the names of the values that ``provider``, made of ``settings``, lacks to send ``job``."""
     kind = type(provider)
     store = (_STORE,) if _STORE in needs_of(kind) and settings.store == Settings.store else ()
     return store + lacking(kind, provider.settings, job)
@@ -64,7 +64,7 @@ def assignment(name: str, need: Need) -> str:
 
 
 def stand_ins(settings: Settings, provider: str, job: Job, names: Sequence[str]) -> tuple[Settings, Provider, Job]:
-    """Return what a plan can be made of: valid values in place of those that are missing."""
+    """Return settings, provider and job with valid stand-ins for the missing values, so that they can be planned."""
     needs = needs_of(find_provider(provider))
     values = {_short(name): _stand_in(name, needs[name]) for name in names}
     job = job.replace(image=values.pop(_IMAGE)) if _IMAGE in values else job
@@ -79,7 +79,7 @@ def with_placeholders(data: Any, provider: str, names: Sequence[str]) -> Any:
         need = needs_of(find_provider(provider))[name]
         stand_in, shown = _stand_in(name, need), need.shown or f"<{_short(name)}>"
         texts[stand_in] = shown
-        if "://" in stand_in and "://" in shown:  # a path of a mounted bucket names it without the scheme
+        if "://" in stand_in and "://" in shown:  # a mounted bucket's path has no scheme
             texts[stand_in.partition("://")[2]] = shown.partition("://")[2]
     for text in sorted(texts, key=len, reverse=True):
         data = _replaced(data, text, texts[text])

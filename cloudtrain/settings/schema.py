@@ -1,7 +1,7 @@
-"""JSON Schema (draft 2020-12) of what people write: job files and files of settings. Made of the dataclasses.
+"""Make JSON Schemas (draft 2020-12) of job files and settings files from the dataclasses.
 
-So an editor completes and checks what `Job` and `Settings` will read. `schemas` has them as files, beside those of what
-``--json`` prints.
+An editor completes and checks with them what `Job` and `Settings` will read. `schemas` has them as files, with those of
+``--json`` output.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _whole(least: int, most: int | None = None) -> Schema:
     return {"type": "integer", "minimum": least, **({} if most is None else {"maximum": most})}
 
 
-#: What the annotations do not say; the checks of `Job` do, and a test compares the two.
+#: Constraints that the annotations lack; `Job` checks them, and a test compares the two.
 _EXACT: dict[str, Schema] = {
     "args": {"type": "array", "items": {"type": "string"}},
     "name": {"type": "string", "maxLength": 40, "pattern": "^([a-z0-9](-?[a-z0-9])*)?$"},
@@ -93,7 +93,7 @@ _EXACT: dict[str, Schema] = {
 
 @cache
 def job_schema() -> Schema:
-    """Of a job file: every field, flat or in the tables ``source`` and ``resources``."""
+    """Return the schema of a job file: every field, flat or in the tables ``source`` and ``resources``."""
     flat = {name: _field(name) for name in FLAT_FIELDS}
     on = {name: item for name, item in flat.items() if name not in ("name", "options", "on")}
     tables = {
@@ -121,7 +121,7 @@ def job_schema() -> Schema:
 
 @cache
 def settings_schema() -> Schema:
-    """Of cloudtrain.toml, and of ``[tool.cloudtrain]`` in a pyproject.toml, with the settings of all providers here."""
+    """Return the schema of cloudtrain.toml and ``[tool.cloudtrain]`` in pyproject.toml, for all installed providers."""
     general: Schema = {}
     for spec in dataclasses.fields(Settings):
         if "help" in spec.metadata:
@@ -152,12 +152,12 @@ def settings_schema() -> Schema:
 
 
 def names() -> list[str]:
-    """What there is a schema of."""
+    """Return the names of all schemas."""
     return sorted([*schemas.names(), *schemas.WRITTEN])
 
 
 def schema(name: str) -> Schema:
-    """The schema called ``name``, that of the settings with third parties' providers. Raises `NotFoundError`."""
+    """Return the schema called ``name``; that of settings has third parties' providers. Raises `NotFoundError`."""
     made = {"job": job_schema, "settings": settings_schema}.get(name)
     if made is not None:
         return made()
@@ -168,7 +168,7 @@ def schema(name: str) -> Schema:
 
 
 def described(exc: SpecError) -> SpecError:
-    """``exc``, about a field of a job that has a wrong type or value, with what the schema says of that field."""
+    """Return ``exc``, about a job field of a wrong type or value, with the schema's description of that field."""
     if type(exc) is not SpecError or not exc.message.startswith("must be"):
         return exc
     where: Mapping[str, Any] = job_schema()
@@ -218,7 +218,7 @@ def _provider(kind: type[Any]) -> Schema:
 
 
 def _of(hint: Any, *, empty: bool = False) -> Schema:
-    """The schema of a type: text, numbers, a list of texts (one alone too), a table."""
+    """Return the schema of a type: text, number, list of texts (or one alone), table."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     if typing.get_origin(hint) in (tuple, list):

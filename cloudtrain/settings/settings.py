@@ -1,12 +1,11 @@
-"""Settings: what belongs to an account or a machine, never to a Job.
+"""Settings: values of an account or a machine, never of a Job.
 
 General settings are the top-level keys of ``cloudtrain.toml``, or of ``[tool.cloudtrain]`` in a pyproject.toml (the
-nearest that there is, in the current folder or above), provider settings its ``[<provider>]`` tables; a profile,
-``[profiles.<name>]``, holds what is different in it. Rising precedence: the file, its profile, environment
+nearest, in the current folder or above). Provider settings are its ``[<provider>]`` tables. A profile,
+``[profiles.<name>]``, holds its differences. Rising precedence: the file, its profile, environment
 (``CLOUDTRAIN_STORE``, ``CLOUDTRAIN_<PROVIDER>_<KEY>``), ``--set key=value``, constructor. No secret is ever a setting.
-
-Where a job may try one place after the other, ``provider`` and a provider's text settings are lists, with as many
-stores: `Settings.candidates` gives the settings of each place.
+If a job may try several places, ``provider`` and a provider's text settings are lists, with as many stores:
+`Settings.candidates` gives the settings of each place.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ FILE = "cloudtrain.toml"
 PROJECT = "pyproject.toml"
 PREFIX = "CLOUDTRAIN_"
 DEFAULT = "default"
-"""The source of a value that nobody has set."""
+"""The source of a value that is not set."""
 _GENERAL = ("provider", "store", "max_code_mb", "mover", "concurrency", "sse", "sse_kms_key_id", "confirm_above_usd")
 _PROFILE, _PROFILES = "profile", "profiles"
 _STORE = "store"
-"""A provider's own, in its table: that of the jobs that it gets."""
+"""A provider's own store in its table, for the jobs that it gets."""
 _LISTS = ("provider", _STORE)
 _MOVERS = ("auto", "fsspec", "obstore")
 MOST_FILES = 64
-"""That move at a time: as many threads, and connections."""
+"""Files that move at a time: as many threads and connections."""
 MOST_CODE_MB = 1_000_000
 ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
 
@@ -53,11 +52,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """General settings. ``tables`` holds the provider tables as they were found; `provider_settings` reads them.
+    """General settings. ``tables`` holds the provider tables as found; `provider_settings` reads them.
 
-    ``origins`` says where each was found: of ``store``, of ``NAME.role``; ``file`` is the file that was read.
-    ``provider`` and ``store`` are those of the first place, ``providers`` and ``stores`` all that were named; ``place``
-    is which of a provider's several places counts.
+    ``origins`` has the source of each: of ``store``, of ``NAME.role``; ``file`` is the file read. ``provider`` and
+    ``store`` are those of the first place, ``providers`` and ``stores`` all of them. ``place`` is the index of a
+    provider's place in use.
     """
 
     provider: str = field(default="local", metadata={"help": "provider when none is given"})
@@ -91,11 +90,11 @@ class Settings:
         profile: str | None = None,
         **given: Any,
     ) -> Settings:
-        """Settings of this folder, environment and command line; ``given`` that are not None win.
+        """Return the settings of this folder, environment and command line; ``given`` override them unless None.
 
-        ``profile``: the one of the file that counts; default: ``CLOUDTRAIN_PROFILE``, else the file's ``profile``.
-        ``overrides`` are ``--set`` pairs: a general key, or one of the chosen provider's.
-        Raises `SpecError` for an unknown key, with the nearest valid one, or a value of the wrong type.
+        ``profile`` is the file's profile to use; default: ``CLOUDTRAIN_PROFILE``, else the file's ``profile``.
+        ``overrides`` are ``--set`` pairs: a general key, or one of the chosen provider's. Raises `SpecError` for an
+        unknown key, with the nearest valid one, or a value of the wrong type.
         """
         environ = os.environ if environ is None else environ
         overrides = dict(overrides or {})
@@ -131,7 +130,7 @@ class Settings:
 
     @property
     def moving(self) -> Moving:
-        """How bytes move. `SpecError` for a word that nobody knows."""
+        """The options of transfers. Raises `SpecError` for an unknown word."""
         choice_of(self.mover, _MOVERS, "mover")
         if not 1 <= self.max_code_mb <= MOST_CODE_MB:
             why = f"must be a number from 1 to {MOST_CODE_MB}, not {brief(self.max_code_mb)}"
@@ -145,16 +144,16 @@ class Settings:
         return Moving(mover=self.mover, sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency)
 
     def provider_of(self, record: Mapping[str, Any]) -> Provider:
-        """The provider of a run, by its run.json: the settings it was submitted with, and who calls by those here."""
+        """Return the provider of a run by its run.json, with the submission's settings and this machine's identity."""
         name = str(record["provider"])
-        own = self._own(name, str(record.get("run", "")))  # who calls may differ from place to place
+        own = self._own(name, str(record.get("run", "")))  # the identity may differ from place to place
         return own.make_provider(name, **recorded_settings(find_provider(name).Settings, record["settings"]))
 
     def candidates(self) -> tuple[Settings, ...]:
-        """These settings once for each place that a job may run in, in the order in which it tries them.
+        """Return these settings once for each place that a job may run in, in the order of trying.
 
-        A provider that is named, or a text setting that is a list, is a place each; settings that are no list hold for
-        all. Raises `SpecError` where there are not as many stores as places: a run lives in one store.
+        Each named provider, and each entry of a list-valued text setting, is a place; other settings hold for all.
+        Raises `SpecError` unless there is a store for each place: a run lives in one store.
         """
         places = self.places()
         for own in {own.provider: own for own in places}.values():
@@ -171,7 +170,7 @@ class Settings:
         return places
 
     def places(self) -> tuple[Settings, ...]:
-        """These settings once for each store of each provider, in order; nobody has looked whether they fit."""
+        """Return these settings once for each store of each provider, in order, unchecked."""
         names = self.providers or (self.provider,)
         found: list[Settings] = []
         for name in names:
@@ -181,7 +180,7 @@ class Settings:
         return tuple(found)
 
     def _stores_of(self, name: str) -> tuple[str, ...]:
-        """The stores of the jobs that provider ``name`` gets: its own, or the general ones where those rank higher."""
+        """Return the stores of provider ``name``'s jobs: its own, or the general ones if those have precedence."""
         everybody = self.stores or (self.store,)
         own = self._setting(name, _STORE)
         if own is None or _rank(own.source) < _rank(self.origins.get(_STORE, DEFAULT)):
@@ -189,7 +188,7 @@ class Settings:
         return urls(own.value, f"{own.source} {_STORE}")
 
     def _setting(self, name: str, key: str) -> Found | None:
-        """What is set for ``key`` of provider ``name``, as it was found."""
+        """Return the value found for ``key`` of provider ``name``, unconverted."""
         variable = f"{PREFIX}{name.upper()}_{key.upper()}"
         if f"{name}.{key}" in self.overrides:
             return Found(self.overrides[f"{name}.{key}"], "--set")
@@ -199,7 +198,7 @@ class Settings:
         return None if value is None else Found(value, self.origins.get(f"{name}.{key}", f"{FILE} [{name}]"))
 
     def _only(self, name: str) -> Settings:
-        """These settings as those of provider ``name``, one of several: of ``--set`` what it knows, or is told.
+        """Return these settings for provider ``name``, one of several, with the ``--set`` pairs that it knows.
 
         Raises `SpecError` for a key that none of them has.
         """
@@ -217,9 +216,9 @@ class Settings:
         return dataclasses.replace(self, provider=name, overrides=overrides)
 
     def callers(self, url: str) -> Iterator[Caller]:
-        """Who may say as whom a store is reached of which only ``url`` is known, the likeliest first; at least one.
+        """Yield the identities to try for a store with only ``url`` known, likeliest first; at least one.
 
-        The chosen provider, as for `submit`, then those that have settings here; of these, who can reach such URLs.
+        The chosen provider comes first, as in `submit`, then those with settings here, if they can reach such URLs.
         """
         if url_scheme(url) in ("", "file"):
             yield Caller(None)
@@ -234,9 +233,9 @@ class Settings:
             yield Caller(None)
 
     def let_in(self, url: str, read: Callable[[Caller], T]) -> T:
-        """What ``read`` gives that reads the store at ``url`` as the first of `callers` whom it lets in.
+        """Return the result of ``read`` for the store at ``url``, with the first of `callers` that has access.
 
-        Raises the first one's `AuthError` when it lets none in, and what else ``read`` raises.
+        If none has access, raises the first one's `AuthError`; also the other errors of ``read``.
         """
         refused: list[tuple[Caller, AuthError]] = []
         for caller in self.callers(url):
@@ -249,8 +248,8 @@ class Settings:
         raise refused[0][1]
 
     def _own(self, name: str, url: str = "") -> Settings:
-        """These settings for provider ``name``: ``--set`` pairs are the chosen one's; of its places that whose store
-        holds ``url``, else the one that counts."""
+        """Return these settings for provider ``name``: ``--set`` pairs are the chosen one's. Of its places, the one
+        whose store holds ``url`` counts, else the current one."""
         several = len(self.providers) > 1 and name in self.providers
         own = (
             self._only(name) if several else self if name == self.provider else dataclasses.replace(self, overrides={})
@@ -263,7 +262,7 @@ class Settings:
         return dataclasses.replace(own, place=next(holds, own.place)) if len(stores) > 1 else own
 
     def make_provider(self, name: str | None = None, **given: Any) -> Provider:
-        """The provider called ``name`` (default: the setting), made of its settings; ``given`` win.
+        """Return the provider called ``name`` (default: the setting), made of its settings; ``given`` override them.
 
         Raises `SpecError` for an unknown or ill-typed key and `NotFoundError` for an unknown provider.
         """
@@ -276,10 +275,10 @@ class Settings:
         return find_provider(name)(**values)
 
     def of_provider(self, name: str) -> dict[str, Found]:
-        """What is set of the provider called ``name``, and where; the rest are its defaults. Raises as `make_provider`.
+        """Return the settings that are set for provider ``name``, with their sources. Raises as `make_provider`.
 
         A table (``prices``) is merged by key, and one entry of it may be set: ``--set prices.ml.p5.48xlarge=98``. Of a
-        list of places that is the one that counts here.
+        list of places the current one counts.
         """
         return {
             key: item._replace(value=item.value[min(self.place, len(item.value) - 1)])
@@ -289,7 +288,7 @@ class Settings:
         }
 
     def _raw(self, name: str) -> dict[str, Found]:
-        """As `of_provider`, with all that lists name."""
+        """Return the settings as `of_provider` does, with whole lists."""
         kind = find_provider(name).Settings
         kinds = typing.get_type_hints(kind)
         places = {spec.name for spec in dataclasses.fields(kind) if spec.metadata.get("place")}
@@ -326,8 +325,8 @@ class Settings:
         return found
 
     def shown(self) -> list[dict[str, Any]]:
-        """Every general setting and those of the chosen provider: ``key``, ``value``, ``source``; no part of a URL
-        that may be a secret. Raises as `make_provider`."""
+        """Return every general setting and those of the chosen provider: ``key``, ``value``, ``source``, without
+        possible secrets in URLs. Raises as `make_provider`."""
         named: Mapping[str, Any] = {"provider": self.providers, _STORE: self._stores_of(self.provider)}
         own = self._setting(self.provider, _STORE)
         rows = [
@@ -348,11 +347,11 @@ class Settings:
         return rows
 
     def resolved(self, url: str | None = None, *, ask: bool = True) -> str:
-        """``url`` (default: the store) in the form that everything else takes.
+        """Return ``url`` (default: the store) in the form that all other code takes.
 
-        A URL whose scheme is the name of a provider is that provider's own word for a place, and its to resolve
-        (``Provider.store_url``); any other stays. ``ask``: it may ask its platform. Raises `SpecError` for one that it
-        cannot resolve, and whatever the platform's answer is.
+        If the scheme is a provider's name, that provider resolves the URL (``Provider.store_url``); any other stays.
+        ``ask``: it may ask its platform. Raises `SpecError` for a URL that it cannot resolve, and the platform's
+        errors.
         """
         url = self.store if url is None else url
         name = url_scheme(url)
@@ -367,14 +366,11 @@ NO_SETTINGS = Settings()
 
 
 class Caller:
-    """fsspec's options for a store, by ``provider``: a `Storage` that tells whether another one's would differ.
-
-    None: none at all.
-    """
+    """fsspec's options for a store, by ``provider`` (None: no options): a `Storage` comparable with another."""
 
     def __init__(self, provider: Provider | None) -> None:
         self._provider = provider
-        self._first: Mapping[str, Any] | None = None  # an answer that nobody has used yet
+        self._first: Mapping[str, Any] | None = None  # an answer that is not used yet
         self._bare = provider is None
 
     def __call__(self, url: str) -> Mapping[str, Any]:
@@ -385,18 +381,18 @@ class Caller:
         return options or {}
 
     def is_like(self, other: Caller, url: str) -> bool:
-        """Whether a store that was opened as ``other`` serves for this one: neither has options. May ask this one."""
+        """Return whether a store opened as ``other`` serves this caller: neither has options. May ask this provider."""
         if not other._bare:
             return False
         try:
             self._first = self(url)
-        except Exception:  # noqa: BLE001 - opening the store meets it again, and says it well
+        except Exception:  # noqa: BLE001 - opening the store raises it again, with a good message
             return False
         return self._bare
 
     def own(self, url: str, provider: Provider) -> Caller | None:
-        """As whom the store at ``url``, which was opened as this one, is to be opened anew for a run of ``provider``;
-        None: it serves as it is."""
+        """Return the caller with which to reopen the store at ``url``, opened as this one, for a run of ``provider``;
+        None: it can stay."""
         if url_scheme(url) == "file" or (self._provider is not None and self._provider.name == provider.name):
             return None
         found = Caller(provider)
@@ -404,20 +400,20 @@ class Caller:
 
 
 class _Layer(NamedTuple):
-    """One table of a file: its keys, and what it is called in messages."""
+    """One table of a file: its keys, and its name in messages."""
 
     values: Mapping[str, Any]
     file: str
     table: str
 
     def where(self, *names: str) -> str:
-        """``cloudtrain.toml``, ``cloudtrain.toml [profiles.prod.NAME]``."""
+        """Return a key's place: ``cloudtrain.toml``, ``cloudtrain.toml [profiles.prod.NAME]``."""
         path = ".".join(filter(None, [self.table, *names]))
         return f"{self.file} [{path}]" if path else self.file
 
 
 class _Read(NamedTuple):
-    """A file of settings; no path: there is none."""
+    """A file of settings; without a path there is none."""
 
     path: Path | None = None
     base: _Layer = _Layer({}, FILE, "")
@@ -426,7 +422,7 @@ class _Read(NamedTuple):
 
 
 def _read_file(folder: Path) -> _Read:
-    """The nearest file of settings, upwards from ``folder``. `SpecError` where two in one folder hold some."""
+    """Return the nearest settings file, upwards from ``folder``. Raises `SpecError` if one folder has two."""
     for place in (folder, *folder.parents):
         own, project = _toml(place / FILE), _toml(place / PROJECT, about="cloudtrain")
         tool = project.get("tool") if project is not None else None
@@ -441,7 +437,7 @@ def _read_file(folder: Path) -> _Read:
 
 
 def _toml(path: Path, about: str = "") -> dict[str, Any] | None:
-    """The file's tables; None where there is no such file, or it does not even mention ``about``."""
+    """Return the file's tables; None if there is no such file, or its text lacks ``about``."""
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -454,7 +450,7 @@ def _toml(path: Path, about: str = "") -> dict[str, Any] | None:
 
 
 def _split(data: Mapping[str, Any], path: Path, table: str) -> _Read:
-    """A file's own settings apart from its profiles; relative stores are below its folder, the same from below it."""
+    """Split a file's own settings and its profiles; relative stores become absolute below its folder."""
     base = dict(data)
     layer = _Layer(base, path.name, table)
     profiles = table_of(base.pop(_PROFILES, {}), layer.where(_PROFILES))
@@ -483,7 +479,7 @@ def _profile(read: _Read, name: str) -> _Layer:
 
 
 def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Found]]) -> None:
-    """What ``layer`` holds over what was found before; a provider's table by key, and a table in it (prices) too."""
+    """Merge ``layer`` over earlier values; a provider's table by key, and a table in it (prices) too."""
     for key, value in layer.values.items():
         if isinstance(value, Mapping):
             if key not in provider_names():
@@ -499,7 +495,7 @@ def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Fo
 
 
 def _general(key: str, value: Any, where: str) -> Any:
-    """The value of a general setting, as it was found at ``where``; of one that may be a list, all of them."""
+    """Return the value of a general setting, found at ``where``; if it may be a list, all of it."""
     if key == _STORE:
         return urls(value, where)
     if key == "provider":
@@ -513,7 +509,7 @@ def _general(key: str, value: Any, where: str) -> Any:
 
 
 def _rank(source: str) -> int:
-    """How much a source counts: files, then variables, then ``--set``, then what the command or the caller says."""
+    """Return the precedence of a source: files, then variables, then ``--set``, then the command or the caller."""
     if source == "--set":
         return 2
     return 3 if source.startswith("--") else 1 if source.startswith(PREFIX) else 0
@@ -541,7 +537,7 @@ def _owners() -> dict[str, list[str]]:
 
 
 def _owner_hint(key: str) -> str:
-    """Return a hint that says which provider has a setting ``key``, or one whose name is similar; empty for none."""
+    """Return a hint with the provider that has a setting ``key``, or a similar one; empty for none."""
     owners = _owners()
     real = key if key in owners else similar(key, owners)
     if not real:
@@ -553,7 +549,7 @@ def _owner_hint(key: str) -> str:
 
 
 def setting_hint(key: str, value: Any) -> str:
-    """Return where ``key`` belongs that stands in a job file and is a setting; empty for what is no setting."""
+    """Return where ``key`` belongs if it is in a job file but is a setting; empty if it is not a setting."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     if key in _GENERAL:
         return f"{key} is a setting; put it into {FILE}: {key} = {text}"
@@ -566,7 +562,7 @@ def setting_hint(key: str, value: Any) -> str:
 
 
 def _told(value: Any) -> Any:
-    """``value`` as JSON, a URL in it without what may be a secret."""
+    """Return ``value`` as JSON, without possible secrets in its URLs."""
     if isinstance(value, str):
         return without_secrets(value) if "://" in value else value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A credential among the options of a store, in the form of whichever library moves its bytes."""
+"""A credential among a store's options, in the form of either library that moves its bytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["Credential"]
 
 @dataclass(frozen=True, kw_only=True)
 class Credential:
-    """``own`` is the vendor SDK's credentials, which renew themselves; ``fsspec`` makes of them what the file system
-    takes, and is called only for one: it may have much to import."""
+    """The vendor SDK's credentials (``own``), which renew themselves. ``fsspec`` converts them for a file system; it
+    runs only for one because its imports may be slow."""
 
     own: Any
     fsspec: Callable[[], Any]

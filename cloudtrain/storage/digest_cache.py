@@ -1,8 +1,8 @@
-"""SHA-256 of local files, remembered from one process to the next by what stat says of them.
+"""Cache SHA-256 digests of local files between processes, keyed by stat.
 
-What is remembered counts while size, times, inode and device are the same, and only if the file was read when a change
-could no longer have left the same times: long after its last one, or long after they were first seen. On a file system
-whose times do not tell a change it never counts. In any doubt the file is read.
+A cached digest counts while size, times, inode and device are the same. The file must also have been read long after
+its last change, or long after these times were first seen. Then no later change can have the same times. On a file
+system whose times may miss a change, it never counts. In any doubt the file is read.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .local_disk import cache_home, disk_errors, scan, sha256_file, walk
 __all__ = ["Digests", "LocalTree", "TreeFile", "cache_folder", "hash_tree", "looks", "still"]
 
 SETTLED = 60.0
-"""Seconds between a file's last change and its reading, after which a further change shows in its times, also where
-these are another machine's, whose clock is off by less."""
+"""Seconds between a file's last change and its reading, after which a further change shows in its times. This covers
+another machine's clock that is off by less."""
 SEEN = 60.0
-"""Seconds for which the same times have been seen before a reading. What is written through a mapping changes them at
-the first store alone until the system writes the page back, half a minute later."""
+"""Seconds for which the same times must have been seen before a reading. A write through a mapping changes them only at
+the first store, until the system writes the page back half a minute later."""
 KEPT = 64
-"""Trees that are remembered."""
+"""Number of cached trees."""
 _TELLING = frozenset({"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "xfs", "zfs"})
-"""File systems of Linux whose times, kept by this machine, are another one's after each change."""
+"""Linux file systems whose times, kept by this machine, differ after each change."""
 _VERSION = 1
 
 
 def cache_folder(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
-    """Where digests are remembered."""
+    """Return the folder of cached digests."""
     return cache_home(environ, platform) / "digests"
 
 
 class Digests:
-    """Digests of the files below ``root``. ``folder`` holds what is remembered; ``clock`` gives Unix seconds."""
+    """A cache of digests of the files below ``root``, kept in ``folder``; ``clock`` gives Unix seconds."""
 
     def __init__(self, root: Path, *, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
         self._root, self._clock = os.path.abspath(root), clock
@@ -57,7 +57,7 @@ class Digests:
         self._changed = False
 
     def find(self, path: str, status: os.stat_result) -> str | None:
-        """The digest of the file that looks so, None when it must be read."""
+        """Return the cached digest of a file with this status, or None if the file must be read."""
         key = self._key(path)
         self._used.add(key)
         known = self._known.get(key)
@@ -73,7 +73,7 @@ class Digests:
         return None
 
     def of(self, path: str | Path, status: os.stat_result | None = None) -> str:
-        """The digest of ``path``. `StorageError` when it cannot be read; FileNotFoundError when it is not there."""
+        """Return the digest of ``path``. Raises `StorageError` if unreadable, FileNotFoundError if missing."""
         text, path = os.fspath(path), Path(path)
         with disk_errors(path):
             status = status or os.stat(path)
@@ -88,18 +88,18 @@ class Digests:
         return digest
 
     def forget(self, path: Path) -> None:
-        """Have ``path`` read the next time."""
+        """Drop the cached digest of ``path``."""
         self._changed |= self._known.pop(self._key(os.fspath(path)), None) is not None
 
     def keep(self) -> None:
-        """Remember it for the next process. Where that cannot be written down, all is read again."""
+        """Save the digests for the next process. If saving fails, the next process reads all files."""
         if not self._changed:
             with contextlib.suppress(OSError):
                 os.utime(self._file)
             return
         if not self._file.parents[min(3, len(self._file.parents) - 1)].is_dir():
             return  # no home, no cache
-        if len(self._known) > 2 * len(self._used) + 1000:  # files that are long gone
+        if len(self._known) > 2 * len(self._used) + 1000:  # drop deleted files
             self._known = {key: self._known[key] for key in self._used if key in self._known}
         text = json.dumps({"version": _VERSION, "root": self._root, "files": dict(self._known)}, separators=(",", ":"))
         with contextlib.suppress(OSError):
@@ -136,7 +136,7 @@ class Digests:
         return {}
 
     def _make_room(self) -> None:
-        """Forget the trees that were remembered longest ago. Another process may be doing the same."""
+        """Delete the trees that were saved longest ago. Another process may do the same."""
         files = []
         with os.scandir(self._file.parent) as items:
             for item in items:
@@ -149,7 +149,7 @@ class Digests:
 
 
 def _tells(device: int) -> bool:
-    """Whether times of files there show each change. Of Windows no time is that of the change, whatever was copied."""
+    """Return whether file times on this device show each change. Windows times do not."""
     if os.name == "nt":
         return False
     return not sys.platform.startswith("linux") or _types().get(device) in _TELLING
@@ -157,7 +157,7 @@ def _tells(device: int) -> bool:
 
 @cache
 def _types() -> dict[int, str]:
-    """The file systems that are mounted, by device."""
+    """Return the types of the mounted file systems by device."""
     found: dict[int, str] = {}
     with contextlib.suppress(OSError, ValueError), open("/proc/self/mountinfo", encoding="utf-8") as lines:
         for row in map(str.split, lines):
@@ -167,15 +167,15 @@ def _types() -> dict[int, str]:
 
 
 def looks(status: os.stat_result) -> list[int]:
-    """What is another one when a file's content is, unless it changed twice within a tick of the clock."""
+    """Return stat values that change with a file's content, unless it changed twice within a tick of the clock."""
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeFile:
-    """One file of a `LocalTree`: path relative to it, bytes, SHA-256, and the time of its last change when hashed.
+    """One file of a `LocalTree`: relative path, bytes, SHA-256, and the time of its last change when hashed.
 
-    ``read`` is False when its digest was only remembered.
+    ``read`` is False if its digest came from the cache.
     """
 
     path: str
@@ -189,7 +189,7 @@ class TreeFile:
 class LocalTree:
     """Local data to upload: files below ``path``. ``digest`` covers their relative paths, sizes and contents.
 
-    ``known`` is what was learned of them, and worth keeping once they are staged.
+    ``known`` are the digests to save once the files are staged.
     """
 
     path: Path
@@ -203,7 +203,7 @@ class LocalTree:
 
 
 def hash_tree(path: Path, where: str) -> LocalTree:
-    """The tree at ``path``, a folder or a file. `SpecError`, naming the field ``where``."""
+    """Return the tree at ``path``, a folder or a file. Raises `SpecError` with the field ``where``."""
     known = Digests(path)
     seen: dict[str, tuple[str, os.stat_result, str | None]] = {}
     try:
@@ -233,7 +233,7 @@ def hash_tree(path: Path, where: str) -> LocalTree:
 
 
 def still(path: Path, item: TreeFile, *, read: bool = False) -> None:
-    """Raise `DigestError` unless the file looks as it did; ``read``: and has the digest that it had."""
+    """Raise `DigestError` if the file's size or time changed; with ``read``, also if its digest changed."""
     status = path.stat()
     same = (status.st_size, status.st_mtime_ns) == (item.size, item.mtime_ns)
     if not same or (read and sha256_file(path) != item.sha256):

@@ -1,4 +1,4 @@
-"""What the client libraries of stores raise, sorted by one table; and trying again."""
+"""Classify the errors of the stores' client libraries by one table, and retry."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["Retries", "TransientError", "UnreachableError", "classify", "transla
 
 R = TypeVar("R")
 
-#: The one error table: a kind, the HTTP statuses and the exception names (of any base class) that mean it. By name,
-#: because the back ends' packages may not be installed and must not be imported to find out.
+#: The error table: a kind, its HTTP statuses and its exception names (of any base class). Names, because the back ends'
+#: packages may not be installed and must not be imported to find out.
 _TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
     ("missing", frozenset({404, 410}), frozenset({"FileNotFoundError", "ResourceNotFoundError"})),
     (
@@ -33,7 +33,7 @@ _TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
             }
         ),
     ),
-    # Of paramiko; what these are made of may pass.
+    # paramiko; their base classes may be transient.
     ("auth", frozenset(), frozenset({"AuthenticationException", "BadHostKeyException"})),
     (
         "transient",
@@ -51,7 +51,7 @@ _TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
                 "ServiceRequestError", "ServiceResponseError",
                 # google-auth, gcsfs
                 "TransportError", "ChecksumError",
-                # paramiko, ftplib: a connection that is gone
+                # paramiko, ftplib: a lost connection
                 "SSHException", "NoValidConnectionsError", "EOFError",
             }
         ),
@@ -76,7 +76,7 @@ _TABLE: tuple[tuple[str, frozenset[int], frozenset[str]], ...] = (
     ),
 )  # fmt: skip
 _DISK_ERRNOS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-#: Of FTP's replies: no login, no login that may, no such file.
+#: FTP replies: no login, login refused, no such file.
 _FTP = {"530": 401, "532": 401, "550": 404}
 _AUTH_WORDS = ("forbidden", "credential", "expiredtoken", "accessdenied", "unauthorized", "not authorized")
 
@@ -94,25 +94,25 @@ _UNREACHABLE = tuple(
         ("connect(ion)? ?time(d ?)?out", "no answer"),
     )
 )
-"""What libraries and systems write of a host to which no connection was made, and what we say."""
+"""Messages of libraries and systems about a host without a connection, and ours."""
 NAMED = 3
-"""The first try that `watched` tells of: what passes within a second is no news."""
+"""The first try that `watched` reports: what passes within a second is not worth a line."""
 _WATCHER: ContextVar[Callable[[str], None]] = ContextVar("watcher", default=lambda text: None)
 
 
 class TransientError(StorageError):
-    """A call that failed for a reason which may pass; it may have been carried out all the same."""
+    """A call that failed for a transient reason; it may have been carried out nevertheless."""
 
 
 class UnreachableError(TransientError, LostContactError):
-    """A host of the store to which no connection was made: the network's fault, and not the store's."""
+    """A host of the store that could not be reached: a failure of the network, not of the store."""
 
     exit_code = LostContactError.exit_code
 
 
 @contextmanager
 def watched(say: Callable[[str], None]) -> Iterator[None]:
-    """Tell ``say`` of calls to a store, made in this thread, that are tried a third time and more."""
+    """Report to ``say`` each call to a store, made in this thread, from its third try on."""
     token = _WATCHER.set(say)
     try:
         yield
@@ -130,7 +130,7 @@ def _chain(exc: BaseException) -> Iterator[BaseException]:
 
 
 def _status(exc: BaseException) -> int | None:
-    """The HTTP status that an exception of any of the client libraries carries, or that one of ftplib comes to."""
+    """Return the HTTP status of a client library's exception, or the equivalent of an ftplib error."""
     if type(exc).__module__ == "ftplib":
         return _FTP.get(str(exc)[:3], 503 if str(exc).startswith("4") else None)
     response = getattr(exc, "response", None)
@@ -145,13 +145,13 @@ def _status(exc: BaseException) -> int | None:
 
 
 def classify(exc: BaseException) -> str:
-    """What an exception of any back end means: missing, taken, transient, auth, disk or other."""
+    """Return the kind of a back end's exception: missing, taken, transient, auth, disk or other."""
     for link in _chain(exc):
         if isinstance(link, OSError) and (
             link.errno in _DISK_ERRNOS or (isinstance(link, PermissionError) and link.filename)
         ):
             return "disk"
-        if "No authentication methods" in str(link):  # paramiko, to whom nobody gave a key; of the class of what passes
+        if "No authentication methods" in str(link):  # paramiko without a key; its class is otherwise transient
             return "auth"
         names = {base.__name__ for base in type(link).__mro__}
         status = _status(link)
@@ -161,13 +161,13 @@ def classify(exc: BaseException) -> str:
         if _is_bare_refusal(link):
             return "auth"
     text = str(exc).lower()
-    if "socket is closed" in text:  # paramiko's word for a connection that another call has lost
+    if "socket is closed" in text:  # paramiko: another call has lost the connection
         return "transient"
     return "auth" if any(word in text for word in _AUTH_WORDS) else "other"
 
 
 def _is_bare_refusal(exc: BaseException) -> bool:
-    """S3's answer to a HEAD whose token has expired: 400, and no body to say so; botocore takes that for the code."""
+    """Return whether this is S3's answer to a HEAD with an expired token: 400 without a body."""
     response = getattr(exc, "response", None)
     if isinstance(response, Mapping):
         return bool(response.get("Error", {}).get("Code") == "400")
@@ -175,7 +175,7 @@ def _is_bare_refusal(exc: BaseException) -> bool:
 
 
 def translate(exc: BaseException, where: str) -> Exception:
-    """The exception to raise for ``exc``: one line, of cloudtrain's tree, or builtin for what is an answer."""
+    """Return the exception to raise for ``exc``: one line, of cloudtrain's tree, or a builtin for missing and taken."""
     reason = " ".join(str(exc).split())[:400] or type(exc).__name__
     kind = classify(exc)
     if kind == "missing":
@@ -185,7 +185,7 @@ def translate(exc: BaseException, where: str) -> Exception:
     if kind == "auth":
         if any(map(_is_bare_refusal, _chain(exc))):
             reason += "; credentials that have expired?"
-        if "AuthorizationPermissionMismatch" in reason:  # signed in, and owner of the account perhaps: not of its data
+        if "AuthorizationPermissionMismatch" in reason:  # signed in, but without a role for the data
             reason += "; it takes the role Storage Blob Data Contributor on the container"
         return AuthError(f"{where}: no access: {reason}")
     if kind == "disk" and isinstance(exc, OSError):
@@ -197,19 +197,19 @@ def translate(exc: BaseException, where: str) -> Exception:
 
 
 def _unreachable(exc: BaseException) -> str:
-    """Return why no connection was made; empty where one was, or nothing tells."""
+    """Return why no connection was made; empty if one was, or the reason is unknown."""
     text = " ".join(f"{type(link).__name__} {link}" for link in _chain(exc))
     return next((why for pattern, why in _UNREACHABLE if pattern.search(text)), "")
 
 
 def _host(exc: BaseException) -> str:
-    """Return the host, and the port if any, that an exception names; empty for none."""
+    """Return the host, and the port if any, that an exception names; "" for none."""
     found = (match for link in _chain(exc) if (match := _HOST.search(str(link))))
     return next((name for match in found for name in match.groups() if name), "")
 
 
 class Retries:
-    """Patience with a store: ``tries`` counts the first; ``sleep`` takes seconds."""
+    """A retry policy for a store: ``tries`` counts the first; ``sleep`` takes seconds."""
 
     def __init__(self, *, tries: int = 4, sleep: Callable[[float], None] = time.sleep) -> None:
         self.tries = tries
@@ -224,17 +224,17 @@ class Retries:
         part: bool = False,
         renews: Callable[[Exception], bool] = lambda _: False,
     ) -> R:
-        """``work()``, again after a transient failure or what ``renews`` has an answer to; the rest is translated.
+        """Call ``work`` again after a transient failure or one that ``renews`` repairs; translate any other.
 
-        Not ``again``: nothing is tried twice that may have been carried out. Of a ``part`` of what another call tries,
-        what does not pass comes out as it is.
+        Without ``again``, calls that may have been carried out are not repeated. ``part`` marks a part of a retried
+        call: its permanent errors come out unchanged.
         """
         for left in range(self.tries - 1, -1, -1):
             try:
                 return work()
             except (CloudtrainError, TypeError, AttributeError):
                 raise
-            except Exception as exc:  # back ends raise anything; the table sorts it
+            except Exception as exc:  # back ends raise any class; the table sorts them
                 if left and renews(exc):
                     continue
                 transient = classify(exc) == "transient"
@@ -249,5 +249,5 @@ class Retries:
         raise AssertionError("unreachable")
 
     def pause(self, number: int) -> None:
-        """Wait after failure ``number``, from 0: longer each time, and no two clients alike."""
+        """Wait after failure ``number`` (from 0): longer each time, with jitter between clients."""
         self._sleep(min(10.0, 0.5 * 2**number) * random.uniform(0.5, 1.5))

@@ -1,4 +1,4 @@
-"""Packages that come with an extra of this one: which of them are missing, and the one command that installs them."""
+"""Find the missing packages of an extra, and the command that installs them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _FOR_DEVELOPERS = frozenset({"dev"})
 
 
 def not_installed(who: str, extra: str, *, field: str, named: Sequence[str] = (), why: str = "") -> SpecError:
-    """Return the error of ``who``, which needs packages of ``extra``: all that are missing, and the command for them.
+    """Return the error of a provider or URL that needs packages of ``extra``, with all missing ones and the command.
 
-    ``named`` are those whose import failed, for ``why``, where all of the extra seems to be there, or there is none.
+    ``named`` are the packages whose import failed, for ``why``; they count if the extra is complete or empty.
     """
     found = missing_packages(extra)
     missing, reason = found or list(named), f" ({why})" if why and not found else ""
@@ -45,7 +45,7 @@ def missing_packages(extra: str) -> list[str]:
 
 
 def extra_of(package: str) -> str:
-    """Return the extra that brings ``package`` with the fewest others; empty for none."""
+    """Return the extra that brings ``package`` with the fewest others, or ""."""
     own = _distribution(NAME)
     names = own.metadata.get_all("Provides-Extra") or [] if own is not None else []
     found = [name for name in names if name not in _FOR_DEVELOPERS and package in _packages(name)]
@@ -53,15 +53,15 @@ def extra_of(package: str) -> str:
 
 
 def install_command(extra: str, packages: Sequence[str] = ()) -> str:
-    """Return the command that installs ``extra`` as this package itself was installed; without one, ``packages``."""
+    """Return the command that installs ``extra`` as this package was installed; without an extra, ``packages``."""
     return f"{_pip()} {_target(extra)}" if extra else f"{_pip()} {shlex.join(packages)}"
 
 
 @contextlib.contextmanager
 def translated(error_of: Callable[[Exception], CloudtrainError | None], *, needs: str, extra: str) -> Iterator[None]:
-    """Turn what a vendor's library raises into our errors by ``error_of``; raise the rest as it is.
+    """Turn a vendor library's errors into ours by ``error_of``; raise the rest unchanged.
 
-    Raises `SpecError` where a library is missing: the provider is called as its ``extra``, and ``needs`` that package.
+    Raises `SpecError` if a library is missing: the provider has the name of its ``extra`` and ``needs`` that package.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def _distribution(name: str) -> metadata.Distribution | None:
 
 
 def _packages(extra: str) -> list[str]:
-    """Return the packages that ``extra`` names, those of the extras that it names too."""
+    """Return the packages that ``extra`` names, including those of the extras in it."""
     own, found = _distribution(NAME), dict[str, None]()
     for line in (own.requires or []) if own is not None and extra else []:
         match = _REQUIREMENT.match(line)
@@ -97,7 +97,7 @@ def _packages(extra: str) -> list[str]:
 
 
 def _pip() -> str:
-    """Return the command that installs into this very Python."""
+    """Return the command that installs into this Python."""
     pip = shutil.which("pip")
     if pip is not None and Path(pip).parent == Path(sysconfig.get_path("scripts")):
         return "pip install"
@@ -107,7 +107,7 @@ def _pip() -> str:
 
 
 def _target(extra: str) -> str:
-    """Return this package with ``extra``, from where it came (PEP 610)."""
+    """Return this package with ``extra``, from its original source (PEP 610)."""
     own = _distribution(NAME)
     told = json.loads((own.read_text("direct_url.json") if own is not None else None) or "{}")
     url, folder = str(told.get("url", "")), told.get("dir_info")

@@ -1,10 +1,10 @@
-"""Bytes in and out of one URL tree: a local folder, or whatever fsspec can reach.
+"""Move bytes in and out of one URL tree: a local folder, or any URL that fsspec supports.
 
 `files` gives a `Files` for a URL. Keys are ``/``-separated paths below that URL, ``""`` the URL itself. A local tree
-never imports fsspec. Retries and the one table that turns a back end's exceptions into cloudtrain's are in `faults`.
+never imports fsspec. Retries, and the table that translates a back end's exceptions, are in `faults`.
 
 Every method raises `AuthError` (missing, expired or refused credentials) and `StorageError` (anything else). Methods
-that read one key raise the builtin `FileNotFoundError` when it is not there: often that is an answer, not a failure.
+that read one key raise the builtin `FileNotFoundError` if it is missing: often that is an answer, not a failure.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ __all__ = [
     "parallel",
 ]
 
-#: Called with the key and how many more bytes of it have moved; from several threads.
+#: Called by several threads with the key and the number of further bytes moved.
 Progress = Callable[[str, int], None]
-#: Options with which fsspec opens a URL: whose credentials, which region. None of them: fsspec's own.
+#: Options with which fsspec opens a URL: credentials, region. Without any, fsspec's own.
 Storage = Callable[[str], Mapping[str, Any]]
 #: Keys or paths, sorted. (`Files.list` hides the builtin name.)
 Names = list[str]
@@ -63,15 +63,15 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 PIECE = 8 << 20
-"""Bytes of a part of what goes in parts, by whatever library: S3 takes no less than 5 MiB."""
+"""Bytes of a part in multi-part transfers: S3 requires at least 5 MiB."""
 MOST_PIECES = 9_000
-"""Of one object: S3 takes 10,000. Of a larger one the parts are larger."""
+"""Most parts of one object: S3 allows 10,000. A larger object has larger parts."""
 
 
 class Entry(NamedTuple):
-    """One stored file: ``size`` in bytes, ``version``, which differs whenever the content was written anew, and when.
+    """One stored file: ``size`` in bytes, ``version`` (it changes with every write), and its time of change.
 
-    ``modified`` is in Unix seconds of the store's clock; 0 of a store whose listings do not tell.
+    ``modified`` is in Unix seconds of the store's clock; 0 if the store's listings have no times.
     """
 
     size: int
@@ -80,7 +80,7 @@ class Entry(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """How bytes move: by which library, how many files at a time, and how S3 encrypts what is written."""
+    """Transfer options: the library, the files at a time, and S3's encryption of written objects."""
 
     mover: str = "auto"
     sse: str = ""
@@ -97,39 +97,39 @@ class Files(Protocol):
 
     @property
     def mover(self) -> str:
-        """What moves the bytes: ``fsspec``, ``obstore``; nothing of a local folder."""
+        """The library that moves the bytes: ``fsspec`` or ``obstore``; "" for a local folder."""
 
     def read(self, key: str) -> bytes:
-        """The content. FileNotFoundError when there is none."""
+        """Return the content. Raises FileNotFoundError if there is none."""
 
     def write(self, key: str, data: bytes) -> None:
         """Replace the content: a reader sees the old, the new or none, never a part."""
 
     def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
-        """Write only if there is nothing yet: True for exactly one of any number of callers, who wrote it whole.
+        """Write only if there is nothing yet: True for exactly one of any number of callers, whose data is whole.
 
-        ``private``: readable by this user alone, where the tree is a local one. Over a network the winner's answer can
-        be lost, and a retry inside a client library then finds its own object: False, to the one who wrote it. A caller
-        to whom that matters puts a word of its own into ``data`` and reads back. (obstore tells them apart.)
+        ``private``: readable by this user alone, in a local tree. Over a network the winner's answer can be lost. A
+        retry inside a client library then finds its own object, so the winner gets False. A caller that needs certainty
+        puts a unique word into ``data`` and reads back. (obstore tells them apart.)
         """
 
     def size(self, key: str) -> int | None:
-        """Bytes, or None when there is no such file (a folder is none)."""
+        """Return the bytes, or None if there is no such file (a folder is not one)."""
 
     def exists(self, key: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether there is such a file."""
 
     def entries(self, prefix: str = "") -> dict[str, Entry]:
-        """Every file below ``prefix``, at any depth, by key; sorted. Without symbolic links and unfinished files."""
+        """Return every file below ``prefix``, at any depth, by key; sorted. Leaves out links and unfinished files."""
 
     def list(self, prefix: str = "") -> dict[str, int]:
-        """`entries`, sizes only."""
+        """Return `entries`, sizes only."""
 
     def names(self, prefix: str = "") -> Names:
-        """Files and folders immediately below ``prefix``; sorted, empty when there is no such folder."""
+        """Return files and folders directly below ``prefix``; sorted, empty if there is no such folder."""
 
     def upload(self, path: Path, key: str, *, progress: Progress | None = None) -> None:
-        """Store the local file ``path`` whole. FileNotFoundError when ``path`` does not exist."""
+        """Store the local file ``path`` whole. Raises FileNotFoundError if ``path`` does not exist."""
 
     def download(
         self,
@@ -142,7 +142,7 @@ class Files(Protocol):
     ) -> None:
         """Fetch into ``path``, whole and checked, or leave ``path`` as it was.
 
-        FileNotFoundError when there is no such key, `DigestError` when the bytes are not the promised ones.
+        Raises FileNotFoundError for a missing key, `DigestError` for bytes that differ from the expected ones.
         """
 
     def download_tree(
@@ -155,36 +155,36 @@ class Files(Protocol):
         digests: Mapping[str, str] | None = None,
         progress: Progress | None = None,
     ) -> Names:
-        """Fetch every file below ``prefix`` into ``folder``; their paths, relative to both, sorted.
+        """Fetch every file below ``prefix`` into ``folder``; return their paths, relative to both, sorted.
 
-        ``select`` says which of them; ``digests`` are SHA-256 by relative path: those are verified, and not fetched
-        again when already there. Nothing is fetched when any path would leave ``folder`` (`StorageError`).
+        ``select`` filters them; ``digests`` are SHA-256 by relative path. Files with a digest are verified, and not
+        fetched again if present. Nothing is fetched if any path would leave ``folder`` (`StorageError`).
         """
 
     def upload_tree(self, folder: Path, prefix: str, *, jobs: int = 8, progress: Progress | None = None) -> Names:
-        """Store every file of ``folder`` below ``prefix``; their keys, sorted. Symbolic links are followed."""
+        """Store every file of ``folder`` below ``prefix``; return their keys, sorted. Symbolic links are followed."""
 
     def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
-        """The content of the file of ``size`` bytes in order, in bounded memory."""
+        """Yield the content of the file of ``size`` bytes in order, in bounded memory."""
 
     def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
-        """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called anew for each try."""
+        """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called for each try."""
 
     @property
     def copies(self) -> bool:
-        """Whether `copy` moves no bytes through this machine."""
+        """True if `copy` moves no bytes through this machine."""
 
     def copy(self, source: str, target: str) -> None:
-        """Copy inside the tree, done when it returns. FileNotFoundError when there is no ``source``."""
+        """Copy inside the tree, done when it returns. Raises FileNotFoundError if there is no ``source``."""
 
     def remove(self, prefix: str) -> None:
         """Remove the file or folder, if it is there. The root itself is refused (`StorageError`)."""
 
     def discard(self, keys: Sequence[str]) -> None:
-        """Remove these files, no folders, in as few requests as the store allows; what is not there is none."""
+        """Remove these files, no folders, in as few requests as the store allows; missing files are ignored."""
 
     def prune(self, prefix: str) -> None:
-        """Remove the folder and those below it, or the store's marks of them, as far as they hold no file."""
+        """Remove the folder and those below it, or the store's markers of them, if they hold no file."""
 
 
 def files(
@@ -194,20 +194,20 @@ def files(
     storage: Storage | None = None,
     moving: Moving = Moving(),  # noqa: B008 - it is frozen
 ) -> Files:
-    """The tree at ``url``; opens nothing yet. ``gitignore``: a local root hides itself from git once written to.
+    """Return the tree at ``url``, unopened. ``gitignore``: a local root hides itself from git once written to.
 
-    ``storage`` is asked for fsspec's options when a remote tree is opened, and again when its credentials have expired.
+    ``storage`` gives fsspec's options when a remote tree is opened, and again after its credentials expired.
     """
     path = local_path(url)
     if path is not None:
         return LocalFiles(root=path, gitignore=gitignore)
-    from .remote import RemoteFiles  # it stands on this module, and a local store must not load it
+    from .remote import RemoteFiles  # it imports this module, and a local store must not load it
 
     return RemoteFiles(url=url, storage=storage, moving=moving)
 
 
 def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> list[R]:
-    """``work`` of each item, in order, ``jobs`` at a time. A failure stops what has not begun, and is raised."""
+    """Return ``work`` of each item, in order, ``jobs`` at a time. Raises the first failure, and starts no more."""
     if len(items) < 2:
         return [work(item) for item in items]
     todo: collections.deque[tuple[int, T]] = collections.deque(enumerate(items))
@@ -222,7 +222,7 @@ def parallel(work: Callable[[T], R], items: Sequence[T], *, jobs: int = 8) -> li
             done[number] = work(item)
 
     with concurrent.futures.ThreadPoolExecutor(max_workers=jobs) as pool:
-        # Not a future for each item: of thousands of small ones they would be half the cost.
+        # Not a future for each item: for thousands of small ones they would be half the cost.
         futures = [pool.submit(some) for _ in range(min(jobs, len(items)))]
         try:
             ended, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
@@ -237,7 +237,7 @@ def report_to(progress: Progress | None, key: str) -> Callable[[int], None]:
     return (lambda n: progress(key, n)) if progress else (lambda _: None)
 
 
-# --------------------------------------------------------------------------------------------- what both trees do alike
+# ------------------------------------------------------------------------------------------------ methods of both trees
 
 
 class Trees:
@@ -285,12 +285,12 @@ class Trees:
 
 # --------------------------------------------------------------------------------------------------------- local folder
 
-#: What ``link`` answers on file systems without hard links.
+#: Errors of ``link`` on file systems without hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES}
 
 
 class LocalFiles(Trees):
-    """`Files` of a local folder, which need not exist yet."""
+    """A local folder as `Files`; it need not exist yet."""
 
     mover = ""
 
@@ -343,7 +343,7 @@ class LocalFiles(Trees):
         except OSError as exc:
             if exc.errno not in _NO_LINKS:
                 raise
-        # Without hard links the name can be taken exclusively, but a crash in these lines leaves it with a part.
+        # Without hard links the name can be taken exclusively, but a crash in these lines leaves a partial file.
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), mode)
         except FileExistsError:
@@ -381,7 +381,7 @@ class LocalFiles(Trees):
                 if item.is_dir(follow_symlinks=False):
                     self._scan(Path(item.path), f"{prefix}{item.name}/", found)
                 elif item.is_file(follow_symlinks=False) and not item.name.startswith(TEMP):
-                    with contextlib.suppress(FileNotFoundError):  # removed while we look
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                         status = item.stat(follow_symlinks=False)
                         version = f"{status.st_mtime_ns}-{status.st_ino}"
                         found[prefix + item.name] = Entry(status.st_size, version, status.st_mtime)

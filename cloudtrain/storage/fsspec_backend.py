@@ -1,4 +1,4 @@
-"""Bytes of a store through fsspec: any URL that it reaches. The contract, and what everything falls back on."""
+"""Move a store's bytes through fsspec: any URL that it supports, and the fallback for all others."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from .local_disk import TEMP, parts_of
 __all__ = ["FsspecMover"]
 
 _READ = 1 << 20
-"""Bytes of a local file that are read at a time, of what is sent in pieces."""
+"""Bytes read at a time from a local file that is sent in pieces."""
 SMALL = 4 << 20
-"""Bytes of a file that is taken to come in one answer; a larger one may come in ranges of whatever is there."""
+"""Largest file, in bytes, taken to come in one answer; a larger one may come in ranges of different versions."""
 _PATTERN = re.compile(r"[*?\[]")
 _VERSION_FIELDS = (
     "ETag", "etag", "md5Hash", "content_md5", "generation", "VersionId", "LastModified", "last_modified", "updated",
@@ -45,7 +45,7 @@ _VERSION_FIELDS = (
 
 
 class FsspecMover:
-    """A `Mover` of the file systems ``clients``, below their path ``root``."""
+    """A `Mover` for the file systems ``clients``, below their path ``root``."""
 
     name = "fsspec"
 
@@ -56,19 +56,19 @@ class FsspecMover:
 
     @classmethod
     def open(cls, url: str, options: Mapping[str, Any], *, moving: Moving, retries: Retries) -> FsspecMover:
-        """The file systems of ``url``. `SpecError` when their package is not installed."""
+        """Open the file systems of ``url``. Raises `SpecError` if their package is not installed."""
         given = {**plain(options), **encryption(url, options, moving)}
-        # One more than a large file holds for as long as it moves: a lease beside it is to be kept.
+        # One more than a large transfer uses: a lease must be renewed meanwhile.
         return cls(url=url, clients=open_url(url, given, most=max(2, moving.concurrency)), retries=retries)
 
     def at(self, key: str) -> str:
-        """The file system's own path of ``key``."""
+        """Return the file system's own path of ``key``."""
         return "/".join([self.root, *parts_of(key)])
 
     @property
     def _placing(self) -> Placing:
-        """How files come to be here; asked before the first of them. `SpecError` where this can be no store."""
-        if self._proved is None:  # two at once may both prove it
+        """The way files are written here, checked before the first. Raises `SpecError` if this cannot be a store."""
+        if self._proved is None:  # two threads may both check
             placing = placing_of(self.url, self.clients.kind)
             with self.clients.one() as fs:
                 placing.prove(fs, self.url, self.root)
@@ -77,16 +77,16 @@ class FsspecMover:
 
     @contextlib.contextmanager
     def _placed(self, key: str, *, new: bool = False) -> Iterator[tuple[Any, str]]:
-        """A file system, and the path to which a file is written that is then the one of ``key``."""
+        """Yield a file system and the path to write to, which becomes that of ``key``."""
         placing = self._placing
         with self.clients.one() as fs, placing.at(fs, self.at(key), new=new) as path:
             yield fs, path
 
     @contextlib.contextmanager
     def _looking(self, *, afresh: bool = True) -> Iterator[Any]:
-        """A file system that, ``afresh``, remembers nothing.
+        """Yield a file system; ``afresh`` drops its cache.
 
-        Some call whatever keeps a server from answering a missing file; what it was stands behind it.
+        Some raise FileNotFoundError for every failure of a server; its cause then has the real error.
         """
         with self.clients.one() as fs:
             if afresh and self.clients.shared is None:
@@ -98,7 +98,7 @@ class FsspecMover:
                 kind = classify(cause) if isinstance(cause, Exception) and self._scheme not in BUCKETS else "missing"
                 if kind in ("transient", "auth") or (kind != "missing" and self._scheme in WEB):
                     raise cause from None  # type: ignore[misc]
-                if cause is not None and self._scheme == "hf":  # of a file that is not there it has none
+                if cause is not None and self._scheme == "hf":  # for a missing file there is no cause
                     raise StorageError(f"{self.url}: {exc}") from exc
                 raise
 
@@ -125,7 +125,7 @@ class FsspecMover:
             fs.pipe_file(self.at(key), data, mode="create")
 
     def wrote(self, key: str, writer: str) -> bool:
-        """Nobody knows: no file system of fsspec's notes who wrote a file."""
+        """Return False: no fsspec file system records the writer of a file."""
         return False
 
     def entry(self, key: str) -> Entry | None:
@@ -150,13 +150,13 @@ class FsspecMover:
 
         if type(fs).find is not AbstractFileSystem.find or self.clients.shared is not None:
             found = fs.find(path, detail=True)
-            return found if isinstance(found, Mapping) else {}  # adlfs answers a list when the path is itself a file
+            return found if isinstance(found, Mapping) else {}  # adlfs returns a list if the path is itself a file
         if fs.info(path or "/")["type"] != "directory":
             return {}
         return {info["name"]: self._followed(fs, info) for info in tree(fs, path)}
 
     def _followed(self, fs: Any, info: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of a link what it leads to, a file; it is not left out of what counts as the whole."""
+        """Resolve a symbolic link to its target file."""
         if info["type"] != "link":
             return info
         try:
@@ -181,20 +181,20 @@ class FsspecMover:
         return path[len(self.root) + 1 :] if path.startswith(self.root + "/") else path.lstrip("/")
 
     def _check_bucket(self) -> None:
-        """A folder that is not there is empty; a bucket that is not there is a mistake."""
+        """Raise `StorageError` if the bucket does not exist; a missing folder is empty."""
         if self._scheme not in BUCKETS or self.root.startswith("/"):
             return
         bucket = self.root.split("/")[0]
         try:
             with contextlib.suppress(AuthError), self.clients.one() as fs:  # may list this folder, not the bucket;
-                self.retries(self.url, lambda: fs.info(bucket))  # `exists` says no to that
+                self.retries(self.url, lambda: fs.info(bucket))  # `exists` returns False then
         except FileNotFoundError:
             raise StorageError(f"{self.url}: the bucket or container does not exist") from None
 
     def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
         from fsspec import AbstractFileSystem
 
-        # fsspec's own way closes what it was writing when it fails, and so leaves a part that looks whole.
+        # fsspec's default closes the target when an upload fails: a partial file looks complete.
         default = self.clients.shared is None and self.clients.kind.put_file is AbstractFileSystem.put_file
         if default or self._scheme in SFTP:
             with open(path, "rb") as stream:
@@ -204,7 +204,7 @@ class FsspecMover:
             fs.put_file(str(path), target, callback=_callback(report))
 
     def content(self, key: str, most: int) -> None:
-        """Nobody knows how much it is before it has all come."""
+        """Return None: the size is unknown before all bytes have come."""
 
     def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
         at, large = self.at(key), size is None or size > SMALL
@@ -225,11 +225,11 @@ class FsspecMover:
 
     @property
     def streams(self) -> bool:
-        """Whether `stream` is for it, and not `piece`."""
+        """True if `stream` must be used in place of `piece`."""
         return self._scheme in STREAMED
 
     def stream(self, key: str, size: int) -> Generator[bytes, None, None]:
-        """All of a file by one request, ``size`` bytes at a time."""
+        """Yield a whole file by one request, ``size`` bytes at a time."""
         with self.clients.one() as fs:
             yield from streamed(fs, self.at(key), size)
 
@@ -249,15 +249,15 @@ class FsspecMover:
                     out.write(piece)
                 out.close()
             except BaseException:
-                with contextlib.suppress(Exception):  # not every file system's can
+                with contextlib.suppress(Exception):  # some file systems cannot discard
                     out.discard()
                 with contextlib.suppress(AttributeError):
-                    out.closed = True  # else what has come is stored when it is collected
+                    out.closed = True  # else garbage collection stores the partial file
                 raise
 
     @property
     def copies(self) -> bool:
-        """Whether `copy` moves no bytes through this machine."""
+        """True if `copy` moves no bytes through this machine."""
         from fsspec import AbstractFileSystem
 
         return self.clients.shared is not None or self.clients.kind.cp_file is not AbstractFileSystem.cp_file
@@ -279,13 +279,13 @@ class FsspecMover:
                         (fs.rmdir if info["type"] == "directory" else fs.rm_file)(info["name"])
 
     def discard(self, keys: Sequence[str]) -> None:
-        odd = [key for key in keys if _PATTERN.search(key)]  # which `rm` takes for a pattern of names
+        odd = [key for key in keys if _PATTERN.search(key)]  # `rm` takes these for patterns
         known = [key for key in keys if key not in odd]
         with self.clients.one() as fs:
             try:
                 if known:
                     fs.rm([self.at(key) for key in known])
-            except FileNotFoundError:  # of all that are gone the first ends it
+            except FileNotFoundError:  # the first missing file ends the whole call
                 odd = [*odd, *known]
             for key in odd:
                 with contextlib.suppress(FileNotFoundError):
@@ -294,7 +294,7 @@ class FsspecMover:
     def prune(self, prefix: str) -> None:
         at, marks = self.at(prefix), "abfs" in self.clients.kind.protocol
         if self._placing.rename is None and not marks:
-            return  # an object store whose listings make up its folders
+            return  # an object store has no real folders
         with self.clients.one() as fs:
             for info in [*tree(fs, at), {"name": at, "type": "directory"}]:
                 if info["type"] == "directory":
@@ -315,13 +315,13 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def _modified(info: Mapping[str, Any]) -> float:
-    """By the names that s3fs, gcsfs, adlfs, the file systems of paths, WebDAV, and memory have for it."""
+    """Return the change time, by the names of s3fs, gcsfs, adlfs, local file systems, WebDAV and memory."""
     found = (info.get(name) for name in ("LastModified", "updated", "last_modified", "mtime", "modified", "created"))
     return next((unix_seconds(value) for value in found if value is not None), 0.0)
 
 
 def _told(pieces: Iterable[bytes], report: Callable[[int], None]) -> Iterator[bytes]:
-    """``report`` is told how many bytes have moved in all."""
+    """Yield the pieces, and report the total number of bytes so far."""
     moved = 0
     for piece in pieces:
         yield piece
@@ -330,7 +330,7 @@ def _told(pieces: Iterable[bytes], report: Callable[[int], None]) -> Iterator[by
 
 
 def _callback(report: Callable[[int], None]) -> Any:
-    """fsspec's callback that tells how many bytes have moved in all."""
+    """Return fsspec's callback that reports the total number of bytes so far."""
     from fsspec.callbacks import Callback
 
     class Told(Callback):  # type: ignore[misc]

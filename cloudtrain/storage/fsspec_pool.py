@@ -1,9 +1,8 @@
-"""fsspec's file systems: opened, one for each thread where fsspec wants that, and which of them can be a store.
+"""Open fsspec's file systems, one a thread where fsspec requires that, and check which of them can be a store.
 
-A store needs files that appear whole, and creation that of any number of clients exactly one wins. Object stores have
-both. Of the rest, a class that takes ``mode`` in its own ``pipe_file`` says that it has; SFTP comes to both by
-renaming, which is tried before anything is written. All others are refused: fsspec's default looks first, and then
-writes.
+A store needs atomic writes and exclusive creation. Object stores have both. Other classes have both if their own
+``pipe_file`` takes ``mode``. SFTP gets both by renaming, which is tested before the first write. All others are
+refused: fsspec's default checks first and writes afterwards.
 """
 
 from __future__ import annotations
@@ -43,38 +42,38 @@ __all__ = [
 ]
 
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
-"""Schemes of object stores, whose URLs begin with a bucket or container that nothing here creates."""
+"""Schemes of object stores. Their URLs begin with a bucket or container, which cloudtrain never creates."""
 SFTP = frozenset({"sftp", "ssh"})
 _BLOCK = 32_768
-"""Bytes of one write over SFTP; servers need not take more."""
+"""Bytes of one write over SFTP; servers may refuse more."""
 _SILENCE = 60.0
-"""Seconds that an SFTP server may be silent before its connection counts as lost."""
+"""Seconds without data from an SFTP server before its connection counts as lost."""
 _ALIVE = 30
-"""Seconds between signs of life over an SFTP connection that rests; firewalls drop what has none for some minutes."""
+"""Seconds between keepalives of an idle SFTP connection; firewalls drop idle connections after some minutes."""
 WEB = frozenset({"http", "https"})
 STREAMED = WEB | {"ftp"}
-"""Schemes of servers whose files come as one stream: not all of them answer ranges, or only by breaking off."""
-#: Where the server creates exclusively, as tests have seen; not all of these classes say so by their signature.
+"""Schemes whose files come as one stream: some servers ignore ranges, or stop only when the connection closes."""
+#: Schemes whose servers create exclusively, as tests show; the signatures of some of these classes do not say so.
 _EXCLUSIVE = BUCKETS | {"memory"}
-#: Packages that log what they raise, by scheme, where it is not the one of fsspec's class.
+#: Logger by scheme, where it is not the package of fsspec's class.
 _LOGS = dict.fromkeys(SFTP, "paramiko")
 
-#: Gives the file at the first path the name of the second; ``True``: only if no file has it.
+#: Rename the first path to the second; ``True``: only if the second does not exist.
 Rename = Callable[[Any, str, str, bool], None]
 
 
 def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
-    """The file systems of ``url``, at most so many. `SpecError` when their package is not installed."""
+    """Return at most ``most`` file systems of ``url``. Raises `SpecError` if their package is not installed."""
     scheme = url_scheme(url)
     if os.environ.get("STORAGE_EMULATOR_HOST"):
-        # gcsfs's probe of the bucket's type speaks gRPC over TLS, which no emulator answers: 60 s an operation.
+        # gcsfs finds the bucket's type by gRPC over TLS. No emulator answers that: 60 s an operation.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         from fsspec.registry import get_filesystem_class, known_implementations
     except ImportError as exc:
         raise _uninstalled(scheme, "fsspec", exc) from exc
     package = str(known_implementations.get(scheme, {}).get("class", "")).split(".")[0]
-    # They print tracebacks of what they raise.
+    # These packages log tracebacks of the errors that they raise.
     logging.getLogger(_LOGS.get(scheme, package or scheme)).addHandler(logging.NullHandler())
     try:
         kind = get_filesystem_class(scheme)
@@ -86,18 +85,18 @@ def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
     def make() -> tuple[Any, str]:
         try:
             return opened()
-        except TypeError as exc:  # an option that no URL of the kind has, or that is missing in this one
+        except TypeError as exc:  # an option that this kind of URL does not have, or a missing one
             where = f"FSSPEC_{scheme.upper()}_… or ~/.config/fsspec"
             raise SpecError(f"{url}: {exc}; fsspec reads options from {where}", field="store") from exc
 
     def opened() -> tuple[Any, str]:
         from fsspec.core import url_to_fs
 
-        # Another machine writes to the same store: a listing that is remembered is wrong. A remembered instance keeps
-        # credentials that have expired. Of the rest many hand what they do not know to their client.
+        # Another machine writes to the same store, so a cached listing is wrong. A cached instance keeps expired
+        # credentials. Synchronous file systems pass unknown options to their client.
         known = {"use_listings_cache": False} if kind.async_impl else {}
         fs, root = url_to_fs(url, skip_instance_cache=True, **known, **options)
-        if scheme in SFTP:  # its client waits for ever
+        if scheme in SFTP:  # its client has no timeout
             fs.ftp.get_channel().settimeout(_SILENCE)
             fs.client.get_transport().set_keepalive(_ALIVE)
         return fs, str(root).rstrip("/")
@@ -106,7 +105,7 @@ def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
 
 
 def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
-    """Return the error for a scheme whose ``package`` cannot be imported; fsspec's own classes import another one."""
+    """Return the error for a scheme whose ``package`` cannot be imported, or a package that fsspec's class imports."""
     from .extras import extra_of, not_installed
 
     cause = exc.__cause__ if isinstance(exc.__cause__, ImportError) else exc
@@ -116,12 +115,12 @@ def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` as fsspec takes them."""
+    """Return ``options`` in the form that fsspec takes."""
     return {name: value.fsspec() if isinstance(value, Credential) else value for name, value in options.items()}
 
 
 def encryption(url: str, options: Mapping[str, Any], moving: Moving) -> dict[str, Any]:
-    """s3fs's words for how every object that is written is to be encrypted."""
+    """Return s3fs's options for the encryption of every object that is written."""
     if not moving.sse:
         return {}
     words = {"ServerSideEncryption": moving.sse}
@@ -129,17 +128,17 @@ def encryption(url: str, options: Mapping[str, Any], moving: Moving) -> dict[str
         words["SSEKMSKeyId"] = moving.sse_kms_key_id
     from fsspec.config import conf
 
-    name = "s3_additional_kwargs"  # among the options it takes the place of what fsspec is configured with
+    name = "s3_additional_kwargs"  # an option replaces the value in fsspec's configuration, so both are merged
     return {name: {**conf.get("s3", {}).get(name, {}), **options.get(name, {}), **words}}
 
 
 class Clients:
-    """The file systems of one URL, for any number of threads; ``most`` is how many connections there may be at once.
+    """A pool of the file systems of one URL, for any number of threads and at most ``most`` connections.
 
-    ``make`` gives one, and the URL's own path there: ``root``.
+    ``make`` returns a file system and the URL's path in it: ``root``.
 
-    By fsspec's contract one that is not asynchronous belongs to a thread: of two that share the connection of an SFTP
-    or FTP client one gets the other's answer, or none.
+    By fsspec's contract a synchronous file system belongs to one thread. Two threads on one SFTP or FTP connection may
+    get each other's answers, or none.
     """
 
     def __init__(self, make: Callable[[], tuple[Any, str]], *, most: int) -> None:
@@ -153,7 +152,7 @@ class Clients:
 
     @contextlib.contextmanager
     def one(self) -> Iterator[Any]:
-        """A file system that nobody else uses meanwhile, unless any number may."""
+        """Yield a file system for this thread's use alone, or the shared one if it is asynchronous."""
         if self.shared is not None:
             yield self.shared
             return
@@ -167,11 +166,11 @@ class Clients:
                 self._keep(fs)
                 raise
             except BaseException as exc:
-                # In the midst of something: nobody knows what its next answer would be to.
+                # The call was interrupted, so the connection's next answer may belong to it.
                 gone = [fs]
                 if isinstance(exc, Exception) and classify(exc) == "transient":
                     with self._lock:
-                        gone += self._idle  # they were made when this one was
+                        gone += self._idle  # these connections are as old
                         self._idle.clear()
                 _close_all(gone, self._owner)
                 raise
@@ -183,29 +182,29 @@ class Clients:
 
 
 def _close_all(clients: list[Any], owner: int) -> None:
-    """End their connections, which have threads of their own; a forked child leaves those of its parent alone."""
+    """Close the connections, which have threads of their own; a forked child does not close its parent's."""
     if os.getpid() != owner:
         return
     for fs in clients:
-        with contextlib.suppress(Exception):  # most have none
+        with contextlib.suppress(Exception):  # most have no client to close
             fs.client.close()
     clients.clear()
 
 
-# -------------------------------------------------------------------------------------------------- what can be a store
+# --------------------------------------------------------------------------------------------------------------- stores
 
 
 class Placing:
-    """How a file comes to its name: written there, or by ``rename`` from another one beside it."""
+    """The way a file gets its name: written under it, or written beside it and renamed by ``rename``."""
 
     def __init__(self, rename: Rename | None = None) -> None:
         self.rename = rename
 
     @contextlib.contextmanager
     def at(self, fs: Any, path: str, *, new: bool = False) -> Iterator[str]:
-        """The path to write to. What is there by then has the name ``path`` afterwards; else nothing has changed.
+        """Yield the path to write to. On success the file has the name ``path``; otherwise nothing has changed.
 
-        ``new``: FileExistsError when there is such a file, for all but one of those who try at once.
+        With ``new``, raises FileExistsError if the file exists. Exactly one of several simultaneous writers succeeds.
         """
         if self.rename is None:
             yield path
@@ -226,13 +225,13 @@ class Placing:
         try:
             self.rename(fs, temp, path, new)
         except Exception as exc:
-            # What the server says is "failure", whatever it was.
+            # SFTP servers answer "failure" for every cause.
             if new and classify(exc) == "other" and fs.exists(path):
                 raise FileExistsError(path) from exc
             raise
 
     def prove(self, fs: Any, url: str, root: str) -> None:
-        """Raise `SpecError` where the server's renaming is not what a store stands on."""
+        """Raise `SpecError` if the server's rename is not atomic and exclusive."""
         if self.rename is None:
             return
         path, words = f"{root}/{TEMP}{secrets.token_hex(8)}", []
@@ -255,7 +254,7 @@ class Placing:
 
 
 def placing_of(url: str, kind: type[Any]) -> Placing:
-    """How files come to be in a store at ``url``, a file system of ``kind``. `SpecError` where that is no store."""
+    """Return how files are written to a store at ``url``. Raises `SpecError` if ``kind`` cannot be a store."""
     scheme = url_scheme(url)
     if scheme in _EXCLUSIVE or (scheme not in WEB and _says_so(kind)):
         return Placing()
@@ -266,7 +265,7 @@ def placing_of(url: str, kind: type[Any]) -> Placing:
 
 
 def _says_so(kind: type[Any]) -> bool:
-    """Whether the class itself takes ``mode`` where it writes; fsspec's own default looks first, and then writes."""
+    """Return whether the class itself takes ``mode`` where it writes; fsspec's default is not exclusive."""
     from fsspec import AbstractFileSystem
     from fsspec.asyn import AsyncFileSystem
 
@@ -278,9 +277,9 @@ def _says_so(kind: type[Any]) -> bool:
 
 
 def _sftp(fs: Any, temp: str, path: str, new: bool) -> None:
-    """By the protocol a rename fails where the name is taken; OpenSSH makes a hard link, which is decided at once.
+    """Rename over SFTP. The protocol's rename fails if the name exists: OpenSSH makes a hard link, which is atomic.
 
-    Its own extension takes the place of what is there.
+    With ``new`` False, OpenSSH's extension replaces the file.
     """
     (fs.ftp.rename if new else fs.ftp.posix_rename)(temp, path)
 
@@ -288,13 +287,13 @@ def _sftp(fs: Any, temp: str, path: str, new: bool) -> None:
 _RENAMES: Mapping[str, Rename] = dict.fromkeys(SFTP, _sftp)
 
 
-# ---------------------------------------------------------------------------------------------- what fsspec leaves open
+# ------------------------------------------------------------------------------------------------------- gaps of fsspec
 
 
 def tree(fs: Any, path: str) -> Generator[Mapping[str, Any], None, None]:
-    """What lies below the folder ``path``, each folder after what it holds; nothing where there is none.
+    """Yield everything below the folder ``path``, each folder after its content; nothing if there is no such folder.
 
-    fsspec's own walk takes a folder for empty when the connection fails while it is listed.
+    fsspec's own walk takes a folder for empty if the connection fails during its listing.
     """
     try:
         found = fs.ls(path, detail=True)
@@ -309,9 +308,9 @@ def tree(fs: Any, path: str) -> Generator[Mapping[str, Any], None, None]:
 
 
 def put_pieces(fs: Any, path: str, pieces: Iterable[bytes], size: int) -> None:
-    """Write a file over SFTP without waiting for the answer to each 32 KiB, but at the end for all of them.
+    """Write a file over SFTP in pipelined 32 KiB blocks, and wait at the end for the answers to all of them.
 
-    paramiko's own ``putfo`` asks for none of them: a block that the server could not write stays a hole.
+    paramiko's ``putfo`` ignores the answers: a block that the server could not write stays a hole.
     """
     with fs.ftp.open(path, "wb") as out:
         out.set_pipelined(True)
@@ -320,20 +319,20 @@ def put_pieces(fs: Any, path: str, pieces: Iterable[bytes], size: int) -> None:
             for start in range(0, len(piece), _BLOCK):
                 out.write(last)
                 last = piece[start : start + _BLOCK]
-        out.set_pipelined(False)  # the write that follows waits for the answers to those before it, too
+        out.set_pipelined(False)  # the next write waits for the answers to all earlier ones
         out.write(last)
     if (there := fs.ftp.stat(path).st_size) != size:
         raise OSError(f"{path} has {there} bytes after {size} were written")
 
 
 def get_range(fs: Any, path: str, start: int, end: int) -> bytes:
-    """Bytes of a file over SFTP, asked for at once."""
+    """Return a range of a file over SFTP, with all its reads requested at once."""
     with fs.ftp.open(path, "rb") as file:
         return b"".join(file.readv([(start, end - start)]))
 
 
 def streamed(fs: Any, path: str, size: int) -> Generator[bytes, None, None]:
-    """A file by one request, ``size`` bytes at a time."""
+    """Yield a file by one request, ``size`` bytes at a time."""
     if not hasattr(fs, "ftp"):
         with fs.open(path, "rb", block_size=0) as answer:
             while data := answer.read(size):
@@ -347,12 +346,12 @@ def streamed(fs: Any, path: str, size: int) -> Generator[bytes, None, None]:
 
 
 def _make_folder(fs: Any, path: str) -> None:
-    """Others may make it at the same time."""
+    """Create a folder and its parents; another client may create it at the same time."""
     if not path or fs.isdir(path):
         return
     _make_folder(fs, path.rpartition("/")[0])
     try:
         fs.mkdir(path, create_parents=False)
-    except Exception:  # by whatever name it says that another was first
+    except Exception:  # no common class: another client was first
         if not fs.isdir(path):
             raise

@@ -1,9 +1,9 @@
-"""Who may delete from a store while others stage into it: what is being staged is announced, and one client deletes.
+"""Keep clients from deleting files of a store that others are staging: each announces its files, and one deletes.
 
-A client announces what it is about to stage, in a file of its own below ``staging/``, and then looks for the mark of
-whoever deletes; who deletes sets that mark, and then looks for what is announced. So one of the two sees the other: the
-first waits, the second spares what is named. The mark is a lease, renewed while its owner lives; whether it has run out
-the store's own clock says, where its listings tell times.
+A client announces the files that it will stage in a file of its own below ``staging/``, then looks for the deleting
+client's mark. The deleting client sets its mark, then looks for announcements. So one of the two sees the other: the
+first waits, the second spares the announced files. The mark is a lease, renewed while its owner lives. The store's own
+clock shows its expiry, if its listings have times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["FOLDER", "MARK", "SECONDS", "Deleting", "Sole", "announce", "withdra
 FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
 SECONDS = 300.0
-"""How long the mark counts after it was last renewed."""
+"""Seconds for which the mark counts after its last renewal."""
 DELETES = "waiting: somebody deletes from this store"
 _RENEWED = 10
 _PAUSES = (0.1, 2.0)
@@ -45,9 +45,9 @@ def announce(
     sleep: Callable[[float], None] = time.sleep,
     say: Say | None = None,
 ) -> str:
-    """Say that ``contents`` (digests, URLs) are about to be staged for ``name``, and wait while somebody deletes.
+    """Announce that ``contents`` (digests, URLs) will be staged for ``name``, and wait while a client deletes.
 
-    From then on nobody deletes what is named. Returns the key for `withdraw`.
+    From then on no client deletes them. Returns the key for `withdraw`.
     """
     key = f"{FOLDER}/{name}-{secrets.token_hex(8)}.json"
     record = (json.dumps({"for": name, "contents": sorted(contents)}) + "\n").encode()
@@ -64,8 +64,8 @@ def _wait(
     say: Callable[[], None] | None,
     mark_key: str = MARK,
 ) -> bytes | None:
-    """Until nobody has the mark, ``record`` being written to ``key`` before each look; the word of one that ran out,
-    None when there is none. Whoever lives changes its word; what times say makes the wait shorter, and never none."""
+    """Wait until no client has the mark, writing ``record`` to ``key`` before each look; return an expired mark's
+    token, or None. A live holder rewrites its token. Object timestamps can shorten the wait but never skip it."""
     seen: bytes | None = None
     since, pause = time.monotonic(), _PAUSES[0]
     while True:
@@ -95,16 +95,16 @@ def _word(files: Files, mark: str) -> bytes | None:
 
 
 def withdraw(files: Files, key: str) -> None:
-    """Take back what was announced, once a run.json names it. Where that is not allowed it stays, and does no harm."""
+    """Remove an announcement once a run.json names its files. If the store forbids that, it stays and does no harm."""
     with contextlib.suppress(CloudtrainError, OSError):
         files.remove(key)
 
 
 class Sole:
-    """The right to do something in a store, for as long as the block lasts: of any number of clients one has it.
+    """A lease for the duration of the block: at most one client holds ``mark`` at a time.
 
-    ``mark`` is the key that stands for it, below `FOLDER`; ``say`` is told ``waits`` while another has it. `check`
-    before each step. ``started`` is when it began, by the store's clock; 0 where its listings tell no time.
+    ``mark`` is its key, below `FOLDER`; ``say`` gets ``waits`` while another client holds it. Call `check` before each
+    step. ``started`` is the start by the store's clock; 0 if its listings have no times.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class Sole:
         self._ended.set()
         self._thread.join()
         with contextlib.suppress(CloudtrainError, OSError):
-            self.check()  # else the mark may be another's by the time that it is removed: it runs out
+            self.check()  # else another client may hold the mark by now: it expires by itself
             if self._is_ours():
                 self._files.remove(self._mark)
 
     def check(self) -> None:
-        """Raise `StorageError` when another client may have taken over meanwhile."""
+        """Raise `StorageError` if another client may have taken over."""
         late = max(time.monotonic() - self._since[0], time.time() - self._since[1]) > self._seconds / 2
         if self._lost or late:
             raise StorageError(self._late)
@@ -150,11 +150,11 @@ class Sole:
         word = self._set_word()
         if left is None:
             self._files.create(self._mark, word)
-            return self._is_ours()  # whatever it said: an answer may be lost, and some servers ignore the condition
+            return self._is_ours()  # the answer may be lost, and some servers ignore the condition
         if _word(self._files, self._mark) != left:
             return False
         self._files.write(self._mark, word)
-        time.sleep(min(2 * _PAUSES[1], self._seconds / 4))  # of several that take it over, the last to write has it
+        time.sleep(min(2 * _PAUSES[1], self._seconds / 4))  # of several new holders, the last to write has it
         return self._is_ours()
 
     def _set_word(self) -> bytes:
@@ -174,12 +174,12 @@ class Sole:
                     return
                 self._files.write(self._mark, word)
             except (CloudtrainError, OSError):
-                continue  # `check` tells when that lasts too long
+                continue  # `check` raises if this lasts too long
             self._since, self._word = since, word
 
 
 class Deleting(Sole):
-    """The right to delete; who stages waits for it."""
+    """The lease of the one client that deletes; clients that stage wait for it."""
 
     _late = "held up while deleting, so that others may be staging again; start again"
 

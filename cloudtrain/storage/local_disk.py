@@ -1,4 +1,4 @@
-"""URLs, paths and names; whole files on a local disk. Standard library alone, and nothing of stores."""
+"""Handle URLs, paths and names, and write whole files to a local disk. Standard library only; knows no stores."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ __all__ = [
 ]
 
 SHOWN = 300
-"""Characters of a path in a message; of a longer one the middle is left out."""
+"""Characters of a path in a message; the middle of a longer path is left out."""
 TEMP = ".cloudtrain-tmp-"
-#: What a temporary file is called behind that, with the process in between: a folder may be shared by many.
+#: Parts of a temporary file's name after `TEMP`; the process id stands between them, as many may share a folder.
 _HERE, _NUMBERS = secrets.token_hex(8), itertools.count()
 _CHUNK = 1 << 20
 _DRIVE = re.compile(r"[A-Za-z]:")
 _PLAIN = re.compile(r"\w[\w. -]*(/\w[\w. -]*)*", re.ASCII)
-"""Most paths: those that `parts_of` takes and UTF-8 can write, told by one look."""
+"""Paths that `parts_of` accepts and UTF-8 can encode: a quick test for most paths."""
 _LONGEST_NAME = 255
-"""Bytes, of most file systems."""
+"""Bytes, on most file systems."""
 _DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9\u00b9\u00b2\u00b3])( *\..*)?", re.IGNORECASE)
 _FORBIDDEN = re.compile(r'[<>:"|?*\x00-\x1f]')
-"""Windows' own words: what opens a device in whatever folder, and what no name there may hold (":" is a stream)."""
+"""Windows' reserved names, which open a device in any folder, and forbidden characters (":" opens a stream)."""
 _SLASHED_DRIVE = re.compile(r"/[A-Za-z]:(/|$)")
 
 
@@ -58,10 +58,10 @@ _SLASHED_DRIVE = re.compile(r"/[A-Za-z]:(/|$)")
 
 
 def normalize(url: str, *, cwd: Path) -> str:
-    """``url`` in the one form used everywhere: no trailing slash, lower-case scheme, local paths as ``file:///abs/path``.
+    """Return ``url`` in canonical form: no trailing slash, lower-case scheme, local paths as ``file:///abs/path``.
 
-    A path is made absolute against ``cwd`` but symbolic links stay; characters are kept as they are, not %-coded, which
-    is how fsspec reads file URLs. Raises `SpecError` for a remote URL without a bucket, or a file URL with a host.
+    A path is made absolute against ``cwd``; its symbolic links stay. Characters are not %-coded, as fsspec reads file
+    URLs. Raises `SpecError` for a remote URL without a bucket, or a file URL with a host.
     """
     scheme = url_scheme(url)
     if "://" in url and not scheme:
@@ -76,12 +76,12 @@ def normalize(url: str, *, cwd: Path) -> str:
 
 
 def local_path(url: str) -> Path | None:
-    """The path of a file URL or plain path; None for any other URL."""
+    """Return the path of a file URL or plain path; None for any other URL."""
     return Path(_file_part(url)) if url_scheme(url) in ("", "file") else None
 
 
 def cache_home(environ: Mapping[str, str], platform: str = sys.platform) -> Path:
-    """Where this user's programs keep what can be made again; ours."""
+    """Return cloudtrain's folder in this user's cache folder."""
     home = os.path.expanduser("~")
     if platform == "win32":
         place = environ.get("LOCALAPPDATA") or os.path.join(home, "AppData", "Local")
@@ -107,7 +107,7 @@ def _file_part(url: str) -> str:
 
 
 def parts_of(key: str) -> list[str]:
-    """``key`` split; `StorageError` for one that could mean another place on some system."""
+    """Split ``key``. Raises `StorageError` for a key that could mean another path on some system."""
     parts = key.split("/") if key else []
     if "\\" in key or "\0" in key or _DRIVE.match(key) or any(part in ("", ".", "..") for part in parts):
         raise StorageError(f"unsafe path {key!r}")
@@ -115,7 +115,7 @@ def parts_of(key: str) -> list[str]:
 
 
 def safe(key: str) -> bool:
-    """Whether ``key`` is one that `Files` and `inside` take, on every system."""
+    """Return whether `Files` and `inside` accept ``key`` on every system."""
     try:
         parts = parts_of(key)
     except StorageError:
@@ -124,14 +124,14 @@ def safe(key: str) -> bool:
 
 
 def _unnameable(part: str, system: str) -> bool:
-    """Whether no file of a ``system`` (`os.name`) can be called so: too long, or Windows means something else by it."""
+    """Return whether ``system`` (`os.name`) allows no file of this name: too long, or reserved by Windows."""
     if len(part.encode("utf-8", "surrogatepass")) > _LONGEST_NAME:
         return True
     return system == "nt" and bool(_DEVICE.fullmatch(part) or part[-1:] in (" ", ".") or _FORBIDDEN.search(part))
 
 
 def inside(folder: Path, key: str) -> Path:
-    """The path of ``key`` in ``folder``; `StorageError` when it would lie, or lead through a symbolic link, outside."""
+    """Return the path of ``key`` in ``folder``. Raises `StorageError` if it is outside, even through a link."""
     parts = parts_of(key)
     if not parts:
         raise StorageError("unsafe path ''")
@@ -146,9 +146,9 @@ def inside(folder: Path, key: str) -> Path:
 
 
 def _through_link(folder: Path, parts: Sequence[str]) -> bool:
-    """Whether one of the folders ``parts``, each in the one before, may be a link: where none is, all lie inside."""
+    """Return whether one of the nested folders ``parts`` may be a link; without links all paths are inside."""
     if os.name == "nt":
-        return True  # where a folder leads elsewhere in more ways than by a symbolic link
+        return True  # folders there can lead elsewhere by other means than symbolic links
     at = os.fspath(folder)
     for part in parts:
         at = f"{at}/{part}"
@@ -156,17 +156,17 @@ def _through_link(folder: Path, parts: Sequence[str]) -> bool:
             if stat.S_ISLNK(os.lstat(at).st_mode):
                 return True
         except (FileNotFoundError, NotADirectoryError):
-            return False  # nothing is there, and nothing below
+            return False  # nothing exists here or below
         except OSError:
             return True
     return False
 
 
 def walk(folder: Path) -> dict[str, Path]:
-    """Every file of a local folder by its ``/``-separated relative path, sorted; symbolic links are followed.
+    """Return all files of a local folder (or one file) by ``/``-separated relative path, sorted. Links are followed.
 
-    A ``folder`` that is a file is found under its own name. Raises `StorageError` for a link that dangles or leads in a
-    circle, a special file, or a name no store can carry."""
+    Raises `StorageError` for a dangling or circular link, a special file, or a name no store can hold.
+    """
     if folder.is_file():
         _check_name(folder.name)
         return {folder.name: folder}
@@ -174,7 +174,7 @@ def walk(folder: Path) -> dict[str, Path]:
 
 
 def scan(folder: Path) -> dict[str, os.DirEntry[str]]:
-    """`walk` of a folder, as the system lists it: a `Path` of each costs as much as all the rest."""
+    """Return `walk` of a folder as directory entries: a `Path` for each costs as much as all the rest."""
     found: dict[str, os.DirEntry[str]] = {}
     _walk(folder, "", (), found)
     return dict(sorted(found.items()))
@@ -187,7 +187,7 @@ def _walk(folder: Path, prefix: str, above: tuple[tuple[int, int], ...], found: 
         if here in above and status.st_ino:
             raise StorageError(f"{folder}: symbolic links lead in a circle")
         with os.scandir(folder) as listing:
-            items = list(listing)  # not one open listing for each level
+            items = list(listing)  # close the listing before the next level
         for item in items:
             key = prefix + item.name
             if item.is_dir():
@@ -210,7 +210,7 @@ def _check_name(key: str) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a local file, in hex. `StorageError` when it cannot be read."""
+    """Return the SHA-256 of a local file, in hex. Raises `StorageError` if it cannot be read."""
     digest = hashlib.sha256()
     with disk_errors(path), open(path, "rb") as stream:
         while chunk := stream.read(_CHUNK):
@@ -223,7 +223,7 @@ def sha256_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """A local failure as `StorageError` with path and reason; FileNotFoundError passes."""
+    """Raise a local failure as `StorageError` with path and reason; FileNotFoundError passes."""
     try:
         yield
     except FileNotFoundError:
@@ -237,7 +237,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def temp_file(path: Path, *, mode: int = 0o666) -> Iterator[Path]:
-    """A new empty file beside ``path`` (its folder is made), gone at the end unless renamed."""
+    """Yield a new empty file in ``path``'s folder, which is created; the file is deleted at the end unless renamed."""
     temp, descriptor = _open_temp(path, mode)
     os.close(descriptor)
     try:
@@ -251,21 +251,21 @@ def _open_temp(path: Path, mode: int) -> tuple[Path, int]:
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0)
     try:
         return temp, os.open(temp, flags, mode)
-    except FileExistsError:  # one that was forked off and killed, under a number that comes again
+    except FileExistsError:  # a forked process was killed, and its process id is in use again
         temp = path.with_name(TEMP + secrets.token_hex(16))
     except (FileNotFoundError, NotADirectoryError):
-        pass  # its folder is there most often, and costs nothing then
+        pass  # mostly the folder exists, and this costs nothing then
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return temp, os.open(temp, flags, mode)
-    except FileNotFoundError:  # a folder where no file can be made, such as /proc
+    except FileNotFoundError:  # a folder such as /proc, which takes no files
         raise StorageError(f"{path.parent}: cannot create a file there", hint="choose another folder") from None
 
 
 def put(path: Path, data: bytes | memoryview, *, name: bool = True) -> None:
-    """Have ``data`` durable under the name ``path``, whole or not at all; ``name`` as `settle` has it.
+    """Write ``data`` durably and atomically to ``path``; ``name`` as in `settle`.
 
-    As `temp_file` and `settle`, by a third of their calls to the system: thousands of small files cost little else.
+    Uses a third of the system calls of `temp_file` and `settle`: for thousands of small files they are the main cost.
     """
     temp, descriptor = _open_temp(path, 0o666)
     try:
@@ -285,7 +285,7 @@ def put(path: Path, data: bytes | memoryview, *, name: bool = True) -> None:
 
 
 def settle(temp: Path, path: Path, *, name: bool = True) -> None:
-    """Make ``temp`` durable under the name ``path``. Without ``name`` a crash may undo that: what was there is back."""
+    """Make ``temp`` durable under the name ``path``. Without ``name``, a crash may restore the earlier file."""
     sync(temp)
     os.replace(temp, path)
     if name:
@@ -298,21 +298,21 @@ def sync(path: Path) -> None:
 
 
 def write_back(descriptor: int, start: int, end: int) -> None:
-    """Have the system begin to write these bytes to the disk, so that `sync` has less to wait for. Promises nothing."""
+    """Start writing these bytes to the disk, so that `sync` waits less. Best effort."""
     if sys.platform == "linux" and end > start:
         with contextlib.suppress(OSError):
-            # Of what is still to be written it drops nothing.
+            # The advice drops no bytes that are still to be written.
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(folder: Path) -> None:
     if os.name == "nt":
-        return  # a folder cannot be opened there
+        return  # Windows cannot open a folder
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as exc:
-        if exc.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems know no such thing
+        if exc.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems lack it
             raise
     finally:
         os.close(descriptor)
@@ -330,12 +330,12 @@ def copy_file(source: Path, target: Path, report: Callable[[int], None]) -> None
 
 
 def verify(path: Path, key: str, sha256: str | None, size: int | None) -> None:
-    """Raise `DigestError` unless the file has the ``size`` and ``sha256`` that were promised, where they were."""
+    """Raise `DigestError` unless the file has the expected ``size`` and ``sha256``, where given."""
     check_promise(key, path.stat().st_size, lambda: sha256_file(path), sha256, size)
 
 
 def check_promise(key: str, got: int, digest: Callable[[], str], sha256: str | None, size: int | None) -> None:
-    """`verify` of what has ``got`` bytes and a ``digest``, which is only asked for where one was promised."""
+    """Check a size and a digest as `verify` does; ``digest`` is called only if one is expected."""
     if size is not None and got != size:
         raise DigestError(f"{key}: {got} bytes, not the {size} promised")
     if sha256 is not None and (found := digest()) != sha256:

@@ -1,7 +1,7 @@
-"""Bytes of a store through obstore: S3, Azure Blob and Cloud Storage, by its synchronous calls from threads.
+"""Move a store's bytes through obstore: S3, Azure Blob and Cloud Storage, by its synchronous calls from threads.
 
-Its asynchronous calls have aborted at the interpreter's exit, after success. Memory is bounded whatever the size of a
-file: at most `SLOTS` chunks of `CHUNK` come in at a time, and `LARGE` files of `PARTS` parts go out.
+Its asynchronous calls aborted at the interpreter's exit, after success. Memory is bounded for files of any size. At
+most `SLOTS` chunks of `CHUNK` come in at a time, and `LARGE` files of `PARTS` parts go out.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CHUNK = 256 << 10
-"""Bytes that are taken in and written at once: few enough to stay in a core's cache between the two."""
+"""Bytes of one read and write: few enough to stay in a core's cache in between."""
 AT_ONCE = 1 << 20
-"""Bytes that any server takes within `SILENCE`."""
+"""Largest body sent with the short read timeout, `SILENCE`."""
 SLOTS = 16
 LARGE = 2
 PARTS = 6
 SILENCE = timedelta(seconds=60)
 SENDING = timedelta(minutes=10)
-"""How long a body of `PIECE` bytes may be under way."""
+"""Time limit to send a body of `PIECE` bytes."""
 TRIES = 7
-"""Half a minute in all: where s3fs has botocore's tries within its own, obstore has none but ours."""
+"""Half a minute in all: s3fs has botocore's tries within its own, obstore only ours."""
 _WRITER = "cloudtrainwriter"  # a gateway may drop headers with underscores
 _STATUS = re.compile(r"status code: (\d{3})[^:]*:?\s*(?P<body>.*)", re.DOTALL)
 _OS_WORDS = re.compile(r'message: "([^"]+)"')
-#: What obstore cannot do and fsspec can, by obstore's words for it.
+#: Requests that fsspec can make and obstore cannot, by obstore's message.
 _BEYOND = {
     "Received redirect": "the bucket is in another region",
     "AuthorizationHeaderMalformed": "the bucket is in another region",
@@ -55,20 +55,20 @@ _BEYOND = {
     "Could not parse path": "a key is not a plain path",
     "InvalidCertificate": "the server's certificate is not trusted",
 }
-#: Refusals by 400 that may pass: of a body that was long under way.
+#: Transient errors with status 400: the body took too long.
 _PASSING = ("RequestTimeout", "BadDigest", "IncompleteBody")
-#: The process whose threads obstore's runtime is made of. A forked child has none of them, and would wait for ever.
+#: The process with the threads of obstore's runtime. A forked child has none of them and would hang.
 _runtime: list[int] = []
-#: Of a thread that works for the main one: ``gone``, set once nobody waits for it any more.
+#: Thread-local: `gone` is set when the calling thread has stopped waiting.
 _caller = threading.local()
 
 
 class _Replaced(Exception):
-    """Another object has come to the key meanwhile."""
+    """A new object under the key, written during the download."""
 
 
 class _Refusal(Exception):
-    """What a server answered. ``bare``: without a body to say why."""
+    """A server's error. ``bare``: without a body that gives the reason."""
 
     def __init__(self, text: str, status: int, *, bare: bool) -> None:
         self.status_code, self.bare = status, bare
@@ -76,7 +76,7 @@ class _Refusal(Exception):
 
 
 def _apart(work: Callable[P, R]) -> Callable[P, R]:
-    """``work``, in another thread when called in the main one, which obstore would make deaf to Ctrl-C meanwhile."""
+    """Run ``work`` in another thread if called in the main one: there obstore would block Ctrl-C."""
 
     @functools.wraps(work)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -89,7 +89,7 @@ def _apart(work: Callable[P, R]) -> Callable[P, R]:
             _caller.gone = gone
             try:
                 done.set_result(work(*args, **kwargs))
-            except BaseException as exc:  # noqa: BLE001 - whoever waits raises it
+            except BaseException as exc:  # noqa: BLE001 - the waiting thread raises it
                 done.set_exception(exc)
 
         threading.Thread(target=run, name="obstore", daemon=True).start()
@@ -102,7 +102,7 @@ def _apart(work: Callable[P, R]) -> Callable[P, R]:
 
 
 def check_usable() -> None:
-    """Raise `Unproven` where obstore is not installed, or was used before this process was forked off."""
+    """Raise `Unproven` if obstore is not installed, or was used before this process was forked."""
     try:
         import obstore  # noqa: F401
     except ImportError as exc:
@@ -112,7 +112,7 @@ def check_usable() -> None:
 
 
 class ObstoreMover:
-    """A `Mover` by ``access``. A fork makes it useless: see `check_usable`."""
+    """A `Mover` with ``access``. It does not survive a fork: see `check_usable`."""
 
     name = "obstore"
 
@@ -126,25 +126,25 @@ class ObstoreMover:
 
     @functools.cached_property
     def _sender(self) -> Any:
-        """The client of bodies that take long to send, while the server is silent."""
+        """The client for large bodies: the server is silent while they are sent."""
         return _client(self._access, self._keys, retries=0, silence=SENDING)
 
     @functools.cached_property
     def _parts(self) -> Any:
-        """The client of large files. A part cannot be sent again from here: of these alone obstore tries again."""
+        """The client for large files, whose parts cannot be sent again from here: only this client retries itself."""
         return _client(self._access, self._keys, retries=3, silence=SENDING)
 
     def _at(self, key: str) -> str:
         return "/".join(part for part in (self._access.root, key) if part)
 
     def _key(self, path: str) -> str:
-        """What is no key of this tree comes out as the empty one."""
+        """Return the key of a path, or "" for a path outside this tree."""
         below = f"{self._access.root}/" if self._access.root else ""
         return path[len(below) :] if path.startswith(below) else ""
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[Any]:
-        """obstore, whose exceptions come out as what the one table can sort."""
+        """Yield obstore, with its exceptions translated for the error table."""
         import obstore
 
         try:
@@ -165,7 +165,7 @@ class ObstoreMover:
             return self._get(key, head=True)
         except _Refusal as exc:
             if exc.bare:
-                self._get(key, range=(0, 1))  # a HEAD is refused without a word of why
+                self._get(key, range=(0, 1))  # a refused HEAD gives no reason
             raise
 
     @_apart
@@ -195,7 +195,7 @@ class ObstoreMover:
         if not self._at(key):
             return None
         found = self._head(key)
-        folder = found.attributes.get("hdi_isfolder") == "true"  # an account with a hierarchical namespace has such
+        folder = found.attributes.get("hdi_isfolder") == "true"  # accounts with a hierarchical namespace have these
         return None if folder else _entry(found.meta)
 
     @_apart
@@ -203,7 +203,7 @@ class ObstoreMover:
         with self._told() as obs:
             found = obs.list(self._store, self._at(prefix) or None).collect()
         entries = {self._key(meta["path"]): _entry(meta) for meta in found}
-        # Markers of folders ("name/") come out as empty files.
+        # Folder markers ("name/") are listed as empty files.
         empty = [key for key, entry in entries.items() if entry.size == 0 and key]
         kept = parallel(self._is_file, empty, jobs=SLOTS)
         gone = {"", *[key for key, file in zip(empty, kept, strict=True) if not file]}
@@ -216,7 +216,7 @@ class ObstoreMover:
             return False
 
     def _patiently(self, key: str, work: Callable[[], R]) -> R:
-        """``work``, a part of an operation that is too large to be tried again whole."""
+        """Retry ``work``, a part of an operation that is too large to repeat whole."""
         return self.retries(f"{self.url}/{key}", work, part=True)
 
     @_apart
@@ -279,38 +279,38 @@ class ObstoreMover:
         raise StorageError(f"{self.url}/{key}: it is replaced faster than it can be read")
 
     def _fetch(self, key: str, temp: Path, size: int | None, moved: _Sum) -> None:
-        """All of one version, by its ETag. `_Replaced` when another takes its place meanwhile."""
+        """Download one version, by its ETag. Raises `_Replaced` if another replaces it meanwhile."""
         with self._slots:
             first = self._first(key, size)
             total, tag = int(first.meta["size"]), first.meta["e_tag"]
             with disk_errors(temp):
-                os.truncate(temp, total)  # also what a version before has left
+                os.truncate(temp, total)  # drops bytes of an earlier version
             if total <= PIECE and first.range == (0, total):
                 with _writing(temp, 0) as out:
                     self._pour(first, temp, out, moved)
                 moved.check(total)
                 return
-        # Of a large object whose size nobody told, the rest of the answer is not wanted.
+        # For a large object of unknown size, drop the rest of the first answer.
         begun = first if first.range == (0, min(PIECE, total)) else None
         del first
         self._ranges(_Version(key, temp, total, tag), [begun] if begun else [], moved)
         moved.check(total)
 
     def _first(self, key: str, size: int | None) -> Any:
-        """The answer to the first question: all of a small object, the first range of a large one."""
+        """Return the first answer: all of a small object, the first range of a large one."""
         if size is None or size <= PIECE:
             return self._get(key)
         try:
             return self._get(key, range=(0, PIECE))
         except _Refusal as exc:
-            if exc.status_code != 416:  # nothing is in it by now
+            if exc.status_code != 416:  # the object is empty now
                 raise
             return self._get(key)
 
     def _ranges(self, wanted: _Version, begun: list[Any], moved: _Sum) -> None:
-        """All of it, `SLOTS` ranges at a time; none is made ready before its turn, so a file may have any number.
+        """Download all ranges, `SLOTS` at a time. They are made on demand, so a file may have any number.
 
-        ``begun`` holds the answer to the first one, if it was asked for already.
+        ``begun`` holds the answer to the first one, if it was requested already.
         """
         starts, failed = iter(range(0, wanted.total, PIECE)), threading.Event()
 
@@ -335,7 +335,7 @@ class ObstoreMover:
             with self._slots, _writing(wanted.temp, at) as out:
                 part = begun.pop() if begun else self._get(wanted.key, range=(at, end), **condition)
                 if part.meta["e_tag"] != wanted.tag:
-                    raise _Replaced  # a server that ignores the condition
+                    raise _Replaced  # the server ignores the condition
                 self._pour(part, wanted.temp, out, done, early=True)
             done.check(end - start)
 
@@ -347,7 +347,7 @@ class ObstoreMover:
             raise
 
     def _pour(self, answer: Any, temp: Path, out: FileIO, moved: _Sum, *, early: bool = False) -> None:
-        """``early``: have the disk begin at once. Of a small file that takes longer than to flush it at its end."""
+        """Write the answer to ``out``. ``early`` starts writing to disk at once, which is slower for a small file."""
         with self._told():
             for chunk in answer.stream(CHUNK):
                 with disk_errors(temp):
@@ -382,7 +382,7 @@ class ObstoreMover:
 
     @_apart
     def prune(self, prefix: str) -> None:
-        """Azure alone has marks of folders; one that holds another goes last: a real folder must be empty by then."""
+        """Delete Azure's folder markers, nested ones first: a real folder must be empty by then."""
         if self._access.kind != "azure":
             return
         with self._told() as obs:
@@ -404,7 +404,7 @@ class ObstoreMover:
 
 
 class _Version(NamedTuple):
-    """What a download is of: one version of an object, by its ``tag``, into ``temp``."""
+    """A download of one version of an object, by its ``tag``, into ``temp``."""
 
     key: str
     temp: Path
@@ -413,7 +413,7 @@ class _Version(NamedTuple):
 
 
 class _Keys:
-    """obstore's kind of credential provider. ``failure`` is what last kept a request from being signed."""
+    """A credential provider for obstore. ``failure`` is the last error that kept a request from being signed."""
 
     def __init__(self, keys: Callable[[], Mapping[str, Any]]) -> None:
         self._ask = keys
@@ -428,7 +428,7 @@ class _Keys:
 
 
 class _Sum:
-    """Bytes that have come, from several threads; ``report`` takes the total, ``above`` what is added."""
+    """A counter of received bytes for several threads; ``report`` gets the total, ``above`` each addition."""
 
     def __init__(self, *, report: Callable[[int], None] | None = None, above: _Sum | None = None) -> None:
         self.total = 0
@@ -445,13 +445,13 @@ class _Sum:
             self._report(total)
 
     def check(self, total: int) -> None:
-        """Raise ConnectionError unless that much has come."""
+        """Raise ConnectionError unless ``total`` bytes have come."""
         if self.total != total:
             raise ConnectionError(f"{self.total} bytes came in place of {total}")
 
 
 def _client(access: Access, keys: _Keys, *, retries: int, silence: timedelta) -> Any:
-    """obstore's client; ``silence`` is how long a server may send nothing, also while it is sent to."""
+    """Return obstore's client; ``silence`` is its read timeout, which also counts while a body is sent."""
     from obstore.store import AzureStore, GCSStore, S3Store
 
     options: dict[str, Any] = {"timeout": timedelta(hours=1), "connect_timeout": timedelta(seconds=10)}
@@ -482,16 +482,16 @@ def _entry(meta: Mapping[str, Any]) -> Entry:
 
 @contextlib.contextmanager
 def _writing(temp: Path, at: int) -> Iterator[FileIO]:
-    """``temp`` from byte ``at`` on. FileNotFoundError when whoever waited for it has gone."""
+    """Open ``temp`` at byte ``at``. Raises FileNotFoundError if the waiting caller has deleted it."""
     with disk_errors(temp):
-        out = open(temp, "rb+", buffering=0)  # noqa: SIM115 - what the network raises inside is no disk's error
+        out = open(temp, "rb+", buffering=0)  # noqa: SIM115 - network errors raised inside are not the disk's
     with out:
         out.seek(at)
         yield out
 
 
 def _chunks(path: Path, size: int, report: Callable[[int], None], gone: threading.Event | None) -> Iterator[bytes]:
-    """Of the file's bytes. StorageError, which aborts the upload, when whoever waited for it has ``gone``."""
+    """Yield the file's chunks. Raises StorageError, which aborts the upload, if the caller has ``gone``."""
     moved = 0
     with disk_errors(path), open(path, "rb") as stream:
         while chunk := stream.read(size):
@@ -503,7 +503,7 @@ def _chunks(path: Path, size: int, report: Callable[[int], None], gone: threadin
 
 
 def _refusal(exc: Exception, unsigned: Exception | None) -> Exception:
-    """``exc`` of obstore, without what it says for debugging, with the status that the server answered."""
+    """Return obstore's ``exc`` as an error with the server's status, without its debug text."""
     text, _, debug = str(exc).partition("\n\nDebug source")
     found = _STATUS.search(text)
     if unsigned is not None and found is None and "UnauthenticatedError" in type(exc).__name__:
@@ -523,7 +523,7 @@ def _refusal(exc: Exception, unsigned: Exception | None) -> Exception:
 def _answered(text: str, status: int, body: str) -> Exception:
     said = [" ".join(told[1].split()) for tag in ("Code", "Message") if (told := _element(tag).search(text))]
     code = said[0] if said else ""
-    if code == "NoSuchUpload":  # an upload whose end was carried out, and not answered, is not known any more
+    if code == "NoSuchUpload":  # the upload completed, but its answer was lost
         return ConnectionError(": ".join(said))
     if status == 404:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))

@@ -1,7 +1,7 @@
-"""How obstore reaches a store as fsspec would: the same endpoint, region and credentials, where that is proved.
+"""Configure obstore with the endpoint, region and credentials that fsspec would use.
 
-Both read their own words of environment and configuration. What only one of them knows, and every credential that no
-test has compared, is `Unproven`: then fsspec moves the bytes. Nothing here asks the network but for credentials.
+Each library reads its own environment variables and configuration. If only one library knows a word, or no test has
+compared a credential, this raises `Unproven`: fsspec then moves the bytes. Only credentials are asked of the network.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .files import Moving
 
 __all__ = ["Access", "Unproven", "authorities", "find_access"]
 
-#: Variables that change nothing, or the same for both. Any other of AWS's is left to fsspec.
+#: Variables that change nothing, or the same for both libraries. With any other AWS variable, fsspec moves the bytes.
 _AWS_WORDS = re.compile(
     "AWS_("
     "ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN|(DEFAULT_)?(REGION|PROFILE|OUTPUT)|CONFIG_FILE"
@@ -32,7 +32,7 @@ _AWS_WORDS = re.compile(
     "|METADATA_SERVICE_(TIMEOUT|NUM_ATTEMPTS)|MAX_ATTEMPTS|RETRY_MODE|EXECUTION_ENV|PAGER|STS_REGIONAL_ENDPOINTS"
     "|ALLOW_HTTP|SDK_LOAD_CONFIG|CA_BUNDLE)"
 )
-#: Of a profile in AWS's configuration: what decides on requests to S3, and only botocore heeds.
+#: Keys of an AWS profile that change requests to S3, and that only botocore reads.
 _AWS_CONFIGURED = re.compile(r"s3|s3_.*|services|ca_bundle|use_.*|ignore_configured_endpoint_urls|sigv4a.*|request_.*")
 _AZURE_WORDS = frozenset(
     f"AZURE_STORAGE_{word}" for word in ("CONNECTION_STRING", "ACCOUNT_NAME", "ACCOUNT_KEY", "SAS_TOKEN")
@@ -40,14 +40,14 @@ _AZURE_WORDS = frozenset(
 _AZURE_OTHERS = frozenset({"AZURE_SKIP_SIGNATURE", "AZURE_USE_FABRIC_ENDPOINT", "AZURE_ENCRYPTION_KEY"})
 _AZURE_HOST = re.compile(r"(?P<account>[^.]+)\.(dfs|blob)\.core\.windows\.net")
 _AZURE_SCOPE = "https://storage.azure.com/.default"
-#: The names that one file system of fsspec's goes by; it heeds what is configured for any of them.
+#: Names of one and the same fsspec file system, which reads the configuration of each of them.
 _ALIASES = ({"s3", "s3a"}, {"abfs", "abfss", "az"}, {"gs", "gcs"})
-#: Which file holds authorities of one's own, by whoever reads it first; obstore is told, and trusts the usual ones too.
+#: Variables with the path of a CA file, in order of precedence. obstore trusts that file and the system's authorities.
 _CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
 
 
 class Unproven(Exception):
-    """Why obstore does not move the bytes of a URL. ``demanded``: who insists on obstore is to be told."""
+    """The reason why fsspec moves a URL's bytes. ``demanded``: a user who chose obstore gets it as an error."""
 
     def __init__(self, why: str, *, demanded: bool = True) -> None:
         self.demanded = demanded
@@ -56,9 +56,9 @@ class Unproven(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """``kind`` is s3, azure or gcs; ``config`` is in obstore's words; ``keys`` gives what signs the next request.
+    """An access to a bucket: ``kind`` is s3, azure or gcs; ``config`` has obstore's names.
 
-    ``keys`` raises what the vendor's SDK raises.
+    ``keys`` returns the credentials for the next request. It raises the errors of the vendor's SDK.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Access:
 
 
 def find_access(url: str, options: Mapping[str, Any], environ: Mapping[str, str], *, moving: Moving) -> Access:
-    """The access to ``url`` that fsspec has with ``options``. `Unproven`, or `AuthError` without credentials."""
+    """Return the access that fsspec has with ``options``. Raises `Unproven`, or `AuthError` without credentials."""
     scheme = url_scheme(url)
     find = {"s3": _s3, "abfs": _azure, "abfss": _azure, "az": _azure, "gs": _gcs}.get(scheme)
     if find is None:
@@ -79,7 +79,7 @@ def find_access(url: str, options: Mapping[str, Any], environ: Mapping[str, str]
 
 
 def authorities(environ: Mapping[str, str]) -> bytes | None:
-    """Certificates of authorities of one's own, PEM. Raises `Unproven` where they are not one file."""
+    """Return the configured CA certificates (PEM). Raises `Unproven` if they are not in one readable file."""
     path = next((environ[name] for name in _CERTIFICATES if environ.get(name)), None)
     try:
         return Path(path).read_bytes() if path else None
@@ -88,7 +88,7 @@ def authorities(environ: Mapping[str, str]) -> bytes | None:
 
 
 def _check_fsspec_is_bare(scheme: str, environ: Mapping[str, str]) -> None:
-    """fsspec may have options of its own for a scheme, in its folder or environment; importing it to see is dear."""
+    """Raise `Unproven` if fsspec is configured for ``scheme``. fsspec is imported only if it may be: that is slow."""
     folder = Path(environ.get("FSSPEC_CONFIG_DIR") or os.path.expanduser("~/.config/fsspec"))
     somewhere = folder.is_dir() or any(name.startswith("FSSPEC_") for name in environ)
     if not somewhere and "fsspec.config" not in sys.modules:
@@ -149,7 +149,7 @@ def _s3(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving
 def _aws_keys(
     url: str, options: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[Callable[[], Mapping[str, Any]], Mapping[str, str]]:
-    """What signs, and what AWS's configuration says beside: region, endpoint_url."""
+    """Return the function that gives credentials, and the region and endpoint_url of AWS's configuration."""
     session, profile = options.get("session"), options.get("profile")
     if session is not None and not isinstance(session, Credential):
         raise Unproven("session is fsspec's own option")
@@ -167,7 +167,7 @@ def _aws_keys(
 
 
 def _configured(environ: Mapping[str, str]) -> bool:
-    """Whether AWS's configuration has a say."""
+    """Return whether this machine has an AWS configuration."""
     if environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE"):
         return True
     files = (("AWS_CONFIG_FILE", "~/.aws/config"), ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"))
@@ -177,7 +177,7 @@ def _configured(environ: Mapping[str, str]) -> bool:
 def _botocore_keys(
     url: str, session: Any, profile: str | None
 ) -> tuple[Callable[[], Mapping[str, Any]], Mapping[str, str]]:
-    """By botocore's own chain: files, SSO, roles, web identity, containers, machines. It renews what expires."""
+    """Use botocore's chain: files, SSO, roles, web identity, containers, machines. It renews expired credentials."""
     if session is None:
         try:
             import botocore.session
@@ -197,7 +197,7 @@ def _botocore_keys(
             "access_key_id": found.access_key,
             "secret_access_key": found.secret_key,
             "token": found.token,
-            "expires_at": datetime.now(timezone.utc),  # botocore knows better, and is asked each time
+            "expires_at": datetime.now(timezone.utc),  # botocore knows the expiry, so it is asked each time
         }
 
     region = session.get_config_variable("region")
@@ -244,7 +244,7 @@ def _azure(url: str, options: Mapping[str, Any], environ: Mapping[str, str], mov
 
 
 def _azure_account(words: Mapping[str, str]) -> tuple[str, str]:
-    """Name and endpoint by a connection string."""
+    """Return the account name and endpoint of a connection string."""
     if not (words.get("AccountKey") or words.get("SharedAccessSignature")):
         raise Unproven("a connection string without a key and signature is not tested")
     endpoint = words.get("BlobEndpoint", "")
@@ -276,7 +276,7 @@ def _azure_keys(key: str, sas: str, identity: Mapping[str, Any]) -> Callable[[],
 
 
 def _gcs(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: Moving) -> Access:
-    """obstore speaks GCS's XML API, of which there is no faithful server to test with: only for who asks for it."""
+    """Configure GCS only if the user chose obstore: it uses the XML API, and no faithful test server has that."""
     _only(options, "token")
     credentials: Any = options.get("token")
     if moving.mover != "obstore":

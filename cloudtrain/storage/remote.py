@@ -1,4 +1,4 @@
-"""Files of every URL that is no local folder: which library moves them, retries, creation, whole files on this disk."""
+"""Handle files of every remote URL: choose the library, retry, create exclusively, download whole files."""
 
 from __future__ import annotations
 
@@ -29,59 +29,58 @@ __all__ = ["Mover", "RemoteFiles"]
 R = TypeVar("R")
 
 RENEW_SECONDS = 30.0
-"""Age from which a client that is refused is made anew: credentials that have just been read are not read again."""
+"""Age in seconds from which a refused client is made again: fresh credentials are not read twice."""
 AHEAD = 3
 SMALL = 1 << 20
-"""Bytes of a file that comes through memory, and is written by one call."""
-#: Back ends whose copy on the server may still be under way when the call returns.
+"""Bytes of a file that passes through memory and is written by one call."""
+#: Back ends whose copy on the server may still be running when the call returns.
 _LAZY_COPY = frozenset({"abfs", "abfss", "az"})
 
 
 class Mover(Protocol):
-    """A client library for the files below one URL. Methods raise whatever it raises; nothing is tried again but by
-    ``retries``, the patience that it takes.
+    """A client library for the files below one URL. Methods raise the library's errors and retry only by ``retries``.
 
-    Keys are checked. What is not there is FileNotFoundError.
+    Keys are checked. A missing file is FileNotFoundError.
     """
 
     name: str
     retries: Retries
 
     def read(self, key: str) -> bytes:
-        """The content."""
+        """Return the content."""
 
     def write(self, key: str, data: bytes) -> None:
         """Replace the content."""
 
     def create(self, key: str, data: bytes, writer: str) -> None:
-        """Write what is not there yet, noting ``writer`` where that can be; FileExistsError and the like, else."""
+        """Write a new file and note ``writer`` if possible. Raises FileExistsError or the like if it exists."""
 
     def wrote(self, key: str, writer: str) -> bool:
-        """Whether ``writer`` is noted to have created it."""
+        """Return whether ``writer`` is noted as its creator."""
 
     def entry(self, key: str) -> Entry | None:
-        """What is there; None of what is no file. ``size`` is -1 where a server does not say."""
+        """Return the entry of a file; None for anything else. ``size`` is -1 if the server does not say."""
 
     def entries(self, prefix: str) -> dict[str, Entry]:
-        """Every file below ``prefix``, perhaps others too, by key. Only a bucket can be missing."""
+        """Return every file below ``prefix``, perhaps others too, by key. Only a bucket can be missing."""
 
     def names(self, prefix: str) -> Names:
-        """Keys of files and folders immediately below ``prefix``, perhaps others too. Only a bucket can be missing."""
+        """Return keys of files and folders directly below ``prefix``, perhaps more. Only a bucket can be missing."""
 
     def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
-        """Store the local file of ``size`` bytes; ``report`` takes how many have moved in all."""
+        """Store the local file of ``size`` bytes; ``report`` gets the number moved so far."""
 
     def content(self, key: str, most: int) -> memoryview | None:
-        """The content; None when there is more than ``most``, or might be before that is known."""
+        """Return the content; None if there is, or may be, more than ``most``."""
 
     def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
-        """Fill the new file ``temp``; ``size`` is a promise."""
+        """Fill the new file ``temp``; ``size`` is the expected size."""
 
     def piece(self, key: str, start: int, end: int) -> bytes:
-        """The bytes from ``start`` up to, not with, ``end``, which both are there."""
+        """Return the bytes from ``start`` to ``end`` (exclusive), which exist."""
 
     def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
-        """Store ``pieces``, ``size`` bytes in all. What they raise comes out, and leaves nothing."""
+        """Store ``pieces``, ``size`` bytes in all. If they raise, nothing is stored."""
 
     def copy(self, source: str, target: str) -> None:
         """Copy on the server."""
@@ -90,10 +89,10 @@ class Mover(Protocol):
         """Remove the file or folder."""
 
     def discard(self, keys: Sequence[str]) -> None:
-        """Remove these files, of which some may be gone."""
+        """Remove these files; some may be gone already."""
 
     def prune(self, prefix: str) -> None:
-        """Remove the folder and those below it, or the marks of them, as far as they hold no file."""
+        """Remove the folder and those below it, or their markers, if they hold no file."""
 
 
 class _Opened(NamedTuple):
@@ -103,10 +102,10 @@ class _Opened(NamedTuple):
 
 
 class RemoteFiles(Trees):
-    """`Files` of any URL but a local folder's. ``storage`` gives fsspec's options.
+    """`Files` of a remote URL. ``storage`` gives fsspec's options.
 
-    It is asked again when access is refused to a client that has some age: what it had to show may have expired, or
-    been replaced. ``given`` is used as it is, whatever happens.
+    It is called again if access is refused to a client of some age, because credentials expire or are replaced.
+    ``given`` is never replaced.
     """
 
     def __init__(
@@ -153,11 +152,11 @@ class RemoteFiles(Trees):
         retries = self._retries or Retries()  # a file system may connect when it is made
         try:
             return retries(self._url, lambda: self._choose(self._storage(self._url) if self._storage else {}))
-        except (TypeError, AttributeError) as exc:  # which `Retries` takes for ours
+        except (TypeError, AttributeError) as exc:  # `Retries` takes these for ours
             raise translate(exc, self._url) from exc
 
     def _choose(self, options: Mapping[str, Any]) -> Mover:
-        """obstore where it is there and known to be let in by the same credentials as fsspec, else fsspec."""
+        """Return obstore if it is installed and known to use the same credentials as fsspec, else fsspec."""
         moving, scheme = self._moving, url_scheme(self._url)
         if moving.sse and scheme not in ("s3", "s3a"):
             raise SpecError(f"only a store in S3 is told how to encrypt, not {scheme}:", field="sse")
@@ -174,7 +173,7 @@ class RemoteFiles(Trees):
         return FsspecMover.open(self._url, options, moving=moving, retries=self._retries or Retries())
 
     def _call(self, key: str, work: Callable[[Mover], R], *, again: bool = True) -> R:
-        """``work(mover)`` with its `Retries`; what it raises goes through the table."""
+        """Call ``work(mover)`` with its `Retries`; its errors go through the table."""
         opened = [self._open()]
 
         def attempt() -> R:
@@ -192,21 +191,21 @@ class RemoteFiles(Trees):
         )
 
     def _leaves(self, opened: _Opened) -> bool:
-        """Whether fsspec goes on with what the mover of ``opened`` cannot do."""
+        """Switch to fsspec, and return True, if this mover cannot do the work."""
         if self._given is not None or self._moving.mover == "obstore":
             return False
         with self._lock():
-            if self._opened is opened:  # else another thread has been here
+            if self._opened is opened:  # else another thread did this
                 self._moving = self._moving._replace(mover="fsspec")
                 self._opened = None
         return True
 
     def _renews(self, opened: _Opened, exc: Exception) -> bool:
-        """Whether a client made anew may do what raised ``exc``: credentials expire."""
+        """Return whether a new client may succeed after ``exc``: credentials expire."""
         if self._given is not None or classify(exc) != "auth":
             return False
         with self._lock():
-            if self._opened is opened:  # else another thread has been here
+            if self._opened is opened:  # else another thread did this
                 if time.monotonic() - opened.since < RENEW_SECONDS:
                     return False
                 self._opened = None
@@ -214,7 +213,7 @@ class RemoteFiles(Trees):
 
     @contextlib.contextmanager
     def _bucket(self) -> Iterator[None]:
-        """Where nothing can be missing but the bucket."""
+        """Raise `StorageError` for a missing bucket, as nothing else can be missing here."""
         try:
             yield
         except FileNotFoundError as exc:
@@ -244,17 +243,17 @@ class RemoteFiles(Trees):
                 with self._bucket():
                     self._call(key, lambda mover: mover.create(key, data, writer), again=False)
                 return True
-            except TransientError as exc:  # it may have been created all the same: look, then try again
+            except TransientError as exc:  # it may have been created nevertheless: check, then try again
                 unanswered = exc
             except FileExistsError:
-                # 412 is an object; 409 is another creator under way, who may yet fail: look, then try again.
+                # 412 is an object; 409 is another creator, which may still fail: check, then try again.
                 if self.exists(key):
                     return number > 0 and self._call(key, lambda mover: mover.wrote(key, writer))
             retries.pause(number)
         raise unanswered or StorageError(f"{self._url}/{key}: other writers stay in the way")
 
     def entry(self, key: str) -> Entry | None:
-        """The file at ``key``, None when there is none. ``size`` is -1 where the server does not say."""
+        """Return the file at ``key``, None if there is none. ``size`` is -1 if the server does not say."""
         parts_of(key)
         try:
             return self._call(key, lambda mover: mover.entry(key))
@@ -307,10 +306,10 @@ class RemoteFiles(Trees):
         if size is not None and size <= SMALL and (data := mover.content(key, SMALL)) is not None:
             check_promise(key, len(data), lambda: hashlib.sha256(data).hexdigest(), sha256, size)
             with disk_errors(path):
-                put(path, data, name=False)  # what is missing is fetched again
+                put(path, data, name=False)  # a missing file is fetched again
             meter(size)
             return
-        # A new temporary file each time: the parallel parts of a try that failed may still be writing to the last one.
+        # A new temporary file each time: parallel parts of a failed try may still be writing to the last one.
         with contextlib.ExitStack() as stack:
             with disk_errors(path):
                 temp = stack.enter_context(temp_file(path))
@@ -321,9 +320,9 @@ class RemoteFiles(Trees):
                 settle(temp, path, name=False)
 
     def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
-        """The content of the file of ``size`` bytes in order, `AHEAD` parts of `PIECE` bytes before its taker.
+        """Yield the content of the file of ``size`` bytes in order, up to `AHEAD` parts of `PIECE` bytes in advance.
 
-        Of a web or FTP server one stream, whose failures come out as they are: not all answer ranges.
+        A web or FTP server gives one stream, with its errors unchanged: not all servers answer ranges.
         """
         parts_of(key)
         mover = self._open().mover
@@ -369,13 +368,13 @@ class RemoteFiles(Trees):
             raise ConnectionError(f"{count} bytes came in place of {size}")
 
     def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
-        """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called anew for each try."""
+        """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called for each try."""
         parts_of(key)
         with self._bucket():
             self._call(key, lambda mover: self._receive(mover, key, size, pieces))
 
     def _receive(self, mover: Mover, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
-        with contextlib.closing(pieces()) as source:  # what it holds open is closed now, not by whoever collects it
+        with contextlib.closing(pieces()) as source:  # close its resources now, not at garbage collection
             mover.receive(key, source, size)
 
     @property
@@ -418,7 +417,7 @@ class RemoteFiles(Trees):
 
 
 class _Meter:
-    """Reports each byte once, whatever is retried. Called with how many have moved in all, from several threads."""
+    """A counter that reports each byte once, even after retries. Several threads call it with the total so far."""
 
     def __init__(self, progress: Progress | None, key: str, size: int | None) -> None:
         self._progress, self._key, self._size = progress, key, size

@@ -1,7 +1,7 @@
-"""A folder that is replaced whole: the next version is put together beside it, and takes its place by two renames.
+"""Replace a folder whole: build the next version next to it, then move it into place by two renames.
 
-Folders cannot be exchanged at once everywhere. A kill between the two renames leaves nothing under the right name; what
-stood there is beside it then, and `tidy` puts it back.
+Not every system can exchange folders atomically. After a kill between the two renames the folder is missing and its
+former version is next to it; `tidy` puts it back.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _FORMER = ".former-"
 
 
 def aside(final: Path) -> Path:
-    """Where the next version of ``final`` is put together."""
+    """Return the path at which the next version of ``final`` is built."""
     return final.with_name(_NEXT + final.name)
 
 
 def tidy(folder: Path, names: Collection[str]) -> None:
-    """Mend in ``folder`` what a kill has left; next versions of what is not among ``names`` any more go."""
+    """Repair ``folder`` after a kill; delete next versions of folders not in ``names``."""
     if not folder.is_dir():
         return
     with disk_errors(folder):
@@ -42,7 +42,7 @@ def tidy(folder: Path, names: Collection[str]) -> None:
 
 
 def prune(folder: Path, wanted: Collection[Path]) -> None:
-    """Remove what is not among the files ``wanted``, and folders that are empty."""
+    """Remove files that are not ``wanted``, and empty folders."""
     with disk_errors(folder):
         for path in below(folder):
             if path.is_symlink() or path not in wanted:
@@ -53,7 +53,7 @@ def prune(folder: Path, wanted: Collection[Path]) -> None:
 
 
 def below(folder: Path) -> list[Path]:
-    """All files in ``folder``, and links, which are not followed; none when there is no such folder."""
+    """Return all files and links in ``folder``, without following links; none if there is no such folder."""
     found = []
     for top, folders, names in os.walk(folder):
         found += [Path(top, name) for name in names]
@@ -62,7 +62,7 @@ def below(folder: Path) -> list[Path]:
 
 
 def take(source: Path, target: Path) -> None:
-    """Have the file ``source`` as ``target`` too; by a hard link where there are such."""
+    """Make the file ``source`` available as ``target`` too, by a hard link if possible."""
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
@@ -75,7 +75,7 @@ def take(source: Path, target: Path) -> None:
 
 
 def swap(final: Path) -> None:
-    """Put what lies `aside` in the place of ``final``, which need not exist, and remove what stood there."""
+    """Put the folder at `aside` in the place of ``final``, which may be missing, and remove the old one."""
     former = final.with_name(_FORMER + final.name)
     with disk_errors(final):
         discard(former)
@@ -86,7 +86,7 @@ def swap(final: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; there need be none."""
+    """Remove a file or a whole folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

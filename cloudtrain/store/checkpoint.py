@@ -1,7 +1,4 @@
-"""A complete checkpoint of a run, as the files of a store tell of it; which a training can go on from, which is newest.
-
-Pure: `Store` lists and reads.
-"""
+"""Find a run's complete checkpoints in a list of its files, and the newest from which a training can resume. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from ..storage.files import Entry
 __all__ = ["PROTOCOL", "Checkpoint", "age", "direct", "mirrored", "newest_of", "numbers_of", "resumable"]
 
 PROTOCOL = 1
-"""Of what a store's records say; others are not read."""
+"""Protocol of a store's records; records of other protocols are not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """One complete checkpoint. ``key`` is its folder in the store, ``files`` maps path to (bytes, SHA-256).
 
-    ``step`` is what ``name`` tells of it, None when it does not. ``saved``, when the script had written it, and
-    ``committed``, when it was complete here, are Unix seconds.
+    ``step`` is read from ``name``, or None. ``saved`` (the script wrote it) and ``committed`` (it was complete in the
+    store) are Unix seconds.
     """
 
     name: str
@@ -39,14 +36,14 @@ class Checkpoint:
 
 
 def numbers_of(name: str) -> list[int]:
-    """The numbers in a name, for sorting: ``1.10`` after ``1.9``."""
+    """Return the numbers in a name, for sorting: ``1.10`` after ``1.9``."""
     return [int(number) for number in re.findall(r"\d+", name)]
 
 
 def mirrored(
     root: str, match: re.Match[str], commit: Mapping[str, Any] | None, sizes: Mapping[str, int]
 ) -> Checkpoint | None:
-    """The checkpoint of one commit.json, None when it is not complete."""
+    """Return the checkpoint of one commit.json, or None if it is incomplete."""
     folder, name = match[0].rpartition("/")[0], match[1]
     try:
         if commit is None or commit["protocol"] != PROTOCOL:
@@ -71,24 +68,24 @@ def mirrored(
 
 
 def newest_of(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Of what `Store.checkpoints` and `Store.direct` gave, the newest that a training can go on from."""
+    """Return the newest checkpoint to resume from, of those of `Store.checkpoints` and `Store.direct`."""
     found = [*resumable(mirrored)[-1:], *direct[-1:]]
     return max(found, key=lambda item: item.saved, default=None)
 
 
 def resumable(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Those that a training can go on from, in the same order."""
+    """Return the checkpoints from which a training can resume, in the same order."""
     chosen = training_states({i.key: (i.name, [_below_entry(i.name, path) for path in i.files]) for i in found})
     return [item for item in found if item.key in chosen]
 
 
 def _below_entry(name: str, path: str) -> str:
-    """``node-0/step-8/model.pt`` below the entry ``step-8``: ``model.pt``; empty when the entry is the file."""
+    """Return the path below an entry: ``node-0/step-8/model.pt`` in ``step-8`` is ``model.pt``; "" for a file entry."""
     return path.partition("/")[2][len(name) + 1 :]
 
 
 def direct(root: str, name: str, files: Mapping[str, Entry]) -> Checkpoint | None:
-    """The checkpoint that a script wrote to the store by itself, None while it may be writing."""
+    """Return a checkpoint that a script wrote to the store itself, or None while the script may be writing it."""
     if newer_than_metadata({path: entry.modified for path, entry in files.items()}):
         return None
     written = files[METADATA].modified
@@ -106,5 +103,5 @@ def direct(root: str, name: str, files: Mapping[str, Entry]) -> Checkpoint | Non
 
 
 def age(item: Checkpoint) -> tuple[list[int], float, int, str]:
-    """What orders checkpoints, oldest first."""
+    """Return the sort key of checkpoints, oldest first."""
     return (numbers_of(item.attempt), item.saved, item.seq, item.name)

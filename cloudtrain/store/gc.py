@@ -1,8 +1,8 @@
-"""What a store holds that no run of it refers to, and removing that.
+"""Find and remove the content of a store that no run refers to.
 
-A run refers to whatever its run.json names, and to its own folder; what is being staged refers to what it announces
-(`lease`). In doubt a thing is kept: a run.json that cannot be read stops all deletion, and a store that does not tell
-when a file was written gives nothing old enough.
+A run refers to its own folder and everything that its run.json names. A client that is staging refers to everything
+that it announces (`lease`). In doubt a thing is kept: an unreadable run.json stops all deletion, and without file times
+nothing is old enough.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .store import Store
 __all__ = ["OLDER_THAN", "Collected", "Leftover", "collect", "collect_at"]
 
 OLDER_THAN = 7 * 86400
-"""Seconds that a thing must have lain in the store before it is removed."""
+"""Seconds in the store before an unused thing is removed."""
 ANNOUNCED = 7 * 86400.0
 """Seconds for which an announcement counts: longer than any upload takes."""
 WRITTEN = 86400.0
-"""Seconds for which a file that is not yet under its right name may still be somebody's who writes it."""
+"""Seconds in which a client may still be writing a temporary file."""
 
 AT_ONCE = 100
-"""Files that go in one request, where the store takes as many."""
+"""Files in one request, if the store takes as many."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _WORD = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -45,11 +45,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """Something that no run refers to: ``key`` in the store, its files and bytes.
+    """A thing that no run refers to: ``key`` in the store, its files and bytes.
 
-    ``kind`` is code, runtime, data, upload (data without a manifest; files half written to a local folder), run (a
+    ``kind`` is code, runtime, data, upload (data without a manifest; half-written files of a local folder), run (a
     run's folder without run.json) or staging (an announcement). ``modified`` is that of its newest file, in Unix
-    seconds of the store's clock; 0 where that is not known. ``keys`` are what is removed for it, in that order.
+    seconds of the store's clock, or 0 if unknown. ``keys`` are removed for it, in that order.
     """
 
     kind: str
@@ -62,10 +62,10 @@ class Leftover:
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What `collect` found: ``found`` is old enough and, when ``deleted``, gone; ``younger`` stays.
+    """The result of `collect`: ``found`` is old enough and, if ``deleted``, gone; ``younger`` stays.
 
-    ``unreadable`` are runs whose run.json cannot be read: while there are any, nothing is removed, and ``found`` may
-    hold what they need. ``now`` is the time to which ages refer, in Unix seconds.
+    ``unreadable`` are runs whose run.json cannot be read. While there are any, nothing is removed, and ``found`` may
+    hold their files. Ages refer to ``now``, in Unix seconds.
     """
 
     store: str
@@ -90,7 +90,7 @@ def collect_at(
     cwd: Path | None = None,
     say: Say | None = None,
 ) -> Collected:
-    """`collect` of the store at ``url``, opened as ``settings`` say. `NotFoundError` for a folder that is not there."""
+    """Run `collect` on the store at ``url``, opened with ``settings``. Raises `NotFoundError` for a missing folder."""
     url = normalize(settings.resolved(url), cwd=cwd or Path.cwd())
     path = local_path(url)
     if path is not None and not path.is_dir():
@@ -107,11 +107,11 @@ def collect_at(
 def collect(
     store: Store, *, older_than: int = OLDER_THAN, delete: bool = False, lease: float = LEASE, say: Say | None = None
 ) -> Collected:
-    """What no run of the store refers to, largest first; with ``delete`` what is older than ``older_than`` s goes.
+    """Return the things that no run refers to, largest first; ``delete`` removes those older than ``older_than`` s.
 
-    Without it nothing is written, and ages are by this machine's clock. While one client deletes, others that want to
-    stage wait, at most ``lease`` seconds longer than it lives. Raises `StorageError`, having removed nothing, when a
-    run.json cannot be read.
+    Without it nothing is written, and ages are by this machine's clock. While one client deletes, others wait to stage,
+    at most ``lease`` seconds longer than it lives. If a run.json cannot be read, raises `StorageError` and removes
+    nothing.
     """
     named = _Named(store)
     named.read(time.time())
@@ -119,7 +119,7 @@ def collect(
         return _collected(store, named, older_than, time.time(), deleted=False)
     _refuse_unreadable(named)
     with Deleting(store.files, seconds=lease, say=say) as deleting:
-        named.read(deleting.started)  # whoever began to stage before the mark was set is among them by now
+        named.read(deleting.started)  # includes clients that began to stage before the mark was set
         _refuse_unreadable(named)
         done = _collected(store, named, older_than, deleting.started, deleted=True)
         for item in done.found:
@@ -134,7 +134,7 @@ def collect(
 
 
 def _remove(store: Store, item: Leftover, deleting: Deleting) -> None:
-    """Some at a time: who is held up meanwhile, and has lost its right to, removes at most those that are under way."""
+    """Remove in batches: a delayed client that has lost its lease removes at most the current batch."""
     deleting.check()
     root = local_path(store.url)
     if root is not None and (root / item.key).is_symlink():
@@ -175,7 +175,7 @@ def _refuse_unreadable(named: _Named) -> None:
 
 
 class _Named:
-    """The words of all run.json of a store, and of what is announced in it; `read` again, it reads what is new."""
+    """All names in a store's run.json files and announcements; each further `read` adds the new ones."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -185,14 +185,14 @@ class _Named:
         self.without: set[str] = set()
 
     def read(self, now: float) -> None:
-        """Announcements first: one that is gone by then has its run.json."""
+        """Read announcements first: if one is gone by then, its run.json exists."""
         files = self._store.files
         for key, entry in files.entries(FOLDER).items():
             if key != MARK and not (now and entry.modified and now - entry.modified >= ANNOUNCED):
                 self._take(files.read, key)
         runs = [name for name in files.names("runs") if name not in self._known]
         found = parallel(lambda name: self._take(files.read, f"runs/{name}/run.json"), runs)
-        # A client that went on with a run of another may have taken other content, which its request alone names.
+        # A client that continued another's run may have used other content, which only its request names.
         parallel(lambda name: self._take(files.read, f"runs/{name}/attempts/0/request.json"), runs)
         for name, data in zip(runs, found, strict=True):
             self.unreadable.discard(name)
@@ -218,7 +218,7 @@ class _Named:
 
 
 def _is_record(data: bytes) -> bool:
-    """Whether this is a run.json of which we know all that it names."""
+    """Return whether this is a run.json whose references are all known."""
     try:
         record: Any = json_loads(data)
         return bool(record["protocol"] == 1 and record["layout"]["code_digest"])
@@ -237,7 +237,7 @@ def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
         if named.names(name):
             continue
         folder, manifest = f"{top}/{name}", f"data/manifests/{name}.json" if top == "data" else ""
-        # The manifest goes first: a tree without one is half an upload, and nobody takes it for whole.
+        # The manifest goes first: a tree without one is half an upload, and no client takes it for complete.
         first = (manifest,) if manifest in manifests else ()
         whole = {key: manifests[key] for key in first} | files.entries(folder)
         parts = {key: half.pop(key) for key in list(half) if key.startswith(f"{folder}/")}
@@ -266,7 +266,7 @@ def _leftover(kind: str, key: str, entries: Mapping[str, Entry], keys: tuple[str
 
 
 def _half_written(store: Store) -> dict[str, Entry]:
-    """What a killed client left beside the file that it was writing, which no listing shows; of a local folder only."""
+    """Return the temporary files of killed clients, which no listing shows; only for a local folder."""
     root = local_path(store.url)
     found: dict[str, Entry] = {}
     if root is None:

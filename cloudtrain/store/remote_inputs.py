@@ -1,12 +1,11 @@
-"""What a provider's nodes cannot read where it is: copied into the store, through this machine's memory.
+"""Copy remote inputs that the nodes cannot read into the store, through this machine's memory.
 
-The address of a copy is made of its source's URL, so that a plan knows it without a network. Its manifest,
-``data/manifests/<address>.json``, says of each file which version was copied; what is still that version is not copied
-again, also not after a copy that was broken off. A source that has changed brings its copy up to date in place, unless
-a run that is not over was given it. One client at a time copies to an address, by a lease; others wait, and find it.
-
-`bring` does so for remote inputs; a `Source` says what else there may be (`carry`: the checkpoint of another run). A
-run that goes on to another place brings what the store that it leaves has (`Left`): who moves it needs no source.
+A copy's address is made of its source's URL, so a plan knows it without a network. Its manifest,
+``data/manifests/<address>.json``, has the copied version of each file; an unchanged file is not copied again, also
+after an interrupted copy. A changed source updates its copy in place, unless an unfinished run uses it. One client at a
+time copies to an address, by a lease; others wait, and find it. `bring` copies remote inputs; `carry` copies another
+run's checkpoint, as another `Source`. A run that moves to another place takes its files from the store that it leaves
+(`Left`): the moving client needs no source.
 """
 
 from __future__ import annotations
@@ -36,26 +35,26 @@ from .store import Store, expect, to_json
 __all__ = ["Copy", "Left", "Source", "address_of", "bring", "from_left", "version_of"]
 
 LEASE = 60.0
-"""Seconds after which another client may go on with a copy whose maker has gone."""
+"""Seconds after which another client may continue the copy of a dead client."""
 SAVED_SECONDS = 30.0
-"""How often what has been copied is written down."""
+"""Seconds between two saves of the manifest."""
 MEMORY = 160 << 20
-"""Bytes that may be under way: whole small files, and parts of large ones with what a client library holds of them."""
+"""Bytes in memory at once: whole small files, and parts of large ones with a client library's own buffers."""
 ANNOUNCED = 86400.0
-"""Seconds for which somebody who has staged a copy may still be about to record the run that needs it."""
+"""Seconds in which a client that staged a copy may still record the run that needs it."""
 TRIES = 4
-"""Of a file that comes as a stream, which begins anew; a range is tried again where it is asked for."""
+"""Tries for a streamed file, which starts again; ranges are retried by the client."""
 _TAG = re.compile(r"\bETag=(?:W/)?\"?([^\"\s]+)", re.IGNORECASE)
 
 
 class Left(NamedTuple):
-    """The place that a run leaves for another one: its store, and where that run was told to find what it needs."""
+    """The place that a run leaves: its store, and the run's layout there."""
 
     store: Store
     layout: Layout
 
     def gave(self, address: str) -> bool:
-        """Whether the run was given the copy at ``address``. Any other there is of whatever its source was once."""
+        """Return whether the run was given the copy at ``address``. Other copies may be of another version."""
         resume = self.layout.resume if self.layout.resume_source is not None else None
         inputs = [item.url for item in self.layout.inputs.values() if item.source is not None]
         return address in {address_of(self.layout.store, url) for url in (resume, *inputs) if url is not None}
@@ -69,12 +68,12 @@ def bring(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
-    """Copy what the store lacks of the inputs of ``layout`` that have a ``source``; bytes that had to move.
+    """Copy the inputs of ``layout`` with a ``source`` that the store lacks; return the bytes that moved.
 
-    Sources are reached as fsspec does by itself; what the run was given in ``left``, the place before, comes from its
-    copy there, unless that is not whole or damaged. `SpecError` for one that holds no file, `ConflictError` for one
-    that changed since a run that goes on was given its copy, `StorageError` for one that changes meanwhile;
-    `AuthError`.
+    Sources are read with fsspec's own credentials. Inputs that the run was given in ``left``, the place before, come
+    from their copies there, if complete and undamaged. Raises `SpecError` for a source without files, `StorageError` if
+    it changes meanwhile, and `AuthError`. Raises `ConflictError` if it changed since an unfinished run was given its
+    copy.
     """
     wanted = {item.url: (name, item) for name, item in layout.inputs.items() if item.source is not None}
     return sum(_brought(store, layout, name, item, left, progress, say) for name, item in wanted.values())
@@ -104,8 +103,8 @@ def from_left(
     field: str,
     say: Callable[[str], None] | None,
 ) -> int | None:
-    """Copy what the run was given at ``address`` of ``left``; bytes that had to move. None where it is to come from
-    its source: it was given nothing there, or that is not whole, or damaged, of which ``say`` is told."""
+    """Copy what the run was given at ``address`` of ``left``; return the bytes that moved. Return None if the copy
+    there is missing, incomplete or damaged (reported to ``say``): the source is needed."""
     if (held := _Held.of(left, address, name=name, field=field)) is None:
         return None
     try:
@@ -117,42 +116,42 @@ def from_left(
 
 
 def address_of(store: str, url: str) -> str:
-    """The name below ``data/`` of what the store at ``store`` has at ``url``."""
+    """Return the name below ``data/`` of ``url``'s content in the store at ``store``."""
     return url[len(store) + 1 :].split("/")[1]
 
 
 class Source(Protocol):
-    """What is copied. Methods raise `CloudtrainError`."""
+    """The source of a copy. Methods raise `CloudtrainError`."""
 
     name: str
-    """In messages: what it is to the job."""
+    """Its role in the job, for messages."""
     shown: str
-    """In messages and in the manifest: where it is."""
+    """Its location, for messages and the manifest."""
     field: str
-    """Of the job, which named it."""
+    """The field of the job that names it."""
     tries: int
-    """Of a file, whose pieces begin anew; what has its own patience is tried again where it is asked for."""
+    """Tries for each file, whose pieces start again; sources with their own retries have fewer."""
     instead: str
-    """Ends the sentence that it has changed and another run has the copy: what else one may do."""
+    """Ends the message that it changed and another run has the copy, with the alternative."""
     last: str
-    """The file that makes the others count, if one does."""
+    """The file that is copied last because it makes the others valid, or ""."""
     facts: Mapping[str, Any]
-    """What the manifest is to say beside the files."""
+    """Further entries of the manifest."""
     given: bool
-    """Whether it is a copy that a run was given: it stays as it is, while what it was made of may have gone on."""
+    """True if it is a copy that a run was given, which stays as it is while its source may change."""
 
     def entries(self) -> dict[str, Entry]:
-        """Its files by their paths in the copy, with nothing remembered of what was there."""
+        """Return its files by their paths in the copy, from a fresh listing."""
 
     def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
-        """The content of one of them."""
+        """Yield the content of one file."""
 
     def check(self, path: str, sha256: str) -> None:
-        """Raise `DigestError` for content that is not what was promised."""
+        """Raise `DigestError` if the content differs from its expected digest."""
 
 
 class _Input:
-    """A channel's data, reached as fsspec does by itself."""
+    """A channel's data, read with fsspec's own credentials."""
 
     instead = last = ""
     given = False
@@ -172,7 +171,7 @@ class _Input:
         try:
             return self._entries(self._opened())
         except SpecError as exc:
-            if exc.field != "store":  # as it is called of any URL that cannot be opened
+            if exc.field != "store":  # the field of every URL that cannot be opened
                 raise
             raise SpecError(exc.message, field=self.field, hint=exc.hint) from exc
 
@@ -192,11 +191,11 @@ class _Input:
         return self._source.pieces("" if self._file else path, entry.size)
 
     def check(self, path: str, sha256: str) -> None:
-        """Nobody promised anything."""
+        """Accept any content: inputs have no expected digest, so there is nothing to check."""
 
 
 class _Held:
-    """The whole copy that another store has at the same address, each file proved by the manifest there."""
+    """The complete copy at the same address of another store, each file checked against the manifest there."""
 
     instead, tries, given = "", 2, True
 
@@ -209,7 +208,7 @@ class _Held:
 
     @classmethod
     def of(cls, left: Left | None, address: str, *, name: str, field: str) -> _Held | None:
-        """What the run was given there; None where that is not whole, nothing was given, or no place is left."""
+        """Return the copy that the run was given there; None if there is none or it is incomplete."""
         if left is None or not left.gave(address):
             return None
         manifest = _manifest(left.store, address)
@@ -223,7 +222,7 @@ class _Held:
 
     def pieces(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
         key = f"data/{self._address}/{path}"
-        if (size := self._store.files.size(key)) != entry.size:  # as whoever breaks off a removal leaves it
+        if (size := self._store.files.size(key)) != entry.size:  # an interrupted removal can cause this
             raise DigestError(f"{self.shown}/{path} {'has gone' if size is None else 'is not what was copied there'}")
         yield from self._store.files.pieces(key, entry.size)
 
@@ -233,7 +232,7 @@ class _Held:
 
 
 def _manifest(store: Store, address: str) -> dict[str, Any] | None:
-    """Of a whole copy, else None."""
+    """Return the manifest of a complete copy, else None."""
     record = store.record(f"data/manifests/{address}.json")
     return record if record is not None and record.get("complete") is True else None
 
@@ -259,15 +258,15 @@ class Copy:
         self._saved = time.monotonic()
 
     def run(self) -> int:
-        """Make it whole; bytes that had to move."""
+        """Complete the copy; return the bytes that moved."""
         found = self._list()
-        self._store.announce_copy(self._run_id, self._address)  # before the look: who changes it looks after its mark
+        self._store.announce_copy(self._run_id, self._address)  # before the check: other clients look later
         if self._is_whole(found, self._store.record(self._manifest)):
             return 0
         mark = f"{FOLDER}/copying-{self._address}"
         waits = f"waiting: somebody else copies {self._shown}"
         with Sole(self._store.files, mark, seconds=LEASE, say=self._say, waits=waits) as sole:
-            found = self._list()  # it may have taken long to come to this
+            found = self._list()  # the wait may have been long
             record = self._store.record(self._manifest)
             if self._is_whole(found, record):
                 return 0
@@ -277,13 +276,13 @@ class Copy:
             return self._copy(found, record or {}, there, sole)
 
     def _is_whole(self, found: Mapping[str, Entry], record: Mapping[str, Any] | None) -> bool:
-        """Whether ``record`` is that of a whole copy of these very versions, and of nothing else."""
+        """Return whether ``record`` is of a complete copy of exactly these versions."""
         files = (record or {}).get("files") or {}
         whole = record is not None and record.get("complete") is True and len(files) == len(found)
         return whole and all(_is_copy(files.get(path), entry) for path, entry in found.items())
 
     def _is_there(self, found: Mapping[str, Entry], record: Mapping[str, Any], there: Mapping[str, int]) -> bool:
-        """Whether a copy that nobody has called whole is: whoever was about to change it has gone."""
+        """Return whether an unmarked copy is complete: the client that was about to change it has died."""
         return self._is_whole(found, {**record, "complete": True}) and there == {
             self._at(path): entry.size for path, entry in found.items()
         }
@@ -298,7 +297,7 @@ class Copy:
         rest = {path: entry for path, entry in found.items() if path not in self._done}
         self._say(f"copying {self._source.name} from {self._shown}")
         expect(self._progress, [entry.size for entry in rest.values()])
-        self._save(sole, complete=False)  # from here on nobody takes it for whole
+        self._save(sole, complete=False)  # from here on no client takes it for complete
         try:
             self._store.files.discard(sorted(set(there) - set(map(self._at, found))))
             last = self._source.last
@@ -313,7 +312,7 @@ class Copy:
         return sum(entry.size for entry in rest.values())
 
     def _list(self) -> dict[str, Entry]:
-        """The source's files by their paths in the copy."""
+        """Return the source's files by their paths in the copy."""
         found = self._source.entries()
         for path, entry in found.items():
             if not safe(path):
@@ -323,8 +322,7 @@ class Copy:
         return found
 
     def _refuse_while_used(self, found: Mapping[str, Entry], record: Mapping[str, Any]) -> None:
-        """Raise `ConflictError` while somebody counts on the copy as it is; who begins to meanwhile finds it not whole,
-        and waits."""
+        """Raise `ConflictError` while a run uses the copy. A client that starts now finds it incomplete, and waits."""
         self._store.files.write(self._manifest, to_json({**record, "complete": False}))
         runs = [run_id for run_id in self._store.runs() if run_id != self._run_id]
         users = [run_id for run_id, used in zip(runs, parallel(self._uses, runs), strict=True) if used]
@@ -344,7 +342,7 @@ class Copy:
         )
 
     def _uses(self, run_id: str) -> bool:
-        """Whether the run is not over and was given this copy; of one whose record cannot be read nobody knows."""
+        """Return whether the run is unfinished and was given this copy; True if its record cannot be read."""
         if self._store.result(run_id) is not None:
             return False
         key = f"runs/{run_id}/run.json"
@@ -352,7 +350,7 @@ class Copy:
         return self._address in json.dumps(record) if record else self._store.files.exists(key)
 
     def _announced(self) -> list[str]:
-        """Whoever counts on this copy, and has not yet recorded a run."""
+        """Return the runs that have announced this copy but have no record yet."""
         found = self._store.files.entries(FOLDER)
         now = max((entry.modified for entry in found.values()), default=0.0)
         users = []
@@ -366,7 +364,7 @@ class Copy:
     # ------------------------------------------------------------------------------------------------------------ bytes
 
     def _all(self, rest: Mapping[str, Entry], sole: Sole) -> None:
-        """Small files first: they would wait behind the large ones, which have most of the memory."""
+        """Copy small files first: the large ones take most of the memory."""
         order = sorted(rest, key=lambda path: rest[path].size)
         with concurrent.futures.ThreadPoolExecutor(self._store.moving.concurrency) as pool:
             futures = [pool.submit(self._one, path, rest[path], sole) for path in order]
@@ -374,10 +372,10 @@ class Copy:
                 for future in concurrent.futures.as_completed(futures):
                     future.result()
             except BaseException:
-                # What is under way ends at its next piece, and is waited for: it must not land later.
+                # Running copies end at their next piece. Wait for them: they must not write later.
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                if self._failed:  # the first: others may have stopped for it, and come out before it
+                if self._failed:  # the first failure: others may have stopped because of it
                     raise self._failed[0] from None
                 raise
 
@@ -398,9 +396,9 @@ class Copy:
             with contextlib.closing(self._read(path, entry)) as source:
                 for piece in source:
                     self._go_on()
-                    sole.check()  # before the last has gone: else it would land in another client's finished copy
+                    sole.check()  # before the last piece: else it would reach another client's finished copy
                     digest.update(piece)
-                    if at + len(piece) >= entry.size:  # before the last has gone: else it would be there
+                    if at + len(piece) >= entry.size:  # before the last piece: else the file would exist
                         self._source.check(path, digest.hexdigest())
                     yield piece
                     at += len(piece)
@@ -431,7 +429,7 @@ class Copy:
             raise StorageError(f"{self._shown}: the copy was broken off")
 
     def _read(self, path: str, entry: Entry) -> Generator[bytes, None, None]:
-        """The source's pieces; what fails there is not taken for the target's failure."""
+        """Yield the source's pieces; its failures are kept apart from the target's."""
         where = self._shown if self._shown.endswith(f"/{path}") else f"{self._shown}/{path}"
         try:
             with contextlib.closing(self._source.pieces(path, entry)) as pieces:
@@ -440,11 +438,11 @@ class Copy:
             raise StorageError(f"{where} went away while it was copied; start again") from None
         except (CloudtrainError, GeneratorExit):
             raise
-        except Exception as exc:  # back ends raise anything; the table sorts it
+        except Exception as exc:  # back ends raise any class; the table sorts them
             raise translate(exc, where) from exc
 
     def _check(self, found: Mapping[str, Entry]) -> None:
-        """Raise `StorageError` unless the source is as it was, and the copy as large."""
+        """Raise `StorageError` if the source has changed or the copy's sizes differ."""
         now = self._list()
         changed = [path for path in found.keys() | now.keys() if not _alike(found.get(path), now.get(path))]
         there = self._store.files.list(f"data/{self._address}")
@@ -469,7 +467,7 @@ class Copy:
 
 
 class _Room:
-    """So many bytes of memory; what is larger than all of it has all of it."""
+    """A memory budget in bytes; a larger request gets all of it."""
 
     def __init__(self, size: int) -> None:
         self._size = self._free = size
@@ -490,13 +488,13 @@ class _Room:
 
 
 def _weight(size: int) -> int:
-    """Bytes of memory that a copy of a file takes: of a small one the pieces and their sum, of a large one the pieces
-    ahead and what a client library sends at once."""
+    """Return the bytes of memory for a copy. A small file needs its pieces and their sum; a large one the pieces ahead
+    and those that a client library sends at once."""
     return 3 * size if size <= PIECE else PIECE * (AHEAD + 9)
 
 
 def version_of(entry: Entry) -> str:
-    """What is another one when the content is, by either library's listing."""
+    """Return a version that changes with the content, equal in either library's listing."""
     tag = _TAG.search(entry.version)
     return tag[1] if tag else entry.version
 
@@ -506,7 +504,7 @@ def _alike(one: Entry | None, other: Entry | None) -> bool:
 
 
 def _is_copy(record: Any, entry: Entry) -> bool:
-    """Whether ``record`` is of that very version; of a source that tells none, nobody knows."""
+    """Return whether ``record`` is of this version; False if the source has no versions."""
     if not isinstance(record, Mapping) or not entry.version:
         return False
     return bool(record.get("size") == entry.size and record.get("version") == version_of(entry))

@@ -1,9 +1,9 @@
-"""The newest complete checkpoint of a run in another store, copied into this one for a run that goes on from it.
+"""Copy the newest complete checkpoint of a run in another store into this store, for a run that resumes from it.
 
-A plan knows the copy's address, which is made of the URL that was given, and asks nobody which checkpoint it will be:
-that `carry` finds out when the plan is sent, proving each file by ``commit.json``. The copy is laid out as the run's
-own ``live/checkpoints``, so that nodes read it as they read any run's. It holds one checkpoint at a time, and is
-brought up to date as a remote input's is (`relay`): never while a run that is not over was given it.
+The copy's address is made of the given URL, so a plan knows it without any request. `carry` chooses the checkpoint when
+the plan is sent and checks each file against ``commit.json``. The copy has the layout of ``live/checkpoints``, so nodes
+read it like any run's. It holds one checkpoint at a time and is updated like a remote input (`relay`): never while an
+unfinished run uses it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ __all__ = ["carry", "followed", "place_for"]
 FIELD = "resume_from"
 COMMIT = "commit.json"
 LOOKS = 4
-"""How often the newest is looked for anew: a run that goes on takes its older checkpoints away."""
+"""Tries to find the newest checkpoint: an unfinished run deletes its older ones."""
 _ORIGIN = "resumed from "
-"""Put before a URL to make an address of it, so that no input has the same."""
+"""Prefix of the URL in the text that makes the address, so that no input has the same one."""
 _BELOW = "live/checkpoints"
 _WITHIN = re.compile(r"(.+)/runs/([^/]+)(/.*)?")
 _RUN = re.compile(rf"(.+)/runs/([^/]+)/({_BELOW}(?:/[^/]+){{0,2}})")
 
 
 class _Place(NamedTuple):
-    """The checkpoints of a run: of all its folder, of one name, or a single one."""
+    """The checkpoints of a run: of its whole folder, of one name, or a single one."""
 
     store: str
     run_id: str
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What messages call it: ``run 'first'``, or a checkpoint of that."""
+        """The name in messages: ``run 'first'``, or a checkpoint of it."""
         name = self.below.removeprefix(_BELOW).strip("/").partition("/")[0]
         return f"checkpoint {name!r} of run {self.run_id!r}" if name else f"run {self.run_id!r}"
 
@@ -59,10 +59,10 @@ def _place(url: str) -> _Place | None:
 
 
 def followed(url: str, settings: Settings, *, ask: bool) -> str:
-    """``url``, of a run or of what lies in its folder, in the place that the run has come to.
+    """Return ``url``, of a run or of anything in its folder, at the newest place of the run.
 
-    Without ``ask`` as far as this machine's own files tell. A store that this client may not read, or that is none,
-    tells nothing: nodes may read what it cannot. `StorageError` where one does not answer, or leads in a circle.
+    Without ``ask``, only this machine's own files are read. A store that this client cannot read leaves the URL as it
+    is: nodes may read it. Raises `StorageError` if a store does not answer, or if the places form a circle.
     """
     been = {url}
     while (match := _WITHIN.fullmatch(url)) and is_run_id(match[2]) and (ask or local_path(url) is not None):
@@ -85,10 +85,10 @@ def _next(store: str, run_id: str, mover: str, caller: Caller) -> dict[str, Any]
 
 
 def place_for(url: str, store: Store, schemes: Collection[str]) -> str | None:
-    """Where in ``store`` a run's checkpoints at ``url`` are to be copied for nodes that read ``schemes``.
+    """Return where in ``store`` to copy the checkpoints at ``url`` for nodes that read ``schemes``.
 
-    None where nodes read them in place, and for what is no run's. Nodes of this machine (``file``) read its own files;
-    of what lies elsewhere the client knows the credentials. `SpecError` for a URL with a secret in it.
+    Return None if nodes can read them in place, or ``url`` is not a run's. Nodes on this machine (``file``) read its
+    own files; for other stores the client has the credentials. Raises `SpecError` for a URL with a secret in it.
     """
     scheme = url_scheme(url)
     read = scheme == "file" if "file" in schemes else scheme in schemes
@@ -108,12 +108,11 @@ def carry(
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
-    """Copy what ``layout.resume_source`` means, unless the store has it; bytes that had to move.
+    """Copy the checkpoint of ``layout.resume_source`` unless the store has it; return the bytes that moved.
 
-    The source's store is opened as ``settings`` say. One whose file is not what was committed is passed over, and
-    ``say`` is told. What a run was given a copy of in ``left``, the place that it leaves, comes from there, whoever
-    moves it: the run goes on from the checkpoint that it was given. Raises `SpecError` where nothing complete is left,
-    `ConflictError`, `StorageError`, `AuthError`.
+    The source's store is opened with ``settings``. A checkpoint with a damaged file is skipped and reported to ``say``.
+    A copy in ``left``, the place that the run leaves, is taken from there: the run keeps its checkpoint. Raises
+    `SpecError` if nothing complete is left, `ConflictError`, `StorageError`, `AuthError`.
     """
     place = _place(layout.resume_source or "")
     if place is None or layout.resume is None:
@@ -152,7 +151,7 @@ def carry(
 
 
 def _opened(place: _Place, mover: str, caller: Caller) -> Store:
-    """The source's store, which lets ``caller`` in. `SpecError` when it has no such run."""
+    """Return the source's store, opened with ``caller``. Raises `SpecError` if it has no such run."""
     found = Store(place.store, storage=caller, moving=Moving(mover=mover))
     if not found.files.exists(f"runs/{place.run_id}/run.json"):
         raise SpecError(f"no run {place.run_id!r} in {place.store}", field=FIELD)
@@ -160,7 +159,7 @@ def _opened(place: _Place, mover: str, caller: Caller) -> Store:
 
 
 def _candidates(source: Store, place: _Place) -> Iterator[Checkpoint]:
-    """Best first. `SpecError` where there is none."""
+    """Yield the run's checkpoints, best first. Raises `SpecError` if there is none."""
     root = f"runs/{place.run_id}/{place.below}/"
     found = resumable([item for item in source.checkpoints(place.run_id) if f"{item.key}/".startswith(root)])
     if not found:
@@ -170,11 +169,11 @@ def _candidates(source: Store, place: _Place) -> Iterator[Checkpoint]:
 
 
 class _DamagedError(DigestError):
-    """A file is not what was committed."""
+    """A file that differs from its committed digest."""
 
 
 class _GoneError(StorageError):
-    """The run took the checkpoint away meanwhile."""
+    """A checkpoint that the run deleted during the copy."""
 
 
 class _Chosen:
@@ -194,11 +193,11 @@ class _Chosen:
         self._entries = {f"{self._below}/{path}": Entry(size, sha, 0.0) for path, (size, sha) in digests.items()}
         versions = {path: version_of(entry) for path, entry in self._files.entries(self._key).items()}
         self.mark = hashlib.sha256(self._commit + json.dumps(versions, sort_keys=True).encode()).hexdigest()
-        """Another one once any of its files was written anew, as by who mends a damaged one."""
+        """Digest that changes when any file is rewritten, for example to repair a damaged one."""
         self.facts: Mapping[str, Any] = {"damaged": sorted(damaged)}
 
     def _read(self, checkpoint: Checkpoint) -> bytes:
-        """commit.json as it is. `_GoneError` when it is not, or no longer, that of ``checkpoint``."""
+        """Return commit.json. Raises `_GoneError` if it is missing or not that of ``checkpoint``."""
         try:
             data = self._files.read(f"{self._key}/{COMMIT}")
             files = {path: (item["size"], item["sha256"]) for path, item in json_loads(data)["files"].items()}

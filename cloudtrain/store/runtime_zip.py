@@ -1,9 +1,8 @@
-"""``cloudtrain.pyz``: this very package as one zip that any Python 3.10 runs, staged beside the code of every run.
+"""Build ``cloudtrain.pyz``: this package as one zip that any Python 3.10 runs, staged with every run's code.
 
-Its digest is over names and contents, not over what zlib made of them; its dates are fixed. So a version has one digest
-and is uploaded once, and both ends of a run are always the same version. Beside each source that a node imports lies
-what this Python makes of it: a node whose Python is of the same minor version need not compile all that; any other
-takes the source.
+Its digest is over names and contents, not zlib's output, and its dates are fixed. So a version has one digest, is
+uploaded once, and is the same at both ends of a run. Sources that a node imports come with their compiled form: a node
+with the same minor version of Python need not compile them; any other uses the source.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _members(provider: type[Provider] | None) -> list[tuple[str, bytes]]:
 
 
 def _third_party(provider: type[Provider]) -> list[tuple[str, bytes]]:
-    """A provider that is registered by entry point, as the node will find it: among our own."""
+    """Return the members of a provider that is registered by entry point, placed among our own."""
     module = sys.modules[provider.__module__]
     file = Path(str(module.__file__))
     home = f"cloudtrain/providers/{provider.name}"
@@ -89,7 +88,7 @@ def _third_party(provider: type[Provider]) -> list[tuple[str, bytes]]:
 
 
 def digest(provider: type[Provider] | None = None) -> str:
-    """sha256 (hex) over every member's name, size and bytes; ``provider`` is added when it is none of our own."""
+    """Return the SHA-256 (hex) over every member's name, size and bytes; ``provider`` is added if it is not our own."""
     total = hashlib.sha256()
     for name, data in _members(provider):
         total.update(f"{name}\0{len(data)}\0".encode() + data)
@@ -97,7 +96,7 @@ def digest(provider: type[Provider] | None = None) -> str:
 
 
 def build(provider: type[Provider] | None = None) -> bytes:
-    """The zip's bytes."""
+    """Return the zip's bytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in _members(provider):
@@ -122,7 +121,7 @@ def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
 
 
 def _compiled(name: str, source: bytes) -> bytes:
-    """A .pyc (PEP 552, unchecked: the source in the same zip cannot change behind it)."""
+    """Return a .pyc (PEP 552, unchecked: the source in the same zip cannot change)."""
     code = compile(source, f"cloudtrain.pyz/{name}", "exec", dont_inherit=True)
     flags, digest = (1).to_bytes(4, "little"), importlib.util.source_hash(source)
     return importlib.util.MAGIC_NUMBER + flags + digest + marshal.dumps(code)

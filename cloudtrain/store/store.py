@@ -1,10 +1,9 @@
-"""The layout of a store: where code, data and runs live below one URL, and what is written there when.
+"""Lay out a store: the place of code, data and runs below one URL, and the records written there.
 
-Content (code, runtime, data) lies at an address made of its own digest, so writing it twice, or from two machines at
-once, changes nothing. Records (run.json, request.json) are created exclusively and never rewritten: creating one *is*
-the decision, and exactly one of any number of clients gets True.
-
-Every method that touches the store raises `AuthError` and `StorageError`, as `transfer` does.
+Content (code, runtime, data) has an address made of its own digest, so writing it twice, or from two machines at once,
+changes nothing. Records (run.json, request.json) are created exclusively and never rewritten: creating one *is* the
+decision, and exactly one of any number of clients gets True. Every method that touches the store raises `AuthError` and
+`StorageError`, as `transfer` does.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ __all__ = [
 
 
 RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
-"""Schemes of remote data that can be copied into a store, where nodes cannot read them."""
+"""Schemes of remote data that can be copied into a store if nodes cannot read them."""
 
 NO_STORES = frozenset({"ftp", "http", "https", "hf"})
-"""Schemes of data that a job can read, where no client can create a file exclusively."""
+"""Schemes of data that jobs can read but without exclusive creation."""
 STORES = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX"
 _S3 = r"s3(?:[.-][a-z0-9-]+)?\.amazonaws\.com(?:\.cn)?"
 _MEANT = (
@@ -59,12 +58,12 @@ _MEANT = (
     (r"https?://storage\.(?:googleapis|cloud\.google)\.com/([^?]+)", r"gs://\1"),
     (r"https?://([^/]+)\.storage\.googleapis\.com(/[^?]*)?", r"gs://\1\2"),
 )
-"""URLs of a cloud's web page or API, and the store that each means."""
+"""URLs of a cloud's web page or API, and the store that each stands for."""
 
 HALF_SECONDS = 0.5
-"""A record that is not whole is read again after so long: its node may be writing it."""
+"""Seconds before an incomplete record is read again: its node may be writing it."""
 _COPIED = "copied from "
-"""Put before a URL to make an address of it, so that no list of files has the same."""
+"""Prefix of the URL in the text that makes an address, so that no list of files has the same one."""
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
 _TOKEN = "created_by"
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
@@ -74,7 +73,7 @@ _COMMIT = re.compile(r"([^/]+)/(\d+\.\d+)-(\d+)/commit\.json")
 
 @dataclass(frozen=True, kw_only=True)
 class Staged:
-    """Bytes that `Store.stage` had to upload, and what moved them; copies inside the store count nothing."""
+    """Bytes that `Store.stage` had to upload, and the library that moved them; copies inside the store do not count."""
 
     code_bytes: int = 0
     runtime_bytes: int = 0
@@ -83,7 +82,7 @@ class Staged:
 
 
 class Store:
-    """The store at ``url``, a path or any fsspec URL. Opens nothing until asked; ``storage`` says as whom."""
+    """The store at ``url``, a path or any fsspec URL, opened on first use; ``storage`` gives its credentials."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class Store:
         resume: str | None = None,
         origin: Mapping[str, str] | None = None,
     ) -> Layout:
-        """Every URL of the run. `SpecError` for a bad run id."""
+        """Return every URL of the run. Raises `SpecError` for a bad run id."""
         return Layout(
             store=self.url,
             run_id=check_run_id(run_id),
@@ -121,13 +120,13 @@ class Store:
         )
 
     def inputs(self, job: Job, schemes: frozenset[str], *, cwd: Path) -> tuple[dict[str, LayoutInput], list[LocalTree]]:
-        """Where the nodes find each channel, and the local trees that must be staged for that. Reads local files only.
+        """Return each channel's place for the nodes, and the local trees to stage. Reads local files only.
 
-        A local path is used in place when nodes can read ``file`` URLs, else it gets a content address in this store.
-        A remote URL is passed on verbatim where they can read such, else it gets an address in this store too, made of
-        the URL alone, and `relay` copies it. It is one file when its last part ends in something like ``.csv.gz`` or
-        ``.parquet`` (a dot, a letter, at most eleven more letters or digits) and not in ``/``.
-        `SpecError` for a path that does not exist, or that no store can carry.
+        A local path is used in place if nodes can read ``file`` URLs, else it gets a content address in this store. A
+        remote URL is passed on verbatim if nodes can read it; else `relay` copies it to an address in this store, made
+        of the URL alone. It is one file if it ends in a suffix like ``.csv.gz`` or ``.parquet``, not in ``/``. A suffix
+        is a dot, a letter, and at most eleven more letters or digits. Raises `SpecError` for a missing path, or one
+        that no store can hold.
         """
         placed: dict[str, LayoutInput] = {}
         trees: dict[str, LocalTree] = {}
@@ -172,11 +171,11 @@ class Store:
         progress: Progress | None = None,
         say: Callable[[str], None] | None = None,
     ) -> Staged:
-        """Upload what the store lacks; ``archive`` and ``pyz`` are called only then. Any number may do so at once.
+        """Upload what the store lacks, calling ``archive`` and ``pyz`` only then. Many clients may do so at once.
 
-        Until `create_run` it is announced, so that nobody deletes it; ``say`` is told when that means to wait.
-        ``progress`` may have a method `expect`, which is told how many files and bytes are to come. `StorageError` when
-        a data file changed since it was hashed.
+        Until `create_run` it is announced, so that no client deletes it; ``say`` is called if that means to wait.
+        ``progress`` may have a method `expect`, called with the expected files and bytes. Raises `StorageError` for a
+        data file that changed since it was hashed.
         """
         named = [layout.code_digest, layout.runtime_digest, layout.resume or ""]
         named += [*(tree.digest for tree in trees), *(item.url for item in layout.inputs.values())]
@@ -234,7 +233,7 @@ class Store:
         if present.get(key) == item.size:
             return 0
         if (item.size, item.sha256) in known:
-            with contextlib.suppress(FileNotFoundError):  # someone cleaned up that tree
+            with contextlib.suppress(FileNotFoundError):  # a client has deleted that tree
                 self.files.copy(known[item.size, item.sha256], key)
                 return 0
         path = tree.path / item.path
@@ -251,11 +250,11 @@ class Store:
         return item.size
 
     def _known_files(self) -> dict[tuple[int, str], str]:
-        """Where the store already holds a content, by (bytes, SHA-256), as the manifests of all trees say."""
+        """Return the store's file for each content, by (bytes, SHA-256), from the manifests of all trees."""
         known: dict[tuple[int, str], str] = {}
         names = [name for name in self.files.names("data/manifests") if name.endswith(".json")]
         for name, record in zip(names, parallel(lambda n: self._whole_json(f"data/manifests/{n}"), names), strict=True):
-            # A copy of remote data is brought up to date in place: its address says nothing of its content.
+            # A copy of remote data is updated in place: its address does not identify its content.
             listed = record.get("files") if record and "source" not in record else None
             for path, item in listed.items() if isinstance(listed, dict) else ():
                 with contextlib.suppress(TypeError, KeyError):
@@ -265,9 +264,9 @@ class Store:
     # --------------------------------------------------------------------------------------------------------- records
 
     def create_run(self, layout: Layout, record: Mapping[str, Any]) -> bool:
-        """Write run.json; False when the run exists already, which leaves it as it is.
+        """Write run.json; return False, without a change, if the run exists.
 
-        `StorageError` when it was staged so long ago that what was announced may not be spared any more.
+        Raises `StorageError` if it was staged so long ago that its announcement may have expired.
         """
         if any(time.time() - since > _STAGING for _, since in self._announced.get(layout.run_id, [])):
             raise StorageError(
@@ -278,24 +277,24 @@ class Store:
         return created
 
     def announce(self, run_id: str, named: Sequence[str], *, say: Callable[[str], None] | None = None) -> None:
-        """Say that ``named`` (digests, URLs) are about to be staged for the run, so that nobody deletes them until
-        `create_run`; ``say`` is told when that means to wait."""
+        """Announce that ``named`` (digests, URLs) will be staged for the run, so that no client deletes them until
+        `create_run`; ``say`` is called if that means to wait."""
         now = time.time()
         self._announced.setdefault(run_id, []).append((announce(self.files, run_id, named, say=say), now))
 
     def announce_copy(self, run_id: str, digest: str) -> None:
-        """Say that the run counts on the copy ``data/<digest>`` as it is, until run.json says so."""
+        """Announce that the run needs the copy ``data/<digest>`` unchanged, until run.json names it."""
         key = f"{FOLDER}/{run_id}-{secrets.token_hex(8)}.json"
         self.files.write(key, to_json({"for": run_id, "contents": [digest], "copied": [digest]}))
         self._announced.setdefault(run_id, []).append((key, time.time()))
 
     def withdraw(self, run_id: str) -> None:
-        """Take back what was announced for the run: it is recorded, or will not be."""
+        """Remove the run's announcements: it is recorded, or will not be."""
         for key, _ in self._announced.pop(run_id, []):
             withdraw(self.files, key)
 
     def run(self, run_id: str, *, needs: Sequence[str] = ()) -> dict[str, Any]:
-        """The record given to `create_run`, with its ``needs``. `NotFoundError` names the store and the nearest run."""
+        """Return the record of `create_run`, with its ``needs``. Raises `NotFoundError` with the nearest run."""
         record = self._json(f"{run_folder(run_id)}/run.json")
         if record is None:
             near = did_you_mean(run_id, self.runs())
@@ -304,16 +303,16 @@ class Store:
         return checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
 
     def runs(self) -> list[str]:
-        """Run ids, sorted: those that are dated by default oldest first."""
+        """Return run ids, sorted: dated ids (the default) come oldest first."""
         return [name for name in self.files.names("runs") if is_run_id(name)]
 
     def create_attempt(self, run: Layout | str, k: int, request: Request) -> bool:
-        """Write request.json of attempt ``k``; False when somebody else starts, or started, that attempt."""
+        """Write request.json of attempt ``k``; return False if another client has started that attempt."""
         run_id = run if isinstance(run, str) else run.run_id
         return self._create(f"{run_folder(run_id)}/attempts/{int(k)}/request.json", request.to_dict())
 
     def attempt_request(self, run_id: str, k: int) -> Request | None:
-        """The request of attempt ``k``, None when there is no such attempt."""
+        """Return the request of attempt ``k``, or None if there is no such attempt."""
         record = self._json(f"{run_folder(run_id)}/attempts/{int(k)}/request.json")
         if record is None:
             return None
@@ -321,43 +320,43 @@ class Store:
         return Request.from_dict(record)
 
     def attempts(self, run_id: str) -> list[int]:
-        """Numbers of the attempts that have a request, ascending."""
+        """Return the numbers of attempts with a request, ascending."""
         keys = self.files.list(f"{run_folder(run_id)}/attempts")
         parts = [key.split("/")[-2:] for key in keys]
         return sorted(int(number) for number, name in parts if name == "request.json" and number.isdigit())
 
     def write_submitted(self, run_id: str, k: int, native_id: str) -> None:
-        """Note what the platform called attempt ``k``. Noted again, its time stays: `max_wait` counts from it."""
+        """Record the platform's id of attempt ``k``. A second call keeps the time: `max_wait` counts from it."""
         key = f"{run_folder(run_id)}/attempts/{int(k)}/submitted.json"
         record = to_json({"native_id": native_id, "time": time.time()})
         if not self.files.create(key, record) and (self._json(key) or {}).get("native_id") != native_id:
             self.files.write(key, record)
 
     def submitted(self, run_id: str, k: int) -> dict[str, Any] | None:
-        """``{"native_id": …, "time": …}`` of attempt ``k``, None while the platform has not accepted it."""
+        """Return ``{"native_id": …, "time": …}`` of attempt ``k``, or None until the platform has accepted it."""
         return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/submitted.json")
 
     def write_refused(self, run_id: str, k: int, *, category: str, reason: str) -> None:
-        """Note that the platform will not have attempt ``k``."""
+        """Record that the platform refused attempt ``k``."""
         record = {"category": category, "reason": reason, "time": time.time()}
         self.files.write(f"{run_folder(run_id)}/attempts/{int(k)}/refused.json", to_json(record))
 
     def refused(self, run_id: str, k: int) -> dict[str, Any] | None:
-        """``{"category": …, "reason": …, "time": …}`` of an attempt that the platform will not have, else None."""
+        """Return ``{"category": …, "reason": …, "time": …}`` of a refused attempt, else None."""
         return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/refused.json")
 
     def write_ended(self, run_id: str, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Note how attempt ``k`` failed; what is noted: all judge by the first word, whatever they know."""
+        """Record how attempt ``k`` failed; return the first such record, by which all clients judge."""
         key = f"{run_folder(run_id)}/attempts/{int(k)}/ended.json"
         self.files.create(key, to_json(record))
         return self._json(key) or dict(record)
 
     def ended(self, run_id: str, k: int) -> dict[str, Any] | None:
-        """What `write_ended` has noted, None when nobody has judged attempt ``k``."""
+        """Return the record of `write_ended`, or None if no client has judged attempt ``k``."""
         return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/ended.json")
 
     def runs_since(self, run_id: str, k: int, now: float) -> float:
-        """Note that attempt ``k`` was seen running at ``now``; return when it was first seen so (Unix seconds)."""
+        """Record that attempt ``k`` was seen running at ``now``; return its first such time (Unix seconds)."""
         self.files.create(f"{run_folder(run_id)}/attempts/{int(k)}/running.json", to_json({"time": now}))
         return self.seen_running(run_id, k) or now
 
@@ -367,25 +366,25 @@ class Store:
         return float(record["time"]) if record is not None else None
 
     def waits_since(self, run_id: str, k: int, starts: int, now: float) -> float:
-        """When attempt ``k`` was first seen to wait for machines again, having started ``starts`` times: maybe now."""
+        """Return when attempt ``k``, after ``starts`` starts, was first seen waiting for machines again (maybe now)."""
         key = f"{run_folder(run_id)}/attempts/{int(k)}/waits-{int(starts)}.json"
         self.files.create(key, to_json({"time": now}))
         return float((self._json(key) or {"time": now})["time"])
 
     def expire(self, run_id: str, k: int, reason: str) -> bool:
-        """Decide that attempt ``k`` has waited for machines for too long; False when somebody else has."""
+        """Decide that attempt ``k`` has waited for machines too long; return False if another client has."""
         return self._create(f"{run_folder(run_id)}/attempts/{int(k)}/expired.json", {"reason": reason})
 
     def expired(self, run_id: str, k: int) -> dict[str, Any] | None:
-        """``{"reason": …}`` of an attempt that waited for machines for too long, else None."""
+        """Return ``{"reason": …}`` of an attempt that waited for machines too long, else None."""
         return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/expired.json")
 
     def context(self, layout: Layout) -> dict[str, Any] | None:
-        """The context.json that the nodes are told, None when there is none."""
+        """Return the nodes' context.json, or None."""
         return self._whole_json(self._key(layout.context))
 
     def write_container(self, layout: Layout, context: Mapping[str, Any], key: bytes) -> None:
-        """Write what the nodes read: context.json, and the key of the node link unless there is one already."""
+        """Write context.json for the nodes, and the key of the node link unless it exists."""
         self.files.create(self._key(layout.key), key, private=True)
         self.files.write(self._key(layout.context), to_json(context))
 
@@ -394,30 +393,30 @@ class Store:
         self.files.create(f"{run_folder(run_id)}/cancelled.json", to_json({"time": time.time()}))
 
     def cancelled(self, run_id: str) -> bool:
-        """Whether further attempts are forbidden."""
+        """Return whether further attempts are forbidden."""
         return self.files.exists(f"{run_folder(run_id)}/cancelled.json")
 
     def cancelled_since(self, run_id: str) -> float | None:
-        """Return when the run was cancelled (Unix seconds), None when it was not."""
+        """Return when the run was cancelled (Unix seconds), or None."""
         record = self._json(f"{run_folder(run_id)}/cancelled.json")
         return None if record is None else float(record.get("time") or 0.0)
 
     def write_result(self, run_id: str, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep how the run ended; what is kept, which is the first word: a client that was held up changes nothing."""
+        """Write result.json if absent and return the stored one. A late client cannot overwrite it."""
         key = f"{run_folder(run_id)}/result.json"
-        self.files.create(key, to_json(result, sort_keys=False))  # `--json` prints them in the order that they have
+        self.files.create(key, to_json(result, sort_keys=False))  # `--json` prints the keys in this order
         return self._json(key) or dict(result)
 
     def result(self, run_id: str) -> dict[str, Any] | None:
-        """How the run ended, None while nobody has written it."""
+        """Return result.json, or None while there is none."""
         return self._json(f"{run_folder(run_id)}/result.json")
 
     def exits(self, run_id: str) -> list[dict[str, Any]]:
-        """Return the nodes' exit records in order of attempt and node, without those that stay half written."""
+        """Return the nodes' exit records in order of attempt and node, without incomplete ones."""
         return self._records(f"{run_folder(run_id)}/live/exit")
 
     def starts(self, run_id: str) -> list[dict[str, Any]]:
-        """Node 0's records of how each attempt began, in order: what it resumed from, what was lost before it."""
+        """Return node 0's start record of each attempt, in order: its checkpoint, and the work lost before it."""
         return self._records(f"{run_folder(run_id)}/live/attempts")
 
     def _records(self, folder: str) -> list[dict[str, Any]]:
@@ -429,7 +428,7 @@ class Store:
         return [record for record in found.values() if record is not None]
 
     def _create(self, key: str, record: Mapping[str, Any]) -> bool:
-        # The token settles whose record it is when a reply was lost and a client library tried again.
+        # The token shows whose record it is if a reply was lost and a client library retried.
         token = secrets.token_hex(16)
         if self.files.create(key, to_json({**record, _TOKEN: token})):
             return True
@@ -437,11 +436,11 @@ class Store:
         return stored is not None and bool(stored.get(_TOKEN) == token)
 
     def record(self, key: str) -> dict[str, Any] | None:
-        """The JSON object at ``key``, None when there is none, or it is broken."""
+        """Return the JSON object at ``key``, or None if it is missing or broken."""
         return self._whole_json(key)
 
     def _json(self, key: str) -> dict[str, Any] | None:
-        """The JSON object at ``key``, None when there is none; `StorageError` when it is something else."""
+        """Return the JSON object at ``key``, or None if it is missing. Raises `StorageError` for other content."""
         try:
             value = json_loads(self.files.read(key))
         except FileNotFoundError:
@@ -453,7 +452,7 @@ class Store:
         return value
 
     def _whole_json(self, key: str) -> dict[str, Any] | None:
-        """The JSON object at ``key``; None too when it is broken, as a writer that was killed leaves it."""
+        """Return the JSON object at ``key``; None if missing or broken, as a killed writer leaves it."""
         try:
             value = json_loads(self.files.read(key))
         except (FileNotFoundError, ValueError):
@@ -468,15 +467,15 @@ class Store:
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
     def checkpoints(self, run_id: str) -> list[Checkpoint]:
-        """The complete checkpoints, oldest first. Complete: every file that commit.json lists is there in its size."""
+        """Return the complete checkpoints, oldest first: every file in commit.json exists with its size."""
         found: dict[tuple[str, str, int], Checkpoint] = {}
-        for folder in ("live/checkpoints", "archive/checkpoints"):  # what moves meanwhile is in the second one
+        for folder in ("live/checkpoints", "archive/checkpoints"):  # a checkpoint that moves meanwhile is in the second
             for item in self._committed(f"{run_folder(run_id)}/{folder}"):
                 found.setdefault((item.name, item.attempt, item.seq), item)
         return sorted(found.values(), key=age)
 
     def _committed(self, root: str) -> list[Checkpoint]:
-        """The complete checkpoints below one folder."""
+        """Return the complete checkpoints below one folder."""
         sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
         matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
         commits = parallel(lambda match: self._whole_json(f"{root}/{match[0]}"), matches)
@@ -484,9 +483,9 @@ class Store:
         return [item for item in found if item]
 
     def direct(self, run_id: str) -> list[Checkpoint]:
-        """What a script wrote to the store by itself, oldest first.
+        """Return the checkpoints that a script wrote to the store itself, oldest first.
 
-        Complete: its ``.metadata`` is there, and no file is newer. Nobody wrote down digests of it: they are empty.
+        Complete: ``.metadata`` exists, and no file is newer. They have no digests.
         """
         root = f"{run_folder(run_id)}/checkpoints"
         trees: dict[str, dict[str, Entry]] = {}
@@ -497,11 +496,11 @@ class Store:
         return sorted(filter(None, found), key=age)
 
     def newest_checkpoint(self, run_id: str) -> Checkpoint | None:
-        """The last of `checkpoints` that a training can go on from, or of `direct` where that is newer."""
+        """Return the newest of `checkpoints` and `direct` from which a training can resume."""
         return newest_of(self.checkpoints(run_id), self.direct(run_id))
 
     def pointers(self, run_id: str) -> dict[str, str]:
-        """What the script's pointers (its best, its latest) name, by pointer; of several nodes the first one's word."""
+        """Return the targets of the script's pointers (best, latest) by name; the first node's, if several differ."""
         found: dict[str, str] = {}
         for record in self._records(f"{run_folder(run_id)}/live/pointers"):
             for name, pointer in record.items():
@@ -513,8 +512,8 @@ class Store:
 
 
 def _checked(url: str) -> str:
-    """Return ``url``. Raises `SpecError` for one with a credential in it, which every record would quote, and for one
-    that cannot be a store: with a URL of a cloud's web page or API, the hint is the store that it means."""
+    """Return ``url``. Raises `SpecError` for a URL with a credential, which every record would quote, and for one that
+    cannot be a store. For a URL of a cloud's web page or API, the hint is the store that it stands for."""
     if local_path(url) is None and scrubbed(url) != url:
         why = "holds a password, key or signature, which every record of a run would quote"
         raise SpecError(f"{scrubbed(url)} {why}; leave it out, and sign in as docs/storage.md says", field="store")
@@ -527,24 +526,24 @@ def _checked(url: str) -> str:
 
 
 def run_folder(run_id: str) -> str:
-    """Key of the run's folder; `SpecError` for what is no run id."""
+    """Return the key of the run's folder. Raises `SpecError` for an invalid run id."""
     return f"runs/{check_run_id(run_id)}"
 
 
 def expect(progress: Progress | None, sizes: Sequence[int]) -> None:
-    """Tell ``progress``, if it wants to know, that files of these sizes are to come."""
+    """Report the files to come, by size, to ``progress`` if it has a method ``expect``."""
     told: Callable[[int, int], None] | None = getattr(progress, "expect", None)
     if told is not None and sizes:
         told(len(sizes), sum(sizes))
 
 
 def to_json(value: Mapping[str, Any], *, sort_keys: bool = True) -> bytes:
-    """The bytes of a record."""
+    """Return the bytes of a record."""
     return (json.dumps(value, indent=2, sort_keys=sort_keys) + "\n").encode()
 
 
 def _manifest(tree: LocalTree) -> str:
-    # Beside the trees: inside one a script would find it, and platforms that match prefixes would take it along.
+    # Not inside the trees: a script would find it, and platforms that match prefixes would copy it.
     return f"data/manifests/{tree.digest}.json"
 
 
@@ -561,7 +560,7 @@ def _remote_file(url: str) -> str | None:
 
 
 def _existing(path: Path, where: str) -> Path:
-    if os.path.exists(path):  # False too for a name that no file can have
+    if os.path.exists(path):  # also False for an impossible name
         return path
     siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
     raise SpecError(f"there is no {path}", field=where, hint=did_you_mean(path.name, siblings))
@@ -573,7 +572,7 @@ _RUN_RECORD |= dict.fromkeys(("run_id", "run", "provider", "job_digest", "runtim
 
 
 def checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> dict[str, Any]:
-    """``record``, a run.json that has all that is ``needed``. Raises `StorageError`: the file ``where`` is damaged."""
+    """Return ``record``, a run.json, if it has all of ``needed``; else `StorageError`: ``where`` is damaged."""
     lacks = next((f"it has no {name}" for name in needed if name not in record), "")
     wrong = (name for name, kinds in _RUN_RECORD.items() if name in record and type(record[name]) not in kinds)
     if why := lacks or next((f"its {name} is a {type(record[name]).__name__}" for name in wrong), ""):
@@ -582,9 +581,9 @@ def checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> di
 
 
 def next_of(store: Store, run_id: str) -> dict[str, Any] | None:
-    """The decision to leave the run: ``run``, the URL of the one that follows it, and its ``result``; None: none.
+    """Return the handover record: ``run``, the URL of the following run, and the ``result`` of this one; else None.
 
-    `StorageError` for a file that says neither.
+    Raises `StorageError` for a malformed record.
     """
     key = f"{run_folder(run_id)}/next.json"
     noted = store.record(key)
