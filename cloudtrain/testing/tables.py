@@ -131,6 +131,11 @@ class Place:
             (path / "run.json").write_text("{}")  # a run before its first checkpoint
         return place
 
+    def clear_earlier(self) -> None:
+        """Remove the record that stands for the earlier run in plans, so that a real run can take its place."""
+        if (path := local_path(self.earlier)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+
 
 def _write_code(code: Path) -> None:
     """Write the probe under several names, a shell script that starts it, and a wheel for pip without a network."""
