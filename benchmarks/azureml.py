@@ -47,7 +47,7 @@ client = MLClient(DefaultAzureCredential(), *scope, cloud=cloud, cloud_metadata=
 """
 OURS = """
 import json, sys
-from cloudtrain.provider_api.protocol import find_provider
+from cloudtrain.provider_api.registry import find_provider
 provider = find_provider("azureml")(**json.loads(sys.argv[1]))
 """
 STATUS = SDK + "print(client.jobs.get(sys.argv[2]).status)\n"

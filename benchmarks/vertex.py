@@ -50,7 +50,7 @@ SUBMIT = SDK + (
 STATUS = SDK + "print(aiplatform.CustomJob.get(words[0]).state)\n"
 OURS = """
 import json, sys
-from cloudtrain.provider_api.protocol import find_provider
+from cloudtrain.provider_api.registry import find_provider
 print(find_provider("vertex")(**json.loads(sys.argv[1])).status(sys.argv[2]).state)
 """
 

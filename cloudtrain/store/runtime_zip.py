@@ -65,7 +65,7 @@ _DATE = (1980, 1, 1, 0, 0, 0)
 
 
 def _members(provider: type[Provider] | None) -> list[tuple[str, bytes]]:
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     members = [("__main__.py", _MAIN)]
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()

@@ -67,7 +67,7 @@ import sys
 sys.path.append(sys.argv[1])
 before = set(sys.modules)
 import cloudtrain.runtime.__main__
-from cloudtrain.provider_api.protocol import find_provider
+from cloudtrain.provider_api.registry import find_provider
 assert callable(find_provider(sys.argv[2]).site)
 assert cloudtrain.__file__.startswith(sys.argv[1]), cloudtrain.__file__
 print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - {"cloudtrain", *sys.stdlib_module_names}))
