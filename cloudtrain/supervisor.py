@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 from .disk import local_path
 from .engine import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .engine.drills import Drill, Drills
-from .engine.fuse import MountedFolders
 from .engine.hosted import Hosted, refuse
 from .engine.sync import NodeFolders
 from .errors import EXIT_CODES, CapacityError, CloudtrainError, SpecError, StorageError
@@ -263,7 +262,7 @@ class Supervisor:
         self._write_status()
         self._lost.clear()
         self._had = self._newest_checkpoint(mounts) if self.drills.left else ()
-        folders, mounted = None, None
+        folders = None
         stopped = "preempted"  # what nodes that never started leave is nothing
         if simulation.rules.sync_lag is not None:
             run, lag = self.request.run, simulation.rules.sync_lag
@@ -271,11 +270,6 @@ class Supervisor:
             folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=shared, lag=lag, marks=marks)
             with self._on_disk():
                 simulation, local = folders.wired(simulation, local)
-        if simulation.rules.objects:
-            mounted = MountedFolders(self.folder)
-            with self._on_disk():
-                simulation, local = mounted.wired(simulation, local, simulation.rules.objects)
-        # Nothing may come between: what is mounted must be unmounted.
         try:
             nodes = self.engine.start(simulation, attempt=name, local=local, secrets=self.secrets)
             if folders is not None:
@@ -286,8 +280,6 @@ class Supervisor:
                 for node in nodes:
                     node.kill()
         finally:
-            if mounted is not None:
-                mounted.finish()
             if folders is not None:
                 with self._on_disk():
                     folders.finish(outputs=stopped != "preempted" and not self._lost)

@@ -164,7 +164,10 @@ class Provider:
         return nodes(request)
 
 
-DIFFERENCES = ("there is no service account, and no metadata server",)
+DIFFERENCES = (
+    "there is no service account, and no metadata server",
+    "/gcs is a plain folder: appends and renames below it work, and are slow or refused on Cloud Storage",
+)
 """What a rehearsal does not show."""
 SAMPLE = {
     "settings": {
