@@ -551,7 +551,8 @@ class Provider(Protocol):
     A provider may state ``sync_marks``, a tuple of texts: the ends of the names that its platform's agent puts into a
     run's folder (`SyncAgent.marks`). `pull` leaves such files there. It may state ``needs``, a `Need` by ``store`` or
     ``image``: what a job needs that is no setting of its own. It may state ``probe_ports``, a tuple of port numbers of
-    node 0: `doctor --job` tries them from the other nodes.
+    node 0: `doctor --job` tries them from the other nodes. It may state ``object_mounts``: the folder below which its
+    nodes see an object store as files, and variables that name places in it. A plan warns of appends there.
     """
 
     name: ClassVar[str]

@@ -212,7 +212,7 @@ def test_what_is_not_here_is_told(vertex: Site) -> None:
 
 def test_a_rehearsal_that_an_earlier_version_recorded_still_loads(site: Site) -> None:
     plan = site.rehearsed()
-    made = type(plan.provider)(**dataclasses.asdict(plan.provider.settings), no_objects="no FUSE")
+    made = type(plan.provider)(**{**dataclasses.asdict(plan.provider.settings), "no_objects": "no FUSE"})
     body = {**plan.request.body, "rules": {**plan.request.body["rules"], "objects": "/gcs"}}
     assert made.nodes(dataclasses.replace(plan.request, body=body)) == plan.provider.nodes(plan.request)
 

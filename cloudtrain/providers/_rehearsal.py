@@ -90,6 +90,7 @@ class Settings:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
     memory: int = field(default_factory=_memory)
     gpus: int = field(default_factory=_gpus)
+    no_objects: str = ""  # has no effect: runs that earlier versions recorded have it
     state_dir: str = ""
 
 
@@ -101,7 +102,6 @@ class Provider(Hosted):
     engine: ClassVar[str] = "bare-containers"
 
     def __init__(self, **settings: Any) -> None:
-        settings.pop("no_objects", None)  # recorded by earlier versions
         self.settings = Settings(**settings)
         if not self.settings.target:
             raise SpecError("a rehearsal is made by: cloudtrain rehearse --provider NAME", field="provider")
