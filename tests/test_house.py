@@ -84,7 +84,6 @@ NAMES_A_PROVIDER = {
     ("runtime/launch.py", "local"): "the same",
     ("engine/api.py", "docker"): "the package that talks to any engine of containers, and its variables",
     ("engine/containers.py", "docker"): "the same",
-    ("engine/fuse.py", "docker"): "one of those variables",
     ("compat/keywords.py", "sagemaker"): "the words of that platform's own SDK, and whose options they become",
     ("compat/session.py", "sagemaker"): "that SDK's keyword `sagemaker_session`",
     ("compat/sagemaker_v2.py", "sagemaker"): "the provider that scripts of its own SDK mean",
@@ -483,9 +482,8 @@ def test_dependencies_are_those_that_are_imported(project: dict[str, Any]) -> No
 
 
 def test_an_engine_needs_what_the_extra_of_its_provider_brings(project: dict[str, Any]) -> None:
-    """Or that of rehearsals."""
     extras = project["project"]["optional-dependencies"]
-    brought = {requirement(text) for name in (*(WITH_ENGINE & PROVIDERS), "rehearse") for text in extras[name]}
+    brought = {requirement(text) for name in WITH_ENGINE & PROVIDERS for text in extras[name]}
     assert {item.package for path in sources(PACKAGE / "engine") for item in imports(path) if third_party(item)} == (
         brought - {"torch", "numpy", "cloudtrain"}
     )

@@ -419,7 +419,6 @@ class Rules:
     then ``stop_grace`` seconds come before a kill. The success of node ``primary`` is the job's. ``sync_lag``: nodes
     have folders of their own, whose changes go up so late; None: what is synced is one folder, mounted on all.
     ``sync_marks`` begins the words that the platform's agent adds to names there: ``.x`` of ``file.x-uploaded``.
-    ``objects`` is a path of the node below which its mounts are of an object store, and behave so.
     """
 
     time_limit: float
@@ -431,7 +430,6 @@ class Rules:
     primary: int | None = None
     sync_lag: float | None = None
     sync_marks: str = ""
-    objects: str = ""
     stop_signal: str = "SIGTERM"
     stop_grace: float = 30.0
 
@@ -507,7 +505,6 @@ _RULE_VALUES: _Values = {
     **dict.fromkeys(("time_limit", "stop_grace", "sync_lag"), _NUMBER),
     **dict.fromkeys(("retries", "max_restarts", "preemptions", "losses", "primary"), _WHOLE),
     "restart_on": (_all(lambda value: isinstance(value, int) and not isinstance(value, bool)), "a list of exit codes"),
-    "objects": _TEXT,
     "sync_marks": _TEXT,
     "stop_signal": (lambda value: _is_text(value) and value in signal.Signals.__members__, "a signal's name (SIGTERM)"),
 }
@@ -554,7 +551,8 @@ class Provider(Protocol):
     A provider may state ``sync_marks``, a tuple of texts: the ends of the names that its platform's agent puts into a
     run's folder (`SyncAgent.marks`). `pull` leaves such files there. It may state ``needs``, a `Need` by ``store`` or
     ``image``: what a job needs that is no setting of its own. It may state ``probe_ports``, a tuple of port numbers of
-    node 0: `doctor --job` tries them from the other nodes.
+    node 0: `doctor --job` tries them from the other nodes. It may state ``object_mounts``: the folder below which its
+    nodes see an object store as files, and variables that name places in it. A plan warns of appends there.
     """
 
     name: ClassVar[str]

@@ -68,7 +68,7 @@ _CLIENT_ONLY = frozenset(
 """What no script can want of ours: it may import `Estimator`, in a file that both submits itself and trains."""
 _CLIENT_FILES = frozenset(("checks.py", "network.py", "prices.py"))
 """The same, of a provider, or an engine."""
-_HERE = frozenset("cloudtrain/engine/" + name for name in ("drills.py", "fuse.py", "places.py", "sync.py"))
+_HERE = frozenset("cloudtrain/engine/" + name for name in ("drills.py", "places.py", "sync.py"))
 """What a rehearsal does on this machine: nodes import at most their names."""
 _CLIENT_HALF = frozenset(
     ("account.py", "images.py", "pages.py", "plan.py", "preflight.py", "simulation.py", "states.py")
