@@ -443,9 +443,8 @@ def test_dependencies_are_those_that_are_imported(project: dict[str, Any]) -> No
 
 
 def test_an_engine_needs_what_the_extra_of_its_provider_brings(project: dict[str, Any]) -> None:
-    """Or that of rehearsals."""
     extras = project["project"]["optional-dependencies"]
-    brought = {requirement(text) for name in (*(WITH_ENGINE & PROVIDERS), "rehearse") for text in extras[name]}
+    brought = {requirement(text) for name in WITH_ENGINE & PROVIDERS for text in extras[name]}
     assert {item.package for path in sources(PACKAGE / "engine") for item in imports(path) if third_party(item)} == (
         brought - {"torch", "numpy", "cloudtrain"}
     )

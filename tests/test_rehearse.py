@@ -20,7 +20,7 @@ from cloudtrain.engine.node_folders import NodeFolders
 from cloudtrain.engine.rehearse import plan_rehearsal
 from cloudtrain.engine.supervisor import Supervisor, _Mounts
 from cloudtrain.engine.url_map import place_of
-from cloudtrain.errors import SpecError, StorageError
+from cloudtrain.errors import SpecError
 from cloudtrain.estimator import Estimator
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
@@ -90,8 +90,7 @@ def test_the_request_is_the_very_one_that_plan_shows(site: Site) -> None:
         assert not [mount.url for mount in other.mounts if not mount.url.startswith(f"{plan.store.url}/")]
         places = [(mount.path, mount.kind) for mount in one.mounts]
         assert [(m.path, m.kind) for m in other.mounts] == [*places, (DIRECT, "sync")]
-    objects = "" if plan.provider.settings.no_objects else theirs.rules.objects
-    wanted = {**_plain(dataclasses.asdict(theirs.rules)), "retries": 1, "objects": objects}
+    wanted = {**_plain(dataclasses.asdict(theirs.rules)), "retries": 1}
     assert _plain(dataclasses.asdict(ours.rules)) == wanted
     told = {**real.request.context, "checkpoint_url": f"file://{DIRECT}"}
     assert plan.request.context == told
@@ -212,16 +211,11 @@ def test_what_is_not_here_is_told(vertex: Site) -> None:
     assert (has.body["nodes"][0]["gpus"], bool(has.body["nodes"][0]["cpus"])) == (4, True)
 
 
-@pytest.mark.parametrize("why", ["", "there is no /dev/fuse that may be used"])
-def test_mounts_of_an_object_store_behave_so_or_it_is_told_why_not(site: Site, why: str) -> None:
+def test_a_rehearsal_that_an_earlier_version_recorded_still_loads(site: Site) -> None:
     plan = site.rehearsed()
-    own = {**dataclasses.asdict(plan.provider.settings), "no_objects": why}
-    request = type(plan.provider)(**own).plan(plan.job, plan.layout)
-    path = {"vertex": "/gcs"}.get(site.target, "")
-    assert plan.provider.nodes(request).rules.objects == ("" if why else path)
-    told = [line for line in request.body["differences"] if line.startswith("/gcs is a folder of this machine")]
-    assert len(told) == bool(path)
-    assert all(line.endswith(why) and ("behind FUSE" in line) == (not why) for line in told)
+    made = type(plan.provider)(**{**dataclasses.asdict(plan.provider.settings), "no_objects": "no FUSE"})
+    body = {**plan.request.body, "rules": {**plan.request.body["rules"], "objects": "/gcs"}}
+    assert made.nodes(dataclasses.replace(plan.request, body=body)) == plan.provider.nodes(plan.request)
 
 
 def test_secrets_come_by_standard_input_alone() -> None:
@@ -355,28 +349,6 @@ def test_it_begins_again_as_often_as_the_platform_does(
     state, category, reason = supervisor._attempt(supervisor.request, simulation, mounts)
     assert (state, category, len(supervisor.attempts)) == ("failed", "preempted", starts)
     assert reason.endswith("6 restarts are used up") is (starts > 1)
-
-
-def test_nothing_is_mounted_for_a_start_that_its_store_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was mounted before would stay."""
-    supervisor, _ = supervised(Site(tmp_path, "vertex"))
-    supervisor.drills = Drills([{"kind": "preempt", "node": 0, "after": None}])
-    simulation = supervisor.provider.nodes(supervisor.request)
-    simulation = dataclasses.replace(simulation, rules=dataclasses.replace(simulation.rules, objects="/gcs"))
-
-    class Ready:
-        def prepare(self, *args: Any) -> None:
-            """Nothing."""
-
-    def gone(run: str) -> None:
-        raise StorageError("the store is gone")
-
-    supervisor.engine = Ready()  # type: ignore[assignment]
-    monkeypatch.setattr(supervisor.store, "direct", gone)
-    monkeypatch.setattr("cloudtrain.engine.supervisor.MountedFolders", lambda folder: pytest.fail("it is mounted"))
-    mounts = _Mounts(folder=supervisor.folder, store=supervisor.store, run_id="r")
-    with pytest.raises(StorageError, match="the store is gone"):
-        supervisor._start("0.0", simulation, mounts)
 
 
 def supervised(site: Site) -> tuple[Supervisor, Rules]:

@@ -54,7 +54,6 @@ OWNED = (
     *("nodes.*.command", "nodes.*.mounts", "nodes.*.gpus", "nodes.*.workdir", "rules.time_limit", "rules.retries"),
     *("rules.stop_grace", "rules.stop_signal", "rules.restart_on"),  # the node's own half knows no others
     *("rules.preemptions", "rules.losses", "rules.primary", "rules.sync_lag", "rules.sync_marks"),  # rules of clouds
-    "rules.objects",
 )
 """Fields that `options` cannot change in any such request."""
 _STUCK = re.compile(r"mirror: cannot copy checkpoint (?P<name>\S+) to .+: (?P<why>[^:\n]+); trying again")

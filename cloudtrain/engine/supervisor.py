@@ -36,7 +36,6 @@ from ..storage.local_disk import local_path
 from ..store.store import Store
 from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .fault_injection import Drill, Drills
-from .fuse import MountedFolders
 from .node_folders import NodeFolders
 from .supervised import Hosted, refuse
 
@@ -268,7 +267,7 @@ class Supervisor:
         self._write_status()
         self._lost.clear()
         self._had = self._newest_checkpoint(mounts) if self.drills.left else ()
-        folders, mounted = None, None
+        folders = None
         stopped = "preempted"  # nodes that never started leave nothing
         if simulation.rules.sync_lag is not None:
             run, lag = self.request.run, simulation.rules.sync_lag
@@ -276,11 +275,6 @@ class Supervisor:
             folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=shared, lag=lag, marks=marks)
             with self._on_disk():
                 simulation, local = folders.wired(simulation, local)
-        if simulation.rules.objects:
-            mounted = MountedFolders(self.folder)
-            with self._on_disk():
-                simulation, local = mounted.wired(simulation, local, simulation.rules.objects)
-        # No code between start and try: mounts must be unmounted.
         try:
             nodes = self.engine.start(simulation, attempt=name, local=local, secrets=self.secrets)
             if folders is not None:
@@ -291,8 +285,6 @@ class Supervisor:
                 for node in nodes:
                     node.kill()
         finally:
-            if mounted is not None:
-                mounted.finish()
             if folders is not None:
                 with self._on_disk():
                     folders.finish(outputs=stopped != "preempted" and not self._lost)

@@ -145,12 +145,13 @@ class Bundle:
                     tar.addfile(member)
                 else:
                     member.size = file.size
-                    with _Verified(file, self._disk(file.path)) as content:
+                    with _Verified(file, self.disk(file.path)) as content:
                         tar.addfile(member, content)  # type: ignore[arg-type]
 
-    def _disk(self, path: str) -> str:
+    def disk(self, path: str) -> Path:
+        """Return where the file that ships as ``path`` is on this machine."""
         prefix, folder = max((p for p in self.parts if path.startswith(p[0])), key=lambda p: len(p[0]))
-        return os.path.join(folder, path[len(prefix) :])
+        return Path(folder, path[len(prefix) :])
 
 
 class _Packed:
@@ -188,7 +189,7 @@ class _Packed:
 class _Verified:
     """The content of ``file`` as tarfile reads it. Raises `StorageError` if it changed since the bundle was built."""
 
-    def __init__(self, file: File, disk: str) -> None:
+    def __init__(self, file: File, disk: Path) -> None:
         self._expected, self._hash = file, hashlib.sha256()
         with disk_errors(file.path):
             self._content = open(disk, "rb")  # noqa: SIM115 (closed in __exit__)

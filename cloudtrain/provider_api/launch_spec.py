@@ -62,8 +62,7 @@ class Rules:
     attempts started by the engine's caller. ``time_limit`` is running time, summed over attempts; ``stop_signal`` then
     ``stop_grace`` seconds come before a kill. The success of node ``primary`` is the job's. ``sync_lag``: nodes have
     folders of their own, whose changes go up after this time; None: one folder is mounted on all. ``sync_marks`` begins
-    the suffixes of the platform's agent there: ``.x`` of ``file.x-uploaded``. ``objects`` is a path of the node whose
-    mounts are of an object store, and behave like one.
+    the suffixes of the platform's agent there: ``.x`` of ``file.x-uploaded``.
     """
 
     time_limit: float
@@ -75,7 +74,6 @@ class Rules:
     primary: int | None = None
     sync_lag: float | None = None
     sync_marks: str = ""
-    objects: str = ""
     stop_signal: str = "SIGTERM"
     stop_grace: float = 30.0
 
@@ -151,7 +149,6 @@ _RULE_VALUES: _Values = {
     **dict.fromkeys(("time_limit", "stop_grace", "sync_lag"), _NUMBER),
     **dict.fromkeys(("retries", "max_restarts", "preemptions", "losses", "primary"), _WHOLE),
     "restart_on": (_all(lambda value: isinstance(value, int) and not isinstance(value, bool)), "a list of exit codes"),
-    "objects": _TEXT,
     "sync_marks": _TEXT,
     "stop_signal": (lambda value: _is_text(value) and value in signal.Signals.__members__, "a signal's name (SIGTERM)"),
 }

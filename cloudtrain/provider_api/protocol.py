@@ -269,7 +269,8 @@ class Provider(Protocol):
     A provider may state ``sync_marks``, a tuple of texts: the name endings of its platform's agent's files in a run's
     folder (`SyncAgent.marks`). `pull` skips such files. It may state ``needs``, a `Need` by ``store`` or ``image`` that
     is no setting of its own. It may state ``probe_ports``, a tuple of ports of node 0: `doctor --job` tries them from
-    the other nodes.
+    the other nodes. It may state ``object_mounts``: the folder below which its nodes see an object store as files, and
+    variables that name places in it. A plan warns of appends there.
     """
 
     name: ClassVar[str]

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine.fault_injection import Drill, Drills
-from ..engine.fuse import clear_mounts, why_not
 from ..engine.supervised import Hosted, clear_containers, image_id
 from ..engine.url_map import moved, place_of
 from ..errors import SpecError
@@ -72,7 +71,6 @@ class Settings:
     ``maps`` are further URLs and the file URLs of their stand-ins here. ``image`` replaces the request's image.
     ``secrets`` are the job's references in the cloud. ``drills`` are words like ``preempt node=1,after=30s``. The rest
     is this machine: ``user`` (``uid:gid``) that nodes run as, empty for the image's own, cores, bytes, GPUs.
-    ``no_objects`` says why its folders cannot behave as an object store; empty if they can.
     """
 
     target: str = ""
@@ -86,7 +84,7 @@ class Settings:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
     memory: int = field(default_factory=_memory)
     gpus: int = field(default_factory=_gpus)
-    no_objects: str = field(default_factory=why_not)
+    no_objects: str = ""  # has no effect: runs that earlier versions recorded have it
     state_dir: str = ""
 
 
@@ -115,7 +113,6 @@ class Provider(Hosted):
         simulation = target.nodes(request)
         drills = [Drill.parse(*text.split(" ", 1), nodes=len(simulation.nodes)) for text in own.drills]
         limits, differences = self._limits(simulation.nodes)
-        differences += self._objects(simulation.rules.objects)
         places = {own.store: layout.store, **own.maps}
 
         def here(spec: NodeSpec) -> NodeSpec:
@@ -126,8 +123,7 @@ class Provider(Hosted):
             words = python_command(["-c", SECRETS, json.dumps(secrets), *(spec.entrypoint or ()), *spec.command])
             return dataclasses.replace(spec, mounts=mounts, **limits, entrypoint=words[:1], command=words[1:])
 
-        objects = "" if own.no_objects else simulation.rules.objects
-        rules = dataclasses.replace(simulation.rules, retries=job.retries, objects=objects)
+        rules = dataclasses.replace(simulation.rules, retries=job.retries)
         simulation = Simulation(nodes=[here(spec) for spec in simulation.nodes], rules=rules)
         module = sys.modules[type(target).__module__]
         differences += [*getattr(module, "DIFFERENCES", ()), *self._differences(job, drills)]
@@ -189,14 +185,6 @@ class Provider(Hosted):
             limits["container"] = {"HostConfig": {"Tmpfs": dict.fromkeys(sorted(roots), "mode=1777")}} if roots else {}
         return limits, told
 
-    def _objects(self, path: str) -> list[str]:
-        """Return the differences of object store mounts below ``path``."""
-        if not path:
-            return []
-        if why := self.settings.no_objects:
-            return [f"{path} is a folder of this machine, in which appending and renaming work as nowhere there: {why}"]
-        return [f"{path} is a folder of this machine behind FUSE: appending is refused, where it may be slow there"]
-
     def _differences(self, job: Job, drills: Sequence[Drill]) -> list[str]:
         own = self.settings
         told = [f"{place} stands in for {url}" for url, place in own.maps.items()]
@@ -217,13 +205,17 @@ class Provider(Hosted):
         except SpecError as exc:
             raise SpecError(exc.message, field=exc.field or "rehearse", hint=exc.hint) from None
 
+    def nodes(self, request: Request) -> Simulation:
+        """Return the nodes; requests of earlier versions have a rule ``objects``, which has no effect now."""
+        rules = {key: value for key, value in request.body["rules"].items() if key != "objects"}
+        return super().nodes(dataclasses.replace(request, body={**request.body, "rules": rules}))
+
     def image_digest(self, request: Request) -> str | None:
         """Return the digest of the image that runs here."""
         return image_id(self.nodes(request))
 
     def _clear(self, folder: Any) -> None:
         clear_containers(folder)
-        clear_mounts(folder)
 
     @staticmethod
     def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:

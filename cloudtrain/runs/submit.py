@@ -47,7 +47,7 @@ from .handover import REFUSALS, settle
 from .retry import category_of, deliver, error_of, secret_values, write_context
 from .run import Run
 from .summary import summary
-from .warnings import cautions, gpu_names, memory_notes, total_gpus
+from .warnings import append_cautions, cautions, gpu_names, memory_notes, total_gpus
 
 if TYPE_CHECKING:
     from ..job.bundle import Bundle
@@ -130,6 +130,9 @@ class Plan:
     def warnings(self) -> tuple[str, ...]:
         """Warnings of wasted money, an exposed secret, or code that ships by mistake."""
         found = [*self.bundle.warnings, *cautions(self.job, self.request)]
+        if places := getattr(self.node_half or type(self.provider), "object_mounts", ()):
+            scripts = [(file.path, self.bundle.disk(file.path)) for file in self.bundle.files if not file.link]
+            found += append_cautions([item for item in scripts if item[0].endswith(".py")], places)
         machines = self.request.instance_types
         if machines and total_gpus(self.job, self.request) != 0 and self.price() is None:
             found.append(f"no price of {machines[0]} is known, so nothing says what this run may cost")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import scrubbed
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from ..job.job import Job
     from ..provider_api.protocol import Request
 
-__all__ = ["cautions", "gpu_names", "is_secret_name", "memory_notes", "total_gpus"]
+__all__ = ["append_cautions", "cautions", "gpu_names", "is_secret_name", "memory_notes", "total_gpus"]
 
 _SECRET = re.compile(
     r"(?<![a-z])(secret|token|[a-z]*passwords?|[a-z]*passwd|pwd|pat|passphrase|credentials?|connection ?string"
@@ -84,3 +87,40 @@ def memory_notes(job: Job, request: Request) -> Iterator[str]:
         others = [name for name in catalog.variants(request.provider, wish) if name not in names]
         if wish.memory_gb is None and others and names:
             yield f"{wish} is {names[0]} here; for more memory write {' or '.join(others)}"
+
+
+# ------------------------------------------------------------------------------------ appends to a mounted object store
+
+
+def append_cautions(files: Iterable[tuple[str, Path]], places: tuple[str, ...]) -> Iterator[str]:
+    """Yield a line for each call in ``files`` (name, path) that opens a file to append to it, or to change a part.
+
+    Only a call that names one of ``places`` counts: a folder (``/mnt/``), or a variable that holds one.
+    """
+    for name, path in files:
+        try:
+            text = path.read_bytes()
+            if not any(place.encode() in text for place in places):
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text)
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue  # a script that cannot be read or parsed is refused elsewhere
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            mode = _mode(call)
+            if ("a" in mode or "+" in mode) and "w" not in mode and any(place in ast.unparse(call) for place in places):
+                why = "the platform mounts an object store there, which writes the whole object again or refuses"
+                yield f"{name}:{call.lineno}: opens a file below {places[0]} with mode {mode!r}; {why}"
+
+
+def _mode(call: ast.Call) -> str:
+    """Return the literal mode of ``open(path, mode)`` or ``path.open(mode)``; empty for any other call."""
+    function, at = call.func, 1
+    if isinstance(function, ast.Attribute) and function.attr == "open":
+        at = 1 if isinstance(function.value, ast.Name) and function.value.id in ("io", "os", "builtins") else 0
+    elif not (isinstance(function, ast.Name) and function.id == "open"):
+        return ""
+    given = [item.value for item in call.keywords if item.arg == "mode"] or call.args[at : at + 1]
+    value = given[0].value if given and isinstance(given[0], ast.Constant) else ""
+    return value if isinstance(value, str) and re.fullmatch(r"[rwxabt+U]{1,4}", value) else ""

@@ -85,6 +85,11 @@ class Provider:
     probe_ports: ClassVar[tuple[int, ...]] = (2222, 2223, 3333, 6000, 29500)
     """Ports that ``doctor --job`` tries: some that the chief's Service is known to forward, and two that it may not."""
 
+    object_mounts: ClassVar[tuple[str, ...]] = (
+        *("/gcs/", "AIP_MODEL_DIR", "AIP_CHECKPOINT_DIR", "AIP_TENSORBOARD_LOG_DIR"),
+    )
+    """Where nodes see Cloud Storage as files: the folder, and the service's variables that name places in it."""
+
     def __init__(self, **settings: Any) -> None:
         from .request import checked
 
@@ -166,7 +171,10 @@ class Provider:
         return nodes(request)
 
 
-DIFFERENCES = ("there is no service account, and no metadata server",)
+DIFFERENCES = (
+    "there is no service account, and no metadata server",
+    "/gcs is a plain folder: appends and renames below it work, and are slow or refused on Cloud Storage",
+)
 """Differences that a rehearsal does not show."""
 SAMPLE = {
     "settings": {

@@ -47,7 +47,6 @@ def nodes(request: Request) -> Simulation:
         preemptions=PREEMPTIONS,
         losses=RESTARTS if spec["scheduling"].get("restartJobOnWorkerRestart") else 0,
         primary=0,
-        objects=GCS,
         stop_grace=grace_of(spec["scheduling"].get("strategy", "")),
     )
     return Simulation(nodes=specs, rules=rules)
