@@ -11,7 +11,6 @@ from pathlib import Path
 from string import Template
 
 from .curves import DERIVED, Curve, Point, Stretch, is_log, means, spread, ticks
-from .summary import size
 
 __all__ = ["Html", "figure", "page", "quantity", "short", "table", "tag"]
 
@@ -92,6 +91,12 @@ def short(value: float) -> str:
     return quantity(value)
 
 
+def _size(value: float) -> str:
+    """Return bytes to four digits, as neighbouring marks of an axis differ in them: ``3.474 GiB``."""
+    power = min(4, int(math.log(max(1.0, abs(value)), 1024)))
+    return f"{quantity(value / 1024**power)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
 # --------------------------------------------------------------------------------------------------------------- charts
 
 
@@ -102,7 +107,7 @@ def figure(curve: Curve) -> Html:
     largest = max((abs(y) for _, y in curve.points), default=0.0)
     named = re.search(r"([gmk]i?b|percent|pct|frac|ratio|share)\b", curve.name.replace("_", " "), re.IGNORECASE)
     if curve.kind == "memory" and largest >= 1 << 20 and not named:  # bytes
-        unit, show = 1024.0 ** min(4, int(math.log(largest, 1024))), size
+        unit, show = 1024.0 ** min(4, int(math.log(largest, 1024))), _size
     drawing, dense = chart(curve, unit, show)
     words = " ".join([*_sentences(curve, show), *([DENSE.format(len(curve.points), COLUMNS)] if dense else [])])
     box = f"0 0 {WIDTH:g} {HEIGHT:g}"
