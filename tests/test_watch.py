@@ -413,9 +413,7 @@ def test_the_last_view_stays_on_the_terminal(world: World, monkeypatch: pytest.M
     console = Console(
         file=out, force_terminal=True, width=60, height=20, _environ=dict(os.environ, TERM="xterm-256color")
     )
-    on_terminal(
-        lambda draw: Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), console
-    )  # fmt: skip
+    on_terminal(Watch(world.run(), clock=world.time, sleep=world.time.sleep), console)
     out.flush()
     text = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
     live, _, left = text.partition("\x1b[?1049l")

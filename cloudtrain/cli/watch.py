@@ -27,7 +27,7 @@ from ..verdict import first_line, shown, status_of
 from . import show
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console
 
 __all__ = ["Picture", "Watch", "follow", "on_terminal"]
 
@@ -120,13 +120,10 @@ class Picture:
 
     def spent(self, now: float) -> float | None:
         """Return the seconds that all attempts have run; None before the first one has."""
-        begun = [(a.started, a.ended) for a in self.attempts if a.started is not None]
-        if not begun:
-            return None
+        begun = [(info.started, info.ended) for info in self.attempts if info.started is not None]
         ends = [*[started for started, _ in begun[1:]], now]
-        return sum(
-            max(0.0, (ended or follows) - started) for (started, ended), follows in zip(begun, ends, strict=True)
-        )
+        ran = [max(0.0, (ended or follows) - started) for (started, ended), follows in zip(begun, ends, strict=False)]
+        return sum(ran) if ran else None
 
 
 class Watch:
@@ -138,7 +135,7 @@ class Watch:
         *,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
-        on_picture: Callable[[Picture], None],
+        on_picture: Callable[[Picture], None] = lambda picture: None,
     ) -> None:
         self._run = Run(
             store=run.store,
@@ -240,34 +237,28 @@ class Watch:
 # -------------------------------------------------------------------------------------------------------- on a terminal
 
 
-def on_terminal(watch: Callable[[Callable[[Picture], None]], Watch], console: Console) -> Picture:
-    """Draw each picture over the one before, on a screen of its own, and leave the last one on the terminal.
-
-    ``watch`` makes the `Watch` of a function that takes pictures.
-    """
+def on_terminal(watch: Watch, console: Console) -> Picture:
+    """Draw each picture over the one before, on a screen of its own, and leave the last one on the terminal."""
     from rich.live import Live
 
-    now = _Now()
-    watcher = watch(now.take)
-    now.take(watcher.picture)
+    def drawn(spare: int = 0) -> Any:
+        ascii_only = not console.encoding.startswith("utf")
+        height = max(12, console.height - spare) if spare else console.height
+        return screen(watch.picture, width=console.width, height=height, now=time.time(), ascii_only=ascii_only)
+
+    live = Live(  # drawn twice a second: ages grow, a window changes its size
+        get_renderable=drawn,
+        console=console,
+        screen=True,
+        refresh_per_second=2,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
     try:
-        with Live(
-            now, console=console, screen=True, refresh_per_second=2, redirect_stdout=False, redirect_stderr=False
-        ):
-            return watcher.watch()
+        with live:
+            return watch.watch()
     finally:
-        console.print(now, height=max(12, console.height - 2))
-
-
-class _Now:
-    """The newest picture. A thread of rich draws it twice a second: ages grow, a window changes its size."""
-
-    def take(self, picture: Picture) -> None:
-        self._picture = picture
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        size = {"width": options.max_width, "height": options.height or options.max_height}
-        yield screen(self._picture, **size, now=time.time(), ascii_only=not console.encoding.startswith("utf"))
+        console.print(drawn(2))
 
 
 def screen(picture: Picture, *, width: int, height: int, now: float, ascii_only: bool = False) -> Any:
