@@ -68,7 +68,7 @@ def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen
             ):
                 from rich.console import Console
 
-                last = on_terminal(lambda draw: Watch(handle, on_picture=draw), Console(file=screen.out))
+                last = on_terminal(Watch(handle), Console(file=screen.out))
             else:
                 last = follow(lambda draw: Watch(handle, on_picture=draw), screen.talk if json else screen.data)
         except KeyboardInterrupt:

@@ -1,31 +1,28 @@
-"""HTML that cannot be broken into: whatever is no `Html` yet is escaped; and charts in SVG, drawn from curves.
-
-The page needs nothing but itself: no script, no font, no picture from elsewhere.
-"""
+"""HTML that escapes every text that is not `Html` yet, and charts in SVG. The page loads nothing and runs nothing."""
 
 from __future__ import annotations
 
 import html
 import math
 import re
+from bisect import bisect_right as bisect
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from string import Template
 
-from ..job.own_files import GENERATOR
-from .curves import Curve, Point, Stretch, decades, is_log, means, spread, ticks
+from .curves import DERIVED, Curve, Point, Stretch, is_log, means, spread, ticks
 
-__all__ = ["Html", "chart", "figure", "page", "quantity", "size", "table", "tag"]
+__all__ = ["Html", "figure", "page", "quantity", "short", "table", "tag"]
 
 WIDTH, HEIGHT = 560.0, 230.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 14.0, 22.0, 38.0
-COLUMNS = int(WIDTH - LEFT - RIGHT)
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 546.0, 22.0, 192.0
+"""The edges of the curve within the drawing."""
+COLUMNS = int(RIGHT - LEFT)
 ROWS = 40
 """Rows of the table beside a curve, at most."""
-SHORT = 28
-"""Characters of a table's cell that is not broken into lines: a time, a name."""
 LABEL = 34.0
-"""Units of the drawing between two labels of attempts, at least; one between is left out, its line is not."""
+"""Units of the drawing between two labels of attempts, at least."""
 _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-_VOID = frozenset({"meta", "br", "hr"})
 
 
 class Html(str):
@@ -34,367 +31,240 @@ class Html(str):
     __slots__ = ()
 
 
-def tag(name: str, /, *children: str | Sequence[str] | None, **attributes: str | float | None) -> Html:
-    """``<name …>children</name>``. Children that are no `Html` are escaped; None, of children and attributes, is left
-    out. ``class_`` is class, ``_`` in other names a hyphen."""
+def tag(name: str, /, *children: str | None, **attributes: str | float | None) -> Html:
+    """Return ``<name …>children</name>``, escaped but for `Html`.
+
+    None, as a child or an attribute, is left out. ``class_`` is class; ``_`` in other names is a hyphen. A number has
+    one decimal, a drawing's precision.
+    """
     words = [name]
     for key, value in attributes.items():
         if value is not None:
-            spelled = key.rstrip("_").replace("_", "-")
-            words.append(f'{spelled}="{_escaped(str(value))}"')
-    if name in _VOID:
-        return Html(f"<{' '.join(words)}>")
-    flat = [part for child in children for part in ([child] if isinstance(child, str) else child or ())]
-    inner = "".join(part if isinstance(part, Html) else _escaped(part) for part in flat)
+            text = f"{value:.1f}" if isinstance(value, float) else str(value)
+            words.append(f'{key.rstrip("_").replace("_", "-")}="{_escaped(text)}"')
+    inner = "".join(map(_escaped, filter(None, children)))
     return Html(f"<{' '.join(words)}>{inner}</{name}>")
 
 
 def _escaped(text: str) -> str:
-    """For text and attributes both; what no XML may hold is shown as such."""
-    return html.escape(_NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text), quote=True)
+    """Escape for text and attributes both, and replace characters that XML cannot hold."""
+    return text if isinstance(text, Html) else html.escape(_NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 def table(
     caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: Sequence[int] = (), hide: bool = False
 ) -> Html:
-    """A table that scrolls within itself; columns ``numeric`` are right-aligned. ``hide``: the caption is for
-    readers of the page's structure only. The first cell of a row is its heading."""
+    """Return a table that scrolls within itself, with columns ``numeric`` right-aligned.
+
+    ``hide`` shows the caption to screen readers only. The first cell of a row is its heading.
+    """
 
     def cell(index: int, text: str) -> Html:
-        kind = "number" if index in numeric else "short" if len(text) <= SHORT else "long"
+        kind = "number" if index in numeric else "short" if len(text) <= 28 else "long"
         return tag("th", text, scope="row", class_=kind) if index == 0 else tag("td", text, class_=kind)
 
     top = [tag("th", text, scope="col", class_="number" if i in numeric else None) for i, text in enumerate(head)]
-    body = [tag("tr", [cell(i, text) for i, text in enumerate(row)]) for row in rows]
+    body = [tag("tr", *[cell(i, text) for i, text in enumerate(row)]) for row in rows]
     label = tag("caption", caption, class_="hidden" if hide else None)
-    inner = tag("table", label, tag("thead", tag("tr", top)), tag("tbody", body))
+    inner = tag("table", label, tag("thead", tag("tr", *top)), tag("tbody", *body))
     return tag("div", inner, class_="scroll", tabindex=0, role="region", aria_label=caption)
 
 
-def page(title: str, *body: Html) -> Html:
-    """A whole page. The policy in it lets nothing run and nothing load, whatever stands in it."""
-    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        Html(GENERATOR),
-        Html(f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="referrer", content="no-referrer"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", title),
-        Html(f"<style>{STYLE}</style>"),
-    )
-    return Html(f"<!DOCTYPE html>\n{tag('html', head, tag('body', *body), lang='en')}\n")
-
-
-# --------------------------------------------------------------------------------------------------------------- charts
-
-
-def figure(curve: Curve, *, of_memory: bool = False) -> Html:
-    """The chart of one curve, what it shows in words, and a table of its numbers."""
-    show = _units(curve, of_memory)
-    name = "steps per second, by the times of the rows" if curve.derived else curve.name
-    words = " ".join(sentences(curve, show))
-    return tag(
-        "figure",
-        tag("h3", name, *([tag("small", " (logarithmic)")] if is_log(curve) else [])),
-        chart(curve, name, words, show),
-        tag("figcaption", words),
-        _numbers(curve, name, show),
-    )
-
-
-def _units(curve: Curve, of_memory: bool) -> Callable[[float], str]:
-    """How its values are written; what looks like bytes, as bytes."""
-    values = [abs(y) for _, y in curve.points]
-    named = re.search(r"(gb|gib|mb|mib|kb|kib|percent|pct|frac|ratio|share)\b", curve.name.replace("_", " "), re.I)
-    if of_memory and values and max(values) >= 1 << 20 and not named:
-        return size
-    return quantity
+def page(title: str, body: Html) -> Html:
+    """Return a whole page: ``data/report.html`` with its two blanks filled in."""
+    template = Template((Path(__file__).parent / "data" / "report.html").read_text(encoding="utf-8"))
+    return Html(template.substitute(title=_escaped(title), body=_escaped(body)))
 
 
 def quantity(value: float) -> str:
-    """A number for people: four digits that count, thousands with a comma."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == round(value) and abs(value) < 1e7:
-        return f"{value:,.0f}"
-    if 1000 <= abs(value) < 1e7:
-        return f"{value:,.1f}"
+    """Return a number for people: four significant digits, thousands with a comma."""
+    if math.isfinite(value) and abs(value) < 1e7 and (value == round(value) or abs(value) >= 1000):
+        return f"{value:,.0f}" if value == round(value) else f"{value:,.1f}"
     return f"{value:.4g}"
 
 
 def short(value: float) -> str:
-    """A number at an axis, where there is little room: ``1.3M``."""
+    """Return a number for an axis, where there is little room: ``1.3M``."""
     for power, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if 1e5 <= abs(value) < 1e15 and abs(value) >= power:
             return f"{value / power:.4g}{unit}"
     return quantity(value)
 
 
-def size(value: float) -> str:
-    """Bytes as people write them: ``812 B``, ``1.4 GiB``."""
-    units = iter(("B", "KiB", "MiB", "GiB", "TiB"))
-    unit = next(units)
-    while abs(value) >= 1024 and unit != "TiB":
-        value, unit = value / 1024, next(units)
-    return f"{value:.3g} {unit}"
+def _size(value: float) -> str:
+    """Return bytes to four digits, as neighbouring marks of an axis differ in them: ``3.474 GiB``."""
+    power = min(4, int(math.log(max(1.0, abs(value)), 1024)))
+    return f"{quantity(value / 1024**power)} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def _unit(value: float) -> float:
-    """The bytes of the unit in which `size` writes ``value``."""
-    return 1024.0 ** min(4, max(0, int(math.log(abs(value), 1024)))) if value else 1.0
+# --------------------------------------------------------------------------------------------------------------- charts
 
 
-def sentences(curve: Curve, show: Callable[[float], str] = quantity) -> list[str]:
-    """What a curve shows, for who cannot see it, and what the drawing leaves out."""
-    said: list[str] = []
-    history = curve.history
+def figure(curve: Curve) -> Html:
+    """Return the chart of one curve, its description in words, and a table of its numbers."""
+    name = "steps per second, by the times of the rows" if curve.name == DERIVED else curve.name
+    unit, show = 1.0, quantity
+    largest = max((abs(y) for _, y in curve.points), default=0.0)
+    named = re.search(r"([gmk]i?b|percent|pct|frac|ratio|share)\b", curve.name.replace("_", " "), re.IGNORECASE)
+    if curve.kind == "memory" and largest >= 1 << 20 and not named:  # bytes
+        unit, show = 1024.0 ** min(4, int(math.log(largest, 1024))), _size
+    drawing, dense = chart(curve, unit, show)
+    words = " ".join([*_sentences(curve, show), *([DENSE.format(len(curve.points), COLUMNS)] if dense else [])])
+    box = f"0 0 {WIDTH:g} {HEIGHT:g}"
+    return tag(
+        "figure",
+        tag("h3", name, tag("small", " (logarithmic)") if is_log(curve) else None),
+        tag("svg", tag("title", name), tag("desc", words), *drawing, viewBox=box, role="img"),
+        tag("figcaption", words),
+        _numbers(curve, name, show),
+    )
+
+
+DENSE = (
+    "{:,} points, more than the drawing can show: the line is the mean of each two of its {} columns, and the band"
+    " behind it has the first, lowest, highest and last of each column."
+)
+
+
+def _sentences(curve: Curve, show: Callable[[float], str]) -> list[str]:
+    """Describe a curve for people who cannot see it."""
+    words: list[str] = []
+    x, history = curve.axis, curve.history
     if history:
-        (_, first), (_, last) = history[0], history[-1]
         low, high = min(history, key=lambda p: p[1]), max(history, key=lambda p: p[1])
-        x = curve.axis
-        said.append(f"First {show(first)}, last {show(last)} at {x} {quantity(history[-1][0])}.")
-        said.append(f"Lowest {show(low[1])} at {x} {quantity(low[0])}, highest {show(high[1])} at {quantity(high[0])}.")
-    if curve.odd:
-        count = len(curve.odd)
-        many = f"{count:,} values are" if count > 1 else "1 value is"
-        said.append(f"{many} no finite number, the first at {curve.axis} {quantity(min(curve.odd))}.")
-    lost = [part for part in curve.stretches if part.lost]
-    for part in lost if len(lost) <= 2 else ():
-        span = f"{quantity(part.lost[0][0])} to {quantity(part.lost[-1][0])}"
-        said.append(f"{curve.axis.capitalize()}s {span} of attempt {part.attempt} were done again (dashed).")
-    if len(lost) > 2:
-        said.append(f"What {len(lost)} attempts had done was done again in part (dashed).")
-    if _is_dense(curve):
-        said.append(
-            f"{len(curve.points):,} points, more than the drawing can show: the line is the mean of each two of its"
-            f" {COLUMNS} columns, and the band behind it has the first, lowest, highest and last of each column."
+        words.append(f"First {show(history[0][1])}, last {show(history[-1][1])} at {x} {quantity(history[-1][0])}.")
+        words.append(
+            f"Lowest {show(low[1])} at {x} {quantity(low[0])}, highest {show(high[1])} at {quantity(high[0])}."
         )
-    return said
+    if curve.odd:
+        many = f"{len(curve.odd):,} values are" if len(curve.odd) > 1 else "1 value is"
+        words.append(f"{many} no finite number, the first at {x} {quantity(min(curve.odd))}.")
+    lost = [part for part in curve.stretches if part.lost]
+    if len(lost) > 2:
+        return [*words, f"Parts of {len(lost)} attempts were done again (dashed)."]
+    for part in lost:
+        span = f"{quantity(part.lost[0][0])} to {quantity(part.lost[-1][0])}"
+        words.append(f"{x.capitalize()}s {span} of attempt {part.attempt} were done again (dashed).")
+    return words
 
 
-def _is_dense(curve: Curve) -> bool:
-    """Whether any of its columns holds more points than the drawing shows of them."""
+class _Scale:
+    """The position of a value in the drawing, from ``low`` at ``start`` to ``high`` at ``end``."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, *, log: bool = False) -> None:
+        self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
+
+    def __call__(self, value: float) -> float:
+        value = math.log10(value) if self.log else value
+        width = self.high / 2 - self.low / 2  # halves: their difference is finite
+        share = (value / 2 - self.low / 2) / (width or 1.0)
+        return self.start + share * (self.end - self.start)
+
+
+def _heights(curve: Curve) -> _Scale:
+    """Return the scale of the values, with a little room above and below; from zero if zero is near."""
+    log = is_log(curve)
+    values = [math.log10(y) if log else y for _, y in curve.points] or [0.0, 1.0]
+    low, high = min(values), max(values)
+    room = (abs(low) * 0.1 or 1.0) if high <= low else (high - low) * 0.04 if math.isfinite(high - low) else 0.0
+    zero = not log and low < high and 0 <= low <= (high - low) * 0.5
+    return _Scale(0.0 if zero else low - room, high + room, BOTTOM, TOP, log=log)
+
+
+def chart(curve: Curve, unit: float, show: Callable[[float], str]) -> tuple[list[Html], bool]:
+    """Return the parts of the drawing of one curve, and whether it has more points than the drawing shows.
+
+    Attempts begin at upright lines; what was done again is shaded and dashed. ``unit``: of the marks at the left.
+    """
     xs = [x for x, _ in curve.points] + curve.odd
     low, high = min(xs), max(xs)
-    pieces = [points for part in curve.stretches for points in (part.lost, part.counted)]
-    return any(len(spread(points, COLUMNS, low, high)) < len(points) for points in pieces)
-
-
-def chart(curve: Curve, name: str, words: str, show: Callable[[float], str]) -> Html:
-    """The drawing of one curve: attempts begin at upright lines, what was lost is shaded and dashed."""
-    xs = [x for x, _ in curve.points] + curve.odd
-    place = _Place(curve, min(xs), max(xs))
-    parts: list[Html] = [tag("title", name), tag("desc", words), *_grid(place, curve.axis, show)]
-    for i, part in enumerate(curve.stretches):
-        following = next((p for p in curve.stretches[i + 1 :] if p.points or p.odd), None)
-        if part.lost and following is not None:
-            left, right = place.x(part.lost_from or 0.0), place.x(max(x for x, _ in part.lost))
-            parts.append(
-                tag("rect", x=_r(left), y=TOP, width=_r(max(right - left, 2)), height=_r(place.height), class_="lost")
-            )
-    parts += _begins(curve, place)
-    for part in curve.stretches:
-        parts += _lines(part, place)
-    odd = sorted({round(place.x(x)) for x in curve.odd})
-    base = TOP + place.height
-    parts += [tag("path", d=f"M{x - 3} {base}l3 -7l3 7z", class_="odd") for x in odd[:COLUMNS]]
-    return tag("svg", *parts, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img")
-
-
-class _Place:
-    """Where a point is drawn."""
-
-    def __init__(self, curve: Curve, low: float, high: float) -> None:
-        self.log = is_log(curve)
-        values = [y for _, y in curve.points] or [0.0, 1.0]
-        bottom, top = (math.log10(v) if self.log else v for v in (min(values), max(values)))
-        if top <= bottom:
-            room = abs(bottom) * 0.1 or 1.0
-        elif math.isinf(top - bottom):
-            room = 0.0
-        else:
-            room = (top - bottom) * 0.04
-            if not self.log and 0 <= bottom <= (top - bottom) * 0.5:
-                bottom, room = 0.0, (top - bottom) * 0.04  # near enough to zero that it belongs in the picture
-        self.bottom = bottom - (room if bottom or top <= bottom else 0.0)
-        self.top = top + room
-        self.low, self.high = low, high if high > low else low + 1
-        self.width, self.height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
-
-    def x(self, value: float) -> float:
-        return LEFT + (value / 2 - self.low / 2) / (self.high / 2 - self.low / 2) * self.width
-
-    def y(self, value: float) -> float:
-        value = math.log10(value) if self.log else value
-        share = (value / 2 - self.bottom / 2) / (self.top / 2 - self.bottom / 2)  # halves: their difference is finite
-        return TOP + (1 - share) * self.height
-
-
-def _r(value: float) -> str:
-    return f"{value:.1f}".removesuffix(".0")
-
-
-def _grid(place: _Place, axis: str, show: Callable[[float], str]) -> list[Html]:
-    parts: list[Html] = []
-    unit = _unit(place.top) if show is size else 1.0
-    marks = [mark * unit for mark in ticks(place.bottom / unit, place.top / unit, 4)]
-    if place.log:
-        marks = decades(place.bottom, place.top, 5)
-    for mark in marks:
-        y = _r(place.y(mark))
-        parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid"))
-        parts.append(
-            tag("text", (short if show is quantity else show)(mark), x=LEFT - 6, y=y, dy="0.32em", text_anchor="end")
-        )
-    base = TOP + place.height
-    for mark in ticks(place.low, place.high, 5):
-        if mark == round(mark) or abs(mark) < 1:
-            x = place.x(mark)
-            anchor = "end" if x > WIDTH - RIGHT - 20 else "middle"
-            parts.append(tag("line", x1=_r(x), x2=_r(x), y1=base, y2=base + 4, class_="axis"))
-            parts.append(tag("text", short(mark), x=_r(x), y=base + 16, text_anchor=anchor))
-    parts.append(tag("line", x1=LEFT, x2=WIDTH - RIGHT, y1=base, y2=base, class_="axis"))
-    parts.append(tag("text", axis, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, text_anchor="middle", class_="name"))
-    return parts
-
-
-def _begins(curve: Curve, place: _Place) -> list[Html]:
-    """An upright line where each attempt but the first begins."""
-    parts: list[Html] = []
+    across, up = _Scale(low, high if high > low else low + 1, LEFT, RIGHT), _heights(curve)
+    parts = _grid(curve.axis, across, up, unit, short if show is quantity else show)
+    begun = [part for part in curve.stretches if part.points or part.odd]
+    for part in begun[:-1]:
+        if part.lost:
+            left, right = across(part.lost_from or 0.0), across(part.lost[-1][0])
+            parts.append(tag("rect", x=left, y=TOP, width=max(right - left, 2.0), height=BOTTOM - TOP, class_="lost"))
     free = 0.0
-    for part in [part for part in curve.stretches if part.points or part.odd][1:]:
-        x = place.x(min([x for x, _ in part.points[:1]] + sorted(part.odd)[:1]))
-        parts.append(tag("line", x1=_r(x), x2=_r(x), y1=TOP - 4, y2=_r(TOP + place.height), class_="begins"))
+    for part in begun[1:]:
+        x = across(min([x for x, _ in part.points[:1]] + part.odd))
+        parts.append(_rule(x, x, TOP - 4, BOTTOM, "begins"))
         if x >= free:
-            late = x > WIDTH - RIGHT - LABEL / 2
-            parts.append(
-                tag("text", part.attempt, x=_r(x), y=TOP - 8, text_anchor="end" if late else "middle", class_="name")
-            )
+            parts.append(_label(part.attempt, x, TOP - 8, "end" if x > RIGHT - LABEL / 2 else "middle"))
             free = x + LABEL
-    return parts
+    dense = False
+    for part in begun:
+        for piece, kind in _pieces(part):
+            line = spread(piece, COLUMNS, across.low, across.high)
+            if len(line) < len(piece):
+                dense = True
+                parts.append(_polyline(line, across, up, f"band {kind}"))
+                line = means(piece, COLUMNS // 2, across.low, across.high)
+            parts.append(_polyline(line, across, up, kind))
+    odd = sorted({round(across(x)) for x in curve.odd})
+    return [*parts, *[tag("path", d=f"M{x - 3} {BOTTOM:g}l3 -7l3 7z", class_="odd") for x in odd]], dense
 
 
-def _lines(part: Stretch, place: _Place) -> list[Html]:
-    """The lines of an attempt, broken where a value was no number; a point that stands alone is a dot."""
-    drawn: list[Html] = []
-    for points, kind in ((part.lost, "again"), (part.counted, "line")):
-        if kind == "again" and part.counted and points:
-            points = [part.counted[-1], *points]
-        for piece in _pieces(points, sorted(part.odd)):
-            shown = spread(piece, COLUMNS, place.low, place.high)
-            if len(shown) < len(piece):
-                drawn.append(_line(shown, place, f"band {kind}"))
-                shown = means(piece, COLUMNS // 2, place.low, place.high)
-            if len(shown) == 1:
-                (x, y) = shown[0]
-                drawn.append(tag("circle", cx=_r(place.x(x)), cy=_r(place.y(y)), r=2.5, class_=f"dot {kind}"))
-            else:
-                drawn.append(_line(shown, place, kind))
-    return drawn
+def _rule(x1: float, x2: float, y1: float, y2: float, kind: str) -> Html:
+    return tag("line", x1=x1, x2=x2, y1=y1, y2=y2, class_=kind)
 
 
-def _line(points: Sequence[Point], place: _Place, kind: str) -> Html:
-    text = " ".join(f"{_r(place.x(x))},{_r(place.y(y))}" for x, y in points)
-    return tag("polyline", points=text, class_=kind)
+def _label(text: str, x: float, y: float, anchor: str, kind: str | None = "name") -> Html:
+    return tag("text", text, x=x, y=y, text_anchor=anchor, class_=kind)
 
 
-def _pieces(points: Sequence[Point], breaks: Sequence[float]) -> list[list[Point]]:
-    pieces: list[list[Point]] = []
-    at = 0
-    fresh = True
-    for point in points:
-        while at < len(breaks) and breaks[at] <= point[0]:
-            at, fresh = at + 1, True
-        if fresh:
-            pieces.append([])
-            fresh = False
-        pieces[-1].append(point)
-    return pieces
+def _grid(axis: str, across: _Scale, up: _Scale, unit: float, show: Callable[[float], str]) -> list[Html]:
+    marks = [mark * unit for mark in ticks(up.low / unit, up.high / unit, 4)]
+    if up.log:
+        marks = [10.0**mark for mark in ticks(up.low, up.high, 5) if mark == round(mark) and abs(mark) <= 308]
+    parts: list[Html] = []
+    for mark in marks:
+        parts.append(_rule(LEFT, RIGHT, up(mark), up(mark), "grid"))
+        parts.append(_label(show(mark), LEFT - 6, up(mark) + 4, "end", None))
+    for mark in ticks(across.low, across.high, 5):
+        if mark == round(mark) or abs(mark) < 1:
+            x = across(mark)
+            parts.append(_rule(x, x, BOTTOM, BOTTOM + 4, "axis"))
+            parts.append(_label(short(mark), x, BOTTOM + 16, "end" if x > RIGHT - 20 else "middle", None))
+    parts.append(_rule(LEFT, RIGHT, BOTTOM, BOTTOM, "axis"))
+    return [*parts, _label(axis, (LEFT + RIGHT) / 2, HEIGHT - 6, "middle")]
+
+
+def _pieces(part: Stretch) -> list[tuple[list[Point], str]]:
+    """Return the lines of an attempt and their kinds, broken where a value was no finite number."""
+    found: list[tuple[list[Point], str]] = []
+    joint = part.counted[-1:] if part.lost else []
+    for points, kind in ((joint + part.lost, "again"), (part.counted, "line")):
+        breaks = sorted(part.odd)
+        before = -1
+        for point in points:
+            after = bisect(breaks, point[0])
+            if after != before:
+                found.append(([], kind))
+            found[-1][0].append(point)
+            before = after
+    return found
+
+
+def _polyline(points: Sequence[Point], across: _Scale, up: _Scale, kind: str) -> Html:
+    """Return a line through the points; a point that stands alone is a dot."""
+    if len(points) == 1:
+        return tag("circle", cx=across(points[0][0]), cy=up(points[0][1]), r=2.5, class_=f"dot {kind}")
+    return tag("polyline", points=" ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points), class_=kind)
 
 
 def _numbers(curve: Curve, name: str, show: Callable[[float], str]) -> Html:
-    """The curve as a table: of many points some, evenly, with the first and the last of each attempt."""
-    rows: list[tuple[float, str, float | None, bool]] = []
+    """Return the curve as a table: of many points `ROWS`, evenly, with the first and the last."""
+    rows: list[list[str]] = []
     for part in curve.stretches:
-        lost = part.lost_from
-        rows += [(x, part.attempt, y, lost is not None and x >= lost) for x, y in part.points]
-        rows += [(x, part.attempt, None, False) for x in part.odd]
+        end = math.inf if part.lost_from is None else part.lost_from
+        rows += [[quantity(x), part.attempt, show(y), "yes" if x >= end else ""] for x, y in part.points]
+        rows += [[quantity(x), part.attempt, "no finite number", ""] for x in part.odd]
     count = len(rows)
     if count > ROWS:
-        wanted = {round(i * (count - 1) / (ROWS - 1)) for i in range(ROWS)}
-        rows = [row for i, row in enumerate(rows) if i in wanted]
-    told = f"{len(rows)} of {count:,} points" if count > len(rows) else f"{count} points" if count != 1 else "1 point"
-    again = any(row[3] for row in rows)
-    head = [curve.axis, "attempt", name, *(["done again"] if again else [])]
-    cells = [
-        [
-            quantity(x),
-            attempt,
-            "no finite number" if y is None else show(y),
-            *(["yes" if lost else ""] if again else []),
-        ]
-        for x, attempt, y, lost in rows
-    ]
-    return tag("details", tag("summary", f"Numbers: {told}"), table(f"{name}, {told}", head, cells, numeric=(0, 2)))
-
-
-STYLE = """
-:root { color-scheme: light dark; --ground: #fff; --text: #1b1f24; --faint: #59636e; --rule: #d5dae0; --panel: #f5f7f9;
-  --line: #0b62c4; --lost: #c9700022; --again: #a85b00; --good: #136c2e; --bad: #b3261e; --other: #7a5200; }
-@media (prefers-color-scheme: dark) { :root { --ground: #12161b; --text: #e4e8ec; --faint: #9aa5b1; --rule: #353d47;
-  --panel: #1b2128; --line: #6cb2ff; --lost: #e0a04030; --again: #e8ab58; --good: #63cf81; --bad: #ff8a80;
-  --other: #e6bb66; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 78rem; padding: 1.5rem 1.25rem 4rem; background: var(--ground); color: var(--text);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.45rem; margin: 0; overflow-wrap: anywhere; line-height: 1.25; }
-h2 { font-size: 1.1rem; margin: 2.25rem 0 .75rem; padding-bottom: .25rem; border-bottom: 1px solid var(--rule); }
-h3 { font-size: .95rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
-h4 { font-size: .9rem; margin: 1rem 0 .25rem; }
-h3 small, .faint { color: var(--faint); font-weight: normal; }
-p { margin: .4rem 0; overflow-wrap: anywhere; }
-a { color: var(--line); overflow-wrap: anywhere; }
-.state { display: inline-block; margin-right: .5rem; padding: .05rem .6rem; border: 1.5px solid currentColor;
-  border-radius: 1rem; font-weight: 600; color: var(--other); }
-.state.succeeded { color: var(--good); } .state.failed { color: var(--bad); } .state.running { color: var(--line); }
-.reason { font-size: 1.05rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)); gap: 1.25rem; }
-figure { margin: 0; padding: .9rem; border: 1px solid var(--rule); border-radius: .5rem; min-width: 0; }
-figcaption { color: var(--faint); font-size: .85rem; margin: .25rem 0 .4rem; }
-svg { display: block; width: 100%; height: auto; }
-svg text { fill: var(--faint); font-size: 12px; font-variant-numeric: tabular-nums; }
-svg .name { fill: var(--text); }
-svg .grid { stroke: var(--rule); stroke-width: 1; } svg .axis { stroke: var(--faint); stroke-width: 1; }
-svg .line { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linejoin: round; }
-svg .again { fill: none; stroke: var(--again); stroke-width: 1.4; stroke-dasharray: 4 3; stroke-linejoin: round; }
-svg .band.line, svg .band.again { stroke-opacity: .3; stroke-dasharray: none; stroke-width: 1; }
-svg .dot.line { fill: var(--line); } svg .dot.again { fill: var(--again); }
-svg .begins { stroke: var(--faint); stroke-width: 1; stroke-dasharray: 2 3; }
-svg .lost { fill: var(--lost); } svg .odd { fill: var(--bad); }
-.scroll { overflow-x: auto; max-width: 100%; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-caption { text-align: left; color: var(--faint); padding: .3rem 0; }
-.hidden { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
-th, td { text-align: left; vertical-align: top; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid var(--rule);
-  font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
-thead th { color: var(--faint); font-weight: 600; white-space: nowrap; }
-th[scope=row] { font-weight: 600; } .number { text-align: right; white-space: nowrap; }
-td.short, th.short { white-space: nowrap; } td.long { min-width: 15rem; } .facts td.long { min-width: 0; }
-.facts th[scope=row] { width: 12.5rem; font-weight: normal; color: var(--faint); white-space: nowrap; }
-.facts thead { display: none; }
-pre { margin: .4rem 0; padding: .7rem .9rem; background: var(--panel); border: 1px solid var(--rule);
-  border-radius: .4rem;
-  overflow-x: auto; font: 12.5px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
-  tab-size: 4; }
-pre.tall { max-height: 32rem; overflow-y: auto; }
-code { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .92em; }
-summary { cursor: pointer; color: var(--faint); font-size: .9rem; padding: .15rem 0; }
-details > summary:hover { color: var(--text); }
-@media (max-width: 40rem) { body { padding: 1rem .75rem 3rem; } svg { overflow: visible; }
-  svg text { font-size: 19px; } svg .line { stroke-width: 2.4; }
-  .facts th[scope=row] { width: 7.5rem; white-space: normal; } thead th, td.short, th.short { padding-right: .6rem; } }
-@media print { body { max-width: none; } figure, pre, tr { break-inside: avoid; } }
-"""
+        rows = [rows[round(i * (count - 1) / (ROWS - 1))] for i in range(ROWS)]
+    text = f"{ROWS} of {count:,} points" if count > ROWS else f"{count} points" if count != 1 else "1 point"
+    width = 4 if any(row[3] for row in rows) else 3
+    head = [curve.axis, "attempt", name, "done again"][:width]
+    body = table(f"{name}, {text}", head, [row[:width] for row in rows], numeric=(0, 2))
+    return tag("details", tag("summary", f"Numbers: {text}"), body)

@@ -1,7 +1,7 @@
 """One HTML page about one run, that opens offline: curves, attempts, cost, configuration, the failure, the last lines.
 
-Everything on it comes from the run's records and what its nodes have left in the store; the platform is asked for the
-state of a run that is not over, and once for the address of its own page.
+Everything on it comes from the run's records and from what its nodes have left in the store. The report asks the
+platform for the state of a run that is not over, and once for the address of its own page.
 """
 
 from __future__ import annotations
@@ -16,60 +16,62 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError, scrubbed
-from ..job.job import Job
 from ..provider_api.protocol import FINAL
 from ..runs.live_data import Seen, plain
 from ..runs.log_order import line_label
 from ..runs.outcome import iso_time, unix_time
 from ..runs.run import Run
+from ..runs.summary import plural, size
 from ..runs.warnings import is_secret_name
 from ..storage.local_disk import disk_errors, settle, temp_file
 from ..store.checkpoint import Checkpoint
 from ..validate import duration, without_secrets
 from .curves import Curve, curves
-from .markup import Html, figure, page, quantity, size, table, tag
+from .markup import Html, figure, page, quantity, table, tag
 
 __all__ = ["report", "write"]
 
 LINES = 40
 """Last lines of the failing rank, and of each node."""
-UNTOLD = "the platform does not tell it"
 OPEN = 5
 """Checkpoints that are listed at once, the newest; the others are folded away."""
 CURVES = 24
-"""Curves that are drawn, at most; those beyond are named."""
+"""Curves that are drawn, at most; the others are named."""
 PAGE_SECONDS = 10.0
-"""How long the platform may take to say where its own page is: the report does not hang on that."""
+"""Seconds that the platform has to give the address of its own page."""
 HIDDEN = "(hidden: its name is that of a secret)"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]+")
 _USER = re.compile(r"(?<=https://)[^/@]+@|(?<=http://)[^/@]+@", re.IGNORECASE)
-"""Who calls, which may be a token: elsewhere (``abfs://container@account``) it is a part of the place."""
+"""The user of a URL, which may be a token. Elsewhere (``abfs://container@account``) it is a part of the address."""
 
 Result = Mapping[str, Any]
+Facts = Sequence[tuple[str, str]]
 
 
 def report(run: Run, result: Result, *, clock: Callable[[], float] = time.time) -> Html:
-    """The page of a run whose `Run.result` is ``result``. Raises `StorageError`; ``clock`` gives Unix seconds."""
-    record, seen = run.record, Seen(run.store, run.run_id)
+    """Return the page of a run whose `Run.result` is ``result``. Raises `StorageError`."""
+    record, seen, now = run.record, Seen(run.store, run.run_id), clock()
     rows = seen.metrics()
-    now = clock()
     drawn = curves(rows)
     request = run.store.attempt_request(run.run_id, 0)
     rehearsal = request.body if request is not None and "differences" in request.body else {}
     free = request is not None and not request.instance_types
+    found = run.store.checkpoints(run.run_id) + run.store.direct(run.run_id)
+    different = [tag("li", plain(str(text))) for text in rehearsal.get("differences", ())]
+    target = str(rehearsal.get("target", ""))
     body = [
-        _head(result, record, str(rehearsal.get("target", "")), now),
+        _head(result, record, target, now),
         _section("Summary", _facts("Summary", _summary(result, drawn, free, now))),
-        _differences(rehearsal),
+        _section(f"Other than on {target}", tag("ul", *different)) if rehearsal else None,
         _failure(result, seen),
-        _curves(drawn, {attempt: len(some) for attempt, some in rows.items()}, result),
-        _attempts(result, now),
-        _checkpoints(run.store.checkpoints(run.run_id) + run.store.direct(run.run_id), result, now),
-        _last_lines(seen),
-        _configuration(run, record),
-        _links(run, _own_page(run, result)),
+        _section("Curves", *_curves(drawn, {attempt: len(some) for attempt, some in rows.items()}, result)),
+        _section("Attempts", _attempts(result, now)),
+        _section("Checkpoints", *_checkpoints(found, (result.get("checkpoint") or {}).get("name"), now)),
+        _section("Last lines", *_last_lines(seen)),
+        _section("Configuration", *_configuration(run, record)),
+        _section("Links", *_links(run, _own_page(run, result))),
     ]
-    return page(f"{result['state']}: {run.run_id}", tag("main", *[part for part in body if part is not None]))
+    return page(f"{result['state']}: {run.run_id}", tag("main", *body))
 
 
 def write(run: Run, path: Path) -> tuple[Path, dict[str, Any]]:
@@ -89,29 +91,7 @@ def write(run: Run, path: Path) -> tuple[Path, dict[str, Any]]:
     return path, result
 
 
-# ------------------------------------------------------------------------------------------------------------- the head
-
-
-def _head(result: Result, record: Mapping[str, Any], rehearsal: str, now: float) -> Html:
-    state, category = str(result["state"]), result.get("category")
-    named = f"{state} ({category})" if category and category != state else state
-    created = record.get("created")
-    when = f"submitted {_when(created)}, " if isinstance(created, (int, float)) else ""
-    known = state if state in (*FINAL, "running") else "waiting"
-    reason = [tag("p", plain(str(result["reason"])), class_="reason")] if result.get("reason") else []
-    where = f"rehearsal of {rehearsal} on this machine" if rehearsal else result["provider"]
-    return tag(
-        "header",
-        tag("h1", tag("span", named, class_=f"state {known}"), " ", str(result["run_id"])),
-        *reason,
-        tag("p", f"{where}, {when}this page written {_when(now)}", class_="faint"),
-        *([] if state in FINAL else [tag("p", "The run goes on: this page shows it as it was then.", class_="faint")]),
-    )
-
-
-def _when(seconds: float) -> str:
-    """Unix seconds as people write them: ``2026-11-22 18:05:09 UTC``."""
-    return f"{(iso_time(seconds) or '').partition('.')[0].replace('T', ' ')} UTC"
+# ---------------------------------------------------------------------------------------------------------------- parts
 
 
 def _section(title: str, *children: Html) -> Html:
@@ -119,39 +99,84 @@ def _section(title: str, *children: Html) -> Html:
     return tag("section", tag("h2", title, id=name), *children, aria_labelledby=name)
 
 
-def _facts(caption: str, rows: Sequence[tuple[str, str]]) -> Html:
-    inner = table(caption, ("what", "value"), rows, hide=True)
-    return tag("div", inner, class_="facts")
+def _facts(caption: str, rows: Facts) -> Html:
+    shown = [(name, plain(text)) for name, text in rows if text]
+    return tag("div", table(caption, ("what", "value"), shown, hide=True), class_="facts")
 
 
-def _summary(result: Result, drawn: Sequence[Curve], free: bool, now: float) -> list[tuple[str, str]]:
+def _pre(text: str, *, tall: bool = False) -> Html:
+    return tag("pre", text, class_="tall" if tall else None, tabindex=0)
+
+
+def _lines(lines: Sequence[str]) -> Html:
+    return _pre("\n".join(map(plain, lines)), tall=True)
+
+
+def _faint(text: str) -> Html:
+    return tag("p", text, class_="faint")
+
+
+def _words(row: Mapping[str, Any], **forms: str | Callable[[Any], str]) -> str:
+    """Join what a row says: by name the format of its value; a name that is missing or null is left out."""
+    made = [
+        form.format(row[name]) if isinstance(form, str) else form(row[name])
+        for name, form in forms.items()
+        if row.get(name) is not None
+    ]
+    return ", ".join(filter(None, made))
+
+
+def _when(seconds: float) -> str:
+    """Return Unix seconds as people write them: ``2026-11-22 18:05:09 UTC``."""
+    return f"{(iso_time(seconds) or '').partition('.')[0].replace('T', ' ')} UTC"
+
+
+def _head(result: Result, record: Mapping[str, Any], rehearsal: str, now: float) -> Html:
+    state, category, created = str(result["state"]), result.get("category"), record.get("created")
+    named = f"{state} ({category})" if category and category != state else state
+    when = f"submitted {_when(created)}, " if isinstance(created, (int, float)) else ""
+    known = state if state in (*FINAL, "running") else "waiting"
+    where = f"rehearsal of {rehearsal} on this machine" if rehearsal else result["provider"]
+    return tag(
+        "header",
+        tag("h1", tag("span", named, class_=f"state {known}"), " ", str(result["run_id"])),
+        tag("p", plain(str(result["reason"])), class_="reason") if result.get("reason") else None,
+        _faint(f"{where}, {when}this page written {_when(now)}"),
+        None if state in FINAL else _faint("The run goes on: this page shows it as it was then."),
+    )
+
+
+def _summary(result: Result, drawn: Sequence[Curve], free: bool, now: float) -> Facts:
     attempts = result.get("attempts") or []
-    code = result.get("exit_code")
-    rows = [("state", str(result["state"]) + (f", exit code {code}" if code is not None else ""))]
-    if took := _took(attempts, result, now):
-        rows.append(("time", took))
-    rows.append(("attempts", _lost_in_all(attempts)))
-    if steps := [max(x for x, _ in curve.points) for curve in drawn if curve.axis == "step" and curve.points]:
+    rows = [("state", _words(result, state="{}", exit_code="exit code {}")), ("time", _took(attempts, result, now))]
+    lost = [row["lost"] for row in attempts if row.get("lost")]
+    sums = {key: sum(float(item[key]) for item in lost if item.get(key) is not None) for key in ("steps", "seconds")}
+    again = " and ".join(
+        form(sums[key])
+        for key, form in (("steps", lambda steps: f"{quantity(steps)} steps"), ("seconds", duration))
+        if any(item.get(key) is not None for item in lost)
+    )
+    rows.append(("attempts", f"{len(attempts) or 'none has started'}{f', {again} done again' if again else ''}"))
+    if steps := [x for curve in drawn if curve.axis == "step" for x, _ in curve.points]:
         rows.append(("last step", quantity(max(steps))))
     for curve in drawn:
         if curve.name == "loss" and curve.history:
-            low = min(curve.history, key=lambda point: point[1])
-            last = curve.history[-1][1]
-            rows.append(
-                ("loss", f"{quantity(last)} at the end, lowest {quantity(low[1])} at {curve.axis} {quantity(low[0])}")
-            )
+            x, low = min(curve.history, key=lambda point: point[1])
+            last = quantity(curve.history[-1][1])
+            rows.append(("loss", f"{last} at the end, lowest {quantity(low)} at {curve.axis} {quantity(x)}"))
     found = result.get("checkpoint")
     rows.append(("newest checkpoint", _newest(found) if found else "none complete"))
-    rows.append(("cost", _cost(result.get("cost") or {}) or ("free, this machine" if free else UNTOLD)))
-    return rows
-
-
-def _differences(rehearsal: Mapping[str, Any]) -> Html | None:
-    """Return what a rehearsal did otherwise than the platform would; nothing for any other run."""
-    if not rehearsal:
-        return None
-    said = [tag("li", plain(str(text))) for text in rehearsal["differences"]]
-    return _section(f"Other than on {rehearsal['target']}", tag("ul", *said))
+    cost = _words(
+        result.get("cost") or {},
+        estimate_usd="about {:.2f} USD",
+        priced_on="prices of {}",
+        gpu_hours=lambda hours: f"{hours:.2f} GPU hours" if hours else "",
+        billed_s=lambda seconds: f"{duration(seconds)} of machine time billed",
+        saved="preemptible machines saved {:.0%}",
+        limit_usd="limit {:.2f} USD",
+        limit_gpu_hours="limit {:g} GPU hours",
+    )
+    return [*rows, ("cost", cost or ("free, this machine" if free else "the platform does not tell it"))]
 
 
 def _took(attempts: Sequence[Mapping[str, Any]], result: Result, now: float) -> str:
@@ -159,122 +184,73 @@ def _took(attempts: Sequence[Mapping[str, Any]], result: Result, now: float) -> 
     ends = [at for row in attempts if (at := unix_time(row.get("ended"))) is not None]
     if not begins:
         return ""
-    over = result["state"] in FINAL
-    if over and not ends:
-        return f"started {_when(min(begins))}"
-    end = max(ends) if over else now
-    since = _when(min(begins))
-    return (
-        f"{duration(end - min(begins))}, {since} to {_when(end)}"
-        if over
-        else (f"{duration(end - min(begins))} so far, from {since}")
-    )
-
-
-def _lost_in_all(attempts: Sequence[Mapping[str, Any]]) -> str:
-    lost = [row["lost"] for row in attempts if row.get("lost")]
-    text = str(len(attempts)) if attempts else "none has started"
-    steps = [float(item["steps"]) for item in lost if item.get("steps") is not None]
-    seconds = [float(item["seconds"]) for item in lost if item.get("seconds") is not None]
-    words = [f"{quantity(sum(steps))} steps"] if steps else []
-    words += [duration(sum(seconds))] if seconds else []
-    return f"{text}, {' and '.join(words)} done again" if words else text
+    begin = min(begins)
+    if result["state"] not in FINAL:
+        return f"{duration(now - begin)} so far, from {_when(begin)}"
+    return f"{duration(max(ends) - begin)}, {_when(begin)} to {_when(max(ends))}" if ends else f"started {_when(begin)}"
 
 
 def _newest(found: Mapping[str, Any]) -> str:
-    words = [str(found["name"])]
-    step = found.get("step")
-    words += [f"step {step}"] if step is not None and not re.search(rf"(?<!\d){step}(?!\d)", words[0]) else []
-    words += [f"{duration(found['age_s'])} old"] if found.get("age_s") is not None else []
-    committed = unix_time(found.get("committed"))
-    words += [f"complete since {_when(committed)}"] if committed is not None else []
-    return ", ".join(words)
-
-
-def _cost(cost: Mapping[str, Any]) -> str:
-    words = [f"about {cost['estimate_usd']:.2f} USD"] if cost.get("estimate_usd") is not None else []
-    words += [f"prices of {cost['priced_on']}"] if cost.get("priced_on") else []
-    words += [f"{cost['gpu_hours']:.2f} GPU hours"] if cost.get("gpu_hours") else []
-    words += [f"{duration(cost['billed_s'])} of machine time billed"] if cost.get("billed_s") is not None else []
-    words += [f"preemptible machines saved {cost['saved']:.0%}"] if cost.get("saved") is not None else []
-    words += [f"limit {cost['limit_usd']:.2f} USD"] if cost.get("limit_usd") is not None else []
-    words += [f"limit {cost['limit_gpu_hours']:g} GPU hours"] if cost.get("limit_gpu_hours") is not None else []
-    return ", ".join(words)
-
-
-# ---------------------------------------------------------------------------------------------------------- the failure
+    return _words(
+        found,
+        name="{}",
+        step=lambda step: "" if re.search(rf"(?<!\d){step}(?!\d)", str(found["name"])) else f"step {step}",
+        age_s=lambda seconds: f"{duration(seconds)} old",
+        committed=lambda text: f"complete since {_when(at)}" if (at := unix_time(text)) is not None else "",
+    )
 
 
 def _failure(result: Result, seen: Seen) -> Html | None:
-    failure = result.get("failure")
+    failure, attempts = result.get("failure"), result.get("attempts") or []
     if not failure:
         return None
-    attempts = result.get("attempts") or []
     rank, node = failure.get("rank"), failure.get("node")
-    rows = [("attempt", str(attempts[-1]["number"]))] if attempts else []
-    rows += [(name, str(failure[name])) for name in ("node", "rank") if failure.get(name) is not None]
-    if failure.get("exception"):
-        rows.append(("exception", plain(str(failure["exception"]).strip().replace("\n", " "))))
-    if failure.get("file"):
-        line = f":{failure['line']}" if failure.get("line") else ""
-        rows.append(("place", plain(f"{failure['file']}{line}")))
-    if failure.get("process_exit_code") is not None:
-        rows.append(("exit code of the process", str(failure["process_exit_code"])))
+    rows = [
+        ("attempt", str(attempts[-1]["number"]) if attempts else ""),
+        ("node", _words(failure, node="{}")),
+        ("rank", _words(failure, rank="{}")),
+        ("exception", str(failure.get("exception") or "").strip().replace("\n", " ")),
+        ("place", f"{failure['file']}{_words(failure, line=':{}')}" if failure.get("file") else ""),
+        ("exit code of the process", _words(failure, process_exit_code="{}")),
+    ]
     parts = [_facts("Where it failed", rows)]
     if failure.get("traceback"):
-        parts += [tag("h4", "Traceback"), _pre(str(failure["traceback"]).rstrip().split("\n"))]
+        trace = map(plain, str(failure["traceback"]).rstrip().split("\n"))
+        parts += [tag("h4", "Traceback"), _pre("\n".join(trace))]
     if attempts and rank is not None:
-        said = seen.lines(str(attempts[-1]["number"]), LINES, keep=lambda line: line.rank == rank)
-        lines = [line for at, some in said.items() if node in (None, at) for line in some]
-        if lines:
-            parts += [tag("h4", f"Last lines of rank {rank}"), _pre([line.text for line in lines], tall=True)]
+        ranks = seen.lines(str(attempts[-1]["number"]), LINES, keep=lambda line: line.rank == rank)
+        if lines := [line.text for at, some in ranks.items() if node in (None, at) for line in some]:
+            parts += [tag("h4", f"Last lines of rank {rank}"), _lines(lines)]
     return _section("Failure", *parts)
 
 
-def _pre(lines: Sequence[str], *, tall: bool = False) -> Html:
-    return tag("pre", "\n".join(map(plain, lines)), class_="tall" if tall else None, tabindex=0)
-
-
-# ---------------------------------------------------------------------------------------- curves, attempts, checkpoints
-
-
-def _curves(drawn: Sequence[Curve], counts: Mapping[str, int], result: Result) -> Html:
+def _curves(drawn: Sequence[Curve], counts: Mapping[str, int], result: Result) -> list[Html]:
+    total = f"{sum(counts.values()):,}"
     if not counts:
-        over = result["state"] in FINAL
-        why = "No node has written any metrics" + ("." if over else " yet.")
+        why = "No node has written any metrics" + ("." if result["state"] in FINAL else " yet.")
         how = "A script does so with cloudtrain.runtime.log_metrics; submit --metric reads them from what it prints."
-        return _section("Curves", tag("p", f"{why} {how}"))
+        return [tag("p", f"{why} {how}")]
     if not drawn:
-        return _section("Curves", tag("p", f"The metrics have {sum(counts.values()):,} rows, and no number in them."))
-    told = ", ".join(f"{count:,} of attempt {attempt}" for attempt, count in counts.items())
-    words = f"{sum(counts.values()):,} rows of metrics"
-    words += "." if len(counts) == 1 else f": {told}." if len(counts) <= 3 else f" of {len(counts)} attempts."
+        return [tag("p", f"The metrics have {total} rows, and no number in them.")]
+    words = f"{total} rows of metrics."
     if len(counts) > 1:
+        each = ", ".join(f"{count:,} of attempt {attempt}" for attempt, count in counts.items())
+        words = f"{total} rows of metrics" + (f": {each}." if len(counts) <= 3 else f" of {len(counts)} attempts.")
         words += " Each attempt begins at an upright line; what a later one did again is shaded."
-    parts = [tag("p", words, class_="faint")]
-    parts.append(
-        tag("div", *[figure(curve, of_memory=curve.kind == "memory") for curve in drawn[:CURVES]], class_="charts")
-    )
-    if len(drawn) > CURVES:
-        parts.append(tag("p", f"Not drawn: {', '.join(plain(curve.name) for curve in drawn[CURVES:])}."))
-    return _section("Curves", *parts)
+    parts = [_faint(words), tag("div", *map(figure, drawn[:CURVES]), class_="charts")]
+    rest = ", ".join(plain(curve.name) for curve in drawn[CURVES:])
+    return [*parts, *([tag("p", f"Not drawn: {rest}.")] if rest else [])]
 
 
 def _attempts(result: Result, now: float) -> Html:
-    attempts = result.get("attempts") or []
+    attempts, rows = result.get("attempts") or [], []
     if not attempts:
-        return _section("Attempts", tag("p", "None has started."))
-    over = result["state"] in FINAL
-    rows = []
+        return tag("p", "None has started.")
     for row in attempts:
-        start, end = unix_time(row.get("started")), unix_time(row.get("ended"))
-        last = row is attempts[-1]
-        took = duration(end - start) if start and end else ""
-        if start and not end and last and not over:
-            took = f"{duration(now - start)} so far"
-        why = plain(str(row.get("reason") or ""))
-        if not why and last:
-            why = str(result["state"])
+        start, end, last = unix_time(row.get("started")), unix_time(row.get("ended")), row is attempts[-1]
+        so_far = start and last and result["state"] not in FINAL
+        took = duration(end - start) if start and end else f"{duration(now - start)} so far" if start and so_far else ""
+        why = plain(str(row.get("reason") or (result["state"] if last else "")))
         rows.append(
             [
                 str(row["number"]),
@@ -282,25 +258,19 @@ def _attempts(result: Result, now: float) -> Html:
                 took,
                 plain(str(row.get("resumed_from") or "the beginning")),
                 f"{row['category']}: {why}" if row.get("category") and row["category"] not in why else why,
-                ", ".join(f"{name} {row[name]}" for name in ("node", "rank") if row.get(name) is not None),
-                _lost(row.get("lost") or {}),
+                _words(row, node="node {}", rank="rank {}"),
+                _words(row.get("lost") or {}, steps=lambda steps: f"{quantity(steps)} steps", seconds="{:.0f} s"),
             ]
         )
     head = ("attempt", "started", "took", "started from", "how it ended", "where", "lost, done again")
-    kept = [i for i in range(len(head)) if i < 5 or any(row[i] for row in rows)]  # of a good run there is no more
+    kept = [i for i in range(len(head)) if i < 5 or any(row[i] for row in rows)]  # a good run has no more
     shown = [[row[i] for i in kept] for row in rows]
-    return _section("Attempts", table("Attempts, and what each one lost", [head[i] for i in kept], shown, hide=True))
+    return table("Attempts, and what each one lost", [head[i] for i in kept], shown, hide=True)
 
 
-def _lost(lost: Mapping[str, Any]) -> str:
-    words = [f"{quantity(lost['steps'])} steps"] if lost.get("steps") is not None else []
-    words += [f"{lost['seconds']:.0f} s"] if lost.get("seconds") is not None else []
-    return ", ".join(words)
-
-
-def _checkpoints(found: Sequence[Checkpoint], result: Result, now: float) -> Html:
+def _checkpoints(found: Sequence[Checkpoint], newest: str | None, now: float) -> list[Html]:
     if not found:
-        return _section("Checkpoints", tag("p", "None is complete."))
+        return [tag("p", "None is complete.")]
     rows = [
         [
             plain(item.name),
@@ -313,54 +283,57 @@ def _checkpoints(found: Sequence[Checkpoint], result: Result, now: float) -> Htm
         ]
         for item in sorted(found, key=lambda item: item.saved, reverse=True)
     ]
-    head = ("name", "step", "attempt", "files", "size", "saved", "age")
-    newest = (result.get("checkpoint") or {}).get("name")
-    words = (
-        f"Complete ones, the newest first; a training would go on from {plain(newest)}." if newest else "Complete ones."
-    )
-    numbers = (1, 3, 4, 6)
-    parts = [table(words, head, rows[:OPEN], numeric=numbers)]
+    head, numbers = ("name", "step", "attempt", "files", "size", "saved", "age"), (1, 3, 4, 6)
+    words = f"Complete ones, the newest first; a training would go on from {plain(newest)}." if newest else ""
+    parts = [table(words or "Complete ones.", head, rows[:OPEN], numeric=numbers)]
     if len(rows) > OPEN:
         older = f"{len(rows) - OPEN} older ones"
         parts.append(tag("details", tag("summary", older), table(older, head, rows[OPEN:], numeric=numbers, hide=True)))
-    return _section("Checkpoints", *parts)
+    return parts
 
 
-def _last_lines(seen: Seen) -> Html:
+def _last_lines(seen: Seen) -> list[Html]:
     for attempt in reversed(seen.attempts()):
-        if said := seen.lines(attempt, LINES):
+        if found := seen.lines(attempt, LINES):
             break
     else:
-        return _section("Last lines", tag("p", "No node has written a line to the store."))
+        return [tag("p", "No node has written a line to the store.")]
     parts = [
         tag(
             "details",
             tag("summary", f"Node {node}, the last {len(lines)} of {lines[-1].seq:,} lines"),
-            _pre([f"{line_label(line)}{line.text}" for line in lines], tall=True),
-            open="open" if len(said) <= 2 else None,
+            _lines([f"{line_label(line)}{line.text}" for line in lines]),
+            open="open" if len(found) <= 2 else None,
         )
-        for node, lines in said.items()
+        for node, lines in found.items()
     ]
-    return _section("Last lines", tag("p", f"Of attempt {attempt}, by node.", class_="faint"), *parts)
+    return [_faint(f"Of attempt {attempt}, by node."), *parts]
 
 
 # -------------------------------------------------------------------------------------------------------- configuration
 
 
-def _configuration(run: Run, record: Mapping[str, Any]) -> Html:
-    code, job = record.get("code") or {}, run.job
-    wanted = job.at(run.provider_name).resources
-    git = code.get("git") or {}
+def _configuration(run: Run, record: Mapping[str, Any]) -> list[Html]:
+    code, job = record.get("code") or {}, run.job.at(run.provider_name)
+    git, wanted = code.get("git") or {}, job.resources
     origin = {**((record.get("layout") or {}).get("origin") or {}), **(record.get("origin") or {})}
-    machine = [f"{wanted.instance_count} node{'s' if wanted.instance_count > 1 else ''}"]
-    machine += [wanted.instance_type] if wanted.instance_type else []
+    machine = [plural(wanted.instance_count, "node"), wanted.instance_type or ""]
     machine += [f"GPU {' or '.join(wanted.gpu)}"] if wanted.gpu else []
+    limits = _words(
+        vars(job),
+        max_runtime=lambda seconds: f"max_runtime {duration(seconds)}",
+        max_wait=lambda seconds: f"max_wait {duration(seconds)}" if seconds else "",
+        max_cost="max_cost {:.2f} USD",
+        max_gpu_hours="max_gpu_hours {:g}",
+    )
+    stall = f"stall_timeout {duration(job.stall_timeout) if job.stall_timeout else 'never'}"
+    retries = f"{job.retries} retr{'y' if job.retries == 1 else 'ies'}"
     rows = [
         ("job", job.name or ""),
         ("script", str(code.get("entry_point") or job.source.entry_point)),
-        ("machines", ", ".join(machine)),
+        ("machines", ", ".join(filter(None, machine))),
         ("provider", run.provider_name),
-        ("limits", _limits(job.at(run.provider_name))),
+        ("limits", f"{limits}, {stall}, {retries}"),
         ("code", f"digest {code['digest']}" if code.get("digest") else ""),
         ("git", f"{git.get('commit') or 'no commit yet'}{', with changes' if git.get('dirty') else ''}" if git else ""),
         ("CI run", str(origin.get("ci_url") or origin.get("ci_run") or "")),
@@ -369,32 +342,18 @@ def _configuration(run: Run, record: Mapping[str, Any]) -> Html:
         ("job digest", str(record.get("job_digest") or "")),
         ("cloudtrain", str(record.get("version") or "")),
     ]
-    parts = [_facts("Configuration", [(name, plain(text)) for name, text in rows if text])]
-    for name, value in (("The job", record.get("job")), ("Settings of the provider", record.get("settings"))):
-        if value:
-            parts.append(tag("details", tag("summary", name), _json(shareable(value))))
-    return _section("Configuration", *parts)
-
-
-def _limits(job: Job) -> str:
-    words = [f"max_runtime {duration(job.max_runtime)}"]
-    words += [f"max_wait {duration(job.max_wait)}"] if job.max_wait else []
-    words += [f"max_cost {job.max_cost:.2f} USD"] if job.max_cost is not None else []
-    words += [f"max_gpu_hours {job.max_gpu_hours:g}"] if job.max_gpu_hours is not None else []
-    words.append(f"stall_timeout {duration(job.stall_timeout)}" if job.stall_timeout else "stall_timeout never")
-    words.append(f"{job.retries} retr{'y' if job.retries == 1 else 'ies'}")
-    return ", ".join(words)
-
-
-def _json(value: Any) -> Html:
-    return tag("pre", json.dumps(value, indent=2, ensure_ascii=False), class_="tall", tabindex=0)
+    folded = [
+        tag(
+            "details", tag("summary", name), _pre(json.dumps(shareable(value), indent=2, ensure_ascii=False), tall=True)
+        )
+        for name, value in (("The job", record.get("job")), ("Settings of the provider", record.get("settings")))
+        if value
+    ]
+    return [_facts("Configuration", rows), *folded]
 
 
 def shareable(value: Any, name: str = "") -> Any:
-    """A plain value as others may see it: without what is named like a secret, and what URLs carry of them.
-
-    References (``env:TOKEN``) are no secrets, and stay.
-    """
+    """Return a plain value without the secrets that names and URLs give away. References (``env:TOKEN``) stay."""
     if isinstance(value, Mapping):
         inside = name == "secrets"
         return {key: shareable(item, "" if inside else str(key)) for key, item in value.items()}
@@ -419,39 +378,34 @@ def _is_secret_flag(text: Any) -> bool:
     return bool(flag and is_secret_name(text))
 
 
-# ---------------------------------------------------------------------------------------------------------------- links
-
-
-def _links(run: Run, own: str) -> Html:
-    rows: list[tuple[str, str]] = [
-        ("run", _place(without_secrets(run.url))),
-        ("store", _place(without_secrets(run.store.url))),
-    ]
+def _links(run: Run, own: str) -> list[Html]:
+    url, store = without_secrets(run.url), without_secrets(run.store.url)
+    rows = [("run", _link(url)), ("store", _link(store))]
     if own:
-        rows.append(("the platform's page" if own.startswith("http") else "the platform's files", _place(own)))
-    commands = [f"cloudtrain {verb} {without_secrets(run.url)}" for verb in ("status", "logs", "pull")]
-    return _section("Links", _facts("Links", rows), _pre(commands))
+        rows.append(("the platform's page" if own.startswith("http") else "the platform's files", _link(own)))
+    commands = "\n".join(plain(f"cloudtrain {verb} {url}") for verb in ("status", "logs", "pull"))
+    return [tag("div", table("Links", ("what", "value"), rows, hide=True), class_="facts"), _pre(commands)]
 
 
-def _place(url: str) -> Html:
-    """A link, where a browser could follow it; else the text. The platform's page names its account by its query."""
+def _link(url: str) -> Html:
+    """Return a link that a browser can follow, else the text. A platform's page may name its account in the query."""
     if re.fullmatch(r"https?://[^\s]+", url):
         return tag("a", url, href=url, rel="noreferrer noopener")
     return tag("code", plain(url))
 
 
 def _own_page(run: Run, result: Result) -> str:
-    """Where the platform shows the run itself; empty when it does not, or does not say so soon."""
+    """Return the address of the platform's page of the run; empty when it has none, or does not answer soon."""
     native = result.get("native_id")
     if not native:
         return ""
-    told: list[str] = []
+    found: list[str] = []
 
     def ask() -> None:
-        with contextlib.suppress(Exception):  # whatever it is, an address is all that is missing then
-            told.append(run.provider.status(str(native)).url)
+        with contextlib.suppress(Exception):  # any failure costs no more than the address
+            found.append(run.provider.status(str(native)).url)
 
     asking = threading.Thread(target=ask, name="page", daemon=True)
     asking.start()
     asking.join(PAGE_SECONDS)
-    return told[0] if told else ""
+    return found[0] if found else ""
