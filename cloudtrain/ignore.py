@@ -51,7 +51,8 @@ class Rules:
         for cut, above, rules, files, folders in reversed(self.files):
             index: int | None = (folders if path.endswith("/") else files).check_file(above + path[cut:]).index
             if index is not None:
-                return rules[index]
+                rule: Rule = rules[index]
+                return rule
         return None
 
     def opens(self, folder: str) -> bool:

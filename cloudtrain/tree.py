@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import SpecError, StorageError
-from .ignore import Rules
+from .ignore import Rule, Rules
 from .outputs import PULL_STATE, pulled_files, reason
 
 __all__ = ["IGNORE", "Entry", "Walk", "below", "disk_errors"]
@@ -92,9 +92,12 @@ class Walk:
         self.commit: dict[str, Any] | None = None
         self._never, self._exclude, self._git, self._outputs = never, exclude, git, outputs
         self._pulled: set[str] = set()
+        self._moot: Rule | None = None
+        """The rule of ``exclude`` that matches a whole dependency, which was asked for by name."""
 
     def add(self, folder: str, prefix: str) -> None:
         """Sort all that lies in ``folder``, which ships below ``prefix``."""
+        self._moot = self._exclude.match(prefix) if prefix else None
         stack = [self._enter(_Folder(folder, prefix, None, Rules(), Rules(), None))]
         while stack:
             here = stack.pop()
@@ -172,7 +175,9 @@ class Walk:
 
     def _own(self, path: str, own: Rules) -> str | None:
         """Return the rule of cloudtrain's ignore files that excludes ``path``, ``""`` for ships, None for no rule."""
-        rule = self._exclude.match(path) or own.match(path)
+        rule = self._exclude.match(path)
+        if rule is None or rule == self._moot:
+            rule = own.match(path)
         if rule is None:
             return None
         if rule.negated and f"/{path}".endswith("/" + rule.text[1:].lstrip("/")):

@@ -409,6 +409,8 @@ def test_dependencies_ship_beside_the_source(tmp_path: Path) -> None:
     assert {"lib/b.py", "lib/c.py", "lib/__pycache__/"} < set(rules(made))
     with tarfile.open(fileobj=io.BytesIO(made.archive())) as tar:
         assert "lib/a.py" in tar.getnames()
+    alone = bundle(code, dependencies=("../lib",), exclude=("/*", f"!/{ENTRY}"))
+    assert paths(alone) == ["lib/.gitignore", "lib/a.py", "lib/c.py", f"lib/{ENTRY}", ENTRY]
     files(tmp_path / "else/own", {})
     assert refused(code, dependencies=("../lib", "../else/own")).field == "source.dependencies[1]"
 
