@@ -53,29 +53,28 @@ PREFIX = "cloudtrain"
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::(\d{12}):role/.+")
 _JOB_NAME = re.compile(r"(?:arn:[^/]*:training-job/)?(?P<run>.+?)(?:-(?P<tag>[0-9a-f]{16})(?:-\d+){0,2})?")
 
-_SERVING = "deploy model_data with the serving tool of your choice"
-_DEBUGGER = "no debugger or profiler is attached"
 NOT_CARRIED: dict[str, str] = {
-    "deploy": _SERVING,
-    "create_model": _SERVING,
-    "register": _SERVING,
-    "transformer": _SERVING,
-    "compile_model": _SERVING,
     "prepare_workflow_for_training": "a pipeline calls fit, or `cloudtrain submit`, and reads its exit code",
     "training_job_analytics": "`cloudtrain pull --only metrics` brings what the script told CLOUDTRAIN_METRICS_FILE",
     "set_hyperparameters": "give hyperparameters to PyTorch",
-    "get_vpc_config": "plan() shows the request",
     "get_app_url": "the console has the job by latest_training_job.name",
-    "get_remote_debug_config": "plan() shows the request",
-    "get_session_chaining_config": "plan() shows the request",
     "enable_remote_debug": "give enable_remote_debug=True to PyTorch",
     "disable_remote_debug": "leave enable_remote_debug out",
-    "enable_default_profiling": _DEBUGGER,
-    "disable_profiling": _DEBUGGER,
-    "update_profiler": _DEBUGGER,
-    "latest_job_debugger_artifacts_path": _DEBUGGER,
-    "latest_job_profiler_artifacts_path": _DEBUGGER,
     "latest_job_tensorboard_artifacts_path": "event files in CLOUDTRAIN_ARTIFACT_DIR are pulled with the artifacts",
+    **dict.fromkeys(
+        ("deploy", "create_model", "register", "transformer", "compile_model"),
+        "deploy model_data with the serving tool of your choice",
+    ),
+    **dict.fromkeys(
+        ("get_vpc_config", "get_remote_debug_config", "get_session_chaining_config"), "plan() shows the request"
+    ),
+    **dict.fromkeys(
+        (
+            *("enable_default_profiling", "disable_profiling", "update_profiler"),
+            *("latest_job_debugger_artifacts_path", "latest_job_profiler_artifacts_path"),
+        ),
+        "no debugger or profiler is attached",
+    ),
 }
 """Methods and properties of v2's estimator that this one lacks, and what to do instead."""
 

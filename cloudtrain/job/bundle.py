@@ -19,7 +19,7 @@ from typing import IO, Any, NoReturn, cast
 
 from ..errors import SpecError, StorageError
 from .entry_point import near, resolve
-from .ignore import Rules, parse_line
+from .ignore import Rules
 from .job import Source
 from .shipped_files import IGNORE, Entry, Walk, below, disk_errors
 
@@ -255,7 +255,7 @@ def build(
     before compression, secrets, links that leave it. Raises `StorageError` for a tree that cannot be read.
     """
     root, entry_point = resolve(source, cwd=cwd)
-    exclude = tuple(parse_line(os.fsencode(line), f"source.exclude[{i}]") for i, line in enumerate(source.exclude))
+    exclude = {f"source.exclude[{i}]:{line}": line for i, line in enumerate(source.exclude)}
     walk = Walk(
         never=frozenset(map(os.path.realpath, never)),
         exclude=Rules().plus("", exclude),

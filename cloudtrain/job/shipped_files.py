@@ -1,23 +1,22 @@
 """The tree: which files below a folder ship, and by which rule the others do not.
 
-Git is asked where it can be (tracked, modified, and untracked but not ignored files); elsewhere the ignore files are
-read here, to the same result. Above both stand the built-in rules, then ``source.exclude``, then ``.cloudtrainignore``,
-whose ``!a/b`` brings back what git ignores, even inside a folder that is otherwise left out.
+In a git checkout git lists the files (tracked, modified, and untracked but not ignored). Elsewhere pathspec's
+``GitIgnoreSpec`` reads the ``.gitignore`` files. Above both stand the built-in rules, then ``source.exclude``, then
+``.cloudtrainignore``. Its ``!a/b`` brings back what git ignores, even inside a folder that is otherwise left out.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError, StorageError
-from .ignore import Rule, Rules, parse
+from .ignore import Rule, Rules
 from .own_files import PULL_STATE, pulled_files, reason
 
 __all__ = ["IGNORE", "Entry", "Walk", "below", "disk_errors"]
@@ -52,16 +51,27 @@ class Entry(NamedTuple):
 
 
 class _Folder(NamedTuple):
-    """A folder still to be listed: disk, bundle path with ``/`` (``""`` for the root), and what decides in it.
+    """A folder to list: its place on disk, its bundle path with ``/`` (``""`` for the root), and the rules in it.
 
-    ``closed`` is the rule that excludes all of it but what a later ``!a/b`` names.
+    ``listed`` is git's own list; without one ``ignored`` are the rules of the ``.gitignore`` files. ``own`` are those
+    of the `IGNORE` files. ``closed`` is the rule that excludes all of the folder but what a ``!a/b`` names.
     """
 
     disk: str
     path: str
-    scope: _Scope
+    listed: _Listed | None
+    ignored: Rules
     own: Rules
     closed: str | None
+
+    def default(self, path: str) -> str | None:
+        """Return the rule by which git, or the ignore files that it reads, leave ``path`` out."""
+        if self.closed:
+            return self.closed
+        if self.listed:
+            return self.listed.rule(path)
+        rule = self.ignored.match(path)
+        return rule.name if rule and not rule.negated else None
 
 
 class Walk:
@@ -82,9 +92,13 @@ class Walk:
         self.commit: dict[str, Any] | None = None
         self._never, self._exclude, self._git, self._outputs = never, exclude, git, outputs
         self._pulled: set[str] = set()
+        self._moot: Rule | None = None
+        """The rule of ``exclude`` that matches a whole dependency, which was asked for by name."""
 
     def add(self, folder: str, prefix: str) -> None:
-        stack = [_Folder(folder, prefix, self._scope(folder, prefix), Rules(), None)]
+        """Sort all that lies in ``folder``, which ships below ``prefix``."""
+        self._moot = self._exclude.match(prefix) if prefix else None
+        stack = [self._enter(_Folder(folder, prefix, None, Rules(), Rules(), None))]
         while stack:
             here = stack.pop()
             with disk_errors(here.path or here.disk), os.scandir(here.disk) as found:
@@ -98,13 +112,14 @@ class Walk:
                 self.excluded.append((here.path, marker))
                 return
             if not here.closed:
-                here = here._replace(scope=self._nested(here, names))
+                here = self._nested(here, names)
         elif PULL_STATE in names:
             with disk_errors(here.path + PULL_STATE):
                 self._pulled |= {here.path + path for path in pulled_files(names[PULL_STATE].path)}
-        here = here._replace(scope=here.scope.inside(here, names))
+        if here.listed is None and ".gitignore" in names:
+            here = here._replace(ignored=here.ignored.plus(here.path, _lines(here, ".gitignore")))
         if IGNORE in names:
-            here = here._replace(own=here.own.plus(here.path, _load(names[IGNORE].path, here.path + IGNORE)))
+            here = here._replace(own=here.own.plus(here.path, _lines(here, IGNORE)))
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from self._folder(here, entry)
@@ -112,29 +127,27 @@ class Walk:
                 self._file(here, entry)
 
     def _folder(self, here: _Folder, entry: os.DirEntry[str]) -> Iterator[_Folder]:
-        path = here.path + entry.name
+        path = here.path + entry.name + "/"
         rule = _built_in(entry.name) or ("built-in: never shipped" if entry.path in self._never else "")
         if rule:
-            self.excluded.append((path + "/", rule))
+            self.excluded.append((path, rule))
             return
-        verdict = self._own(path, here.own, folder=True)
-        default = here.closed or here.scope.rule(path, folder=True)
-        inner = _Folder(entry.path, path + "/", here.scope, here.own, verdict if verdict is not None else default)
-        if verdict == "" and default:
-            yield inner._replace(scope=_matched(entry.path, here.scope.top, path + "/", inside=True), closed=None)
-        elif not inner.closed or here.own.opens(path) or self._exclude.opens(path):
-            yield inner
+        closed = self._own(path, here.own)
+        if closed is None:
+            closed = here.default(path)
+        if not closed or here.own.opens(path) or self._exclude.opens(path):
+            yield here._replace(disk=entry.path, path=path, closed=closed)
         else:
-            self.excluded.append((path + "/", inner.closed))
+            self.excluded.append((path, closed))
 
     def _file(self, here: _Folder, entry: os.DirEntry[str]) -> None:
         path, link = here.path + entry.name, entry.is_symlink()
         rule = _built_in(entry.name)
         if not rule and not link and not entry.is_file(follow_symlinks=False):
             rule = "built-in: not a regular file"
-        verdict = rule or self._own(path, here.own, folder=False)
+        verdict = rule or self._own(path, here.own)
         if verdict is None:
-            verdict = here.closed or here.scope.rule(path, folder=False)
+            verdict = here.default(path)
             if not verdict and entry.name.endswith(".ipynb"):  # it changes whenever it runs, and with it the digest
                 verdict = f"built-in: notebook; !{entry.name} in {IGNORE} ships it"
         if verdict:
@@ -160,39 +173,40 @@ class Walk:
         with disk_errors(path):
             return reason(disk, size)
 
-    def _own(self, path: str, own: Rules, *, folder: bool) -> str | None:
-        """What the ignore files of cloudtrain say: the rule that excludes, ``""`` for ships, None for nothing."""
-        if not own.files and not self._exclude.files:
-            return None
-        rule = self._exclude.match(path, folder=folder) or own.match(path, folder=folder)
+    def _own(self, path: str, own: Rules) -> str | None:
+        """Return the rule of cloudtrain's ignore files that excludes ``path``, ``""`` for ships, None for no rule."""
+        rule = self._exclude.match(path)
+        if rule is None or rule == self._moot:
+            rule = own.match(path)
         if rule is None:
             return None
-        if rule.negated and rule.literal:
+        if rule.negated and f"/{path}".endswith("/" + rule.text[1:].lstrip("/")):
             self.named.add(path)
-        return "" if rule.negated else str(rule)
+        return "" if rule.negated else rule.name
 
-    def _nested(self, here: _Folder, names: dict[str, os.DirEntry[str]]) -> _Scope:
-        """The scope of a repository inside another: git's view of the outer one ends there."""
+    def _nested(self, here: _Folder, names: dict[str, os.DirEntry[str]]) -> _Folder:
+        """Ask git again in a repository inside another, where its view of the outer one ends."""
         if ".git" in names and _is_repository(here.disk):
-            return self._scope(here.disk, here.path)
-        if here.scope.submodule(here.path):
+            return self._enter(here)
+        if here.listed and here.listed.submodule(here.path):
             self.warnings.append(f"submodule {here.path} is not checked out (git submodule update --init)")
-        return here.scope
+        return here
 
-    def _scope(self, folder: str, at: str) -> _Scope:
-        top = _repository(folder)
+    def _enter(self, here: _Folder) -> _Folder:
+        """Return the folder with git's list, or with the ignore files that apply to it from above."""
+        here = here._replace(listed=None, ignored=Rules())
+        top = _repository(here.disk)
         if top and self._git:
             try:
-                listed, commit = _ask_git(folder, top, at)
+                listed, commit = _ask_git(here.disk, top, here.path)
             except _GitError as exc:
-                self.warnings.append(f"git did not answer for {folder} ({exc}); went by its ignore files alone")
+                self.warnings.append(f"git did not answer for {here.disk} ({exc}); went by its ignore files alone")
             else:
-                self.commit = commit if at == "" else self.commit
-                if listed:
-                    return listed
-                self.warnings.append(f"git ignores {folder} itself; went by the ignore files below it alone")
-                return _Matched(top=folder, at=at)
-        return _matched(folder, top, at) if top else _Matched(top=folder, at=at)
+                self.commit = commit if here.path == "" else self.commit
+                if not listed:
+                    self.warnings.append(f"git ignores {here.disk} itself; went by the ignore files below it alone")
+                return here._replace(listed=listed)
+        return here._replace(ignored=_above(here, top)) if top else here
 
 
 def _built_in(name: str) -> str:
@@ -218,78 +232,45 @@ def _marker(names: dict[str, os.DirEntry[str]]) -> str:
 class _Listed:
     """A folder as git lists it. Paths in it are relative to the folder, whose bundle path is ``at``."""
 
-    top: str
     at: str
     files: frozenset[str]
     ignored: dict[str, str]
 
-    def inside(self, here: _Folder, names: dict[str, os.DirEntry[str]]) -> _Listed:
-        return self
-
     def submodule(self, path: str) -> bool:
         return path[len(self.at) :].rstrip("/") in self.files
 
-    def rule(self, path: str, *, folder: bool) -> str | None:
+    def rule(self, path: str) -> str | None:
         path = path[len(self.at) :]
-        if folder:
-            return self.ignored.get(path + "/")
+        if path.endswith("/"):
+            return self.ignored.get(path)
         return None if path in self.files else self.ignored.get(path, "git: not listed")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Matched:
-    """A folder by the ignore files above and in it. Paths in ``rules`` are ``base`` + the path relative to ``at``."""
-
-    top: str
-    at: str
-    base: str = ""
-    rules: Rules = field(default_factory=Rules)
-
-    def inside(self, here: _Folder, names: dict[str, os.DirEntry[str]]) -> _Matched:
-        if ".gitignore" not in names:
-            return self
-        base = self.base + here.path[len(self.at) :]
-        return dataclasses.replace(self, rules=self.rules.plus(base, _gitignore(names[".gitignore"].path, base)))
-
-    def submodule(self, path: str) -> bool:
-        return False
-
-    def rule(self, path: str, *, folder: bool) -> str | None:
-        rule = self.rules.match(self.base + path[len(self.at) :], folder=folder)
-        return None if rule is None or rule.negated else str(rule)
+def _above(here: _Folder, top: str) -> Rules:
+    """Return the rules of the repository ``top`` above a folder. Where they exclude it, it ships by its own alone."""
+    names = below(here.disk, top).split("/") if here.disk != top else []
+    rules = Rules().plus(here.path, _read(top, ".git/info/exclude"), above="".join(f"{name}/" for name in names))
+    for depth in range(len(names)):
+        lines = _read(top, "/".join([*names[:depth], ".gitignore"]))
+        rules = rules.plus(here.path, lines, above="/".join(names[depth:]) + "/")
+    rule = rules.match(here.path) if names else None
+    return Rules() if rule and not rule.negated else rules
 
 
-_Scope = _Listed | _Matched
+def _lines(here: _Folder, name: str) -> dict[str, str]:
+    return _read(here.disk, name, here.path)
 
 
-def _matched(folder: str, top: str, at: str, *, inside: bool = False) -> _Matched:
-    """The scope of ``folder`` in the repository ``top``: its rules that come from above.
-
-    A folder that those rules exclude starts afresh, since shipping it was asked for; with ``inside`` it does not.
-    """
-    rules = Rules().plus("", _load(os.path.join(_git_folder(top), "info", "exclude"), ".git/info/exclude"))
-    base, disk = "", top
-    for name in below(folder, top).split("/") if folder != top else []:
-        rules = rules.plus(base, _gitignore(os.path.join(disk, ".gitignore"), base))
-        base, disk = base + name + "/", os.path.join(disk, name)
-        rule = rules.match(base[:-1], folder=True)
-        if rule and not rule.negated and not inside:
-            return _Matched(top=folder, at=at)
-    return _Matched(top=top, at=at, base=base, rules=rules)
-
-
-def _gitignore(disk: str, base: str) -> tuple[Rule, ...]:
-    return () if os.path.islink(disk) else _load(disk, base + ".gitignore")  # git follows no link here either
-
-
-def _load(disk: str, origin: str) -> tuple[Rule, ...]:
+def _read(folder: str, name: str, prefix: str = "") -> dict[str, str]:
+    """Return the lines of an ignore file by their ``file:line:pattern``; none for a file that is not there."""
     try:
-        with open(disk, "rb") as file:
-            return parse(file.read(), origin)
+        text = Path(folder, name).read_text("utf-8-sig", "surrogateescape")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return ()
+        return {}
     except OSError as exc:
-        raise StorageError(f"cannot read {origin}: {exc.strerror}") from None
+        raise StorageError(f"cannot read {prefix}{name}: {exc.strerror}") from None
+    lines = (line.rstrip("\r") for line in text.split("\n"))
+    return {f"{prefix}{name}:{i}:{line.rstrip()}": line for i, line in enumerate(lines, 1)}
 
 
 def _is_repository(folder: str) -> bool:
@@ -304,18 +285,6 @@ def _repository(folder: str) -> str | None:
             return None
         folder = os.path.dirname(folder)
     return folder
-
-
-def _git_folder(top: str) -> str:
-    """Where git keeps ``info/``: ``.git``, or what a submodule's or linked work tree's ``.git`` file points to."""
-    git = os.path.join(top, ".git")
-    try:
-        if os.path.isfile(git):
-            git = os.path.join(top, Path(git).read_text().removeprefix("gitdir:").strip())
-        common = os.path.join(git, "commondir")
-        return os.path.join(git, Path(common).read_text().strip()) if os.path.isfile(common) else git
-    except (OSError, ValueError) as exc:
-        raise StorageError(f"cannot read {git}: {exc}") from None
 
 
 class _GitError(Exception):
@@ -335,7 +304,7 @@ def _ask_git(folder: str, top: str, at: str) -> tuple[_Listed | None, dict[str, 
         raise _GitError(f"it takes another folder than {top} for the top of the repository")
     files = tracked.union(path[len(base) :] for path in untracked)
     rules = _git_rules(folder, [path[len(base) :] for path in ignored])
-    return _Listed(top=top, at=at, files=frozenset(files), ignored=rules), commit
+    return _Listed(at=at, files=frozenset(files), ignored=rules), commit
 
 
 def _parse_status(fields: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
