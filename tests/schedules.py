@@ -817,8 +817,8 @@ def simulated(schedule: Schedule) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("retry", "reconcile"):
-            patch.setattr(f"cloudtrain.{module}.patiently", patient)
-        for module in ("submit", "store", "moves"):
+            patch.setattr(f"cloudtrain.runs.{module}.patiently", patient)
+        for module in ("runs.submit", "store.store", "runs.handover"):
             patch.setattr(f"cloudtrain.{module}.time", Clock)
         patch.setattr("cloudtrain.runs.reconcile.Onward", timed(sim))
         patch.setattr("cloudtrain.store.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])

@@ -287,7 +287,8 @@ def test_gc_keeps_what_a_run_names(here: tuple[Ran, Target]) -> None:
 #: A client that says how many bytes it has moved, and takes its time.
 CLIENT = """
 import sys, time
-from cloudtrain import relay, transfer
+from cloudtrain.storage import files as transfer
+from cloudtrain.store import remote_inputs as relay
 from cloudtrain.store.resume_copy import carry
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.settings.settings import Settings

@@ -176,7 +176,7 @@ def test_a_list_may_be_the_service_s_own_and_decides_nothing_yet() -> None:
 
 def _name_of_a_machine(provider: str, name: str) -> None:
     module = importlib.import_module(
-        f"cloudtrain.providers.{provider}.{'machines' if provider == 'vertex' else 'plan'}"
+        f"cloudtrain.providers.{provider}.{'machines' if provider == 'vertex' else 'request'}"
     )
     prefix = {"sagemaker": "ml.", "azureml": "Standard_"}.get(provider, "")
     catalog.check_name(provider, name, module.FORM, prefix=prefix)

@@ -208,9 +208,9 @@ def test_clients_that_push_and_pull_the_same_object_at_once(
 KILLED = f"""
 import sys
 from pathlib import Path
-from cloudtrain import objects
+from cloudtrain.storage import obstore_backend
 from cloudtrain.storage.files import Moving, files
-objects.PIECE = {PIECE}
+obstore_backend.PIECE = {PIECE}
 url, mover, folder = sys.argv[1:]
 tree = files(url, moving=Moving(mover=mover))
 tree.list()

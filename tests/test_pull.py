@@ -269,7 +269,7 @@ def test_only_the_marks_of_the_runs_own_platform_stay_in_the_store(tmp_path: Pat
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from cloudtrain import pull
+from cloudtrain.runs import pull
 from cloudtrain.store.store import Store
 pull._SAVED = 0.0
 left = [int(sys.argv[3])]

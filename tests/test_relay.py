@@ -377,7 +377,7 @@ def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str, mov
 #: A client that copies, says how many bytes have moved, and takes its time.
 CLIENT = """
 import json, sys, time
-from cloudtrain import remote
+from cloudtrain.storage import remote
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.store.remote_inputs import bring
 from cloudtrain.store.store import Store
