@@ -137,9 +137,11 @@ class Estimator:
         the log lines of all ranks are written as they come. Raises `RunFailedError` if that run did not succeed, and
         the errors of planning and sending. Ctrl-C stops the waiting, not the run (``latest_run``).
         """
-        from .runs.fallback import submit
+        from .runs.fallback import submit_with_fallbacks
 
-        return self._finished(submit(self._plan(inputs, run_id, preview=False), environ=os.environ), wait, logs)
+        return self._finished(
+            submit_with_fallbacks(self._plan(inputs, run_id, preview=False), environ=os.environ), wait, logs
+        )
 
     def rehearse(
         self,
@@ -180,11 +182,11 @@ class Estimator:
 
     def _finished(self, run: Run, wait: bool, logs: bool) -> Run:
         """Return ``run``, after its end if ``wait``. Raises `RunFailedError`."""
-        from .runs.fallback import Onward
+        from .runs.fallback import FallbackPolicy
 
         self.latest_run = run
         if wait:
-            result = run.wait(on_line=self._line if logs else None, retry=Onward(run))
+            result = run.wait(on_line=self._line if logs else None, retry=FallbackPolicy(run))
             if result["state"] != "succeeded":
                 raise RunFailedError(result)
         return run
@@ -219,10 +221,10 @@ class Estimator:
         return reconcile(target, settings=settings, cwd=Path.cwd(), environ=os.environ)
 
     def _plan(self, inputs: Inputs | None, run_id: str | None, *, preview: bool) -> Plan:
-        from .runs.fallback import make_plan
+        from .runs.fallback import plan_with_fallbacks
 
         job = self.job.replace(inputs={**self.job.inputs, **_channels(inputs)})
-        return make_plan(job, settings=self._settings(), run_id=run_id, cwd=Path.cwd(), preview=preview)
+        return plan_with_fallbacks(job, settings=self._settings(), run_id=run_id, cwd=Path.cwd(), preview=preview)
 
     def _settings(self) -> Settings:
         from .settings.settings import Settings

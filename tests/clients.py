@@ -17,9 +17,9 @@ from jobs import Done, Jobs, Once, dying
 from cloudtrain.errors import NotFoundError
 from cloudtrain.runs.run import Run, open_run
 from cloudtrain.storage.files import files
-from cloudtrain.testing.platform import World
+from cloudtrain.testing.platform import FakePlatform
 
-W = TypeVar("W", bound=World)
+W = TypeVar("W", bound=FakePlatform)
 
 ROOT = Path(__file__).parents[1]
 DDP = str(ROOT / "entrypoints/ddp.py")
@@ -61,7 +61,7 @@ DEATHS = [
 class Client:
     """The command line, with a store in the cloud of a World; ``flags`` say what leads there."""
 
-    def __init__(self, world: World, jobs: Jobs, *flags: str) -> None:
+    def __init__(self, world: FakePlatform, jobs: Jobs, *flags: str) -> None:
         self.world, self.jobs, self.store = world, jobs, world.store
         self.flags = ["--provider", world.provider.name, *flags]
         self.flags += ["--store", self.store, *SHAPE, "--json", "--max-runtime", "20m"]

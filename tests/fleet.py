@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from simulated import World
 
-from cloudtrain.provider_api.node import Site, Topology
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import (
     cause,
     checkpoint_done,
@@ -187,10 +187,10 @@ class Fleet:
         self.patch.setattr(workspace, "Ranks", partial(Ranks, self))
         self.began_rss = _rss()
 
-    def site(self, number: int) -> Site:
+    def site(self, number: int) -> NodeEnvironment:
         topology = Topology(nodes=self.nodes, node_rank=number, master_addr="node-0", master_port=PORT)
         paths = {"live": str(self.live), "code": str(self.code)}
-        return Site(
+        return NodeEnvironment(
             topology=topology,
             paths=paths,
             scratch=[str(self.folder)],

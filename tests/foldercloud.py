@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 from cloudtrain.errors import AuthError, CapacityError, NotFoundError, QuotaError, SpecError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.launch_spec import NodeSpec, Rules, Simulation
-from cloudtrain.provider_api.node import Site, Topology
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpec
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, Request, Status, context_of
 
 NAME = "foldercloud"
@@ -121,12 +121,14 @@ class Provider:
         return sorted(path.name for path in Path(self.settings.folder).glob("[!.]*"))
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """No node is ever started."""
-        return Site(topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=())
+        return NodeEnvironment(
+            topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=()
+        )
 
-    def nodes(self, request: Request) -> Simulation:
-        return Simulation(nodes=(NodeSpec(command=()),), rules=Rules(time_limit=float(request.body["seconds"])))
+    def nodes(self, request: Request) -> LaunchSpec:
+        return LaunchSpec(nodes=(NodeSpec(command=()),), rules=LaunchRules(time_limit=float(request.body["seconds"])))
 
 
 def install(site: Path) -> None:

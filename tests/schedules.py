@@ -1,6 +1,6 @@
 """Clients of one run, its nodes, and what befalls them, on a simulated clock: an order of calls drawn from a seed.
 
-The clients are the real code (submit, wait with `Onward`, reconcile, cancel, status), each in a thread of its own that
+The clients are the real code (submit, wait with `FallbackPolicy`, reconcile, cancel, status), each in a thread that
 runs only while it has the baton. It gives the baton away before every call to the store and to the platform, and while
 it sleeps; who gets it next is the seed's to say, and so are the faults. So between any two calls of a client anything
 may happen that others do, and it may die there. Store and platform are in memory: nobody sleeps, nothing is started.
@@ -37,17 +37,17 @@ from cloudtrain.errors import (
     StorageError,
 )
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.launch_spec import NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpec
 from cloudtrain.provider_api.limits import hard_limit
-from cloudtrain.provider_api.node import Site, Topology
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, Request, Status, context_of
-from cloudtrain.runs.fallback import Onward
+from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.reconcile import reconcile_run
 from cloudtrain.runs.run import Run
 from cloudtrain.runs.submit import Plan, make_plan, submit
 from cloudtrain.settings.settings import Settings
-from cloudtrain.storage.files import Entry, Moving, Trees
+from cloudtrain.storage.files import Entry, TransferOptions, Trees
 from cloudtrain.store.store import Store
 
 T = TypeVar("T")
@@ -564,12 +564,14 @@ class Provider:
         return {}
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """No node is ever started."""
-        return Site(topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=())
+        return NodeEnvironment(
+            topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=()
+        )
 
-    def nodes(self, request: Request) -> Simulation:
-        return Simulation(nodes=(NodeSpec(command=()),), rules=Rules(time_limit=float(request.body["seconds"])))
+    def nodes(self, request: Request) -> LaunchSpec:
+        return LaunchSpec(nodes=(NodeSpec(command=()),), rules=LaunchRules(time_limit=float(request.body["seconds"])))
 
 
 class PlatformWaits(Provider):
@@ -625,7 +627,7 @@ class Schedule:
         self.results: list[tuple[str, str]] = []
 
     def store(self) -> Store:
-        store = Store(STORE, moving=Moving(concurrency=1))
+        store = Store(STORE, moving=TransferOptions(concurrency=1))
         store.files = View(self.sim, self.data)
         return store
 
@@ -791,10 +793,10 @@ class Schedule:
         return f"runs/{RUN_ID}/attempts/{attempt}/{name}" in self.data
 
 
-def timed(sim: Any) -> type[Onward]:
-    """`Onward` by the schedule's clock."""
+def timed(sim: Any) -> type[FallbackPolicy]:
+    """`FallbackPolicy` by the schedule's clock."""
 
-    class Timed(Onward):
+    class Timed(FallbackPolicy):
         def __init__(self, *args: Any, **given: Any) -> None:
             self._clock = sim.time
             super().__init__(*args, **given)

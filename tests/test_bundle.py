@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudtrain.errors import DigestError, SpecError, StorageError
-from cloudtrain.job.bundle import MANIFEST, Bundle, build
+from cloudtrain.job.bundle import MANIFEST, Bundle, build_bundle
 from cloudtrain.job.entry_point import check_script, resolve
 from cloudtrain.job.job import Source
 from cloudtrain.runtime.unpack import unpack
@@ -62,7 +62,7 @@ def bundle(
     root: Path, *, git: bool = True, never: tuple[Path, ...] = (), max_bytes: int = 2**20, **source: object
 ) -> Bundle:
     values = {"entry_point": ENTRY, **source}
-    return build(Source(**values), cwd=root, git=git, never=never, max_bytes=max_bytes)  # type: ignore[arg-type]
+    return build_bundle(Source(**values), cwd=root, git=git, never=never, max_bytes=max_bytes)  # type: ignore[arg-type]
 
 
 def paths(made: Bundle) -> list[str]:
@@ -297,8 +297,8 @@ def test_in_a_checkout_git_s_own_list_ships(
         random_tree(root, names, ignores)
         listed = git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")[:-1]
         source = Source(entry_point="", path=folder)
-        assert paths(build(source, cwd=root)) == sorted(listed)
-        build(source, cwd=root, git=False)  # no pattern stops the walk
+        assert paths(build_bundle(source, cwd=root)) == sorted(listed)
+        build_bundle(source, cwd=root, git=False)  # no pattern stops the walk
 
 
 @pytest.mark.parametrize(
@@ -506,7 +506,7 @@ def test_a_file_that_cannot_be_read() -> None:
         folder.chmod(0o755)
         (folder / "x").chmod(0)
         with as_nobody(), pytest.raises(StorageError, match="cannot read 'x'"):
-            build(Source(path=name, entry_point=ENTRY), cwd=folder, git=False)
+            build_bundle(Source(path=name, entry_point=ENTRY), cwd=folder, git=False)
 
 
 @contextmanager
@@ -527,7 +527,7 @@ def test_a_file_that_changes_while_it_is_read() -> None:
     if not folder.is_dir():
         pytest.skip("no such files here")
     with pytest.raises(StorageError, match="changed while it was read"):
-        build(Source(path=str(folder)), cwd=folder)
+        build_bundle(Source(path=str(folder)), cwd=folder)
 
 
 # ----------------------------------------------------------------------------------------------- manifest and archive
@@ -572,7 +572,7 @@ def test_what_does_not_shrink_is_packed_as_it_is(tmp_path: Path) -> None:
     files(tmp_path, {ENTRY: ""})
     (tmp_path / "random").write_bytes(random.Random(0).randbytes(3 << 20))
     (tmp_path / "zeros").write_bytes(bytes(8 << 20))
-    made = build(Source(path=str(tmp_path), entry_point=ENTRY), cwd=tmp_path)
+    made = build_bundle(Source(path=str(tmp_path), entry_point=ENTRY), cwd=tmp_path)
     archive = made.archive()
     assert 3 << 20 < len(archive) < 3.1 * (1 << 20)
     (tmp_path / "archive").write_bytes(archive)

@@ -12,7 +12,7 @@ from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job.job import Gpu
 from cloudtrain.provider_api import catalog
 
-TABLE = Path(catalog.__file__).parent / "data" / "instances.csv"
+TABLE = Path(catalog.__file__).parents[1] / "data" / "instances.csv"
 PROVIDERS = ("azureml", "sagemaker", "vertex")
 
 

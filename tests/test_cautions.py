@@ -10,7 +10,7 @@ import pytest
 
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api import catalog
-from cloudtrain.runs.fallback import make_plan
+from cloudtrain.runs.fallback import plan_with_fallbacks
 from cloudtrain.runs.submit import Plan
 from cloudtrain.runs.warnings import is_secret_name
 from cloudtrain.settings.settings import Settings
@@ -44,7 +44,7 @@ def planned(code: Path, provider: str, **fields: Any) -> Plan:
     store, settings, own = ACCOUNTS[provider]
     job = Job.make(entry_point="train.py", **{**own, **fields})
     chosen = Settings.load(overrides=settings, environ={}, cwd=code, provider=provider, store=store)
-    return make_plan(job, settings=chosen, cwd=code, preview=True)
+    return plan_with_fallbacks(job, settings=chosen, cwd=code, preview=True)
 
 
 @pytest.mark.parametrize("provider", catalog.providers())

@@ -25,7 +25,7 @@ from cloudtrain.provider_api.checks import Check, failure, gravest, ok, tried
 from cloudtrain.provider_api.protocol import Request, Status
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.log_order import Line
-from cloudtrain.storage.files import LocalFiles, Moving, files
+from cloudtrain.storage.files import LocalFiles, TransferOptions, files
 
 SHAPE = ("--nodes", "2", "--nproc-per-node", "2")
 
@@ -166,7 +166,7 @@ def s3_unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tree(mover: str, **more: Any) -> Any:
-    return files("s3://bucket/some/store", moving=Moving(mover=mover, **more))
+    return files("s3://bucket/some/store", moving=TransferOptions(mover=mover, **more))
 
 
 MOVERS = ["fsspec", "obstore"]

@@ -40,7 +40,7 @@ from cloudtrain.estimator import Estimator
 from cloudtrain.provider_api.checks import Check, failed, ok
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.runs import handover, retry
-from cloudtrain.runs.fallback import Onward
+from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.reconcile import reconcile
 from cloudtrain.runs.run import Run
 from cloudtrain.runs.submit import load_plan
@@ -163,7 +163,7 @@ def test_a_refusal_at_create_leads_to_the_next_place(places: Places, category: s
         "gpu": None, "category": category, "reason": "the quota of X is 0",
     }  # fmt: skip
     places.clouds[1].stand("r.0", state="succeeded")
-    result = run.wait(retry=Onward(run))
+    result = run.wait(retry=FallbackPolicy(run))
     assert (result["state"], result["refusals"]) == ("succeeded", [refusal])
     left = places.stores[0].result("r")
     assert left is not None
@@ -173,11 +173,11 @@ def test_a_refusal_at_create_leads_to_the_next_place(places: Places, category: s
 
 def test_what_waits_for_machines_too_long_is_cancelled_for_certain_and_goes_on(places: Places) -> None:
     run = places.submit(max_wait=3600)
-    assert Onward(run)(run.result()) is False
+    assert FallbackPolicy(run)(run.result()) is False
     places.long_ago()
     said: list[str] = []
     run = places.attach()
-    result = run.reconcile(retry=Onward(run, said.append))
+    result = run.reconcile(retry=FallbackPolicy(run, said.append))
     assert (result["state"], result["run"]) == ("pending", f"{places.stores[1].url}/runs/r")
     assert [cloud.status("r.0").state for cloud in places.clouds] == ["cancelled", "pending"]
     assert [item["reason"] for item in result["refusals"]] == ["no machines within max_wait (1h)"]
@@ -195,7 +195,7 @@ def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Plac
             started.start()
 
     looked.every = True  # type: ignore[attr-defined]
-    result = run.wait(retry=Onward(run), on_status=looked, on_line=lambda line: None)
+    result = run.wait(retry=FallbackPolicy(run), on_status=looked, on_line=lambda line: None)
     started.join()
     assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
 
@@ -204,7 +204,7 @@ def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Plac
 def test_nothing_else_leads_on(places: Places, category: str) -> None:
     run = places.submit()
     places.clouds[0].stand("r.0", **NONE | {"category": category})
-    assert run.wait(retry=Onward(run))["category"] == category
+    assert run.wait(retry=FallbackPolicy(run))["category"] == category
     assert places.jobs() == [["r.0"], []]
     assert handover.next_of(places.stores[0], "r") is None
 
@@ -222,14 +222,14 @@ def test_a_run_that_has_run_stays_where_its_checkpoints_are(places: Places, trac
     record = {"attempt": "0.0", "node": 0, "started": 1.0, "ended": 2.0, "outcome": "preempted"}
     places.stores[0].files.write(f"runs/r/{trace}", json.dumps(record).encode())
     places.clouds[0].stand("r.0", **NONE)
-    assert run.wait(retry=Onward(run))["category"] == "capacity"
+    assert run.wait(retry=FallbackPolicy(run))["category"] == "capacity"
     assert places.jobs() == [["r.0"], []]
 
 
 def test_what_the_platform_says_has_had_machines_stays(places: Places) -> None:
     run = places.submit(retries=0)
     places.clouds[0].stand("r.0", **NONE, started=1.0, finished=2.0)
-    assert run.wait(retry=Onward(run))["category"] == "capacity"
+    assert run.wait(retry=FallbackPolicy(run))["category"] == "capacity"
     assert places.jobs() == [["r.0"], []]
 
 
@@ -237,7 +237,7 @@ def test_a_want_of_machines_of_which_no_attempt_tells_leads_on(places: Places) -
     run = places.submit()
     row = {"number": "0.0", "category": "preempted", "reason": "it was taken"}
     places.clouds[0].stand("r.0", **NONE, attempts=[row])
-    assert [item["reason"] for item in run.reconcile(retry=Onward(run))["refusals"]] == ["no machines came"]
+    assert [item["reason"] for item in run.reconcile(retry=FallbackPolicy(run))["refusals"]] == ["no machines came"]
     assert places.alive() == [1]
 
 
@@ -400,7 +400,7 @@ def test_a_saved_plan_of_a_run_that_has_moved_since_is_refused_with_where_it_is(
     saved.write_text(json.dumps(places.estimator(resume_from=old.url).plan(run_id="r").document()))
     load_plan(saved, settings=Settings(), cwd=places.folder)
     places.clouds[0].stand("old.0", **NONE)
-    old.reconcile(retry=Onward(old))
+    old.reconcile(retry=FallbackPolicy(old))
     with pytest.raises(SpecError, match=r"^resume_from: \S+store-0/runs/old/\S+ went on to \S+store-1/runs/old/\S+;"):
         load_plan(saved, settings=Settings(), cwd=places.folder)
 
@@ -450,16 +450,16 @@ def test_a_further_gpu_that_was_recorded_and_not_sent_is_sent_by_the_same_comman
 
 def test_who_waits_sends_a_further_gpu_whose_client_died(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     places.clouds[0].refuse("quota", "no H100")
-    send = Onward.send
+    send = FallbackPolicy.send
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retry, "patiently", lambda call: call())
         silent_to(patch, "r.1")
         with pytest.raises(LostContactError):
             places.submit(gpu=["H100:8", "A100:8"])
-    monkeypatch.setattr(Onward, "send", lambda self, number: None)  # another client is about to
+    monkeypatch.setattr(FallbackPolicy, "send", lambda self, number: None)  # another client is about to
     run = places.attach()
-    waits = Onward(run)
-    monkeypatch.setattr(Onward, "send", send)
+    waits = FallbackPolicy(run)
+    monkeypatch.setattr(FallbackPolicy, "send", send)
     monkeypatch.setattr(retry, "UNSENT_SECONDS", 0.0)
     result = run.wait(retry=waits, on_status=lambda status: [
         places.clouds[0].stand("r.1", state="succeeded") for _ in places.jobs()[0]
@@ -568,7 +568,7 @@ def test_a_cancel_forbids_the_next_place(places: Places) -> None:
     run = places.submit(max_wait=3600)
     places.clouds[0].stand("r.0", **NONE)
     run.cancel()
-    assert run.wait(retry=Onward(run))["category"] == "capacity"
+    assert run.wait(retry=FallbackPolicy(run))["category"] == "capacity"
     assert places.jobs() == [["r.0"], []]
 
 
@@ -581,7 +581,7 @@ def died_on_the_way(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     places.submit()
     places.clouds[0].stand("r.0", **NONE)
     run = places.attach()
-    onward = Onward(run)
+    onward = FallbackPolicy(run)
     with monkeypatch.context() as patch:
         patch.setattr(Store, "create_attempt", dies)
         with pytest.raises(Died):
@@ -604,7 +604,7 @@ def test_who_may_only_read_is_told_how_a_run_stands_that_was_moved(
 ) -> None:
     run = places.submit()
     places.clouds[0].stand("r.0", **NONE)
-    run.reconcile(retry=Onward(run))
+    run.reconcile(retry=FallbackPolicy(run))
     places.stores[0].files.remove("runs/r/result.json")
 
     def denied(*args: Any, **options: Any) -> None:
@@ -741,12 +741,12 @@ def test_who_waits_too_goes_along_when_another_client_moves_the_run(places: Plac
     def looked(status: Any) -> None:
         if not places.clouds[1].jobs():
             places.clouds[0].stand("r.0", **NONE)
-            other.reconcile(retry=Onward(other))
+            other.reconcile(retry=FallbackPolicy(other))
         else:
             places.clouds[1].stand("r.0", state="succeeded")
 
     looked.every = True  # type: ignore[attr-defined]
-    result = waiting.wait(retry=Onward(waiting), on_status=looked, timeout=20)
+    result = waiting.wait(retry=FallbackPolicy(waiting), on_status=looked, timeout=20)
     assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
 
 
@@ -760,7 +760,7 @@ def test_each_place_has_a_max_wait_of_its_own(places: Places) -> None:
         sleep=lambda seconds: now.__setitem__(0, now[0] + max(seconds, 1)),
     )  # fmt: skip
     with pytest.raises(LostContactError, match="has not ended in the time given"):
-        run.wait(retry=Onward(run), poll=30, timeout=600)
+        run.wait(retry=FallbackPolicy(run), poll=30, timeout=600)
     assert places.alive() == [1]
     assert [store.expired("r", 0) is not None for store in places.stores] == [True, False]
 
@@ -841,10 +841,10 @@ def again(places: Places, how: str) -> None:
     """What the next client does; a run whose first attempt was never recorded only the same command starts."""
     if how == "submit" or not places.stores[0].attempts("r"):
         run = places.submit()
-        run.reconcile(retry=Onward(run))
+        run.reconcile(retry=FallbackPolicy(run))
     elif how == "attach":
         run = places.attach()
-        run.reconcile(retry=Onward(run))
+        run.reconcile(retry=FallbackPolicy(run))
     else:
         assert places.reconcile()[0]["error"] is None
 
@@ -855,7 +855,7 @@ def move(places: Places, kind: str) -> None:
         places.submit()
     else:
         run = places.attach()
-        run.reconcile(retry=Onward(run))
+        run.reconcile(retry=FallbackPolicy(run))
 
 
 def begun(folder: Path, kind: str) -> Places:
@@ -879,7 +879,7 @@ def one_job(places: Places) -> None:
     places.clouds[1].stand("r.0", state="succeeded")
     for place in range(2):
         run = places.attach(place)
-        result = run.reconcile(retry=Onward(run))
+        result = run.reconcile(retry=FallbackPolicy(run))
         assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
         assert [item["category"] for item in result["refusals"]] == [places_category(places)]
     left = places.stores[0].result("r")

@@ -29,7 +29,7 @@ from trials import SEED, TRIALS
 from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.storage import fsspec_backend, obstore_backend, remote
 from cloudtrain.storage.errors import Retries
-from cloudtrain.storage.files import Moving, parallel
+from cloudtrain.storage.files import TransferOptions, parallel
 from cloudtrain.storage.remote import RemoteFiles
 
 pytestmark = [
@@ -87,7 +87,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def reach(url: str, mover: str) -> RemoteFiles:
-    return RemoteFiles(url=url, moving=Moving(mover=mover), retries=Retries(sleep=lambda _: None))
+    return RemoteFiles(url=url, moving=TransferOptions(mover=mover), retries=Retries(sleep=lambda _: None))
 
 
 def digest(data: bytes) -> str:

@@ -13,7 +13,7 @@ from jobs import Jobs
 
 from cloudtrain.errors import SpecError, UnsupportedError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.limits import checked_prices, gpus_of, hard_limit
+from cloudtrain.provider_api.limits import checked_prices, gpus_per_node, hard_limit
 from cloudtrain.provider_api.protocol import AttemptInfo, Layout, Provider, Request, Status
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.cost import Account, cost_of, seconds_of
@@ -132,9 +132,9 @@ def test_a_machine_of_which_nobody_knows_the_gpus() -> None:
     job = Job.make(entry_point="t.py", max_gpu_hours=1, instance_type="x")
     with pytest.raises(UnsupportedError, match="how many GPUs x has is not known here"):
         hard_limit(job, "sagemaker", lambda _: ["x"], choice=0, own={})
-    assert gpus_of("vertex", "n1-standard-4", job, 0) == 0
-    assert gpus_of("vertex", "n1-standard-4+T4:2", job, 0) == 2
-    assert gpus_of("vertex", "a2-highgpu-4g", job, 0) == 4
+    assert gpus_per_node("vertex", "n1-standard-4", job, 0) == 0
+    assert gpus_per_node("vertex", "n1-standard-4+T4:2", job, 0) == 2
+    assert gpus_per_node("vertex", "a2-highgpu-4g", job, 0) == 4
 
 
 @pytest.mark.parametrize(

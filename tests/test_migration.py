@@ -26,7 +26,7 @@ from cloudtrain.compat.keywords import CARRIED, REFUSED, WITHOUT_EFFECT
 from cloudtrain.compat.sagemaker_v2 import PyTorch
 from cloudtrain.errors import NotFoundError
 from cloudtrain.estimator import RunFailedError
-from cloudtrain.testing.platform import World
+from cloudtrain.testing.platform import FakePlatform
 
 PAGE = "docs/migration.md"
 SAMPLES = ("v3", "torchx", "sky", "gcloud", "az")
@@ -291,7 +291,7 @@ def test_the_sample_is_sent_when_its_import_has_changed(plane: Plane, capsys: py
             PyTorch.attach(known)
 
 
-def sent(name: str, world: World, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Any:
+def sent(name: str, world: FakePlatform, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Any:
     """The job that a world, which has no machines, has of a sample after ``cloudtrain submit``, by its own settings."""
     [words] = commands(sample(name)[1].text)
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}

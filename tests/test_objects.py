@@ -30,7 +30,7 @@ from worlds.azureml.wire import Answer, Wire
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
 from cloudtrain.storage import fsspec_backend, obstore_backend, remote
 from cloudtrain.storage.errors import Retries
-from cloudtrain.storage.files import Moving, files, parallel
+from cloudtrain.storage.files import TransferOptions, files, parallel
 from cloudtrain.storage.obstore_config import Unproven, find_access
 from cloudtrain.storage.remote import RemoteFiles
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.remote
 
 MOVERS = ["fsspec", "obstore"]
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-OBSTORE = Moving(mover="obstore")
+OBSTORE = TransferOptions(mover="obstore")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def s3(wire: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fault
 
 def reach(mover: str = "obstore", *, url: str = "s3://bucket/store", tries: int = 4, **given: Any) -> RemoteFiles:
     retries = Retries(tries=tries, sleep=lambda _: None)
-    return RemoteFiles(url=url, moving=Moving(mover=mover, **given), retries=retries)
+    return RemoteFiles(url=url, moving=TransferOptions(mover=mover, **given), retries=retries)
 
 
 def digest(data: bytes) -> str:
@@ -297,7 +297,10 @@ def test_a_refusal_of_a_body_that_took_long_is_tried_again(s3: FaultyS3) -> None
 
 
 def test_each_mover_has_the_patience_that_it_takes(s3: FaultyS3) -> None:
-    tries = {mover: files("s3://bucket/x", moving=Moving(mover=mover))._open().mover.retries.tries for mover in MOVERS}
+    tries = {
+        mover: files("s3://bucket/x", moving=TransferOptions(mover=mover))._open().mover.retries.tries
+        for mover in MOVERS
+    }
     assert tries == {"fsspec": 4, "obstore": 7}
 
 
@@ -488,7 +491,7 @@ def test_markers_of_folders_are_no_files_and_empty_files_are(s3: FaultyS3) -> No
 
 
 def access(url: str, environ: dict[str, str], options: dict[str, Any] | None = None, mover: str = "auto") -> Any:
-    return find_access(url, options or {}, {"HOME": "/", **environ}, moving=Moving(mover=mover))
+    return find_access(url, options or {}, {"HOME": "/", **environ}, moving=TransferOptions(mover=mover))
 
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_CONFIG_FILE": "/no", "FSSPEC_CONFIG_DIR": "/no"}
@@ -542,7 +545,7 @@ def test_fsspec_is_configured_by_any_of_its_names(url: str, name: str, monkeypat
 def test_encryption_is_asked_of_s3_alone() -> None:
     for url in ("gs://b/x", "abfs://c/x", "memory://x/y"):
         with pytest.raises(SpecError, match=r"sse: only a store in S3"):
-            files(url, moving=Moving(sse="AES256")).read("key")
+            files(url, moving=TransferOptions(sse="AES256")).read("key")
 
 
 def test_who_insists_on_it_is_told_why_not(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:

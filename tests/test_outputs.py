@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cloudtrain import cli
-from cloudtrain.job.bundle import build, changes
+from cloudtrain.job.bundle import build_bundle, changes
 from cloudtrain.job.job import Source
 from cloudtrain.job.own_files import _SETTINGS, PULL_STATE, reason
 from cloudtrain.report.markup import page, tag
@@ -66,7 +66,7 @@ def fill(folder: Path, files: dict[str, Any]) -> None:
 
 
 def bundle(folder: Path, **source: Any) -> Any:
-    return build(Source(entry_point="train.py", **source), cwd=folder, git=False)
+    return build_bundle(Source(entry_point="train.py", **source), cwd=folder, git=False)
 
 
 def test_what_cloudtrain_wrote_changes_nothing_and_what_is_the_user_s_ships(tmp_path: Path) -> None:

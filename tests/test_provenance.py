@@ -27,7 +27,7 @@ from cloudtrain.errors import ConflictError, SpecError
 from cloudtrain.estimator import Estimator
 from cloudtrain.job import provenance
 from cloudtrain.job.job import Job
-from cloudtrain.job.provenance import asked, digest_of, origin_of
+from cloudtrain.job.provenance import digest_of, in_background, origin_of
 from cloudtrain.provider_api.protocol import Layout, Request
 from cloudtrain.providers.azureml.api import named
 from cloudtrain.runs.submit import make_plan
@@ -101,10 +101,10 @@ def test_an_answer_that_does_not_come_keeps_nobody(monkeypatch: pytest.MonkeyPat
         raise OSError("no route")
 
     try:
-        assert asked(lambda: "arn:x")() == "arn:x"
-        assert asked(None)() is None
-        assert asked(refused)() is None
-        assert asked(lambda: str(release.wait(30)))() is None
+        assert in_background(lambda: "arn:x")() == "arn:x"
+        assert in_background(None)() is None
+        assert in_background(refused)() is None
+        assert in_background(lambda: str(release.wait(30)))() is None
     finally:
         release.set()
 
@@ -137,10 +137,10 @@ def test_who_calls_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     try:
         provider = plans("sagemaker").provider(**plans("sagemaker").settings)
-        assert asked(provider.principal)() == "arn:aws:iam::123456789012:user/tester"
+        assert in_background(provider.principal)() == "arn:aws:iam::123456789012:user/tester"
         assert wire.calls == ["GetCallerIdentity"]
         wire.expired.add("key-1")
-        assert asked(provider.principal)() is None
+        assert in_background(provider.principal)() is None
         assert not wire.crashes
     finally:
         wire.close()

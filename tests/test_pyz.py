@@ -37,7 +37,7 @@ def copy_of_the_package(folder: Path) -> Path:
     return folder
 
 
-CODE = "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from cloudtrain import pyz; print(pyz.digest(), hashlib.sha256(pyz.build()).hexdigest(), pyz.__file__)"  # noqa: E501
+CODE = "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from cloudtrain.store import runtime_zip as z; print(z.digest(), hashlib.sha256(z.build()).hexdigest(), z.__file__)"  # noqa: E501
 
 
 def test_digest_and_bytes_are_the_same_in_every_process_and_whatever_the_dates(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_digest_and_bytes_are_the_same_in_every_process_and_whatever_the_dates(t
     there = python("-c", CODE, str(copy), env={**os.environ, "PYTHONHASHSEED": "2", "TZ": "Asia/Tokyo"}).stdout.split(
         " ", 2
     )
-    assert there[2].strip() == str(copy / "cloudtrain" / "pyz.py")
+    assert there[2].strip() == str(copy / "cloudtrain" / "store" / "runtime_zip.py")
     assert here[:2] == there[:2]
     assert here[0] == runtime_zip.digest()
 

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 from jobs import Done, Jobs
 
-from cloudtrain.engine.fault_injection import Drill, Drills
+from cloudtrain.engine.fault_injection import Injection, InjectionPlan
 from cloudtrain.engine.node_folders import NodeFolders
 from cloudtrain.engine.rehearse import plan_rehearsal
 from cloudtrain.engine.supervisor import Supervisor, _Mounts
-from cloudtrain.engine.url_map import place_of
+from cloudtrain.engine.url_map import stand_in_for
 from cloudtrain.errors import SpecError
 from cloudtrain.estimator import Estimator
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from cloudtrain.provider_api.registry import find_provider, provider_names
 from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
 from cloudtrain.runs.submit import Plan, make_plan
@@ -230,18 +230,20 @@ def test_secrets_come_by_standard_input_alone() -> None:
 
 
 def test_a_drill_reads_as_it_is_told() -> None:
-    drill = Drill.parse("kill", "after=1m30s, node=1", nodes=2)
-    assert drill == Drill(kind="kill", node=1, after=90.0)
-    assert Drill.parse("kill", drill.words.partition(" ")[2], nodes=2) == drill
-    late = Drill.parse("preempt", "node=0,after=checkpoint", nodes=1)
+    drill = Injection.parse("kill", "after=1m30s, node=1", nodes=2)
+    assert drill == Injection(kind="kill", node=1, after=90.0)
+    assert Injection.parse("kill", drill.words.partition(" ")[2], nodes=2) == drill
+    late = Injection.parse("preempt", "node=0,after=checkpoint", nodes=1)
     assert late.words == "--preempt node=0,after=checkpoint"
     with pytest.raises(SpecError, match="must be"):
-        Drill.parse("kill", "node=1,node=1,after=3s", nodes=2)
+        Injection.parse("kill", "node=1,node=1,after=3s", nodes=2)
 
 
 def test_drills_come_in_their_time_and_once() -> None:
-    told = Drills.told([Drill.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")])
-    drills = Drills(json.loads(json.dumps(told)))
+    told = InjectionPlan.told(
+        [Injection.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")]
+    )
+    drills = InjectionPlan(json.loads(json.dumps(told)))
 
     def due(seconds: float, *, saved: bool = False) -> float | str | None:
         drill = drills.due(seconds, lambda: saved)
@@ -324,7 +326,7 @@ def test_it_begins_again_as_often_as_the_platform_does(
         """An engine whose nodes have all been taken back."""
 
         def prepare(self, *args: Any) -> None:
-            supervisor.drills = Drills([{"kind": "preempt", "node": 0, "after": 0.0}])
+            supervisor.drills = InjectionPlan([{"kind": "preempt", "node": 0, "after": 0.0}])
 
         def start(self, *args: Any, **named: Any) -> list[Any]:
             return [Stopping(), Stopping()]
@@ -351,7 +353,7 @@ def test_it_begins_again_as_often_as_the_platform_does(
     assert reason.endswith("6 restarts are used up") is (starts > 1)
 
 
-def supervised(site: Site) -> tuple[Supervisor, Rules]:
+def supervised(site: Site) -> tuple[Supervisor, LaunchRules]:
     """The supervisor of a rehearsal that is recorded and has not begun, and its platform's rules."""
     plan = site.rehearsed()
     plan.store.create_run(plan.layout, {**plan.document(), "runtime": plan.layout.runtime_digest})
@@ -376,7 +378,7 @@ def own(tmp_path: Path) -> tuple[NodeFolders, list[Path], list[Path], Path]:
     mounts = [Mount(url=url, path=f"/{n}", kind="sync") for n, url in enumerate(urls)]
     node = NodeSpec(command=["x"], mounts=[*mounts, Mount(url=urls[0], path="/ro", kind="mount")])
     folders = NodeFolders(tmp_path / "own", live=urls[0], shared=urls[2], lag=0.0)
-    simulation = Simulation(nodes=[node, node], rules=Rules(time_limit=1, sync_lag=0.0))
+    simulation = LaunchSpec(nodes=[node, node], rules=LaunchRules(time_limit=1, sync_lag=0.0))
     wired, local = folders.wired(simulation, dict(zip(urls, (live, left, shared), strict=True)))
     lives, lefts, shares, reads = zip(*([local[m.url] for m in n.mounts] for n in wired.nodes), strict=True)
     assert set(shares) == {shared}
@@ -420,10 +422,10 @@ def test_what_a_lost_machine_had_not_sent_is_gone(
 
 def test_the_deepest_place_counts() -> None:
     places = {"s3://b": "file:///all", "s3://b/data/": "file:///data"}
-    assert place_of("s3://b/data/x", places) == "file:///data/x"
-    assert place_of("s3://b/database", places) == "file:///all/database"
+    assert stand_in_for("s3://b/data/x", places) == "file:///data/x"
+    assert stand_in_for("s3://b/database", places) == "file:///all/database"
     with pytest.raises(SpecError, match="s3://bb/x=PATH"):
-        place_of("s3://bb/x", places)
+        stand_in_for("s3://bb/x", places)
 
 
 # ----------------------------------------------------------------------------------------------------- whole rehearsals

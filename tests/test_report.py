@@ -25,7 +25,7 @@ from cloudtrain.report.curves import curves, means, number, spread, ticks
 from cloudtrain.report.markup import COLUMNS, HEIGHT, LEFT, RIGHT, WIDTH, quantity, short, tag
 from cloudtrain.report.report import HIDDEN, report, shareable
 from cloudtrain.runs import live_data as seen_module
-from cloudtrain.runs.live_data import Seen
+from cloudtrain.runs.live_data import LiveRunReader
 from cloudtrain.runs.run import Run
 from cloudtrain.storage.files import files
 from cloudtrain.store.store import Store
@@ -589,10 +589,10 @@ def test_of_large_merged_segments_few_are_read_to_find_a_rank_that_was_silent(
         return data
 
     monkeypatch.setattr(type(world.store.files), "read", counted)
-    assert Seen(world.store, world.run_id).lines("0.0", 40, keep=lambda line: line.rank == 77) == {}
+    assert LiveRunReader(world.store, world.run_id).lines("0.0", 40, keep=lambda line: line.rank == 77) == {}
     assert len(reads) < 4, "ten segments are there, of 2,500 bytes or more"
     assert sum(reads[:-1]) < 4000
-    [lines] = Seen(world.store, world.run_id).lines("0.0", 40).values()
+    [lines] = LiveRunReader(world.store, world.run_id).lines("0.0", 40).values()
     assert [line.seq for line in lines] == list(range(961, 1001))
 
 
@@ -606,9 +606,9 @@ def test_a_page_is_the_same_from_a_bucket(world: World, s3_url: str) -> None:
     assert far.table("Complete ones")[1][:6] == here.table("Complete ones")[1][:6]
     assert far.blocks()[0] == here.blocks()[0] == "[n0 r0] line 1\n[n0 r0] line 2\n[n0 r0] line 3"
     assert far.facts("Links")["run"] == f"{s3_url}/runs/r1"
-    [node] = Seen(there.store, world.run_id).nodes("1.0")
+    [node] = LiveRunReader(there.store, world.run_id).nodes("1.0")
     assert node.seen == pytest.approx(time.time(), abs=60)
-    assert Seen(there.store, world.run_id).attempts() == ["0.0", "1.0"]
+    assert LiveRunReader(there.store, world.run_id).attempts() == ["0.0", "1.0"]
 
 
 # ---------------------------------------------------------------------------------------------------- in a true browser

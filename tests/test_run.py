@@ -24,8 +24,8 @@ from cloudtrain.errors import (
     StorageError,
 )
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.launch_spec import Simulation
-from cloudtrain.provider_api.node import Site
+from cloudtrain.provider_api.launch_spec import LaunchSpec
+from cloudtrain.provider_api.node import NodeEnvironment
 from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Status
 from cloudtrain.runs.listing import list_runs
 from cloudtrain.runs.log_order import Line
@@ -124,10 +124,10 @@ class Platform:
         return {}
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         raise NotImplementedError
 
-    def nodes(self, request: Request) -> Simulation:
+    def nodes(self, request: Request) -> LaunchSpec:
         raise NotImplementedError
 
 

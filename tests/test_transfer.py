@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from servers import race
 
 from cloudtrain.errors import AuthError, DigestError, LostContactError, SpecError, StorageError
-from cloudtrain.storage.errors import Retries, UnreachableError, classify, watched
+from cloudtrain.storage.errors import Retries, UnreachableError, classify, report_retries
 from cloudtrain.storage.files import LocalFiles, files, parallel
 from cloudtrain.storage.fsspec_backend import FsspecMover
 from cloudtrain.storage.fsspec_pool import Clients
@@ -719,7 +719,7 @@ def test_a_host_that_cannot_be_reached_is_named_and_is_no_failure_of_the_store(
         raise ConnectionError(outer) from OSError(inner)
 
     tries: list[str] = []
-    with watched(tries.append), pytest.raises(UnreachableError) as caught:
+    with report_retries(tries.append), pytest.raises(UnreachableError) as caught:
         Retries(tries=4, sleep=lambda _: None)("s3://b/x", call)
     assert str(caught.value) == f"cannot reach {said}"
     assert caught.value.hint == "check the network, then run: cloudtrain doctor"

@@ -148,7 +148,7 @@ def test_a_signal_while_the_platform_is_taking_the_job(place: Place, word: str) 
 @pytest.mark.parametrize(
     ("where", "error", "hint"),
     [
-        ("cloudtrain.runs.fallback:make_plan", "interrupted before anything was sent; there is no run", ""),
+        ("cloudtrain.runs.fallback:plan_with_fallbacks", "interrupted before anything was sent; there is no run", ""),
         ("cloudtrain.store.store:Store.stage", "interrupted before anything was sent; there is no run", ""),
         (
             "cloudtrain.store.store:Store.create_attempt",

@@ -36,7 +36,7 @@ from cloudtrain import cli
 from cloudtrain.cli.watch import Measured, Picture, Watch, fair, follow, on_terminal, screen, sparkline
 from cloudtrain.errors import LostContactError, StorageError
 from cloudtrain.provider_api.protocol import AttemptInfo, Status
-from cloudtrain.runs.live_data import Node
+from cloudtrain.runs.live_data import NodeData
 from cloudtrain.runs.log_order import Line
 
 CLI = [sys.executable, "-m", "cloudtrain"]
@@ -185,7 +185,7 @@ def full() -> Picture:
     }
     return Picture(
         run_id="digits-1", provider="memory", when=T0 + 300, status=Status(state="running"), max_runtime=7200,
-        attempts=told, nodes=[Node(number=0, seen=T0 + 297), Node(number=1)], lines=lines,
+        attempts=told, nodes=[NodeData(number=0, seen=T0 + 297), NodeData(number=1)], lines=lines,
         measured=Measured(step=20, loss=("loss", 0.05), throughput=("samples_per_s", 800), name="loss",
                           points=[(step, 1 / step) for step in range(1, 21)]),
     )  # fmt: skip
@@ -235,7 +235,7 @@ def test_a_terminal_that_knows_no_unicode_gets_ascii() -> None:
 
 
 def test_of_many_nodes_those_that_are_silent_are_named() -> None:
-    nodes = [Node(number=n, seen=T0 + 100 + n) for n in range(64)]
+    nodes = [NodeData(number=n, seen=T0 + 100 + n) for n in range(64)]
     picture = Picture(**{**vars(full()), "nodes": nodes, "attempts": full().attempts[1:]})
     text = "\n".join(drawn(picture, width=200, height=20, now=T0 + 300))
     assert "longest silent of 64 nodes: 0 wrote 3m20s ago, 1 wrote 3m19s ago" in text
@@ -247,10 +247,10 @@ def test_nodes_of_an_attempt_that_has_begun_are_alive_also_where_they_print_noth
         return drawn(picture, width=200, height=20, now=T0 + 300)[4].removeprefix("nodes").strip()
 
     assert line() == "2 of 2 alive: 0 wrote 3s ago"
-    assert line(nodes=[Node(number=0), Node(number=1)]) == "2 of 2 alive"
-    assert line(nodes=[Node(number=0)]) == "1 of 1 alive"
-    assert line(nodes=[Node(number=0, outcome="failed"), Node(number=1)]) == "1 of 2 alive: 0 failed"
-    many = [Node(number=n, seen=T0 + 100 + n) for n in range(64)]
+    assert line(nodes=[NodeData(number=0), NodeData(number=1)]) == "2 of 2 alive"
+    assert line(nodes=[NodeData(number=0)]) == "1 of 1 alive"
+    assert line(nodes=[NodeData(number=0, outcome="failed"), NodeData(number=1)]) == "1 of 2 alive: 0 failed"
+    many = [NodeData(number=n, seen=T0 + 100 + n) for n in range(64)]
     assert line(nodes=many).startswith("64 of 64 alive, longest silent of 64 nodes: 0 wrote 3m20s ago, 1 wrote")
 
 

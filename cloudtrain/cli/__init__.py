@@ -222,9 +222,9 @@ def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
     """Run the verb. Every failure becomes one line on stderr and, with --json, the one object on stdout."""
     wants_json = any(t == "--json" or t.startswith("--json=") for t in tokens)
     try:
-        from ..storage.errors import watched
+        from ..storage.errors import report_retries
 
-        with watched(screen.passing):
+        with report_retries(screen.passing):
             code = parse(tokens, args, screen)()
         return code if isinstance(code, int) else 0
     except ReaderGone:

@@ -61,11 +61,11 @@ def schema(
     screen: Ours[Screen],
 ) -> int:
     """Print the JSON schema of a job file, of the settings, or of a verb's output; without a name, list the names."""
-    from ..settings.schema import names
     from ..settings.schema import schema as schema_of
+    from ..settings.schema import schema_names
 
     if name is None:
-        for known in names():
+        for known in schema_names():
             screen.data(known)
     else:
         screen.emit(schema_of(name), indent=2)

@@ -23,7 +23,7 @@ from .runs import Json, Ours, left, stopped
 from .submit import Provider, RunId, Set, say_limits, say_price, settings_pairs
 
 if TYPE_CHECKING:
-    from ..doctor.doctor import Doctor, Grace, Place
+    from ..doctor.doctor import CheckedPlace, Doctor, Grace
     from ..provider_api.checks import Check
     from ..runs.run import Run
     from ..runs.submit import Plan
@@ -118,10 +118,10 @@ def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | Non
     raise NotFoundError(f"{what!r} is neither a provider nor a file here", field="provider", hint=hint)
 
 
-def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Check]]]:
+def looked(looking: Doctor, screen: Screen | None) -> list[tuple[CheckedPlace, list[Check]]]:
     """Return each place and its checks, printed as they are made. With several places, print each place's name. Skip a
     check that an earlier place of the provider had word for word."""
-    found: list[tuple[Place, list[Check]]] = []
+    found: list[tuple[CheckedPlace, list[Check]]] = []
     told: set[tuple[str | None, Check]] = set()
     places = list(looking.places())
     for place in places:
@@ -139,7 +139,7 @@ def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Che
     return found
 
 
-def _told(place: Place, checks: Sequence[Check]) -> dict[str, Any]:
+def _told(place: CheckedPlace, checks: Sequence[Check]) -> dict[str, Any]:
     """Return the JSON object of a later place."""
     rows = [dataclasses.asdict(check) for check in checks]
     return {"provider": place.provider, "place": place.region, "checks": rows, "exit_code": gravest(checks)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..provider_api.protocol import FINAL
 from ..runs.outcome import unix_time
-from ..runs.summary import columns, max_runtime, place, plan_text, plural, price, size, stall_timeout
+from ..runs.summary import columns, max_runtime, place, plan_text, plural, price_text, size_text, stall_timeout
 from ..validate import duration
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Changes",
     "Moved", "came", "collected", "collected_line", "duration", "leftovers", "max_runtime", "outcome", "place",
-    "plan_text", "price", "pulled", "run_table", "sent", "size", "stall_timeout", "status_text", "still_pending",
-    "table", "when",
+    "plan_text", "price_text", "pulled", "run_table", "sent", "size_text", "stall_timeout", "status_text",
+    "still_pending", "table", "when",
 ]  # fmt: skip
 
 
@@ -117,18 +117,21 @@ class Moved:
     def _line(self) -> str:
         """Return ``14 of 40 files, 1.2 GiB of 3.4 GiB uploaded, 85.0 MiB/s, 26s left``."""
         files, total = max(len(self._keys), self._files_expected), max(self._bytes, self._bytes_expected)
-        words = [f"{len(self._keys)} of {plural(files, 'file')}", f"{size(self._bytes)} of {size(total)} {self._verb}"]
+        words = [
+            f"{len(self._keys)} of {plural(files, 'file')}",
+            f"{size_text(self._bytes)} of {size_text(total)} {self._verb}",
+        ]
         (start, before), (end, now) = self._marks[0], self._marks[-1]
         if end > start and now > before:
             rate = (now - before) / (end - start)
-            words += [f"{size(rate)}/s", f"{duration((total - now) / rate)} left"]
+            words += [f"{size_text(rate)}/s", f"{duration((total - now) / rate)} left"]
         return ", ".join(words)
 
     @property
     def pace(self) -> str:
         """Return ``, in 14s, 85.0 MiB/s``; empty for less than a second."""
         took = self._last - self._begun
-        return f", in {duration(took)}, {size(self._bytes / took)}/s" if took >= 1 else ""
+        return f", in {duration(took)}, {size_text(self._bytes / took)}/s" if took >= 1 else ""
 
 
 def sent(run_id: str, provider: str, url: str, staged: Any, *, pace: str = "", verbose: bool = False) -> str:
@@ -136,7 +139,7 @@ def sent(run_id: str, provider: str, url: str, staged: Any, *, pace: str = "", v
     text = f"submitted {run_id} to {provider}: {url}"
     if staged is not None:
         counts = {"code": staged.code_bytes, "runtime": staged.runtime_bytes, "data": staged.data_bytes}
-        words = [f"{size(count)} of {what}" for what, count in counts.items() if count]
+        words = [f"{size_text(count)} of {what}" for what, count in counts.items() if count]
         new = ", ".join(words) or "nothing, the store has all of it"
         text += f"\nuploaded {new}{pace}{_by(staged.mover, verbose)}"
     return text
@@ -267,13 +270,13 @@ def _cells(values: Mapping[str, Any]) -> dict[str, str]:
 def leftovers(found: Collected) -> str:
     """Return the files that no run needs, in columns."""
     rows = collected(found)["found"]
-    words = [{**row, "size": size(row["bytes"]), "age": duration(row["age_s"])} for row in rows]
+    words = [{**row, "size": size_text(row["bytes"]), "age": duration(row["age_s"])} for row in rows]
     return table(words, ("kind", "size", "files", "age", "key"))
 
 
 def collected_line(found: Collected) -> str:
     """Return ``12 things, 1.4 GiB, that no run needs; 2 more, younger than 7d, stay``."""
-    things = f"{plural(len(found.found), 'thing')}, {size(found.bytes)}," if found.found else "nothing"
+    things = f"{plural(len(found.found), 'thing')}, {size_text(found.bytes)}," if found.found else "nothing"
     text = f"{'removed ' if found.deleted else ''}{things} that no run needs"
     more = len(found.younger)
     return text + (f"; {more} more, younger than {duration(found.older_than)}, stay" if more else "")
@@ -301,14 +304,14 @@ def collected(found: Collected) -> dict[str, Any]:
 def pulled(report: Mapping[str, Any], *, pace: str = "", verbose: bool = False) -> str:
     """Return the text about a pull's files, with `Moved.pace`; ``verbose`` adds the mover."""
     files = plural(len(report["files"]), "file")
-    new = f"{size(report['transferred'])} of it new{pace}{_by(report['mover'], verbose)}"
+    new = f"{size_text(report['transferred'])} of it new{pace}{_by(report['mover'], verbose)}"
     return f"pulled {files} to {report['folder']}, {new}"
 
 
 def came(report: PullReport) -> str:
     """Return the progress of a pull that follows a run."""
     newest = f", {plural(len(report.checkpoints), 'checkpoint')}" if report.checkpoints else ""
-    return f"pulled: {plural(len(report.files), 'file')}{newest}, {size(report.transferred)} so far"
+    return f"pulled: {plural(len(report.files), 'file')}{newest}, {size_text(report.transferred)} so far"
 
 
 def _by(mover: str, verbose: bool) -> str:

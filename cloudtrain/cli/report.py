@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from ..errors import SpecError
 from ..provider_api.protocol import FINAL
-from ..runs.live_data import plain as tame
+from ..runs.live_data import printable as tame
 from . import format
 from .common_flags import HERE, At, stoppable
 from .output import Screen, plain

@@ -173,7 +173,7 @@ def wait(
     screen: Ours[Screen],
 ) -> int:
     """Wait until the run has ended. Exit by its outcome."""
-    from ..runs.fallback import Onward
+    from ..runs.fallback import FallbackPolicy
     from ..validate import parse_duration
 
     seconds = parse_duration(timeout, field="timeout") if timeout is not None else None
@@ -183,7 +183,7 @@ def wait(
         try:
             handle = _open(run, at, screen)
             run = _called(run, screen.about)
-            retry = Onward(handle, screen.talk)
+            retry = FallbackPolicy(handle, screen.talk)
             result = handle.wait(timeout=seconds, on_status=changes, retry=retry)
         except KeyboardInterrupt:
             if handle is None and on_signal != "cancel":
@@ -253,9 +253,9 @@ def pull(
     screen: Ours[Screen],
 ) -> int:
     """Copy complete checkpoints, artifacts, outputs, logs and metrics, verified. Files already here are skipped."""
-    from ..runs.pull import PULLED, parts
+    from ..runs.pull import PULL_KINDS, parse_selection
 
-    parts(what or PULLED)
+    parse_selection(what or PULL_KINDS)
     runs = [run] if out is None or folder is None else [run, folder, *more]
     if more and out is None:
         words = " ".join([run, *([folder] if folder else []), *more])
@@ -475,13 +475,13 @@ def pull_into(
     verbose: bool = False,
 ) -> dict[str, Any]:
     """Copy ``what`` (None: all) to ``folder`` and print the result. Return the report as JSON."""
-    from ..runs.pull import PULLED
+    from ..runs.pull import PULL_KINDS
 
     with screen.progress() as say:
         moved = format.Moved("pulled", say if screen.interactive else None)
         report = run.pull(
             folder,
-            what=what or PULLED,
+            what=what or PULL_KINDS,
             follow=follow,
             on_pull=lambda report: screen.talk(format.came(report)),
             progress=moved,

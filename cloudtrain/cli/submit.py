@@ -110,9 +110,9 @@ def submit(
         planned = load_plan(Path(plan_file), settings=chosen, cwd=cwd)
     else:
         job = job_of(script, module, flags, args, cwd=cwd)
-        from ..runs.fallback import make_plan
+        from ..runs.fallback import plan_with_fallbacks
 
-        planned = make_plan(job, settings=chosen, run_id=run_id, cwd=cwd)
+        planned = plan_with_fallbacks(job, settings=chosen, run_id=run_id, cwd=cwd)
     at = _found_by(planned.store.url, at, chosen.store if plan_file is None else planned.store.url, cwd)
     above = None if yes or json else chosen.confirm_above_usd
     return carry_out(planned, at, seconds, on_signal, detach, pull_to, verbose, json, screen, ask_above=above)
@@ -181,7 +181,7 @@ def _is_declined(planned: Plan, above: float, screen: Screen) -> bool:
 
 
 def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
-    from ..runs.fallback import submit as send
+    from ..runs.fallback import submit_with_fallbacks as send
 
     with screen.progress() as say:
         moved = format.Moved("uploaded", say if screen.interactive else None)
@@ -196,9 +196,9 @@ def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
 
 def _cancel(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
     """Stop a job after a signal that came while it was being sent."""
-    from ..runs.submit import handle
+    from ..runs.submit import run_of_plan
 
-    run = handle(planned)
+    run = run_of_plan(planned)
     try:
         return stopped(run, run.run_id, at, "cancel", json, screen)
     except NotFoundError:
@@ -207,9 +207,9 @@ def _cancel(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
 
 def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
     """Report the state of a run after an interrupted submission: submitted, only recorded, or missing."""
-    from ..runs.submit import handle
+    from ..runs.submit import run_of_plan
 
-    run = handle(planned)
+    run = run_of_plan(planned)
     cancel = shlex.join(["cloudtrain", "cancel", run.run_id, *at.flags])
     try:
         is_known = _arrived(run)
@@ -274,9 +274,9 @@ def plan(
     cwd = Path.cwd()
     chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
     job = job_of(script, module, flags, args, cwd=cwd)
-    from ..runs.fallback import make_plan
+    from ..runs.fallback import plan_with_fallbacks
 
-    planned = make_plan(job, settings=chosen, run_id=run_id, cwd=cwd, preview=True)
+    planned = plan_with_fallbacks(job, settings=chosen, run_id=run_id, cwd=cwd, preview=True)
     document = planned.document()
     terminal = screen.out.isatty()
     if json:
@@ -354,7 +354,7 @@ def say_price(planned: Plan, screen: Screen) -> None:
     """Print the highest cost; nothing if this machine is the platform and has no price."""
     price, types = planned.price(), planned.request.instance_types
     if price is not None or types:
-        screen.talk("price: " + format.price(price, types).removeprefix("price "))
+        screen.talk("price: " + format.price_text(price, types).removeprefix("price "))
 
 
 def _found_by(store: str, at: Where, meant: str, cwd: Path) -> Where:
@@ -385,7 +385,7 @@ def _follow(
     run: Run, at: Where, timeout: float | None, on_signal: str, pull_to: str | None, json: bool, screen: Screen
 ) -> int:
     """Print log lines until the end, then the outcome. Ctrl-C leaves the run alone."""
-    from ..runs.fallback import Onward
+    from ..runs.fallback import FallbackPolicy
 
     write = screen.relay if json else screen.data
     many = ranks(run.job.at(run.provider_name)) > 1
@@ -394,7 +394,7 @@ def _follow(
             timeout=timeout,
             on_line=lambda line: write(log_line(line, many=many)),
             on_status=format.Changes(screen.talk),
-            retry=Onward(run, screen.talk),
+            retry=FallbackPolicy(run, screen.talk),
         )
     except KeyboardInterrupt:
         return stopped(run, run.run_id, at, on_signal, json, screen)

@@ -16,9 +16,9 @@ from ..errors import CloudtrainError
 from ..provider_api.protocol import AttemptInfo, Status
 from ..report.curves import Curve, curves, is_log, spread
 from ..report.markup import quantity
-from ..runs.live_data import Node, Seen, plain
+from ..runs.live_data import LiveRunReader, NodeData, printable
 from ..runs.log_order import Line, attempt_key, line_label
-from ..runs.outcome import first_line, shown, status_of
+from ..runs.outcome import first_line, public_result, status_of
 from ..runs.pull import EVERY
 from ..runs.run import Run
 from ..runs.summary import plural
@@ -104,7 +104,7 @@ class Picture:
     max_runtime: float = 0.0
     attempts: Sequence[AttemptInfo] = ()
     begun: frozenset[str] = frozenset()
-    nodes: Sequence[Node] = ()
+    nodes: Sequence[NodeData] = ()
     checkpoint: Checkpoint | None = None
     measured: Measured = field(default_factory=Measured)
     lines: Mapping[int, Sequence[Line]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Watch:
             sleep=self._nap,
         )  # the same run, but between two questions to the platform it looks at the store
         self._clock, self._sleep, self._on_picture = clock, sleep, on_picture
-        self._seen = Seen(run.store, run.run_id)
+        self._seen = LiveRunReader(run.store, run.run_id)
         self._due = 0.0
         self._counts: dict[str, int] = {}
         self._measured = Measured()
@@ -159,7 +159,7 @@ class Watch:
             when=clock(),
             status=status_of(ended) if ended else Status(state="pending"),
             max_runtime=float(job.max_runtime),
-            result=shown(ended) if ended else None,
+            result=public_result(ended) if ended else None,
         )
 
     def watch(self) -> Picture:
@@ -167,7 +167,7 @@ class Watch:
         place, result = self._run.store, self._along()
         while self._run.store is not place:  # it has moved to another one
             place = self._run.store
-            self._seen, self._counts = Seen(place, self._run.run_id), {}
+            self._seen, self._counts = LiveRunReader(place, self._run.run_id), {}
             self.picture = replace(self.picture, provider=self._run.provider_name)
             result = self._along()
         self._due = 0.0
@@ -268,7 +268,7 @@ def screen(picture: Picture, *, width: int, height: int, now: float, ascii_only:
     from rich.text import Text
 
     def line(text: str, style: str = "") -> Text:
-        return Text(plain(text), style=style, no_wrap=True, overflow="crop" if ascii_only else "ellipsis")
+        return Text(printable(text), style=style, no_wrap=True, overflow="crop" if ascii_only else "ellipsis")
 
     facts = [row for row in _facts(picture, now, width, ascii_only) if row[1]]
     keep = max(0, min(len(facts), height - 3 if height > 6 else height - 1))
@@ -401,11 +401,11 @@ def sparkline(curve: Measured, width: int, ascii_only: bool = False) -> str:
 
 def follow(watch: Callable[[Callable[[Picture], None]], Watch], say: Callable[[str], None]) -> Picture:
     """Say one plain line for each change: of state, attempt, checkpoint and, once a minute, step."""
-    changes = _Changes(lambda text: say(plain(text)))
+    changes = _Changes(lambda text: say(printable(text)))
     last = watch(changes).watch()
     if last.measured.newest != changes.step:
         changes.say_step(last)
-    say(plain(format.state_line({**(last.result or {}), "reason": ""})))
+    say(printable(format.state_line({**(last.result or {}), "reason": ""})))
     return last
 
 

@@ -29,14 +29,14 @@ from ..runs.fallback import where
 from ..runs.log_order import Line
 from ..runs.run import Run
 from ..runs.submit import Plan, make_plan
-from ..settings.needs import find_missing, refusal, summary
+from ..settings.needs import find_missing, missing_line, refusal
 from ..settings.settings import Settings
 from ..storage.files import Files, files
 from ..storage.local_disk import local_path, normalize
 from ..validate import without_secrets
 from . import node_check
 
-__all__ = ["PREFLIGHT", "Doctor", "Grace", "Place", "expected_gpus", "judged", "prepared", "round_trip"]
+__all__ = ["PREFLIGHT", "CheckedPlace", "Doctor", "Grace", "expected_gpus", "judged", "prepared", "round_trip"]
 
 PREFLIGHT = "preflight.json"
 """File that the job leaves among its artifacts."""
@@ -48,7 +48,7 @@ _ABSENT = re.compile(r"no ?such ?bucket|bucket( or container)? does not exist|co
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CheckedPlace:
     """A provider (None if not set) and region where a job may run. Each check runs when it is taken."""
 
     provider: str | None
@@ -77,7 +77,7 @@ class Doctor:
         self._profile, self._name, self._store = profile, provider, store
         self._given, self._fields, self._cwd, self._job = settings, dict(fields), cwd, job
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[CheckedPlace]:
         """Yield each place that a job tries, in order. Unreadable settings give one place with a failed check."""
         try:
             chosen = Settings.load(
@@ -85,10 +85,10 @@ class Doctor:
             )
             found = chosen.candidates()
         except CloudtrainError as exc:
-            yield Place(provider=self._name, region="", checks=iter([failure("settings", exc)]))
+            yield CheckedPlace(provider=self._name, region="", checks=iter([failure("settings", exc)]))
             return
         for own in found:
-            yield Place(provider=own.provider, region=where(own), checks=self._checks(own))
+            yield CheckedPlace(provider=own.provider, region=where(own), checks=self._checks(own))
 
     def _checks(self, settings: Settings) -> Iterator[Check]:
         try:
@@ -99,7 +99,7 @@ class Doctor:
         missing, imageless = self._missing(settings, made)
         if missing:
             yield failure("settings", refusal(made.name, missing, file=settings.file))
-            yield skipped("plan", summary(missing))
+            yield skipped("plan", missing_line(missing))
             yield from itertools.islice(_own(made, "", None), 1)  # only the package check runs without the settings
             return
         yield ok("settings", f"provider {made.name}, store {without_secrets(settings.store)}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import PlatformError
-from ..provider_api.launch_spec import NodeSpec, Simulation
+from ..provider_api.launch_spec import LaunchSpec, NodeSpec
 
 __all__ = ["ENGINE_PREFIX", "Engine", "NodeError", "NodeHandle", "boot_id", "last_line", "make_engine", "staged"]
 
@@ -44,11 +44,11 @@ class NodeHandle(Protocol):
 class Engine(Protocol):
     """Starter of nodes. One engine serves every attempt of one run."""
 
-    def prepare(self, simulation: Simulation, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+    def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
         """Fetch what the nodes need, until ``given_up()``; ``tell`` reports each wait. Raises `NodeError`."""
 
     def start(
-        self, simulation: Simulation, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> Sequence[NodeHandle]:
         """Start every node. ``local`` maps each mount's URL to its path on this machine.
 

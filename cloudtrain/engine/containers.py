@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import StorageError
-from ..provider_api.launch_spec import NodeSpec, Simulation
+from ..provider_api.launch_spec import LaunchSpec, NodeSpec
 from . import ENGINE_PREFIX, NodeError, last_line, staged
-from .docker_api import LABEL, PATIENCE_SECONDS, away, check_image, clear, make_client, remove, run_label, why
-from .processes import gpus_of
+from .docker_api import LABEL, PATIENCE_SECONDS, away, check_image, clear, make_client, remove_container, run_label, why
+from .processes import share_of_gpus
 
 __all__ = ["ContainerEngine", "ContainerNode"]
 
@@ -66,7 +66,7 @@ class ContainerEngine:
         self._away_since: float | None = None
         self._was_away = 0.0
 
-    def prepare(self, simulation: Simulation, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+    def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
         """Pull missing images with the engine's own logins, and create the network meanwhile."""
         self._given_up = given_up
         self._start_guard()
@@ -158,7 +158,7 @@ class ContainerEngine:
     # ------------------------------------------------------------------------------------------------------- starting
 
     def start(
-        self, simulation: Simulation, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> list[ContainerNode]:
         out = self._folder / "out" / attempt
         try:
@@ -183,7 +183,7 @@ class ContainerEngine:
         specs: Sequence[tuple[NodeSpec, Mapping[str, Path]]],
     ) -> list[ContainerNode]:
         for item in api.containers(all=True, filters=self._ours):  # left by a start that the engine did not finish
-            remove(api, item["Id"])
+            remove_container(api, item["Id"])
         served = [spec for spec, _ in specs if spec.ports and spec.hostname]
         self._services = {str(spec.hostname): self._start_service(api, spec, n) for n, spec in enumerate(served)}
         with ThreadPoolExecutor(len(specs)) as pool:
@@ -287,7 +287,7 @@ class ContainerEngine:
         self,
         spec: NodeSpec,
         number: int,
-        simulation: Simulation,
+        simulation: LaunchSpec,
         attempt: str,
         paths: Mapping[str, Path],
         secrets: bool,
@@ -321,7 +321,7 @@ class ContainerEngine:
         if spec.shm:
             host["ShmSize"] = spec.shm
         if spec.gpus:
-            ids = gpus_of(number, spec, self._environ)
+            ids = share_of_gpus(number, spec, self._environ)
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
         body: dict[str, Any] = {
             "Image": spec.image,
@@ -490,7 +490,7 @@ class ContainerNode:
 
         self._killed = True
         with contextlib.suppress(docker.errors.APIError, NodeError):
-            self._engine.patiently(lambda api: remove(api, self.id))
+            self._engine.patiently(lambda api: remove_container(api, self.id))
         if not self._ended.is_set():
             self._code = GONE
             self._ended.set()

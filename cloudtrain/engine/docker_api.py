@@ -30,7 +30,7 @@ __all__ = [
     "connect",
     "guard",
     "make_client",
-    "remove",
+    "remove_container",
     "run_label",
     "why",
 ]
@@ -202,7 +202,7 @@ def clear(api: Any, label: str) -> bool:
     chosen = {"label": f"{LABEL}id={label}"}
     containers = api.containers(all=True, filters=chosen)
     for item in containers:
-        remove(api, item["Id"])
+        remove_container(api, item["Id"])
     networks = api.networks(filters=chosen)
     for item in networks:
         with contextlib.suppress(docker.errors.NotFound):
@@ -213,7 +213,7 @@ def clear(api: Any, label: str) -> bool:
     return bool(containers or networks)
 
 
-def remove(api: Any, container: str) -> None:
+def remove_container(api: Any, container: str) -> None:
     """Kill and remove the container and its anonymous volumes."""
     import docker
 

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import SpecError
 from ..validate import parse_duration
 
-__all__ = ["KINDS", "Drill", "Drills"]
+__all__ = ["KINDS", "Injection", "InjectionPlan"]
 
 KINDS = ("preempt", "kill")
 CHECKPOINT = "checkpoint"
@@ -18,7 +18,7 @@ _FORM = "must be node=NUMBER,after=TIME, as in node=1,after=30s, or after=checkp
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drill:
+class Injection:
     """Planned loss of one node. ``preempt``: the platform takes the machine back (notice, grace, end). ``kill``: it is
     gone at once, without notice. ``after`` is seconds of running time, summed over starts. None waits for a complete
     checkpoint."""
@@ -28,7 +28,7 @@ class Drill:
     after: float | None
 
     @classmethod
-    def parse(cls, kind: str, text: str, *, nodes: int) -> Drill:
+    def parse(cls, kind: str, text: str, *, nodes: int) -> Injection:
         """Parse ``node=1,after=30s`` for a job of ``nodes`` nodes. Raises `SpecError`."""
         pairs = [part.partition("=") for part in text.split(",")]
         given = {name.strip(): value.strip() for name, _, value in pairs}
@@ -46,13 +46,13 @@ class Drill:
         return f"--{self.kind} node={self.node},after={CHECKPOINT if self.after is None else f'{self.after:g}s'}"
 
 
-class Drills:
+class InjectionPlan:
     """Drills of one run, each done once."""
 
     def __init__(self, told: Iterable[Mapping[str, Any]]) -> None:
-        self._left = sorted((Drill(**item) for item in told), key=lambda drill: drill.after or 0.0)
+        self._left = sorted((Injection(**item) for item in told), key=lambda drill: drill.after or 0.0)
 
-    def due(self, seconds: float, saved: Callable[[], bool]) -> Drill | None:
+    def due(self, seconds: float, saved: Callable[[], bool]) -> Injection | None:
         """Return the next drill due after ``seconds`` of running. ``saved`` returns True for a complete checkpoint."""
         for drill in self._left:
             if saved() if drill.after is None else drill.after <= seconds:
@@ -61,11 +61,11 @@ class Drills:
         return None
 
     @property
-    def left(self) -> Sequence[Drill]:
+    def left(self) -> Sequence[Injection]:
         """Return the drills that are not due yet."""
         return tuple(self._left)
 
     @staticmethod
-    def told(drills: Iterable[Drill]) -> list[dict[str, Any]]:
+    def told(drills: Iterable[Injection]) -> list[dict[str, Any]]:
         """Return the drills as a request holds them."""
         return [dataclasses.asdict(drill) for drill in drills]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ..provider_api.launch_spec import Mount, NodeSpec, Simulation
+from ..provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
 
 __all__ = ["NodeFolders", "Objects", "Sync"]
 
@@ -187,7 +187,7 @@ class NodeFolders:
         self._over, self._lost = threading.Event(), set[int]()
         self._thread: threading.Thread | None = None
 
-    def wired(self, simulation: Simulation, local: Mapping[str, Path]) -> tuple[Simulation, dict[str, Path]]:
+    def wired(self, simulation: LaunchSpec, local: Mapping[str, Path]) -> tuple[LaunchSpec, dict[str, Path]]:
         """Return ``simulation`` with each node's own filled folders, and ``local`` with them. Raises `OSError`, as
         `finish` does."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import CapacityError, SpecError, StorageError
-from ..provider_api.launch_spec import NodeSpec, Simulation
+from ..provider_api.launch_spec import LaunchSpec, NodeSpec
 from ..runtime.host_facts import kill_users
 from . import ENGINE_PREFIX, staged
 
-__all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "gpus_of", "has_torch"]
+__all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "has_torch", "share_of_gpus"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -70,14 +70,14 @@ class ProcessEngine:
         self._folder = folder
         self._environ = {k: v for k, v in environ.items() if not k.startswith(ENGINE_PREFIX)}
 
-    def prepare(self, simulation: Simulation, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+    def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
         """Do nothing: processes need nothing that is not here."""
 
     def remarks(self) -> str:
         return ""
 
     def start(
-        self, simulation: Simulation, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> list[NodeProcess]:
         nodes, port = simulation.nodes, free_port_pair()
         gpus = [_visible(number, spec, self._environ) for number, spec in enumerate(nodes)]
@@ -149,7 +149,7 @@ class ProcessEngine:
         shutil.rmtree(self._folder / "nodes", ignore_errors=True)
 
 
-def gpus_of(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> list[str]:
+def share_of_gpus(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> list[str]:
     """Return a node's share of the GPUs that the environment leaves, in turn. Raises `CapacityError` for too few."""
     first = number * spec.gpus
     left = _left(environ)
@@ -169,7 +169,7 @@ def _left(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def _visible(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    return {VISIBLE: ",".join(gpus_of(number, spec, environ))} if spec.gpus else {}
+    return {VISIBLE: ",".join(share_of_gpus(number, spec, environ))} if spec.gpus else {}
 
 
 def free_port_pair() -> int:
@@ -188,7 +188,7 @@ def free_port_pair() -> int:
 
 
 def check_gpus(wanted: int, name: str) -> None:
-    """Raise `SpecError` unless `gpus_of` deals ``wanted`` GPUs that ``nvidia-smi -L`` calls ``name``."""
+    """Raise `SpecError` unless `share_of_gpus` deals ``wanted`` GPUs that ``nvidia-smi -L`` calls ``name``."""
     found = _found_gpus()
     whole = [(word, kind) for word, kind in found if word.isdigit()]
     left = _left(os.environ)

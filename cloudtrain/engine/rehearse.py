@@ -16,13 +16,13 @@ from ..job.job import Job
 from ..provider_api.protocol import Provider, recorded_settings
 from ..provider_api.registry import find_provider
 from ..runs.fallback import only_first
-from ..runs.submit import Plan, make_plan, noted
+from ..runs.submit import Plan, make_plan, with_resume_warning
 from ..settings.settings import Settings
 from ..storage.local_disk import local_path, normalize
 from ..store.store import Store
 from ..validate import did_you_mean
-from .supervised import Hosted
-from .url_map import moved, place_of
+from .supervised import SupervisedProvider
+from .url_map import map_urls, stand_in_for
 
 __all__ = ["STORE", "plan_rehearsal"]
 
@@ -53,7 +53,7 @@ def plan_rehearsal(
     """
     real = make_plan(job, settings=only_first(settings)[0], provider=provider, run_id=run_id, cwd=cwd)
     target = real.provider
-    if isinstance(target, Hosted):
+    if isinstance(target, SupervisedProvider):
         raise SpecError(f"{target.name} runs on this machine as it is: submit; name a cloud's", field="provider")
     here = Store(store, cwd=cwd)
     if local_path(here.url) is None:
@@ -71,12 +71,12 @@ def plan_rehearsal(
     )
     job = real.job.replace(secrets=_substitutes(real.job, secrets or {}))
     _check_data(real, {real.store.url: here.url, **stand_ins})
-    layout = moved(real.layout, here.url)
+    layout = map_urls(real.layout, here.url)
     inputs = {
         name: dataclasses.replace(item, source=None) if real.layout.inputs[name].url in stand_ins else item
         for name, item in layout.inputs.items()
     }
-    source = layout.resume_source and place_of(layout.resume_source, stand_ins, or_same=True)
+    source = layout.resume_source and stand_in_for(layout.resume_source, stand_ins, or_same=True)
     layout = dataclasses.replace(layout, inputs=inputs, resume_source=source)
     return dataclasses.replace(
         real,
@@ -84,7 +84,7 @@ def plan_rehearsal(
         provider=chosen,
         store=here,
         layout=layout,
-        request=noted(chosen.plan(job, layout), layout),
+        request=with_resume_warning(chosen.plan(job, layout), layout),
         later=(),
         node_half=type(target),
     )
@@ -102,7 +102,7 @@ def _stand_ins(real: Plan, maps: Mapping[str, str]) -> dict[str, str]:
     """Return ``maps``, extended to the inputs that the plan would have copied into the store."""
     found = dict(maps)
     for item in real.layout.inputs.values():
-        place = place_of(item.source, maps, or_same=True) if item.source else item.source
+        place = stand_in_for(item.source, maps, or_same=True) if item.source else item.source
         if place and place != item.source:
             found[item.url] = place
     return found
@@ -121,7 +121,7 @@ def _check_data(real: Plan, places: Mapping[str, str]) -> None:
 
 def _check_there(url: str, places: Mapping[str, str], field: str) -> None:
     try:
-        path = local_path(place_of(url, places))
+        path = local_path(stand_in_for(url, places))
     except SpecError as exc:
         raise SpecError(exc.message, field=field, hint=exc.hint) from None
     if path is None or not path.exists():

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from .. import errors
 from ..errors import LostContactError, NotFoundError, PlatformError, SpecError, StorageError, UnsupportedError
 from ..job.options import merge_options
-from ..provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ..provider_api.protocol import (
     AttemptInfo,
     Layout,
@@ -43,7 +43,16 @@ from . import boot_id, last_line
 if TYPE_CHECKING:
     from ..job.job import Job
 
-__all__ = ["PREEMPTED", "STOP_GRACE", "Hosted", "check_readable", "clear_containers", "image_id", "is_alive", "refuse"]
+__all__ = [
+    "PREEMPTED",
+    "STOP_GRACE",
+    "SupervisedProvider",
+    "check_readable",
+    "clear_containers",
+    "image_id",
+    "is_alive",
+    "refuse",
+]
 
 STOP_GRACE = 40.0
 """Seconds between SIGTERM and SIGKILL: 30 for the script, as Kubernetes and Azure give, the rest to mirror its work."""
@@ -64,7 +73,7 @@ SCHEMES = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "az", "http", "
 """Schemes that the supervisor can fetch; ``file`` is this machine's own."""
 
 
-class Hosted:
+class SupervisedProvider:
     """Base of such providers: all of the protocol but ``plan`` and ``site``; see `Provider`.
 
     A subclass names its engine in ``engine``. `check` checks what can be known before a start. `_clear` removes the
@@ -154,20 +163,20 @@ class Hosted:
 
         prices = getattr(self.settings, "prices", {})
         seconds, notes = hard_limit(job, self.name, lambda _: [THIS_MACHINE], choice=choice, own=prices)
-        rules = Rules(
+        rules = LaunchRules(
             time_limit=seconds,
             retries=job.retries,
             restart_on=(PREEMPTED,),
             max_restarts=MAX_RESTARTS,
             stop_grace=STOP_GRACE,
         )
-        body = {**body, **Simulation(nodes=nodes, rules=rules).to_dict()}
+        body = {**body, **LaunchSpec(nodes=nodes, rules=rules).to_dict()}
         for name in job.options.get(self.name, {}):
             if name not in body:
                 raise SpecError("no such field", field=f"options.{self.name}.{name}", hint=did_you_mean(name, body))
         body = merge_options(body, job.options.get(self.name, {}), owned=[*OWNED, *owned], provider=self.name)
         try:
-            Simulation.from_dict({key: body[key] for key in ("nodes", "rules")})
+            LaunchSpec.from_dict({key: body[key] for key in ("nodes", "rules")})
         except SpecError as exc:
             raise SpecError(exc.message, field=f"options.{self.name}.{exc.field}", hint=exc.hint) from None
         return Request(
@@ -283,8 +292,8 @@ class Hosted:
         folder = _existing(native_id)
         (folder / "cancel").touch()
 
-    def nodes(self, request: Request) -> Simulation:
-        return Simulation.from_dict({key: request.body[key] for key in ("nodes", "rules")})
+    def nodes(self, request: Request) -> LaunchSpec:
+        return LaunchSpec.from_dict({key: request.body[key] for key in ("nodes", "rules")})
 
     def _folder(self, run: str) -> Path:
         """Return the supervisor's folder: below the run's own folder if that is on this machine."""
@@ -350,7 +359,7 @@ def is_alive(folder: Path) -> bool:
     return False
 
 
-def image_id(simulation: Simulation) -> str:
+def image_id(simulation: LaunchSpec) -> str:
     """Return this machine's id of the image that the nodes run. Raises the engine's errors."""
     from .docker_api import connect
 

@@ -24,20 +24,20 @@ from typing import Any, TypeVar
 
 from ..errors import EXIT_CODES, CapacityError, CloudtrainError, SpecError, StorageError
 from ..job.job import Job
-from ..provider_api.launch_spec import Mount, Rules, Simulation
+from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
 from ..provider_api.protocol import AttemptInfo, Layout, Provider, Request
 from ..provider_api.registry import find_provider
 from ..runs.outcome import records_of, was_lost
 from ..runs.run import NOT_RETRIED, Run
-from ..runtime.checkpoints import COMMIT, complete, resumable
+from ..runtime.checkpoints import COMMIT, complete, resumable_checkpoints
 from ..runtime.node import UNMIRRORED
-from ..storage.files import Files, Moving, files
+from ..storage.files import Files, TransferOptions, files
 from ..storage.local_disk import local_path
 from ..store.store import Store
 from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
-from .fault_injection import Drill, Drills
+from .fault_injection import Injection, InjectionPlan
 from .node_folders import NodeFolders
-from .supervised import Hosted, refuse
+from .supervised import SupervisedProvider, refuse
 
 __all__ = ["Supervisor", "main"]
 
@@ -100,9 +100,9 @@ class Supervisor:
         self.native_id = f"{socket.gethostname()}:{folder}"
         self.attempts: list[dict[str, Any]] = []
         self.spent = 0.0
-        self.drills = Drills(self.request.body.get("drills", ()))
+        self.drills = InjectionPlan(self.request.body.get("drills", ()))
         self._lost: set[int] = set()
-        self._idle: list[Drill] = []
+        self._idle: list[Injection] = []
         self._had: tuple[
             str, ...
         ] = ()  # the newest checkpoints as the nodes started, or at a drill that waited for one
@@ -130,10 +130,10 @@ class Supervisor:
 
     def check(self) -> None:
         """Raise the error that keeps the run from starting at all: it then leaves no status."""
-        moving = {key: value for key, value in self.record.get("moving", {}).items() if key in Moving._fields}
-        self.store = Store(self.store.url, moving=Moving(**moving))
+        moving = {key: value for key, value in self.record.get("moving", {}).items() if key in TransferOptions._fields}
+        self.store = Store(self.store.url, moving=TransferOptions(**moving))
         provider = self.provider
-        if isinstance(provider, Hosted) and not (self.folder / "status.json").exists():
+        if isinstance(provider, SupervisedProvider) and not (self.folder / "status.json").exists():
             provider.check(self.request)
 
     def run(self) -> None:
@@ -226,7 +226,7 @@ class Supervisor:
         self.store.write_submitted(self.run_id, number, self.native_id)
         return following
 
-    def _attempt(self, request: Request, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str]:
+    def _attempt(self, request: Request, simulation: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str]:
         """Run one attempt, with the platform's own restarts."""
         rules, restart = simulation.rules, 0
         left = {"codes": rules.max_restarts, "preempted": rules.preemptions, "lost": rules.losses}
@@ -258,7 +258,7 @@ class Supervisor:
             restart += 1
             time.sleep(RESTART_SECONDS)
 
-    def _start(self, name: str, simulation: Simulation, mounts: _Mounts) -> tuple[str, str, str, str]:
+    def _start(self, name: str, simulation: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str, str]:
         """Run one start of all nodes to its end; return (state, category, reason, resumed checkpoint)."""
         self.engine.prepare(simulation, self._pending, lambda: self._cancelled(mounts))
         wanted = [mount for node in simulation.nodes for mount in node.mounts]
@@ -305,7 +305,9 @@ class Supervisor:
         self.state.update(state="pending", reason=reason)
         self._write_status()
 
-    def _watch(self, nodes: Sequence[NodeHandle], rules: Rules, mounts: _Mounts, folders: NodeFolders | None) -> str:
+    def _watch(
+        self, nodes: Sequence[NodeHandle], rules: LaunchRules, mounts: _Mounts, folders: NodeFolders | None
+    ) -> str:
         """Wait for all nodes to end; return why we ended them (``cancelled``, ``timeout``, ``peers``, or ``preempted``,
         by a drill), else ""."""
         began = time.monotonic()
@@ -387,13 +389,13 @@ class Supervisor:
         last = self.attempts[-1]
         return list(records_of(AttemptInfo(number=last["number"], started=last["started"]), mounts.exits()))
 
-    def _reason_to_stop(self, spent: float, rules: Rules, mounts: _Mounts) -> str:
+    def _reason_to_stop(self, spent: float, rules: LaunchRules, mounts: _Mounts) -> str:
         if self._cancelled(mounts):
             return "cancelled"
         return "timeout" if spent > rules.time_limit else ""
 
     def _judge(
-        self, nodes: Sequence[NodeHandle], rules: Rules, stopped: str, exits: Sequence[Mapping[str, Any]]
+        self, nodes: Sequence[NodeHandle], rules: LaunchRules, stopped: str, exits: Sequence[Mapping[str, Any]]
     ) -> tuple[str, str, str]:
         """Return (state, category, reason) of one start of all nodes."""
         codes = [node.poll() or 0 for node in nodes]
@@ -470,7 +472,7 @@ class Supervisor:
 
     def _newest_checkpoint(self, mounts: _Mounts) -> tuple[str, ...]:
         """Return the newest of each kind: mirrored, and written to the store by the script itself."""
-        mirrored = resumable(complete(mounts.live / "checkpoints"))[-1:]
+        mirrored = resumable_checkpoints(complete(mounts.live / "checkpoints"))[-1:]
         return (*(str(item.folder) for item in mirrored), *(item.key for item in self.store.direct(self.run_id)[-1:]))
 
 
@@ -502,7 +504,7 @@ class _Mounts:
         target = self._folder / "mounts" / _short(url) / name
         whole = target.with_name(f".{name}.whole")
         if not whole.exists():
-            moving = Moving(mover=self._store.moving.mover)  # inputs are never written
+            moving = TransferOptions(mover=self._store.moving.mover)  # inputs are never written
             source = files(parent, moving=moving)
             if source.size(name) is not None:
                 source.download(name, target)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from ..errors import SpecError
 from ..provider_api.protocol import Layout
 
-__all__ = ["moved", "place_of"]
+__all__ = ["map_urls", "stand_in_for"]
 
 
-def place_of(url: str, places: Mapping[str, str], *, or_same: bool = False) -> str:
+def stand_in_for(url: str, places: Mapping[str, str], *, or_same: bool = False) -> str:
     """Return the stand-in for ``url`` by the deepest entry of ``places``. If none has it: ``url``, or `SpecError`."""
     for known in sorted(places, key=len, reverse=True):
         root = known.rstrip("/")
@@ -22,12 +22,12 @@ def place_of(url: str, places: Mapping[str, str], *, or_same: bool = False) -> s
     raise SpecError(f"{url} is not on this machine; name what stands for it: --map {url}=PATH", field="map")
 
 
-def moved(layout: Layout, store: str) -> Layout:
+def map_urls(layout: Layout, store: str) -> Layout:
     """Return ``layout`` in the store at the URL ``store``. URLs outside its own store stay as they are."""
     places = {layout.store: store}
     inputs = {
-        name: dataclasses.replace(item, url=place_of(item.url, places, or_same=True))
+        name: dataclasses.replace(item, url=stand_in_for(item.url, places, or_same=True))
         for name, item in layout.inputs.items()
     }
-    resume = layout.resume and place_of(layout.resume, places, or_same=True)
+    resume = layout.resume and stand_in_for(layout.resume, places, or_same=True)
     return dataclasses.replace(layout, store=store, inputs=inputs, resume=resume)

@@ -21,9 +21,9 @@ from ..errors import SpecError, StorageError
 from .entry_point import near, resolve
 from .ignore import Rules
 from .job import Source
-from .shipped_files import IGNORE, Entry, Walk, below, disk_errors
+from .shipped_files import IGNORE, ShippedFile, Walk, relative_below, tree_errors
 
-__all__ = ["MANIFEST", "MAX_BYTES", "Bundle", "Excluded", "File", "build", "changes"]
+__all__ = ["MANIFEST", "MAX_BYTES", "Bundle", "Excluded", "File", "build_bundle", "changes"]
 
 MANIFEST = ".cloudtrain-manifest.json"
 """Name of the archive's first member; no file of the tree may have it."""
@@ -191,14 +191,14 @@ class _Verified:
 
     def __init__(self, file: File, disk: Path) -> None:
         self._expected, self._hash = file, hashlib.sha256()
-        with disk_errors(file.path):
+        with tree_errors(file.path):
             self._content = open(disk, "rb")  # noqa: SIM115 (closed in __exit__)
 
     def __enter__(self) -> _Verified:
         return self
 
     def read(self, size: int) -> bytes:
-        with disk_errors(self._expected.path):
+        with tree_errors(self._expected.path):
             chunk = self._content.read(size)
         self._hash.update(chunk)
         if len(chunk) < size:
@@ -238,7 +238,7 @@ def changes(bundle: Bundle, archive: bytes) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------ building
 
 
-def build(
+def build_bundle(
     source: Source,
     *,
     cwd: Path,
@@ -301,7 +301,7 @@ def _dependencies(source: Source, cwd: Path, root: Path, walk: Walk) -> Iterator
 # -------------------------------------------------------------------------------------------------- checks and contents
 
 
-def _file(entry: Entry) -> File:
+def _file(entry: ShippedFile) -> File:
     if entry.link is not None:
         digest = hashlib.sha256(entry.link.encode()).hexdigest()
         return File(path=entry.path, size=0, mode=0o644, sha256=digest, link=entry.link)
@@ -309,7 +309,7 @@ def _file(entry: Entry) -> File:
     return File(path=entry.path, size=entry.size, mode=mode, sha256=_digest(entry))
 
 
-def _digest(entry: Entry) -> str:
+def _digest(entry: ShippedFile) -> str:
     content, size = hashlib.sha256(), 0
     try:
         fd = os.open(entry.disk, _READ)
@@ -327,7 +327,7 @@ def _digest(entry: Entry) -> str:
 
 
 def _check_ships(
-    source: Source, root: Path, entry_point: str, entries: list[Entry], excluded: Iterable[Excluded]
+    source: Source, root: Path, entry_point: str, entries: list[ShippedFile], excluded: Iterable[Excluded]
 ) -> None:
     paths = {entry.path for entry in entries}
     if MANIFEST in paths:
@@ -339,7 +339,9 @@ def _check_ships(
     elif entry_point:
         wanted.append(("source.entry_point", [entry_point]))
     for where, names in wanted:
-        real = [below(os.path.realpath(root / name), str(root)) for name in names]  # through a folder that is a link
+        real = [
+            relative_below(os.path.realpath(root / name), str(root)) for name in names
+        ]  # through a folder that is a link
         if paths.isdisjoint((*names, *real)):
             rules = [e.rule for e in excluded if any(_covers(e.path, name) for name in (*names, *real))]
             why = f"is excluded by {rules[0]}; '!/{names[0]}' in {IGNORE} brings it back" if rules else "is not there"
@@ -350,14 +352,14 @@ def _covers(excluded: str, path: str) -> bool:
     return path == excluded or (excluded.endswith("/") and path.startswith(excluded))
 
 
-def _check_links(entries: list[Entry], parts: list[tuple[str, Path]]) -> None:
+def _check_links(entries: list[ShippedFile], parts: list[tuple[str, Path]]) -> None:
     for entry in entries:
         if entry.link is None:
             continue
         prefix, folder = max((p for p in parts if entry.path.startswith(p[0])), key=lambda p: len(p[0]))
         inner = os.path.normpath(os.path.join(os.path.dirname(entry.path[len(prefix) :]), entry.link))
         real = os.path.realpath(entry.disk)
-        outside = inner.split(os.sep)[0] == ".." or (real != str(folder) and not below(real, str(folder)))
+        outside = inner.split(os.sep)[0] == ".." or (real != str(folder) and not relative_below(real, str(folder)))
         if os.path.isabs(entry.link) or outside:
             raise SpecError(
                 f"the link {entry.path!r} leads out of the code to {entry.link!r}; make it a copy, or exclude it",
@@ -365,7 +367,7 @@ def _check_links(entries: list[Entry], parts: list[tuple[str, Path]]) -> None:
             )
 
 
-def _check_size(entries: list[Entry], max_bytes: int) -> None:
+def _check_size(entries: list[ShippedFile], max_bytes: int) -> None:
     total = sum(entry.size for entry in entries)
     if total <= max_bytes:
         return
@@ -388,7 +390,7 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
-def _check_secrets(entries: list[Entry], named: set[str]) -> None:
+def _check_secrets(entries: list[ShippedFile], named: set[str]) -> None:
     found = [entry.path for entry in entries if entry.link is None and entry.path not in named and _is_secret(entry)]
     if found:
         listed = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
@@ -399,12 +401,12 @@ def _check_secrets(entries: list[Entry], named: set[str]) -> None:
         )
 
 
-def _is_secret(entry: Entry) -> bool:
+def _is_secret(entry: ShippedFile) -> bool:
     if _SECRET_NAME.fullmatch(entry.path):
         return True
     name = entry.path.rpartition("/")[2]
     limit, pattern = _SECRET_CONTENT.get(name[name.rfind(".") :], (0, None))
     if pattern is None or entry.size > limit:
         return False
-    with disk_errors(entry.path), open(entry.disk, "rb") as file:
+    with tree_errors(entry.path), open(entry.disk, "rb") as file:
         return pattern.search(file.read(limit)) is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import SpecError, StorageError
 from ..validate import did_you_mean
 from .job import Source
-from .shipped_files import below
+from .shipped_files import relative_below
 
 __all__ = ["check_script", "near", "resolve"]
 
@@ -50,7 +50,7 @@ def resolve(source: Source, *, cwd: Path) -> tuple[Path, str]:
     if source.path is not None:
         return Path(root), _script_below(root, here, source.entry_point)
     script = _script(os.path.join(here, source.entry_point), source.entry_point)
-    inner = below(script, here)
+    inner = relative_below(script, here)
     return (Path(here), inner) if inner else (Path(script).parent, os.path.basename(script))
 
 
@@ -121,7 +121,7 @@ def _script_below(root: str, here: str, given: str) -> str:
     candidates = [os.path.join(root, given), os.path.join(here, given)]
     found = [path for path in candidates if os.path.isfile(path)]
     for path in found:
-        if inner := below(_script(path, given), root):
+        if inner := relative_below(_script(path, given), root):
             return inner
     if found:
         raise SpecError(f"{given!r} lies outside of {root}, the folder that ships", field=FIELD)

@@ -1,7 +1,7 @@
 """Find a run's origin: the commit of its code, the CI run, the caller's identity, the image.
 
 Facts of this machine (`origin_of`) are part of the plan and thus of the native tags. The caller's identity takes a
-network request: `asked` makes it while the store is being filled, and does not wait long.
+network request: `in_background` makes it while the store is being filled, and does not wait long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from ..errors import scrubbed
 
-__all__ = ["PATIENCE", "asked", "digest_of", "origin_of"]
+__all__ = ["PATIENCE", "digest_of", "in_background", "origin_of"]
 
 PATIENCE = 1.0
 """Seconds to wait for the answer once all else is done; without one the record has null."""
@@ -94,7 +94,7 @@ def digest_of(image: str | None) -> str | None:
     return match[1] if match else None
 
 
-def asked(question: Callable[[], str | None] | None) -> Callable[[], str | None]:
+def in_background(question: Callable[[], str | None] | None) -> Callable[[], str | None]:
     """Ask in the background; the returned function gives the answer, or None after `PATIENCE`.
 
     An error gives None too: a run never fails because the caller's identity is unknown.

@@ -19,7 +19,7 @@ from ..errors import SpecError, StorageError
 from .ignore import Rule, Rules
 from .own_files import PULL_STATE, pulled_files, reason
 
-__all__ = ["IGNORE", "Entry", "Walk", "below", "disk_errors"]
+__all__ = ["IGNORE", "ShippedFile", "Walk", "relative_below", "tree_errors"]
 
 IGNORE = ".cloudtrainignore"
 _GIT_TIMEOUT = 120
@@ -40,7 +40,7 @@ _NEVER = frozenset(
 )
 
 
-class Entry(NamedTuple):
+class ShippedFile(NamedTuple):
     """A file or link that ships: bundle path, path on disk, size in bytes, st_mode, target of a link."""
 
     path: str
@@ -85,7 +85,7 @@ class Walk:
         git: bool,
         outputs: frozenset[tuple[int, int]] = frozenset(),
     ) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[ShippedFile] = []
         self.excluded: list[tuple[str, str]] = []
         self.named: set[str] = set()
         self.warnings: list[str] = []
@@ -101,7 +101,7 @@ class Walk:
         stack = [self._enter(_Folder(folder, prefix, None, Rules(), Rules(), None))]
         while stack:
             here = stack.pop()
-            with disk_errors(here.path or here.disk), os.scandir(here.disk) as found:
+            with tree_errors(here.path or here.disk), os.scandir(here.disk) as found:
                 entries = list(found)
             stack.extend(self._list(here, entries, top=here.path == prefix))
 
@@ -114,7 +114,7 @@ class Walk:
             if not here.closed:
                 here = self._nested(here, names)
         elif PULL_STATE in names:
-            with disk_errors(here.path + PULL_STATE):
+            with tree_errors(here.path + PULL_STATE):
                 self._pulled |= {here.path + path for path in pulled_files(names[PULL_STATE].path)}
         if here.listed is None and ".gitignore" in names:
             here = here._replace(ignored=here.ignored.plus(here.path, _lines(here, ".gitignore")))
@@ -154,7 +154,7 @@ class Walk:
             self.excluded.append((path, verdict))
             return
         _check_name(path)
-        with disk_errors(path):
+        with tree_errors(path):
             status = entry.stat(follow_symlinks=False)
             target = os.readlink(entry.path).replace(os.sep, "/") if link else None
         _check_name(target or "")
@@ -164,13 +164,13 @@ class Walk:
         if not link and path not in self.named and (why := self._not_code(path, entry.path, status.st_size)):
             self.excluded.append((path, f"built-in: {why}"))
             return
-        self.entries.append(Entry(path, entry.path, 0 if link else status.st_size, status.st_mode, target))
+        self.entries.append(ShippedFile(path, entry.path, 0 if link else status.st_size, status.st_mode, target))
 
     def _not_code(self, path: str, disk: str, size: int) -> str:
         """Return why a file is cloudtrain's and no code; an empty text for a file of the user's."""
         if path in self._pulled:
             return "cloudtrain pull wrote it"
-        with disk_errors(path):
+        with tree_errors(path):
             return reason(disk, size)
 
     def _own(self, path: str, own: Rules) -> str | None:
@@ -248,7 +248,7 @@ class _Listed:
 
 def _above(here: _Folder, top: str) -> Rules:
     """Return the rules of the repository ``top`` above a folder. Where they exclude it, it ships by its own alone."""
-    names = below(here.disk, top).split("/") if here.disk != top else []
+    names = relative_below(here.disk, top).split("/") if here.disk != top else []
     rules = Rules().plus(here.path, _read(top, ".git/info/exclude"), above="".join(f"{name}/" for name in names))
     for depth in range(len(names)):
         lines = _read(top, "/".join([*names[:depth], ".gitignore"]))
@@ -297,7 +297,7 @@ def _ask_git(folder: str, top: str, at: str) -> tuple[_Listed | None, dict[str, 
     with _git(folder, "ls-files", "-z", "--cached") as one, _git(folder, *status) as two:
         tracked = set(_answer(one))
         commit, untracked, ignored = _parse_status(_answer(two))
-    base = below(folder, top) + "/" if folder != top else ""
+    base = relative_below(folder, top) + "/" if folder != top else ""
     if any(base.startswith(path) for path in ignored):
         return None, None
     if not all(path.startswith(base) for path in (*untracked, *ignored)):
@@ -374,7 +374,7 @@ def _answer(process: subprocess.Popen[bytes], question: bytes = b"") -> list[str
 # ----------------------------------------------------------------------------------------------------- paths and errors
 
 
-def below(path: str, folder: str) -> str:
+def relative_below(path: str, folder: str) -> str:
     """``path`` relative to ``folder``, posix; empty when it is not below it."""
     try:
         relative = os.path.relpath(path, folder).replace(os.sep, "/")
@@ -384,7 +384,7 @@ def below(path: str, folder: str) -> str:
 
 
 @contextlib.contextmanager
-def disk_errors(path: str) -> Iterator[None]:
+def tree_errors(path: str) -> Iterator[None]:
     """Turn an `OSError` about a path of the tree into one line."""
     try:
         yield

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import SpecError
 from ..validate import did_you_mean
 
-__all__ = ["Mount", "NodeSpec", "Rules", "Simulation"]
+__all__ = ["LaunchRules", "LaunchSpec", "Mount", "NodeSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class NodeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
+class LaunchRules:
     """The platform's rules for its nodes. Times are seconds.
 
     ``restart_on``: exit codes after which the platform restarts all nodes itself, at most ``max_restarts`` times an
@@ -79,22 +79,22 @@ class Rules:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulation:
+class LaunchSpec:
     """The nodes that a platform starts for one request, and its rules."""
 
     nodes: Sequence[NodeSpec]
-    rules: Rules
+    rules: LaunchRules
 
     def to_dict(self) -> dict[str, Any]:
         return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Simulation:
+    def from_dict(cls, data: Mapping[str, Any]) -> LaunchSpec:
         """Return the Simulation of `to_dict`'s data. Raises `SpecError` for other data."""
         try:
             for node in data["nodes"]:
                 _check_values(node, NodeSpec, _NODE_VALUES, "nodes.*")
-            _check_values(data["rules"], Rules, _RULE_VALUES, "rules")
+            _check_values(data["rules"], LaunchRules, _RULE_VALUES, "rules")
             nodes = [
                 NodeSpec(
                     **{
@@ -105,7 +105,7 @@ class Simulation:
                 )
                 for node in data["nodes"]
             ]
-            return cls(nodes=tuple(nodes), rules=Rules(**data["rules"]))
+            return cls(nodes=tuple(nodes), rules=LaunchRules(**data["rules"]))
         except (KeyError, TypeError, AttributeError) as exc:
             raise SpecError(f"not a simulation: {exc}", field="nodes") from None
 

@@ -17,7 +17,7 @@ from . import catalog
 if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
     from ..job.job import Job
 
-__all__ = ["THIS_MACHINE", "checked_prices", "gpus_of", "hard_limit"]
+__all__ = ["THIS_MACHINE", "checked_prices", "gpus_per_node", "hard_limit"]
 
 THIS_MACHINE = "localhost"
 """Name under which a machine that starts its nodes itself has a price; all nodes are on it."""
@@ -33,7 +33,7 @@ def checked_prices(prices: Any, provider: str) -> dict[str, float]:
     return dict(sorted(prices.items()))
 
 
-def gpus_of(provider: str, machine: str, job: Job, choice: int) -> int | None:
+def gpus_per_node(provider: str, machine: str, job: Job, choice: int) -> int | None:
     """Return the GPUs a node for the ``choice``-th GPU of the list, on ``machine``; None means unknown.
 
     ``machine`` is a name of the price table: ``n1-standard-8+T4:1`` if its own name does not include the GPUs.
@@ -115,7 +115,7 @@ def _dearest(provider: str, names: Sequence[str], own: Mapping[str, float]) -> t
 
 
 def _known(provider: str, name: str, job: Job, choice: int) -> int:
-    gpus = gpus_of(provider, name, job, choice)
+    gpus = gpus_per_node(provider, name, job, choice)
     if gpus is None:
         why = f"how many GPUs {name} has is not known here; say gpu (NAME:COUNT), or use max_runtime"
         raise UnsupportedError(provider, "max_gpu_hours", why)

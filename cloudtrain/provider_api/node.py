@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["JOIN_TIMEOUT", "PROTOCOL", "RunObjects", "Site", "SyncAgent", "Topology"]
+__all__ = ["JOIN_TIMEOUT", "PROTOCOL", "NodeEnvironment", "RunObjects", "SyncAgent", "Topology"]
 
 PROTOCOL = 1
 """Version of context.json; the node refuses unknown versions."""
@@ -20,7 +20,7 @@ JOIN_TIMEOUT = 1800.0
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """This node among the nodes. Node 0 serves torchrun's store at ``master_port`` and the node link at the port after
-    it, unless `Site.link_port` names another."""
+    it, unless `NodeEnvironment.link_port` names another."""
 
     nodes: int
     node_rank: int
@@ -71,7 +71,7 @@ class SyncAgent:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class NodeEnvironment:
     """A node's environment on its platform. ``paths`` maps ``live`` and ``input.<channel>`` to folders.
 
     ``scratch`` lists folders to try, best first. ``stop_grace`` is seconds between the platform's stop signal and its

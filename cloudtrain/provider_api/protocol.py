@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from ..errors import SpecError, UnsupportedError
 from ..validate import url_scheme
-from .launch_spec import Simulation
-from .node import PROTOCOL, Site
+from .launch_spec import LaunchSpec
+from .node import PROTOCOL, NodeEnvironment
 
 if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
     from ..job.job import Input, Job
@@ -317,10 +317,10 @@ class Provider(Protocol):
         """
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """Return the node's environment, on the node. ``argv`` holds the ``--path`` pairs of the command line."""
 
-    def nodes(self, request: Request) -> Simulation:
+    def nodes(self, request: Request) -> LaunchSpec:
         """Return the nodes that the platform starts for the request. Pure."""
 
 

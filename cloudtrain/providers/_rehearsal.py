@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..engine.fault_injection import Drill, Drills
-from ..engine.supervised import Hosted, clear_containers, image_id
-from ..engine.url_map import moved, place_of
+from ..engine.fault_injection import Injection, InjectionPlan
+from ..engine.supervised import SupervisedProvider, clear_containers, image_id
+from ..engine.url_map import map_urls, stand_in_for
 from ..errors import SpecError
-from ..provider_api.launch_spec import Mount, NodeSpec, Simulation
-from ..provider_api.node import Site
+from ..provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
+from ..provider_api.node import NodeEnvironment
 from ..provider_api.protocol import Layout, Request, python_command
 from ..provider_api.protocol import (
     Provider as Target,
@@ -88,7 +88,7 @@ class Settings:
     state_dir: str = ""
 
 
-class Provider(Hosted):
+class Provider(SupervisedProvider):
     """Provider that runs another provider's platform here; see `Provider` for the methods."""
 
     name: ClassVar[str] = "rehearsal"
@@ -109,14 +109,14 @@ class Provider(Hosted):
         own, target = self.settings, self.target
         secrets = {name: reference.partition(":")[2] for name, reference in job.secrets.items()}
         theirs = job.replace(secrets=own.secrets) if own.secrets else job
-        request = target.plan(theirs, moved(layout, own.store), attempt=attempt, choice=choice)
+        request = target.plan(theirs, map_urls(layout, own.store), attempt=attempt, choice=choice)
         simulation = target.nodes(request)
-        drills = [Drill.parse(*text.split(" ", 1), nodes=len(simulation.nodes)) for text in own.drills]
+        drills = [Injection.parse(*text.split(" ", 1), nodes=len(simulation.nodes)) for text in own.drills]
         limits, differences = self._limits(simulation.nodes)
         places = {own.store: layout.store, **own.maps}
 
         def here(spec: NodeSpec) -> NodeSpec:
-            mounts = [dataclasses.replace(mount, url=place_of(mount.url, places)) for mount in spec.mounts]
+            mounts = [dataclasses.replace(mount, url=stand_in_for(mount.url, places)) for mount in spec.mounts]
             mounts.append(Mount(url=layout.direct, path=DIRECT, kind="sync"))
             if not secrets:
                 return dataclasses.replace(spec, mounts=mounts, **limits)
@@ -124,7 +124,7 @@ class Provider(Hosted):
             return dataclasses.replace(spec, mounts=mounts, **limits, entrypoint=words[:1], command=words[1:])
 
         rules = dataclasses.replace(simulation.rules, retries=job.retries)
-        simulation = Simulation(nodes=[here(spec) for spec in simulation.nodes], rules=rules)
+        simulation = LaunchSpec(nodes=[here(spec) for spec in simulation.nodes], rules=rules)
         module = sys.modules[type(target).__module__]
         differences += [*getattr(module, "DIFFERENCES", ()), *self._differences(job, drills)]
         return Request(
@@ -134,7 +134,7 @@ class Provider(Hosted):
                 "target": own.target,
                 "request": request.to_dict(),
                 "differences": differences,
-                "drills": Drills.told(drills),
+                "drills": InjectionPlan.told(drills),
                 **simulation.to_dict(),
             },
             # Code that writes to the store by itself cannot reach the cloud's store.
@@ -185,7 +185,7 @@ class Provider(Hosted):
             limits["container"] = {"HostConfig": {"Tmpfs": dict.fromkeys(sorted(roots), "mode=1777")}} if roots else {}
         return limits, told
 
-    def _differences(self, job: Job, drills: Sequence[Drill]) -> list[str]:
+    def _differences(self, job: Job, drills: Sequence[Injection]) -> list[str]:
         own = self.settings
         told = [f"{place} stands in for {url}" for url, place in own.maps.items()]
         if whole := [name for name, item in job.inputs.items() if item.shard]:
@@ -205,7 +205,7 @@ class Provider(Hosted):
         except SpecError as exc:
             raise SpecError(exc.message, field=exc.field or "rehearse", hint=exc.hint) from None
 
-    def nodes(self, request: Request) -> Simulation:
+    def nodes(self, request: Request) -> LaunchSpec:
         """Return the nodes; requests of earlier versions have a rule ``objects``, which has no effect now."""
         rules = {key: value for key, value in request.body["rules"].items() if key != "objects"}
         return super().nodes(dataclasses.replace(request, body={**request.body, "rules": rules}))
@@ -218,6 +218,6 @@ class Provider(Hosted):
         clear_containers(folder)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """Raise `SpecError`: the nodes of a rehearsal run the target's `site`."""
         raise SpecError("a node of a rehearsal is its target's", field="provider")

@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.supervised import PREEMPTED, STOP_GRACE, Hosted, check_readable, clear_containers, image_id, origin_tags
+from ..engine.supervised import (
+    PREEMPTED,
+    STOP_GRACE,
+    SupervisedProvider,
+    check_readable,
+    clear_containers,
+    image_id,
+    origin_tags,
+)
 from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
-from ..provider_api.node import Site, Topology
+from ..provider_api.node import NodeEnvironment, Topology
 from ..provider_api.protocol import Layout, Request, python_command
 from ..validate import did_you_mean
 
@@ -110,7 +118,7 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider(Hosted):
+class Provider(SupervisedProvider):
     """Provider of containers on this machine; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "docker"
@@ -208,9 +216,9 @@ class Provider(Hosted):
         clear_containers(folder)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         secrets = json.loads(sys.stdin.readline()) if environ.get(ENGINE_PREFIX + "SECRETS") else {}
-        return Site(
+        return NodeEnvironment(
             topology=Topology(
                 nodes=int(environ[ENGINE_PREFIX + "NODES"]),
                 node_rank=int(environ[ENGINE_PREFIX + "NODE"]),

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.supervised import PREEMPTED, STOP_GRACE, Hosted, origin_tags
+from ..engine.supervised import PREEMPTED, STOP_GRACE, SupervisedProvider, origin_tags
 from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
-from ..provider_api.node import Site, Topology
+from ..provider_api.node import NodeEnvironment, Topology
 from ..provider_api.protocol import Layout, Request
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider(Hosted):
+class Provider(SupervisedProvider):
     """Provider of processes on this machine; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "local"
@@ -116,12 +116,12 @@ class Provider(Hosted):
         yield from of_processes(python, request, self.check, fix=_torch_command(python))
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         nodes = int(environ[ENGINE_PREFIX + "NODES"])
         with open(int(environ[ENGINE_PREFIX + "SECRETS_FD"]), "rb") as pipe:
             secrets = json.load(pipe)
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        return Site(
+        return NodeEnvironment(
             topology=Topology(
                 nodes=nodes,
                 node_rank=int(environ[ENGINE_PREFIX + "NODE"]),

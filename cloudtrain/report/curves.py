@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["Curve", "Point", "Stretch", "curves", "is_log", "means", "number", "spread", "ticks"]
+__all__ = ["AttemptSeries", "Curve", "Point", "curves", "is_log", "means", "number", "spread", "ticks"]
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
@@ -33,7 +33,7 @@ WINDOWS = 200
 
 
 @dataclass(kw_only=True)
-class Stretch:
+class AttemptSeries:
     """One attempt's part of a curve: points by x, and the x at which its value was no finite number (``odd``).
 
     ``lost_from`` is the x from which a later attempt did it again, None when none did.
@@ -61,7 +61,7 @@ class Curve:
 
     name: str
     axis: str
-    stretches: list[Stretch]
+    stretches: list[AttemptSeries]
 
     @property
     def kind(self) -> str:
@@ -103,7 +103,7 @@ def curves(rows: Rows) -> list[Curve]:
     """Return every curve in the rows: the loss first, then throughput, learning rate, memory, waits, the others.
 
     A value that is null, NaN or infinite (`log_metrics` writes the latter two as null) has no point; its x is in
-    `Stretch.odd`. If any row has a step, a row without one is on no curve.
+    `AttemptSeries.odd`. If any row has a step, a row without one is on no curve.
     """
     steps = any(_finite(row.get("step")) is not None for some in rows.values() for row in some)
     found: dict[str, Curve] = {}
@@ -121,7 +121,7 @@ def curves(rows: Rows) -> list[Curve]:
                 if name in NO_CURVES or (given is not None and number(given) is None):
                     continue
                 if name not in found:
-                    empty = [Stretch(attempt=attempt) for attempt in rows]
+                    empty = [AttemptSeries(attempt=attempt) for attempt in rows]
                     found[name] = Curve(name=name, axis="step" if steps else "row", stretches=empty)
                 part, value = found[name].stretches[index], _finite(given)
                 if value is None:
@@ -131,7 +131,7 @@ def curves(rows: Rows) -> list[Curve]:
         starts.append(first)
     made = [curve for curve in found.values() if curve.points or (curve.kind == "loss" and curve.odd)]
     if steps and not any(curve.kind == "throughput" for curve in made):
-        paces = [Stretch(attempt=attempt, points=_paces(some)) for attempt, some in rows.items()]
+        paces = [AttemptSeries(attempt=attempt, points=_paces(some)) for attempt, some in rows.items()]
         made += [Curve(name=DERIVED, axis="step", stretches=paces)] if any(part.points for part in paces) else []
     for curve in made:
         _mark_lost(curve.stretches, starts)
@@ -139,7 +139,7 @@ def curves(rows: Rows) -> list[Curve]:
     return sorted(made, key=lambda curve: (order.index(curve.kind), curve.name != "loss", len(curve.name), curve.name))
 
 
-def _mark_lost(stretches: Sequence[Stretch], starts: Sequence[float | None]) -> None:
+def _mark_lost(stretches: Sequence[AttemptSeries], starts: Sequence[float | None]) -> None:
     """Mark what was done again. As in `merge_metrics`, an attempt replaces the rows from its own first step on."""
     since: float | None = None
     for stretch, start in zip(reversed(stretches), reversed(starts), strict=True):

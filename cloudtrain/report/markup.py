@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from string import Template
 
-from .curves import DERIVED, Curve, Point, Stretch, is_log, means, spread, ticks
+from .curves import DERIVED, AttemptSeries, Curve, Point, is_log, means, spread, ticks
 
-__all__ = ["Html", "figure", "page", "quantity", "short", "table", "tag"]
+__all__ = ["Html", "figure", "html_table", "page", "quantity", "short", "tag"]
 
 WIDTH, HEIGHT = 560.0, 230.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 546.0, 22.0, 192.0
@@ -51,7 +51,7 @@ def _escaped(text: str) -> str:
     return text if isinstance(text, Html) else html.escape(_NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
-def table(
+def html_table(
     caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, numeric: Sequence[int] = (), hide: bool = False
 ) -> Html:
     """Return a table that scrolls within itself, with columns ``numeric`` right-aligned.
@@ -230,7 +230,7 @@ def _grid(axis: str, across: _Scale, up: _Scale, unit: float, show: Callable[[fl
     return [*parts, _label(axis, (LEFT + RIGHT) / 2, HEIGHT - 6, "middle")]
 
 
-def _pieces(part: Stretch) -> list[tuple[list[Point], str]]:
+def _pieces(part: AttemptSeries) -> list[tuple[list[Point], str]]:
     """Return the lines of an attempt and their kinds, broken where a value was no finite number."""
     found: list[tuple[list[Point], str]] = []
     joint = part.counted[-1:] if part.lost else []
@@ -266,5 +266,5 @@ def _numbers(curve: Curve, name: str, show: Callable[[float], str]) -> Html:
     text = f"{ROWS} of {count:,} points" if count > ROWS else f"{count} points" if count != 1 else "1 point"
     width = 4 if any(row[3] for row in rows) else 3
     head = [curve.axis, "attempt", name, "done again"][:width]
-    body = table(f"{name}, {text}", head, [row[:width] for row in rows], numeric=(0, 2))
+    body = html_table(f"{name}, {text}", head, [row[:width] for row in rows], numeric=(0, 2))
     return tag("details", tag("summary", f"Numbers: {text}"), body)

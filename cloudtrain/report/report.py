@@ -17,17 +17,17 @@ from typing import Any
 
 from ..errors import SpecError, scrubbed
 from ..provider_api.protocol import FINAL
-from ..runs.live_data import Seen, plain
+from ..runs.live_data import LiveRunReader, printable
 from ..runs.log_order import line_label
 from ..runs.outcome import iso_time, unix_time
 from ..runs.run import Run
-from ..runs.summary import plural, size
+from ..runs.summary import plural, size_text
 from ..runs.warnings import is_secret_name
-from ..storage.local_disk import disk_errors, settle, temp_file
+from ..storage.local_disk import disk_errors, make_durable, temp_file
 from ..store.checkpoint import Checkpoint
 from ..validate import duration, without_secrets
 from .curves import Curve, curves
-from .markup import Html, figure, page, quantity, table, tag
+from .markup import Html, figure, html_table, page, quantity, tag
 
 __all__ = ["report", "write"]
 
@@ -50,14 +50,14 @@ Facts = Sequence[tuple[str, str]]
 
 def report(run: Run, result: Result, *, clock: Callable[[], float] = time.time) -> Html:
     """Return the page of a run whose `Run.result` is ``result``. Raises `StorageError`."""
-    record, seen, now = run.record, Seen(run.store, run.run_id), clock()
+    record, seen, now = run.record, LiveRunReader(run.store, run.run_id), clock()
     rows = seen.metrics()
     drawn = curves(rows)
     request = run.store.attempt_request(run.run_id, 0)
     rehearsal = request.body if request is not None and "differences" in request.body else {}
     free = request is not None and not request.instance_types
     found = run.store.checkpoints(run.run_id) + run.store.direct(run.run_id)
-    different = [tag("li", plain(str(text))) for text in rehearsal.get("differences", ())]
+    different = [tag("li", printable(str(text))) for text in rehearsal.get("differences", ())]
     target = str(rehearsal.get("target", ""))
     body = [
         _head(result, record, target, now),
@@ -87,7 +87,7 @@ def write(run: Run, path: Path) -> tuple[Path, dict[str, Any]]:
     text = report(run, result)
     with disk_errors(path), temp_file(path) as temp:
         temp.write_text(text, encoding="utf-8")
-        settle(temp, path)
+        make_durable(temp, path)
     return path, result
 
 
@@ -100,8 +100,8 @@ def _section(title: str, *children: Html) -> Html:
 
 
 def _facts(caption: str, rows: Facts) -> Html:
-    shown = [(name, plain(text)) for name, text in rows if text]
-    return tag("div", table(caption, ("what", "value"), shown, hide=True), class_="facts")
+    shown = [(name, printable(text)) for name, text in rows if text]
+    return tag("div", html_table(caption, ("what", "value"), shown, hide=True), class_="facts")
 
 
 def _pre(text: str, *, tall: bool = False) -> Html:
@@ -109,7 +109,7 @@ def _pre(text: str, *, tall: bool = False) -> Html:
 
 
 def _lines(lines: Sequence[str]) -> Html:
-    return _pre("\n".join(map(plain, lines)), tall=True)
+    return _pre("\n".join(map(printable, lines)), tall=True)
 
 
 def _faint(text: str) -> Html:
@@ -140,7 +140,7 @@ def _head(result: Result, record: Mapping[str, Any], rehearsal: str, now: float)
     return tag(
         "header",
         tag("h1", tag("span", named, class_=f"state {known}"), " ", str(result["run_id"])),
-        tag("p", plain(str(result["reason"])), class_="reason") if result.get("reason") else None,
+        tag("p", printable(str(result["reason"])), class_="reason") if result.get("reason") else None,
         _faint(f"{where}, {when}this page written {_when(now)}"),
         None if state in FINAL else _faint("The run goes on: this page shows it as it was then."),
     )
@@ -200,7 +200,7 @@ def _newest(found: Mapping[str, Any]) -> str:
     )
 
 
-def _failure(result: Result, seen: Seen) -> Html | None:
+def _failure(result: Result, seen: LiveRunReader) -> Html | None:
     failure, attempts = result.get("failure"), result.get("attempts") or []
     if not failure:
         return None
@@ -215,7 +215,7 @@ def _failure(result: Result, seen: Seen) -> Html | None:
     ]
     parts = [_facts("Where it failed", rows)]
     if failure.get("traceback"):
-        trace = map(plain, str(failure["traceback"]).rstrip().split("\n"))
+        trace = map(printable, str(failure["traceback"]).rstrip().split("\n"))
         parts += [tag("h4", "Traceback"), _pre("\n".join(trace))]
     if attempts and rank is not None:
         ranks = seen.lines(str(attempts[-1]["number"]), LINES, keep=lambda line: line.rank == rank)
@@ -238,7 +238,7 @@ def _curves(drawn: Sequence[Curve], counts: Mapping[str, int], result: Result) -
         words = f"{total} rows of metrics" + (f": {each}." if len(counts) <= 3 else f" of {len(counts)} attempts.")
         words += " Each attempt begins at an upright line; what a later one did again is shaded."
     parts = [_faint(words), tag("div", *map(figure, drawn[:CURVES]), class_="charts")]
-    rest = ", ".join(plain(curve.name) for curve in drawn[CURVES:])
+    rest = ", ".join(printable(curve.name) for curve in drawn[CURVES:])
     return [*parts, *([tag("p", f"Not drawn: {rest}.")] if rest else [])]
 
 
@@ -250,13 +250,13 @@ def _attempts(result: Result, now: float) -> Html:
         start, end, last = unix_time(row.get("started")), unix_time(row.get("ended")), row is attempts[-1]
         so_far = start and last and result["state"] not in FINAL
         took = duration(end - start) if start and end else f"{duration(now - start)} so far" if start and so_far else ""
-        why = plain(str(row.get("reason") or (result["state"] if last else "")))
+        why = printable(str(row.get("reason") or (result["state"] if last else "")))
         rows.append(
             [
                 str(row["number"]),
                 _when(start) if start else "",
                 took,
-                plain(str(row.get("resumed_from") or "the beginning")),
+                printable(str(row.get("resumed_from") or "the beginning")),
                 f"{row['category']}: {why}" if row.get("category") and row["category"] not in why else why,
                 _words(row, node="node {}", rank="rank {}"),
                 _words(row.get("lost") or {}, steps=lambda steps: f"{quantity(steps)} steps", seconds="{:.0f} s"),
@@ -265,7 +265,7 @@ def _attempts(result: Result, now: float) -> Html:
     head = ("attempt", "started", "took", "started from", "how it ended", "where", "lost, done again")
     kept = [i for i in range(len(head)) if i < 5 or any(row[i] for row in rows)]  # a good run has no more
     shown = [[row[i] for i in kept] for row in rows]
-    return table("Attempts, and what each one lost", [head[i] for i in kept], shown, hide=True)
+    return html_table("Attempts, and what each one lost", [head[i] for i in kept], shown, hide=True)
 
 
 def _checkpoints(found: Sequence[Checkpoint], newest: str | None, now: float) -> list[Html]:
@@ -273,26 +273,28 @@ def _checkpoints(found: Sequence[Checkpoint], newest: str | None, now: float) ->
         return [tag("p", "None is complete.")]
     rows = [
         [
-            plain(item.name),
+            printable(item.name),
             quantity(item.step) if item.step is not None else "",
             item.attempt or "written by the script itself",
             f"{len(item.files):,}",
-            size(item.bytes),
+            size_text(item.bytes),
             _when(item.saved),
             duration(now - item.saved),
         ]
         for item in sorted(found, key=lambda item: item.saved, reverse=True)
     ]
     head, numbers = ("name", "step", "attempt", "files", "size", "saved", "age"), (1, 3, 4, 6)
-    words = f"Complete ones, the newest first; a training would go on from {plain(newest)}." if newest else ""
-    parts = [table(words or "Complete ones.", head, rows[:OPEN], numeric=numbers)]
+    words = f"Complete ones, the newest first; a training would go on from {printable(newest)}." if newest else ""
+    parts = [html_table(words or "Complete ones.", head, rows[:OPEN], numeric=numbers)]
     if len(rows) > OPEN:
         older = f"{len(rows) - OPEN} older ones"
-        parts.append(tag("details", tag("summary", older), table(older, head, rows[OPEN:], numeric=numbers, hide=True)))
+        parts.append(
+            tag("details", tag("summary", older), html_table(older, head, rows[OPEN:], numeric=numbers, hide=True))
+        )
     return parts
 
 
-def _last_lines(seen: Seen) -> list[Html]:
+def _last_lines(seen: LiveRunReader) -> list[Html]:
     for attempt in reversed(seen.attempts()):
         if found := seen.lines(attempt, LINES):
             break
@@ -383,15 +385,15 @@ def _links(run: Run, own: str) -> list[Html]:
     rows = [("run", _link(url)), ("store", _link(store))]
     if own:
         rows.append(("the platform's page" if own.startswith("http") else "the platform's files", _link(own)))
-    commands = "\n".join(plain(f"cloudtrain {verb} {url}") for verb in ("status", "logs", "pull"))
-    return [tag("div", table("Links", ("what", "value"), rows, hide=True), class_="facts"), _pre(commands)]
+    commands = "\n".join(printable(f"cloudtrain {verb} {url}") for verb in ("status", "logs", "pull"))
+    return [tag("div", html_table("Links", ("what", "value"), rows, hide=True), class_="facts"), _pre(commands)]
 
 
 def _link(url: str) -> Html:
     """Return a link that a browser can follow, else the text. A platform's page may name its account in the query."""
     if re.fullmatch(r"https?://[^\s]+", url):
         return tag("a", url, href=url, rel="noreferrer noopener")
-    return tag("code", plain(url))
+    return tag("code", printable(url))
 
 
 def _own_page(run: Run, result: Result) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..job.job import Job
 from ..provider_api import catalog
-from ..provider_api.limits import THIS_MACHINE, gpus_of
+from ..provider_api.limits import THIS_MACHINE, gpus_per_node
 from ..provider_api.protocol import AttemptInfo, Request, Status
 
 __all__ = ["Account", "cost_of", "seconds_of"]
@@ -104,7 +104,7 @@ def _used(
     hours = ran if status.billed_s is None else status.billed_s / 3600
     names, choice = _machines(account.job, status, request_of)
     gpu_hours = None
-    gpus = [gpus_of(account.provider, name, account.job, choice) for name in names]
+    gpus = [gpus_per_node(account.provider, name, account.job, choice) for name in names]
     known = [count for count in gpus if count is not None]
     if known and len(known) == len(gpus):
         gpu_hours = max(ran, hours) * max(known)  # spot bills less than the job ran

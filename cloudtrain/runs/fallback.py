@@ -1,7 +1,8 @@
 """Try a job in several regions, projects or clouds, in order, if one lacks machines.
 
 Each place has a run of its own in its own store, with the same id. `moves` decides when a run may move on, and how
-another client continues from the records. `submit` loops around sending, `Onward` around waiting.
+another client continues from the records. `submit_with_fallbacks` loops around sending,
+`FallbackPolicy` around waiting.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from ..storage.files import Progress
 from ..store import runtime_zip
 from ..store.store import Store, next_of
 from ..validate import without_secrets
-from .handover import NO_MACHINES, decide, overtaken, place_of
+from .handover import NO_MACHINES, decide, newer_attempt_exists, region_of_provider
 from .retry import Retry, error_of
 from .run import Run
-from .submit import Plan, chained, handle, later_choices, noted, recorded
+from .submit import Plan, later_choices, link_fallbacks, run_of_plan, with_recorded_origin, with_resume_warning
 from .submit import make_plan as plan_of
 from .submit import submit as send
 
-__all__ = ["Onward", "make_plan", "name_of", "only_first", "submit", "where"]
+__all__ = ["FallbackPolicy", "name_of", "only_first", "plan_with_fallbacks", "submit_with_fallbacks", "where"]
 
 
-def make_plan(
+def plan_with_fallbacks(
     job: Job,
     *,
     settings: Settings,
@@ -70,7 +71,7 @@ def make_plan(
         run_id = run_id or (None if preview else plans[0].run_id)
         if not place and (resumed := job.resume_from) and is_bare(resumed):  # a run of the first place's store
             job = job.replace(resume_from=f"{plans[0].store.url}/runs/{resumed}")
-    return chained(plans)
+    return link_fallbacks(plans)
 
 
 def only_first(settings: Settings) -> tuple[Settings, str]:
@@ -88,7 +89,7 @@ def only_first(settings: Settings) -> tuple[Settings, str]:
 def where(settings: Settings) -> str:
     """Return a place before planning: a region ("" if none is set), or the store if no provider can be made."""
     try:
-        return place_of(settings.make_provider())
+        return region_of_provider(settings.make_provider())
     except CloudtrainError:
         return without_secrets(settings.store)
 
@@ -100,10 +101,10 @@ def _named(settings: Settings) -> str:
 
 def name_of(plan: Plan) -> str:
     """Return the name of a plan's place for people: provider and region."""
-    return " ".join(filter(None, [plan.provider_name, place_of(plan.provider)]))
+    return " ".join(filter(None, [plan.provider_name, region_of_provider(plan.provider)]))
 
 
-def submit(
+def submit_with_fallbacks(
     plan: Plan,
     *,
     environ: Mapping[str, str],
@@ -124,7 +125,7 @@ def submit(
     try:
         run = send(newest, environ=environ, progress=progress, moved=moved)
     except (CapacityError, QuotaError) as exc:
-        run = handle(newest)
+        run = run_of_plan(newest)
         refused = _refused(run)
         if refused is None:
             raise  # without a record of the refusal nothing can follow
@@ -132,7 +133,7 @@ def submit(
         if over and next_of(run.store, run.run_id) is None:  # else another client has moved it on
             raise _nowhere(run, refused, hint=exc.hint) from None
         say(f"{name_of(newest)} refused it: {exc}")
-    onward = Onward(run, say, environ=environ, plans=plans, progress=progress, moved=moved)
+    onward = FallbackPolicy(run, say, environ=environ, plans=plans, progress=progress, moved=moved)
     while True:
         if (refused := _refused(run)) is not None:
             result = run.result()
@@ -156,7 +157,7 @@ def _newest(plans: Sequence[Plan]) -> Plan:
         noted = next_of(plan.store, plan.run_id)
         if noted is None:
             return plan
-        recorded(plan)
+        with_recorded_origin(plan)
         if noted["run"] != following.run_url:
             raise ConflictError(f"{plan.run_id!r} went on to {noted['run']}; choose another id", field="run_id")
     return plans[-1]
@@ -194,7 +195,7 @@ def _told(refusal: Mapping[str, Any]) -> str:
     return f"{where}: {refusal['reason']}"
 
 
-class Onward(Retry):
+class FallbackPolicy(Retry):
     """A `Retry` that moves the run, and its handle, to the next place if no further attempt can have machines.
 
     ``plans`` are those of the submitting client. Any other client makes the next plan from the records, and copies code
@@ -224,7 +225,7 @@ class Onward(Retry):
             return True
         newest = max(run.store.attempts(run.run_id))
         request, moves = run.store.attempt_request(run.run_id, newest), run._may_move(result)
-        if moves and overtaken(run.store, run.run_id, newest, result):
+        if moves and newer_attempt_exists(run.store, run.run_id, newest, result):
             return True
         # If no GPU of the list is left, another attempt here would request unavailable machines again.
         here = not moves or (request is not None and run._has_another(request, result["category"]))
@@ -242,9 +243,9 @@ class Onward(Retry):
         if not refusals:
             request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
             refusals.append(run._refusal(result, request.choice if request is not None else 0))
-        from ..store.remote_inputs import Left
+        from ..store.remote_inputs import PreviousPlace
 
-        left = Left(run.store, Layout.from_dict(run.record["layout"]))
+        left = PreviousPlace(run.store, Layout.from_dict(run.record["layout"]))
         plan = dataclasses.replace(self._following(), refusals=tuple(refusals), left=left)
         self._say(f"{_told(refusals[-1])}; going on to {name_of(plan)}")
 
@@ -304,7 +305,7 @@ class Onward(Retry):
                 fetch=partial(self._held, f"code/{layout.code_digest}/code.tar.gz"),
             ),
             layout=layout,
-            request=noted(provider.plan(job, layout), layout),
+            request=with_resume_warning(provider.plan(job, layout), layout),
             later=later_choices(provider, job, layout),
             settings=settings,
             rest=tuple(rest),

@@ -31,15 +31,15 @@ __all__ = [
     "NOT_RETRIED",
     "NO_MACHINES",
     "REFUSALS",
-    "Moving",
+    "HandoverMixin",
     "cut_off",
     "decide",
     "forget",
     "in_flight",
-    "overtaken",
-    "place_of",
+    "newer_attempt_exists",
+    "region_of_provider",
     "sending",
-    "settle",
+    "settle_refusal",
 ]
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
@@ -79,7 +79,7 @@ def sending(store: Store, run_id: str, attempt: int) -> Iterator[None]:
         _MINE.discard(key)
 
 
-def settle(
+def settle_refusal(
     store: Store,
     run_id: str,
     attempt: int,
@@ -118,8 +118,8 @@ def in_flight(
 ) -> bool:
     """Return whether a possibly live client has noted, less than `LEASE` seconds ago, that it sends the attempt.
 
-    ``clock`` gives Unix seconds. Unlike `settle` it writes nothing, so read-only verbs may call it. It waits only for
-    the requests of dead clients, until they must have arrived.
+    ``clock`` gives Unix seconds. Unlike `settle_refusal` it writes nothing, so read-only verbs may call it. It
+    waits only for the requests of dead clients, until they must have arrived.
     """
     keys = [f"{_folder(run_id, attempt)}/{name}" for name in store.files.names(_folder(run_id, attempt))]
     noted = {key: record for key in keys if (record := store.record(key)) is not None}
@@ -192,7 +192,7 @@ def decide(store: Store, run_id: str, following: str, result: Record) -> bool:
     return noted is not None and noted.get("run") == following
 
 
-def overtaken(store: Store, run_id: str, newest: int, result: Record) -> bool:
+def newer_attempt_exists(store: Store, run_id: str, newest: int, result: Record) -> bool:
     """Return whether ``result`` is of an attempt before ``newest``, which another client has recorded."""
     if not newest or store.refused(run_id, newest):
         return False
@@ -200,7 +200,7 @@ def overtaken(store: Store, run_id: str, newest: int, result: Record) -> bool:
     return noted is None or str(noted["native_id"]) != result["native_id"]
 
 
-def place_of(provider: Provider) -> str:
+def region_of_provider(provider: Provider) -> str:
     """Return the region in the provider's settings; empty if they name none."""
     settings = getattr(provider, "settings", None)
     specs = dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
@@ -210,7 +210,7 @@ def place_of(provider: Provider) -> str:
 # ------------------------------------------------------------------------------------------------------------- handles
 
 
-class Moving:
+class HandoverMixin:
     """The part of a `Run` that handles further attempts and places."""
 
     store: Store
@@ -276,7 +276,7 @@ class Moving:
         return {
             "run": f"{self.store.url}/{run_folder(self.run_id)}",
             "provider": self.provider_name,
-            "place": place_of(self.provider),
+            "place": region_of_provider(self.provider),
             "gpu": gpus[choice] if choice < len(gpus) else None,
             "category": said["category"],
             "reason": said["reason"],
@@ -325,7 +325,7 @@ class Moving:
         more = newest - max(0, len(choices) - 1) < job.retries and category not in NOT_RETRIED
         # A refused first request is not a failed attempt: its submitter got an error.
         more = more and not (newest == 0 and self.store.refused(self.run_id, 0))
-        return another or more or overtaken(self.store, self.run_id, newest, result)
+        return another or more or newer_attempt_exists(self.store, self.run_id, newest, result)
 
     def _may_move(self, result: Record) -> bool:
         """Return whether the run, which ended with ``result``, may move to another place: it never ran and was not

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 from ..errors import CloudtrainError, NotFoundError, SpecError, StorageError
 from ..job.job import Job
 from ..provider_api.protocol import Provider
-from ..settings.settings import NO_SETTINGS, Caller, Settings
-from ..storage.files import Moving, parallel
+from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
+from ..storage.files import TransferOptions, parallel
 from ..storage.local_disk import local_path
 from ..store.store import Store, checked_run, run_folder
-from .live_data import Seen
+from .live_data import LiveRunReader
 from .metrics import merge_metrics
 from .outcome import first_line, iso_time, one_line
 from .run import Run
 
-__all__ = ["PAGE", "Listed", "Wanted", "list_page", "list_runs", "newest_run", "recorded", "run_ids"]
+__all__ = ["PAGE", "Listed", "Wanted", "list_page", "list_runs", "newest_run", "recorded_runs", "run_ids"]
 
 PAGE = 50
 """Runs on a page."""
@@ -81,7 +81,7 @@ class Wanted(NamedTuple):
 
 class _Opened(NamedTuple):
     store: Store
-    asked: Caller | None
+    asked: StoreCredentials | None
     ids: list[str]
 
 
@@ -103,7 +103,7 @@ def list_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> list[Row]
     A run with a result.json costs one read; for others the platform is asked. A run that cannot be read, or whose
     platform does not answer, has the state ``unknown``, with the reason.
     """
-    found = [_stands(row, run) for row, run in recorded(store, settings) if not isinstance(run, _Gone)]
+    found = [_stands(row, run) for row, run in recorded_runs(store, settings) if not isinstance(run, _Gone)]
     rows = [{key: row[key] for key in ROW} for row in found]
     rows.sort(key=lambda row: (row["created"] or "", row["run_id"]), reverse=True)
     return rows
@@ -169,7 +169,7 @@ def _shown(store: Store, columns: Sequence[str], row: Row) -> Row:
 def _last_metrics(store: Store, run_id: str) -> Row:
     """Return the last value of each metric, over all attempts."""
     last: Row = {}
-    for row in merge_metrics(Seen(store, run_id).metrics().values()):
+    for row in merge_metrics(LiveRunReader(store, run_id).metrics().values()):
         last |= {name: value for name, value in row.items() if value is not None}
     return last
 
@@ -282,7 +282,7 @@ def _row(run_id: str, data: Record, **said: Any) -> Row:
     return {**row, **said}
 
 
-def recorded(store: Store | str, settings: Settings = NO_SETTINGS) -> Iterator[tuple[Row, Run | Exception | None]]:
+def recorded_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> Iterator[tuple[Row, Run | Exception | None]]:
     """Yield every run's row from the store's records, oldest id first, with its Run if it has no result yet.
 
     An unreadable run has its error in place of the Run. Runs with equal settings share one provider. A store's URL is
@@ -297,7 +297,7 @@ def _open(store: Store | str, settings: Settings) -> _Opened:
     return _Opened(store, None, store.runs())
 
 
-def _opened(url: str, moving: Moving, caller: Caller) -> _Opened:
+def _opened(url: str, moving: TransferOptions, caller: StoreCredentials) -> _Opened:
     store = Store(url, storage=caller, moving=moving)
     return _Opened(store, caller, store.runs())
 
@@ -305,7 +305,7 @@ def _opened(url: str, moving: Moving, caller: Caller) -> _Opened:
 def _records(
     opened: _Opened, settings: Settings, size: int, *, reads_job: bool = False
 ) -> Iterator[tuple[Row, Run | Exception | None]]:
-    """Yield `recorded` of ``opened.ids``, in order, ``size`` read at a time; ``reads_job`` reads their jobs too."""
+    """Yield `recorded_runs` of ``opened.ids``, in order, ``size`` at a time; ``reads_job`` reads their jobs too."""
     store, asked, ids = opened
     shared: dict[str, tuple[Provider, Store]] = {}
     for start in range(0, len(ids), size):

@@ -15,11 +15,11 @@ from ..runtime.segments import Span, distinct, span_of
 from ..storage.files import Entry, parallel
 from ..storage.local_disk import safe
 from ..store.store import Store, run_folder
-from .log_order import Line, attempt_key, parse
+from .log_order import Line, attempt_key, parse_line
 from .metrics import json_rows
 from .outcome import with_exits
 
-__all__ = ["Node", "Seen", "plain"]
+__all__ = ["LiveRunReader", "NodeData", "printable"]
 
 SEGMENTS, BYTES = 40, 4 << 20
 """Most segments to read of a node for lines of one rank, and bytes before the last of them. A merged segment has
@@ -36,7 +36,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class NodeData:
     """One node of an attempt. ``seen`` is its last write (Unix seconds by the store's clock), or None.
 
     None means that it has written nothing yet, or that the store has no times. ``outcome`` is from its exit record.
@@ -47,7 +47,7 @@ class Node:
     outcome: str = ""
 
 
-class Seen:
+class LiveRunReader:
     """A reader of one run. Methods raise the errors of its `Store`; files deleted meanwhile count as missing."""
 
     def __init__(self, store: Store, run_id: str) -> None:
@@ -108,7 +108,7 @@ class Seen:
             self._rows[key] = known
         return known[1]
 
-    def nodes(self, attempt: str, expected: int = 0) -> list[Node]:
+    def nodes(self, attempt: str, expected: int = 0) -> list[NodeData]:
         """Return the nodes of an attempt, at least ``expected``, each with its last write of a line or metric."""
         signs: dict[int, float | None] = dict.fromkeys(range(expected))
         for node, segments in self._index(attempt).items():
@@ -125,7 +125,7 @@ class Seen:
         for number, record in ended.items():
             signs[number] = max(signs.get(number) or 0.0, record.get("ended") or 0.0) or None
         return [
-            Node(number=number, seen=signs[number], outcome=str(ended.get(number, {}).get("outcome") or ""))
+            NodeData(number=number, seen=signs[number], outcome=str(ended.get(number, {}).get("outcome") or ""))
             for number in sorted(signs)
         ]
 
@@ -174,7 +174,7 @@ class Seen:
         known = self._segments.get(key)
         if known is None or known[0] != entry.version:
             text = self._store.files.read(key).decode("utf-8", "replace")
-            known = entry.version, [parse(LogLine(node="", text=line)) for line in text.split("\n") if line]
+            known = entry.version, [parse_line(LogLine(node="", text=line)) for line in text.split("\n") if line]
             self._segments[key] = known
         return known[1]
 
@@ -202,6 +202,6 @@ def _last(segments: Sequence[_Segment]) -> Iterator[_Segment]:
         size += segment[2].size
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """Return ``text`` without terminal escapes, control and bidirectional characters, for one line."""
     return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _ESCAPES.sub("", text.expandtabs(4)))

@@ -3,7 +3,7 @@
 Lines leave a node as ``[a<attempt> n<node> r<rank> #<number>] text`` and are ordered, de-duplicated and completed by
 (attempt, node, number) alone. A segment has the line's time after the number; segments of older runs lack it. Lines
 without a number are the platform's own, de-duplicated by its id. Nothing here reads, waits or sleeps: pages and
-segments are fed in, lines come out, and `Follower.wanted` names the lines to look for next.
+segments are fed in, lines come out, and `LogOrderer.wanted` names the lines to look for next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from ..provider_api.protocol import LogLine
 
-__all__ = ["Follower", "Line", "Stream", "Want", "attempt_key", "line_label", "parse"]
+__all__ = ["Line", "LogOrderer", "MissingRange", "Stream", "attempt_key", "line_label", "parse_line"]
 
 _NUMBERED = re.compile(
     r"\[a([0-9]{1,9}\.[0-9]{1,9}) n([0-9]{1,9}) r([0-9]{1,9}|-) #([1-9][0-9]{0,17})"
@@ -52,7 +52,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Want:
+class MissingRange:
     """Lines ``first`` to ``last`` (None: to the end) of one node, to look for in its segments."""
 
     attempt: str
@@ -65,7 +65,7 @@ class Want:
         return self.attempt, self.node
 
 
-def parse(line: LogLine) -> Line:
+def parse_line(line: LogLine) -> Line:
     """Return the line as the runtime numbered it, or as the platform's own if it has no number."""
     match = _NUMBERED.fullmatch(line.text)
     if not match:
@@ -128,7 +128,7 @@ class _State:
         return self.held[self.order[0]][1]
 
 
-class Follower:
+class LogOrderer:
     """A de-duplicator: pages and segments, fed in any order and repeatedly, give each line once, in order.
 
     A gap is held back for ``gap_timeout`` seconds, then looked for in the segments (`wanted`, `segment`, `answered`). A
@@ -158,7 +158,7 @@ class Follower:
     def page(self, lines: Iterable[LogLine]) -> Iterator[Line]:
         """Take lines of the platform's log; yield those that are due."""
         for raw in lines:
-            line = parse(raw)
+            line = parse_line(raw)
             if line.stream is not None:
                 yield from self._numbered(line, line.stream)
             elif self._new_id(raw.id):
@@ -167,7 +167,7 @@ class Follower:
     def segment(self, texts: Iterable[str]) -> Iterator[Line]:
         """Take whole lines of one of our own segments; lines without a number are skipped."""
         for text in texts:
-            line = parse(LogLine(node="", text=text))
+            line = parse_line(LogLine(node="", text=text))
             if line.stream is not None:
                 yield from self._numbered(line, line.stream)
 
@@ -203,7 +203,7 @@ class Follower:
 
     # ------------------------------------------------------------------------------------------------------------- gaps
 
-    def wanted(self, *, now: bool = False) -> list[Want]:
+    def wanted(self, *, now: bool = False) -> list[MissingRange]:
         """Return the gaps to look for in the segments, one Want a node. ``now``: also those not yet due.
 
         The same gap is returned again every ``gap_timeout`` seconds. Call `answered` after each.
@@ -214,10 +214,10 @@ class Follower:
             if now or self._due(state):
                 state.asked = self._clock()
                 attempt, node = stream
-                out.append(Want(attempt=attempt, node=node, first=state.next, last=max(state.held) - 1))
+                out.append(MissingRange(attempt=attempt, node=node, first=state.next, last=max(state.held) - 1))
         return out
 
-    def answered(self, want: Want, *, give_up: bool = False) -> Iterator[Line]:
+    def answered(self, want: MissingRange, *, give_up: bool = False) -> Iterator[Line]:
         """Record that the segments were read for ``want``; give up lines past their time, or all if ``give_up``."""
         state = self._states.get(want.stream)
         if state is None:
@@ -245,7 +245,7 @@ class Follower:
 
     # ---------------------------------------------------------------------------------------------------------- the end
 
-    def drain(self, exits: Iterable[Mapping[str, Any]], streams: Iterable[Stream] = ()) -> list[Want]:
+    def drain(self, exits: Iterable[Mapping[str, Any]], streams: Iterable[Stream] = ()) -> list[MissingRange]:
         """Return the lines to read from the segments after the last page, so that none is missing.
 
         ``exits`` are exit records, whose ``lines`` is the number of their node's last line. ``streams`` are further
@@ -259,7 +259,7 @@ class Follower:
         for stream in streams:
             self._states.setdefault(stream, _State())
         return [
-            Want(attempt=stream[0], node=stream[1], first=state.next, last=state.total)
+            MissingRange(attempt=stream[0], node=stream[1], first=state.next, last=state.total)
             for stream, state in sorted(self._states.items(), key=lambda item: _stream_key(item[0]))
             if state.held or state.total is None or state.next <= state.total
         ]

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..errors import CloudtrainError, LostContactError, NotFoundError
 from ..runtime.segments import Span, distinct, span_of
 from ..storage.files import parallel
-from .log_order import Follower, Line, Stream, Want
+from .log_order import Line, LogOrderer, MissingRange, Stream
 from .outcome import first_line
 
 if TYPE_CHECKING:
     from ..provider_api.protocol import Provider
     from ..store.store import Store
 
-__all__ = ["ASK_SECONDS", "Contact", "Tail", "newest", "patiently", "written_since"]
+__all__ = ["ASK_SECONDS", "Contact", "Tail", "last_lines", "patiently", "written_since"]
 
 ASK_SECONDS = 60.0
 """Seconds for which a call is repeated if a platform throttles it or does not answer."""
@@ -102,7 +102,7 @@ class Tail:
         self.more = self.flowing = False
         self.store, self._run_id, self._provider, self._clock = store, run_id, provider, clock
         self._contact = Contact(clock=clock, patience=patience)
-        self._follower = Follower(clock=clock)
+        self._follower = LogOrderer(clock=clock)
         self._cursors: dict[str, Any] = {}
         self._midway: set[str] = set()
         self._stalls = 0
@@ -228,7 +228,7 @@ class Tail:
                 index.setdefault((match[1], int(match[2])), []).append((span, key))
         return {stream: distinct(segments) for stream, segments in index.items()}
 
-    def _read(self, want: Want, index: _Index) -> Iterator[Line]:
+    def _read(self, want: MissingRange, index: _Index) -> Iterator[Line]:
         """Feed the segments that may hold the wanted lines.
 
         If a segment was merged into another one, list again. The follower gives each line once.
@@ -253,7 +253,7 @@ class Tail:
             index = self._index(f"{want.attempt}/node-{want.node}/")
 
 
-def newest(lines: Iterable[Line | None], count: int | None) -> Iterator[Line]:
+def last_lines(lines: Iterable[Line | None], count: int | None) -> Iterator[Line]:
     """Yield the last ``count`` lines before the first None, which ends the existing ones; then every line.
 
     The last ones of all nodes are those of the latest times. ``count`` None: every line.

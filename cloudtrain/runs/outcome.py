@@ -24,11 +24,11 @@ __all__ = [
     "began_at",
     "first_line",
     "iso_time",
-    "newest_of",
+    "newest_records",
     "one_line",
+    "public_result",
     "records_of",
     "root_record",
-    "shown",
     "status_of",
     "unix_time",
     "verdict_of",
@@ -172,16 +172,16 @@ def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Reco
     ghost = own and all(r["outcome"] == "stopped" for r in own)
     if ghost and starts is not None and not any(r["attempt"] == info.number for r in starts):
         decided = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k and r.get("decided")]
-        before = newest_of(decided)
+        before = newest_records(decided)
         if any(r["outcome"] == "failed" and not r.get("lost") for r in before):
             return before
     if own or info.started is None:
         return own
     since = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k and (r.get("ended") or 0) >= info.started]
-    return newest_of(since)
+    return newest_records(since)
 
 
-def newest_of(records: Sequence[Record]) -> list[Record]:
+def newest_records(records: Sequence[Record]) -> list[Record]:
     """Return the records of the newest attempt among them."""
     newest = max((attempt_key(str(r["attempt"])) for r in records), default=())
     return [r for r in records if attempt_key(str(r["attempt"])) == newest]
@@ -347,7 +347,7 @@ def status_of(result: Record) -> Status:
     )
 
 
-def shown(stored: Record) -> Result:
+def public_result(stored: Record) -> Result:
     """Return a stored result without the fields for `list`."""
     return {key: value for key, value in stored.items() if key not in LIST_FIELDS}
 

@@ -21,18 +21,18 @@ from ..provider_api.protocol import Status
 from ..provider_api.registry import find_provider
 from ..runtime.checkpoint_names import METADATA, newer_than_metadata
 from ..runtime.segments import Span, distinct, span_of
-from ..storage.digest_cache import Digests, looks
+from ..storage.digest_cache import DigestCache, stat_key
 from ..storage.files import Progress, files, parallel
 from ..storage.local_disk import inside, local_path, safe
-from ..storage.replace_folder import aside, below, discard, prune, swap, take, tidy
-from ..store.checkpoint import Checkpoint, newest_of, numbers_of, resumable
+from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
+from ..store.checkpoint import Checkpoint, newest_checkpoint, numbers_of, resumable
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import did_you_mean, json_loads
 from .metrics import json_rows, merge_metrics
 
-__all__ = ["PULLED", "PullReport", "merge_metrics", "newest_pulled", "parts", "pull"]
+__all__ = ["PULL_KINDS", "PullReport", "merge_metrics", "newest_pulled", "parse_selection", "pull"]
 
-PULLED = ("checkpoints", "artifacts", "outputs", "logs", "metrics")
+PULL_KINDS = ("checkpoints", "artifacts", "outputs", "logs", "metrics")
 """Kinds that `pull` can fetch. Artifacts include the platform's own files; result.json and run.json always come. For
 checkpoints also ``checkpoints:latest``, ``checkpoints:best``, ``checkpoints:step=N``, and ``checkpoints:all``, which is
 the same as ``checkpoints``: the newest of each name."""
@@ -72,8 +72,8 @@ class PullReport:
     missing: tuple[str, ...] = ()
 
 
-def parts(what: str | Iterable[str]) -> dict[str, list[str]]:
-    """Return the kinds of `PULLED` to pull, with the choices of checkpoints. Raises `SpecError`."""
+def parse_selection(what: str | Iterable[str]) -> dict[str, list[str]]:
+    """Return the kinds of `PULL_KINDS` to pull, with the choices of checkpoints. Raises `SpecError`."""
     found: dict[str, list[str]] = {}
     for text in [what] if isinstance(what, str) else what:
         for part in text.split(","):
@@ -82,9 +82,9 @@ def parts(what: str | Iterable[str]) -> dict[str, list[str]]:
                 raise SpecError(
                     f"{part.strip()!r} does not say of what", field="what", hint=f"write checkpoints:{part}"
                 )
-            if word not in PULLED:
-                near = did_you_mean(word, PULLED)
-                raise SpecError(f"{word!r} is none of {', '.join(PULLED)}", field="what", hint=near)
+            if word not in PULL_KINDS:
+                near = did_you_mean(word, PULL_KINDS)
+                raise SpecError(f"{word!r} is none of {', '.join(PULL_KINDS)}", field="what", hint=near)
             if colon and (word != "checkpoints" or not _CHOICE.fullmatch(choice)):
                 hint = "write checkpoints:latest, :best, :step=N or :all"
                 raise SpecError(f"{part.strip()!r} names no checkpoints", field="what", hint=hint)
@@ -97,7 +97,7 @@ def pull(
     run_id: str,
     folder: Path,
     *,
-    what: str | Iterable[str] = PULLED,
+    what: str | Iterable[str] = PULL_KINDS,
     along: Iterable[Status] | None = None,
     on_pull: Callable[[PullReport], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -114,7 +114,7 @@ def pull(
     ``latest``, ``best`` or ``step=N`` must exist. Raises `NotFoundError` for an unknown run or checkpoint,
     `DigestError` for damaged content, which is not kept.
     """
-    wanted, marks = parts(what), _marks_of(str(store.run(run_id).get("provider")))
+    wanted, marks = parse_selection(what), _marks_of(str(store.run(run_id).get("provider")))
     with _alone(folder):
         return _pull(store, run_id, folder, wanted, marks, along, on_pull, clock, progress)
 
@@ -238,7 +238,7 @@ class _Pull:
         self.origin = f"{store.url}/{self.run}"
         self.known: dict[str, dict[str, Any]] = {}
         self.states: list[str] = []  # names of the checkpoints that a training can resume from, newest first
-        self.digests = Digests(folder)
+        self.digests = DigestCache(folder)
         self.sure: dict[str, list[int]] = {}  # stat values of files that this process wrote or read
         self.saved = time.monotonic()
         self._take_over()
@@ -324,7 +324,7 @@ class _Pull:
                 wanted |= set(there)
                 continue
             if choice == "latest":
-                found = [item.name for item in [newest_of(mirrored, direct)] if item is not None]
+                found = [item.name for item in [newest_checkpoint(mirrored, direct)] if item is not None]
             elif choice == "best":
                 pointed = [pointers[name] for name in pointers if _BEST.fullmatch(name) and pointers[name] in there]
                 found = pointed or [name for name in there if _BEST.fullmatch(name)][-1:]
@@ -451,7 +451,7 @@ class _Pull:
             place = inside(self.folder, final)
             beside = {path: aside(place) / path[len(name) + 1 :] for path in tree}
             ours = {targets[path] for path in tree} | {inside(self.folder, path) for path in stale}
-            theirs = [path for path in below(place) if path not in ours]
+            theirs = [path for path in files_below(place) if path not in ours]
             # A file without a digest may be of any version.
             prune(aside(place), {beside[path] for path in tree if parts[path].sha256 is not None})
             for path in here:
@@ -585,18 +585,18 @@ class _Pull:
         if known is None or target.is_symlink() or not target.is_file():
             return False
         status = target.stat()
-        if self.sure.get(path) == looks(status):
+        if self.sure.get(path) == stat_key(status):
             return True
         if status.st_size != known["size"] or self.digests.of(target) != known["sha256"]:
             return False
-        self.sure[path] = looks(status)
+        self.sure[path] = stat_key(status)
         return True
 
     def _trust(self, path: str) -> None:
         """Trust a new file while its stat values stay the same."""
         target = inside(self.folder, path)
         if target.is_file() and not target.is_symlink():
-            self.sure[path] = looks(target.stat())
+            self.sure[path] = stat_key(target.stat())
 
     # --------------------------------------------------------------------------------------------------------- memory
 

@@ -18,8 +18,8 @@ from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.local_disk import local_path, normalize
 from ..store.store import Store
 from ..validate import url_scheme
-from .fallback import Onward
-from .listing import recorded
+from .fallback import FallbackPolicy
+from .listing import recorded_runs
 from .log_sources import ASK_SECONDS, patiently
 from .outcome import one_line
 from .run import Run, open_run
@@ -86,7 +86,7 @@ def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float)
 
 
 def _once(run: Run, say: Say, environ: Mapping[str, str]) -> dict[str, Any]:
-    return run.reconcile(retry=Onward(run, say, environ=environ), say=say)
+    return run.reconcile(retry=FallbackPolicy(run, say, environ=environ), say=say)
 
 
 def _code(exc: Exception) -> int:
@@ -108,7 +108,7 @@ def reconcile_store(
         raise NotFoundError(f"there is no store at {path}", field="store")
     rows: list[Row] = []
     silent: set[int] = set()
-    for seen, run in recorded(store, settings):
+    for seen, run in recorded_runs(store, settings):
         if isinstance(run, Exception):
             row = {"run": f"{url}/runs/{seen['run_id']}", "run_id": seen["run_id"], "provider": seen["provider"]}
             rows.append({**row, **_STANDS, "done": [], "error": one_line(run), "exit_code": _code(run)})

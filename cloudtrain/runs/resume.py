@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 
 from ..errors import AuthError, NotFoundError, SpecError
 from ..job.job import is_run_id
-from ..settings.settings import Caller, Settings
+from ..settings.settings import Settings, StoreCredentials
 from ..storage.local_disk import local_path, normalize
 from ..store.checkpoint import resumable
 from ..store.resume_copy import followed
@@ -113,7 +113,7 @@ def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, fold
     is accepted: the nodes may be able to. ``folder`` is the path that the id would name.
     """
 
-    def look(caller: Caller) -> SpecError | None:
+    def look(caller: StoreCredentials) -> SpecError | None:
         found = Store(place, storage=caller, moving=settings.moving)
         if not found.files.exists(f"runs/{run_id}/run.json"):
             hints = [did_you_mean(run_id, found.runs())]

@@ -31,7 +31,7 @@ from ..storage.local_disk import local_path
 from ..store.store import Store, next_of
 from ..validate import did_you_mean
 from .cost import seconds_of
-from .handover import NO_MACHINES, REFUSALS, overtaken, sending, settle
+from .handover import NO_MACHINES, REFUSALS, newer_attempt_exists, sending, settle_refusal
 from .log_sources import patiently
 from .outcome import unix_time, was_lost
 from .run import Run
@@ -161,7 +161,7 @@ class Retry:
         """Start another attempt; False if none should follow, or the run was cancelled."""
         run, store = self._run, self._run.store
         newest = max(store.attempts(run.run_id))
-        if overtaken(store, run.run_id, newest, result):
+        if newer_attempt_exists(store, run.run_id, newest, result):
             return True
         if self._is_alive(newest, result):
             return True
@@ -205,7 +205,7 @@ class Retry:
         noted = store.submitted(run.run_id, attempt)
         if store.refused(run.run_id, attempt) is None or (noted and noted["native_id"] == result["native_id"]):
             return False
-        settle(store, run.run_id, attempt, say=self._say)
+        settle_refusal(store, run.run_id, attempt, say=self._say)
         request = store.attempt_request(run.run_id, attempt)
         if store.submitted(run.run_id, attempt) is None and request is not None:
             native = patiently(partial(run.provider.find, request))

@@ -21,16 +21,16 @@ from ..errors import AuthError, CloudtrainError, DigestError, LostContactError, 
 from ..job.job import check_run_id
 from ..provider_api import catalog
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Status
-from ..settings.settings import NO_SETTINGS, Caller, Settings
+from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..store.checkpoint import Checkpoint
 from ..store.store import Staged, Store
 from ..validate import did_you_mean, parse_since, url_scheme, whole_number
 from .cost import Account, cost_of, seconds_of
-from .handover import NO_MACHINES, NOT_RETRIED, Moving, forget, in_flight, overtaken
+from .handover import NO_MACHINES, NOT_RETRIED, HandoverMixin, forget, in_flight, newer_attempt_exists
 from .log_order import Line, attempt_key
-from .log_sources import Contact, Tail, newest, patiently, written_since
+from .log_sources import Contact, Tail, last_lines, patiently, written_since
 from .max_wait import MaxWait
 from .metrics import merge_metrics
 from .outcome import (
@@ -39,18 +39,18 @@ from .outcome import (
     attempts_of,
     began_at,
     iso_time,
-    newest_of,
+    newest_records,
+    public_result,
     records_of,
     root_record,
-    shown,
     status_of,
     verdict_of,
     with_start,
     without_machines,
 )
-from .pull import PATIENCE, PULLED, PullReport, pull
+from .pull import PATIENCE, PULL_KINDS, PullReport, pull
 
-__all__ = ["NEXT_SECONDS", "NOT_RETRIED", "NO_MACHINES", "Run", "open_run", "overtaken"]
+__all__ = ["NEXT_SECONDS", "NOT_RETRIED", "NO_MACHINES", "Run", "newer_attempt_exists", "open_run"]
 
 FIRST_POLL = 0.1
 NEXT_SECONDS = 120.0
@@ -60,7 +60,7 @@ Record = Mapping[str, Any]
 Result = dict[str, Any]
 
 
-class Run(Moving):
+class Run(HandoverMixin):
     """A handle of one run, from `Estimator.fit` or `Estimator.attach`.
 
     Every method works from any machine that can read the store, and raises `NotFoundError` if there is no such run.
@@ -126,7 +126,7 @@ class Run(Moving):
         self._lead()
         stored = self.store.result(self.run_id)
         if stored is not None:
-            return shown(stored)
+            return public_result(stored)
         return self._conclude(*self._live())
 
     def _current(self) -> tuple[Status, dict[int, str]]:
@@ -210,7 +210,7 @@ class Run(Moving):
             return self.provider.status(native)
         except NotFoundError:
             records = [r for r in self.store.exits(self.run_id) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
-            root = root_record(newest_of(records))
+            root = root_record(newest_records(records))
             if root is None or not root.get("decided"):
                 raise
             state = "succeeded" if root["outcome"] == "succeeded" else "failed"
@@ -281,7 +281,7 @@ class Run(Moving):
             return False
         newest = max(self.store.attempts(self.run_id), default=0)
         if not self.store.cancelled(self.run_id):
-            return overtaken(self.store, self.run_id, newest, result)
+            return newer_attempt_exists(self.store, self.run_id, newest, result)
         # An attempt recorded but unsent before a cancel is never sent.
         return (native := self._native(newest)) is not None and native != result["native_id"]
 
@@ -371,7 +371,7 @@ class Run(Moving):
         stored = self.store.write_result(self.run_id, self._kept(result))
         with contextlib.suppress(AuthError, StorageError):
             forget(self.store, self.run_id)
-        return shown(stored)
+        return public_result(stored)
 
     # ------------------------------------------------------------------------------------------ logs, metrics, waiting
 
@@ -382,9 +382,9 @@ class Run(Moving):
         """
         self._check()
         self._lead()
-        from .live_data import Seen
+        from .live_data import LiveRunReader
 
-        return merge_metrics(Seen(self.store, self.run_id).metrics().values())
+        return merge_metrics(LiveRunReader(self.store, self.run_id).metrics().values())
 
     def report(self, path: str | Path = ".") -> Path:
         """Write one HTML page about the run, which opens without a network. Return its path.
@@ -438,7 +438,7 @@ class Run(Moving):
             for line in found
             if line is None or ((node is None or str(line.node) == str(node)) and (rank is None or line.rank == rank))
         )
-        return newest(lines if moment is None else written_since(lines, moment), count)
+        return last_lines(lines if moment is None else written_since(lines, moment), count)
 
     def _check_part(self, kind: str, number: int | None) -> None:
         """Raise `NotFoundError` for a number that no node or rank of the run has."""
@@ -488,7 +488,7 @@ class Run(Moving):
         self._lead()
         stored = self.store.result(self.run_id)
         if stored is not None:
-            return shown(stored)
+            return public_result(stored)
         status, natives = self._live()
         if not status.final and self.store.cancelled(self.run_id):
             self.cancel()  # the cancelling client may have died before it asked
@@ -516,7 +516,7 @@ class Run(Moving):
             return result
         stored = self.store.result(self.run_id)
         if stored is not None:  # the client that kept it found that nothing follows
-            return shown(stored)
+            return public_result(stored)
         if (self._may_go_on(result) and retry(result)) or self._is_late(result):
             return None
         return self._keep(result)
@@ -584,7 +584,9 @@ class Run(Moving):
 
     def _ended(self, status: Status) -> Result:
         stored = self.store.result(self.run_id)
-        return shown(stored) if stored is not None else self._conclude(status, dict(sorted(self._natives.items())))
+        return (
+            public_result(stored) if stored is not None else self._conclude(status, dict(sorted(self._natives.items())))
+        )
 
     def _events(
         self,
@@ -685,7 +687,7 @@ class Run(Moving):
         self,
         folder: str | Path,
         *,
-        what: str | Iterable[str] = PULLED,
+        what: str | Iterable[str] = PULL_KINDS,
         follow: bool = False,
         on_pull: Callable[[PullReport], None] | None = None,
         progress: Progress | None = None,
@@ -774,7 +776,7 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
     else:
         where, run_id = store_url, ref
 
-    def read(caller: Caller) -> tuple[Run, Caller]:
+    def read(caller: StoreCredentials) -> tuple[Run, StoreCredentials]:
         run = Run(store=Store(where, cwd=cwd, storage=caller, moving=settings.moving), run_id=run_id, settings=settings)
         try:
             check_run_id(run_id)

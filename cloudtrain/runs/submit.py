@@ -31,7 +31,7 @@ from ..errors import (
 )
 from ..job.entry_point import check_script
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
-from ..job.provenance import asked, digest_of, origin_of
+from ..job.provenance import digest_of, in_background, origin_of
 from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE
 from ..provider_api.protocol import Layout, Provider, Request, recorded_settings
@@ -43,26 +43,26 @@ from ..storage.local_disk import local_path
 from ..store import runtime_zip
 from ..store.store import LocalTree, Staged, Store
 from ..validate import json_loads, without_secrets
-from .handover import REFUSALS, settle
+from .handover import REFUSALS, settle_refusal
 from .retry import category_of, deliver, error_of, secret_values, write_context
 from .run import Run
 from .summary import summary
-from .warnings import append_cautions, cautions, gpu_names, memory_notes, total_gpus
+from .warnings import append_cautions, cautions, gpu_memory_texts, memory_notes, total_gpus
 
 if TYPE_CHECKING:
     from ..job.bundle import Bundle
-    from ..store.remote_inputs import Left
+    from ..store.remote_inputs import PreviousPlace
 
 __all__ = [
     "Plan",
-    "chained",
-    "handle",
     "later_choices",
+    "link_fallbacks",
     "load_plan",
     "make_plan",
-    "noted",
-    "recorded",
+    "run_of_plan",
     "submit",
+    "with_recorded_origin",
+    "with_resume_warning",
 ]
 
 MIB = 1 << 20
@@ -100,7 +100,7 @@ class Plan:
     rest: tuple[Mapping[str, Any], ...] = ()
     first: str = ""
     refusals: tuple[Mapping[str, Any], ...] = ()
-    left: Left | None = None
+    left: PreviousPlace | None = None
     runtime: Callable[[], bytes] | None = None
     missing: tuple[str, ...] = ()
 
@@ -197,7 +197,9 @@ class Plan:
             "nproc_per_node": self.request.context["processes"],
             "ranks": wanted.instance_count * int(self.request.context["processes"]),
             "gpus": total_gpus(self.job, self.request),
-            "gpu_names": list(dict.fromkeys(n for r in (self.request, *self.later) for n in gpu_names(self.job, r))),
+            "gpu_names": list(
+                dict.fromkeys(n for r in (self.request, *self.later) for n in gpu_memory_texts(self.job, r))
+            ),
             "instance_types": list(self.request.instance_types),
             "price": self.price(),
         }
@@ -308,7 +310,7 @@ def make_plan(
         store=store,
         bundle=bundle,
         layout=layout,
-        request=noted(planner.plan(whole, layout), layout),
+        request=with_resume_warning(planner.plan(whole, layout), layout),
         later=later_choices(planner, whole, layout),
         trees=tuple(trees),
         preview=preview and run_id is None,
@@ -318,7 +320,7 @@ def make_plan(
     )
 
 
-def noted(request: Request, layout: Layout) -> Request:
+def with_resume_warning(request: Request, layout: Layout) -> Request:
     """Return ``request`` with notes about a checkpoint from outside the store: the risk of loading it, and its copy."""
     given = layout.resume_source or layout.resume
     if given is None or given.startswith(f"{layout.store}/runs/"):
@@ -388,7 +390,7 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
         told = [data, *data.get("fallbacks", ())]
     except (OSError, ValueError, AttributeError, TypeError) as exc:
         raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
-    return chained([_loaded(item, path, settings=settings, cwd=cwd) for item in told])
+    return link_fallbacks([_loaded(item, path, settings=settings, cwd=cwd) for item in told])
 
 
 def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Path) -> Plan:
@@ -433,13 +435,15 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
 
 def _built(source: Source, store: Store, settings: Settings, cwd: Path, *files: Path) -> Bundle:
     """Return the bundle, without the store and ``files`` in the source, or the files that this process writes to."""
-    from ..job.bundle import build
+    from ..job.bundle import build_bundle
 
     home, most = local_path(store.url), settings.max_code_mb * MIB
-    return build(source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=_identities(1, 2, *files))
+    return build_bundle(
+        source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=_identities(1, 2, *files)
+    )
 
 
-def chained(plans: Sequence[Plan]) -> Plan:
+def link_fallbacks(plans: Sequence[Plan]) -> Plan:
     """Return the first of ``plans``, with the others to follow if it has no machines. Raises `SpecError` if two have
     one run URL."""
     taken = [plan.run_url for plan in plans]
@@ -493,9 +497,9 @@ def submit(
             raise refusal(each.provider_name, each.missing, file=each.settings.file)
     values = secret_values(plan.job, environ)
     say = progress or (lambda _: None)
-    known = recorded(plan)
+    known = with_recorded_origin(plan)
     if known is not None:
-        _check_not_refused(handle(known), say)
+        _check_not_refused(run_of_plan(known), say)
     elif not plan.first:  # a run that continues from other places records its refusals
         _check_this_machine(plan)
     told = _origin(plan) if known is None else dict[str, Any]
@@ -503,7 +507,7 @@ def submit(
     staged = _staged(plan, say, moved)
     say("recording the run")
     if not plan.store.create_run(plan.layout, {**_record(plan), "origin": told()}):
-        plan = recorded(plan) or plan
+        plan = with_recorded_origin(plan) or plan
     if decide is not None:
         decide()
     # Not before the id is known to be ours: another job's context must never be overwritten.
@@ -514,7 +518,7 @@ def submit(
         there = plan.store.attempt_request(plan.run_id, 0)
         if there is not None and there.to_dict() != plan.request.to_dict():
             raise _recorded_otherwise(plan)
-    run = handle(plan, staged)
+    run = run_of_plan(plan, staged)
     request = _to_send(plan)
     if request is None:
         return run
@@ -526,7 +530,7 @@ def submit(
         with contextlib.suppress(CloudtrainError):
             reason = str(exc)
             plan.store.write_refused(plan.run_id, request.attempt, category=category_of(exc), reason=reason)
-            settle(plan.store, plan.run_id, request.attempt, say=say)
+            settle_refusal(plan.store, plan.run_id, request.attempt, say=say)
             if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows
                 return run  # it was accepted nevertheless
         raise
@@ -548,7 +552,7 @@ def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
     if store.refused(run_id, newest) is None:
         return
     if store.result(run_id) is None:
-        settle(store, run_id, newest, say=say)
+        settle_refusal(store, run_id, newest, say=say)
         run.result()
     ended = store.result(run_id)
     if ended is not None and ended["state"] == "failed" and ended["native_id"] is None:
@@ -566,7 +570,7 @@ def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> S
     return dataclasses.replace(staged, data_bytes=staged.data_bytes + _copied(plan, moved, say))
 
 
-def handle(plan: Plan, staged: Staged | None = None) -> Run:
+def run_of_plan(plan: Plan, staged: Staged | None = None) -> Run:
     """Return the run of ``plan``; ``staged`` is what was uploaded for it."""
     return Run(store=plan.store, run_id=plan.run_id, provider=plan.provider, settings=plan.settings, staged=staged)
 
@@ -630,8 +634,8 @@ def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:
     """
     image = getattr(plan.provider.settings, "image", "") or plan.job.image  # a rehearsal may run another one
     who, engine = getattr(plan.provider, "principal", None), getattr(plan.provider, "image_digest", None)
-    principal = asked(who)
-    digest = asked(partial(engine, plan.request) if engine is not None and digest_of(image) is None else None)
+    principal = in_background(who)
+    digest = in_background(partial(engine, plan.request) if engine is not None and digest_of(image) is None else None)
     return lambda: {
         **plan.layout.origin,
         "principal": principal(),
@@ -640,7 +644,7 @@ def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:
     }
 
 
-def recorded(plan: Plan) -> Plan | None:
+def with_recorded_origin(plan: Plan) -> Plan | None:
     """Return the plan with the recorded origin, from which its run continues; None for a new run.
 
     The native tags include the origin, and a repeated CI step must find its run, not start a second one. Raises
@@ -659,7 +663,7 @@ def recorded(plan: Plan) -> Plan | None:
         raise _recorded_otherwise(plan, layout)
     if layout.origin == plan.layout.origin:  # a saved plan is sent as it was saved
         return plan
-    request = noted(plan.provider.plan(plan.job, layout), layout)
+    request = with_resume_warning(plan.provider.plan(plan.job, layout), layout)
     later = later_choices(plan.provider, plan.job, layout)
     return dataclasses.replace(plan, layout=layout, request=request, later=later)
 

@@ -9,7 +9,8 @@ from typing import Any
 from ..validate import duration, without_secrets
 
 __all__ = [
-    "columns", "files_text", "max_runtime", "place", "plan_text", "plural", "price", "size", "stall_timeout", "summary",
+    "columns", "files_text", "max_runtime", "place", "plan_text", "plural", "price_text", "size_text",
+    "stall_timeout", "summary",
 ]  # fmt: skip
 
 LARGEST = 20
@@ -59,7 +60,7 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("run", f"{document['run_id']} on {document['provider']}"),
         ("url", document["run"]),
         ("script", f"{code['entry_point']} in {code['root']}"),
-        ("code", f"{plural(len(code['files']), 'file')}, {size(code['bytes'])}, digest {code['digest']}"),
+        ("code", f"{plural(len(code['files']), 'file')}, {size_text(code['bytes'])}, digest {code['digest']}"),
     ]
     if git := code.get("git"):
         rows.append(("git", f"{git.get('commit') or 'no commit yet'}{', with changes' if git.get('dirty') else ''}"))
@@ -86,7 +87,8 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
 def place(number: int, document: Mapping[str, Any]) -> str:
     """Return a fallback place's plan in one line."""
     found = f"{document['provider']}: {_plan_instance(document['resources'])}, {document['run']}"
-    return f"place {number}: {found}; {price(document['resources']['price'], document['resources']['instance_types'])}"
+    wanted = document["resources"]
+    return f"place {number}: {found}; {price_text(wanted['price'], wanted['instance_types'])}"
 
 
 def _plan_instance(resources: Mapping[str, Any]) -> str:
@@ -103,10 +105,10 @@ def _plan_instance(resources: Mapping[str, Any]) -> str:
 def _plan_price(resources: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the price row; none if this machine starts the nodes and has no price."""
     types = resources["instance_types"]
-    return [("price", price(resources["price"], types))] if types or resources["price"] else []
+    return [("price", price_text(resources["price"], types))] if types or resources["price"] else []
 
 
-def price(price: Mapping[str, Any] | None, machines: Sequence[str] = ()) -> str:
+def price_text(price: Mapping[str, Any] | None, machines: Sequence[str] = ()) -> str:
     """Return a price as an estimate, with its basis and source, so that it is not taken for a bill."""
     if price is None:
         how = f" (--set prices.{machines[0]}=USD says it)" if machines else ""
@@ -128,7 +130,7 @@ def _plan_limits(limits: Mapping[str, Any]) -> str:
     if limits.get("max_gpu_hours") is not None:
         words.append(f"max_gpu_hours {limits['max_gpu_hours']:g}")
     words.append(stall_timeout(limits["stall_timeout_s"], is_default=limits["stall_timeout_is_default"]))
-    words.append(f"code {size(limits['max_code_bytes'])}")
+    words.append(f"code {size_text(limits['max_code_bytes'])}")
     return ", ".join(words)
 
 
@@ -148,7 +150,7 @@ def _plan_retries(retries: Mapping[str, Any]) -> str:
 
 
 def _plan_disk(disk: Mapping[str, Any]) -> str:
-    known = f"{size(disk['code_bytes'])} of code, {size(disk['input_bytes'])} of inputs staged from here"
+    known = f"{size_text(disk['code_bytes'])} of code, {size_text(disk['input_bytes'])} of inputs staged from here"
     count = disk["checkpoints"]
     room = f"{count} checkpoints at a time" if count else "every checkpoint (--keep-checkpoints)"
     return f"{known}, and {room}"
@@ -157,7 +159,7 @@ def _plan_disk(disk: Mapping[str, Any]) -> str:
 def _plan_files(code: Mapping[str, Any], limit: int | None) -> str:
     files = sorted(code["files"], key=lambda file: (-file["bytes"], file["path"]))[:limit]
     more = len(code["files"]) - len(files)
-    lines = [f"  {size(file['bytes']):>10}  {_plain(file['path'])}" for file in files]
+    lines = [f"  {size_text(file['bytes']):>10}  {_plain(file['path'])}" for file in files]
     return "\n".join([f"files ({len(code['files'])})", *lines, *_more(more)])
 
 
@@ -208,7 +210,7 @@ def columns(rows: Sequence[Sequence[Any]]) -> str:
     )
 
 
-def size(count: float) -> str:
+def size_text(count: float) -> str:
     """Return bytes as people write them: ``812 B``, ``1.4 MiB``."""
     if count < 1024:
         return f"{int(count)} B"

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import scrubbed
 from ..provider_api import catalog
-from ..provider_api.limits import THIS_MACHINE, gpus_of
+from ..provider_api.limits import THIS_MACHINE, gpus_per_node
 from ..validate import did_you_mean
 
 if TYPE_CHECKING:
     from ..job.job import Job
     from ..provider_api.protocol import Request
 
-__all__ = ["append_cautions", "cautions", "gpu_names", "is_secret_name", "memory_notes", "total_gpus"]
+__all__ = ["append_cautions", "cautions", "gpu_memory_texts", "is_secret_name", "memory_notes", "total_gpus"]
 
 _SECRET = re.compile(
     r"(?<![a-z])(secret|token|[a-z]*passwords?|[a-z]*passwd|pwd|pat|passphrase|credentials?|connection ?string"
@@ -61,11 +61,11 @@ def cautions(job: Job, request: Request) -> Iterator[str]:
 def total_gpus(job: Job, request: Request) -> int | None:
     """Return the GPUs of all nodes, or None if the table lacks the machine."""
     machine = (request.instance_types or (THIS_MACHINE,))[0]
-    count = gpus_of(request.provider, machine, job, request.choice)
+    count = gpus_per_node(request.provider, machine, job, request.choice)
     return None if count is None else count * job.resources.instance_count
 
 
-def gpu_names(job: Job, request: Request) -> list[str]:
+def gpu_memory_texts(job: Job, request: Request) -> list[str]:
     """Return the GPUs of a node with their memory, once for each machine that the platform may choose.
 
     A machine to which GPUs can be attached has none unless the job asks for them.
@@ -83,7 +83,7 @@ def gpu_names(job: Job, request: Request) -> list[str]:
 def memory_notes(job: Job, request: Request) -> Iterator[str]:
     """Yield a line if the job's GPU names no memory, exists with several, and the smallest was chosen."""
     if job.resources.gpu and not job.resources.instance_type:
-        wish, names = job.resources.gpus[request.choice], gpu_names(job, request)
+        wish, names = job.resources.gpus[request.choice], gpu_memory_texts(job, request)
         others = [name for name in catalog.variants(request.provider, wish) if name not in names]
         if wish.memory_gb is None and others and names:
             yield f"{wish} is {names[0]} here; for more memory write {' or '.join(others)}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import CloudtrainError, SpecError
-from ..provider_api.node import PROTOCOL, Site
+from ..provider_api.node import PROTOCOL, NodeEnvironment
 from ..provider_api.registry import find_provider
 from .history import failed_for_good
 from .node import Node
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-def _failure_before(site: Site, attempt: int) -> dict[str, Any] | None:
+def _failure_before(site: NodeEnvironment, attempt: int) -> dict[str, Any] | None:
     """Print and return the record of this attempt's failure if the container is started again after it.
 
     The platform's own message about the failure shows the last lines of a container, so these lines name the cause.

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..provider_api.node import RunObjects, Site
-from .checkpoints import COMMIT, Complete, each, sort_key, write_whole
+from ..provider_api.node import NodeEnvironment, RunObjects
+from .checkpoints import COMMIT, Complete, in_parallel, sort_key, write_whole
 
 __all__ = ["Archive", "archive_of"]
 
@@ -46,7 +46,7 @@ class Archive:
         is removed. Raises `StorageError` and `OSError`.
         """
         text = json.dumps(commit, sort_keys=True).encode()
-        each(lambda file: self._objects.copy(f"{LIVE}/{key}/{file[0]}", f"{ARCHIVED}/{key}/{file[0]}", file[1]),
+        in_parallel(lambda file: self._objects.copy(f"{LIVE}/{key}/{file[0]}", f"{ARCHIVED}/{key}/{file[0]}", file[1]),
              [(path, int(item["size"])) for path, item in commit["files"].items()])  # fmt: skip
         self._objects.write(f"{ARCHIVED}/{key}/{COMMIT}", text)
         self._objects.write(f"{INDEX}/{key}.json", text)
@@ -70,7 +70,7 @@ class Archive:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             self._objects.read(f"{ARCHIVED}/{key}/{path}", target / path)
 
-        each(read, _files(commit))
+        in_parallel(read, _files(commit))
         (target / COMMIT).write_bytes(json.dumps(commit).encode())
 
     def _entry(self, key: str) -> Path:
@@ -78,10 +78,10 @@ class Archive:
 
     def _remove(self, folder: str, commit: Mapping[str, Any]) -> None:
         self._objects.remove(f"{folder}/{COMMIT}")
-        each(lambda path: self._objects.remove(f"{folder}/{path}"), _files(commit))
+        in_parallel(lambda path: self._objects.remove(f"{folder}/{path}"), _files(commit))
 
 
-def archive_of(site: Site) -> Archive | None:
+def archive_of(site: NodeEnvironment) -> Archive | None:
     """Return the archive of the run. Return None if the platform has none, or the node has no way to the store."""
     agent = site.agent
     if agent is None or agent.objects is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["Failure", "category", "real", "root_cause", "silent_deaths", "summary", "with_codes"]
+__all__ = ["Failure", "category", "failure_line", "real", "root_cause", "silent_deaths", "with_codes"]
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|connectfullmesh|ncclremoteerror|ncclsystemerror"
@@ -41,7 +41,7 @@ class Failure:
     node no longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal,
     None when unknown. ``time_ns`` is Unix nanoseconds on node 0's clock. ``notified``: this rank had a stop notice by
     then. Node 0's own ranks may get theirs later. ``last_line`` is the rank's last line before the failure. Only
-    `summary` uses it, as it may be any text.
+    `failure_line` uses it, as it may be any text.
     """
 
     kind: str
@@ -169,7 +169,7 @@ def category(failure: Failure, *, oom_kill: bool = False) -> str:
     return "infra" if failure.kind == "lost" else "user_error"
 
 
-def summary(failure: Failure) -> str:
+def failure_line(failure: Failure) -> str:
     """Return one line naming rank, node, exception and place."""
     who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank} on node {failure.node}"
     if failure.kind == "lost":

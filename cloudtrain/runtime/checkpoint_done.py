@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from . import checkpoints
 from .checkpoint_names import family
-from .checkpoints import Entry, Signature
+from .checkpoints import CheckpointEntry, Signature
 
 __all__ = ["Finished"]
 
@@ -53,12 +53,12 @@ class Finished:
         for name, signature in skip.items():
             self._items[name].done = signature
 
-    def is_done(self, entry: Entry) -> bool:
+    def is_done(self, entry: CheckpointEntry) -> bool:
         """Return whether it is as `done` or `skip` had it, or a rest of that, because it is being removed."""
         done = self._items[entry.name].done if entry.name in self._items else ()
         return done == entry.signature or set(entry.signature) < set(done)
 
-    def done(self, entry: Entry) -> None:
+    def done(self, entry: CheckpointEntry) -> None:
         """Note that the entry is in ``live/``."""
         item = self._items[entry.name]
         item.steady = {file[0] for file in set(entry.signature) & set(item.done)}
@@ -70,17 +70,17 @@ class Finished:
         for name in self._items.keys() - names:
             del self._items[name]
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: CheckpointEntry) -> None:
         """Count an entry as done that no node will finish."""
         self._items[entry.name].done = entry.signature
 
-    def look(self, entries: Iterable[Entry]) -> list[Entry]:
+    def look(self, entries: Iterable[CheckpointEntry]) -> list[CheckpointEntry]:
         """Return the finished entries not yet done. Call it a few times a second: it remembers open files."""
         fresh = [entry for entry in entries if not self.is_done(entry)]
         busy = checkpoints.open_for_writing(fresh) if fresh else set()
         now = time.time()
-        found: list[Entry] = []
-        restless: list[Entry] = []
+        found: list[CheckpointEntry] = []
+        restless: list[CheckpointEntry] = []
         for entry in fresh:
             item = self._items[entry.name]
             item.changed = item.changed or now
@@ -94,12 +94,12 @@ class Finished:
         self.slept = (BREATH_SECONDS if os.path.isdir("/proc/self/fd") else UNSEEN_SECONDS) if restless else 0.0
         return found + _holding_still(restless, self.slept)
 
-    def restless(self, entry: Entry) -> bool:
+    def restless(self, entry: CheckpointEntry) -> bool:
         """Return whether it is a file that is written again and again, so long that it is taken between two writes."""
         changed = self._items[entry.name].changed if entry.name in self._items else 0.0
         return entry.single and bool(changed) and time.time() - changed >= RESTLESS_SECONDS
 
-    def _still(self, entry: Entry, item: _Item, now: float) -> bool:
+    def _still(self, entry: CheckpointEntry, item: _Item, now: float) -> bool:
         """Return whether no process works on it: a writer may also wait, with a file open.
 
         The files' own times may be older than their coming (``copytree``), or lie in the future (a server's clock).
@@ -107,7 +107,7 @@ class Finished:
         unchanged = time.monotonic() - item.since >= checkpoints.QUIET_SECONDS
         return unchanged and (entry.newest > now or checkpoints.quiet(entry, now, opened=item.opened))
 
-    def _whole(self, entry: Entry, item: _Item, now: float) -> bool:
+    def _whole(self, entry: CheckpointEntry, item: _Item, now: float) -> bool:
         """Return whether it has all files of the one before: some scripts pause for long between two files.
 
         If it is written over the one before, a file that has not changed yet is missing, unless it never changes.
@@ -124,7 +124,7 @@ class Finished:
         return now - item.mixed >= MIXED_SECONDS
 
 
-def _holding_still(entries: list[Entry], seconds: float) -> list[Entry]:
+def _holding_still(entries: list[CheckpointEntry], seconds: float) -> list[CheckpointEntry]:
     """Return the entries unchanged and closed after ``seconds``: other looks may be further apart than writes."""
     if not entries:
         return []

@@ -31,18 +31,18 @@ from .checkpoint_names import family, training_states, unversioned
 
 __all__ = [
     "COMMIT",
+    "CheckpointEntry",
     "Complete",
-    "Entry",
     "Pointer",
     "Watch",
     "companions",
     "complete",
-    "copy_file",
-    "each",
+    "copy_with_digest",
+    "in_parallel",
     "linked_folders",
     "open_for_writing",
     "restore",
-    "resumable",
+    "resumable_checkpoints",
     "shape_of",
     "sort_key",
 ]
@@ -73,7 +73,7 @@ _VANISHED = "\0"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CheckpointEntry:
     """One finished or growing checkpoint of this node. ``place`` is its path below the working folder, else None.
 
     ``aside`` are files in its folder that belong to other nodes, as a resume put them here.
@@ -136,7 +136,7 @@ class Watch:
         items = entry.signature if entry is not None else ()
         self._aside[name] = frozenset(item for item in items if item[0] in relatives)
 
-    def _entry(self, name: str, path: Path, place: str | None = None) -> Entry:
+    def _entry(self, name: str, path: Path, place: str | None = None) -> CheckpointEntry:
         return _entry(name, path, place, self._aside.get(name, frozenset()))
 
     def _paths(self) -> dict[str, Path]:
@@ -168,18 +168,18 @@ class Watch:
     def point(self, name: str, pointer: Pointer) -> None:
         """Create a pointer as the script had it. Raises `OSError`."""
         path = self._folder / name
-        remove(path)
+        remove_path(path)
         if pointer.link:
             path.symlink_to(pointer.target)
         else:
             path.write_text(pointer.target, encoding="utf-8")
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, CheckpointEntry]:
         """Return every entry by name, without pointers."""
         found = {name: self._entry(name, *place) for name, place in self._places().items()}
         return {name: entry for name, entry in found.items() if entry.signature}
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> CheckpointEntry | None:
         """One of `entries`, without a look at what is in the others."""
         place = self._places().get(name) if self._patterns else self._place_in_folder(name)
         entry = self._entry(name, *place) if place else None
@@ -208,12 +208,12 @@ class Watch:
         return self._workdir / place if place else self._folder / name
 
 
-def again(entry: Entry) -> Entry:
+def again(entry: CheckpointEntry) -> CheckpointEntry:
     """Return the same entry as it is now."""
     return _entry(entry.name, entry.path, entry.place, entry.aside)
 
 
-def _entry(name: str, path: Path, place: str | None = None, aside: frozenset[Item] = frozenset()) -> Entry:
+def _entry(name: str, path: Path, place: str | None = None, aside: frozenset[Item] = frozenset()) -> CheckpointEntry:
     signature: list[Item] = []
     for file in _files(path):
         try:
@@ -222,11 +222,11 @@ def _entry(name: str, path: Path, place: str | None = None, aside: frozenset[Ite
             if file.is_symlink():
                 continue  # a link to nothing, or to itself
             vanished = ((_VANISHED, 0, time.time_ns()),)
-            return Entry(name=name, path=path, signature=vanished, place=place, aside=aside)
+            return CheckpointEntry(name=name, path=path, signature=vanished, place=place, aside=aside)
         if S_ISREG(stat.st_mode):
             signature.append((_relative(file, path), stat.st_size, stat.st_mtime_ns))
     own = tuple(sorted(item for item in signature if item not in aside))
-    return Entry(name=name, path=path, signature=own, place=place, aside=aside)
+    return CheckpointEntry(name=name, path=path, signature=own, place=place, aside=aside)
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -248,7 +248,7 @@ def _relative(file: Path, entry: Path) -> str:
     return "" if file == entry else file.relative_to(entry).as_posix()
 
 
-def open_for_writing(entries: list[Entry]) -> set[str]:
+def open_for_writing(entries: list[CheckpointEntry]) -> set[str]:
     """Return the names of ``entries`` that a process has open for writing; empty without /proc."""
     files = {str(file.resolve()): e.name for e in entries for file in _files(e.path)}
     busy: set[str] = set()
@@ -268,7 +268,7 @@ def _writes(fdinfo: str) -> bool:
     return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
-def each(work: Callable[[T], object], items: Iterable[T]) -> None:
+def in_parallel(work: Callable[[T], object], items: Iterable[T]) -> None:
     """Call ``work`` on every item, `COPIERS` at a time, at low priority. Raise the first error and stop there."""
     items = list(items)
     if len(items) == 1:
@@ -291,10 +291,10 @@ def modest() -> None:
 
 
 def copy_patiently(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
-    """Call `copy_file`, again after each of `TRIES`, unless there is no source or no room. Raises `OSError`."""
+    """Call `copy_with_digest`, again after each of `TRIES`, unless there is no source or no room. Raises `OSError`."""
     for pause in (*TRIES, None):
         try:
-            return copy_file(source, target, moved)
+            return copy_with_digest(source, target, moved)
         except OSError as exc:
             if pause is None or not source.exists() or exc.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -302,7 +302,7 @@ def copy_patiently(source: Path, target: Path, moved: Moved = lambda source, don
     raise AssertionError
 
 
-def copy_file(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
+def copy_with_digest(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
     """Copy bytes and return ``(size, sha256)`` of them. Call ``moved`` with each block's progress. Raises `OSError`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
@@ -321,7 +321,7 @@ def replace_file(
     source: Path, target: Path, moved: Moved = lambda source, done: None, *, temporary: str = ".part"
 ) -> None:
     """Copy over ``target``, which stays as it was until the copy is whole, if the folder can rename."""
-    put_whole(target, lambda path: copy_file(source, path, moved), temporary=temporary)
+    put_whole(target, lambda path: copy_with_digest(source, path, moved), temporary=temporary)
 
 
 def put_whole(target: Path, write: Callable[[Path], object], *, temporary: str) -> None:
@@ -358,7 +358,7 @@ class _ChangedError(Exception):
 
 
 def copy_entry(
-    entry: Entry,
+    entry: CheckpointEntry,
     target: Path,
     moved: Moved = lambda source, done: None,
     *,
@@ -392,7 +392,7 @@ def copy_entry(
                 raise _ChangedError
             files[key] = {"size": size, "sha256": digest}
 
-        each(copy, entry.signature)
+        in_parallel(copy, entry.signature)
         _check_unchanged(sources)
     except _ChangedError:
         return None
@@ -403,7 +403,7 @@ def copy_entry(
     return None if grown else files
 
 
-def _paths(entry: Entry) -> dict[Item, Path]:
+def _paths(entry: CheckpointEntry) -> dict[Item, Path]:
     return {item: entry.path / item[0] if item[0] else entry.path for item in entry.signature}
 
 
@@ -513,7 +513,7 @@ def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
     return [folder for folder in found if _FOLDER.fullmatch(folder.name) and not (folder / COMMIT).exists()]
 
 
-def resumable(found: Sequence[Complete]) -> list[Complete]:
+def resumable_checkpoints(found: Sequence[Complete]) -> list[Complete]:
     """Return those to resume from, in the same order: without what a script writes beside its training states."""
     trees = {str(item.folder): (item.name, _paths_of(item)) for item in found}
     chosen = training_states(trees)
@@ -525,8 +525,8 @@ def companions(
 ) -> list[Complete]:
     """Return the checkpoints that come back beside ``item``, newest first: pointers' targets (``named``), other states.
 
-    ``found`` and ``states``, its `resumable` ones, are oldest first. Among versions of a state without a number in its
-    name, the newest comes back: a script looks for its ``last.ckpt``.
+    ``found`` and ``states``, its `resumable_checkpoints` ones, are oldest first. Among versions of a state
+    without a number in its name, the newest comes back: a script looks for its ``last.ckpt``.
     """
     by_name = {other.name: other for other in found}  # the newest of each
     newest = {unversioned(other.name): other.name for other in states}
@@ -575,19 +575,19 @@ def restore(checkpoint: Complete, target: Path, *, node: int) -> None:
         if digest != checkpoint.commit["files"][key]["sha256"]:
             raise DigestError(f"checkpoint {checkpoint.name}: {key} is not what was committed")
 
-    remove(building)
+    remove_path(building)
     try:
-        each(bring, chosen.items())
-        remove(target)
+        in_parallel(bring, chosen.items())
+        remove_path(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(building, target)
     except OSError as exc:
         raise StorageError(f"cannot restore checkpoint {checkpoint.name} to {target}: {exc.strerror}") from None
     finally:
-        remove(building)
+        remove_path(building)
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove the file or folder at ``path``, as far as possible."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -608,6 +608,6 @@ def write_commit(folder: Path, commit: Mapping[str, Any], *, temporary: str = ""
     write_whole(folder / COMMIT, json.dumps(commit, sort_keys=True).encode(), temporary=temporary)
 
 
-def quiet(entry: Entry, now: float | None = None, *, opened: float = 0.0) -> bool:
+def quiet(entry: CheckpointEntry, now: float | None = None, *, opened: float = 0.0) -> bool:
     """Return whether ``entry`` is unchanged, and not seen ``opened``, for `QUIET_SECONDS`."""
     return (time.time() if now is None else now) - max(entry.newest, opened) >= QUIET_SECONDS

@@ -19,7 +19,7 @@ from . import checkpoints
 from .archive import Archive
 from .checkpoint_names import family
 
-__all__ = ["Commits", "remove"]
+__all__ = ["Commits", "remove_parts"]
 
 HOLDER_SECONDS = 300.0
 """Longest wait for a node that held a part of the last checkpoint. After that its part of the version before counts as
@@ -307,14 +307,14 @@ class Commits:
 
     def _archive_others(self) -> None:
         """Move to the archive the checkpoints in the store that no restart needs while the newest is whole."""
-        states = checkpoints.resumable(self._complete or ())
+        states = checkpoints.resumable_checkpoints(self._complete or ())
         if self._archive is None or self._aside is None or not states:
             return
         newest, named = states[-1], set[str]().union(*self._pointers.values())
         needed = [newest, *checkpoints.companions(newest, self._complete or (), states, named)]
         for older in reversed(states):  # the remaining ones alone must show which is the newest state
             stay = [item for item in self._complete or () if item not in states or item in needed]
-            if checkpoints.resumable(stay)[-1:] == [newest]:
+            if checkpoints.resumable_checkpoints(stay)[-1:] == [newest]:
                 break
             needed += [older] if older not in needed else []
         for item in states:
@@ -355,7 +355,7 @@ class Commits:
         self._complete = [item for item in found if item.folder not in self._damaged]
         for item in found:
             if item.folder in self._damaged:
-                checkpoints.remove(item.folder / checkpoints.COMMIT)
+                checkpoints.remove_path(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.commit["files"]}
             self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
         self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
@@ -377,7 +377,7 @@ class Commits:
     def _kept(self, found: list[checkpoints.Complete]) -> list[checkpoints.Complete]:
         """Return the complete checkpoints that stay; ``found`` is oldest first. Only training states are counted."""
         named = set().union(*self._pointers.values())
-        counted = checkpoints.resumable(found) if self._keep else []
+        counted = checkpoints.resumable_checkpoints(found) if self._keep else []
         ids, newest = {id(item) for item in counted}, {id(item) for item in counted[-self._keep :]}
         kept: list[checkpoints.Complete] = []
         versions: dict[str, int] = {}
@@ -403,7 +403,7 @@ def _continued(item: checkpoints.Complete, newest: checkpoints.Complete) -> bool
     return same and len(before) < len(after) and all(after.get(key) == value for key, value in before.items())
 
 
-def remove(root: Path, folders: Iterable[str], *, node: int, own: bool = False) -> None:
+def remove_parts(root: Path, folders: Iterable[str], *, node: int, own: bool = False) -> None:
     """Remove the part of node ``node`` of each of ``folders``; node 0 also removes the shared files.
 
     With ``own`` the folder is this node's own copy, restored by a platform's agent. Then all of it goes: the agent
@@ -413,7 +413,7 @@ def remove(root: Path, folders: Iterable[str], *, node: int, own: bool = False) 
         if own:
             shutil.rmtree(folder, ignore_errors=True)
         if node == 0:
-            checkpoints.remove(folder / checkpoints.COMMIT)
+            checkpoints.remove_path(folder / checkpoints.COMMIT)
         shutil.rmtree(folder / f"node-{node}", ignore_errors=True)
         for empty in (folder, folder.parent):
             try:

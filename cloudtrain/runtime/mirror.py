@@ -22,8 +22,8 @@ from . import checkpoints
 from .archive import Archive
 from .checkpoint_done import Finished
 from .checkpoint_names import family
-from .checkpoints import Entry, Pointer, Signature, Watch
-from .commits import Commits, remove
+from .checkpoints import CheckpointEntry, Pointer, Signature, Watch
+from .commits import Commits, remove_parts
 from .mirror_files import Growing
 from .outputs import GrowingOutputs, Outputs
 from .uploads import Uploads
@@ -105,8 +105,8 @@ class Mirror:
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._finished = Finished(skip=skip or {}, shapes=shapes or {})
         self._announced: dict[str, Signature] = {}
-        self._copied: dict[str, tuple[Entry, Path]] = {}
-        self._ready: dict[str, Entry] = {}
+        self._copied: dict[str, tuple[CheckpointEntry, Path]] = {}
+        self._ready: dict[str, CheckpointEntry] = {}
         self._offered: dict[str, Signature] = {}
         self._pointers: dict[str, Pointer] = {}
         self._pointers_seen: dict[str, Pointer] = {}
@@ -263,7 +263,7 @@ class Mirror:
                 self._finished.drop(ready)
         elif kind == "remove":
             root, folders = self._live / "checkpoints", message["folders"]
-            self._aside(lambda: remove(root, folders, node=self._node, own=self._uploads is not None))
+            self._aside(lambda: remove_parts(root, folders, node=self._node, own=self._uploads is not None))
         elif self._commits is None:
             raise ValueError(f"{kind} is for node 0")
         elif kind == "finished":
@@ -320,7 +320,7 @@ class Mirror:
 
         self._forget(entries.keys())
 
-    def _look_for_life(self, entries: Iterable[Entry]) -> None:
+    def _look_for_life(self, entries: Iterable[CheckpointEntry]) -> None:
         """Note a change of the newest time of all files. It works with any clock."""
         times = [entry.newest for entry in entries]
         with contextlib.suppress(OSError):
@@ -370,7 +370,7 @@ class Mirror:
             "saved": entry.newest,
         }
 
-    def _between_writes(self, entry: Entry) -> bool:
+    def _between_writes(self, entry: CheckpointEntry) -> bool:
         """Return whether it is finished now: a file that never rests may have changed since the last look."""
         if self._finishing is not None or self._is_frozen() or not self._finished.restless(entry):
             return False
@@ -407,7 +407,7 @@ class Mirror:
 
         self._aside(lambda: self._copy_entry(offered, target), then)
 
-    def _copy_entry(self, entry: Entry, target: Path) -> dict[str, Any] | None:
+    def _copy_entry(self, entry: CheckpointEntry, target: Path) -> dict[str, Any] | None:
         """Copy an entry, in a thread of its own. Return its files, None if it changed or the copy failed."""
         try:
             links = self._links / target.parent.name
@@ -462,7 +462,7 @@ class Mirror:
             for node in self._peers() - {self._node, sender}:
                 self._send(node, {"t": "moving"})
 
-    def _written_to(self, entry: Entry) -> bool:
+    def _written_to(self, entry: CheckpointEntry) -> bool:
         """Return whether the script has it open; after its end, no process has."""
         return self._finishing is None and bool(checkpoints.open_for_writing([entry]))
 

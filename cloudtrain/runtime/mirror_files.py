@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from stat import S_ISREG
 
-from .checkpoints import each, modest, replace_file
+from .checkpoints import in_parallel, modest, replace_file
 
 __all__ = ["Growing"]
 
@@ -103,7 +103,7 @@ class Growing:
             if not self._copy(file, due[file]):
                 failed.append(file)
 
-        each(copy, due)
+        in_parallel(copy, due)
         return not failed
 
     def _pause(self) -> float:

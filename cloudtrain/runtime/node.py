@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
-from ..provider_api.node import Site
+from ..provider_api.node import NodeEnvironment
 from ..validate import duration
 from . import stall
 from .archive import archive_of
-from .cause import Failure, category, real, root_cause, silent_deaths, summary, with_codes
+from .cause import Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
 from .compact import Compactor
 from .history import FIRST, Start, restart_of
 from .host_facts import kill_users, oom_kills
@@ -76,7 +76,7 @@ class Node:
         self,
         *,
         context: Mapping[str, Any],
-        site: Site,
+        site: NodeEnvironment,
         attempt: int,
         key: bytes,
         inbox: queue.SimpleQueue[tuple[int, Message]],
@@ -706,7 +706,7 @@ class Node:
         if cause is not None and cause.consequence and mute:
             cause = self._lost("was lost: it has not said how it ended", min(mute))
         self.lost = cause is not None and cause.kind == "lost"
-        self.log.say(f"failed: {summary(cause)}" if cause is not None else outcome)
+        self.log.say(f"failed: {failure_line(cause)}" if cause is not None else outcome)
         if self.go is None and self.preempted is not None:
             self.link.shut()
         self._record(outcome, cause, decided=True)
@@ -763,7 +763,7 @@ class Node:
 
     def _record(self, outcome: str, cause: Failure | None, *, decided: bool) -> None:
         oom = oom_kills() > self.oom_before
-        line = summary(cause) if cause else ""
+        line = failure_line(cause) if cause else ""
         self.log.flush()
         record = {
             "attempt": self.attempt,

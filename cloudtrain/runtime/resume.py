@@ -85,20 +85,20 @@ class Resume:
         """Yield `candidates` of this run, newest first. If one is in both places, that in ``live`` comes first."""
         roots = {id(item): root for root, items in (("archive", there), ("own", here)) for item in items}
         found = sorted([*there, *here], key=lambda item: checkpoints.sort_key(item.commit))
-        for item in reversed(checkpoints.resumable(found)):
+        for item in reversed(checkpoints.resumable_checkpoints(found)):
             yield self._message(roots[id(item)], folder, item, beside=here)
 
     def _messages(
         self, root: str, folder: Path, found: Sequence[Complete], *, beside: Sequence[Complete] = ()
     ) -> Iterator[tuple[str, float, Message]]:
         """Yield `candidates` of one place, ``found``; ``beside`` are those in ``live``, from which others come back."""
-        for item in reversed(checkpoints.resumable(found)):
+        for item in reversed(checkpoints.resumable_checkpoints(found)):
             yield self._message(root, folder, item, beside=beside)
 
     def _message(
         self, root: str, folder: Path, item: Complete, *, beside: Sequence[Complete]
     ) -> tuple[str, float, Message]:
-        also = self._beside(item, beside, checkpoints.resumable(beside))
+        also = self._beside(item, beside, checkpoints.resumable_checkpoints(beside))
         place, *more = (c.folder.relative_to(folder).as_posix() for c in (item, *also))
         saved = checkpoints.sort_key(item.commit)[2]
         return item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
@@ -179,7 +179,7 @@ class Resume:
     def clear(self) -> None:
         """Remove the restored files if the run does not resume from them: a script may look for the newest itself."""
         for path in self._placed:
-            checkpoints.remove(path)
+            checkpoints.remove_path(path)
         self._placed.clear()
         self.shapes.clear()
         self._foreign.clear()
@@ -198,7 +198,7 @@ class Resume:
             self._bring(folder, whole)
             self._place_from(whole, folder, space)
         finally:
-            checkpoints.remove(whole)
+            checkpoints.remove_path(whole)
 
     def _bring(self, folder: str, whole: Path) -> None:
         """Download an archived checkpoint. Raises `DigestError` and `StorageError`."""

@@ -18,7 +18,7 @@ from .cause import Failure
 from .launch import Ranks
 from .nccl import Recorder
 
-__all__ = ["KINDS", "Look", "Place", "Stall", "culprit", "place_of", "told"]
+__all__ = ["KINDS", "Look", "StackPosition", "Stall", "culprit", "innermost_position", "told"]
 
 KINDS = ("alive", "stacks", "where")
 """Messages of the node link for this module."""
@@ -46,7 +46,7 @@ _FOREIGN = re.compile(r"torch/|.*/lib(?:64)?/python3\.\d+/|.*\.(?:zip|pyz)/|<")
 
 
 @dataclass(frozen=True)
-class Place:
+class StackPosition:
     """The place of a rank's main thread: the user's own line, and the innermost function. ``why`` if it is unknown."""
 
     node: int
@@ -88,15 +88,15 @@ def _unescaped(found: re.Match[str]) -> str:
     return character if character.isprintable() else found[0]
 
 
-def place_of(node: int, rank: int, frames: Sequence[Frame], *, code: Path, bottom: str) -> Place:
+def innermost_position(node: int, rank: int, frames: Sequence[Frame], *, code: Path, bottom: str) -> StackPosition:
     """Return the innermost frame below ``code``; else the innermost not of Python or torch; else the innermost."""
     if not frames:
-        return Place(node, rank, why="did not answer")
+        return StackPosition(node, rank, why="did not answer")
     theirs = [frame for frame in frames if frame[0] != bottom] or frames
     own = [frame for frame in theirs if frame[0].startswith(f"{code}/")]
     other = [frame for frame in theirs if not _FOREIGN.match(_known_as(frame[0], code))]
     file, line, _ = (own or other or theirs)[0]
-    return Place(node, rank, _known_as(file, code), line, frames[0][2])
+    return StackPosition(node, rank, _known_as(file, code), line, frames[0][2])
 
 
 def _known_as(file: str, code: Path) -> str:
@@ -119,29 +119,31 @@ class Look:
         whole = all(frames_of(list(lines), self._bottom)[1] for lines in self._lines.values())
         return (whole and self._recorder.answered()) or time.monotonic() > self._until
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[StackPosition]:
         """Return the place of every rank that has not ended."""
         return [self._place(local, list(lines)) for local, lines in sorted(self._lines.items())]
 
-    def _place(self, local: int, lines: list[str]) -> Place:
+    def _place(self, local: int, lines: list[str]) -> StackPosition:
         rank = self._ranks.first_rank + local
         if local not in self._ranks.pids:
-            return Place(self._node, rank, why="has not started")
-        return place_of(self._node, rank, frames_of(lines, self._bottom)[0], code=self._code, bottom=self._bottom)
+            return StackPosition(self._node, rank, why="has not started")
+        return innermost_position(
+            self._node, rank, frames_of(lines, self._bottom)[0], code=self._code, bottom=self._bottom
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- where all are
 
 
-def _groups(places: Iterable[Place]) -> list[list[Place]]:
+def _groups(places: Iterable[StackPosition]) -> list[list[StackPosition]]:
     """Return the places in groups of equal ones, the rarest first."""
-    found: dict[Any, list[Place]] = {}
+    found: dict[Any, list[StackPosition]] = {}
     for place in sorted(places, key=lambda place: place.rank):
         found.setdefault(place.where, []).append(place)
     return sorted(found.values(), key=len)  # stable: of equal sizes, the lowest rank first
 
 
-def culprit(places: Sequence[Place]) -> Place | None:
+def culprit(places: Sequence[StackPosition]) -> StackPosition | None:
     """Return the one rank that is alone in its place while all others share one, or that is the only one."""
     groups = _groups(places)
     if len(places) == 1 or (len(groups) == 2 and len(groups[0]) == 1 < len(groups[1])):
@@ -149,7 +151,7 @@ def culprit(places: Sequence[Place]) -> Place | None:
     return None
 
 
-def told(places: Sequence[Place]) -> str:
+def told(places: Sequence[StackPosition]) -> str:
     """Return ``rank 3 on node 1 is at train.py:40 (load_batch), the other 3 are at train.py:52 (all_reduce)``."""
     groups = _groups(places)
     named, rest = (groups, []) if len(groups) <= NAMED + 1 else (groups[:NAMED], groups[NAMED:])
@@ -159,7 +161,7 @@ def told(places: Sequence[Place]) -> str:
     return ", ".join(parts)
 
 
-def _group(group: Sequence[Place], *, others: bool, last: bool) -> str:
+def _group(group: Sequence[StackPosition], *, others: bool, last: bool) -> str:
     count, first = len(group), group[0]
     if count == 1:
         who = f"rank {first.rank} on node {first.node}"
@@ -200,7 +202,7 @@ class Stall:
         self._alive = self._told = time.monotonic()  # the wait for peers before this is no stall
         self._look: Look | None = None
         self._asked: tuple[float, set[int]] | None = None
-        self._answers: dict[int, list[Place]] = {}
+        self._answers: dict[int, list[StackPosition]] = {}
 
     def take(self, sender: int, message: Mapping[str, Any]) -> None:
         """Take a message of `KINDS` from node ``sender``."""
@@ -211,7 +213,7 @@ class Stall:
             if self._look is None:
                 self._send(0, {"t": "where", "ranks": []})
         else:
-            self._answers[sender] = [Place(**place) for place in message["ranks"]]
+            self._answers[sender] = [StackPosition(**place) for place in message["ranks"]]
 
     def tick(self, *, over: bool) -> Failure | None:
         """Do what is due. On node 0, return the failure of a stalled run, unless it is ``over`` for another cause."""
@@ -243,7 +245,7 @@ class Stall:
         places = [place for node in asked & set(self._answers) for place in self._answers[node]]
         for node in asked - set(self._answers):
             ranks = range(node * self._processes, (node + 1) * self._processes)
-            places += [Place(node, rank, why="did not answer") for rank in ranks]
+            places += [StackPosition(node, rank, why="did not answer") for rank in ranks]
         text = f"no line, metric or checkpoint from any rank for {self._limit:g} s"
         alone = culprit(places)
         return Failure(

@@ -19,7 +19,7 @@ from ..errors import StorageError
 from ..validate import unix_seconds
 from .checkpoint_names import METADATA, newer_than_metadata, step_of
 
-__all__ = ["Direct", "RefusedError", "newest"]
+__all__ = ["Direct", "RefusedError", "find_newest"]
 
 SECONDS = 120.0
 PAUSES = (1.0, 3.0)
@@ -110,7 +110,7 @@ class RefusedError(StorageError):
     same."""
 
 
-def newest(url: str, *, python: str, environ: Mapping[str, str], say: Callable[[str], None]) -> Direct | None:
+def find_newest(url: str, *, python: str, environ: Mapping[str, str], say: Callable[[str], None]) -> Direct | None:
     """Return the newest complete checkpoint below ``url``; None if there is none.
 
     Raises `RefusedError` without the right to list it, `StorageError` when the store does not answer.

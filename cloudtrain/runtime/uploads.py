@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import CloudtrainError
 from ..provider_api.node import SyncAgent
-from .checkpoints import each, modest
+from .checkpoints import in_parallel, modest
 
 __all__ = ["Uploads"]
 
@@ -203,7 +203,7 @@ class Uploads:
         newest, now = self._newest, self._clock()
         ordered = [path for key in reversed(pending) for path in sorted(pending[key] & left)]
         due = [path for path in ordered if now >= self._retry.get(path, now)]
-        each(lambda path: self._upload(path) if self._newest == newest else None, due)
+        in_parallel(lambda path: self._upload(path) if self._newest == newest else None, due)
 
     def _give_up(self, keys: set[str]) -> None:
         """Settle, after the end, the files that cannot reach the store: they are not there."""
@@ -283,7 +283,7 @@ class Uploads:
         modest()
         try:
             files = [path for path in self._own() if not self.stored(path)]
-            each(lambda path: self._upload(path) if last or not self._pending else None, files)
+            in_parallel(lambda path: self._upload(path) if last or not self._pending else None, files)
         except Exception as exc:  # noqa: BLE001  the next sweep tries again
             self._complain(f"{type(exc).__name__}: {exc}")
 

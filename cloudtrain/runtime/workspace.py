@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
-from ..provider_api.node import Site
+from ..provider_api.node import NodeEnvironment
 from . import gpus, launch
 from .archive import Archive
 from .cause import Failure
@@ -28,7 +28,7 @@ from .mirror import Mirror
 from .nccl import Recorder
 from .outputs import Outputs
 from .stall import Look
-from .store_checkpoints import Direct, newest
+from .store_checkpoints import Direct, find_newest
 from .unpack import unpack
 from .uploads import Uploads
 
@@ -38,7 +38,7 @@ __all__ = ["Workspace"]
 class Workspace:
     """The folders of a node in scratch, made before the first rank. Raises `CloudtrainError` on any failure."""
 
-    def __init__(self, *, context: Mapping[str, Any], site: Site, log: LogWriter) -> None:
+    def __init__(self, *, context: Mapping[str, Any], site: NodeEnvironment, log: LogWriter) -> None:
         self.context, self._site, self._log = context, site, log
         self.node, self.nodes = site.topology.node_rank, site.topology.nodes
         self.folder = scratch_folder(site.scratch, f"{context['run_id']}-n{self.node}-")
@@ -167,7 +167,7 @@ class Workspace:
     def direct(self) -> Direct | None:
         """Return the newest complete checkpoint below `checkpoint_url`. Raises `CloudtrainError`."""
         environ = {**os.environ, **self._export, **self.context["env"], **self._secrets()}
-        return newest(self.checkpoint_url, python=self._python, environ=environ, say=self._log.say)
+        return find_newest(self.checkpoint_url, python=self._python, environ=environ, say=self._log.say)
 
     def readable(self, text: str) -> str:
         """Return ``text`` without this node's own folders: the same on every attempt, and as the user knows it."""

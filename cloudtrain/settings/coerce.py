@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..errors import SpecError
 from ..validate import brief, text_of, url_scheme
 
-__all__ = ["Each", "Found", "below", "each", "is_table", "json_or_text", "over", "texts", "typed", "urls"]
+__all__ = ["Each", "Found", "is_table", "json_or_text", "over", "resolve_below", "texts", "typed", "typed_each", "urls"]
 
 _BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 """Separator of two URLs."""
@@ -99,7 +99,7 @@ def texts(value: Any, where: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def each(value: Any, kind: Any, where: str, *, splits: bool) -> Any:
+def typed_each(value: Any, kind: Any, where: str, *, splits: bool) -> Any:
     """Return ``value`` as `typed` does, or one value for each place if it is a list; ``splits``: also at commas."""
     if kind is str and splits and isinstance(value, str) and "," in value:
         value = [part.strip() for part in value.split(",")]
@@ -124,10 +124,10 @@ def _json_list(text: str, where: str) -> list[Any]:
     return found
 
 
-def below(store: Any, folder: Path, where: str) -> Any:
+def resolve_below(store: Any, folder: Path, where: str) -> Any:
     """Return ``store``, one URL or several, with relative paths below ``folder``; other values are unchanged."""
     if isinstance(store, list):
-        return [below(item, folder, where) for item in store]
+        return [resolve_below(item, folder, where) for item in store]
     if not isinstance(store, str) or not store or url_scheme(store):
         return store
     try:

@@ -18,7 +18,7 @@ from ..provider_api.protocol import Need, Provider, lacking, needs_of
 from ..provider_api.registry import find_provider
 from .settings import FILE, PROJECT, Settings
 
-__all__ = ["find_missing", "refusal", "snippet", "stand_ins", "summary", "with_placeholders"]
+__all__ = ["find_missing", "missing_line", "refusal", "snippet", "stand_ins", "with_placeholders"]
 
 _IMAGE, _STORE = "image", "store"
 
@@ -34,10 +34,10 @@ def refusal(provider: str, names: Sequence[str], *, file: str = "") -> SpecError
     """Return the error for a job that lacks ``names``; its hint has the lines to paste into ``file``."""
     lines = [snippet(provider, names, file=file)]
     lines += [] if file else [f"or let cloudtrain ask: cloudtrain init --provider {provider}"]
-    return SpecError(summary(names), field=f"provider {provider}", hint="\n".join(lines))
+    return SpecError(missing_line(names), field=f"provider {provider}", hint="\n".join(lines))
 
 
-def summary(names: Sequence[str]) -> str:
+def missing_line(names: Sequence[str]) -> str:
     """Return ``2 settings are missing: region, role``."""
     listed = ", ".join(map(_short, names))
     return f"1 setting is missing: {listed}" if len(names) == 1 else f"{len(names)} settings are missing: {listed}"

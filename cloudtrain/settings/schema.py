@@ -32,7 +32,7 @@ from ..provider_api.registry import find_provider, provider_names
 from ..validate import did_you_mean
 from .settings import ENCRYPTIONS, MOST_CODE_MB, MOST_FILES, Settings
 
-__all__ = ["described", "job_schema", "names", "schema", "settings_schema"]
+__all__ = ["described", "job_schema", "schema", "schema_names", "settings_schema"]
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -151,7 +151,7 @@ def settings_schema() -> Schema:
     }
 
 
-def names() -> list[str]:
+def schema_names() -> list[str]:
     """Return the names of all schemas."""
     return sorted([*schemas.names(), *schemas.WRITTEN])
 
@@ -161,9 +161,9 @@ def schema(name: str) -> Schema:
     made = {"job": job_schema, "settings": settings_schema}.get(name)
     if made is not None:
         return made()
-    if name not in names():
-        near = did_you_mean(name, names())
-        raise NotFoundError(f"no schema {name!r}; there are {', '.join(names())}", field="name", hint=near)
+    if name not in schema_names():
+        near = did_you_mean(name, schema_names())
+        raise NotFoundError(f"no schema {name!r}; there are {', '.join(schema_names())}", field="name", hint=near)
     return schemas.load(name)
 
 

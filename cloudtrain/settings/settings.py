@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, TypeVar
 from ..errors import AuthError, SpecError
 from ..provider_api.protocol import Provider, recorded_settings
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
-from ..storage.files import Moving
+from ..storage.files import TransferOptions
 from ..storage.local_disk import normalize
 from ..validate import brief, choice_of, did_you_mean, similar, table_of, toml_loads, url_scheme, without_secrets
-from .coerce import Each, Found, below, each, is_table, json_or_text, over, texts, typed, urls
+from .coerce import Each, Found, is_table, json_or_text, over, resolve_below, texts, typed, typed_each, urls
 
-__all__ = ["FILE", "NO_SETTINGS", "PROJECT", "Caller", "Found", "Settings", "setting_hint"]
+__all__ = ["FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "setting_hint"]
 
 FILE = "cloudtrain.toml"
 PROJECT = "pyproject.toml"
@@ -129,7 +129,7 @@ class Settings:
         return dataclasses.replace(made, store=made._stores_of(made.provider)[0])
 
     @property
-    def moving(self) -> Moving:
+    def moving(self) -> TransferOptions:
         """The options of transfers. Raises `SpecError` for an unknown word."""
         choice_of(self.mover, _MOVERS, "mover")
         if not 1 <= self.max_code_mb <= MOST_CODE_MB:
@@ -141,7 +141,9 @@ class Settings:
             raise SpecError("is the key of sse = 'aws:kms'; say that too", field="sse_kms_key_id")
         if not 1 <= self.concurrency <= MOST_FILES:
             raise SpecError(f"must be a number from 1 to {MOST_FILES}, not {self.concurrency}", field="concurrency")
-        return Moving(mover=self.mover, sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency)
+        return TransferOptions(
+            mover=self.mover, sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency
+        )
 
     def provider_of(self, record: Mapping[str, Any]) -> Provider:
         """Return the provider of a run by its run.json, with the submission's settings and this machine's identity."""
@@ -215,29 +217,29 @@ class Settings:
                 overrides[path] = value
         return dataclasses.replace(self, provider=name, overrides=overrides)
 
-    def callers(self, url: str) -> Iterator[Caller]:
+    def callers(self, url: str) -> Iterator[StoreCredentials]:
         """Yield the identities to try for a store with only ``url`` known, likeliest first; at least one.
 
         The chosen provider comes first, as in `submit`, then those with settings here, if they can reach such URLs.
         """
         if url_scheme(url) in ("", "file"):
-            yield Caller(None)
+            yield StoreCredentials(None)
             return
         known, found = provider_names(), False
         there = [name for name in known if any(v.startswith(f"{PREFIX}{name.upper()}_") for v in self.environ)]
         for name in dict.fromkeys((*(self.providers or (self.provider,)), *self.tables, *there)):
             if url_scheme(url) in find_provider(name).schemes:
                 found = True
-                yield Caller(self._own(name, url).make_provider(name))
+                yield StoreCredentials(self._own(name, url).make_provider(name))
         if not found:
-            yield Caller(None)
+            yield StoreCredentials(None)
 
-    def let_in(self, url: str, read: Callable[[Caller], T]) -> T:
+    def let_in(self, url: str, read: Callable[[StoreCredentials], T]) -> T:
         """Return the result of ``read`` for the store at ``url``, with the first of `callers` that has access.
 
         If none has access, raises the first one's `AuthError`; also the other errors of ``read``.
         """
-        refused: list[tuple[Caller, AuthError]] = []
+        refused: list[tuple[StoreCredentials, AuthError]] = []
         for caller in self.callers(url):
             if any(caller.is_like(before, url) for before, _ in refused):
                 continue
@@ -295,7 +297,7 @@ class Settings:
         found: dict[str, Found] = {}
 
         def typed(key: str, value: Any, where: str) -> Any:
-            return each(value, kinds[key], where, splits=key in places)
+            return typed_each(value, kinds[key], where, splits=key in places)
 
         for key, value in self.tables.get(name, {}).items():
             source = self.origins.get(f"{name}.{key}", f"{FILE} [{name}]")
@@ -365,7 +367,7 @@ NO_SETTINGS = Settings()
 """Settings of a run or a store that is opened without any."""
 
 
-class Caller:
+class StoreCredentials:
     """fsspec's options for a store, by ``provider`` (None: no options): a `Storage` comparable with another."""
 
     def __init__(self, provider: Provider | None) -> None:
@@ -380,7 +382,7 @@ class Caller:
             self._bare = not options
         return options or {}
 
-    def is_like(self, other: Caller, url: str) -> bool:
+    def is_like(self, other: StoreCredentials, url: str) -> bool:
         """Return whether a store opened as ``other`` serves this caller: neither has options. May ask this provider."""
         if not other._bare:
             return False
@@ -390,12 +392,12 @@ class Caller:
             return False
         return self._bare
 
-    def own(self, url: str, provider: Provider) -> Caller | None:
+    def own(self, url: str, provider: Provider) -> StoreCredentials | None:
         """Return the caller with which to reopen the store at ``url``, opened as this one, for a run of ``provider``;
         None: it can stay."""
         if url_scheme(url) == "file" or (self._provider is not None and self._provider.name == provider.name):
             return None
-        found = Caller(provider)
+        found = StoreCredentials(provider)
         return None if found.is_like(self, url) else found
 
 
@@ -460,9 +462,12 @@ def _split(data: Mapping[str, Any], path: Path, table: str) -> _Read:
     for values in (base, *profiles.values()):
         for key, table in list(values.items()):
             if isinstance(table, Mapping) and _STORE in table:
-                values[key] = {**table, _STORE: below(table[_STORE], path.parent, f"{layer.where(key)} {_STORE}")}
+                values[key] = {
+                    **table,
+                    _STORE: resolve_below(table[_STORE], path.parent, f"{layer.where(key)} {_STORE}"),
+                }
         if _STORE in values:
-            values[_STORE] = below(values[_STORE], path.parent, f"{layer.where()} {_STORE}")
+            values[_STORE] = resolve_below(values[_STORE], path.parent, f"{layer.where()} {_STORE}")
     return _Read(path, layer, profiles, profile)
 
 

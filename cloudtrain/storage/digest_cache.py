@@ -24,7 +24,7 @@ from ..errors import DigestError, SpecError, StorageError
 from .files import parallel
 from .local_disk import cache_home, disk_errors, scan, sha256_file, walk
 
-__all__ = ["Digests", "LocalTree", "TreeFile", "cache_folder", "hash_tree", "looks", "still"]
+__all__ = ["DigestCache", "LocalTree", "TreeFile", "cache_folder", "check_unchanged", "hash_tree", "stat_key"]
 
 SETTLED = 60.0
 """Seconds between a file's last change and its reading, after which a further change shows in its times. This covers
@@ -44,7 +44,7 @@ def cache_folder(environ: Mapping[str, str], platform: str = sys.platform) -> Pa
     return cache_home(environ, platform) / "digests"
 
 
-class Digests:
+class DigestCache:
     """A cache of digests of the files below ``root``, kept in ``folder``; ``clock`` gives Unix seconds."""
 
     def __init__(self, root: Path, *, folder: Path | None = None, clock: Callable[[], float] = time.time) -> None:
@@ -66,7 +66,7 @@ class Digests:
         try:
             seemed, digest, seen, read = known
             changed = max(seemed[1], seemed[2]) / 1e9
-            if seemed == looks(status) and len(digest) == 64 and (read - changed >= SETTLED or read - seen >= SEEN):
+            if seemed == stat_key(status) and len(digest) == 64 and (read - changed >= SETTLED or read - seen >= SEEN):
                 return str(digest)
         except (TypeError, ValueError, IndexError):
             pass
@@ -83,8 +83,8 @@ class Digests:
         now = self._clock()
         digest = sha256_file(path)
         with disk_errors(path):
-            if looks(status) == looks(os.stat(path)):
-                self._take(self._key(text), looks(status), digest, now)
+            if stat_key(status) == stat_key(os.stat(path)):
+                self._take(self._key(text), stat_key(status), digest, now)
         return digest
 
     def forget(self, path: Path) -> None:
@@ -166,7 +166,7 @@ def _types() -> dict[int, str]:
     return found
 
 
-def looks(status: os.stat_result) -> list[int]:
+def stat_key(status: os.stat_result) -> list[int]:
     """Return stat values that change with a file's content, unless it changed twice within a tick of the clock."""
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev]
 
@@ -195,7 +195,7 @@ class LocalTree:
     path: Path
     digest: str
     files: tuple[TreeFile, ...]
-    known: Digests | None = field(default=None, repr=False, compare=False)
+    known: DigestCache | None = field(default=None, repr=False, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -204,7 +204,7 @@ class LocalTree:
 
 def hash_tree(path: Path, where: str) -> LocalTree:
     """Return the tree at ``path``, a folder or a file. Raises `SpecError` with the field ``where``."""
-    known = Digests(path)
+    known = DigestCache(path)
     seen: dict[str, tuple[str, os.stat_result, str | None]] = {}
     try:
         for name, item in (walk if path.is_file() else scan)(path).items():
@@ -232,7 +232,7 @@ def hash_tree(path: Path, where: str) -> LocalTree:
     return LocalTree(path=root, digest=hashlib.sha256(lines.encode()).hexdigest(), files=hashed, known=known)
 
 
-def still(path: Path, item: TreeFile, *, read: bool = False) -> None:
+def check_unchanged(path: Path, item: TreeFile, *, read: bool = False) -> None:
     """Raise `DigestError` if the file's size or time changed; with ``read``, also if its digest changed."""
     status = path.stat()
     same = (status.st_size, status.st_mtime_ns) == (item.size, item.mtime_ns)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..errors import AuthError, CloudtrainError, LostContactError, StorageError
 
-__all__ = ["Retries", "TransientError", "UnreachableError", "classify", "translate", "watched"]
+__all__ = ["Retries", "TransientError", "UnreachableError", "classify", "report_retries", "translate"]
 
 R = TypeVar("R")
 
@@ -96,7 +96,7 @@ _UNREACHABLE = tuple(
 )
 """Messages of libraries and systems about a host without a connection, and ours."""
 NAMED = 3
-"""The first try that `watched` reports: what passes within a second is not worth a line."""
+"""The first try that `report_retries` reports: what passes within a second is not worth a line."""
 _WATCHER: ContextVar[Callable[[str], None]] = ContextVar("watcher", default=lambda text: None)
 
 
@@ -111,7 +111,7 @@ class UnreachableError(TransientError, LostContactError):
 
 
 @contextmanager
-def watched(say: Callable[[str], None]) -> Iterator[None]:
+def report_retries(say: Callable[[str], None]) -> Iterator[None]:
     """Report to ``say`` each call to a store, made in this thread, from its third try on."""
     token = _WATCHER.set(say)
     try:

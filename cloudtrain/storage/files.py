@@ -27,10 +27,10 @@ from .local_disk import (
     inside,
     is_same,
     local_path,
+    make_durable,
     normalize,
     parts_of,
     put,
-    settle,
     sync,
     sync_folder,
     temp_file,
@@ -44,10 +44,10 @@ __all__ = [
     "Entry",
     "Files",
     "LocalFiles",
-    "Moving",
     "Names",
     "Progress",
     "Storage",
+    "TransferOptions",
     "files",
     "parallel",
 ]
@@ -79,7 +79,7 @@ class Entry(NamedTuple):
     modified: float
 
 
-class Moving(NamedTuple):
+class TransferOptions(NamedTuple):
     """Transfer options: the library, the files at a time, and S3's encryption of written objects."""
 
     mover: str = "auto"
@@ -192,7 +192,7 @@ def files(
     *,
     gitignore: bool = False,
     storage: Storage | None = None,
-    moving: Moving = Moving(),  # noqa: B008 - it is frozen
+    moving: TransferOptions = TransferOptions(),  # noqa: B008 - it is frozen
 ) -> Files:
     """Return the tree at ``url``, unopened. ``gitignore``: a local root hides itself from git once written to.
 
@@ -422,7 +422,7 @@ class LocalFiles(Trees):
                 for piece in source:
                     out.write(piece)
             verify(temp, key, None, size)
-            settle(temp, path)
+            make_durable(temp, path)
 
     @property
     def copies(self) -> bool:
@@ -443,7 +443,7 @@ class LocalFiles(Trees):
             with temp_file(target) as temp:
                 copy_file(source, temp, report)
                 check(temp)
-                settle(temp, target)
+                make_durable(temp, target)
 
     def remove(self, prefix: str) -> None:
         if not prefix:

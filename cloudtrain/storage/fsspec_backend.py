@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import AuthError, StorageError
 from ..validate import unix_seconds, url_scheme
 from .errors import Retries, classify
-from .files import MOST_PIECES, PIECE, Entry, Moving, Names
+from .files import MOST_PIECES, PIECE, Entry, Names, TransferOptions
 from .fsspec_pool import (
     BUCKETS,
     SFTP,
@@ -21,10 +21,10 @@ from .fsspec_pool import (
     Clients,
     Placing,
     encryption,
+    fsspec_options,
     get_range,
     open_url,
     placing_of,
-    plain,
     put_pieces,
     streamed,
     tree,
@@ -55,9 +55,9 @@ class FsspecMover:
         self._proved: Placing | None = None
 
     @classmethod
-    def open(cls, url: str, options: Mapping[str, Any], *, moving: Moving, retries: Retries) -> FsspecMover:
+    def open(cls, url: str, options: Mapping[str, Any], *, moving: TransferOptions, retries: Retries) -> FsspecMover:
         """Open the file systems of ``url``. Raises `SpecError` if their package is not installed."""
-        given = {**plain(options), **encryption(url, options, moving)}
+        given = {**fsspec_options(options), **encryption(url, options, moving)}
         # One more than a large transfer uses: a lease must be renewed meanwhile.
         return cls(url=url, clients=open_url(url, given, most=max(2, moving.concurrency)), retries=retries)
 

@@ -22,7 +22,7 @@ from ..errors import SpecError
 from ..validate import url_scheme
 from .credential import Credential
 from .errors import classify
-from .files import Moving
+from .files import TransferOptions
 from .local_disk import TEMP
 
 __all__ = [
@@ -33,10 +33,10 @@ __all__ = [
     "Clients",
     "Placing",
     "encryption",
+    "fsspec_options",
     "get_range",
     "open_url",
     "placing_of",
-    "plain",
     "put_pieces",
     "streamed",
     "tree",
@@ -123,12 +123,12 @@ def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
     return not_installed(f"{scheme}://", extra_of(name), field="store", named=[name], why=why)
 
 
-def plain(options: Mapping[str, Any]) -> dict[str, Any]:
+def fsspec_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``options`` in the form that fsspec takes."""
     return {name: value.fsspec() if isinstance(value, Credential) else value for name, value in options.items()}
 
 
-def encryption(url: str, options: Mapping[str, Any], moving: Moving) -> dict[str, Any]:
+def encryption(url: str, options: Mapping[str, Any], moving: TransferOptions) -> dict[str, Any]:
     """Return s3fs's options for the encryption of every object that is written."""
     if not moving.sse:
         return {}

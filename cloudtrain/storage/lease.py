@@ -21,7 +21,7 @@ from typing import TypeVar
 from ..errors import CloudtrainError, StorageError
 from .files import Files
 
-__all__ = ["FOLDER", "MARK", "SECONDS", "Deleting", "Sole", "announce", "withdraw"]
+__all__ = ["FOLDER", "MARK", "SECONDS", "GcLease", "Lease", "announce", "withdraw"]
 
 FOLDER = "staging"
 MARK = f"{FOLDER}/deleting"
@@ -33,7 +33,7 @@ _PAUSES = (0.1, 2.0)
 """Seconds between two looks, growing."""
 
 Say = Callable[[str], None]
-S = TypeVar("S", bound="Sole")
+S = TypeVar("S", bound="Lease")
 
 
 def announce(
@@ -100,7 +100,7 @@ def withdraw(files: Files, key: str) -> None:
         files.remove(key)
 
 
-class Sole:
+class Lease:
     """A lease for the duration of the block: at most one client holds ``mark`` at a time.
 
     ``mark`` is its key, below `FOLDER`; ``say`` gets ``waits`` while another client holds it. Call `check` before each
@@ -178,7 +178,7 @@ class Sole:
             self._since, self._word = since, word
 
 
-class Deleting(Sole):
+class GcLease(Lease):
     """The lease of the one client that deletes; clients that stage wait for it."""
 
     _late = "held up while deleting, so that others may be staging again; start again"

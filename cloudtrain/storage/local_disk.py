@@ -24,12 +24,12 @@ __all__ = [
     "disk_errors",
     "inside",
     "local_path",
+    "make_durable",
     "normalize",
     "parts_of",
     "put",
     "safe",
     "scan",
-    "settle",
     "sha256_file",
     "temp_file",
     "verify",
@@ -263,9 +263,9 @@ def _open_temp(path: Path, mode: int) -> tuple[Path, int]:
 
 
 def put(path: Path, data: bytes | memoryview, *, name: bool = True) -> None:
-    """Write ``data`` durably and atomically to ``path``; ``name`` as in `settle`.
+    """Write ``data`` durably and atomically to ``path``; ``name`` as in `make_durable`.
 
-    Uses a third of the system calls of `temp_file` and `settle`: for thousands of small files they are the main cost.
+    Uses a third of the system calls of `temp_file` and `make_durable`: they are the main cost of small files.
     """
     temp, descriptor = _open_temp(path, 0o666)
     try:
@@ -284,7 +284,7 @@ def put(path: Path, data: bytes | memoryview, *, name: bool = True) -> None:
         sync_folder(path.parent)
 
 
-def settle(temp: Path, path: Path, *, name: bool = True) -> None:
+def make_durable(temp: Path, path: Path, *, name: bool = True) -> None:
     """Make ``temp`` durable under the name ``path``. Without ``name``, a crash may restore the earlier file."""
     sync(temp)
     os.replace(temp, path)

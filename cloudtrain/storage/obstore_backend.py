@@ -23,7 +23,7 @@ from ..errors import CloudtrainError, StorageError
 from .errors import Retries
 from .files import MOST_PIECES, PIECE, Entry, Names, parallel
 from .local_disk import disk_errors, write_back
-from .obstore_config import Access, Unproven, authorities
+from .obstore_config import ObstoreConfig, Unproven, authorities
 
 __all__ = ["ObstoreMover", "check_usable"]
 
@@ -116,7 +116,7 @@ class ObstoreMover:
 
     name = "obstore"
 
-    def __init__(self, *, url: str, access: Access, retries: Retries) -> None:
+    def __init__(self, *, url: str, access: ObstoreConfig, retries: Retries) -> None:
         self.url, self.retries, self._access = url, retries, access
         self._keys = _Keys(access.keys)
         self._store = _client(access, self._keys, retries=0, silence=SILENCE)
@@ -450,7 +450,7 @@ class _Sum:
             raise ConnectionError(f"{self.total} bytes came in place of {total}")
 
 
-def _client(access: Access, keys: _Keys, *, retries: int, silence: timedelta) -> Any:
+def _client(access: ObstoreConfig, keys: _Keys, *, retries: int, silence: timedelta) -> Any:
     """Return obstore's client; ``silence`` is its read timeout, which also counts while a body is sent."""
     from obstore.store import AzureStore, GCSStore, S3Store
 

@@ -19,9 +19,9 @@ from typing import Any
 from ..errors import AuthError
 from ..validate import url_scheme
 from .credential import Credential
-from .files import Moving
+from .files import TransferOptions
 
-__all__ = ["Access", "Unproven", "authorities", "find_access"]
+__all__ = ["ObstoreConfig", "Unproven", "authorities", "find_access"]
 
 #: Variables that change nothing, or the same for both libraries. With any other AWS variable, fsspec moves the bytes.
 _AWS_WORDS = re.compile(
@@ -55,7 +55,7 @@ class Unproven(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Access:
+class ObstoreConfig:
     """An access to a bucket: ``kind`` is s3, azure or gcs; ``config`` has obstore's names.
 
     ``keys`` returns the credentials for the next request. It raises the errors of the vendor's SDK.
@@ -68,7 +68,9 @@ class Access:
     keys: Callable[[], Mapping[str, Any]] = field(repr=False)
 
 
-def find_access(url: str, options: Mapping[str, Any], environ: Mapping[str, str], *, moving: Moving) -> Access:
+def find_access(
+    url: str, options: Mapping[str, Any], environ: Mapping[str, str], *, moving: TransferOptions
+) -> ObstoreConfig:
     """Return the access that fsspec has with ``options``. Raises `Unproven`, or `AuthError` without credentials."""
     scheme = url_scheme(url)
     find = {"s3": _s3, "abfs": _azure, "abfss": _azure, "az": _azure, "gs": _gcs}.get(scheme)
@@ -116,7 +118,7 @@ def _parts(url: str) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------------------------- S3
 
 
-def _s3(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: Moving) -> Access:
+def _s3(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: TransferOptions) -> ObstoreConfig:
     _only(options, "client_kwargs session endpoint_url key secret token profile")
     client = options.get("client_kwargs") or {}
     _only(client, "endpoint_url region_name", "client_kwargs.")
@@ -143,7 +145,7 @@ def _s3(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving
         config["server_side_encryption"] = moving.sse
     if moving.sse_kms_key_id:
         config["sse_kms_key_id"] = moving.sse_kms_key_id
-    return Access(kind="s3", bucket=bucket, root=root, config=config, keys=keys)
+    return ObstoreConfig(kind="s3", bucket=bucket, root=root, config=config, keys=keys)
 
 
 def _aws_keys(
@@ -207,7 +209,7 @@ def _botocore_keys(
 # ---------------------------------------------------------------------------------------------------------- Azure, GCS
 
 
-def _azure(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: Moving) -> Access:
+def _azure(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: TransferOptions) -> ObstoreConfig:
     known = (
         "anon account_name account_host account_key sas_token connection_string authority disable_instance_discovery"
     )
@@ -240,7 +242,7 @@ def _azure(url: str, options: Mapping[str, Any], environ: Mapping[str, str], mov
         raise Unproven("the account is not named")
     config = {"account_name": account, "endpoint": endpoint.rstrip("/")}
     keys = _azure_keys(key, sas, {k: options[k] for k in ("authority", "disable_instance_discovery") if k in options})
-    return Access(kind="azure", bucket=container, root=root, config=config, keys=keys)
+    return ObstoreConfig(kind="azure", bucket=container, root=root, config=config, keys=keys)
 
 
 def _azure_account(words: Mapping[str, str]) -> tuple[str, str]:
@@ -275,7 +277,7 @@ def _azure_keys(key: str, sas: str, identity: Mapping[str, Any]) -> Callable[[],
     return token
 
 
-def _gcs(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: Moving) -> Access:
+def _gcs(url: str, options: Mapping[str, Any], environ: Mapping[str, str], moving: TransferOptions) -> ObstoreConfig:
     """Configure GCS only if the user chose obstore: it uses the XML API, and no faithful test server has that."""
     _only(options, "token")
     credentials: Any = options.get("token")
@@ -293,4 +295,4 @@ def _gcs(url: str, options: Mapping[str, Any], environ: Mapping[str, str], movin
         return {"token": credentials.token, "expires_at": credentials.expiry.replace(tzinfo=timezone.utc)}
 
     bucket, root = _parts(url)
-    return Access(kind="gcs", bucket=bucket, root=root, config={}, keys=token)
+    return ObstoreConfig(kind="gcs", bucket=bucket, root=root, config={}, keys=token)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ..errors import SpecError, StorageError
 from ..validate import url_scheme
 from .errors import Retries, TransientError, classify, translate
-from .files import PIECE, Entry, Moving, Names, Progress, Storage, Trees
+from .files import PIECE, Entry, Names, Progress, Storage, TransferOptions, Trees
 from .fsspec_backend import FsspecMover
-from .local_disk import check_promise, disk_errors, parts_of, put, settle, temp_file, verify
+from .local_disk import check_promise, disk_errors, make_durable, parts_of, put, temp_file, verify
 from .obstore_config import Unproven, find_access
 
 __all__ = ["Mover", "RemoteFiles"]
@@ -113,7 +113,7 @@ class RemoteFiles(Trees):
         *,
         url: str,
         storage: Storage | None = None,
-        moving: Moving = Moving(),  # noqa: B008 - it is frozen
+        moving: TransferOptions = TransferOptions(),  # noqa: B008 - it is frozen
         given: Mover | None = None,
         retries: Retries | None = None,
     ) -> None:
@@ -317,7 +317,7 @@ class RemoteFiles(Trees):
             with disk_errors(path):
                 verify(temp, key, sha256, size)
                 meter(temp.stat().st_size)
-                settle(temp, path, name=False)
+                make_durable(temp, path, name=False)
 
     def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
         """Yield the content of the file of ``size`` bytes in order, up to `AHEAD` parts of `PIECE` bytes in advance.

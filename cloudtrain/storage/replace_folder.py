@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .local_disk import disk_errors
 
-__all__ = ["aside", "below", "discard", "prune", "swap", "take", "tidy"]
+__all__ = ["aside", "discard", "files_below", "prune", "swap", "take", "tidy"]
 
 _NEXT = ".partial-"
 _FORMER = ".former-"
@@ -44,7 +44,7 @@ def tidy(folder: Path, names: Collection[str]) -> None:
 def prune(folder: Path, wanted: Collection[Path]) -> None:
     """Remove files that are not ``wanted``, and empty folders."""
     with disk_errors(folder):
-        for path in below(folder):
+        for path in files_below(folder):
             if path.is_symlink() or path not in wanted:
                 path.unlink()
         for top, _, _ in os.walk(folder, topdown=False):
@@ -52,7 +52,7 @@ def prune(folder: Path, wanted: Collection[Path]) -> None:
                 os.rmdir(top)
 
 
-def below(folder: Path) -> list[Path]:
+def files_below(folder: Path) -> list[Path]:
     """Return all files and links in ``folder``, without following links; none if there is no such folder."""
     found = []
     for top, folders, names in os.walk(folder):

@@ -10,7 +10,7 @@ from typing import Any
 from ..runtime.checkpoint_names import METADATA, newer_than_metadata, step_of, training_states
 from ..storage.files import Entry
 
-__all__ = ["PROTOCOL", "Checkpoint", "age", "direct", "mirrored", "newest_of", "numbers_of", "resumable"]
+__all__ = ["PROTOCOL", "Checkpoint", "age", "direct", "mirrored", "newest_checkpoint", "numbers_of", "resumable"]
 
 PROTOCOL = 1
 """Protocol of a store's records; records of other protocols are not read."""
@@ -67,7 +67,7 @@ def mirrored(
     )
 
 
-def newest_of(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> Checkpoint | None:
+def newest_checkpoint(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> Checkpoint | None:
     """Return the newest checkpoint to resume from, of those of `Store.checkpoints` and `Store.direct`."""
     found = [*resumable(mirrored)[-1:], *direct[-1:]]
     return max(found, key=lambda item: item.saved, default=None)

@@ -18,9 +18,9 @@ from typing import Any
 
 from ..errors import NotFoundError, StorageError
 from ..job.job import is_run_id
-from ..settings.settings import NO_SETTINGS, Caller, Settings
+from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Entry, parallel
-from ..storage.lease import FOLDER, MARK, Deleting
+from ..storage.lease import FOLDER, MARK, GcLease
 from ..storage.lease import SECONDS as LEASE
 from ..storage.local_disk import TEMP, local_path, normalize
 from ..validate import json_loads
@@ -96,7 +96,7 @@ def collect_at(
     if path is not None and not path.is_dir():
         raise NotFoundError(f"there is no store at {path}", field="store")
 
-    def opened(caller: Caller) -> Store:
+    def opened(caller: StoreCredentials) -> Store:
         store = Store(url, storage=caller, moving=settings.moving)
         store.files.names("runs")
         return store
@@ -118,7 +118,7 @@ def collect(
     if not delete:
         return _collected(store, named, older_than, time.time(), deleted=False)
     _refuse_unreadable(named)
-    with Deleting(store.files, seconds=lease, say=say) as deleting:
+    with GcLease(store.files, seconds=lease, say=say) as deleting:
         named.read(deleting.started)  # includes clients that began to stage before the mark was set
         _refuse_unreadable(named)
         done = _collected(store, named, older_than, deleting.started, deleted=True)
@@ -133,7 +133,7 @@ def collect(
     return done
 
 
-def _remove(store: Store, item: Leftover, deleting: Deleting) -> None:
+def _remove(store: Store, item: Leftover, deleting: GcLease) -> None:
     """Remove in batches: a delayed client that has lost its lease removes at most the current batch."""
     deleting.check()
     root = local_path(store.url)

@@ -4,8 +4,8 @@ A copy's address is made of its source's URL, so a plan knows it without a netwo
 ``data/manifests/<address>.json``, has the copied version of each file; an unchanged file is not copied again, also
 after an interrupted copy. A changed source updates its copy in place, unless an unfinished run uses it. One client at a
 time copies to an address, by a lease; others wait, and find it. `bring` copies remote inputs; `carry` copies another
-run's checkpoint, as another `Source`. A run that moves to another place takes its files from the store that it leaves
-(`Left`): the moving client needs no source.
+run's checkpoint, as another `RemoteSource`. A run that moves to another place takes its files from the store that
+it leaves (`PreviousPlace`): the moving client needs no source.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any, NamedTuple, Protocol
 from ..errors import CloudtrainError, ConflictError, DigestError, SpecError, StorageError
 from ..provider_api.protocol import Layout, LayoutInput
 from ..storage.errors import TransientError, translate
-from ..storage.files import PIECE, Entry, Moving, Progress, parallel
+from ..storage.files import PIECE, Entry, Progress, TransferOptions, parallel
 from ..storage.fsspec_pool import STREAMED
-from ..storage.lease import FOLDER, Sole
+from ..storage.lease import FOLDER, Lease
 from ..storage.local_disk import safe
 from ..storage.remote import AHEAD, RemoteFiles
 from ..validate import url_scheme, without_secrets
 from .store import Store, expect, to_json
 
-__all__ = ["Copy", "Left", "Source", "address_of", "bring", "from_left", "version_of"]
+__all__ = ["Copy", "PreviousPlace", "RemoteSource", "address_of", "bring", "from_left", "version_of"]
 
 LEASE = 60.0
 """Seconds after which another client may continue the copy of a dead client."""
@@ -47,7 +47,7 @@ TRIES = 4
 _TAG = re.compile(r"\bETag=(?:W/)?\"?([^\"\s]+)", re.IGNORECASE)
 
 
-class Left(NamedTuple):
+class PreviousPlace(NamedTuple):
     """The place that a run leaves: its store, and the run's layout there."""
 
     store: Store
@@ -64,7 +64,7 @@ def bring(
     store: Store,
     layout: Layout,
     *,
-    left: Left | None = None,
+    left: PreviousPlace | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
@@ -84,7 +84,7 @@ def _brought(
     layout: Layout,
     name: str,
     item: LayoutInput,
-    left: Left | None,
+    left: PreviousPlace | None,
     progress: Progress | None,
     say: Callable[[str], None] | None,
 ) -> int:
@@ -95,9 +95,9 @@ def _brought(
 
 
 def from_left(
-    left: Left | None,
+    left: PreviousPlace | None,
     address: str,
-    copy: Callable[[Source], Copy],
+    copy: Callable[[RemoteSource], Copy],
     *,
     name: str,
     field: str,
@@ -120,7 +120,7 @@ def address_of(store: str, url: str) -> str:
     return url[len(store) + 1 :].split("/")[1]
 
 
-class Source(Protocol):
+class RemoteSource(Protocol):
     """The source of a copy. Methods raise `CloudtrainError`."""
 
     name: str
@@ -165,7 +165,9 @@ class _Input:
         self._source = self._opened()
 
     def _opened(self) -> RemoteFiles:
-        return RemoteFiles(url=self._url if self._file else self._url.rstrip("/"), moving=Moving(mover=self._mover))
+        return RemoteFiles(
+            url=self._url if self._file else self._url.rstrip("/"), moving=TransferOptions(mover=self._mover)
+        )
 
     def entries(self) -> dict[str, Entry]:
         try:
@@ -207,7 +209,7 @@ class _Held:
         self.facts: Mapping[str, Any] = {key: value for key, value in manifest.items() if key not in own}
 
     @classmethod
-    def of(cls, left: Left | None, address: str, *, name: str, field: str) -> _Held | None:
+    def of(cls, left: PreviousPlace | None, address: str, *, name: str, field: str) -> _Held | None:
         """Return the copy that the run was given there; None if there is none or it is incomplete."""
         if left is None or not left.gave(address):
             return None
@@ -245,7 +247,7 @@ class Copy:
         store: Store,
         run_id: str,
         address: str,
-        source: Source,
+        source: RemoteSource,
         progress: Progress | None,
         say: Callable[[str], None] | None,
     ) -> None:
@@ -265,7 +267,7 @@ class Copy:
             return 0
         mark = f"{FOLDER}/copying-{self._address}"
         waits = f"waiting: somebody else copies {self._shown}"
-        with Sole(self._store.files, mark, seconds=LEASE, say=self._say, waits=waits) as sole:
+        with Lease(self._store.files, mark, seconds=LEASE, say=self._say, waits=waits) as sole:
             found = self._list()  # the wait may have been long
             record = self._store.record(self._manifest)
             if self._is_whole(found, record):
@@ -287,7 +289,9 @@ class Copy:
             self._at(path): entry.size for path, entry in found.items()
         }
 
-    def _copy(self, found: Mapping[str, Entry], record: Mapping[str, Any], there: Mapping[str, int], sole: Sole) -> int:
+    def _copy(
+        self, found: Mapping[str, Entry], record: Mapping[str, Any], there: Mapping[str, int], sole: Lease
+    ) -> int:
         known = record.get("files") or {}
         self._done = {
             path: dict(known[path])
@@ -363,7 +367,7 @@ class Copy:
 
     # ------------------------------------------------------------------------------------------------------------ bytes
 
-    def _all(self, rest: Mapping[str, Entry], sole: Sole) -> None:
+    def _all(self, rest: Mapping[str, Entry], sole: Lease) -> None:
         """Copy small files first: the large ones take most of the memory."""
         order = sorted(rest, key=lambda path: rest[path].size)
         with concurrent.futures.ThreadPoolExecutor(self._store.moving.concurrency) as pool:
@@ -379,7 +383,7 @@ class Copy:
                     raise self._failed[0] from None
                 raise
 
-    def _one(self, path: str, entry: Entry, sole: Sole) -> None:
+    def _one(self, path: str, entry: Entry, sole: Lease) -> None:
         try:
             self._copy_one(path, entry, sole)
         except BaseException as exc:
@@ -387,7 +391,7 @@ class Copy:
             self._stop.set()
             raise
 
-    def _copy_one(self, path: str, entry: Entry, sole: Sole) -> None:
+    def _copy_one(self, path: str, entry: Entry, sole: Lease) -> None:
         digest, moved = hashlib.sha256(), 0
 
         def pieces() -> Generator[bytes, None, None]:
@@ -454,7 +458,7 @@ class Copy:
         if wrong:
             raise StorageError(f"{self._at(min(wrong))} is not what was written; somebody else writes there")
 
-    def _save(self, sole: Sole, *, complete: bool) -> None:
+    def _save(self, sole: Lease, *, complete: bool) -> None:
         with self._lock:
             record = {"protocol": 1, "source": self._shown, "complete": complete, "files": dict(self._done)}
             record |= {"last": self._source.last} if self._source.last else {}

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from ..errors import AuthError, DigestError, SpecError, StorageError, scrubbed
 from ..job.job import is_run_id
 from ..provider_api.protocol import Layout
-from ..settings.settings import Caller, Settings
-from ..storage.files import Entry, Moving, Progress
+from ..settings.settings import Settings, StoreCredentials
+from ..storage.files import Entry, Progress, TransferOptions
 from ..storage.local_disk import local_path
 from ..validate import json_loads, url_scheme
 from .checkpoint import Checkpoint, resumable
-from .remote_inputs import Copy, Left, address_of, from_left, version_of
+from .remote_inputs import Copy, PreviousPlace, address_of, from_left, version_of
 from .store import Store, next_of
 
 __all__ = ["carry", "followed", "place_for"]
@@ -80,8 +80,8 @@ def followed(url: str, settings: Settings, *, ask: bool) -> str:
     return url
 
 
-def _next(store: str, run_id: str, mover: str, caller: Caller) -> dict[str, Any] | None:
-    return next_of(Store(store, storage=caller, moving=Moving(mover=mover)), run_id)
+def _next(store: str, run_id: str, mover: str, caller: StoreCredentials) -> dict[str, Any] | None:
+    return next_of(Store(store, storage=caller, moving=TransferOptions(mover=mover)), run_id)
 
 
 def place_for(url: str, store: Store, schemes: Collection[str]) -> str | None:
@@ -104,7 +104,7 @@ def carry(
     layout: Layout,
     *,
     settings: Settings,
-    left: Left | None = None,
+    left: PreviousPlace | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] | None = None,
 ) -> int:
@@ -150,9 +150,9 @@ def carry(
     raise StorageError(f"{place.title}: checkpoints go away faster than they can be copied; start again")
 
 
-def _opened(place: _Place, mover: str, caller: Caller) -> Store:
+def _opened(place: _Place, mover: str, caller: StoreCredentials) -> Store:
     """Return the source's store, opened with ``caller``. Raises `SpecError` if it has no such run."""
-    found = Store(place.store, storage=caller, moving=Moving(mover=mover))
+    found = Store(place.store, storage=caller, moving=TransferOptions(mover=mover))
     if not found.files.exists(f"runs/{place.run_id}/run.json"):
         raise SpecError(f"no run {place.run_id!r} in {place.store}", field=FIELD)
     return found

@@ -25,12 +25,12 @@ from ..errors import DigestError, NotFoundError, SpecError, StorageError, scrubb
 from ..job.job import Input, Job, check_run_id, is_run_id
 from ..provider_api.protocol import Layout, LayoutInput, Request
 from ..runtime.checkpoint_names import METADATA
-from ..storage.digest_cache import LocalTree, TreeFile, hash_tree, still
-from ..storage.files import Entry, Moving, Progress, Storage, files, parallel
+from ..storage.digest_cache import LocalTree, TreeFile, check_unchanged, hash_tree
+from ..storage.files import Entry, Progress, Storage, TransferOptions, files, parallel
 from ..storage.lease import FOLDER, announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..validate import did_you_mean, json_loads, url_scheme
-from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_of, numbers_of
+from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_checkpoint, numbers_of
 
 __all__ = [
     "RELAYED",
@@ -90,7 +90,7 @@ class Store:
         *,
         cwd: Path | None = None,
         storage: Storage | None = None,
-        moving: Moving = Moving(),  # noqa: B008 - it is frozen
+        moving: TransferOptions = TransferOptions(),  # noqa: B008 - it is frozen
     ) -> None:
         self.url, self.moving = _checked(normalize(url, cwd=cwd or Path.cwd())), moving
         self.files = files(self.url, gitignore=True, storage=storage, moving=moving)
@@ -238,9 +238,9 @@ class Store:
                 return 0
         path = tree.path / item.path
         try:
-            still(path, item, read=not item.read)
+            check_unchanged(path, item, read=not item.read)
             self.files.upload(path, key, progress=progress)
-            still(path, item)
+            check_unchanged(path, item)
         except (FileNotFoundError, DigestError) as exc:
             self.files.remove(key)
             if tree.known is not None:
@@ -497,7 +497,7 @@ class Store:
 
     def newest_checkpoint(self, run_id: str) -> Checkpoint | None:
         """Return the newest of `checkpoints` and `direct` from which a training can resume."""
-        return newest_of(self.checkpoints(run_id), self.direct(run_id))
+        return newest_checkpoint(self.checkpoints(run_id), self.direct(run_id))
 
     def pointers(self, run_id: str) -> dict[str, str]:
         """Return the targets of the script's pointers (best, latest) by name; the first node's, if several differ."""

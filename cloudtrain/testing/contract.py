@@ -1,4 +1,4 @@
-"""The suite that every provider passes. Subclass `ProviderContract` and give it a `World`; see the package's page."""
+"""Run the suite that every provider passes: subclass `ProviderContract` and give it a `FakePlatform`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from .planning import PlanContract
-from .platform import World
+from .platform import FakePlatform
 from .running import RunContract
 
 __all__ = ["ProviderContract"]
@@ -39,7 +39,7 @@ class ProviderContract(PlanContract, RunContract):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls) -> World:
+    def world(cls) -> FakePlatform:
         """Return the platform under test, and its provider."""
         raise TypeError(f"{cls.__name__} gives no world")
 

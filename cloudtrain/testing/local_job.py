@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..engine.processes import NodeProcess, ProcessEngine
-from ..engine.supervised import Hosted
+from ..engine.supervised import SupervisedProvider
 from ..engine.supervisor import Supervisor
 from ..errors import CloudtrainError, SpecError
 from ..job.job import Job
-from ..provider_api.launch_spec import Simulation
+from ..provider_api.launch_spec import LaunchSpec
 from ..provider_api.protocol import Layout, LogPage, Provider, Request, Status
 from ..providers.local import Provider as Local
 from ..runtime.host_facts import handles_sigterm
@@ -100,15 +100,15 @@ class LocalJob:
 
     def status(self) -> Status:
         """Return the job's status."""
-        return Hosted.status(self._local, self.native_id)
+        return SupervisedProvider.status(self._local, self.native_id)
 
     def logs(self, cursor: Any) -> LogPage:
         """Return a page of the nodes' output."""
-        return Hosted.logs(self._local, self.native_id, cursor)
+        return SupervisedProvider.logs(self._local, self.native_id, cursor)
 
     def cancel(self) -> None:
         """Request the job's stop."""
-        Hosted.cancel(self._local, self.native_id)
+        SupervisedProvider.cancel(self._local, self.native_id)
 
     def close(self) -> None:
         """Stop the job, and wait until nothing of it is left."""
@@ -154,7 +154,7 @@ class _Here:
         """Return the next attempt's request, as it is recorded."""
         return self.real.plan(job, layout, attempt=attempt, choice=choice)
 
-    def nodes(self, request: Request) -> Simulation:
+    def nodes(self, request: Request) -> LaunchSpec:
         """Return the nodes that local starts for the same job. If a client starts later attempts, local starts none."""
         told = self.folder / "container" / "context.json"
         layout = _Told(
@@ -239,7 +239,7 @@ class _Engine(ProcessEngine):
         self._watching: list[threading.Thread] = []
 
     def start(
-        self, simulation: Simulation, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> list[NodeProcess]:
         nodes = super().start(simulation, attempt=attempt, local=local, secrets=secrets)
         if self._notices:

@@ -18,12 +18,12 @@ import pytest
 from ..engine import ENGINE_PREFIX
 from ..errors import SpecError, UnsupportedError
 from ..job.job import Job, check_run_id
-from ..provider_api.launch_spec import Simulation
-from ..provider_api.node import Site
+from ..provider_api.launch_spec import LaunchSpec
+from ..provider_api.node import NodeEnvironment
 from ..provider_api.protocol import Layout, LayoutInput, Provider, Request, context_of
 from ..provider_api.registry import find_provider
 from ..store import runtime_zip
-from .platform import World
+from .platform import FakePlatform
 from .tables import (
     ELSEWHERE,
     PLATFORM,
@@ -79,7 +79,7 @@ class PlanContract:
 
     # ------------------------------------------------------------------------------------------------------- the border
 
-    def test_has_the_whole_border(self, world: World) -> None:
+    def test_has_the_whole_border(self, world: FakePlatform) -> None:
         provider = world.provider
         assert isinstance(provider, Provider)
         for name, wanted in inspect.getmembers(Provider, inspect.isfunction):
@@ -91,27 +91,27 @@ class PlanContract:
         assert provider.retried_by in RETRIED_BY
         assert provider.max_wait_by in MAX_WAIT_BY
 
-    def test_is_registered_by_its_name(self, world: World) -> None:
+    def test_is_registered_by_its_name(self, world: FakePlatform) -> None:
         provider = type(world.provider)
         assert find_provider(provider.name) is provider
         if provider.__module__.startswith("cloudtrain."):
             assert provider.__module__.rpartition(".")[2] == provider.name
 
-    def test_settings_are_a_frozen_dataclass(self, world: World) -> None:
+    def test_settings_are_a_frozen_dataclass(self, world: FakePlatform) -> None:
         settings = settings_of(world.provider)
         assert isinstance(settings, world.provider.Settings)
         assert settings.__dataclass_params__.frozen
         plain = json.loads(json.dumps(dataclasses.asdict(settings)))
         assert settings_of(type(world.provider)(**plain)) == settings
 
-    def test_who_calls_is_recorded_nowhere(self, world: World) -> None:
+    def test_who_calls_is_recorded_nowhere(self, world: FakePlatform) -> None:
         """Check that the caller is not recorded, and that another platform's store gets no options."""
         callers = {item.name for item in dataclasses.fields(world.provider.Settings) if item.metadata.get("caller")}
         assert not callers & set(world.plan().document()["settings"])
         assert isinstance(world.provider.storage(world.store), Mapping)
         assert dict(world.provider.storage("none://bucket/store")) == {}
 
-    def test_plans_with_no_network_account_or_sdk(self, world: World, tmp_path: Path) -> None:
+    def test_plans_with_no_network_account_or_sdk(self, world: FakePlatform, tmp_path: Path) -> None:
         plan = world.plan({"args": ("ü", "{x}"), "inputs": {"data": str(world.place.data)}})
         given = {
             "path": [p for p in sys.path if p],
@@ -128,7 +128,7 @@ class PlanContract:
 
     # --------------------------------------------------------------------------------------------------- planning: pure
 
-    def test_plan_is_pure(self, world: World) -> None:
+    def test_plan_is_pure(self, world: FakePlatform) -> None:
         """Check the first plan too: a plan that changed the job would do no harm the second time."""
         provider, given = world.provider, {"tags": {"a": "b"}, "env": {"A": "1"}, "inputs": {"data": world.store}}
         job = Job.make(**merged({"entry_point": "train.py"}, world.sample.job, given))
@@ -146,38 +146,38 @@ class PlanContract:
         first.body.clear()  # type: ignore[attr-defined]
         assert provider.plan(job, layout) == second
 
-    def test_request_is_json_and_round_trips(self, world: World) -> None:
+    def test_request_is_json_and_round_trips(self, world: FakePlatform) -> None:
         request = world.plan({"args": ("ü", "\n")}).request
         assert json.loads(json.dumps(request.body, allow_nan=False)) == request.body
         assert Request.from_dict(json.loads(json.dumps(request.to_dict()))).to_dict() == request.to_dict()
         assert request.provider == world.provider.name
         assert request.run == f"{world.store}/runs/{RUN_ID}"
 
-    def test_context_is_the_same_as_everywhere(self, world: World) -> None:
+    def test_context_is_the_same_as_everywhere(self, world: FakePlatform) -> None:
         plan = world.plan({"nproc_per_node": 3, "args": ("x",), "inputs": {"data": str(world.place.data)}})
         assert plan.request.context == context_of(world.provider.name, plan.job, plan.layout, processes=3)
 
-    def test_the_platform_accepts_the_longest_names(self, world: World) -> None:
+    def test_the_platform_accepts_the_longest_names(self, world: FakePlatform) -> None:
         longest = "a-" + "b" * 38
         world.check(world.plan({"name": longest}, run_id=check_run_id(longest)).request)
         world.check(world.plan({"name": "0"}, run_id="0").request)
 
     @pytest.mark.parametrize("tags", [{"k": ""}, {"Key": "two words"}, {"ключ": "ü/:=+-@_"}, {"k" * 200: "v" * 300}])
-    def test_tags_are_legal_or_refused(self, world: World, tags: Mapping[str, str]) -> None:
+    def test_tags_are_legal_or_refused(self, world: FakePlatform, tags: Mapping[str, str]) -> None:
         planned = _planned(world, {"tags": tags})
         if isinstance(planned, SpecError):
             assert planned.field.partition(".")[0] == "tags"
         else:
             world.check(planned)
 
-    def test_attempts_are_told_apart(self, world: World) -> None:
+    def test_attempts_are_told_apart(self, world: FakePlatform) -> None:
         plan = world.plan()
         first, second = (world.provider.plan(plan.job, plan.layout, attempt=k) for k in (0, 1))
         assert (first.attempt, second.attempt) == (0, 1)
         assert first.body != second.body
         assert first.context == second.context
 
-    def test_choice_takes_the_gpu_of_the_list(self, world: World) -> None:
+    def test_choice_takes_the_gpu_of_the_list(self, world: FakePlatform) -> None:
         row = platform_rows(type(world.provider))["resources.gpu"]
         gpu = row.change(world.place)["gpu"][0]
         fields = {"gpu": [gpu, gpu.rpartition(":")[0] + ":1"]}
@@ -192,7 +192,7 @@ class PlanContract:
 
     # The source of a copied checkpoint is the client's affair: nodes get the copy.
     @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Layout) if f.name != "resume_source"])
-    def test_every_url_reaches_the_request(self, world: World, name: str) -> None:
+    def test_every_url_reaches_the_request(self, world: FakePlatform, name: str) -> None:
         plan = world.plan({"inputs": {"data": str(world.place.data)}})
         change = {
             "store": world.store + "-2",
@@ -213,7 +213,7 @@ class PlanContract:
         assert {*PLATFORM, *SCRIPT, *ELSEWHERE} - field_names() == set()
 
     @pytest.mark.parametrize("field", PLATFORM)
-    def test_platform_field_is_honoured_or_refused(self, world: World, field: str) -> None:
+    def test_platform_field_is_honoured_or_refused(self, world: FakePlatform, field: str) -> None:
         row = platform_rows(type(world.provider))[field]
         reached, refused = verdict(world.provider, world.place, row, world.sample.job)
         if refused is not None:
@@ -226,13 +226,13 @@ class PlanContract:
             assert by_client(world.provider, field), "neither in the request nor refused"
 
     @pytest.mark.parametrize("field", SCRIPT)
-    def test_script_field_reaches_the_context(self, world: World, field: str) -> None:
+    def test_script_field_reaches_the_context(self, world: FakePlatform, field: str) -> None:
         reached, refused = verdict(world.provider, world.place, SCRIPT[field], world.sample.job)
         assert refused is None
         assert "context" in reached
 
     @pytest.mark.parametrize("kind", SECRETS)
-    def test_secrets_are_references(self, world: World, kind: str) -> None:
+    def test_secrets_are_references(self, world: FakePlatform, kind: str) -> None:
         row = Row(change=lambda place: {"secrets": {"TOKEN": SECRETS[kind]}})
         reached, refused = verdict(world.provider, world.place, row, world.sample.job)
         if world.sample.secret.startswith(kind):
@@ -243,14 +243,14 @@ class PlanContract:
         else:
             assert "context" in reached
 
-    def test_request_holds_no_digest_of_the_job(self, world: World) -> None:
+    def test_request_holds_no_digest_of_the_job(self, world: FakePlatform) -> None:
         """Check that no digest changes with every field, which would hide ignored fields in the tables."""
         plain, other = world.plan().request, world.plan({"args": ("x",), "env": {"A": "1"}}).request
         assert plain.body == other.body
 
     # ---------------------------------------------------------------------------------------------- options, on, inputs
 
-    def test_options_arrive_verbatim(self, world: World) -> None:
+    def test_options_arrive_verbatim(self, world: FakePlatform) -> None:
         name = world.provider.name
         options = platform_rows(type(world.provider))["options"].change(world.place)["options"][name]
         body = world.plan({"options": {name: options, "elsewhere": {"contract": "not for us"}}}).request.body
@@ -258,7 +258,7 @@ class PlanContract:
             assert _at(body, path) == value
         assert "not for us" not in json.dumps(body)
 
-    def test_options_cannot_change_what_cloudtrain_sets(self, world: World) -> None:
+    def test_options_cannot_change_what_cloudtrain_sets(self, world: FakePlatform) -> None:
         """Try every place of the request: the nodes still start our command, with our mounts and time limit."""
         name, provider = world.provider.name, world.provider
         request = world.plan().request
@@ -276,7 +276,7 @@ class PlanContract:
             assert before.rules.time_limit == after.rules.time_limit, path
         assert refused
 
-    def test_options_know_only_the_indices_there_are(self, world: World) -> None:
+    def test_options_know_only_the_indices_there_are(self, world: FakePlatform) -> None:
         name = world.provider.name
         for path in _places(world.plan().request.body, lists=True):
             for index in ("999", "-1", "x"):
@@ -284,13 +284,13 @@ class PlanContract:
                     world.plan({"options": {name: _nested((*path, index), {})}})
                 assert caught.value.field.startswith(f"options.{name}.{path[0]}")
 
-    def test_on_applies(self, world: World) -> None:
+    def test_on_applies(self, world: FakePlatform) -> None:
         change = {"max_runtime": 7200, "args": ["x"]}
         here = world.plan({"on": {world.provider.name: change}}).request
         assert here == world.plan(change).request
         assert world.plan({"on": {"elsewhere": change}}).request == world.plan().request
 
-    def test_inputs_it_cannot_read_are_refused(self, world: World) -> None:
+    def test_inputs_it_cannot_read_are_refused(self, world: FakePlatform) -> None:
         with pytest.raises(UnsupportedError) as caught:
             world.plan({"inputs": {"data": "nosuch://x/y"}})
         assert caught.value.field == "inputs.data"
@@ -298,10 +298,10 @@ class PlanContract:
     # ------------------------------------------------------------------------------------------------------------ nodes
 
     @pytest.mark.parametrize("nodes", [1, 2, 4])
-    def test_nodes_are_what_the_request_says(self, world: World, nodes: int) -> None:
+    def test_nodes_are_what_the_request_says(self, world: FakePlatform, nodes: int) -> None:
         plan = world.plan({"instance_count": nodes, "max_runtime": 1234, "inputs": {"data": str(world.place.data)}})
         simulation = world.provider.nodes(plan.request)
-        assert Simulation.from_dict(json.loads(json.dumps(simulation.to_dict()))).to_dict() == simulation.to_dict()
+        assert LaunchSpec.from_dict(json.loads(json.dumps(simulation.to_dict()))).to_dict() == simulation.to_dict()
         assert simulation == world.provider.nodes(Request.from_dict(plan.request.to_dict()))
         assert len(simulation.nodes) == nodes
         assert simulation.rules.time_limit == 1234
@@ -318,7 +318,7 @@ class PlanContract:
             )
 
     @pytest.mark.parametrize("nodes", [1, 2, 4])
-    def test_nodes_agree_on_the_topology(self, world: World, nodes: int) -> None:
+    def test_nodes_agree_on_the_topology(self, world: FakePlatform, nodes: int) -> None:
         plan = world.plan({"instance_count": nodes, "inputs": {"data": str(world.place.data)}})
         with _sites(world, plan.request) as sites:
             found = [site.topology for site in sites]
@@ -328,7 +328,7 @@ class PlanContract:
             }
             assert 0 < found[0].master_port < 65535  # the node link has the next one
 
-    def test_a_node_knows_its_folders_and_exit_codes(self, world: World) -> None:
+    def test_a_node_knows_its_folders_and_exit_codes(self, world: FakePlatform) -> None:
         plan = world.plan({"inputs": {"data": str(world.place.data)}})
         with _sites(world, plan.request) as (site,):
             assert {"live", "code", "input.data"} <= set(site.paths)
@@ -338,14 +338,14 @@ class PlanContract:
             assert 0 <= site.exit_code["preempted"] < 256
             assert site.stop_grace > 0
 
-    def test_a_node_needs_the_standard_library_alone(self, world: World, tmp_path: Path) -> None:
+    def test_a_node_needs_the_standard_library_alone(self, world: FakePlatform, tmp_path: Path) -> None:
         archive = tmp_path / "cloudtrain.pyz"
         archive.write_bytes(runtime_zip.build(type(world.provider)))  # a third party's is beside ours
         found = _python(["-I", "-S", "-c", NODE_ALONE, str(archive), world.provider.name], cwd=tmp_path, env={})
         assert found.strip() == "[]"
 
 
-def _planned(world: World, fields: Fields) -> Request | SpecError:
+def _planned(world: FakePlatform, fields: Fields) -> Request | SpecError:
     try:
         return world.plan(fields).request
     except SpecError as exc:
@@ -366,7 +366,7 @@ def _python(args: Sequence[str], *, cwd: Path, env: Mapping[str, str], text: str
 
 
 @contextlib.contextmanager
-def _sites(world: World, request: Request) -> Iterator[list[Site]]:
+def _sites(world: FakePlatform, request: Request) -> Iterator[list[NodeEnvironment]]:
     """Yield every node's Site of the request."""
     specs = world.provider.nodes(request).nodes
     with contextlib.ExitStack() as stack:

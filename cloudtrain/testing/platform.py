@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ..provider_api.protocol import Provider, Request
-from ..runs.log_order import parse
+from ..runs.log_order import parse_line
 from ..runs.run import Run
 from ..runs.submit import Plan, submit
 from . import probe
 from .tables import RUN_ID, SECRET, Fields, Place, Sample, Seen, plan_of
 
-__all__ = ["Impossible", "World", "numbered"]
+__all__ = ["FakePlatform", "Impossible", "numbered"]
 
 PATIENCE = 120.0
 """Longest time of a job of the suite, and longest wait for one of its lines, in seconds."""
@@ -31,7 +31,7 @@ class Impossible(Exception):
     """Error: this platform has no such fault; the message says why."""
 
 
-class World(abc.ABC):
+class FakePlatform(abc.ABC):
     """One platform and a store of it, both empty. Made with a folder for the suite's own files."""
 
     provider: Provider
@@ -106,7 +106,7 @@ def numbered(provider: Provider, native_id: str) -> list[tuple[str, int, int]]:
     cursor: Any = None
     while True:
         page = provider.logs(native_id, cursor)
-        lines = [parse(line) for line in page.lines]
+        lines = [parse_line(line) for line in page.lines]
         found += [(*line.stream, line.seq) for line in lines if line.stream is not None]
         if not page.more and not page.lines:
             return found

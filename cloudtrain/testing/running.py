@@ -23,7 +23,7 @@ from ..runs.run import Run
 from ..runs.submit import Plan
 from ..storage.files import files
 from . import probe
-from .platform import Impossible, World, numbered
+from .platform import FakePlatform, Impossible, numbered
 from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen, settings_of
 
 __all__ = ["Jobs", "RunContract"]
@@ -41,7 +41,7 @@ print(run.provider.find(run.store.attempt_request(run.run_id, 0)))
 class Jobs:
     """Runs of one world, each submitted when it is first needed and shared by all tests of the class."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FakePlatform) -> None:
         self.world = world
         self._runs: dict[str, Run] = {}
         self._seen: dict[str, Seen] = {}
@@ -96,18 +96,18 @@ class RunContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def jobs(cls, world: World) -> Jobs:
+    def jobs(cls, world: FakePlatform) -> Jobs:
         """Return the runs of this class's world."""
         return Jobs(world)
 
     # ------------------------------------------------------------------------------------------- submitting and finding
 
     @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
-    def test_an_unknown_id_is_not_found(self, world: World, verb: str) -> None:
+    def test_an_unknown_id_is_not_found(self, world: FakePlatform, verb: str) -> None:
         with pytest.raises(NotFoundError):
             getattr(world.provider, verb)(world.nowhere)
 
-    def test_find_creates_nothing(self, world: World) -> None:
+    def test_find_creates_nothing(self, world: FakePlatform) -> None:
         before = files(world.store).list()
         request = world.plan(run_id="never").request
         assert world.provider.find(request) is None
@@ -129,7 +129,7 @@ class RunContract:
         _check_ran_once(world, run, native)
 
     @pytest.mark.slow
-    def test_submitted_by_two_processes_is_one_job(self, world: World, tmp_path: Path) -> None:
+    def test_submitted_by_two_processes_is_one_job(self, world: FakePlatform, tmp_path: Path) -> None:
         plan = world.plan(run_id="at-once")
         saved = tmp_path / "plan.json"
         saved.write_text(json.dumps(plan.document()))
@@ -221,7 +221,7 @@ class RunContract:
         assert (before.state, before.category or None) == (CASES[name].state, CASES[name].category)
 
     @pytest.mark.parametrize("category", FAULTS)
-    def test_fault(self, world: World, category: str, record_property: Callable[[str, object], None]) -> None:
+    def test_fault(self, world: FakePlatform, category: str, record_property: Callable[[str, object], None]) -> None:
         try:
             fault = world.fault(category)
         except Impossible as exc:
@@ -351,7 +351,7 @@ class RunContract:
         assert set(CATEGORIES) - {"spec", "storage"} <= reached
 
 
-def _end(world: World, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
+def _end(world: FakePlatform, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
     """Return the result of the submitted plan, or the error of submit."""
     try:
         return world.send(plan).wait(timeout=120, poll=0.2)
@@ -370,7 +370,7 @@ def _to_end(provider: Provider, native_id: str, cursor: Any) -> tuple[list[LogLi
             return lines, cursor
 
 
-def _check_ran_once(world: World, run: Run, native: str) -> None:
+def _check_ran_once(world: FakePlatform, run: Run, native: str) -> None:
     """Check that one job ran, one time: one attempt, one exit record, and each line once in the platform's own log."""
     result = run.wait(timeout=120, poll=0.2)
     assert (result["state"], result["native_id"]) == ("succeeded", native)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import CloudtrainError, SpecError
 from ..provider_api.protocol import AttemptInfo, LogLine
-from ..runtime.cause import Failure, category, summary
+from ..runtime.cause import Failure, category, failure_line
 from ..runtime.checkpoint_names import step_of
 from ..store.store import Store
 
@@ -88,7 +88,7 @@ def failed(exception: BaseException | str, *, node: int, rank: int, kind: str, l
         code=1,
         category=kind,
     )
-    return Outcome(kind="failed", category=category(failure), reason=summary(failure), failure=failure, left=left)
+    return Outcome(kind="failed", category=category(failure), reason=failure_line(failure), failure=failure, left=left)
 
 
 def write(

@@ -14,7 +14,7 @@ from jobs import Done, Jobs
 from worlds.azureml.world import AzureMLWorld
 
 from cloudtrain.testing.contract import ProviderContract
-from cloudtrain.testing.platform import World
+from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = [pytest.mark.docker, pytest.mark.remote, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ def made(
 class TestAzureML(ProviderContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls, made: AzureMLWorld) -> World:
+    def world(cls, made: AzureMLWorld) -> FakePlatform:
         return made
 
 

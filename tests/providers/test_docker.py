@@ -25,11 +25,11 @@ from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.docker import _REFUSED, ROOT, Provider
 from cloudtrain.runs.run import Run
 from cloudtrain.testing.contract import ProviderContract
-from cloudtrain.testing.platform import Impossible, World
+from cloudtrain.testing.platform import FakePlatform, Impossible
 from cloudtrain.testing.tables import Fields
 
 
-class DockerWorld(World):
+class DockerWorld(FakePlatform):
     """This machine's engine: nothing is faked. ``image`` is what all jobs run on."""
 
     def __init__(self, folder: Path, *, engine: Any, image: str, store: str = "") -> None:
@@ -74,7 +74,7 @@ class TestDocker(ProviderContract):
     @classmethod
     def world(
         cls, tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
-    ) -> Iterator[World]:
+    ) -> Iterator[FakePlatform]:
         folder = tmp_path_factory.mktemp("world")
         before = left(engine, folder)
         yield DockerWorld(folder, engine=engine, image=images("pip"))
@@ -85,7 +85,7 @@ class TestDocker(ProviderContract):
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path) -> FakePlatform:
     return DockerWorld(tmp_path, engine=None, image="registry.example/trainer:1")
 
 
@@ -102,7 +102,7 @@ def world(tmp_path: Path) -> World:
         ({"inputs": {"data": "azureml:data:1"}}, "inputs.data", "cannot read azureml:"),
     ],
 )
-def test_refuses(world: World, fields: Fields, field: str, words: str) -> None:
+def test_refuses(world: FakePlatform, fields: Fields, field: str, words: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         world.plan(fields)
     assert (caught.value.field, caught.value.provider, caught.value.exit_code) == (field, "docker", 2)
@@ -167,7 +167,7 @@ def host(**fields: Any) -> Fields:
         ({"tags": {"cloudtrain.run": "x"}}, "tags.cloudtrain.run", "another name"),
     ],
 )
-def test_an_option_that_would_be_lost_is_refused(world: World, fields: Fields, where: str, words: str) -> None:
+def test_an_option_that_would_be_lost_is_refused(world: FakePlatform, fields: Fields, where: str, words: str) -> None:
     with pytest.raises(SpecError) as caught:
         world.plan(fields)
     assert where in caught.value.field
@@ -180,7 +180,7 @@ def test_a_user_is_a_number(user: str) -> None:
         Provider(user=user)
 
 
-def test_a_node_runs_as_the_caller_and_has_its_own_name(world: World) -> None:
+def test_a_node_runs_as_the_caller_and_has_its_own_name(world: FakePlatform) -> None:
     nodes = world.provider.nodes(world.plan({"instance_count": 3}).request).nodes
     assert [node.hostname for node in nodes] == ["node-0", "node-1", "node-2"]
     assert {node.user for node in nodes} == {f"{os.getuid()}:{os.getgid()}"}
@@ -201,7 +201,7 @@ def test_a_node_runs_as_the_caller_and_has_its_own_name(world: World) -> None:
     ],
 )
 def test_no_engine_here_is_one_line_that_offers_local(
-    world: World, monkeypatch: pytest.MonkeyPatch, host: str, words: str
+    world: FakePlatform, monkeypatch: pytest.MonkeyPatch, host: str, words: str
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", host)
     plan = world.plan()
@@ -238,7 +238,7 @@ def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 @pytest.mark.parametrize("by", ["variable", "config"])
 def test_the_context_is_the_one_that_docker_itself_would_take(
-    world: World, contexts: Path, monkeypatch: pytest.MonkeyPatch, by: str, name: str, words: str
+    world: FakePlatform, contexts: Path, monkeypatch: pytest.MonkeyPatch, by: str, name: str, words: str
 ) -> None:
     if by == "variable":
         monkeypatch.setenv("DOCKER_CONTEXT", name)
@@ -414,7 +414,7 @@ def test_why_tells_the_cause_and_never_what_was_left_behind() -> None:
     ],
 )
 def test_an_input_that_another_user_may_not_read_is_one_line(
-    world: World, tmp_path: Path, kind: str, mode: int, user: str, may: bool
+    world: FakePlatform, tmp_path: Path, kind: str, mode: int, user: str, may: bool
 ) -> None:
     given = tmp_path / "given"
     given.mkdir() if kind == "folder" else given.write_text("x")
@@ -427,7 +427,9 @@ def test_an_input_that_another_user_may_not_read_is_one_line(
     given.chmod(0o755)
 
 
-def test_without_its_client_library_it_says_what_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_client_library_it_says_what_to_install(
+    world: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "docker", None)
     with pytest.raises(SpecError, match="needs docker, which is not installed") as caught:
         Provider().check(world.plan().request)

@@ -25,7 +25,7 @@ from worlds.vertex.life import RESOURCE_EXHAUSTED, STOCKOUT, CustomJob
 from worlds.vertex.world import VertexWorld
 
 from cloudtrain.estimator import Estimator
-from cloudtrain.runs.fallback import Onward
+from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.run import Run
 from cloudtrain.store import runtime_zip
 
@@ -69,7 +69,7 @@ class Waiting:
 
     def look(self, run: Run) -> bool:
         """What any client does that comes by; whether the run is in the second place by now."""
-        run.reconcile(retry=Onward(run))
+        run.reconcile(retry=FallbackPolicy(run))
         return f"{run.run_id}.0" in self.second.jobs()
 
 

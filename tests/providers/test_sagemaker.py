@@ -26,7 +26,7 @@ from worlds.sagemaker.world import SageMakerWorld
 from cloudtrain.errors import AuthError, ConflictError
 from cloudtrain.runs.run import Run
 from cloudtrain.testing.contract import ProviderContract
-from cloudtrain.testing.platform import World
+from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = [pytest.mark.docker, pytest.mark.remote, pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def made(
 class TestSageMaker(ProviderContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls, made: SageMakerWorld) -> World:
+    def world(cls, made: SageMakerWorld) -> FakePlatform:
         return made
 
 

@@ -25,7 +25,7 @@ from botocore.session import get_session
 
 from cloudtrain.errors import DigestError, StorageError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.node import Site
+from cloudtrain.provider_api.node import NodeEnvironment
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
 from cloudtrain.providers.sagemaker.names import DNS
@@ -48,7 +48,7 @@ def site(
     channels: tuple[str, ...] = ("cloudtrain-code", "cloudtrain-runtime", "cloudtrain-container"),
     context: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
-) -> Site:
+) -> NodeEnvironment:
     """What a container with this configuration is given."""
     config = base / "input" / "config"
     config.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from worlds.vertex.world import BUCKET, VertexWorld
 from cloudtrain.errors import AuthError, CloudtrainError, LostContactError
 from cloudtrain.storage.files import files
 from cloudtrain.testing.contract import ProviderContract
-from cloudtrain.testing.platform import World
+from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = [
     pytest.mark.docker,
@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable
 class TestVertex(ProviderContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls, made: VertexWorld) -> World:
+    def world(cls, made: VertexWorld) -> FakePlatform:
         return made
 
 

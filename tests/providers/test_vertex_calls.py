@@ -35,7 +35,7 @@ from cloudtrain.providers.vertex import api as own
 from cloudtrain.providers.vertex import claims
 from cloudtrain.providers.vertex import status as states
 from cloudtrain.runs.run import Run
-from cloudtrain.testing.platform import World
+from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = [pytest.mark.remote]
 
@@ -59,7 +59,7 @@ def only(world: VertexWorld) -> CustomJob:
     return job
 
 
-def again(world: World, **settings: Any) -> Any:
+def again(world: FakePlatform, **settings: Any) -> Any:
     """Another provider of the same settings: another client."""
     return find_provider("vertex")(**{**dataclasses.asdict(world.provider.settings), **settings})
 

@@ -15,7 +15,7 @@ from cloudtrain.provider_api import catalog
 from cloudtrain.providers.vertex import machines
 
 ROOT = Path(__file__).parents[2]
-TABLE = Path(catalog.__file__).parent / "data" / "instances.csv"
+TABLE = Path(catalog.__file__).parents[1] / "data" / "instances.csv"
 RESERVED = {
     "reservationAffinityType": "SPECIFIC_RESERVATION",
     "key": "compute.googleapis.com/reservation-name",

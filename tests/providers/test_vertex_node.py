@@ -24,9 +24,9 @@ import pytest
 
 from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import SpecError, StorageError
-from cloudtrain.job.bundle import build
+from cloudtrain.job.bundle import build_bundle
 from cloudtrain.job.job import Job, Source
-from cloudtrain.provider_api.node import PROTOCOL, Site, Topology
+from cloudtrain.provider_api.node import PROTOCOL, NodeEnvironment, Topology
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.providers.vertex import Provider, bootstrap, fabric, prepare
 from cloudtrain.providers.vertex import names as words
@@ -165,7 +165,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return found
 
 
-def site_of_two(transport: str = "GPUDirect-RDMA", **environ: str) -> Site:
+def site_of_two(transport: str = "GPUDirect-RDMA", **environ: str) -> NodeEnvironment:
     """As a plan for machines with that transport tells a node of two."""
     given = {"CLOUDTRAIN_NODES": "2", "CLUSTER_SPEC": spec("workerpool0", 0).replace(f', "{HOSTS[2]}"', "")}
     told = {"fabric": transport} if transport else {}
@@ -608,7 +608,7 @@ def staged(tmp_path: Path, script: str, **fields: Any) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(script)
     source = Source(path=str(tmp_path / "src"), entry_point="train.py")
-    bundle = build(source, cwd=tmp_path, max_bytes=1 << 20)
+    bundle = build_bundle(source, cwd=tmp_path, max_bytes=1 << 20)
     (tmp_path / "code.tar.gz").write_bytes(bundle.archive())
     (tmp_path / "cloudtrain.pyz").write_bytes(runtime_zip.build())
     job = Job.make(entry_point="train.py", launcher="python", image="team/trainer:1", **fields)

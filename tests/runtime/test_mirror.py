@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cloudtrain.runtime import checkpoint_done, checkpoints, commits, mirror, mirror_files
-from cloudtrain.runtime.checkpoints import COMMIT, Complete, Entry, Watch, complete
+from cloudtrain.runtime.checkpoints import COMMIT, CheckpointEntry, Complete, Watch, complete
 from cloudtrain.runtime.mirror import KINDS, Mirror
 
 QUIET = 0.3
@@ -633,7 +633,7 @@ def test_what_a_rank_was_writing_when_it_died_does_not_count_though_it_holds_sti
     monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 60.0)
     run, looked = cluster(1), threading.Event()
 
-    def dies(entries: list[Entry], _: float) -> list[Entry]:
+    def dies(entries: list[CheckpointEntry], _: float) -> list[CheckpointEntry]:
         if entries:
             run.mirrors[0].freeze()
             looked.set()
@@ -650,7 +650,7 @@ def test_what_a_rank_was_writing_when_it_died_does_not_count_though_it_holds_sti
 def test_a_checkpoint_that_is_deleted_while_it_is_copied_arrives(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, whole = cluster(1), checkpoints.copy_file
+    run, whole = cluster(1), checkpoints.copy_with_digest
     done = threading.Event()
 
     def copy(source: Path, target: Path, moved: Any) -> Any:
@@ -659,7 +659,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_arrives(
             shutil.rmtree(run.ck(0) / "step-1")
         return whole(source, target, moved)
 
-    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    monkeypatch.setattr(checkpoints, "copy_with_digest", copy)
     run.write(0, "step-1/a", "one")
     run.write(0, "step-1/b", "two")
     run.until(run.complete)
@@ -748,7 +748,7 @@ def test_a_full_disk_is_no_progress(cluster: Callable[..., Cluster], monkeypatch
         raise OSError(28, "No space left on device", str(target))
 
     run = cluster(1)
-    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    monkeypatch.setattr(checkpoints, "copy_with_digest", copy)
     run.write(0, "step-1")
     run.mirrors[0].finish(clean=True)
     run.until(lambda: len([m for _, _, m in run.sent if m["t"] == "copy"]) > 3)
@@ -989,7 +989,7 @@ def test_an_artifact_that_did_not_arrive_is_tried_again_at_the_end(cluster: Call
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float, *, of: str = "", times: int = 99) -> None:
     """Of files below a checkpoint; a slow mount takes what it is given in blocks."""
-    copy_file, left = checkpoints.copy_file, [times]
+    copy_file, left = checkpoints.copy_with_digest, [times]
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None] = lambda *_: None) -> Any:
         done = copy_file(source, target, lambda *_: None)
@@ -1000,7 +1000,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float, *, of: str = ""
                 moved(source, block)
         return done
 
-    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    monkeypatch.setattr(checkpoints, "copy_with_digest", copy)
 
 
 def being_copied(run: Cluster) -> bool:

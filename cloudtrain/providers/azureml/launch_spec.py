@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...provider_api import catalog
-from ...provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .names import GRACE, NAME
 from .urls import for_fsspec
@@ -27,7 +27,7 @@ _KINDS = {"download": "copy", "ro_mount": "mount", "rw_mount": "sync"}
 _UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": GIB}
 
 
-def nodes(request: Request, *, datastore: str) -> Simulation:
+def nodes(request: Request, *, datastore: str) -> LaunchSpec:
     """Return one container an instance."""
     body = request.body
     resources, job = body["resources"], body["name"]
@@ -56,7 +56,7 @@ def nodes(request: Request, *, datastore: str) -> Simulation:
         )
         for number, host in enumerate(hosts)
     ]
-    return Simulation(nodes=specs, rules=Rules(time_limit=body["limits"]["timeout"], stop_grace=GRACE))
+    return LaunchSpec(nodes=specs, rules=LaunchRules(time_limit=body["limits"]["timeout"], stop_grace=GRACE))
 
 
 def _topology(body: Mapping[str, Any], number: int, hosts: list[str]) -> dict[str, str]:

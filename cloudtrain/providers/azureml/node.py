@@ -11,7 +11,7 @@ import posixpath
 from collections.abc import Mapping
 
 from ...errors import SpecError
-from ...provider_api.node import Site, Topology
+from ...provider_api.node import NodeEnvironment, Topology
 from .names import GRACE, METADATA, NODES, PREEMPTED
 from .notices import URL, ScheduledEvents, marker
 from .secrets import secret
@@ -30,9 +30,9 @@ _HOSTS = ("MASTER_ADDR", "AZ_BATCHAI_JOB_MASTER_NODE_IP", "AZ_BATCH_MASTER_NODE"
 DEVICES, NETWORKS = "/sys/class/infiniband", "/sys/class/net"
 
 
-def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that Azure ML gave this node."""
-    return Site(
+    return NodeEnvironment(
         topology=_topology(environ),
         paths=_paths(argv),
         scratch=(os.getcwd(), "/tmp"),  # the job's own folder is on the machine's large disk

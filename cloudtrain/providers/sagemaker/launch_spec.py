@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...provider_api import catalog
-from ...provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .names import GRACE, INPUTS, MARK, NAME, ROOT
 
@@ -22,7 +22,7 @@ SYNC_LAG = 2.0
 """Seconds that a file of the checkpoint folder must be old before it is sent; unverified: no document gives them."""
 
 
-def nodes(request: Request, *, region: str) -> Simulation:
+def nodes(request: Request, *, region: str) -> LaunchSpec:
     """Return one container an instance, named ``algo-1``, ``algo-2``, …"""
     body = request.body
     config, job = body["ResourceConfig"], body["TrainingJobName"]
@@ -54,7 +54,7 @@ def nodes(request: Request, *, region: str) -> Simulation:
         for host in hosts
     ]
     stopping = body["StoppingCondition"]
-    rules = Rules(
+    rules = LaunchRules(
         time_limit=stopping["MaxRuntimeInSeconds"],
         max_restarts=body.get("RetryStrategy", {}).get("MaximumRetryAttempts", 0),
         preemptions=PREEMPTIONS,
@@ -63,7 +63,7 @@ def nodes(request: Request, *, region: str) -> Simulation:
         sync_marks=MARK,
         stop_grace=GRACE,
     )
-    return Simulation(nodes=specs, rules=rules)
+    return LaunchSpec(nodes=specs, rules=rules)
 
 
 def _mounts(body: Mapping[str, Any]) -> list[Mount]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...provider_api.node import Site, SyncAgent, Topology
+from ...provider_api.node import NodeEnvironment, SyncAgent, Topology
 from .names import CHANNELS, CONTEXT, FAILURE, GRACE, IGNORED, INPUTS, LIVE, RESUME, ROOT, UPLOADED, UPLOADING
 from .s3 import Objects
 from .secrets import secret
@@ -37,7 +37,7 @@ _TRAINING_ENV = (
 """Keys of ``SM_TRAINING_ENV``, the toolkit's variables as one JSON object, that have the variable's name."""
 
 
-def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that SageMaker gave this node; ``argv`` adds to the paths."""
     base = environ.get(BASE_VARIABLE, ROOT)
     resources = _config(base, "resourceconfig")
@@ -58,7 +58,7 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         **argv,
     }
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or ""
-    return Site(
+    return NodeEnvironment(
         topology=topology,
         paths=paths,
         scratch=("/tmp",),  # on the disk that the job requested, by AWS's table of storage paths

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider_api.launch_spec import Simulation
-from ...provider_api.node import Site
+from ...provider_api.launch_spec import LaunchSpec
+from ...provider_api.node import NodeEnvironment
 from ...provider_api.protocol import Layout, LogPage, Need, Request, Status
 from ...validate import url_scheme
 
@@ -160,12 +160,12 @@ class Provider:
         yield from checks(self.account, store, request)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         from .node import site
 
         return site(environ, argv)
 
-    def nodes(self, request: Request) -> Simulation:
+    def nodes(self, request: Request) -> LaunchSpec:
         from .launch_spec import nodes
 
         return nodes(request)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .machines import told_as
 from .names import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
@@ -25,7 +25,7 @@ PREEMPTIONS = 6
 GIB = 1 << 30
 
 
-def nodes(request: Request) -> Simulation:
+def nodes(request: Request) -> LaunchSpec:
     """Return one container a replica."""
     spec = request.body["jobSpec"]
     pools = spec["workerPoolSpecs"]
@@ -40,7 +40,7 @@ def nodes(request: Request) -> Simulation:
         for index in range(int(pool["replicaCount"]))
     ]
     again = () if spec["scheduling"].get("disableRetries") else TRANSIENT
-    rules = Rules(
+    rules = LaunchRules(
         time_limit=int(spec["scheduling"]["timeout"].removesuffix("s")),
         restart_on=again,
         max_restarts=RESTARTS if again else 0,
@@ -49,7 +49,7 @@ def nodes(request: Request) -> Simulation:
         primary=0,
         stop_grace=grace_of(spec["scheduling"].get("strategy", "")),
     )
-    return Simulation(nodes=specs, rules=rules)
+    return LaunchSpec(nodes=specs, rules=rules)
 
 
 def _node(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import SpecError
-from ...provider_api.node import Site, Topology
+from ...provider_api.node import NodeEnvironment, Topology
 from .fabric import fabric_env
 from .names import AGAIN, FABRIC_PATH, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
 from .secrets import secret
@@ -33,14 +33,14 @@ POOLS = ("workerpool0", "workerpool1")
 """The pools with nodes; any others are servers beside them."""
 
 
-def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that Vertex AI gave this node."""
     paths = _paths(argv)
     grace = int(paths.pop(GRACE_PATH, GRACE))
     topology = _topology(environ)
     fabric, notes = fabric_env(environ, paths.pop(FABRIC_PATH, ""))
     shutdown = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace - SHUTDOWN))
-    return Site(
+    return NodeEnvironment(
         topology=topology,
         paths=paths,
         scratch=("/tmp",),  # on the boot disk, the only one that a job can size

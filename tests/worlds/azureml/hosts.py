@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 
 from .strict import seconds_of
 
@@ -31,7 +31,7 @@ PLATFORM = re.compile(r"(AZUREML|AZ_BATCH|AZURE_ML)_.*|RANK|LOCAL_RANK|WORLD_SIZ
 """Variables that the platform sets besides, and no provider need say."""
 
 
-def reading(name: str, body: Mapping[str, Any], image: str, *, default_output: str = "") -> Simulation:
+def reading(name: str, body: Mapping[str, Any], image: str, *, default_output: str = "") -> LaunchSpec:
     """What the platform starts for a job, from ``image``. ``default_output`` is where outputs without a path go."""
     job = body["properties"]
     resources = job.get("resources") or {}
@@ -56,7 +56,7 @@ def reading(name: str, body: Mapping[str, Any], image: str, *, default_output: s
     ]
     timeout = (job.get("limits") or {}).get("timeout")
     limit = seconds_of(timeout) if timeout else NO_LIMIT
-    return Simulation(nodes=nodes, rules=Rules(time_limit=limit, stop_grace=GRACE))
+    return LaunchSpec(nodes=nodes, rules=LaunchRules(time_limit=limit, stop_grace=GRACE))
 
 
 def _mounts(job: Mapping[str, Any], root: str, default: str) -> tuple[list[Mount], dict[tuple[str, str], str]]:
@@ -104,7 +104,7 @@ def _platform(job: Mapping[str, Any], name: str, number: int, names: list[str]) 
 # -------------------------------------------------------------------------------------------------------- comparisons
 
 
-def differences(ours: Simulation, theirs: Simulation, place: Callable[[str], tuple[str, str]]) -> list[str]:
+def differences(ours: LaunchSpec, theirs: LaunchSpec, place: Callable[[str], tuple[str, str]]) -> list[str]:
     """Where ``theirs`` says that the platform starts something else than ``ours`` does; empty when they agree.
 
     ``place`` is (container, path) of a URL. Paths of a node and names of hosts may be others, but must be used alike.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from cloudtrain.engine import NodeError, NodeHandle
 from cloudtrain.engine.node_folders import Sync
-from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Simulation
+from cloudtrain.provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
 
 from ..base import POLL_SECONDS, Machines, Printed, Started
 from .blobs import AppendLog, iso
@@ -385,7 +385,7 @@ class CommandJob:
 
     # -------------------------------------------------------------------------------------------------------- its nodes
 
-    def _simulation(self, disks: Path) -> tuple[Simulation, dict[str, Path]]:
+    def _simulation(self, disks: Path) -> tuple[LaunchSpec, dict[str, Path]]:
         """What is started: as `Plane.nodes` reads the request, with each node's own disk; and where that is."""
         theirs = self.plane.nodes(self.name, self.body, self.image)
         local: dict[str, Path] = {}
@@ -416,7 +416,7 @@ class CommandJob:
         single = found == [mount.url.rstrip("/").rpartition("/")[2]] and not mount.url.endswith("/")
         return folder / found[0] if single else folder
 
-    def _wired(self, simulation: Simulation) -> Simulation:
+    def _wired(self, simulation: LaunchSpec) -> LaunchSpec:
         """With what the platform adds to a container: an identity, and the way to a vault, whose server is this one."""
         gateway, wire = self._engine.gateway(), self.plane.wire
         if not self._served:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudtrain.engine.docker_api import connect
-from cloudtrain.provider_api.launch_spec import Simulation
+from cloudtrain.provider_api.launch_spec import LaunchSpec
 
 from ..base import Platform
 from .blobs import ACCOUNT_HOST, Blobs, iso
@@ -30,7 +30,7 @@ SUBSCRIPTION, GROUP, WORKSPACE = "11111111-2222-3333-4444-555555555555", "traini
 REGION = "westeurope"
 KIND = "Microsoft.MachineLearningServices/workspaces"
 PAGE = 10
-Nodes = Callable[[str, Mapping[str, Any], str], Simulation]
+Nodes = Callable[[str, Mapping[str, Any], str], LaunchSpec]
 
 
 class Plane(Platform):

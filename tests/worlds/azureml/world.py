@@ -10,7 +10,7 @@ from typing import Any
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.run import Run
-from cloudtrain.testing.platform import World
+from cloudtrain.testing.platform import FakePlatform
 from cloudtrain.testing.tables import SECRET, Fields
 
 from .blobs import place
@@ -23,7 +23,7 @@ from .wire import Fault
 __all__ = ["AzureMLWorld"]
 
 
-class AzureMLWorld(World):
+class AzureMLWorld(FakePlatform):
     """A `Plane` with a container and a secret. ``image`` is an image of this machine's engine, for all jobs.
 
     The environment must be that of `Plane.environ` as long as it is used. ``settings`` are further ones of the

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudtrain.engine.node_folders import Sync
-from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 
 from .strict import DEFAULT_CHECKPOINTS, DEFAULT_RUNTIME
 
@@ -108,7 +108,7 @@ def shown(body: Mapping[str, Any]) -> list[Mount]:
     return found
 
 
-def reading(body: Mapping[str, Any], choice: int = 0) -> Simulation:
+def reading(body: Mapping[str, Any], choice: int = 0) -> LaunchSpec:
     """What the platform starts for a request."""
     algorithm = body["AlgorithmSpecification"]
     entrypoint = algorithm.get("ContainerEntrypoint")
@@ -126,9 +126,9 @@ def reading(body: Mapping[str, Any], choice: int = 0) -> Simulation:
         for host in sorted(hosts(chosen(body, choice)[1]), key=lambda name: int(name.rpartition("-")[2]))
     ]
     stopping = body.get("StoppingCondition", {})
-    return Simulation(
+    return LaunchSpec(
         nodes=nodes,
-        rules=Rules(
+        rules=LaunchRules(
             time_limit=stopping.get("MaxRuntimeInSeconds", DEFAULT_RUNTIME),
             max_restarts=body.get("RetryStrategy", {}).get("MaximumRetryAttempts", 0),
             stop_grace=GRACE,
@@ -136,7 +136,7 @@ def reading(body: Mapping[str, Any], choice: int = 0) -> Simulation:
     )
 
 
-def differences(ours: Simulation, theirs: Simulation) -> list[str]:
+def differences(ours: LaunchSpec, theirs: LaunchSpec) -> list[str]:
     """Where ``theirs`` says that the platform starts something else than ``ours`` does; empty when they agree.
 
     ``theirs`` may leave files to the platform and say more of the machine (memory, GPUs), but nothing else.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloudtrain.engine import NodeError, NodeHandle
-from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Simulation
+from cloudtrain.provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
 
 from ..base import POLL_SECONDS, Machines, Printed, Started
 from .instances import Instance, chosen, hosts, upload
@@ -296,7 +296,7 @@ class TrainingJob:
                 self.record["TrainingJobStatus"] = "Stopping"
                 self._move("Stopping")
 
-    def _simulation(self) -> tuple[Simulation, dict[str, Path]]:
+    def _simulation(self) -> tuple[LaunchSpec, dict[str, Path]]:
         """What is started: as `Plane.nodes` reads the request, with each instance's own disk; and where that is."""
         theirs = self.plane.nodes(self.body)
         local: dict[str, Path] = {}
@@ -313,7 +313,7 @@ class TrainingJob:
             nodes.append(dataclasses.replace(spec, image=image, mounts=binds, files=files))
         return dataclasses.replace(theirs, nodes=nodes), local
 
-    def _wired(self, simulation: Simulation) -> Simulation:
+    def _wired(self, simulation: LaunchSpec) -> LaunchSpec:
         """With what the platform itself adds to a container's environment."""
         env = {"TRAINING_JOB_NAME": self.name, "TRAINING_JOB_ARN": self.arn, "AWS_REGION": self.region}
         if not self.body.get("EnableNetworkIsolation", False):

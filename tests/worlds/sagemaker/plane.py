@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cloudtrain.engine.docker_api import check_image, connect
-from cloudtrain.provider_api.launch_spec import Simulation
+from cloudtrain.provider_api.launch_spec import LaunchSpec
 
 from ..base import Platform
 from .cloudwatch import CloudWatch
@@ -56,7 +56,7 @@ class Plane(Platform):
     """
 
     def __init__(
-        self, folder: Path, *, moto: str, nodes: Callable[[Mapping[str, Any]], Simulation] = reading, runs: bool = True
+        self, folder: Path, *, moto: str, nodes: Callable[[Mapping[str, Any]], LaunchSpec] = reading, runs: bool = True
     ) -> None:
         self.folder, self.moto, self.nodes = folder, moto, nodes
         self.wire = Wire()

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cloudtrain.provider_api.launch_spec import Simulation
+from cloudtrain.provider_api.launch_spec import LaunchSpec
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.run import Run
-from cloudtrain.testing.platform import World
+from cloudtrain.testing.platform import FakePlatform
 from cloudtrain.testing.tables import SECRET, Fields
 
 from .instances import configuration, differences, hosts, reading
@@ -26,7 +26,7 @@ __all__ = ["SageMakerWorld"]
 ROLE = "training"
 
 
-class SageMakerWorld(World):
+class SageMakerWorld(FakePlatform):
     """A `Plane` with a role, a bucket and a secret. ``image`` is an image of this machine's engine, for all jobs.
 
     The environment must be that of `Plane.environ` as long as it is used. ``settings`` are further ones of the
@@ -43,7 +43,7 @@ class SageMakerWorld(World):
         super().__init__(folder, provider=made, store=f"{bucket}/store", nowhere=nowhere)
         self.plane.roles.values[self.place.secret.removeprefix("aws:")] = SECRET
 
-    def _nodes(self, body: Mapping[str, Any]) -> Simulation:
+    def _nodes(self, body: Mapping[str, Any]) -> LaunchSpec:
         """What the provider says that a request starts, of which nothing but the body has come over the wire."""
         run = body["CheckpointConfig"]["S3Uri"].rstrip("/").removesuffix("/live")
         return self.provider.nodes(Request(provider="sagemaker", operation="", body=body, context={}, run=run))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloudtrain.engine import NodeError, NodeHandle
-from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Simulation
+from cloudtrain.provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
 
 from ..base import POLL_SECONDS, Machines, Printed, RestartedInPlace, Started
 from .replicas import RETRIES, TRANSIENT, reading, tasks
@@ -334,7 +334,7 @@ class CustomJob:
 
     # ---------------------------------------------------------------------------------------------------- its replicas
 
-    def _start(self, attempt: str) -> Simulation:
+    def _start(self, attempt: str) -> LaunchSpec:
         """Start the containers; what they are. Raises `_Over`."""
         simulation, named = reading(self.name, self.record), {"task": self.replicas[0], "project": self.plane.number}
         reason = "ErrImagePull"
@@ -354,7 +354,7 @@ class CustomJob:
             raise _Over("FAILED", INVALID_ARGUMENT, text) from None
         return simulation
 
-    def _wired(self, simulation: Simulation) -> tuple[Simulation, dict[str, Path]]:
+    def _wired(self, simulation: LaunchSpec) -> tuple[LaunchSpec, dict[str, Path]]:
         """With what the platform adds to a container: buckets, and an identity; and where the buckets are."""
         if not self._served:
             self._served = self.plane.serve(self._engine.gateway(), self.spec.service_account)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from cloudtrain.provider_api.launch_spec import Mount, NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 
 from .strict import SPOT, parsed
 
@@ -46,7 +46,7 @@ def tasks(job: Any) -> list[tuple[int, int]]:
     return [(number, index) for number, pool in enumerate(pools) for index in range(pool.replica_count)]
 
 
-def reading(name: str, job: Any) -> Simulation:
+def reading(name: str, job: Any) -> LaunchSpec:
     """What the platform starts for a CustomJob message with that resource name. Buckets are mounted besides."""
     where = {task: _host(name, *task) for task in tasks(job)}
     nodes = []
@@ -71,8 +71,8 @@ def reading(name: str, job: Any) -> Simulation:
     limit = scheduling.timeout.ToTimedelta().total_seconds() if scheduling.HasField("timeout") else WEEK
     again = () if scheduling.disable_retries else TRANSIENT
     grace = SPOT_GRACE if scheduling.strategy == SPOT else GRACE
-    rules = Rules(time_limit=limit, restart_on=again, max_restarts=RETRIES if again else 0, stop_grace=grace)
-    return Simulation(nodes=nodes, rules=rules)
+    rules = LaunchRules(time_limit=limit, restart_on=again, max_restarts=RETRIES if again else 0, stop_grace=grace)
+    return LaunchSpec(nodes=nodes, rules=rules)
 
 
 def _host(name: str, pool: int, index: int) -> str:
@@ -116,7 +116,7 @@ def _platform(name: str, job: Any, task: tuple[int, int], where: Mapping[tuple[i
 # -------------------------------------------------------------------------------------------------------- comparisons
 
 
-def differences(body: Mapping[str, Any], theirs: Simulation) -> list[str]:
+def differences(body: Mapping[str, Any], theirs: LaunchSpec) -> list[str]:
     """Where ``theirs`` says that the platform starts something else for a body than our `reading` does.
 
     It may say more of the machine (memory, GPUs), and name the parts of a bucket that matter.
@@ -152,7 +152,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (list, tuple)) else value
 
 
-def _task(node: NodeSpec, simulation: Simulation) -> tuple[Any, ...]:
+def _task(node: NodeSpec, simulation: LaunchSpec) -> tuple[Any, ...]:
     """Which node it is told that it is, and where by that it finds each of its peers."""
     spec = json.loads(node.env.get("CLUSTER_SPEC", "{}"))
     hosts = [str(peer.hostname) for peer in simulation.nodes]

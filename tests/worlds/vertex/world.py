@@ -10,7 +10,7 @@ from typing import Any
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.provider_api.registry import find_provider
 from cloudtrain.runs.run import Run
-from cloudtrain.testing.platform import World
+from cloudtrain.testing.platform import FakePlatform
 from cloudtrain.testing.tables import SECRET, Fields
 
 from .life import CustomJob
@@ -24,7 +24,7 @@ __all__ = ["VertexWorld"]
 BUCKET = "contract-bucket"
 
 
-class VertexWorld(World):
+class VertexWorld(FakePlatform):
     """A `Plane` with a bucket, a service account and a secret. ``image`` is an image of this machine's engine.
 
     The environment must be that of `Plane.environ` as long as it is used. ``settings`` are further ones of the
