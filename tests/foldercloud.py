@@ -18,7 +18,7 @@ from cloudtrain.errors import AuthError, CapacityError, NotFoundError, QuotaErro
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpec
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
-from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, Request, Status, context_of
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status, context_of
 
 NAME = "foldercloud"
 
@@ -30,7 +30,7 @@ class Settings:
     folder: str = field(default="", metadata={"place": True})
 
 
-class Provider:
+class Provider(ProviderExtras):
     """Jobs as files; see `cloudtrain.provider_api.protocol.Provider`."""
 
     name: ClassVar[str] = NAME
@@ -38,8 +38,8 @@ class Provider:
     schemes: ClassVar[frozenset[str]] = frozenset({"file"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
-    pace: ClassVar[float] = 0.01
-    poll: ClassVar[float] = 0.05
+    min_poll_s: ClassVar[float] = 0.01
+    max_poll_s: ClassVar[float] = 0.05
 
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings(**settings)
@@ -121,18 +121,18 @@ class Provider:
         return sorted(path.name for path in Path(self.settings.folder).glob("[!.]*"))
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """No node is ever started."""
         return NodeEnvironment(
             topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=()
         )
 
-    def nodes(self, request: Request) -> LaunchSpec:
+    def launch_spec(self, request: Request) -> LaunchSpec:
         return LaunchSpec(nodes=(NodeSpec(command=()),), rules=LaunchRules(time_limit=float(request.body["seconds"])))
 
 
 def install(site: Path) -> None:
-    """Make it a provider of whoever has ``site`` on ``sys.path``."""
+    """Make it a provider of whoever has ``node_environment`` on ``sys.path``."""
     info = site / "foldercloud-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foldercloud\nVersion: 1\n")

@@ -40,7 +40,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpec
 from cloudtrain.provider_api.limits import hard_limit
 from cloudtrain.provider_api.node import NodeEnvironment, Topology
-from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, Request, Status, context_of
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status, context_of
 from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.reconcile import reconcile_run
@@ -474,7 +474,7 @@ class NoSettings:
     prices: Mapping[str, float] = field(default_factory=lambda: dict(HOURLY))
 
 
-class Provider:
+class Provider(ProviderExtras):
     """The platform of a `Sim`, as a client reaches it; see `cloudtrain.provider_api.protocol.Provider`."""
 
     name: ClassVar[str] = NAME
@@ -482,8 +482,8 @@ class Provider:
     schemes: ClassVar[frozenset[str]] = frozenset({"memory"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
-    pace: ClassVar[float] = 5.0
-    poll: ClassVar[float] = 60.0
+    min_poll_s: ClassVar[float] = 5.0
+    max_poll_s: ClassVar[float] = 60.0
 
     def __init__(self, sim: Sim | None = None, cloud: Cloud | None = None) -> None:
         self.settings = NoSettings()
@@ -564,13 +564,13 @@ class Provider:
         return {}
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """No node is ever started."""
         return NodeEnvironment(
             topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=()
         )
 
-    def nodes(self, request: Request) -> LaunchSpec:
+    def launch_spec(self, request: Request) -> LaunchSpec:
         return LaunchSpec(nodes=(NodeSpec(command=()),), rules=LaunchRules(time_limit=float(request.body["seconds"])))
 
 

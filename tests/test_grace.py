@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 
 def site_of_vertex(grace: str | None) -> Any:
-    return find_provider("vertex").site({}, {"grace": grace} if grace else {})
+    return find_provider("vertex").node_environment({}, {"grace": grace} if grace else {})
 
 
 @pytest.mark.parametrize("grace", ["15", None])

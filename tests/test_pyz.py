@@ -165,7 +165,7 @@ def test_nothing_that_a_node_imports_is_compiled_there(built: Path, name: str) -
         "import sys, zipfile; sys.path.insert(0, sys.argv[1])\n"
         "import cloudtrain.runtime.__main__\n"
         "from cloudtrain.provider_api.registry import find_provider\n"
-        "assert callable(find_provider(sys.argv[2]).site)\n"
+        "assert callable(find_provider(sys.argv[2]).node_environment)\n"
         "names = zipfile.ZipFile(sys.argv[1]).namelist()\n"
         "files = [m.__file__.partition('.pyz/')[2] for n, m in sys.modules.items() if n.startswith('cloudtrain')]\n"
         "print(len(files) > 10, [f for f in files if f + 'c' not in names and not f.endswith('c')])\n"

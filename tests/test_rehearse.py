@@ -82,8 +82,8 @@ def test_the_request_is_the_very_one_that_plan_shows(site: Site) -> None:
     assert (body["target"], plan.provider_name, plan.run_id) == (site.target, "rehearsal", real.run_id)
     assert plan.layout.code_digest == real.layout.code_digest
     assert plan.layout.runtime_digest == real.layout.runtime_digest
-    theirs = real.provider.nodes(real.request)
-    ours = plan.provider.nodes(plan.request)
+    theirs = real.provider.launch_spec(real.request)
+    ours = plan.provider.launch_spec(plan.request)
     for one, other in zip(theirs.nodes, ours.nodes, strict=True):
         for name in ("command", "entrypoint", "env", "hostname", "workdir", "files", "image", "shm"):
             assert _plain(getattr(one, name)) == _plain(getattr(other, name)), name
@@ -126,7 +126,7 @@ def test_a_local_input_is_staged_here_and_a_remote_one_needs_a_stand_in(vertex: 
     assert "--map gs://elsewhere/val=PATH" in error.message
     plan = vertex.rehearsed(job, maps={"gs://elsewhere": "data", "gs://elsewhere/val/": "data"})
     assert [tree.digest in plan.layout.inputs["train"].url for tree in plan.trees] == [True]
-    urls = {mount.url for mount in plan.provider.nodes(plan.request).nodes[0].mounts}
+    urls = {mount.url for mount in plan.provider.launch_spec(plan.request).nodes[0].mounts}
     assert (vertex.folder / "data").as_uri() in urls, "the deepest one counts"
     assert any("stands in for gs://elsewhere/val" in line for line in plan.request.body["differences"])
 
@@ -152,8 +152,8 @@ def test_whoever_nodes_run_as_may_write_where_the_platform_lets_its_own(site: Si
     folders = ("/opt/ml", "/opt/ml/cloudtrain", "/opt/ml/output") if site.target == "sagemaker" else ()
     for user, there in (("", {}), ("7:7", dict.fromkeys(folders, "mode=1777"))):
         request = type(plan.provider)(**{**own, "user": user}).plan(plan.job, plan.layout)
-        assert {spec.user for spec in plan.provider.nodes(request).nodes} == {user or None}
-        for spec in plan.provider.nodes(request).nodes:
+        assert {spec.user for spec in plan.provider.launch_spec(request).nodes} == {user or None}
+        for spec in plan.provider.launch_spec(request).nodes:
             assert spec.container.get("HostConfig", {}).get("Tmpfs", {}) == there
 
 
@@ -189,7 +189,7 @@ def test_what_is_not_here_is_told(vertex: Site) -> None:
     )
     own = dataclasses.replace(plan.provider.settings, gpus=0, cores=2, memory=4 << 30, user="7:7")
     request = type(plan.provider)(**dataclasses.asdict(own)).plan(plan.job, plan.layout)
-    (node, _) = plan.provider.nodes(request).nodes
+    (node, _) = plan.provider.launch_spec(request).nodes
     assert (node.image, node.gpus, node.cpus, node.memory, node.platform, node.user) == (
         "mine:1",
         0,
@@ -215,7 +215,7 @@ def test_a_rehearsal_that_an_earlier_version_recorded_still_loads(site: Site) ->
     plan = site.rehearsed()
     made = type(plan.provider)(**{**dataclasses.asdict(plan.provider.settings), "no_objects": "no FUSE"})
     body = {**plan.request.body, "rules": {**plan.request.body["rules"], "objects": "/gcs"}}
-    assert made.nodes(dataclasses.replace(plan.request, body=body)) == plan.provider.nodes(plan.request)
+    assert made.launch_spec(dataclasses.replace(plan.request, body=body)) == plan.provider.launch_spec(plan.request)
 
 
 def test_secrets_come_by_standard_input_alone() -> None:
@@ -320,7 +320,7 @@ def test_it_begins_again_as_often_as_the_platform_does(
 ) -> None:
     supervisor, rules = supervised(Site(tmp_path, target))
     monkeypatch.setattr("cloudtrain.engine.supervisor.RESTART_SECONDS", 0.0)
-    simulation = supervisor.provider.nodes(supervisor.request)
+    simulation = supervisor.provider.launch_spec(supervisor.request)
 
     class Taken:
         """An engine whose nodes have all been taken back."""
@@ -361,7 +361,7 @@ def supervised(site: Site) -> tuple[Supervisor, LaunchRules]:
     folder.mkdir()
     (folder / "request.json").write_text(json.dumps(plan.request.to_dict()))
     made = Supervisor(folder=folder, engine="processes", secrets={}, environ={})
-    return made, plan.provider.nodes(plan.request).rules
+    return made, plan.provider.launch_spec(plan.request).rules
 
 
 # ---------------------------------------------------------------------------------------------- folders of a node's own

@@ -26,8 +26,8 @@ class Platform:
     name: ClassVar[str] = "memory"
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "platform"
-    pace: ClassVar[float] = 0.0
-    poll: ClassVar[float] = 0.0
+    min_poll_s: ClassVar[float] = 0.0
+    max_poll_s: ClassVar[float] = 0.0
 
     ends: list[Status]
     failing: int = 0

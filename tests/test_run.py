@@ -74,8 +74,8 @@ class Platform:
     schemes: ClassVar[frozenset[str]] = frozenset({"file"})
     retried_by: ClassVar[str] = "platform"
     max_wait_by: ClassVar[str] = "platform"
-    pace: ClassVar[float] = 0.1
-    poll: ClassVar[float] = 2.0
+    min_poll_s: ClassVar[float] = 0.1
+    max_poll_s: ClassVar[float] = 2.0
 
     settings: Any = None
     jobs: dict[str, Status] = field(default_factory=dict)
@@ -124,10 +124,10 @@ class Platform:
         return {}
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         raise NotImplementedError
 
-    def nodes(self, request: Request) -> LaunchSpec:
+    def launch_spec(self, request: Request) -> LaunchSpec:
         raise NotImplementedError
 
 

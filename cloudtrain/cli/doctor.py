@@ -214,6 +214,6 @@ def _found(planned: Plan, run: Run, grace: Grace | None, *, must: bool) -> tuple
     if grace is not None and not grace.asked:
         wrong.append("the grace was not measured: the job's line that it is ready was not seen in time; see its logs")
     elif grace is not None:
-        found["grace"], late = grace.judged(nodes, planned.provider.nodes(request).rules.stop_grace)
+        found["grace"], late = grace.judged(nodes, planned.provider.launch_spec(request).rules.stop_grace)
         wrong += late
     return found, wrong

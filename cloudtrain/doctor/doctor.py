@@ -14,7 +14,7 @@ import json
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from ..errors import AuthError, CloudtrainError, NotFoundError, SpecError, Stora
 from ..job.job import Job
 from ..provider_api import catalog
 from ..provider_api.checks import Check, failed, failure, ok, skipped
-from ..provider_api.protocol import Provider, Request, needs_of
+from ..provider_api.protocol import Provider, Request, extras_of, needs_of
 from ..runs.fallback import where
 from ..runs.log_order import Line
 from ..runs.run import Run
@@ -154,11 +154,8 @@ class Doctor:
 
 def _own(provider: Provider, store: str, planned: Plan | None) -> Iterator[Check]:
     """Yield the provider's own checks, if it has any. ``store`` is empty if unknown."""
-    look: Callable[[str, Request | None], Iterator[Check]] | None = getattr(provider, "checks", None)
-    if look is None:
-        return
     try:
-        yield from look(store, planned.request if planned is not None else None)
+        yield from extras_of(provider).checks(store, planned.request if planned is not None else None)
     except CloudtrainError as exc:
         yield failure("provider", exc)
 
@@ -263,7 +260,7 @@ def prepared(
 
     With ``grace`` the nodes then wait for a stop signal. A provider's attribute ``probe_ports`` may name ports to try.
     """
-    ports: Sequence[int] = getattr(settings.make_provider(), "probe_ports", ())
+    ports = extras_of(settings.make_provider()).probe_ports
     args = [*(["--ports", ",".join(map(str, ports))] if ports else []), *(["--grace"] if grace else [])]
     with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
         name = Path(node_check.__file__).name

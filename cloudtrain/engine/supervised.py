@@ -32,6 +32,7 @@ from ..provider_api.protocol import (
     LogLine,
     LogPage,
     Provider,
+    ProviderExtras,
     Request,
     Status,
     check_inputs,
@@ -73,8 +74,8 @@ SCHEMES = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "az", "http", "
 """Schemes that the supervisor can fetch; ``file`` is this machine's own."""
 
 
-class SupervisedProvider:
-    """Base of such providers: all of the protocol but ``plan`` and ``site``; see `Provider`.
+class SupervisedProvider(ProviderExtras):
+    """Base of such providers: all of the protocol but ``plan`` and ``node_environment``; see `Provider`.
 
     A subclass names its engine in ``engine``. `check` checks what can be known before a start. `_clear` removes the
     remains of a killed supervisor's run.
@@ -85,8 +86,8 @@ class SupervisedProvider:
     schemes: ClassVar[frozenset[str]] = SCHEMES
     retried_by: ClassVar[str] = "supervisor"
     max_wait_by: ClassVar[str] = "platform"
-    pace: ClassVar[float] = 0.05  # one poll reads a few files
-    poll: ClassVar[float] = 0.05
+    min_poll_s: ClassVar[float] = 0.05  # one poll reads a few files
+    max_poll_s: ClassVar[float] = 0.05
     settings: Any
 
     def check(self, request: Request) -> None:
@@ -292,7 +293,7 @@ class SupervisedProvider:
         folder = _existing(native_id)
         (folder / "cancel").touch()
 
-    def nodes(self, request: Request) -> LaunchSpec:
+    def launch_spec(self, request: Request) -> LaunchSpec:
         return LaunchSpec.from_dict({key: request.body[key] for key in ("nodes", "rules")})
 
     def _folder(self, run: str) -> Path:

@@ -198,7 +198,7 @@ class Supervisor:
         """Return (state, category, reason) of the run."""
         request, failures = self.request, []
         while True:
-            simulation = self._patiently(lambda: self.provider).nodes(request)
+            simulation = self._patiently(lambda: self.provider).launch_spec(request)
             state, category, reason = self._attempt(request, simulation, mounts)
             if state != "failed" or category in NOT_RETRIED or request.attempt >= simulation.rules.retries:
                 return state, category, reason

@@ -1,7 +1,8 @@
 """The border between cloudtrain and a platform: the Provider protocol and the values that cross it.
 
 A provider is one module (or folder) of `cloudtrain.providers` with the provider's name and a class ``Provider``. Third
-parties register theirs under the entry-point group ``cloudtrain.providers``. `plan`, `nodes` and `site` are pure: no
+parties register theirs under the entry-point group ``cloudtrain.providers``. `plan`, `launch_spec` and `node_environment` are
+pure: no
 network, no credentials, no SDK. Everything here uses the standard library alone, because nodes run the same files in
 images that have nothing else.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from .node import PROTOCOL, NodeEnvironment
 
 if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
     from ..job.job import Input, Job
+    from .checks import Check
 
 __all__ = [
     "FINAL",
@@ -32,11 +34,14 @@ __all__ = [
     "LogPage",
     "Need",
     "Provider",
+    "ProviderExtras",
     "Request",
     "Status",
     "check_inputs",
     "check_needs",
     "context_of",
+    "extras_of",
+    "extras_of_type",
     "lacking",
     "needs_of",
     "python_command",
@@ -258,20 +263,59 @@ class Need:
     instead: str = ""
 
 
+class ProviderExtras:
+    """Optional members of a provider, each with a default that does nothing. A provider inherits from it to have some.
+
+    * ``needs``: a `Need` by ``store`` or ``image`` that is no setting of the provider.
+    * ``sync_marks``: name endings of the files that the platform's agent puts into a run's folder (`SyncAgent.marks`).
+      `pull` skips such files.
+    * ``probe_ports``: ports of node 0 that ``doctor --job`` tries from the other nodes.
+    * ``object_mounts``: the folder below which nodes see an object store as files, and variables that name places in
+      it. A plan warns of appends there.
+    """
+
+    needs: ClassVar[Mapping[str, Need]] = {}
+    sync_marks: ClassVar[tuple[str, ...]] = ()
+    probe_ports: ClassVar[tuple[int, ...]] = ()
+    object_mounts: ClassVar[tuple[str, ...]] = ()
+
+    def check(self, request: Request) -> None:
+        """Raise an error if this machine can see that the request cannot be sent; then nothing is recorded."""
+
+    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
+        """Yield the provider's checks of ``doctor``, which create nothing. ``store`` is empty if unknown."""
+        return iter(())
+
+    def store_url(self, url: str, *, ask: bool) -> str:
+        """Return the URL that ``url``, whose scheme is the provider's name, stands for. ``ask``: use the network."""
+        return url
+
+    def principal(self) -> str | None:
+        """Return the identity that this machine calls as; None if it cannot be known."""
+        return None
+
+    def image_digest(self, request: Request) -> str | None:
+        """Return the digest of the image that nodes will run; None if it cannot be known."""
+        return None
+
+    def stuck(self, native_id: str) -> Mapping[str, str]:
+        """Return the checkpoints that nodes cannot copy to the store now, by name, each with the reason."""
+        return {}
+
+
+def extras_of(provider: Provider) -> ProviderExtras:
+    """Return the provider's optional members; defaults for a provider without `ProviderExtras`."""
+    return provider if isinstance(provider, ProviderExtras) else ProviderExtras()
+
+
+def extras_of_type(kind: type[Provider]) -> type[ProviderExtras]:
+    """Return the class-level members of `extras_of` for a provider's class."""
+    return kind if issubclass(kind, ProviderExtras) else ProviderExtras
+
+
 @runtime_checkable
 class Provider(Protocol):
-    """A platform to run on. It is made of its settings; every method is required.
-
-    A provider may have a method ``check(request)``. `runs.submit` calls it before it records a new run. It raises
-    an error if this machine can see that the request cannot be sent; then nothing is recorded. A method
-    ``stuck(native_id)`` returns the checkpoints that nodes cannot copy to the store now, by name, each with the reason.
-
-    A provider may state ``sync_marks``, a tuple of texts: the name endings of its platform's agent's files in a run's
-    folder (`SyncAgent.marks`). `pull` skips such files. It may state ``needs``, a `Need` by ``store`` or ``image`` that
-    is no setting of its own. It may state ``probe_ports``, a tuple of ports of node 0: `doctor --job` tries them from
-    the other nodes. It may state ``object_mounts``: the folder below which its nodes see an object store as files, and
-    variables that name places in it. A plan warns of appends there.
-    """
+    """A platform to run on. It is made of its settings; every method is required. `ProviderExtras` has more members."""
 
     name: ClassVar[str]
     Settings: ClassVar[type[Any]]
@@ -282,8 +326,8 @@ class Provider(Protocol):
     #: The part that ends a wait for machines beyond ``max_wait``: ``platform``, or ``client`` (as above).
     max_wait_by: ClassVar[str]
     #: Shortest and longest seconds between two polls of a run.
-    pace: ClassVar[float]
-    poll: ClassVar[float]
+    min_poll_s: ClassVar[float]
+    max_poll_s: ClassVar[float]
     #: An instance of ``Settings``, made of the constructor's keywords. A field with ``caller`` in its metadata is the
     #: caller's identity. It is not recorded: each client uses its own. A field with ``place`` says where jobs run. Its
     #: values hold no comma, so a text with commas is a list of them.
@@ -317,10 +361,10 @@ class Provider(Protocol):
         """
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """Return the node's environment, on the node. ``argv`` holds the ``--path`` pairs of the command line."""
 
-    def nodes(self, request: Request) -> LaunchSpec:
+    def launch_spec(self, request: Request) -> LaunchSpec:
         """Return the nodes that the platform starts for the request. Pure."""
 
 
@@ -388,7 +432,7 @@ def check_inputs(provider: type[Provider], inputs: Mapping[str, Input | LayoutIn
 
 def needs_of(kind: type[Provider]) -> dict[str, Need]:
     """Return the needs of the provider ``kind`` by name: ``store``, ``NAME.region`` of its settings, ``image``."""
-    stated: Mapping[str, Need] = getattr(kind, "needs", {})
+    stated = extras_of_type(kind).needs
     own = {f"{kind.name}.{spec.name}": spec.metadata.get("need") for spec in dataclasses.fields(kind.Settings)}
     found = {"store": stated.get("store"), **own, "image": stated.get("image")}
     return {name: need for name, need in found.items() if need is not None}

@@ -110,7 +110,7 @@ class Provider(SupervisedProvider):
         secrets = {name: reference.partition(":")[2] for name, reference in job.secrets.items()}
         theirs = job.replace(secrets=own.secrets) if own.secrets else job
         request = target.plan(theirs, map_urls(layout, own.store), attempt=attempt, choice=choice)
-        simulation = target.nodes(request)
+        simulation = target.launch_spec(request)
         drills = [Injection.parse(*text.split(" ", 1), nodes=len(simulation.nodes)) for text in own.drills]
         limits, differences = self._limits(simulation.nodes)
         places = {own.store: layout.store, **own.maps}
@@ -199,25 +199,25 @@ class Provider(SupervisedProvider):
     def check(self, request: Request) -> None:
         from ..engine.docker_api import check_image, connect
 
-        node = self.nodes(request).nodes[0]
+        node = self.launch_spec(request).nodes[0]
         try:
             check_image(connect(), str(node.image), node.platform)
         except SpecError as exc:
             raise SpecError(exc.message, field=exc.field or "rehearse", hint=exc.hint) from None
 
-    def nodes(self, request: Request) -> LaunchSpec:
+    def launch_spec(self, request: Request) -> LaunchSpec:
         """Return the nodes; requests of earlier versions have a rule ``objects``, which has no effect now."""
         rules = {key: value for key, value in request.body["rules"].items() if key != "objects"}
-        return super().nodes(dataclasses.replace(request, body={**request.body, "rules": rules}))
+        return super().launch_spec(dataclasses.replace(request, body={**request.body, "rules": rules}))
 
     def image_digest(self, request: Request) -> str | None:
         """Return the digest of the image that runs here."""
-        return image_id(self.nodes(request))
+        return image_id(self.launch_spec(request))
 
     def _clear(self, folder: Any) -> None:
         clear_containers(folder)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
-        """Raise `SpecError`: the nodes of a rehearsal run the target's `site`."""
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        """Raise `SpecError`: the nodes of a rehearsal run the target's `node_environment`."""
         raise SpecError("a node of a rehearsal is its target's", field="provider")

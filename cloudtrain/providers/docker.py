@@ -182,7 +182,7 @@ class Provider(SupervisedProvider):
         from ..engine.docker_api import check_image, connect
         from ..engine.processes import check_gpus
 
-        nodes = self.nodes(request).nodes
+        nodes = self.launch_spec(request).nodes
         if wanted := sum(node.gpus for node in nodes):
             check_gpus(wanted, str(request.body["gpu"]))
         try:
@@ -210,13 +210,13 @@ class Provider(SupervisedProvider):
 
     def image_digest(self, request: Request) -> str | None:
         """Return the id of the image that this machine's engine has; None before it is pulled."""
-        return image_id(self.nodes(request))
+        return image_id(self.launch_spec(request))
 
     def _clear(self, folder: Path) -> None:
         clear_containers(folder)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         secrets = json.loads(sys.stdin.readline()) if environ.get(ENGINE_PREFIX + "SECRETS") else {}
         return NodeEnvironment(
             topology=Topology(

@@ -95,7 +95,7 @@ class Provider(SupervisedProvider):
         from ..engine.processes import check_gpus, has_torch
         from ..storage.extras import not_installed
 
-        nodes, context = self.nodes(request).nodes, request.context
+        nodes, context = self.launch_spec(request).nodes, request.context
         if shutil.which(nodes[0].command[0]) is None:
             raise SpecError(f"there is no {nodes[0].command[0]} to run", field="local.python")
         if context["launcher"] == "torchrun" and context["nodes"] * context["processes"] > 1:
@@ -116,7 +116,7 @@ class Provider(SupervisedProvider):
         yield from of_processes(python, request, self.check, fix=_torch_command(python))
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         nodes = int(environ[ENGINE_PREFIX + "NODES"])
         with open(int(environ[ENGINE_PREFIX + "SECRETS_FD"]), "rb") as pipe:
             secrets = json.load(pipe)

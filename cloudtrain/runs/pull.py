@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from ..job.own_files import PULL_STATE
-from ..provider_api.protocol import Status
+from ..provider_api.protocol import Status, extras_of_type
 from ..provider_api.registry import find_provider
 from ..runtime.checkpoint_names import METADATA, newer_than_metadata
 from ..runtime.segments import Span, distinct, span_of
@@ -184,7 +184,7 @@ def _pull(
 def _marks_of(provider: str) -> tuple[str, ...]:
     """Return the name endings of the platform's own files; none if the provider is not installed here."""
     try:
-        return tuple(getattr(find_provider(provider), "sync_marks", ()))
+        return extras_of_type(find_provider(provider)).sync_marks
     except (NotFoundError, ImportError):
         return ()
 

@@ -130,6 +130,9 @@ class Retry:
         if attempts and run.store.result(run.run_id) is None:
             self.send(max(attempts))
 
+    def begin(self) -> None:
+        """Do nothing: a run without fallbacks has no next place."""
+
     def resend(self, attempt: int, now: float) -> None:
         """Send the newest attempt if it has been recorded but unsent for `UNSENT_SECONDS` of the caller's clock
         (``now``, seconds): its client has died. Raises the errors of sending."""

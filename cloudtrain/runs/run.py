@@ -15,12 +15,12 @@ from datetime import datetime, timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..errors import AuthError, CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from ..job.job import check_run_id
 from ..provider_api import catalog
-from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Status
+from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Status, extras_of
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
@@ -50,7 +50,16 @@ from .outcome import (
 )
 from .pull import PATIENCE, PULL_KINDS, PullReport, pull
 
-__all__ = ["NEXT_SECONDS", "NOT_RETRIED", "NO_MACHINES", "Run", "newer_attempt_exists", "open_run"]
+__all__ = [
+    "NEXT_SECONDS",
+    "NOT_RETRIED",
+    "NO_MACHINES",
+    "AttemptPolicy",
+    "Run",
+    "StatusListener",
+    "newer_attempt_exists",
+    "open_run",
+]
 
 FIRST_POLL = 0.1
 NEXT_SECONDS = 120.0
@@ -58,6 +67,50 @@ NEXT_SECONDS = 120.0
 T = TypeVar("T")
 Record = Mapping[str, Any]
 Result = dict[str, Any]
+
+
+@runtime_checkable
+class AttemptPolicy(Protocol):
+    """The further attempts that a waiting client starts."""
+
+    def __call__(self, result: Result) -> bool:
+        """Start another attempt after a failed one with this result. Return False if none should follow."""
+
+    def begin(self) -> None:
+        """Start the run in the place to which a client has moved it."""
+
+    def resend(self, attempt: int, now: float) -> None:
+        """Send the recorded attempt of a client that died. ``now`` is in seconds of the caller's clock."""
+
+
+@runtime_checkable
+class StatusListener(Protocol):
+    """A listener to statuses that may ask for every look at the run, also those without a change."""
+
+    every: bool
+
+    def __call__(self, status: Status) -> None:
+        """Take a status."""
+
+
+class _RetryOnly:
+    """The policy of a plain function: it starts attempts, and cares for no other client's."""
+
+    def __init__(self, retry: Callable[[Result], bool]) -> None:
+        self._retry = retry
+
+    def __call__(self, result: Result) -> bool:
+        return self._retry(result)
+
+    def begin(self) -> None:
+        """Do nothing: the next look sees the run in its new place."""
+
+    def resend(self, attempt: int, now: float) -> None:
+        """Do nothing."""
+
+
+def _policy_of(retry: Callable[[Result], bool] | None) -> AttemptPolicy | None:
+    return retry if retry is None or isinstance(retry, AttemptPolicy) else _RetryOnly(retry)
 
 
 class Run(HandoverMixin):
@@ -340,8 +393,7 @@ class Run(HandoverMixin):
 
         Empty if none waits, or the provider cannot tell: only one with its nodes' logs on this machine can.
         """
-        stuck = getattr(self.provider, "stuck", None)
-        said: Mapping[str, str] = stuck(self._natives[max(self._natives)]) if stuck and self._natives else {}
+        said = extras_of(self.provider).stuck(self._natives[max(self._natives)]) if self._natives else {}
         if not said:
             return ""
         there = {item.name for item in self.store.checkpoints(self.run_id)}
@@ -497,20 +549,21 @@ class Run(HandoverMixin):
         elif reason := self._expire(status, natives):
             say(f"stopping attempt {max(natives)}: {reason}")
             status, natives = self._live()
-        result = self._settled(self._conclude(status, natives), retry)
+        policy = _policy_of(retry)
+        result = self._settled(self._conclude(status, natives), policy)
         while result is None:
-            result = self._settled(self.result(), retry)
+            result = self._settled(self.result(), policy)
         if self.store.result(self.run_id) is not None:
             say(f"closed: {result['state']}")
         return result
 
-    def _settled(self, result: Result, retry: Callable[[Result], bool] | None) -> Result | None:
+    def _settled(self, result: Result, retry: AttemptPolicy | None) -> Result | None:
         """Return the result, and keep it if no attempt will follow; None if another attempt has begun."""
         if result["state"] not in FINAL:
             return result
         if self._lead():  # a client has moved it to another place
-            if begin := getattr(retry, "begin", None):
-                begin()
+            if retry is not None:
+                retry.begin()
             return None
         if retry is None:
             return result
@@ -550,8 +603,7 @@ class Run(HandoverMixin):
         While it waits, it stops an attempt that waits for machines longer than the job's ``max_wait``, if the platform
         has no such limit. A failed run raises nothing: look at ``result["state"]``.
         """
-        # An ``on_status`` with a true attribute ``every`` gets every look. ``resend`` of ``retry`` sends what a client
-        # recorded that died; its ``begin`` starts the run in a place that it has come to.
+        policy, every_look = _policy_of(retry), isinstance(on_status, StatusListener) and on_status.every
         deadline = None if timeout is None else self._ticks() + timeout
         self._lead()
         tail: Tail | None = None
@@ -560,15 +612,15 @@ class Run(HandoverMixin):
                 tail = self._tail(patience)
             last: Status | None = None
             for event in self._events(
-                tail=tail, poll=poll, patience=patience, deadline=deadline, acts=True, retry=retry
+                tail=tail, poll=poll, patience=patience, deadline=deadline, acts=True, retry=policy
             ):
                 if isinstance(event, Status):
-                    if on_status is not None and (event != last or getattr(on_status, "every", False)):
+                    if on_status is not None and (event != last or every_look):
                         on_status(event)
                     last = event
                 elif on_line is not None:
                     on_line(event)
-            result = self._settled(self.result() if last is None else self._ended(last), retry)
+            result = self._settled(self.result() if last is None else self._ended(last), policy)
             if result is not None and result["state"] in FINAL:
                 return result
 
@@ -596,30 +648,34 @@ class Run(HandoverMixin):
         patience: float,
         deadline: float | None,
         acts: bool = False,
-        retry: Callable[[Result], bool] | None = None,
+        retry: AttemptPolicy | None = None,
     ) -> Iterator[Status | Line]:
         """Yield statuses and lines until the run has ended; the final status comes before the last lines.
 
         ``acts``: also stop an attempt that waits too long for machines, and send a dead client's recorded attempt by
         ``retry``. Without it, an attempt that may be followed is not over.
         """
-        longest = self.provider.poll if poll is None else poll
+        longest = self.provider.max_poll_s if poll is None else poll
         contact = Contact(clock=self._ticks, patience=patience)
-        first = min(max(FIRST_POLL, self.provider.pace), longest)
+        first = min(max(FIRST_POLL, self.provider.min_poll_s), longest)
         due, every, pause = self._ticks(), first, first
         status, natives = Status(state="pending"), dict[int, str]()
+        sends = retry is not None and not isinstance(retry, _RetryOnly)
         while True:
             if self._ticks() >= due:
                 with self._listening(contact):
                     found, natives = self._current()
                     status = found if acts else self._between(found, natives)
-                    resend = getattr(retry, "resend", None) if self._unsent is not None else None
                     if acts:
                         self._expire(status, natives)
-                        if self._unsent is not None and not status.final and resend:
-                            resend(self._unsent, self._ticks())
+                        if self._unsent is not None and not status.final and retry is not None:
+                            retry.resend(self._unsent, self._ticks())
                     yield status
-                    if not status.final and resend is None and (not natives or self._unsent is not None):
+                    if (
+                        not status.final
+                        and not (sends and self._unsent is not None)
+                        and (not natives or self._unsent is not None)
+                    ):
                         raise LostContactError(status.reason)  # no client may ever send it
                 every = min(longest, every * 1.25)
                 due = self._ticks() + every

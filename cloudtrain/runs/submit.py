@@ -34,7 +34,7 @@ from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, c
 from ..job.provenance import digest_of, in_background, origin_of
 from ..provider_api import catalog
 from ..provider_api.limits import THIS_MACHINE
-from ..provider_api.protocol import Layout, Provider, Request, recorded_settings
+from ..provider_api.protocol import Layout, Provider, Request, extras_of, extras_of_type, recorded_settings
 from ..provider_api.registry import provider_names, suggested_provider
 from ..settings.needs import find_missing, refusal, stand_ins, with_placeholders
 from ..settings.settings import NO_SETTINGS, Settings
@@ -130,7 +130,7 @@ class Plan:
     def warnings(self) -> tuple[str, ...]:
         """Warnings of wasted money, an exposed secret, or code that ships by mistake."""
         found = [*self.bundle.warnings, *cautions(self.job, self.request)]
-        if places := getattr(self.node_half or type(self.provider), "object_mounts", ()):
+        if places := extras_of_type(self.node_half or type(self.provider)).object_mounts:
             scripts = [(file.path, self.bundle.disk(file.path)) for file in self.bundle.files if not file.link]
             found += append_cautions([item for item in scripts if item[0].endswith(".py")], places)
         machines = self.request.instance_types
@@ -207,7 +207,7 @@ class Plan:
     @property
     def hard_limit(self) -> float:
         """Seconds of running time after which the platform itself ends the run, by the request."""
-        return self.provider.nodes(self.request).rules.time_limit
+        return self.provider.launch_spec(self.request).rules.time_limit
 
     def price(self) -> dict[str, Any] | None:
         """Return the most that all nodes cost on demand until the hard limit, on the most expensive possible machine of
@@ -541,8 +541,7 @@ def submit(
 
 def _check_this_machine(plan: Plan) -> None:
     """Raise the provider's errors about sending the plan from this machine, not the plans that may follow."""
-    if (check := getattr(plan.provider, "check", None)) is not None:
-        check(plan.request)
+    extras_of(plan.provider).check(plan.request)
 
 
 def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
@@ -633,9 +632,9 @@ def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:
     It is not part of the plan: the provider learns it from its first call.
     """
     image = getattr(plan.provider.settings, "image", "") or plan.job.image  # a rehearsal may run another one
-    who, engine = getattr(plan.provider, "principal", None), getattr(plan.provider, "image_digest", None)
-    principal = in_background(who)
-    digest = in_background(partial(engine, plan.request) if engine is not None and digest_of(image) is None else None)
+    extras = extras_of(plan.provider)
+    principal = in_background(extras.principal)
+    digest = in_background(partial(extras.image_digest, plan.request) if digest_of(image) is None else None)
     return lambda: {
         **plan.layout.origin,
         "principal": principal(),

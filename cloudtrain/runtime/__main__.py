@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     try:
         context = _read(options.context)
         paths = dict(pair.split("=", 1) for pair in options.path)
-        site = find_provider(context["provider"]).site(os.environ, paths)
+        site = find_provider(context["provider"]).node_environment(os.environ, paths)
         failure_file = site.failure_file
         if site.restarts_in_place and (record := _failure_before(site, options.attempt)) is not None:
             return int(record["exit_code"])

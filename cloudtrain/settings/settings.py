@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..errors import AuthError, SpecError
-from ..provider_api.protocol import Provider, recorded_settings
+from ..provider_api.protocol import Provider, extras_of, recorded_settings
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import TransferOptions
 from ..storage.local_disk import normalize
@@ -359,8 +359,7 @@ class Settings:
         name = url_scheme(url)
         if name in ("", "file") or name not in provider_names():
             return url
-        resolve: Callable[..., str] | None = getattr(self._own(name).make_provider(name), "store_url", None)
-        return url if resolve is None else resolve(url, ask=ask)
+        return extras_of(self._own(name).make_provider(name)).store_url(url, ask=ask)
 
 
 NO_SETTINGS = Settings()

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from ..errors import StorageError
 from .local_disk import (
@@ -46,6 +46,7 @@ __all__ = [
     "LocalFiles",
     "Names",
     "Progress",
+    "ProgressWithTotal",
     "Storage",
     "TransferOptions",
     "files",
@@ -66,6 +67,17 @@ PIECE = 8 << 20
 """Bytes of a part in multi-part transfers: S3 requires at least 5 MiB."""
 MOST_PIECES = 9_000
 """Most parts of one object: S3 allows 10,000. A larger object has larger parts."""
+
+
+@runtime_checkable
+class ProgressWithTotal(Protocol):
+    """A `Progress` that wants to know how much is to come."""
+
+    def __call__(self, key: str, count: int) -> None:
+        """Take ``count`` more bytes of ``key``."""
+
+    def expect(self, files: int, count: int) -> None:
+        """Take the number of files and bytes to come."""
 
 
 class Entry(NamedTuple):

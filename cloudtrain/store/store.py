@@ -26,7 +26,7 @@ from ..job.job import Input, Job, check_run_id, is_run_id
 from ..provider_api.protocol import Layout, LayoutInput, Request
 from ..runtime.checkpoint_names import METADATA
 from ..storage.digest_cache import LocalTree, TreeFile, check_unchanged, hash_tree
-from ..storage.files import Entry, Progress, Storage, TransferOptions, files, parallel
+from ..storage.files import Entry, Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
 from ..storage.lease import FOLDER, announce, withdraw
 from ..storage.local_disk import local_path, normalize, safe
 from ..validate import did_you_mean, json_loads, url_scheme
@@ -532,9 +532,8 @@ def run_folder(run_id: str) -> str:
 
 def expect(progress: Progress | None, sizes: Sequence[int]) -> None:
     """Report the files to come, by size, to ``progress`` if it has a method ``expect``."""
-    told: Callable[[int, int], None] | None = getattr(progress, "expect", None)
-    if told is not None and sizes:
-        told(len(sizes), sum(sizes))
+    if isinstance(progress, ProgressWithTotal) and sizes:
+        progress.expect(len(sizes), sum(sizes))
 
 
 def to_json(value: Mapping[str, Any], *, sort_keys: bool = True) -> bytes:

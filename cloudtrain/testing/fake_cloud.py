@@ -200,8 +200,8 @@ class FakeCloud:
             "storage": lambda _, url: {},
             "principal": lambda _: None,
             "image_digest": lambda _, request: None,
-            "pace": PACE_SECONDS,
-            "poll": PACE_SECONDS,
+            "min_poll_s": PACE_SECONDS,
+            "max_poll_s": PACE_SECONDS,
         }
         monkeypatch.setattr(runtime_zip, "build", _build)
         for name in (*provider_names(), REHEARSAL):

@@ -137,7 +137,7 @@ class _Supervisor(Supervisor):
     def check(self) -> None:
         """Raise if the job cannot be run here, while its sender still waits."""
         super().check()
-        self.provider.nodes(self.request)
+        self.provider.launch_spec(self.request)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,7 @@ class _Here:
         """Return the next attempt's request, as it is recorded."""
         return self.real.plan(job, layout, attempt=attempt, choice=choice)
 
-    def nodes(self, request: Request) -> LaunchSpec:
+    def launch_spec(self, request: Request) -> LaunchSpec:
         """Return the nodes that local starts for the same job. If a client starts later attempts, local starts none."""
         told = self.folder / "container" / "context.json"
         layout = _Told(
@@ -175,7 +175,7 @@ class _Here:
             context["checkpoint_url"] = (self.folder / "checkpoints").as_uri()
         told.parent.mkdir(exist_ok=True)
         told.write_text(json.dumps(context), encoding="utf-8")
-        return Local().nodes(here)
+        return Local().launch_spec(here)
 
     def _job(self, retries: int) -> Job:
         wanted = self.job.resources

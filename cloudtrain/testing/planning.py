@@ -56,7 +56,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout, find_provider
 provider = find_provider(given["provider"])(**given["settings"])
 request = provider.plan(Job.from_dict(given["job"]), Layout.from_dict(given["layout"]))
-provider.nodes(request)
+provider.launch_spec(request)
 roots = {name.partition(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)
 own = type(provider).__module__.partition(".")[0]
 print(json.dumps({"request": request.to_dict(), "foreign": sorted(roots - {"cloudtrain", own})}))
@@ -68,7 +68,7 @@ sys.path.append(sys.argv[1])
 before = set(sys.modules)
 import cloudtrain.runtime.__main__
 from cloudtrain.provider_api.registry import find_provider
-assert callable(find_provider(sys.argv[2]).site)
+assert callable(find_provider(sys.argv[2]).node_environment)
 assert cloudtrain.__file__.startswith(sys.argv[1]), cloudtrain.__file__
 print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - {"cloudtrain", *sys.stdlib_module_names}))
 """
@@ -84,8 +84,10 @@ class PlanContract:
         assert isinstance(provider, Provider)
         for name, wanted in inspect.getmembers(Provider, inspect.isfunction):
             if not name.startswith("_"):
-                assert _parameters(getattr(provider, name)) == _parameters(wanted, drop_self=name != "site"), name
-        assert isinstance(inspect.getattr_static(type(provider), "site"), staticmethod)
+                assert _parameters(getattr(provider, name)) == _parameters(
+                    wanted, drop_self=name != "node_environment"
+                ), name
+        assert isinstance(inspect.getattr_static(type(provider), "node_environment"), staticmethod)
         assert provider.schemes
         assert all(scheme == scheme.lower().strip(":/") for scheme in provider.schemes)
         assert provider.retried_by in RETRIED_BY
@@ -188,7 +190,7 @@ class PlanContract:
         assert (first.choice, second.choice) == (0, 1)
         assert first.body != second.body
         count = int(gpu.rpartition(":")[2])
-        assert [world.provider.nodes(request).nodes[0].gpus for request in (first, second)] == [count, 1]
+        assert [world.provider.launch_spec(request).nodes[0].gpus for request in (first, second)] == [count, 1]
 
     # The source of a copied checkpoint is the client's affair: nodes get the copy.
     @pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(Layout) if f.name != "resume_source"])
@@ -262,7 +264,7 @@ class PlanContract:
         """Try every place of the request: the nodes still start our command, with our mounts and time limit."""
         name, provider = world.provider.name, world.provider
         request = world.plan().request
-        before = provider.nodes(request)
+        before = provider.launch_spec(request)
         refused = 0
         for path in _places(request.body):
             planned = _planned(world, {"options": {name: _nested(path, "contract")}})
@@ -270,7 +272,7 @@ class PlanContract:
                 refused += 1
                 assert planned.field.startswith(f"options.{name}.{path[0]}"), planned
                 continue
-            after = provider.nodes(planned)
+            after = provider.launch_spec(planned)
             for old, new in zip(before.nodes, after.nodes, strict=True):
                 assert (old.command, old.mounts) == (new.command, new.mounts), path
             assert before.rules.time_limit == after.rules.time_limit, path
@@ -300,9 +302,9 @@ class PlanContract:
     @pytest.mark.parametrize("nodes", [1, 2, 4])
     def test_nodes_are_what_the_request_says(self, world: FakePlatform, nodes: int) -> None:
         plan = world.plan({"instance_count": nodes, "max_runtime": 1234, "inputs": {"data": str(world.place.data)}})
-        simulation = world.provider.nodes(plan.request)
+        simulation = world.provider.launch_spec(plan.request)
         assert LaunchSpec.from_dict(json.loads(json.dumps(simulation.to_dict()))).to_dict() == simulation.to_dict()
-        assert simulation == world.provider.nodes(Request.from_dict(plan.request.to_dict()))
+        assert simulation == world.provider.launch_spec(Request.from_dict(plan.request.to_dict()))
         assert len(simulation.nodes) == nodes
         assert simulation.rules.time_limit == 1234
         for number, node in enumerate(simulation.nodes):
@@ -368,14 +370,14 @@ def _python(args: Sequence[str], *, cwd: Path, env: Mapping[str, str], text: str
 @contextlib.contextmanager
 def _sites(world: FakePlatform, request: Request) -> Iterator[list[NodeEnvironment]]:
     """Yield every node's Site of the request."""
-    specs = world.provider.nodes(request).nodes
+    specs = world.provider.launch_spec(request).nodes
     with contextlib.ExitStack() as stack:
         sites = []
         for number, spec in enumerate(specs):
             words = list(spec.command)
             pairs = [words[i + 1] for i, word in enumerate(words) if word == "--path"]
             environ = stack.enter_context(world.node(request, number))
-            sites.append(world.provider.site(environ, dict(pair.split("=", 1) for pair in pairs)))
+            sites.append(world.provider.node_environment(environ, dict(pair.split("=", 1) for pair in pairs)))
         yield sites
 
 

@@ -53,7 +53,7 @@ class FakePlatform(abc.ABC):
 
     @abc.abstractmethod
     def node(self, request: Request, number: int) -> AbstractContextManager[Mapping[str, str]]:
-        """Return the environment in which the platform starts node ``number`` of ``request``, for `Provider.site`."""
+        """Return the environment in which the platform starts node ``number``, for `Provider.node_environment`."""
 
     @abc.abstractmethod
     def preempt(self, run: Run, number: int) -> None:

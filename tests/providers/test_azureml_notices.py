@@ -23,7 +23,7 @@ from worlds.azureml.life import CommandJob
 from worlds.azureml.world import AzureMLWorld
 
 from cloudtrain.providers.azureml import notices
-from cloudtrain.providers.azureml.node import site
+from cloudtrain.providers.azureml.node import node_environment
 from cloudtrain.providers.azureml.notices import ScheduledEvents, marker
 
 # ------------------------------------------------------------------------------------------------- what Azure announces
@@ -123,7 +123,7 @@ def test_a_cluster_of_kubernetes_makes_a_file(tmp_path: Path) -> None:
 
 def test_the_address_of_the_metadata_service_is_azures_own() -> None:
     """Only a variable of ours leads elsewhere: neither a job's env nor its options can set that."""
-    found = site({}, {})
+    found = node_environment({}, {})
     assert [look._url.geturl() for look in found.notices if isinstance(look, ScheduledEvents)] == [notices.URL]
     assert found.hold == 120.0
 

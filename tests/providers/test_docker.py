@@ -46,7 +46,7 @@ class DockerWorld(FakePlatform):
 
     @contextlib.contextmanager
     def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
-        words = {"NODE": number, "NODES": len(self.provider.nodes(request).nodes), "CPUS": 1}
+        words = {"NODE": number, "NODES": len(self.provider.launch_spec(request).nodes), "CPUS": 1}
         yield {ENGINE_PREFIX + key: str(value) for key, value in words.items()}
 
     def container(self, run: Run, number: int) -> str:
@@ -181,7 +181,7 @@ def test_a_user_is_a_number(user: str) -> None:
 
 
 def test_a_node_runs_as_the_caller_and_has_its_own_name(world: FakePlatform) -> None:
-    nodes = world.provider.nodes(world.plan({"instance_count": 3}).request).nodes
+    nodes = world.provider.launch_spec(world.plan({"instance_count": 3}).request).nodes
     assert [node.hostname for node in nodes] == ["node-0", "node-1", "node-2"]
     assert {node.user for node in nodes} == {f"{os.getuid()}:{os.getgid()}"}
     assert nodes[0].entrypoint is not None
@@ -420,7 +420,7 @@ def test_an_input_that_another_user_may_not_read_is_one_line(
     given.mkdir() if kind == "folder" else given.write_text("x")
     request = world.plan({"inputs": {"data": str(given)}}).request
     given.chmod(mode)
-    (node, *_) = world.provider.nodes(request).nodes
+    (node, *_) = world.provider.launch_spec(request).nodes
     with contextlib.nullcontext() if may else pytest.raises(SpecError, match=f"may not read {given}; ") as caught:
         check_readable(node.mounts, user, ROOT)
     assert may or (caught and caught.value.field) == "inputs.data"

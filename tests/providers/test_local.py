@@ -51,7 +51,7 @@ class LocalWorld(FakePlatform):
         reader, writer = os.pipe()
         os.write(writer, b"{}")
         os.close(writer)
-        nodes = len(self.provider.nodes(request).nodes)
+        nodes = len(self.provider.launch_spec(request).nodes)
         words: dict[str, Any] = {"NODE": number, "NODES": nodes, "PORT": 29500, "SUPERVISOR": os.getpid()}
         words |= {"SECRETS_FD": reader, "GROUPS": self.folder / f"groups-{number}", "SCRATCH": self.folder}
         yield {ENGINE_PREFIX + key: str(value) for key, value in words.items()}
@@ -282,7 +282,7 @@ def test_gpus_are_those_that_the_environment_leaves(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     request = world.plan({"gpu": gpu, "instance_count": nodes}).request
-    specs = world.provider.nodes(request).nodes
+    specs = world.provider.launch_spec(request).nodes
     if isinstance(dealt, list):
         Provider().check(request)
         assert [share_of_gpus(number, spec, os.environ) for number, spec in enumerate(specs)] == dealt
@@ -317,7 +317,7 @@ def test_an_input_of_this_machine_is_read_in_place(world: FakePlatform) -> None:
             }
         }
     )
-    mounts = {mount.path: mount.kind for mount in world.provider.nodes(plan.request).nodes[0].mounts}
+    mounts = {mount.path: mount.kind for mount in world.provider.launch_spec(plan.request).nodes[0].mounts}
     assert {mounts[f"inputs/{name}"] for name in ("copied", "far")} == {"copy"}
     assert mounts["inputs/here"] == "mount"
 

@@ -59,7 +59,7 @@ def site(
         folder = base / "input" / "data" / "cloudtrain-container"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "context.json").write_text(json.dumps(context))
-    return Provider.site({"SAGEMAKER_BASE_DIR": str(base), **(environ or {})}, {})
+    return Provider.node_environment({"SAGEMAKER_BASE_DIR": str(base), **(environ or {})}, {})
 
 
 # ------------------------------------------------------------------------------------------------------------- topology

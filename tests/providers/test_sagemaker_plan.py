@@ -597,7 +597,7 @@ def test_what_is_planned_is_what_the_service_takes(given: dict[str, Any], fields
     assert [p for p in problems if "Type' failed to satisfy constraint: Member must satisfy enum" not in p] == []
     assert len(problems) == len(unknown)
     assert broken_rules(request.body) == []
-    Provider(**{**ACCOUNT, **given}).nodes(request)
+    Provider(**{**ACCOUNT, **given}).launch_spec(request)
 
 
 # ----------------------------------------------------------------------------------------------------- what would start
@@ -605,7 +605,7 @@ def test_what_is_planned_is_what_the_service_takes(given: dict[str, Any], fields
 
 def test_nodes_of_a_request() -> None:
     request = planned(gpu="A10G:4", instance_count=12, inputs={"train": "s3://data/x", "one": "s3://data/y.csv"})
-    simulation = Provider(**ACCOUNT).nodes(request)
+    simulation = Provider(**ACCOUNT).launch_spec(request)
     assert [node.hostname for node in simulation.nodes] == [f"algo-{i}" for i in range(1, 13)]
     node = simulation.nodes[1]
     assert (node.gpus, node.cpus, node.platform) == (4, 48, "linux/amd64")

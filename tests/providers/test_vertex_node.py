@@ -43,7 +43,7 @@ def spec(kind: str, index: int, **more: Any) -> str:
 
 def topology(nodes: int, text: str | None, **environ: str) -> Topology:
     told = {} if text is None else {"CLUSTER_SPEC": text}
-    return Provider.site({"CLOUDTRAIN_NODES": str(nodes), **told, **environ}, {}).topology
+    return Provider.node_environment({"CLOUDTRAIN_NODES": str(nodes), **told, **environ}, {}).topology
 
 
 # ------------------------------------------------------------------------------------------------------------- topology
@@ -61,7 +61,7 @@ def test_ranks_go_through_the_pools(kind: str, index: int, rank: int) -> None:
 @pytest.mark.parametrize(("port", "link"), [("2222", 3333), ("3333", 2222)])
 def test_the_link_has_a_port_that_the_chief_s_name_forwards(port: str, link: int) -> None:
     text = spec("workerpool1", 0).replace(":2222", f":{port}")
-    site = Provider.site({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": text}, {})
+    site = Provider.node_environment({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": text}, {})
     assert (site.topology.master_port, site.link_port) == (int(port), link)
     assert site.join_timeout >= 3600
     assert site.restarts_in_place
@@ -128,19 +128,19 @@ def test_the_environment_in_the_spec_is_never_shown() -> None:
 def test_paths_and_exit_codes() -> None:
     argv = {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "file.b-1": "/b/x y.csv", "copy.c": "/c",
             "copyfile.d": "/d/z.csv"}  # fmt: skip
-    site = Provider.site({}, argv)
+    site = Provider.node_environment({}, argv)
     assert site.paths == {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "input.b-1": "/b", "input.c": "/c",
                           "input.d": "/d"}  # fmt: skip
     assert site.exit_code == {"succeeded": 0, "failed": 1, "preempted": 134, "lost": 134}
     assert int(site.export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < site.stop_grace
-    assert Provider.site({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, {}).export_env == {
+    assert Provider.node_environment({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, {}).export_env == {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"
     }
 
 
 def test_a_spot_node_is_told_that_it_has_less_time() -> None:
-    assert Provider.site({}, {"live": "/l"}).stop_grace == 30
-    spot = Provider.site({}, {"live": "/l", "grace": "15"})
+    assert Provider.node_environment({}, {"live": "/l"}).stop_grace == 30
+    spot = Provider.node_environment({}, {"live": "/l", "grace": "15"})
     assert (spot.stop_grace, spot.paths) == (15, {"live": "/l"})
     assert int(spot.export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 15
 
@@ -169,7 +169,7 @@ def site_of_two(transport: str = "GPUDirect-RDMA", **environ: str) -> NodeEnviro
     """As a plan for machines with that transport tells a node of two."""
     given = {"CLOUDTRAIN_NODES": "2", "CLUSTER_SPEC": spec("workerpool0", 0).replace(f', "{HOSTS[2]}"', "")}
     told = {"fabric": transport} if transport else {}
-    return Provider.site({"PATH": os.environ["PATH"], **given, **environ}, told)
+    return Provider.node_environment({"PATH": os.environ["PATH"], **given, **environ}, told)
 
 
 @pytest.mark.parametrize("bash", [True, False])
@@ -231,7 +231,7 @@ def test_a_machine_without_its_script_says_so_and_any_other_nothing(scripts: dic
 
 def test_one_node_needs_no_fabric(scripts: dict[str, Path]) -> None:
     scripts["GPUDirect-RDMA"].write_text(RDMA)
-    site = Provider.site({}, {})
+    site = Provider.node_environment({}, {})
     assert (site.notes, set(site.export_env)) == ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"})
 
 
@@ -320,7 +320,7 @@ def test_a_secret_is_read_as_the_jobs_service_account(service: Any) -> None:
     assert headers["Authorization"] == "Bearer TK"
     secret("projects/p/secrets/s/versions/3", service.environ)
     assert service.seen[-1][0] == "/v1/projects/p/secrets/s/versions/3:access"
-    site = Provider.site(service.environ, {})
+    site = Provider.node_environment(service.environ, {})
     assert site.secrets is not None
     assert site.secrets("gcp:projects/p/secrets/s") == "s3cret ü"
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...provider_api.launch_spec import LaunchSpec
 from ...provider_api.node import NodeEnvironment
-from ...provider_api.protocol import Layout, LogPage, Need, Request, Status
+from ...provider_api.protocol import Layout, LogPage, Need, ProviderExtras, Request, Status
 
 if TYPE_CHECKING:
     from ...job.job import Job
@@ -74,7 +74,7 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider:
+class Provider(ProviderExtras):
     """Provider of Azure ML command jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "azureml"
@@ -82,8 +82,8 @@ class Provider:
     schemes: ClassVar[frozenset[str]] = frozenset({"abfs", "abfss", "az", "azureml", "https", "wasbs", "adl"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
-    pace: ClassVar[float] = 1.0
-    poll: ClassVar[float] = 5.0
+    min_poll_s: ClassVar[float] = 1.0
+    max_poll_s: ClassVar[float] = 5.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
     def __init__(self, **settings: Any) -> None:
@@ -163,15 +163,15 @@ class Provider:
         yield from checks(self.account, store, request)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
-        from .node import site
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        from .node import node_environment
 
-        return site(environ, argv)
+        return node_environment(environ, argv)
 
-    def nodes(self, request: Request) -> LaunchSpec:
-        from .launch_spec import nodes
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        from .launch_spec import launch_spec
 
-        return nodes(request, datastore=self.settings.datastore)
+        return launch_spec(request, datastore=self.settings.datastore)
 
 
 DIFFERENCES = (

@@ -16,7 +16,7 @@ from ...provider_api.protocol import Request
 from .names import GRACE, NAME
 from .urls import for_fsspec
 
-__all__ = ["nodes"]
+__all__ = ["launch_spec"]
 
 ROOT = "/mnt/azureml/cr/j"
 PORT = 6105
@@ -27,7 +27,7 @@ _KINDS = {"download": "copy", "ro_mount": "mount", "rw_mount": "sync"}
 _UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": GIB}
 
 
-def nodes(request: Request, *, datastore: str) -> LaunchSpec:
+def launch_spec(request: Request, *, datastore: str) -> LaunchSpec:
     """Return one container an instance."""
     body = request.body
     resources, job = body["resources"], body["name"]

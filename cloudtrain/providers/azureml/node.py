@@ -16,7 +16,7 @@ from .names import GRACE, METADATA, NODES, PREEMPTED
 from .notices import URL, ScheduledEvents, marker
 from .secrets import secret
 
-__all__ = ["site"]
+__all__ = ["node_environment"]
 
 PORT = 29500
 """torchrun's own default, used if Azure ML names no port."""
@@ -30,7 +30,7 @@ _HOSTS = ("MASTER_ADDR", "AZ_BATCHAI_JOB_MASTER_NODE_IP", "AZ_BATCH_MASTER_NODE"
 DEVICES, NETWORKS = "/sys/class/infiniband", "/sys/class/net"
 
 
-def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that Azure ML gave this node."""
     return NodeEnvironment(
         topology=_topology(environ),

@@ -11,7 +11,7 @@ from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
 from .names import GRACE, INPUTS, MARK, NAME, ROOT
 
-__all__ = ["nodes"]
+__all__ = ["launch_spec"]
 
 GROUP = "homogeneousCluster"
 INTERFACE = "eth0"
@@ -22,7 +22,7 @@ SYNC_LAG = 2.0
 """Seconds that a file of the checkpoint folder must be old before it is sent; unverified: no document gives them."""
 
 
-def nodes(request: Request, *, region: str) -> LaunchSpec:
+def launch_spec(request: Request, *, region: str) -> LaunchSpec:
     """Return one container an instance, named ``algo-1``, ``algo-2``, …"""
     body = request.body
     config, job = body["ResourceConfig"], body["TrainingJobName"]

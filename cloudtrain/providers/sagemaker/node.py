@@ -17,7 +17,7 @@ from .names import CHANNELS, CONTEXT, FAILURE, GRACE, IGNORED, INPUTS, LIVE, RES
 from .s3 import Objects
 from .secrets import secret
 
-__all__ = ["site"]
+__all__ = ["node_environment"]
 
 BASE_VARIABLE = "SAGEMAKER_BASE_DIR"
 """Variable with another root; AWS's own training toolkit reads it too."""
@@ -37,7 +37,7 @@ _TRAINING_ENV = (
 """Keys of ``SM_TRAINING_ENV``, the toolkit's variables as one JSON object, that have the variable's name."""
 
 
-def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that SageMaker gave this node; ``argv`` adds to the paths."""
     base = environ.get(BASE_VARIABLE, ROOT)
     resources = _config(base, "resourceconfig")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...provider_api.launch_spec import LaunchSpec
 from ...provider_api.node import NodeEnvironment
-from ...provider_api.protocol import Layout, LogPage, Need, Request, Status
+from ...provider_api.protocol import Layout, LogPage, Need, ProviderExtras, Request, Status
 from ...validate import url_scheme
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Settings:
     log_drain: int = 60
 
 
-class Provider:
+class Provider(ProviderExtras):
     """Provider of Vertex AI custom jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "vertex"
@@ -79,8 +79,8 @@ class Provider:
     schemes: ClassVar[frozenset[str]] = frozenset({"gs", "nfs"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
-    pace: ClassVar[float] = 2.0
-    poll: ClassVar[float] = 10.0
+    min_poll_s: ClassVar[float] = 2.0
+    max_poll_s: ClassVar[float] = 10.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
     probe_ports: ClassVar[tuple[int, ...]] = (2222, 2223, 3333, 6000, 29500)
     """Ports that ``doctor --job`` tries: some that the chief's Service is known to forward, and two that it may not."""
@@ -160,15 +160,15 @@ class Provider:
         yield from checks(self.account, store, request)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
-        from .node import site
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        from .node import node_environment
 
-        return site(environ, argv)
+        return node_environment(environ, argv)
 
-    def nodes(self, request: Request) -> LaunchSpec:
-        from .launch_spec import nodes
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        from .launch_spec import launch_spec
 
-        return nodes(request)
+        return launch_spec(request)
 
 
 DIFFERENCES = (

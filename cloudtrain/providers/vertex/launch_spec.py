@@ -14,7 +14,7 @@ from .machines import told_as
 from .names import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 from .request import mounted
 
-__all__ = ["nodes"]
+__all__ = ["launch_spec"]
 
 TRANSIENT = (6, 11, AGAIN, 139)
 """Exit codes of failures that may pass (SIGABRT, SIGSEGV, each twice): Vertex AI's page on its training service."""
@@ -25,7 +25,7 @@ PREEMPTIONS = 6
 GIB = 1 << 30
 
 
-def nodes(request: Request) -> LaunchSpec:
+def launch_spec(request: Request) -> LaunchSpec:
     """Return one container a replica."""
     spec = request.body["jobSpec"]
     pools = spec["workerPoolSpecs"]

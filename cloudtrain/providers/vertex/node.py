@@ -18,7 +18,7 @@ from .fabric import fabric_env
 from .names import AGAIN, FABRIC_PATH, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
 from .secrets import secret
 
-__all__ = ["site"]
+__all__ = ["node_environment"]
 
 SHUTDOWN = 5
 """Seconds before the end of the grace at which torchrun kills its ranks; its own default is 30 s after SIGTERM."""
@@ -33,7 +33,7 @@ POOLS = ("workerpool0", "workerpool1")
 """The pools with nodes; any others are servers beside them."""
 
 
-def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that Vertex AI gave this node."""
     paths = _paths(argv)
     grace = int(paths.pop(GRACE_PATH, GRACE))

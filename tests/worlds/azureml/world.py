@@ -69,7 +69,7 @@ class AzureMLWorld(FakePlatform):
         problems = model_errors(body) or broken_rules(name, body)
         image = request.body["environment"]
         ours = reading(name, body, image["image"] if isinstance(image, Mapping) else image)
-        problems += differences(ours, self.provider.nodes(request), self._place)
+        problems += differences(ours, self.provider.launch_spec(request), self._place)
         assert not problems, "\n".join(problems)
 
     def _place(self, url: str) -> tuple[str, str]:

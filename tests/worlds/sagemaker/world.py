@@ -46,7 +46,7 @@ class SageMakerWorld(FakePlatform):
     def _nodes(self, body: Mapping[str, Any]) -> LaunchSpec:
         """What the provider says that a request starts, of which nothing but the body has come over the wire."""
         run = body["CheckpointConfig"]["S3Uri"].rstrip("/").removesuffix("/live")
-        return self.provider.nodes(Request(provider="sagemaker", operation="", body=body, context={}, run=run))
+        return self.provider.launch_spec(Request(provider="sagemaker", operation="", body=body, context={}, run=run))
 
     def close(self) -> None:
         """End all jobs and servers."""
@@ -59,14 +59,14 @@ class SageMakerWorld(FakePlatform):
     def check(self, request: Request) -> None:
         super().check(request)
         problems = model_errors("CreateTrainingJob", request.body) or broken_rules(request.body)
-        problems += differences(reading(request.body), self.provider.nodes(request))
+        problems += differences(reading(request.body), self.provider.launch_spec(request))
         assert not problems, "\n".join(problems)
 
     @contextlib.contextmanager
     def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
         root = self.folder / "nodes" / uuid.uuid4().hex / "opt" / "ml"
-        spec = self.provider.nodes(request).nodes[number]
-        assert spec.hostname in hosts(len(self.provider.nodes(request).nodes))
+        spec = self.provider.launch_spec(request).nodes[number]
+        assert spec.hostname in hosts(len(self.provider.launch_spec(request).nodes))
         for path, text in configuration(request.body, str(spec.hostname)).items():
             file = root / path.removeprefix("/opt/ml/")
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ class VertexWorld(FakePlatform):
     def check(self, request: Request) -> None:
         super().check(request)
         problems = model_errors(request.body) or broken_rules(parsed(request.body))
-        problems += differences(request.body, self.provider.nodes(request))
+        problems += differences(request.body, self.provider.launch_spec(request))
         assert not problems, "\n".join(problems)
 
     @contextlib.contextmanager
