@@ -245,7 +245,7 @@ class Part(AbstractBufferedFile):
 
 
 def install_plain(site: Path, text: str) -> None:
-    """The package in the folder ``node_environment``, registered as one that pip installs is."""
+    """The package in the folder ``site``, registered as one that pip installs is."""
     (site / "plainfs-1.dist-info").mkdir(parents=True)
     (site / "plainfs.py").write_text(text)
     (site / "plainfs-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: plainfs\nVersion: 1\n")

@@ -132,7 +132,7 @@ class Provider(ProviderExtras):
 
 
 def install(site: Path) -> None:
-    """Make it a provider of whoever has ``node_environment`` on ``sys.path``."""
+    """Make it a provider of whoever has ``site`` on ``sys.path``."""
     info = site / "foldercloud-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: foldercloud\nVersion: 1\n")

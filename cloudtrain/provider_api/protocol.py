@@ -1,10 +1,9 @@
 """The border between cloudtrain and a platform: the Provider protocol and the values that cross it.
 
 A provider is one module (or folder) of `cloudtrain.providers` with the provider's name and a class ``Provider``. Third
-parties register theirs under the entry-point group ``cloudtrain.providers``. `plan`, `launch_spec` and `node_environment` are
-pure: no
-network, no credentials, no SDK. Everything here uses the standard library alone, because nodes run the same files in
-images that have nothing else.
+parties register theirs under the entry-point group ``cloudtrain.providers``. `plan`, `launch_spec` and
+`node_environment` are pure: no network, no credentials, no SDK. Everything here uses the standard library alone,
+because nodes run the same files in images that have nothing else.
 """
 
 from __future__ import annotations
