@@ -53,6 +53,7 @@ EXIT_CODES: dict[str, int] = {
     "preempted": 4,
     "cancelled": 5,
     "timeout": 6,
+    "storage": 8,
     "infra": 9,
 }
 CATEGORIES: tuple[str, ...] = tuple(EXIT_CODES)

@@ -507,7 +507,7 @@ def test_a_run_in_s3_goes_on_in_a_folder_to_the_same_bits(s3_url: str, jobs: Job
     done = jobs.submit("train.py", *flags, "--run-id", "second", "--resume-from", url, "--", ALL)
     assert done.code == 0, done.err
     assert f"copying the checkpoint from {url}" in done.err
-    assert done.json["attempts"][0]["resumed_from"] == "step-6"
+    assert done.json["attempts"][0]["resumed_from"] == "first/step-6"
     assert final_loss(done.err) == expected != final_loss(first.err)
 
 
@@ -526,5 +526,5 @@ def test_a_local_run_goes_on_as_a_cloud_would_run_it(
     words += ["--launcher", "python", "--max-runtime", "10m", "--json", "--resume-from", str(jobs.store / "runs/first")]
     done = jobs.cli("rehearse", "train.py", *words, "--", ALL, timeout=240)
     assert done.code == 0, done.err
-    assert done.json["attempts"][0]["resumed_from"] == "step-6"
+    assert done.json["attempts"][0]["resumed_from"] == "first/step-6"
     assert final_loss(done.err) == expected

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from test_run import RUNNING, SUCCEEDED, T0, ClientRetried, World, failed
 
-from cloudtrain.errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
+from cloudtrain.errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from cloudtrain.runs import pull as pull_module
 from cloudtrain.runs.pull import PullReport, parts, pull
 
@@ -459,3 +459,20 @@ def test_one_that_is_asked_for_and_written_over_all_the_time_is_an_error(
     assert wrote[0] >= pull_module.TRIES
     assert content(tmp_path / "out" / "checkpoints") == {}
     assert pull(world.store, "r1", tmp_path / "out", what="checkpoints:latest").checkpoints == ("last",)
+
+
+def test_of_two_pulls_into_one_folder_the_second_waits_and_says_so_in_the_end(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_module, "ANOTHER_SECONDS", 0.3)
+    world.checkpoint("step-1")
+    out, refused = tmp_path / "out", []
+
+    def meanwhile(key: str, more: int) -> None:
+        with pytest.raises(ConflictError, match="another pull fills"):
+            pull(world.store, "r1", out)
+        refused.append(key)
+
+    assert pull(world.store, "r1", out, progress=meanwhile).transferred > 0
+    assert refused
+    assert pull(world.store, "r1", out).transferred == 0

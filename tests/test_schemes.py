@@ -326,7 +326,7 @@ def test_submit_says_so_before_anything_is_sent(ftp: tuple[Path, str], jobs: Job
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "smbclient", None)
     for url, words in {
-        "smb://host/share": r"store: SMB requires \"smbprotocol\".* installed",
+        "smb://host/share": r"store: smb:// needs smbprotocol, which is not installed\nhint: .* install smbprotocol",
         "sftp:///folder": r"missing 1 required positional argument: 'host'; fsspec reads options from FSSPEC_SFTP_",
         "nothing://x/y": r"store: no file system is known for nothing: URLs",
     }.items():

@@ -155,7 +155,11 @@ def test_a_signal_while_the_platform_is_taking_the_job(place: Place, word: str) 
             "interrupted; the run is recorded and was not sent",
             "to send it, run the same command with --run-id r\nto drop it, run: cloudtrain cancel r",
         ),
-        ("foldercloud:Provider.submit", "interrupted; the run is recorded and was not sent", "to send it, "),
+        (
+            "foldercloud:Provider.submit",
+            "interrupted; whether the run was submitted is not known yet",
+            "to look, run: cloudtrain status r",
+        ),
     ],
 )
 def test_ctrl_c_while_it_submits_says_whether_there_is_a_run(

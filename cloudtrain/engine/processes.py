@@ -25,6 +25,7 @@ from typing import IO
 
 from ..errors import CapacityError, SpecError, StorageError
 from ..provider_api.protocol import NodeSpec, Simulation
+from ..runtime.host_facts import kill_users
 from . import ENGINE_PREFIX, staged
 
 __all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "gpus_of", "has_torch"]
@@ -49,7 +50,7 @@ class NodeProcess:
             self.process.send_signal(getattr(signal, name))
 
     def kill(self) -> None:
-        """The node's first process and every process group it has noted, now."""
+        """Kill the node's first process, every process group it has noted, and what its script has detached."""
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -58,6 +59,7 @@ class NodeProcess:
                 with contextlib.suppress(OSError):
                     os.killpg(int(group), signal.SIGKILL)
             self.groups.unlink()
+        kill_users(self.scratch)
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 

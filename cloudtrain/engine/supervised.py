@@ -309,13 +309,14 @@ class Hosted:
         if data["host"] != socket.gethostname():
             raise LostContactError(f"this run is on the machine {data['host']}; ask there", passing=False)
         self._clear(folder)
+        cancelled = (folder / "cancel").exists()
         rebooted = data["boot"] and data["boot"] != boot_id()
         reason = "this machine was restarted while the run went on" if rebooted else "the run's supervisor was killed"
         return Status(
-            state="failed",
+            state="cancelled" if cancelled else "failed",
             native="abandoned",
-            reason=reason,
-            category="infra",
+            reason="cancelled by the user" if cancelled else reason,
+            category="cancelled" if cancelled else "infra",
             attempts=status.attempts,
             started=status.started,
             finished=data["seen"],

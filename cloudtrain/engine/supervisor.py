@@ -28,6 +28,7 @@ from ..provider_api.protocol import AttemptInfo, Layout, Mount, Provider, Reques
 from ..runs.outcome import records_of, was_lost
 from ..runs.run import NOT_RETRIED, Run
 from ..runtime.checkpoints import COMMIT, complete, resumable
+from ..runtime.node import UNMIRRORED
 from ..storage.files import Files, Moving, files
 from ..storage.local_disk import local_path
 from ..store.store import Store
@@ -48,6 +49,8 @@ PATIENCE_SECONDS = 1800.0
 """How long a store may be away before a run that has ended gives up on it."""
 FINISH_SECONDS = 600.0
 """How long the other nodes may take to come down by themselves once one has failed."""
+LOST_SECONDS = 15.0
+"""The same once a peer has missed one of them."""
 UNMET_SECONDS = 3.0
 """The same while they have not met: they would wait for it in vain."""
 RESTART_SECONDS = 1.0
@@ -291,8 +294,7 @@ class Supervisor:
             if folders is not None:
                 with self._on_disk():
                     folders.finish(outputs=stopped != "preempted" and not self._lost)
-        # Nodes number an attempt by what they find in live/, where a start that was cut short has left nothing.
-        exits = records_of(AttemptInfo(number=name, started=self.attempts[-1]["started"]), mounts.exits())
+        exits = self._exits(mounts)
         resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
         return *self._judge(nodes, simulation.rules, stopped, exits), resumed
 
@@ -314,7 +316,7 @@ class Supervisor:
         ``preempted``, by a drill), else empty."""
         began = time.monotonic()
         stopped, stop_at, failed_at, told, beat = "", 0.0, 0.0, 0.0, began
-        patience = UNMET_SECONDS
+        patience, missed = UNMET_SECONDS, False
         first: int | None = None  # the node that is told to stop before the others are
         while any(node.poll() is None for node in nodes):
             now = time.monotonic()
@@ -332,6 +334,9 @@ class Supervisor:
                         patience = FINISH_SECONDS
                     else:
                         stopped = "peers"
+                if failed_at and not missed and now - failed_at > LOST_SECONDS and (missed := self._missed(mounts)):
+                    for node in nodes:
+                        node.kill()
                 stop_at = now + rules.stop_grace
             if stopped and now > stop_at:
                 for node in nodes:
@@ -376,6 +381,18 @@ class Supervisor:
             return re.search(rb"cloudtrain: attempt \d+\.\d+:", stream.read(1 << 16)) is not None
         return False
 
+    def _missed(self, mounts: _Mounts) -> bool:
+        """Return whether a node that has ended says that another one was lost: that one may stand still."""
+        return any(was_lost(record["failure"]) for record in self._exits(mounts))
+
+    def _exits(self, mounts: _Mounts) -> list[Mapping[str, Any]]:
+        """Return the exit records of the newest attempt so far.
+
+        Nodes number an attempt by what they find in live/, where a start that was cut short has left nothing.
+        """
+        last = self.attempts[-1]
+        return list(records_of(AttemptInfo(number=last["number"], started=last["started"]), mounts.exits()))
+
     def _reason_to_stop(self, spent: float, rules: Rules, mounts: _Mounts) -> str:
         if self._cancelled(mounts):
             return "cancelled"
@@ -395,6 +412,11 @@ class Supervisor:
         if stopped == "cancelled":
             return CANCELLED
         if stopped == "timeout":
+            unkept = (
+                remark for record in exits for remark in record["remarks"] if remark.startswith(UNMIRRORED + ": ")
+            )
+            if remark := next(unkept, ""):  # the script was done; only its store kept the node
+                return "failed", "storage", f"{remark}; max_runtime is used up"
             if rules.time_limit == self._max_runtime():
                 return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
             return "failed", "timeout", f"the limit of {rules.time_limit:.0f} s, less than max_runtime, is used up"

@@ -125,7 +125,9 @@ def in_flight(
     """
     keys = [f"{_folder(run_id, attempt)}/{name}" for name in store.files.names(_folder(run_id, attempt))]
     noted = {key: record for key in keys if (record := store.record(key)) is not None}
-    if any(clock() - float(each.get("time") or 0.0) < LEASE and not _is_gone(key, each) for key, each in noted.items()):
+    if any(
+        abs(clock() - float(each.get("time") or 0.0)) < LEASE and not _is_gone(key, each) for key, each in noted.items()
+    ):
         return True
     if noted:
         sleep(IN_FLIGHT)

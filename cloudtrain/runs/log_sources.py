@@ -84,6 +84,7 @@ class Contact:
 class Tail:
     """Feeds a Follower from the platform's pages and from the segments in the store.
 
+    ``clock`` measures waits, ``now`` gives Unix seconds.
     ``more``: a page is waiting; ``flowing``: the last round brought lines.
     """
 
@@ -95,7 +96,9 @@ class Tail:
         provider: Callable[[], Provider],
         clock: Callable[[], float],
         patience: float,
+        now: Callable[[], float] = time.time,
     ) -> None:
+        self._now = now
         self.more = self.flowing = False
         self.store, self._run_id, self._provider, self._clock = store, run_id, provider, clock
         self._contact = Contact(clock=clock, patience=patience)
@@ -146,7 +149,7 @@ class Tail:
         known = self._dates.get(line.stream)
         at = known.get(line.seq) if known else None
         if at is None and not over and known != {}:  # {}: of a run whose segments have no times
-            at = self._clock()
+            at = self._now()
         return replace(line, time=at)
 
     def _segment_dates(self) -> dict[Stream, dict[int, float]]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DigestError, LostContactError, NotFoundError, SpecError, StorageError
+from ..errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
 from ..job.own_files import PULL_STATE
 from ..provider_api.protocol import Status, find_provider
 from ..runtime.segments import Span, distinct, span_of
@@ -41,6 +41,8 @@ PATIENCE = 600.0
 """Seconds without an answer before contact with a platform, or a remote store, counts as lost."""
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
+ANOTHER_SECONDS = 60.0
+"""How long a pull waits for another one that fills the same folder."""
 _SAVED = 2.0  # seconds after which what has come is written down, for a pull that is killed
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """What this machine's disk says: of a store that is not here no time mends it."""
@@ -112,6 +114,48 @@ def pull(
     `NotFoundError` for an unknown run or checkpoint; `DigestError` for damaged content, which is not kept.
     """
     wanted, marks = parts(what), _marks_of(str(store.run(run_id).get("provider")))
+    with _alone(folder):
+        return _pull(store, run_id, folder, wanted, marks, along, on_pull, clock, progress)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other pull of this machine fills ``folder``, and keep others out; where locks are to be had.
+
+    `ConflictError` when it has waited for `ANOTHER_SECONDS`: the other one may follow a run.
+    """
+    with contextlib.ExitStack() as stack:
+        deadline = time.monotonic() + ANOTHER_SECONDS
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            folder.mkdir(parents=True, exist_ok=True)
+            number = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, number)
+            while True:
+                try:
+                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise ConflictError(
+                            f"another pull fills {folder}", hint="wait for its end, or name another folder with --out"
+                        ) from None
+                    time.sleep(0.1)
+        yield
+
+
+def _pull(
+    store: Store,
+    run_id: str,
+    folder: Path,
+    wanted: Mapping[str, Sequence[str]],
+    marks: tuple[str, ...],
+    along: Iterable[Status] | None,
+    on_pull: Callable[[PullReport], None] | None,
+    clock: Callable[[], float],
+    progress: Progress | None,
+) -> PullReport:
     work = _Pull(store=store, run_id=run_id, folder=folder, progress=progress, marks=marks)
     if along is None:
         return work.once(wanted, strict=True)

@@ -81,6 +81,7 @@ class Run(Moving):
     ) -> None:
         self.store, self.run_id, self.staged, self._settings = store, run_id, staged, settings
         self._provider, self._clock, self._sleep = provider, clock, sleep
+        self._ticks = time.monotonic if clock is time.time else clock  # of waits: a clock of the machine may step
         self._record: dict[str, Any] | None = None
         self._natives: dict[int, str] = {}
         self._refused: set[int] = set()  # attempts that were, and that another one has followed
@@ -178,7 +179,7 @@ class Run(Moving):
         return native
 
     def _patiently(self, call: Callable[[], T]) -> T:
-        return patiently(call, clock=self._clock, sleep=self._sleep)
+        return patiently(call, clock=self._ticks, sleep=self._sleep)
 
     def _refused_status(self, attempt: int) -> Status | None:
         """Return how an attempt stands that was refused, None of any other: it is over, unless a client may be sending
@@ -550,7 +551,7 @@ class Run(Moving):
         """
         # An ``on_status`` with a true attribute ``every`` gets every look. ``resend`` of ``retry`` sends what a client
         # recorded that died; its ``begin`` starts the run in a place that it has come to.
-        deadline = None if timeout is None else self._clock() + timeout
+        deadline = None if timeout is None else self._ticks() + timeout
         self._lead()
         tail: Tail | None = None
         while True:
@@ -572,7 +573,12 @@ class Run(Moving):
 
     def _tail(self, patience: float) -> Tail:
         return Tail(
-            store=self.store, run_id=self.run_id, provider=lambda: self.provider, clock=self._clock, patience=patience
+            store=self.store,
+            run_id=self.run_id,
+            provider=lambda: self.provider,
+            clock=self._ticks,
+            now=self._clock,
+            patience=patience,
         )
 
     def _ended(self, status: Status) -> Result:
@@ -595,12 +601,12 @@ class Run(Moving):
         client that died has recorded. For whoever does not, an attempt that may be followed is none that is over.
         """
         longest = self.provider.poll if poll is None else poll
-        contact = Contact(clock=self._clock, patience=patience)
+        contact = Contact(clock=self._ticks, patience=patience)
         first = min(max(FIRST_POLL, self.provider.pace), longest)
-        due, every, pause = self._clock(), first, first
+        due, every, pause = self._ticks(), first, first
         status, natives = Status(state="pending"), dict[int, str]()
         while True:
-            if self._clock() >= due:
+            if self._ticks() >= due:
                 with self._listening(contact):
                     found, natives = self._current()
                     status = found if acts else self._between(found, natives)
@@ -608,12 +614,12 @@ class Run(Moving):
                     if acts:
                         self._expire(status, natives)
                         if self._unsent is not None and not status.final and resend:
-                            resend(self._unsent, self._clock())
+                            resend(self._unsent, self._ticks())
                     yield status
                     if not status.final and resend is None and (not natives or self._unsent is not None):
                         raise LostContactError(status.reason)  # which nobody may ever send
                 every = min(longest, every * 1.25)
-                due = self._clock() + every
+                due = self._ticks() + every
             if status.final:
                 yield from tail.end(natives) if tail is not None else ()
                 return
@@ -624,20 +630,20 @@ class Run(Moving):
                 with contextlib.suppress(StorageError):  # the store may be what does not answer
                     yield from tail.rest() if tail is not None else ()
                 raise self._gone(contact, patience)
-            if deadline is not None and self._clock() >= deadline:
+            if deadline is not None and self._ticks() >= deadline:
                 raise LostContactError(f"run {self.run_id} has not ended in the time given; it goes on: {self.url}")
             pause = first if tail is not None and tail.flowing else min(longest, pause * 2)
             wait = 0.0 if tail is not None and tail.more else pause if tail is not None else longest
-            until = min(self._clock() + wait, due, due if deadline is None else deadline)
-            if until > self._clock():
-                self._sleep(until - self._clock())
+            until = min(self._ticks() + wait, due, due if deadline is None else deadline)
+            if until > self._ticks():
+                self._sleep(until - self._ticks())
 
     def _between(self, status: Status, natives: Mapping[int, str]) -> Status:
         """``status`` as whoever only looks takes it: pending while another client may soon begin the next attempt."""
         if not status.final or self.provider.retried_by != "client" or self.store.result(self.run_id) is not None:
             return status
         newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
-        since = self._over.setdefault(newest, now)
+        since = self._over[newest] = min(self._over.get(newest, now), now)
         since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
         if now - since >= NEXT_SECONDS or not self._may_be_followed(newest, status, natives):
             return status
@@ -699,7 +705,7 @@ class Run(Moving):
         `SpecError` for an unknown word in ``what``, and with ``follow`` what `logs` raises.
         """
         bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
-        return bring(along=self._along() if follow else None, clock=self._clock)
+        return bring(along=self._along() if follow else None, clock=self._ticks)
 
     def _along(self) -> Iterator[Status]:
         """Statuses until the run has ended; its result is kept then, or by whoever asks next."""
@@ -719,8 +725,11 @@ class Run(Moving):
         self._lead()
         if self._is_over():
             return
-        self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
         errors: list[CloudtrainError] = []
+        try:
+            self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
+        except StorageError as exc:  # such as a full store; a supervisor that is told to stop starts none either
+            errors += [exc] if self.provider.retried_by != "supervisor" else []
         for k in self.store.attempts(self.run_id):
             try:
                 native = self._native(k)

@@ -181,9 +181,14 @@ class Watch:
 
     def entry(self, name: str) -> Entry | None:
         """One of `entries`, without a look at what is in the others."""
-        place = self._places().get(name)
+        place = self._places().get(name) if self._patterns else self._place_in_folder(name)
         entry = self._entry(name, *place) if place else None
         return entry if entry is not None and entry.signature else None
+
+    def _place_in_folder(self, name: str) -> tuple[Path, None] | None:
+        path = self._folder / name
+        hidden = name.startswith(".") or path.suffix == ".tmp"
+        return None if hidden or not os.path.lexists(path) or self._pointer(path) is not None else (path, None)
 
     def _places(self) -> dict[str, tuple[Path, str | None]]:
         """Of every entry where it is, and its place below the working folder if that is where."""

@@ -26,6 +26,8 @@ HOLDER_SECONDS = 300.0
 part of the version before then holds that for its part of this one."""
 FIRST_SECONDS = 10.0
 """The same for the first checkpoint of a script, when nobody knows yet which nodes write."""
+MOST_ROUNDS = 16
+"""Checkpoints that are worked on at once: with many more, no answer comes in `ANSWER_SECONDS`."""
 ANSWER_SECONDS = 30.0
 """An answer that has not come by then was lost: the node is asked again."""
 RETRY_SECONDS = 1.0
@@ -129,8 +131,10 @@ class Commits:
         """Begin what is due, and begin again where a node went away in the middle."""
         now = time.monotonic()
         alive = self._peers()
+        room = MOST_ROUNDS - sum(work.phase != "idle" for work in self._rounds.values())
         for work in list(self._rounds.values()):
-            if work.phase == "idle" and now >= work.retry:
+            if work.phase == "idle" and now >= work.retry and room > 0:
+                room -= 1
                 self._numbers += 1
                 work.number, work.phase, work.answers, work.waiting = self._numbers, "ask", {}, set(alive)
                 work.retry = now + ANSWER_SECONDS
@@ -283,7 +287,8 @@ class Commits:
         later = [c for c in self._complete if c.commit["attempt"] == self._attempt and _seq(c) > _seq(newest)]
         if newest not in kept and not later:  # the script's clock has been set back
             kept.append(newest)
-        for item in [item for item in self._complete if item not in kept]:
+        stays = {id(item) for item in kept}  # one of thousands is not looked for in a list
+        for item in [item for item in self._complete if id(item) not in stays]:
             try:
                 (item.folder / checkpoints.COMMIT).unlink(missing_ok=True)
             except OSError:
@@ -373,12 +378,13 @@ class Commits:
         """What stays of the complete ones, given oldest first; what only lies beside checkpoints is not counted."""
         named = set().union(*self._pointers.values())
         counted = checkpoints.resumable(found) if self._keep else []
+        ids, newest = {id(item) for item in counted}, {id(item) for item in counted[-self._keep :]}
         kept: list[checkpoints.Complete] = []
         versions: dict[str, int] = {}
         for item in reversed(found):
             versions[item.name] = versions.get(item.name, 0) + 1
-            if self._keep and item in counted:
-                stays = item in counted[-self._keep :] or (item.name in named and versions[item.name] == 1)
+            if id(item) in ids:
+                stays = id(item) in newest or (item.name in named and versions[item.name] == 1)
             else:
                 stays = versions[item.name] <= VERSIONS
             if stays:

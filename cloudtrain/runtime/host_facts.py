@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import StorageError
 
-__all__ = ["cpu_count", "handles_sigterm", "oom_kills", "scratch_folder"]
+__all__ = ["cpu_count", "handles_sigterm", "kill_users", "oom_kills", "scratch_folder"]
 
 
 def scratch_folder(wanted: Iterable[str], prefix: str) -> Path:
@@ -42,6 +42,33 @@ def handles_sigterm(pid: int) -> bool:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
     return False
+
+
+def kill_users(folder: Path) -> None:
+    """Kill every other process whose environment names a place below ``folder``, by /proc: also those that detached.
+
+    A process that clears its environment is not found.
+    """
+    mark, killed = f"={folder}/".encode(), {os.getpid()}
+    while found := {int(name) for name in _listed("/proc") if name.isdigit() and mark in _environ(name)} - killed:
+        killed |= found
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # macOS
+        return []
+
+
+def _environ(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
 
 
 def oom_kills() -> int:

@@ -111,6 +111,7 @@ def command_of(
         f"--master-port={topology.master_port}",
         "--max-restarts=0",
         "--monitor-interval=0.1",
+        f"--log-dir={worker.with_name('torchrun')}",  # else a folder in the temporary one stays after each attempt
         "--",
         *script,
     ]
@@ -290,9 +291,10 @@ class Ranks:
 
     def _wait(self) -> None:
         code = self._process.wait()
-        for pipe in self._pipes.iterdir():  # a rank that never started leaves its reader waiting for a writer
-            with contextlib.suppress(OSError):
-                os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        with contextlib.suppress(OSError):  # the script may have removed the folder
+            for pipe in self._pipes.iterdir():  # a rank that never started leaves its reader waiting for a writer
+                with contextlib.suppress(OSError):
+                    os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
         deadline = time.monotonic() + 2.0  # a grandchild may keep our pipe open for ever
         for thread in self._readers:
             thread.join(max(0.0, deadline - time.monotonic()))

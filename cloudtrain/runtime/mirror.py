@@ -132,6 +132,8 @@ class Mirror:
         """When bytes were last copied, here or on another node, or a checkpoint was committed."""
         self._told_of_progress = self._passed_on = 0.0
         self._newest = self._stirred = 0.0
+        self.trouble = ""
+        """What the system said when the last checkpoint could not be copied to the store; empty once one could."""
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
 
     def _make_commits(self, nodes: int, attempt: str, keep: int, damaged: Sequence[Path]) -> Commits:
@@ -412,7 +414,10 @@ class Mirror:
             files = checkpoints.copy_entry(entry, target, self._moved, links=links, temporary=self._temporary)
         except OSError as exc:
             self._complain(f"cannot copy checkpoint {entry.name} to {self._live}: {exc.strerror}")
+            self.trouble = exc.strerror or type(exc).__name__
             files = None
+        else:
+            self.trouble = ""
         if files is None or self._written_to(entry):
             shutil.rmtree(target, ignore_errors=True)
             return None

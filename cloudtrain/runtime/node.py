@@ -26,7 +26,7 @@ from .archive import archive_of
 from .cause import Failure, category, real, root_cause, silent_deaths, summary, with_codes
 from .compact import Compactor
 from .history import FIRST, Start, restart_of
-from .host_facts import oom_kills
+from .host_facts import kill_users, oom_kills
 from .launch import Ranks, reap
 from .link import Link
 from .logs import LogWriter
@@ -56,6 +56,7 @@ MEET_SECONDS = 3.0
 """After a notice that came before two nodes had met: how long one waits for the other, to leave together."""
 HOLD_SLACK_SECONDS = 5.0
 """The other nodes wait so much longer than node 0, for its word."""
+UNMIRRORED = "not everything could be mirrored"
 WITHDRAWN_SECONDS = 120.0
 """A rank that ends within this time after a notice was withdrawn may have seen it: that is a preemption, no success."""
 PEERS_SECONDS = 60.0
@@ -170,6 +171,9 @@ class Node:
                 self.uploads.stop()
             if self.space is not None:
                 shutil.rmtree(self.space.folder, ignore_errors=True)
+            if self._orphaned():  # the supervisor would do it
+                kill_users(Path(self.site.scratch[0]))
+                shutil.rmtree(self.site.scratch[0], ignore_errors=True)
             reap()
         return self._exit_code(outcome)
 
@@ -568,10 +572,14 @@ class Node:
             self._escalate(now)
         if self.start is not None:
             self.start.look(self._space.metrics)
-        if self.site.supervisor and os.getppid() != self.site.supervisor and self.stopping is None:
+        if self._orphaned() and self.stopping is None:
             self._fail(self._setup("the run's supervisor was killed", "infra"))
         if self.stall is not None and not self.released and (failure := self.stall.tick(over=self._over())):
             self._fail(failure)
+
+    def _orphaned(self) -> bool:
+        """Return whether the supervisor that started this node is gone."""
+        return bool(self.site.supervisor) and os.getppid() != self.site.supervisor
 
     def _blame_the_dead(self) -> None:
         """torchrun has seen a rank end badly, but says which only after the others: half a minute when they hang."""
@@ -644,11 +652,13 @@ class Node:
         mirror.last = time.monotonic()
         self._pump(lambda: mirror.idle.is_set() or 0 in self.gone or self._late(mirror.last + quiet))
         if not mirror.idle.is_set():
-            self.log.say("not everything could be mirrored")
+            why = f": {mirror.trouble}" if mirror.trouble else ""
+            self.log.say(f"not everything could be mirrored{why}")
             if clean and self.preempted is not None:  # the grace is over; what was mirrored before is there
-                self.remarks.append("not everything could be mirrored")
+                self.remarks.append(f"{UNMIRRORED}{why}")
             elif clean:
-                self._fail(self._setup("its results could not all be mirrored to the store", "infra"))
+                category = "storage" if why else "infra"
+                self._fail(self._setup(f"its results could not all be mirrored to the store{why}", category))
         elif clean and self.uploads is not None and (lost := self.uploads.given_up):
             text = f"not known to be in the store: checkpoint {', '.join(lost)}"
             if self.preempted is not None or self.uploads.blind:

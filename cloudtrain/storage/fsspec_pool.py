@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import logging
 import os
+import re
 import secrets
 import threading
 import weakref
@@ -58,7 +59,6 @@ STREAMED = WEB | {"ftp"}
 _EXCLUSIVE = BUCKETS | {"memory"}
 #: Packages that log what they raise, by scheme, where it is not the one of fsspec's class.
 _LOGS = dict.fromkeys(SFTP, "paramiko")
-
 #: Gives the file at the first path the name of the second; ``True``: only if no file has it.
 Rename = Callable[[Any, str, str, bool], None]
 
@@ -106,12 +106,20 @@ def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
 
 
 def _uninstalled(scheme: str, package: str, exc: ImportError) -> SpecError:
-    """Return the error for a scheme whose ``package`` cannot be imported; fsspec's own classes import another one."""
+    """Return the error for a scheme whose ``package`` cannot be imported.
+
+    fsspec's own classes import other packages, whose names stand in quotes in fsspec's message. A module may have
+    another name than its package: ``smbclient`` comes with smbprotocol.
+    """
+    from fsspec.registry import known_implementations
+
     from .extras import extra_of, not_installed
 
     cause = exc.__cause__ if isinstance(exc.__cause__, ImportError) else exc
     why = "" if isinstance(cause, ModuleNotFoundError) else str(cause)
-    name = package if package != "fsspec" else str(cause.name or package)
+    quoted = re.findall(r'"([\w.-]+)"', known_implementations.get(scheme, {}).get("err", ""))
+    found = [*([cause.name] if cause.name in quoted else []), *quoted, cause.name or package]
+    name = package if package != "fsspec" else found[0]
     return not_installed(f"{scheme}://", extra_of(name), field="store", named=[name], why=why)
 
 

@@ -131,6 +131,11 @@ class Place:
             (path / "run.json").write_text("{}")  # a run that is yet to save its first checkpoint
         return place
 
+    def clear_earlier(self) -> None:
+        """Remove the record that stands for the earlier run in plans, so that a real run can take its place."""
+        if (path := local_path(self.earlier)) is not None:
+            shutil.rmtree(path, ignore_errors=True)
+
 
 def _write_code(code: Path) -> None:
     """The probe under several names, a shell script that starts it, and a wheel that pip finds without a network."""

@@ -395,7 +395,7 @@ COUNTER = itertools.count()
 BITES: dict[type[Provider], set[str]] = {
     Silent: {"test_platform_field_is_honoured_or_refused[tags]"},
     Forgetful: {"test_script_field_reaches_the_context[stall_timeout]"},
-    Meddling: {"test_plan_is_pure"},
+    Meddling: {"test_plan_is_pure", "test_plans_with_no_network_account_or_sdk"},
     Vague: {"test_platform_field_is_honoured_or_refused[resources.spot]"},
     Obliging: {"test_options_cannot_change_what_cloudtrain_sets"},
     Deaf: {"test_an_unknown_id_is_not_found[cancel]"},

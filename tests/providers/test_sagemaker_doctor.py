@@ -113,7 +113,7 @@ def test_credentials_that_have_expired_and_a_call_that_finds_nobody(world: SageM
 def test_settings_that_are_none(world: SageMakerWorld, examiner: Examiner, monkeypatch: pytest.MonkeyPatch) -> None:
     examiner.settings("sagemaker", world.store, settings(world, regoin="eu-west-1"))
     found = examiner()
-    found.failure("settings", "did you mean", fix="regoin", code=2)
+    found.failure("settings", "regoin: no such setting", fix="did you mean 'region'?", code=2)
     assert found.names == ["settings"]
 
 

@@ -325,7 +325,7 @@ class TestTrouble:
         for place in (("US-EAST1", "region"), ("EU", "multi-region")):
             idle.plane.gcs.places[BUCKET] = place
             with pytest.raises(CloudtrainError) as caught:
-                idle.send(idle.plan(run_id="elsewhere"))
+                idle.send(idle.plan(run_id=f"elsewhere-{place[1]}"))
             assert (caught.value.exit_code, caught.value.field, "\n" in str(caught.value)) == (2, "store", False)
         assert idle.plane.jobs == {}
 
