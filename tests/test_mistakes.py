@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,6 +115,7 @@ FLAGS = [
     M("submit train.py --tag x", 2, "'x'", "x="),
     M("submit train.py --input data.csv", 2, "data.csv", "=data.csv"),
     M("submit train.py --input train=nope.csv", 2, "nope.csv", ""),
+    M("submit train.py --input train=nothing://x/y", 2, "inputs.train.*cannot read nothing: URLs", ""),
     M("submit train.py --set region", 2, "region", "region="),
     M("submit train.py --set regoin=eu-west-1", 2, "regoin", "region"),
     M("submit train.py --env RANK=3", 2, "RANK", ""),
@@ -203,6 +205,7 @@ PLACES = [
     M("submit train.py --spot", 2, "spot", ""),
     M("submit train.py --image repo/x:1", 2, "image", ""),
     M("submit train.py --provider docker --gpu H100:8 --image x:1", 2, "GPU|H100|gpu|engine", ""),
+    M("plan train.py --provider docker", 2, "image: .*needs one", "--image pytorch/pytorch:"),
     M("doctor nope.toml", 2, "nope.toml", ""),
     M("doctor sagmaker", 2, "sagmaker", "sagemaker"),
     M("config nope", 2, "nope", ""),
@@ -274,6 +277,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_are_enough_of_them() -> None:
     argv = [row.argv for rows in TABLES.values() for row in rows]
     assert len(set(argv)) == len(argv) >= 127
+
+
+def test_an_input_whose_package_is_missing_is_refused_before_a_run_is_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert cli.main(["submit", "train.py", "--run-id", "lacks", "--input", "train=hf://datasets/org/name"]) == 2
+    err = capsys.readouterr().err
+    assert "error: inputs.train: hf:// needs huggingface_hub, which is not installed" in err
+    assert "pip install huggingface_hub" in err
+    assert not (folder / ".cloudtrain/runs/lacks").exists()
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -136,7 +136,9 @@ class Provider(SupervisedProvider):
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
         if not job.image:
             raise SpecError(
-                "provider docker needs one with Python 3.10 or newer, and torch for torchrun", field="image"
+                "provider docker needs one with Python 3.10 or newer, and torch for torchrun",
+                field="image",
+                hint="name one: --image pytorch/pytorch:2.8.0-cuda12.8-cudnn9-runtime",
             )
         self._refuse(job, layout, _REFUSED)
         for tag in job.tags:

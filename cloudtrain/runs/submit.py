@@ -42,7 +42,7 @@ from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..store import runtime_zip
 from ..store.store import LocalTree, Staged, Store
-from ..validate import json_loads, without_secrets
+from ..validate import json_loads, url_scheme, without_secrets
 from .handover import REFUSALS, settle_refusal
 from .retry import category_of, deliver, error_of, secret_values, write_context
 from .run import Run
@@ -541,7 +541,17 @@ def submit(
 
 def _check_this_machine(plan: Plan) -> None:
     """Raise the provider's errors about sending the plan from this machine, not the plans that may follow."""
+    from ..storage.fsspec_pool import open_url
+
     extras_of(plan.provider).check(plan.request)
+    if "file" not in plan.provider.schemes:
+        return
+    for name, item in plan.layout.inputs.items():  # this machine copies each to its nodes
+        if item.source is None and url_scheme(item.url) != "file":
+            try:
+                open_url(item.url, {}, most=1)
+            except SpecError as exc:
+                raise SpecError(exc.message, field=f"inputs.{name}", hint=exc.hint) from None
 
 
 def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
