@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 EXTRAS = {
     "local": ["numpy", "torch"],
     "docker": ["docker"],
-    "sagemaker": ["aiobotocore", "boto3", "obstore", "s3fs"],
+    "sagemaker": ["boto3", "obstore", "s3fs"],
     "azureml": ["adlfs", "azure-ai-ml", "azure-identity", "obstore"],
     "vertex": ["gcsfs", "google-cloud-aiplatform", "obstore", "requests"],
 }
