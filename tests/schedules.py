@@ -822,7 +822,7 @@ def simulated(schedule: Schedule) -> Iterator[None]:
             patch.setattr(f"cloudtrain.runs.{module}.patiently", patient)
         for module in ("runs.submit", "store.store", "runs.handover"):
             patch.setattr(f"cloudtrain.{module}.time", Clock)
-        patch.setattr("cloudtrain.runs.reconcile.Onward", timed(sim))
+        patch.setattr("cloudtrain.runs.reconcile.FallbackPolicy", timed(sim))
         patch.setattr("cloudtrain.store.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])
         patch.setattr("cloudtrain.runs.log_sources.random", random.Random(0))
         yield

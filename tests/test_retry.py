@@ -12,7 +12,7 @@ import pytest
 
 from cloudtrain.errors import LostContactError, PlatformError, QuotaError, SpecError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, Request, Status
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.retry import UNSENT_SECONDS, Retry
 from cloudtrain.runs.run import Run
@@ -20,7 +20,7 @@ from cloudtrain.store.store import Store
 
 
 @dataclass
-class Platform:
+class Platform(ProviderExtras):
     """Jobs in memory. ``ends`` are the ends of attempt 0, 1, …; ``failing`` is how many submits fail first."""
 
     name: ClassVar[str] = "memory"

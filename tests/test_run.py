@@ -26,7 +26,16 @@ from cloudtrain.errors import (
 from cloudtrain.job.job import Job
 from cloudtrain.provider_api.launch_spec import LaunchSpec
 from cloudtrain.provider_api.node import NodeEnvironment
-from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Status
+from cloudtrain.provider_api.protocol import (
+    AttemptInfo,
+    Layout,
+    LogLine,
+    LogPage,
+    Provider,
+    ProviderExtras,
+    Request,
+    Status,
+)
 from cloudtrain.runs.listing import list_runs
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
@@ -66,7 +75,7 @@ class NoSettings:
 
 
 @dataclass
-class Platform:
+class Platform(ProviderExtras):
     """A provider whose platform is in memory: what it says is what the test has put here."""
 
     name: ClassVar[str] = "memory"

@@ -72,7 +72,7 @@ def html_table(
 
 def page(title: str, body: Html) -> Html:
     """Return a whole page: ``data/report.html`` with its two blanks filled in."""
-    template = Template((Path(__file__).parent / "data" / "report.html").read_text(encoding="utf-8"))
+    template = Template((Path(__file__).parents[1] / "data" / "report.html").read_text(encoding="utf-8"))
     return Html(template.substitute(title=_escaped(title), body=_escaped(body)))
 
 

@@ -33,7 +33,7 @@ way: a test fails for a field that is silently ignored, and for one that has no 
 _ENDS = """
 ## How a run can end
 
-Each row is a job that the contract suite submits to every provider's World, and what it must then find.
+Each row is a job that the contract suite submits to every provider's fake platform, and what it must then find.
 
 | what happens | state | category | attempts |
 | --- | --- | --- | --- |
@@ -41,8 +41,8 @@ Each row is a job that the contract suite submits to every provider's World, and
 _CATEGORIES = """
 ## Categories
 
-The exit code is that of `submit` and `wait`. A category that only the platform can bring about is a fault of a World;
-where a platform has no such thing, its World says why.
+The exit code is that of `submit` and `wait`. A category that only the platform can cause is a fault of a fake platform;
+where a platform has no such thing, its fake says why.
 
 | category | exit code | brought about by |
 | --- | --- | --- |

@@ -730,7 +730,7 @@ def test_a_mount_that_fails_while_something_is_removed_keeps_nobody_from_ending(
     def remove(*args: Any, **rest: Any) -> None:
         raise OSError(107, "Transport endpoint is not connected")
 
-    monkeypatch.setattr(mirror, "remove", remove)
+    monkeypatch.setattr(mirror, "remove_parts", remove)
     run = cluster(1, keep=1)
     for step in (1, 2):
         run.write(0, f"step-{step}")
