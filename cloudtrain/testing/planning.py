@@ -53,7 +53,8 @@ given = json.load(sys.stdin)
 sys.path.extend(given["path"])
 before = set(sys.modules)
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import Layout, find_provider
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.provider_api.registry import find_provider
 provider = find_provider(given["provider"])(**given["settings"])
 request = provider.plan(Job.from_dict(given["job"]), Layout.from_dict(given["layout"]))
 provider.launch_spec(request)
