@@ -27,12 +27,6 @@ HOUR = 3600.0
 T0 = 1.7e9
 
 
-@pytest.fixture(autouse=True)
-def no_lists_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prices of the package, whatever was read from the clouds here."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @dataclass(frozen=True)
 class Cloud:
     """A list of two GPUs of which the second is dearer and has more; ``names`` are the machines, with their prices."""

@@ -96,44 +96,34 @@ class Price:
 
 
 @cache
-def _prices() -> dict[tuple[str, str], Price]:
-    """Return the shipped prices by provider and instance type. Columns: ``list`` is whose price list; ``own`` (yes, no)
-    if it is that service's; ``region`` and ``spot_usd_per_hour`` (cheapest zone) of the price."""
+def _prices() -> dict[tuple[str, str], dict[str, Price]]:
+    """Return the shipped prices of each provider and instance type, by region. Columns: ``list`` is whose price list;
+    ``own`` (yes, no) if it is that service's; ``spot_usd_per_hour`` (cheapest zone) of the price."""
+    found: dict[tuple[str, str], dict[str, Price]] = {}
     with (Path(__file__).parents[1] / "data" / "prices.csv").open(newline="", encoding="utf-8") as stream:
-        return {
-            (row["provider"], row["instance_type"]): Price(
+        for row in csv.DictReader(stream):
+            found.setdefault((row["provider"], row["instance_type"]), {})[row["region"]] = Price(
                 usd_per_hour=float(row["usd_per_hour"]),
                 source=f"{row['list']}, {row['region']} ({row['source']})",
                 date=row["date"],
                 of_service=row["own"] == "yes",
                 spot_usd_per_hour=float(row["spot_usd_per_hour"]) if row["spot_usd_per_hour"] else None,
             )
-            for row in csv.DictReader(stream)
-        }
+    return found
 
 
 def price(
     provider: str, instance_type: str, own: Mapping[str, float] | None = None, *, region: str = ""
 ) -> Price | None:
-    """Return the price from the account's own table, else from the last read price list, else from the shipped table.
+    """Return the price from the account's own table, else from the shipped one: that of ``region``, else its first.
 
-    Return None if none has the machine. ``region`` is the machine's; if empty, the last read list of any region counts.
+    Return None if neither has the machine.
     """
     if own and instance_type in own:
         usd, source = float(own[instance_type]), f"setting {provider}.prices"
         return Price(usd_per_hour=usd, source=source, own=True, of_service=True)
-    from .prices import read_lists
-
-    for found in read_lists(provider, region):
-        if instance_type in found.usd_per_hour:
-            return Price(
-                usd_per_hour=found.usd_per_hour[instance_type],
-                source=found.told_by,
-                date=found.date,
-                of_service=found.of_service,
-                spot_usd_per_hour=found.spot_usd_per_hour.get(instance_type),
-            )
-    return _prices().get((provider, instance_type))
+    found = _prices().get((provider, instance_type), {})
+    return found.get(region) or next(iter(found.values()), None)
 
 
 def region_of(settings: Any) -> str:

@@ -831,7 +831,6 @@ def test_services_are_where_gclouds_own_variables_say(monkeypatch: pytest.Monkey
     override = "CLOUDSDK_API_ENDPOINT_OVERRIDES_"
     for find, variable, public in (
         (own.logging_endpoint, f"{override}LOGGING", "https://logging.googleapis.com"),
-        (own.billing_endpoint, f"{override}CLOUDBILLING", "https://cloudbilling.googleapis.com"),
         (own.storage_endpoint, "STORAGE_EMULATOR_HOST", "https://storage.googleapis.com"),
         (partial(own._jobs_endpoint, "l"), f"{override}AIPLATFORM", "https://l-aiplatform.googleapis.com"),
     ):

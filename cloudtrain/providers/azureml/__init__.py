@@ -18,7 +18,6 @@ from ...provider_api.protocol import Layout, LogPage, Need, ProviderExtras, Requ
 if TYPE_CHECKING:
     from ...job.job import Job
     from ...provider_api.checks import Check
-    from ...provider_api.prices import PriceList
     from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
@@ -149,12 +148,6 @@ class Provider(ProviderExtras):
         from .urls import storage
 
         return storage(url, cloud_of(self.settings), os.environ)
-
-    def price_list(self, region: str) -> PriceList:
-        """Return the prices of ``region`` from the cloud's own price API; see `cloudtrain.provider_api.prices`."""
-        from .prices import price_list
-
-        return price_list(self.account, region)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
         """Yield the checks of `doctor`."""

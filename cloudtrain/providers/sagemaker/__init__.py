@@ -22,7 +22,6 @@ from .names import IGNORED, UPLOADED, UPLOADING
 if TYPE_CHECKING:
     from ...job.job import Job
     from ...provider_api.checks import Check
-    from ...provider_api.prices import PriceList
     from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
@@ -135,12 +134,6 @@ class Provider(ProviderExtras):
         from .caller import storage
 
         return storage(self.settings) if url_scheme(url) == "s3" else {}
-
-    def price_list(self, region: str) -> PriceList:
-        """Return the prices of ``region`` from the cloud's own price API; see `cloudtrain.provider_api.prices`."""
-        from .prices import price_list
-
-        return price_list(self.account, region)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
         """Yield the checks of `doctor`."""

@@ -20,7 +20,6 @@ from ...validate import url_scheme
 if TYPE_CHECKING:
     from ...job.job import Job
     from ...provider_api.checks import Check
-    from ...provider_api.prices import PriceList
     from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
@@ -146,12 +145,6 @@ class Provider(ProviderExtras):
 
         # gcsfs's own lookup ends with anonymous credentials, and a refusal without a reason.
         return {"token": credentials()}
-
-    def price_list(self, region: str) -> PriceList:
-        """Return the prices of ``region`` from the cloud's own price API; see `cloudtrain.provider_api.prices`."""
-        from .prices import price_list
-
-        return price_list(self.account, region)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
         """Yield the checks of `doctor`."""

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = [
     "FINAL",
     "Account",
-    "billing_endpoint",
     "credentials",
     "endpoint",
     "job_of",
@@ -392,11 +391,6 @@ def _jobs_endpoint(location: str) -> str:
 def logging_endpoint() -> str:
     """Return the endpoint of Cloud Logging."""
     return endpoint("LOGGING", "https://logging.googleapis.com")
-
-
-def billing_endpoint() -> str:
-    """Return the endpoint of the Cloud Billing Catalog."""
-    return endpoint("CLOUDBILLING", "https://cloudbilling.googleapis.com")
 
 
 def storage_endpoint() -> str:
