@@ -556,6 +556,32 @@ def test_status_list_logs_wait_and_pull_of_a_run_that_is_over(
     assert (demo / "good-1" / "artifacts" / "model.txt").read_text() == "weights"
 
 
+EMPTY = "note: the run left no checkpoints, artifacts or outputs"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "told"),
+    [
+        ("print()", [], f"{EMPTY}\nhint: let the script write below its working folder"),
+        ("open('x', 'w').write('1')", ["--no-outputs"], f"{EMPTY} (outputs are off)\nhint: run without --no-outputs"),
+        ("open('x', 'w').write('1')", [], ""),
+    ],
+)
+def test_a_success_that_leaves_nothing_is_told_with_a_hint(
+    tmp_path: Path, script: str, flags: list[str], told: str
+) -> None:
+    (tmp_path / "t.py").write_text(script)
+    sent = run_cli("submit", "t.py", "--run-id", "r", *flags, "--json", cwd=tmp_path)
+    waited = run_cli("wait", "r", cwd=tmp_path)
+    assert (json.loads(sent.stdout)["state"], waited.stdout) == ("succeeded", "succeeded\n")
+    for err in (sent.stderr, waited.stderr):
+        assert (
+            (told in err and "CLOUDTRAIN_CHECKPOINT_DIR or CLOUDTRAIN_ARTIFACT_DIR" in err)
+            if told
+            else (EMPTY not in err)
+        ), err
+
+
 def test_a_run_is_found_by_its_url_from_anywhere(bad: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     url = json.loads(bad.stdout)["run"]
     assert json.loads(run_cli("status", url, "--json", cwd=tmp_path).stdout)["run_id"] == "bad-1"

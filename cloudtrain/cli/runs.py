@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ..runs.run import Run
 
 __all__ = [
-    "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "pull", "pull_into", "reconcile", "status",
-    "stopped", "wait",
+    "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "pull", "pull_into", "reconcile", "say_empty",
+    "status", "stopped", "wait",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -62,12 +62,33 @@ WaitTimeout = Annotated[
 ]
 
 EXIT_DETACHED = 7
+RESULTS = ("live/checkpoints", "live/artifacts", "live/outputs", "archive/checkpoints", "checkpoints", "native")
+"""Folders of a run that hold what its script and its platform wrote."""
 
 
 def after(result: Mapping[str, Any], run: str, *, pulled: bool = False) -> list[list[str]]:
     """Return the next commands for a run that is over: pull first, or report first if it ended badly."""
     pull, report = [] if pulled else [["pull", run]], [["report", run]]
     return [*(report + pull if result["exit_code"] else pull + report), ["logs", run]]
+
+
+def say_empty(run: Run, result: Mapping[str, Any], screen: Screen) -> None:
+    """Print a note and a hint for a run that succeeded and left nothing to pull. Lists the run's folder once."""
+    if result["state"] != "succeeded" or result["checkpoint"] is not None:
+        return
+    from ..store.store import run_folder
+
+    root = run_folder(run.run_id)
+    try:
+        left = any(key.startswith(tuple(f"{root}/{place}/" for place in RESULTS)) for key in run.store.files.list(root))
+    except CloudtrainError:  # a note must not fail the verb
+        return
+    if left:
+        return
+    off = not run.job.at(run.provider_name).outputs
+    below = "run without --no-outputs" if off else "let the script write below its working folder"
+    screen.talk("note: the run left no checkpoints, artifacts or outputs" + (" (outputs are off)" if off else ""))
+    screen.hint(f"{below}, or to CLOUDTRAIN_CHECKPOINT_DIR or CLOUDTRAIN_ARTIFACT_DIR")
 
 
 def each_run(
@@ -196,6 +217,7 @@ def wait(
                 raise
             raise left(exc, handle, run, at, screen) from None
     screen.talk(format.outcome(result))
+    say_empty(handle, result, screen)
     if json:
         screen.emit(result)
     else:

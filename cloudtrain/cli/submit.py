@@ -24,7 +24,7 @@ from .common_flags import HERE, At, OnSignal, Where, stoppable
 from .flags import JobFlags, given_flags, job_of
 from .key_value import pairs
 from .output import Screen
-from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, after, left, pull_into, stopped
+from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, after, left, pull_into, say_empty, stopped
 from .runs import Verbose as SayMover
 
 if TYPE_CHECKING:
@@ -407,6 +407,7 @@ def _finish(run: Run, result: Mapping[str, Any], at: Where, pull_to: str | None,
     code = int(result["exit_code"])
     extra: dict[str, Any] = {}
     screen.talk(format.outcome(result))
+    say_empty(run, result, screen)
     if pull_to is not None:
         try:
             extra["pulled"] = pull_into(run, Path(pull_to), screen)

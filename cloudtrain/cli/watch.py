@@ -146,6 +146,7 @@ class Watch:
             sleep=self._nap,
         )  # the same run, but between two questions to the platform it looks at the store
         self._clock, self._sleep, self._on_picture = clock, sleep, on_picture
+        self._ticks = self._run._ticks  # of waits: a clock of the machine may step
         self._seen = LiveRunReader(run.store, run.run_id)
         self._due = 0.0
         self._counts: dict[str, int] = {}
@@ -185,14 +186,14 @@ class Watch:
         return self._run.result()
 
     def _nap(self, seconds: float) -> None:
-        until = self._clock() + seconds
-        while (left := until - self._clock()) > 0:
-            self._sleep(max(0.01, min(left, self._due - self._clock())) if self._due > self._clock() else 0.01)
+        until = self._ticks() + seconds
+        while (left := until - self._ticks()) > 0:
+            self._sleep(max(0.01, min(left, self._due - self._ticks())) if self._due > self._ticks() else 0.01)
             self._look()
 
     def _look(self) -> None:
         """Look at the store, if it is time; a store that does not answer keeps the picture as it is."""
-        began = self._clock()
+        began = self._ticks()
         if began < self._due:
             self._on_picture(self.picture)
             return
@@ -200,7 +201,7 @@ class Watch:
             self.picture = self._looked()
         except CloudtrainError as exc:  # asking for the state finds out whether it is lost for good
             self.picture = replace(self.picture, trouble=first_line(str(exc)), when=self._clock())
-        now = self._clock()
+        now = self._ticks()
         self._due = now + max(EVERY, SHARE * (now - began))
         self._on_picture(self.picture)
 

@@ -21,10 +21,12 @@ AGAIN_SECONDS = 60.0
 
 
 class MaxWait:
-    """The rule for one run; ``limit`` is seconds, None for no limit. ``clock`` gives Unix seconds."""
+    """The rule for one run; ``limit`` is seconds, None for no limit. ``clock`` gives Unix seconds, which the records
+    have; this process measures its own waits by the monotonic clock."""
 
     def __init__(self, *, store: Store, run_id: str, limit: int | None, clock: Callable[[], float] = time.time) -> None:
         self._store, self._run_id, self._limit, self._clock = store, run_id, limit, clock
+        self._ticks = time.monotonic if clock is time.time else clock
         self._due: dict[tuple[int, int], float] = {}
 
     def ends(self, attempt: int, status: Status) -> str:
@@ -35,17 +37,18 @@ class MaxWait:
         if self._limit is None or status.state != "pending":
             return ""
         key = (attempt, len(status.attempts))
-        if self._clock() <= self._due.get(key, 0.0):
+        if self._ticks() <= self._due.get(key, -1.0):
             return ""
         # Only the newest attempt counts, and one that a user cancelled ends as cancelled.
         if attempt < max(self._store.attempts(self._run_id)) or self._store.cancelled(self._run_id):
             return ""
-        self._due[key] = self._since(attempt, status) + self._limit
-        if self._clock() <= self._due[key]:
+        left = self._since(attempt, status) + self._limit - self._clock()
+        if left >= 0:
+            self._due[key] = self._ticks() + left
             return ""
         reason = f"no machines within max_wait ({duration(self._limit)})"
         self._store.expire(self._run_id, attempt, reason)
-        self._due[key] = self._clock() + AGAIN_SECONDS
+        self._due[key] = self._ticks() + AGAIN_SECONDS
         return reason
 
     def _since(self, attempt: int, status: Status) -> float:
