@@ -35,6 +35,8 @@ MOST_SECONDS = 10.0
 """Longest pause between two tries while copies fail: the first pause doubles up to this."""
 VERSIONS = 2
 """Versions kept of a checkpoint that the script writes again under its name: a resume may need the older."""
+RETAIN_SHARE = 10
+"""After a retention that took a second, open rounds wait so many seconds for the next one."""
 REMEMBERED = 50
 """Removed checkpoints that each commit removes again: a platform's sync may bring them back."""
 
@@ -106,6 +108,9 @@ class Commits:
         self._numbers, self._seq = 0, 0
         self._holders: dict[str, set[int]] = {}
         self._complete: list[checkpoints.Complete] | None = None
+        self._fresh: list[checkpoints.Complete] = []
+        """Complete checkpoints since the last retention."""
+        self._retain_due = 0.0
         self._removed: list[str] = []
         self._pointers = {
             node: {pointer.target for pointer in found.values()}
@@ -117,7 +122,7 @@ class Commits:
     @property
     def open(self) -> bool:
         """Return whether some checkpoint is being worked on, or is not in the store yet."""
-        return bool(self._rounds or self._unstored)
+        return bool(self._rounds or self._unstored or self._fresh)
 
     def finished(self, name: str, node: int) -> None:
         """Note that a node's part is finished."""
@@ -129,6 +134,7 @@ class Commits:
 
     def advance(self) -> None:
         """Begin the rounds that are due, and begin again those in which a node went away."""
+        self._retain()
         now = time.monotonic()
         alive = self._peers()
         room = MOST_ROUNDS - sum(work.phase != "idle" for work in self._rounds.values())
@@ -249,7 +255,8 @@ class Commits:
         if self._temporary:
             self._unstored[self._key(folder)] = whole, {0, *work.answers}
         else:
-            self._retain(whole)
+            self._fresh.append(whole)
+            self._retain()
 
     def stored(self, key: str, node: int, *, there: bool = True) -> None:
         """Note that a node's files of the checkpoint ``key`` are in the store or, if not ``there``, are given up.
@@ -269,7 +276,8 @@ class Commits:
             self._told = True
             later = time.time() - float(whole.commit["time"])
             self._say(f"checkpoint {whole.name} is in the store, {later:.0f} s after its commit")
-        self._retain(whole)
+        self._fresh.append(whole)
+        self._retain()
 
     def _again(self, work: _Round) -> None:
         pause = min(RETRY_SECONDS * 2**work.failed, MOST_SECONDS)
@@ -277,15 +285,24 @@ class Commits:
 
     # ------------------------------------------------------------------------------------------------------ retention
 
-    def _retain(self, newest: checkpoints.Complete) -> None:
+    def _retain(self) -> None:
         """Tell all nodes which checkpoints to remove: those not kept, and unfinished ones of earlier attempts.
 
-        commit.json goes before the files: a checkpoint that is losing files must not look complete.
+        While rounds are open, this waits `RETAIN_SHARE` times as long as the last call took: a script may leave
+        thousands. commit.json goes before the files: a checkpoint that is losing files must not look complete.
         """
-        self._complete = sorted([*(self._complete or ()), newest], key=lambda c: checkpoints.sort_key(c.commit))
-        kept = [item for item in self._kept(self._complete) if not _continued(item, newest)]
+        began = time.monotonic()
+        if not self._fresh or (self._rounds and began < self._retain_due):
+            return
+        fresh, self._fresh = self._fresh, []
+        newest, named = max(fresh, key=_seq), dict[str, list[checkpoints.Complete]]()
+        for item in fresh:
+            named.setdefault(item.name, []).append(item)
+        self._complete = sorted([*(self._complete or ()), *fresh], key=lambda c: checkpoints.sort_key(c.commit))
+        kept = self._kept(self._complete)
+        kept = [item for item in kept if not any(_continued(item, after) for after in named.get(item.name, ()))]
         later = [c for c in self._complete if c.commit["attempt"] == self._attempt and _seq(c) > _seq(newest)]
-        if newest not in kept and not later:  # the script's clock has been set back
+        if not later and not any(item is newest for item in kept):  # the script's clock has been set back
             kept.append(newest)
         stays = {id(item) for item in kept}  # one of thousands is not looked for in a list
         for item in [item for item in self._complete if id(item) not in stays]:
@@ -299,6 +316,8 @@ class Commits:
         self._complete = sorted(kept, key=lambda c: checkpoints.sort_key(c.commit))
         self._tell_removed()
         self._archive_others()
+        now = time.monotonic()
+        self._retain_due = now + RETAIN_SHARE * (now - began)
 
     def _tell_removed(self) -> None:
         for node in sorted(self._peers()) if self._removed else ():
@@ -307,8 +326,10 @@ class Commits:
 
     def _archive_others(self) -> None:
         """Move to the archive the checkpoints in the store that no restart needs while the newest is whole."""
+        if self._archive is None or self._aside is None:
+            return
         states = checkpoints.resumable_checkpoints(self._complete or ())
-        if self._archive is None or self._aside is None or not states:
+        if not states:
             return
         newest, named = states[-1], set[str]().union(*self._pointers.values())
         needed = [newest, *checkpoints.companions(newest, self._complete or (), states, named)]

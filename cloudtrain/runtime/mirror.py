@@ -215,10 +215,11 @@ class Mirror:
                     self._scan()
                     worked = time.monotonic() - began - self._finished.slept
                     due = began + max(SCAN_SECONDS, SCAN_SHARE * worked)
-                if self._commits is not None:
-                    self._commits.advance()
-                self._tell_of_uploads()
-                self._settle()
+                if self._inbox.empty():  # each of these looks at all checkpoints: not for each of thousands of messages
+                    if self._commits is not None:
+                        self._commits.advance()
+                    self._tell_of_uploads()
+                    self._settle()
             except OSError as exc:
                 self._complain(f"{exc.filename or self._live}: {exc.strerror}")
             except Exception as exc:  # noqa: BLE001  the thread must outlive any one checkpoint's trouble
