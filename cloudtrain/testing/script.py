@@ -1,6 +1,6 @@
 """Script a job of `cloudtrain.testing.fake_cloud` instead of running it: its outcome, and its nodes' files.
 
-The files are written where nodes write them and in their form (docs/design.md, the run folder). So every reader of a
+The files are written where nodes write them and in their form (docs/internals.md, the run folder). So every reader of a
 run reads this one: status, result, logs, pull, a further attempt's checkpoint.
 """
 
