@@ -124,7 +124,7 @@ class Jobs:
         return None
 
     def supervisor(self) -> int:
-        return self.wait_for(lambda: self.pid_of(r"cloudtrain\.supervisor"))
+        return self.wait_for(lambda: self.pid_of(r"cloudtrain\.engine\.supervisor"))
 
     def node(self, number: int) -> int:
         """The pid of a node's runtime, which leads its group."""

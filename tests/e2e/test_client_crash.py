@@ -188,7 +188,7 @@ def test_somebody_who_only_looks_does_not_keep_the_supervisor_from_starting(jobs
     with open(folder / "lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         process = jobs.start(*submit(jobs))
-        jobs.wait_for(lambda: jobs.pid_of(r"cloudtrain\.supervisor"))
+        jobs.wait_for(lambda: jobs.pid_of(r"cloudtrain\.engine\.supervisor"))
         time.sleep(1)
         assert process.poll() is None
     out, err = process.communicate(timeout=60)
