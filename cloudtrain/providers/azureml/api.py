@@ -219,8 +219,8 @@ class Account:
         try:
             told = self.call("GET", self.url(f"{self.workspace}/computes/{name}"), what="get compute")
         except NotFoundError:
-            how = "az ml compute list -o table names those there are; or leave it out, for serverless compute"
-            raise SpecError(f"the workspace has no cluster {name!r}; {how}", field="azureml.compute") from None
+            how = "to see the clusters, run: az ml compute list -o table\nor leave it out, for serverless compute"
+            raise SpecError(f"the workspace has no cluster {name!r}", field="azureml.compute", hint=how) from None
         found: Mapping[str, Any] = (told.get("properties") or {}).get("properties") or {}
         return found
 
@@ -229,8 +229,8 @@ class Account:
         try:
             told = self.call("GET", self.url(f"{self.workspace}/datastores/{name}"), what="get datastore")
         except NotFoundError:
-            how = "az ml datastore list -o table names those there are"
-            raise SpecError(f"the workspace has no datastore {name!r}; {how}", field="azureml.datastore") from None
+            how = "to see the datastores, run: az ml datastore list -o table"
+            raise SpecError(f"the workspace has no datastore {name!r}", field="azureml.datastore", hint=how) from None
         found: Mapping[str, Any] = told["properties"]
         return found
 
