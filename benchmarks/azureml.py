@@ -1,6 +1,6 @@
 """``status`` and ``logs`` of an Azure ML job beside azure-ai-ml's own, and what a second submit of the same code sends.
 
-On the loopback workspace of `cloudtrain.testing.azureml`, with Azurite: nothing is on the network, and what is measured
+On the loopback workspace of `worlds.azureml`, with Azurite: nothing is on the network, and what is measured
 is the client alone. CPU seconds of whole commands (user + system): the SDK's are a script of its five lines.
 """
 
@@ -47,7 +47,7 @@ client = MLClient(DefaultAzureCredential(), *scope, cloud=cloud, cloud_metadata=
 """
 OURS = """
 import json, sys
-from cloudtrain.provider import find_provider
+from cloudtrain.provider_api.registry import find_provider
 provider = find_provider("azureml")(**json.loads(sys.argv[1]))
 """
 STATUS = SDK + "print(client.jobs.get(sys.argv[2]).status)\n"
@@ -116,8 +116,7 @@ class Place:
 def workspace(folder: Path) -> Iterator[Place]:
     """The servers, in this process and beside it."""
     from servers import AZURITE_ACCOUNT, AZURITE_KEY, azurite, free_port, served
-
-    from cloudtrain.testing.azureml.world import AzureMLWorld
+    from worlds.azureml.world import AzureMLWorld
 
     program = azurite()
     if program is None:

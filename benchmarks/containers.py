@@ -39,7 +39,7 @@ from common import (
 )
 
 from cloudtrain.engine.containers import ContainerEngine
-from cloudtrain.provider import NodeSpec, Rules, Simulation
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpec
 
 IMAGE = "cloudtrain-test:torch"
 NODES = 8
@@ -184,7 +184,7 @@ def start_nodes(folder: Path, number: int) -> Cost:
     """Start that many nodes with an engine of their own, and remove them; CPU is this process's alone."""
     run = f"r{time.time_ns()}"
     engine = ContainerEngine(folder=folder / run, run=f"{folder.as_uri()}/runs/{run}", environ=os.environ)
-    simulation = Simulation(
+    simulation = LaunchSpec(
         nodes=[
             NodeSpec(
                 image=IMAGE,
@@ -196,7 +196,7 @@ def start_nodes(folder: Path, number: int) -> Cost:
             )
             for i in range(number)
         ],
-        rules=Rules(time_limit=600),
+        rules=LaunchRules(time_limit=600),
     )
     logs = [folder / run / "out" / "0.0" / f"node-{i}.log" for i in range(number)]
     try:

@@ -1,6 +1,6 @@
 """What submitting to SageMaker costs: ``cloudtrain submit --provider sagemaker`` over ``ModelTrainer.train``.
 
-A tree of 2,000 files is submitted to an account on loopback (the control plane of `cloudtrain.testing.sagemaker`, moto
+A tree of 2,000 files is submitted to an account on loopback (the control plane of `worlds.sagemaker`, moto
 for everything else), for the first time and again, unchanged. Both sides are one process from its start to the accepted
 job: CPU and wall seconds, peak memory, requests sent, bytes uploaded. The peer is the package ``sagemaker-train``,
 where SageMaker's own SDK 3 keeps its ModelTrainer, in a venv of its own.
@@ -84,8 +84,7 @@ def serve(folder: Path) -> None:
     """An account until stdin ends. The first line out says how to reach it; each line in is answered with counts."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
-
-    from cloudtrain.testing.sagemaker.plane import REGISTRY, Plane
+    from worlds.sagemaker.plane import REGISTRY, Plane
 
     counts, lock = dict[str, int](), threading.Lock()
     uploaded = 0

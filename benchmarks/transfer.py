@@ -37,7 +37,7 @@ from common import (
     sides,
 )
 
-from cloudtrain.digests import SETTLED
+from cloudtrain.storage.digest_cache import SETTLED
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -58,7 +58,7 @@ verb, url, path = sys.argv[1:4]
 """
 OURS = """
 from pathlib import Path
-from cloudtrain.transfer import Moving, files
+from cloudtrain.storage.files import Moving, files
 tree = files(url, moving=Moving(mover="obstore"))
 tree.names("nothing")
 begin()
@@ -70,9 +70,9 @@ end()
 """
 BUNDLE = """
 from pathlib import Path
-from cloudtrain.bundle import build
-from cloudtrain.job import Source
-from cloudtrain.transfer import Moving, files
+from cloudtrain.job.bundle import build
+from cloudtrain.job.job import Source
+from cloudtrain.storage.files import Moving, files
 tree = files(url, moving=Moving(mover="obstore"))
 tree.names("nothing")
 begin()
@@ -82,9 +82,9 @@ end()
 """
 AGAIN = """
 from pathlib import Path
-from cloudtrain.job import Job
-from cloudtrain.store import Store
-from cloudtrain.transfer import Moving
+from cloudtrain.job.job import Job
+from cloudtrain.store.store import Store
+from cloudtrain.storage.files import Moving
 store = Store(url, moving=Moving(mover="obstore"))
 job = Job.make(entry_point="train.py", inputs={"train": path})
 def stage():

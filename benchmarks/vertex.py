@@ -1,6 +1,6 @@
 """A first submit to Vertex AI beside ``aiplatform.CustomJob.from_local_script(...).submit()``, and ``status``.
 
-On the loopback project of `cloudtrain.testing.vertex`: nothing is on the network, and no job gets a machine. Both sides
+On the loopback project of `worlds.vertex`: nothing is on the network, and no job gets a machine. Both sides
 are one process from its start to the accepted job, the peer's staging of its script included: CPU seconds (user +
 system) and peak memory. Google's own high-level classes are a script of a few lines.
 """
@@ -50,14 +50,14 @@ SUBMIT = SDK + (
 STATUS = SDK + "print(aiplatform.CustomJob.get(words[0]).state)\n"
 OURS = """
 import json, sys
-from cloudtrain.provider import find_provider
+from cloudtrain.provider_api.registry import find_provider
 print(find_provider("vertex")(**json.loads(sys.argv[1])).status(sys.argv[2]).state)
 """
 
 
 def serve(folder: Path) -> None:
     """A project until stdin ends. The first line out says how to reach it; each line in is answered with its jobs."""
-    from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
+    from worlds.vertex.world import BUCKET, VertexWorld
 
     world = VertexWorld(folder, image=IMAGE)
     world.plane.no_capacity, world.plane.capacity_seconds = True, 1e9

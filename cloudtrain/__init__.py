@@ -9,8 +9,8 @@ from ._version import __version__
 if TYPE_CHECKING:
     from .errors import CloudtrainError, SpecError, UnsupportedError
     from .estimator import Estimator
-    from .job import Input, Job, Resources, Source
-    from .run import Run
+    from .job.job import Input, Job, Resources, Source
+    from .runs.run import Run
 
 __all__ = [
     "CloudtrainError",
@@ -30,16 +30,16 @@ _HOME = {
     "SpecError": "errors",
     "UnsupportedError": "errors",
     "Estimator": "estimator",
-    "Run": "run",
-    "Input": "job",
-    "Job": "job",
-    "Resources": "job",
-    "Source": "job",
+    "Run": "runs.run",
+    "Input": "job.job",
+    "Job": "job.job",
+    "Resources": "job.job",
+    "Source": "job.job",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: `import cloudtrain` costs every rank that imports the small runtime module too.
+    # Loaded on first use: every rank that imports the small runtime module also pays for `import cloudtrain`.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

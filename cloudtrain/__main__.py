@@ -1,4 +1,4 @@
-"""``python -m cloudtrain``: the command line."""
+"""Run the command line: ``python -m cloudtrain``."""
 
 import sys
 

@@ -1,3 +1,3 @@
-"""The version, alone in a file so that nothing has to be imported to read it."""
+"""The version, in a file of its own: setuptools reads it without importing anything else."""
 
 __version__ = "0.1.0"

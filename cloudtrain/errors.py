@@ -40,7 +40,7 @@ __all__ = [
     "scrubbed",
 ]
 
-#: Exit code of ``submit`` and ``wait`` by the category of a run that ended other than well.
+#: Exit code of ``submit`` and ``wait`` by the category of a run that did not succeed.
 EXIT_CODES: dict[str, int] = {
     "user_error": 1,
     "oom": 1,
@@ -60,7 +60,7 @@ CATEGORIES: tuple[str, ...] = tuple(EXIT_CODES)
 
 
 _USER = re.compile(r"(?<=://)[^/\s@:'\"]*:(?!\d{1,5}/)[^\s@'\"]*@")
-"""With slashes, though no URL may have them there: keys of AWS do. A port and a slash begin a path."""
+"""The password may hold slashes, though URLs forbid them: AWS keys do. A port and a slash begin a path."""
 _SIGNED = re.compile(
     r"""(?ix) ([?&] (?: sig | signature | x-(?:amz|goog)-(?:signature|credential|security-token) | awsaccesskeyid
     | googleaccessid | (?:access_?|id_?|auth_?)?token | (?:api_?|account_?|access_?)?key | password | passwd | secret
@@ -70,19 +70,19 @@ _SIGNED = re.compile(
 
 
 def scrubbed(text: str) -> str:
-    """``text`` whose URLs show no user's password and no signature, and whose connection strings show no key.
+    """Return ``text`` with passwords and signatures in URLs, and keys in connection strings, replaced.
 
-    Client libraries quote the URL that failed, signature and all; what they say ends in terminals, logs and records.
+    Client libraries quote the URL that failed with its signature; their messages reach terminals, logs and records.
     """
     return _SIGNED.sub(r"\1***", _USER.sub("***@", text))
 
 
 MOST = 4000
-"""Characters of a message: one may quote what is wrong, and that may be all of a file."""
+"""Characters of a message: a quoted value may be a whole file."""
 
 
 def _worded(message: str) -> str:
-    """`scrubbed`, and less its middle where it is too long to be read."""
+    """Return `scrubbed` text, without its middle if it is too long."""
     text = scrubbed(message)
     return text if len(text) <= MOST else f"{text[: MOST * 2 // 3]} ... {text[-(MOST // 3) + 5 :]}"
 
@@ -91,13 +91,13 @@ class CloudtrainError(Exception):
     """Base class of the errors that cloudtrain raises on purpose.
 
     ``str()`` says what is wrong in one line of at most 4,000 characters, `scrubbed`. ``hint`` says how to fix it, with
-    the exact command or the lines to paste where there are any; it may have several lines and is empty where there is
-    nothing to say. A hint never repeats the message. A traceback shows both (from Python 3.11 on).
+    the exact command or lines to paste. It may have several lines, is empty if there is no fix to name, and never
+    repeats the message. A traceback shows both (from Python 3.11 on).
     """
 
     exit_code = 9
     refusals: tuple[Mapping[str, Any], ...] = ()
-    """Of a job that nobody takes: what each place said."""
+    """The refusal of each region and provider, for a job that all of them refused."""
 
     def __init__(self, *args: object, hint: str = "") -> None:
         super().__init__(*(_worded(arg) if isinstance(arg, str) else arg for arg in args))
@@ -107,9 +107,9 @@ class CloudtrainError(Exception):
 
 
 class SpecError(CloudtrainError):
-    """Something in what the user asked for is wrong; nothing was sent.
+    """A mistake in a job, flag or setting; nothing was sent.
 
-    ``field`` is the dotted name of the culprit (``resources.gpu``), or ``""`` when there is none; ``message`` the rest.
+    ``field`` is its dotted name (``resources.gpu``), or ``""`` if there is none; ``message`` is the rest.
     """
 
     exit_code = 2
@@ -120,7 +120,7 @@ class SpecError(CloudtrainError):
 
 
 class UnsupportedError(SpecError):
-    """``provider`` cannot honour ``field``; ``why`` says why, ``hint`` what to do instead."""
+    """A ``field`` that ``provider`` cannot honour; ``why`` gives the reason, ``hint`` the alternative."""
 
     def __init__(self, provider: str, field: str, why: str, *, hint: str = "") -> None:
         self.provider, self.why = provider, why
@@ -128,36 +128,36 @@ class UnsupportedError(SpecError):
 
 
 class ConflictError(SpecError):
-    """The name is taken by another job: never adopted, never overwritten."""
+    """A name that another job has: it is never adopted, never overwritten."""
 
 
 class NotFoundError(SpecError):
-    """What was asked for does not exist."""
+    """A run, provider, file or checkpoint that does not exist."""
 
 
 class AuthError(CloudtrainError):
-    """Credentials are missing, expired or refused."""
+    """Missing, expired or refused credentials."""
 
     exit_code = 3
 
 
 class QuotaError(CloudtrainError):
-    """The account's quota does not cover the request."""
+    """A request beyond the account's quota."""
 
     exit_code = 4
 
 
 class CapacityError(CloudtrainError):
-    """The platform, or this machine, has not got what was asked for."""
+    """A lack of the requested machines on the platform, or on this machine."""
 
     exit_code = 4
 
 
 class LostContactError(CloudtrainError):
-    """The platform could not be reached for too long; a submitted run goes on.
+    """A platform that could not be reached for too long; a submitted run continues.
 
-    ``passing`` is False when asking again from here cannot help. ``throttled`` is True when the platform answers that
-    it was asked too often; the message says why.
+    ``passing`` is False if asking again from here cannot help. ``throttled`` is True if the platform answers that there
+    were too many requests.
     """
 
     exit_code = 7
@@ -168,16 +168,16 @@ class LostContactError(CloudtrainError):
 
 
 class StorageError(CloudtrainError):
-    """Reading or writing the store or the local disk failed."""
+    """A failure to read or write the store or the local disk."""
 
     exit_code = 8
 
 
 class DigestError(StorageError):
-    """Content does not have the digest it was recorded with."""
+    """Content that differs from its recorded digest."""
 
 
 class PlatformError(CloudtrainError):
-    """The platform failed or broke its own contract."""
+    """A failure of the platform, or an answer that breaks its own contract."""
 
     exit_code = 9

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import CloudtrainError
-from .job import FLAT_FIELDS, Input, Job, Scalar
-from .values import url_scheme
+from .job.job import FLAT_FIELDS, Input, Job, Scalar
+from .validate import url_scheme
 
 if TYPE_CHECKING:
-    from .follow import Line
-    from .run import Run
-    from .settings import Settings
-    from .submit import Plan
+    from .runs.log_order import Line
+    from .runs.run import Run
+    from .runs.submit import Plan
+    from .settings.settings import Settings
 
 __all__ = ["Estimator", "RunFailedError", "log_line", "ranks"]
 
@@ -29,7 +29,7 @@ Texts = str | Sequence[str]
 
 
 class RunFailedError(CloudtrainError):
-    """A run that `Estimator.fit` waited for ended other than well; ``result`` is the object of ``result.json``."""
+    """A run that `Estimator.fit` waited for and that did not succeed; ``result`` is the object of ``result.json``."""
 
     def __init__(self, result: Mapping[str, Any]) -> None:
         self.result = dict(result)
@@ -41,7 +41,7 @@ class RunFailedError(CloudtrainError):
 
 
 class Estimator:
-    """What to run and where. All keywords but the last five are the Job's own fields; None means its default.
+    """A job and where it runs. All keywords but the last five are the Job's own fields; None means its default.
 
     ::
 
@@ -56,15 +56,15 @@ class Estimator:
         )
         run = estimator.fit({"train": "s3://bucket/data"})  # logs on stdout until the end
         run.pull("results")
-
         run = estimator.fit("data/", wait=False)  # one input is the channel `train`
         run = Estimator.attach(run.url)  # later, from any machine
 
-    ``store`` is the URL under which code, data and runs live, ``profile`` that of the settings file. ``settings`` are
-    general ones or those of the provider (``{"region": "…"}``); they win over cloudtrain.toml and the environment.
-    Lists of providers, or of places and their stores, are tried in order, on a lack of capacity or quota alone.
-    ``write`` takes the text of log lines.
-    Raises `SpecError` naming the field for what cannot be a job; nothing is read or sent before ``plan`` or ``fit``.
+    ``store`` is the URL under which code, data and runs live. ``profile`` is a profile of the settings file.
+    ``settings`` are general ones or those of the provider (``{"region": "…"}``). They override cloudtrain.toml and the
+    environment. Lists of providers, or of places and their stores, are tried in order, after a lack of capacity or
+    quota alone. ``write`` takes the text of log lines.
+
+    Raises `SpecError` with the field for an invalid job. Nothing is read or sent before ``plan`` or ``fit``.
     """
 
     def __init__(
@@ -133,13 +133,15 @@ class Estimator:
     ) -> Run:
         """Submit the job; with ``wait`` return when it has ended, else at once.
 
-        ``inputs`` go over the job's own, by channel; a single one is the channel ``train``. With ``wait`` and ``logs``
-        the log lines of all ranks are written as they come. Raises `RunFailedError` when the run it waited for did not
-        succeed, and whatever planning and sending raise. Ctrl-C stops the waiting, not the run (``latest_run``).
+        ``inputs`` override the job's own, by channel; a single one is the channel ``train``. With ``wait`` and ``logs``
+        the log lines of all ranks are written as they come. Raises `RunFailedError` if that run did not succeed, and
+        the errors of planning and sending. Ctrl-C stops the waiting, not the run (``latest_run``).
         """
-        from .fallback import submit
+        from .runs.fallback import submit_with_fallbacks
 
-        return self._finished(submit(self._plan(inputs, run_id, preview=False), environ=os.environ), wait, logs)
+        return self._finished(
+            submit_with_fallbacks(self._plan(inputs, run_id, preview=False), environ=os.environ), wait, logs
+        )
 
     def rehearse(
         self,
@@ -157,12 +159,12 @@ class Estimator:
     ) -> Run:
         """Run the job here, in containers, as the provider's platform would start its exact request; else as ``fit``.
 
-        ``preempt`` and ``kill`` are drills (``node=1,after=30s``). ``maps`` are local paths by the URLs they stand for,
-        ``secret_values`` are ``env:VARIABLE`` by the secret's name; the run and its data are in ``local_store``. What
-        is other than on the platform is in ``differences`` of the ``body`` of the run's request.
+        ``preempt`` and ``kill`` inject faults (``node=1,after=30s``). ``maps`` are local paths by the URLs they stand
+        for. ``secret_values`` are ``env:VARIABLE`` by the secret's name. The run and its data are in ``local_store``.
+        The ``body`` of the run's request lists the ``differences`` from the platform.
         """
-        from .rehearse import plan_rehearsal
-        from .submit import submit
+        from .engine.rehearse import plan_rehearsal
+        from .runs.submit import submit
 
         drills = [("preempt", text) for text in _texts(preempt)] + [("kill", text) for text in _texts(kill)]
         plan = plan_rehearsal(
@@ -179,12 +181,12 @@ class Estimator:
         return self._finished(submit(plan, environ=os.environ), wait, logs)
 
     def _finished(self, run: Run, wait: bool, logs: bool) -> Run:
-        """``run``, waited for if so. Raises `RunFailedError`."""
-        from .fallback import Onward
+        """Return ``run``, after its end if ``wait``. Raises `RunFailedError`."""
+        from .runs.fallback import FallbackPolicy
 
         self.latest_run = run
         if wait:
-            result = run.wait(on_line=self._line if logs else None, retry=Onward(run))
+            result = run.wait(on_line=self._line if logs else None, retry=FallbackPolicy(run))
             if result["state"] != "succeeded":
                 raise RunFailedError(result)
         return run
@@ -195,8 +197,8 @@ class Estimator:
 
         Raises `NotFoundError` when there is none.
         """
-        from .run import open_run
-        from .settings import Settings
+        from .runs.run import open_run
+        from .settings.settings import Settings
 
         settings = Settings.load(store=store, profile=profile)
         place = settings.store if url_scheme(run) else settings.resolved()
@@ -206,28 +208,28 @@ class Estimator:
     def reconcile(
         target: str | None = None, *, store: str | None = None, profile: str | None = None
     ) -> list[dict[str, Any]]:
-        """Do once what a waiting client would do: for a run (its URL, or its id in ``store``), or for every run of a
-        store (its URL or path; None: ``store``, by default the setting) that is not over.
+        """Do once what a waiting client would do, for a run or for every unfinished run of a store.
 
-        One object a run, as ``cloudtrain reconcile --json`` has them; what went wrong with one is its ``error``, and
-        keeps nothing from the others. Raises `NotFoundError` for a run or a folder that is not there.
+        ``target`` is a run's URL, its id in ``store``, or a store's URL or path (None: ``store``, by default the
+        setting). Return one object a run, as in ``cloudtrain reconcile --json``; a failure of one is its ``error`` and
+        does not stop the others. Raises `NotFoundError` for a run or folder that does not exist.
         """
-        from .reconcile import reconcile
-        from .settings import Settings
+        from .runs.reconcile import reconcile
+        from .settings.settings import Settings
 
         settings = Settings.load(store=store, profile=profile)
         return reconcile(target, settings=settings, cwd=Path.cwd(), environ=os.environ)
 
     def _plan(self, inputs: Inputs | None, run_id: str | None, *, preview: bool) -> Plan:
-        from .fallback import make_plan
+        from .runs.fallback import plan_with_fallbacks
 
         job = self.job.replace(inputs={**self.job.inputs, **_channels(inputs)})
-        return make_plan(job, settings=self._settings(), run_id=run_id, cwd=Path.cwd(), preview=preview)
+        return plan_with_fallbacks(job, settings=self._settings(), run_id=run_id, cwd=Path.cwd(), preview=preview)
 
     def _settings(self) -> Settings:
-        from .settings import Settings
+        from .settings.settings import Settings
 
-        # --set pairs and constructor values are one table here: nothing else of this process's command line is ours.
+        # --set pairs and constructor values share one table here: this process's command line is not cloudtrain's.
         overrides: Any = self.settings
         return Settings.load(overrides=overrides, provider=self.provider, store=self.store, profile=self.profile)
 
@@ -249,17 +251,17 @@ def _texts(given: Texts) -> list[str]:
 
 
 def ranks(job: Job) -> int:
-    """How many training processes the job has over all nodes."""
+    """Return the number of training processes over all nodes."""
     return job.resources.instance_count * (job.resources.processes() if job.launcher == "torchrun" else 1)
 
 
 def log_line(line: Line, *, many: bool, times: bool = False) -> str:
-    """Return a log line for people: ``[n0 r1] text`` where the run has ``many`` ranks, else the text.
+    """Return a log line for people: ``[n0 r1] text`` if the run has ``many`` ranks, else the text.
 
-    ``times``: its time comes first, in UTC; a dash for a line without one.
+    ``times`` puts its UTC time first, or a dash for a line without one.
     """
-    from .follow import line_label
-    from .verdict import iso_time
+    from .runs.log_order import line_label
+    from .runs.outcome import iso_time
 
     text = f"{label}{line.text}" if many and (label := line_label(line)) else line.text
     return f"{iso_time(line.time) or '-':24} {text}" if times else text

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from clients import PATIENCE, Client
 from jobs import Jobs
-
-from cloudtrain.testing.azureml.world import AzureMLWorld
+from worlds.azureml.world import AzureMLWorld
 
 
 class AzureClient(Client):

@@ -25,7 +25,7 @@ from typing import Any
 from containers import BUILD, IMAGE, left
 from jobs import CLI, Done, Jobs
 
-from cloudtrain.engine.api import connect, run_label
+from cloudtrain.engine.docker_api import connect, run_label
 from cloudtrain.errors import StorageError
 from cloudtrain.runtime.checkpoints import complete
 

@@ -15,11 +15,11 @@ from containers import left
 from jobs import Done, Jobs, Once, dying
 
 from cloudtrain.errors import NotFoundError
-from cloudtrain.run import Run, open_run
-from cloudtrain.testing.worlds import World
-from cloudtrain.transfer import files
+from cloudtrain.runs.run import Run, open_run
+from cloudtrain.storage.files import files
+from cloudtrain.testing.platform import FakePlatform
 
-W = TypeVar("W", bound=World)
+W = TypeVar("W", bound=FakePlatform)
 
 ROOT = Path(__file__).parents[1]
 DDP = str(ROOT / "entrypoints/ddp.py")
@@ -41,12 +41,12 @@ SHARD = """
     shard.write_text("of " + os.environ["RANK"])
 """
 CALLS = {
-    "stage": "cloudtrain.store:Store.stage",
-    "create_run": "cloudtrain.store:Store.create_run",
-    "write_container": "cloudtrain.store:Store.write_container",
-    "create_attempt": "cloudtrain.store:Store.create_attempt",
+    "stage": "cloudtrain.store.store:Store.stage",
+    "create_run": "cloudtrain.store.store:Store.create_run",
+    "write_container": "cloudtrain.store.store:Store.write_container",
+    "create_attempt": "cloudtrain.store.store:Store.create_attempt",
     "submit": "cloudtrain.providers.{provider}:Provider.submit",
-    "write_submitted": "cloudtrain.store:Store.write_submitted",
+    "write_submitted": "cloudtrain.store.store:Store.write_submitted",
 }
 """The calls of a submit, in order, as in tests/e2e/test_client_crash.py."""
 FEW_DEATHS = [("submit", "after")]
@@ -61,7 +61,7 @@ DEATHS = [
 class Client:
     """The command line, with a store in the cloud of a World; ``flags`` say what leads there."""
 
-    def __init__(self, world: World, jobs: Jobs, *flags: str) -> None:
+    def __init__(self, world: FakePlatform, jobs: Jobs, *flags: str) -> None:
         self.world, self.jobs, self.store = world, jobs, world.store
         self.flags = ["--provider", world.provider.name, *flags]
         self.flags += ["--store", self.store, *SHAPE, "--json", "--max-runtime", "20m"]

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from jobs import Jobs
 
-from cloudtrain.engine.api import connect
+from cloudtrain.engine.docker_api import connect
 from cloudtrain.errors import SpecError
 
 BUILD = Path(__file__).parent / "images" / "build.sh"

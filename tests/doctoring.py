@@ -11,7 +11,7 @@ import pytest
 import tomli_w
 
 from cloudtrain import cli
-from cloudtrain.checks import STATUSES
+from cloudtrain.provider_api.checks import STATUSES
 
 __all__ = ["Examined", "Examiner", "examiner"]
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 
-from cloudtrain.transfer import files
+from cloudtrain.storage.files import files
 
 __all__ = ["Ran"]
 

@@ -22,18 +22,18 @@ from typing import Any
 import pytest
 from simulated import World
 
-from cloudtrain.provider import Site, Topology
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import (
     cause,
+    checkpoint_done,
     checkpoints,
     commits,
     compact,
-    finished,
-    growing,
     history,
     link,
     logs,
     mirror,
+    mirror_files,
     node,
     outputs,
     record,
@@ -43,7 +43,7 @@ from cloudtrain.runtime import (
 )
 
 MODULES = (
-    *(cause, checkpoints, commits, compact, finished, growing, history, link),
+    *(cause, checkpoints, commits, compact, checkpoint_done, mirror_files, history, link),
     *(logs, mirror, node, outputs, record, resume, stall),
 )
 PORT = 29500
@@ -187,10 +187,10 @@ class Fleet:
         self.patch.setattr(workspace, "Ranks", partial(Ranks, self))
         self.began_rss = _rss()
 
-    def site(self, number: int) -> Site:
+    def site(self, number: int) -> NodeEnvironment:
         topology = Topology(nodes=self.nodes, node_rank=number, master_addr="node-0", master_port=PORT)
         paths = {"live": str(self.live), "code": str(self.code)}
-        return Site(
+        return NodeEnvironment(
             topology=topology,
             paths=paths,
             scratch=[str(self.folder)],
@@ -199,7 +199,7 @@ class Fleet:
         )
 
     def _node(self, number: int) -> None:
-        site, inbox = self.site(number), self.world.queue.SimpleQueue()
+        site, inbox = self.node_environment(number), self.world.queue.SimpleQueue()
         made = node.Node(context=self.context, site=site, attempt=self.attempt, key=b"k" * 32, inbox=inbox)
         self.running[number], self.inboxes[number] = made, inbox
         self.codes[number] = made.run()

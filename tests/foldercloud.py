@@ -15,20 +15,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from cloudtrain.errors import AuthError, CapacityError, NotFoundError, QuotaError, SpecError
-from cloudtrain.job import Job
-from cloudtrain.provider import (
-    AttemptInfo,
-    Layout,
-    LogPage,
-    NodeSpec,
-    Request,
-    Rules,
-    Simulation,
-    Site,
-    Status,
-    Topology,
-    context_of,
-)
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpec
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status, context_of
 
 NAME = "foldercloud"
 
@@ -40,16 +30,16 @@ class Settings:
     folder: str = field(default="", metadata={"place": True})
 
 
-class Provider:
-    """Jobs as files; see `cloudtrain.provider.Provider`."""
+class Provider(ProviderExtras):
+    """Jobs as files; see `cloudtrain.provider_api.protocol.Provider`."""
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = Settings
     schemes: ClassVar[frozenset[str]] = frozenset({"file"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
-    pace: ClassVar[float] = 0.01
-    poll: ClassVar[float] = 0.05
+    min_poll_s: ClassVar[float] = 0.01
+    max_poll_s: ClassVar[float] = 0.05
 
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings(**settings)
@@ -131,12 +121,14 @@ class Provider:
         return sorted(path.name for path in Path(self.settings.folder).glob("[!.]*"))
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """No node is ever started."""
-        return Site(topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=())
+        return NodeEnvironment(
+            topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=()
+        )
 
-    def nodes(self, request: Request) -> Simulation:
-        return Simulation(nodes=(NodeSpec(command=()),), rules=Rules(time_limit=float(request.body["seconds"])))
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        return LaunchSpec(nodes=(NodeSpec(command=()),), rules=LaunchRules(time_limit=float(request.body["seconds"])))
 
 
 def install(site: Path) -> None:

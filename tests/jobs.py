@@ -21,7 +21,7 @@ import jsonschema
 import pytest
 
 from cloudtrain import schemas
-from cloudtrain.run import Run, open_run
+from cloudtrain.runs.run import Run, open_run
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 Once = Callable[[str, Callable[[], Any]], Any]
@@ -124,7 +124,7 @@ class Jobs:
         return None
 
     def supervisor(self) -> int:
-        return self.wait_for(lambda: self.pid_of(r"cloudtrain\.supervisor"))
+        return self.wait_for(lambda: self.pid_of(r"cloudtrain\.engine\.supervisor"))
 
     def node(self, number: int) -> int:
         """The pid of a node's runtime, which leads its group."""

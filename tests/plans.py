@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cloudtrain.errors import SpecError
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout, LayoutInput, Request
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout, LayoutInput, Request
 
 __all__ = ["Plans"]
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cloudtrain.testing.vertex import wire as google_wire
+from worlds.vertex import wire as google_wire
 
 FAULTS = ("refused", "cut before", "answer lost", "slow", "half an answer", "half a write", "stale listing")
 """What becomes of a request to a store."""

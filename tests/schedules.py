@@ -1,6 +1,6 @@
 """Clients of one run, its nodes, and what befalls them, on a simulated clock: an order of calls drawn from a seed.
 
-The clients are the real code (submit, wait with `Onward`, reconcile, cancel, status), each in a thread of its own that
+The clients are the real code (submit, wait with `FallbackPolicy`, reconcile, cancel, status), each in a thread that
 runs only while it has the baton. It gives the baton away before every call to the store and to the platform, and while
 it sleeps; who gets it next is the seed's to say, and so are the faults. So between any two calls of a client anything
 may happen that others do, and it may die there. Store and platform are in memory: nobody sleeps, nothing is started.
@@ -36,29 +36,19 @@ from cloudtrain.errors import (
     QuotaError,
     StorageError,
 )
-from cloudtrain.fallback import Onward
-from cloudtrain.job import Job
-from cloudtrain.limits import hard_limit
-from cloudtrain.provider import (
-    AttemptInfo,
-    Layout,
-    LogPage,
-    NodeSpec,
-    Request,
-    Rules,
-    Simulation,
-    Site,
-    Status,
-    Topology,
-    context_of,
-)
-from cloudtrain.reconcile import reconcile_run
-from cloudtrain.run import Run
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import Plan, make_plan, submit
-from cloudtrain.tail import patiently
-from cloudtrain.transfer import Entry, Moving, Trees
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpec
+from cloudtrain.provider_api.limits import hard_limit
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status, context_of
+from cloudtrain.runs.fallback import FallbackPolicy
+from cloudtrain.runs.log_sources import patiently
+from cloudtrain.runs.reconcile import reconcile_run
+from cloudtrain.runs.run import Run
+from cloudtrain.runs.submit import Plan, make_plan, submit
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.files import Entry, TransferOptions, Trees
+from cloudtrain.store.store import Store
 
 T = TypeVar("T")
 
@@ -484,16 +474,16 @@ class NoSettings:
     prices: Mapping[str, float] = field(default_factory=lambda: dict(HOURLY))
 
 
-class Provider:
-    """The platform of a `Sim`, as a client reaches it; see `cloudtrain.provider.Provider`."""
+class Provider(ProviderExtras):
+    """The platform of a `Sim`, as a client reaches it; see `cloudtrain.provider_api.protocol.Provider`."""
 
     name: ClassVar[str] = NAME
     Settings: ClassVar[type[Any]] = NoSettings
     schemes: ClassVar[frozenset[str]] = frozenset({"memory"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
-    pace: ClassVar[float] = 5.0
-    poll: ClassVar[float] = 60.0
+    min_poll_s: ClassVar[float] = 5.0
+    max_poll_s: ClassVar[float] = 60.0
 
     def __init__(self, sim: Sim | None = None, cloud: Cloud | None = None) -> None:
         self.settings = NoSettings()
@@ -574,12 +564,14 @@ class Provider:
         return {}
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         """No node is ever started."""
-        return Site(topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=())
+        return NodeEnvironment(
+            topology=Topology(nodes=1, node_rank=0, master_addr="", master_port=1), paths={}, scratch=()
+        )
 
-    def nodes(self, request: Request) -> Simulation:
-        return Simulation(nodes=(NodeSpec(command=()),), rules=Rules(time_limit=float(request.body["seconds"])))
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        return LaunchSpec(nodes=(NodeSpec(command=()),), rules=LaunchRules(time_limit=float(request.body["seconds"])))
 
 
 class PlatformWaits(Provider):
@@ -635,7 +627,7 @@ class Schedule:
         self.results: list[tuple[str, str]] = []
 
     def store(self) -> Store:
-        store = Store(STORE, moving=Moving(concurrency=1))
+        store = Store(STORE, moving=TransferOptions(concurrency=1))
         store.files = View(self.sim, self.data)
         return store
 
@@ -801,10 +793,10 @@ class Schedule:
         return f"runs/{RUN_ID}/attempts/{attempt}/{name}" in self.data
 
 
-def timed(sim: Any) -> type[Onward]:
-    """`Onward` by the schedule's clock."""
+def timed(sim: Any) -> type[FallbackPolicy]:
+    """`FallbackPolicy` by the schedule's clock."""
 
-    class Timed(Onward):
+    class Timed(FallbackPolicy):
         def __init__(self, *args: Any, **given: Any) -> None:
             self._clock = sim.time
             super().__init__(*args, **given)
@@ -827,12 +819,12 @@ def simulated(schedule: Schedule) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for module in ("retry", "reconcile"):
-            patch.setattr(f"cloudtrain.{module}.patiently", patient)
-        for module in ("submit", "store", "moves"):
+            patch.setattr(f"cloudtrain.runs.{module}.patiently", patient)
+        for module in ("runs.submit", "store.store", "runs.handover"):
             patch.setattr(f"cloudtrain.{module}.time", Clock)
-        patch.setattr("cloudtrain.reconcile.Onward", timed(sim))
-        patch.setattr("cloudtrain.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])
-        patch.setattr("cloudtrain.tail.random", random.Random(0))
+        patch.setattr("cloudtrain.runs.reconcile.FallbackPolicy", timed(sim))
+        patch.setattr("cloudtrain.store.store.parallel", lambda work, items, jobs=1: [work(item) for item in items])
+        patch.setattr("cloudtrain.runs.log_sources.random", random.Random(0))
         yield
 
 

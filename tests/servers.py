@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cloudtrain.testing.vertex.gcs import Gcs
-from cloudtrain.testing.vertex.wire import Wire
+from worlds.vertex.gcs import Gcs
+from worlds.vertex.wire import Wire
 
 AZURITE = Path.home() / ".cache" / "cloudtrain-azurite" / "node_modules" / ".bin" / "azurite-blob"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # public
@@ -96,9 +95,9 @@ def race(code: str, *args: str, count: int) -> list[Any]:
 
 #: For `race`: who creates which of the first ``argv[2]`` attempts of a run in the store ``argv[1]``, by ``argv[3]``.
 ATTEMPT_RACER = """
-from cloudtrain.provider import Request
-from cloudtrain.store import Store
-from cloudtrain.transfer import Moving
+from cloudtrain.provider_api.protocol import Request
+from cloudtrain.store.store import Store
+from cloudtrain.storage.files import Moving
 store = Store(sys.argv[1], moving=Moving(mover=sys.argv[3]))
 store.runs()
 request = Request(provider="p", operation="create", body={}, context={}, run="r")

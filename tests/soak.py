@@ -30,15 +30,15 @@ from typing import Any
 from containers import left
 from jobs import CLI, Jobs
 from proxy import Proxy
+from worlds.azureml import wire as azure_wire
+from worlds.azureml.world import AzureMLWorld
+from worlds.sagemaker import wire as aws_wire
+from worlds.sagemaker.world import SageMakerWorld
+from worlds.vertex import wire as google_wire
+from worlds.vertex.world import VertexWorld
 
-from cloudtrain.disk import TEMP
-from cloudtrain.run import Run, open_run
-from cloudtrain.testing.azureml import wire as azure_wire
-from cloudtrain.testing.azureml.world import AzureMLWorld
-from cloudtrain.testing.sagemaker import wire as aws_wire
-from cloudtrain.testing.sagemaker.world import SageMakerWorld
-from cloudtrain.testing.vertex import wire as google_wire
-from cloudtrain.testing.vertex.world import VertexWorld
+from cloudtrain.runs.run import Run, open_run
+from cloudtrain.storage.local_disk import TEMP
 
 PATIENCE = 900.0
 """Seconds until a trial counts as lost: `patiently` asks for a minute at a time, and where a client died that was about

@@ -11,8 +11,9 @@ import pytest
 
 from cloudtrain import cli
 from cloudtrain.errors import SpecError
-from cloudtrain.job import Job
-from cloudtrain.values import json_rows, parse_duration, parse_size
+from cloudtrain.job.job import Job
+from cloudtrain.runs.metrics import json_rows
+from cloudtrain.validate import parse_duration, parse_size
 
 DIGITS = "9" * 5000
 DEEP = "[" * 1000 + "]" * 1000

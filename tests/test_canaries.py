@@ -23,12 +23,12 @@ from jobs import Jobs
 from test_provenance import PROVIDERS, STORES, plans
 
 from cloudtrain.cli import main
-from cloudtrain.cli.show import plan_text
+from cloudtrain.cli.format import plan_text
 from cloudtrain.errors import CloudtrainError, LostContactError, SpecError, StorageError, UnsupportedError, scrubbed
-from cloudtrain.faults import translate
-from cloudtrain.job import Job
-from cloudtrain.settings import Settings
-from cloudtrain.submit import _record, make_plan
+from cloudtrain.job.job import Job
+from cloudtrain.runs.submit import _record, make_plan
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.errors import translate
 
 #: Variables that clients of clouds read their credentials from.
 CREDENTIALS = (

@@ -19,21 +19,22 @@ from earlier import Ran
 from jobs import Jobs
 from trials import SEED, TRIALS
 
-from cloudtrain import relay, remote
-from cloudtrain.carry import carry, followed, place_for
-from cloudtrain.cli.show import plan_text
-from cloudtrain.disk import local_path
+from cloudtrain.cli.format import plan_text
+from cloudtrain.engine.rehearse import plan_rehearsal
 from cloudtrain.errors import ConflictError, SpecError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout, LayoutInput
-from cloudtrain.rehearse import plan_rehearsal
-from cloudtrain.relay import Left
-from cloudtrain.retention import collect
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout, LayoutInput
+from cloudtrain.runs.submit import load_plan, make_plan
 from cloudtrain.runtime import checkpoints
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import load_plan, make_plan
-from cloudtrain.transfer import Moving
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage import remote
+from cloudtrain.storage.files import TransferOptions
+from cloudtrain.storage.local_disk import local_path
+from cloudtrain.store import remote_inputs
+from cloudtrain.store.gc import collect
+from cloudtrain.store.remote_inputs import PreviousPlace
+from cloudtrain.store.resume_copy import carry, followed, place_for
+from cloudtrain.store.store import Store
 
 MIB = 1 << 20
 NONE = Settings()
@@ -174,13 +175,13 @@ def test_who_moves_takes_along_only_what_that_run_was_given(moving: tuple[Ran, T
     newest = ran.save(12)
     given = before.layout(ran.url)
     in_place = dataclasses.replace(given, resume=given.resume_source, resume_source=None)
-    assert after.carry(ran.url, left=Left(before.store, in_place)) > 0
+    assert after.carry(ran.url, left=PreviousPlace(before.store, in_place)) > 0
     assert after.restored(ran.url, tmp_path) == {"step-12": newest}
-    data = LayoutInput(url=f"{before.store.url}/data/{relay.address_of(before.store.url, given.resume or '')}")
+    data = LayoutInput(url=f"{before.store.url}/data/{remote_inputs.address_of(before.store.url, given.resume or '')}")
     others = [LayoutInput(url="s3://elsewhere/set"), dataclasses.replace(data, url=f"{data.url}-not", source="s3://x")]
-    assert not Left(before.store, dataclasses.replace(in_place, inputs=dict(zip("ab", others, strict=True)))).gave(
-        data.url.rpartition("/")[2]
-    )
+    assert not PreviousPlace(
+        before.store, dataclasses.replace(in_place, inputs=dict(zip("ab", others, strict=True)))
+    ).gave(data.url.rpartition("/")[2])
 
 
 def test_who_moves_takes_along_what_that_run_was_given_though_there_is_a_newer_one(
@@ -188,7 +189,7 @@ def test_who_moves_takes_along_what_that_run_was_given_though_there_is_a_newer_o
 ) -> None:
     ran, before, after = moving
     ran.save(12)
-    assert after.carry(ran.url, left=Left(before.store, before.layout(ran.url))) > 0
+    assert after.carry(ran.url, left=PreviousPlace(before.store, before.layout(ran.url))) > 0
     assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
 
 
@@ -201,10 +202,10 @@ def test_another_run_s_checkpoint_in_the_next_place_is_left_alone_and_called_wha
     assert after.store.create_run(after.layout(ran.url, "uses-it"), {"layout": after.layout(ran.url).resume})
     words = rf"{before.store.url}/data/\w+ is another version than {after.store.url} has: uses-it, which is not over, "
     with pytest.raises(ConflictError, match=rf"^resume_from: {words}was given that one; wait, or cancel it \(.*\)$"):
-        after.carry(ran.url, left=Left(before.store, before.layout(ran.url)))
+        after.carry(ran.url, left=PreviousPlace(before.store, before.layout(ran.url)))
     assert after.restored(ran.url, tmp_path) == {"step-12": newest}
     after.store.write_result("uses-it", {})
-    assert after.carry(ran.url, left=Left(before.store, before.layout(ran.url))) > 0
+    assert after.carry(ran.url, left=PreviousPlace(before.store, before.layout(ran.url))) > 0
     assert list(after.restored(ran.url, tmp_path)) == ["step-6"]
 
 
@@ -220,7 +221,7 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_the_run_itself(
     else:
         before.store.files.write(shard, data[:-1] if fault == "short" else bytes(len(data)))
     newest = ran.save(12)
-    left = Left(before.store, before.layout(ran.url))
+    left = PreviousPlace(before.store, before.layout(ran.url))
     assert after.carry(ran.url, left=left) > 0
     assert after.restored(ran.url, tmp_path) == {"step-12": newest}
     assert "; it is copied from where it came from" in after.said[1]
@@ -237,7 +238,7 @@ def test_one_that_its_run_takes_away_meanwhile_gives_way_to_the_next(here: tuple
             newer.append(ran.save(6))
             ran.files.remove("runs/first/live/checkpoints/step-4")
 
-    target.store.moving = Moving(concurrency=1)
+    target.store.moving = TransferOptions(concurrency=1)
     target.carry(ran.url, progress=progress)
     assert target.restored(ran.url, tmp_path) == {"step-6": newer[0]}
 
@@ -275,7 +276,7 @@ def test_gc_keeps_what_a_run_names(here: tuple[Ran, Target]) -> None:
     ran.save(4)
     layout = target.layout(ran.url)
     target.carry(ran.url)
-    address = relay.address_of(target.store.url, layout.resume or "")
+    address = remote_inputs.address_of(target.store.url, layout.resume or "")
     assert {item.key for item in collect(target.store, older_than=0).found} == {f"data/{address}"}
     record = {"protocol": 1, "layout": {"code_digest": "c", "resume": layout.resume}}
     assert target.store.create_run(layout, record)
@@ -286,11 +287,12 @@ def test_gc_keeps_what_a_run_names(here: tuple[Ran, Target]) -> None:
 #: A client that says how many bytes it has moved, and takes its time.
 CLIENT = """
 import sys, time
-from cloudtrain import relay, transfer
-from cloudtrain.carry import carry
-from cloudtrain.provider import Layout
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
+from cloudtrain.storage import files as transfer
+from cloudtrain.store import remote_inputs as relay
+from cloudtrain.store.resume_copy import carry
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.settings.settings import Settings
+from cloudtrain.store.store import Store
 import json
 given = json.loads(sys.argv[1])
 relay.LEASE, transfer.PIECE = given["lease"], 4096
@@ -312,7 +314,7 @@ def test_a_client_that_is_killed_leaves_right_bytes_or_nothing_and_the_next_one_
     whole = ran.save(6, size=64 * 1024)
     layout = target.layout(ran.url)
     folder = Path(str(local_path(layout.resume or "")))
-    monkeypatch.setattr(relay, "LEASE", 1.0)
+    monkeypatch.setattr(remote_inputs, "LEASE", 1.0)
     given = json.dumps({"lease": 1.0, "layout": {**vars(layout), "inputs": {}, "origin": {}}})
     for trial in range(trials):
         after = random.Random(f"{SEED} {trial}").randrange(48)

@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cloudtrain import catalog
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.job import Gpu
+from cloudtrain.job.job import Gpu
+from cloudtrain.provider_api import catalog
 
-TABLE = Path(catalog.__file__).parent / "data" / "instances.csv"
+TABLE = Path(catalog.__file__).parents[1] / "data" / "instances.csv"
 PROVIDERS = ("azureml", "sagemaker", "vertex")
-
-
-@pytest.fixture(autouse=True)
-def no_lists_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prices of the package, whatever was read from the clouds here."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def rows() -> list[dict[str, str]]:
@@ -147,9 +141,9 @@ def test_every_price_has_a_source_and_a_date() -> None:
         assert row["source"].strip(), row
         assert row["date"].startswith("20"), row
         assert float(row["usd_per_hour"]) > 0, row
-        assert catalog.machine(row["provider"], row["instance_type"]) is not None, row
+        assert catalog.machine(row["provider"], row["instance_type"].partition("+")[0]) is not None, row
         assert not row["spot_usd_per_hour"] or 0 < float(row["spot_usd_per_hour"]) <= float(row["usd_per_hour"]), row
-    assert len({(row["provider"], row["instance_type"]) for row in table}) == len(table)
+    assert len({(row["provider"], row["instance_type"], row["region"]) for row in table}) == len(table)
     assert any(row["spot_usd_per_hour"] for row in table)
 
 
@@ -165,18 +159,24 @@ def test_the_account_s_own_price_comes_before_any_list() -> None:
     assert (listed.of_service, own.of_service) == (False, True)
 
 
+def test_the_price_is_that_of_the_region_if_the_table_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = (catalog.Price(usd_per_hour=usd, source="a list") for usd in (1.0, 2.0))
+    monkeypatch.setattr(catalog, "_prices", lambda: {("p", "m"): {"here": here, "there": there}})
+    assert [catalog.price("p", "m", region=name) for name in ("", "here", "there", "else")] == [here, here, there, here]
+
+
 def test_a_list_may_be_the_service_s_own_and_decides_nothing_yet() -> None:
     """Column ``own`` of the table; a limit of money goes by ``Price.own``."""
     with (TABLE.parent / "prices.csv").open(newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
-            listed = catalog.price(row["provider"], row["instance_type"])
+            listed = catalog.price(row["provider"], row["instance_type"], region=row["region"])
             assert listed is not None
             assert (listed.of_service, listed.own) == ({"yes": True, "no": False}[row["own"]], False), row
 
 
 def _name_of_a_machine(provider: str, name: str) -> None:
     module = importlib.import_module(
-        f"cloudtrain.providers.{provider}.{'machines' if provider == 'vertex' else 'plan'}"
+        f"cloudtrain.providers.{provider}.{'machines' if provider == 'vertex' else 'request'}"
     )
     prefix = {"sagemaker": "ml.", "azureml": "Standard_"}.get(provider, "")
     catalog.check_name(provider, name, module.FORM, prefix=prefix)

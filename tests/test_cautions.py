@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cloudtrain import catalog
-from cloudtrain.cautions import is_secret_name
-from cloudtrain.fallback import make_plan
-from cloudtrain.job import Job
-from cloudtrain.settings import Settings
-from cloudtrain.submit import Plan
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api import catalog
+from cloudtrain.runs.fallback import plan_with_fallbacks
+from cloudtrain.runs.submit import Plan
+from cloudtrain.runs.warnings import is_secret_name
+from cloudtrain.settings.settings import Settings
 
 ACCOUNTS: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "sagemaker": (
@@ -44,7 +44,7 @@ def planned(code: Path, provider: str, **fields: Any) -> Plan:
     store, settings, own = ACCOUNTS[provider]
     job = Job.make(entry_point="train.py", **{**own, **fields})
     chosen = Settings.load(overrides=settings, environ={}, cwd=code, provider=provider, store=store)
-    return make_plan(job, settings=chosen, cwd=code, preview=True)
+    return plan_with_fallbacks(job, settings=chosen, cwd=code, preview=True)
 
 
 @pytest.mark.parametrize("provider", catalog.providers())
@@ -103,3 +103,23 @@ def test_a_saved_plan_warns_too(code: Path) -> None:
     plan = planned(code, "sagemaker", env={"API_KEY": "abc1234567890"})
     assert plan.document()["warnings"] == list(plan.warnings) != []
     assert dataclasses.replace(plan, later=()).warnings == plan.warnings
+
+
+APPENDS = """import os
+from pathlib import Path
+open("/gcs/bucket/log.txt", "a")
+Path(os.environ["AIP_MODEL_DIR"], "x").open("r+b")
+with open(os.path.join(os.environ["AIP_CHECKPOINT_DIR"], "x"), mode="ab") as stream: pass
+open("/gcs/bucket/new", "w"); open("/gcs/bucket/new", "w+"); open("/gcs/bucket/a")
+open("/tmp/log.txt", "a"); print("/gcs/a", "a")
+"""
+
+
+def test_appends_to_a_mounted_object_store_are_named_with_file_and_line(code: Path) -> None:
+    (code / "log.py").write_text(APPENDS)
+    (code / "wrong.py").write_text("/gcs/ (")
+    (code / "notes.txt").write_text(APPENDS)
+    found = [text for text in planned(code, "vertex").warnings if "below /gcs/" in text]
+    assert [text.split(": ")[0] for text in found] == ["log.py:3", "log.py:4", "log.py:5"]
+    assert "with mode 'r+b'" in found[1]
+    assert not any("/gcs/" in text for text in planned(code, "local").warnings)

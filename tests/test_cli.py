@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudtrain import cli
-from cloudtrain.cli import advice, flags, layout, show, tables
-from cloudtrain.cli.screen import Screen
+from cloudtrain.cli import advice, flags, format, key_value, layout
+from cloudtrain.cli.output import Screen
 from cloudtrain.errors import SpecError
-from cloudtrain.job import FLAT_FIELDS, Job
-from cloudtrain.store import Staged
-from cloudtrain.verdict import iso_time
+from cloudtrain.job.job import FLAT_FIELDS, Job
+from cloudtrain.runs.outcome import iso_time
+from cloudtrain.store.store import Staged
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 
@@ -117,10 +117,10 @@ def test_each_flag_sets_its_field(flat: str) -> None:
         assert found == value
 
 
-@pytest.mark.parametrize(("second", "first"), tables.ALIASES.items())
+@pytest.mark.parametrize(("second", "first"), key_value.ALIASES.items())
 def test_a_second_spelling_is_read_as_the_first_and_shown_nowhere(second: str, first: str) -> None:
-    assert tables.first_spelling(second) == first
-    assert tables.first_spelling(f"{second.replace('-', '_').replace('__', '--')}=a-b") == f"{first}=a-b"
+    assert key_value.first_spelling(second) == first
+    assert key_value.first_spelling(f"{second.replace('-', '_').replace('__', '--')}=a-b") == f"{first}=a-b"
     app = cli.make_app()
     names = {name for verb in cli.VERBS for item in app[verb].assemble_argument_collection() for name in item.names}
     assert first in names
@@ -232,7 +232,7 @@ def test_any_json_value_reaches_options(value: Any) -> None:
 
 def test_undot_leaves_everything_else_alone() -> None:
     tokens = ["submit", "a.py", "--env", "A=1", "--name", "x.y", "--environ.x", "1", "--env.A"]
-    assert tables.undot(tokens) == tokens
+    assert key_value.undot(tokens) == tokens
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
@@ -372,7 +372,7 @@ def test_a_cheap_verb_loads_nothing_heavy(argv: list[str], tmp_path: Path) -> No
     )
     done = subprocess.run([sys.executable, "-c", code, *argv], cwd=tmp_path, capture_output=True, text=True, check=True)
     heavy = {"fsspec", "asyncio", "aiohttp", "torch", "numpy"} | (
-        {"rich.console"} if argv != ["--help"] else {"cloudtrain.job"}
+        {"rich.console"} if argv != ["--help"] else {"cloudtrain.job.job"}
     )
     assert heavy & set(json.loads(done.stderr.splitlines()[-1])) == set()
 
@@ -384,19 +384,19 @@ def test_a_cheap_verb_loads_nothing_heavy(argv: list[str], tmp_path: Path) -> No
     ("seconds", "text"), [(0, "0s"), (45, "45s"), (5400, "1h30m"), (86400, "24h"), (3 * 86400, "3d"), (3725, "1h2m")]
 )
 def test_durations_read_back(seconds: int, text: str) -> None:
-    assert show.duration(seconds) == text
+    assert format.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**50, "1024.0 TiB")]
 )
 def test_sizes(count: int, text: str) -> None:
-    assert show.size(count) == text
+    assert format.size(count) == text
 
 
 def test_bytes_that_move_are_told_with_rate_and_time_left() -> None:
     now, said = [100.0], list[str]()
-    moved = show.Moved("uploaded", said.append, clock=lambda: now[0])
+    moved = format.Moved("uploaded", said.append, clock=lambda: now[0])
     moved.expect(3, 4 << 20)
     moved("a", 1 << 20)
     assert said == ["1 of 3 files, 1.0 MiB of 4.0 MiB uploaded"]
@@ -420,14 +420,14 @@ def test_bytes_that_move_are_told_with_rate_and_time_left() -> None:
 
 def test_where_nobody_watches_there_is_one_line_at_the_end() -> None:
     now = [5.0]
-    moved = show.Moved("pulled", None, clock=lambda: now[0])
+    moved = format.Moved("pulled", None, clock=lambda: now[0])
     assert moved.pace == ""
     moved("a", 10)
     assert moved.pace == "", "too soon to tell"
     now[0] += 2
     moved("a", 4 << 20)
     report = {"files": ["a"], "folder": "out", "transferred": 4 << 20, "mover": ""}
-    assert show.pulled(report, pace=moved.pace) == "pulled 1 file to out, 4.0 MiB of it new, in 2s, 2.0 MiB/s"
+    assert format.pulled(report, pace=moved.pace) == "pulled 1 file to out, 4.0 MiB of it new, in 2s, 2.0 MiB/s"
 
 
 @pytest.mark.parametrize(
@@ -436,9 +436,9 @@ def test_where_nobody_watches_there_is_one_line_at_the_end() -> None:
 )
 def test_a_person_reads_how_long_ago_it_was(seconds: float, text: str) -> None:
     now = 1.7e9
-    assert show.when(iso_time(now - seconds), now) == text
-    assert show.when(iso_time(now - seconds), None) == iso_time(now - seconds), "a program reads the time"
-    assert show.when(iso_time(now + 9), now) == iso_time(now + 9), "clocks differ"
+    assert format.when(iso_time(now - seconds), now) == text
+    assert format.when(iso_time(now - seconds), None) == iso_time(now - seconds), "a program reads the time"
+    assert format.when(iso_time(now + 9), now) == iso_time(now + 9), "clocks differ"
 
 
 class Terminal(io.StringIO):
@@ -556,6 +556,32 @@ def test_status_list_logs_wait_and_pull_of_a_run_that_is_over(
     assert (demo / "good-1" / "artifacts" / "model.txt").read_text() == "weights"
 
 
+EMPTY = "note: the run left no checkpoints, artifacts or outputs"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "told"),
+    [
+        ("print()", [], f"{EMPTY}\nhint: let the script write below its working folder"),
+        ("open('x', 'w').write('1')", ["--no-outputs"], f"{EMPTY} (outputs are off)\nhint: run without --no-outputs"),
+        ("open('x', 'w').write('1')", [], ""),
+    ],
+)
+def test_a_success_that_leaves_nothing_is_told_with_a_hint(
+    tmp_path: Path, script: str, flags: list[str], told: str
+) -> None:
+    (tmp_path / "t.py").write_text(script)
+    sent = run_cli("submit", "t.py", "--run-id", "r", *flags, "--json", cwd=tmp_path)
+    waited = run_cli("wait", "r", cwd=tmp_path)
+    assert (json.loads(sent.stdout)["state"], waited.stdout) == ("succeeded", "succeeded\n")
+    for err in (sent.stderr, waited.stderr):
+        assert (
+            (told in err and "CLOUDTRAIN_CHECKPOINT_DIR or CLOUDTRAIN_ARTIFACT_DIR" in err)
+            if told
+            else (EMPTY not in err)
+        ), err
+
+
 def test_a_run_is_found_by_its_url_from_anywhere(bad: subprocess.CompletedProcess[str], tmp_path: Path) -> None:
     url = json.loads(bad.stdout)["run"]
     assert json.loads(run_cli("status", url, "--json", cwd=tmp_path).stdout)["run_id"] == "bad-1"
@@ -583,7 +609,7 @@ def test_plan_is_the_same_twice_and_can_be_sent(demo: Path) -> None:
     assert first.stdout == second.stdout
     document = json.loads(first.stdout)
     text = run_cli(*argv, cwd=demo).stdout
-    assert text == show.plan_text(document) + "\n"
+    assert text == format.plan_text(document) + "\n"
     defaults = ("max_runtime 24h (default", "stall_timeout 30m (default")
     for part in ("good.py", document["code"]["digest"], *defaults, "2 nodes", "request", "context"):
         assert part in text
@@ -621,14 +647,14 @@ def test_a_terminal_gets_the_summary_of_a_plan_last(
 def test_a_long_list_of_files_is_cut_unless_verbose(demo: Path) -> None:
     document = json.loads(run_cli("plan", "good.py", "--json", cwd=demo).stdout)
     document["code"]["files"] = [{"path": f"f{i:03}\n", "bytes": i, "mode": "0644"} for i in range(50)]
-    short, full = show.plan_text(document), show.plan_text(document, verbose=True)
+    short, full = format.plan_text(document), format.plan_text(document, verbose=True)
     assert "… and 30 more (--verbose)" in short
     assert "f049\\n" in short
     assert "f000" not in short
     assert "f000" in full
     document["request"]["body"] = {"args": ["x" * 5000]}
-    assert "x" * 5000 in show.plan_text(document)
-    cut = show.plan_text(document, terminal=True)
+    assert "x" * 5000 in format.plan_text(document)
+    cut = format.plan_text(document, terminal=True)
     assert "x… (of 5,000 characters; --json shows all)" in cut
     assert len(cut) < 5000
     assert "more (--verbose)" not in full
@@ -696,11 +722,11 @@ def test_detach_another_store_and_ranks_in_the_lines(demo: Path, tmp_path: Path)
 def test_what_moved_the_bytes_is_said_to_who_asks() -> None:
     staged = Staged(code_bytes=1, mover="obstore")
     report = {"files": ["a"], "folder": "out", "transferred": 1, "mover": "fsspec"}
-    assert show.sent("r", "p", "s3://b/runs/r", staged, verbose=True).endswith("uploaded 1 B of code, by obstore")
-    assert show.sent("r", "p", "s3://b/runs/r", staged).endswith("uploaded 1 B of code")
-    assert show.sent("r", "p", "s3://b/runs/r", Staged()).endswith("uploaded nothing, the store has all of it")
-    assert show.pulled(report, verbose=True).endswith("1 B of it new, by fsspec")
-    assert "fsspec" not in show.pulled(report)
+    assert format.sent("r", "p", "s3://b/runs/r", staged, verbose=True).endswith("uploaded 1 B of code, by obstore")
+    assert format.sent("r", "p", "s3://b/runs/r", staged).endswith("uploaded 1 B of code")
+    assert format.sent("r", "p", "s3://b/runs/r", Staged()).endswith("uploaded nothing, the store has all of it")
+    assert format.pulled(report, verbose=True).endswith("1 B of it new, by fsspec")
+    assert "fsspec" not in format.pulled(report)
 
 
 # ----------------------------------------------------------------------------------------------------------- a question

@@ -27,7 +27,7 @@ from cloudtrain.compat.sagemaker_v2 import (
 )
 from cloudtrain.errors import AuthError, NotFoundError, SpecError
 from cloudtrain.estimator import RunFailedError
-from cloudtrain.job import Input
+from cloudtrain.job.job import Input
 from cloudtrain.runtime.launch import script_arguments
 
 #: The keywords of PyTorch, Framework and EstimatorBase in sagemaker 2.257.7, the last of that line, as its files have
@@ -617,7 +617,7 @@ def test_the_role_of_a_caller_that_has_assumed_one(may_look: bool, monkeypatch: 
 
     caller = "arn:aws:sts::123456789012:assumed-role/training/me"
     monkeypatch.setattr("cloudtrain.providers.sagemaker.Provider.principal", lambda self: caller)
-    monkeypatch.setattr("cloudtrain.providers.sagemaker.account.Account.call", call)
+    monkeypatch.setattr("cloudtrain.providers.sagemaker.api.Account.call", call)
     path = "service-role/" if may_look else ""
     assert get_execution_role() == f"arn:aws:iam::123456789012:role/{path}training"
 

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloudtrain import digests
-from cloudtrain.digests import KEPT, SEEN, SETTLED, Digests, cache_folder
 from cloudtrain.errors import StorageError
-from cloudtrain.job import Job
-from cloudtrain.store import Store
+from cloudtrain.job.job import Job
+from cloudtrain.storage import digest_cache
+from cloudtrain.storage.digest_cache import KEPT, SEEN, SETTLED, DigestCache, cache_folder
+from cloudtrain.store.store import Store
 
 
 def digest(data: bytes) -> str:
@@ -31,7 +31,7 @@ def digest(data: bytes) -> str:
 @pytest.fixture(autouse=True)
 def on_a_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Whatever the tests' folder lies on, as if its times told each change."""
-    monkeypatch.setattr(digests, "_types", lambda: {os.stat(tmp_path).st_dev: "ext4"})
+    monkeypatch.setattr(digest_cache, "_types", lambda: {os.stat(tmp_path).st_dev: "ext4"})
 
 
 @pytest.fixture
@@ -42,12 +42,12 @@ def tree(tmp_path: Path) -> Path:
     return folder
 
 
-def later(tree: Path, cache: Path, seconds: float = 0.0) -> Digests:
+def later(tree: Path, cache: Path, seconds: float = 0.0) -> DigestCache:
     """As another process would see it, ``seconds`` from now."""
-    return Digests(tree, folder=cache, clock=lambda: time.time() + seconds)
+    return DigestCache(tree, folder=cache, clock=lambda: time.time() + seconds)
 
 
-def found(known: Digests, path: Path) -> str | None:
+def found(known: DigestCache, path: Path) -> str | None:
     return known.find(str(path), os.stat(path))
 
 
@@ -105,7 +105,7 @@ def test_where_times_do_not_tell_it_is_read(
     known = later(tree, tmp_path / "cache", SETTLED + 1)
     known.of(tree / "a")
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(digests, "_types", lambda: {os.stat(tree).st_dev: kind} if kind else {})
+    monkeypatch.setattr(digest_cache, "_types", lambda: {os.stat(tree).st_dev: kind} if kind else {})
     assert (found(known, tree / "a") is not None) == expected
 
 
@@ -156,14 +156,14 @@ def test_whatever_stands_in_the_cache_a_wrong_shape_is_no_answer(
 def test_no_cache_can_be_written(tree: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file" / "cache", tmp_path / "no" / "home" / ".cache" / "cloudtrain" / "digests"):
-        known = Digests(tree, folder=folder)
+        known = DigestCache(tree, folder=folder)
         assert known.of(tree / "a") == digest(b"aaaa")
         known.keep()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tree"]
     with pytest.raises(FileNotFoundError):
-        Digests(tree, folder=tmp_path).of(tree / "none")
+        DigestCache(tree, folder=tmp_path).of(tree / "none")
     with pytest.raises(StorageError):
-        Digests(tree, folder=tmp_path).of(tree)
+        DigestCache(tree, folder=tmp_path).of(tree)
 
 
 def test_files_that_are_gone_and_old_trees_are_forgotten(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_files_that_are_gone_and_old_trees_are_forgotten(tmp_path: Path) -> None
         tree = tmp_path / f"tree-{number}"
         tree.mkdir()
         (tree / "a").write_bytes(b"a")
-        known = Digests(tree, folder=cache)
+        known = DigestCache(tree, folder=cache)
         known.of(tree / "a")
         known.keep()
     assert len(list(cache.iterdir())) == KEPT
@@ -197,9 +197,9 @@ def test_two_may_make_room_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             os.unlink(item.path)
         yield found
 
-    known = Digests(tree, folder=cache)
+    known = DigestCache(tree, folder=cache)
     known.of(tree / "a")
-    monkeypatch.setattr("cloudtrain.digests.os.scandir", meanwhile)
+    monkeypatch.setattr("cloudtrain.storage.digest_cache.os.scandir", meanwhile)
     known.keep()
     monkeypatch.undo()
     assert len(list(cache.iterdir())) == KEPT
@@ -208,7 +208,7 @@ def test_two_may_make_room_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 _WRITER = """
 import sys
 from pathlib import Path
-from cloudtrain.digests import Digests
+from cloudtrain.storage.digest_cache import Digests
 for _ in range(20):
     known = Digests(Path(sys.argv[1]), folder=Path(sys.argv[2]), clock=lambda: 4e9)
     known._changed = True

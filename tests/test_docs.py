@@ -36,12 +36,12 @@ import pytest
 
 from cloudtrain import cli, errors
 from cloudtrain.cli.flags import NOT_FLAGS
-from cloudtrain.cli.screen import Screen
-from cloudtrain.cli.tables import first_spelling
-from cloudtrain.job import FLAT_FIELDS, Job, anchored
-from cloudtrain.provider import find_provider
-from cloudtrain.settings import Settings
-from cloudtrain.values import toml_loads
+from cloudtrain.cli.key_value import first_spelling
+from cloudtrain.cli.output import Screen
+from cloudtrain.job.job import FLAT_FIELDS, Job, anchored
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.settings.settings import Settings
+from cloudtrain.validate import toml_loads
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
@@ -342,16 +342,37 @@ def anchors(file: Path) -> set[str]:
 # --------------------------------------------------------------------------------------------- tables against the code
 
 
+def picture() -> dict[str, list[str]]:
+    """Return the modules that the design page's picture names, by package: each as often as it stands there."""
+    found: dict[str, list[str]] = {}
+    package = ""
+    for line in page("docs/design.md").partition("Lowest first:")[2].split("```")[1].splitlines()[1:]:
+        package = line[3:16].strip() or package
+        parts = re.sub(r"^[a-z]+ {2,}", "", line[17:].strip()).split(" · ")
+        found.setdefault(package, []).extend(name for part in parts for name in part.partition(":")[0].split(", "))
+    return found
+
+
 def test_the_design_names_every_module() -> None:
-    named = {
-        name for row in table(section("docs/design.md", "Modules")) for name in re.findall(r"`([\w/]+\.py)`", row[0])
-    }
     package = ROOT / "cloudtrain"
-    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
-    holding_code = {"cli/__init__.py", "engine/__init__.py", "runtime/__init__.py"}
-    assert named == {name for name in found if not name.endswith("__init__.py") or name in holding_code} - {
-        "__main__.py"
-    }
+    holding_code = {"cli/__init__", "engine/__init__", "runtime/__init__"}
+    wanted: dict[str, set[str]] = {}
+    for path in package.rglob("*.py"):
+        name = path.relative_to(package).with_suffix("").as_posix()
+        if path.stem != "__init__" or name in holding_code:
+            wanted.setdefault(name.partition("/")[0], set()).add(path.stem)
+    wanted["providers"] |= {path.name for path in (package / "providers").iterdir() if (path / "__init__.py").is_file()}
+    drawn = picture()
+    for name in wanted:
+        if (package / name).is_dir():
+            assert sorted(drawn[name]) == sorted(wanted[name]), name
+
+
+def test_the_modules_that_the_design_refers_to_exist() -> None:
+    named = re.findall(r"`((?:\w+/)*\w+\.py)`", page("docs/design.md"))
+    package = ROOT / "cloudtrain"
+    assert named
+    assert not [name for name in named if not (ROOT / name).is_file() and not any(package.rglob(name))]
 
 
 def codes() -> set[int]:

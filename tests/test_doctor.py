@@ -15,15 +15,17 @@ import pytest
 from doctoring import Examiner
 from faulty import FaultyS3
 
-from cloudtrain import cli, preflight
-from cloudtrain.checks import Check, failure, gravest, ok, tried
-from cloudtrain.cli import show
-from cloudtrain.doctor import Grace, expected_gpus, judged, round_trip
+from cloudtrain import cli
+from cloudtrain.cli import format
+from cloudtrain.doctor import node_check
+from cloudtrain.doctor.doctor import Grace, expected_gpus, judged, round_trip
 from cloudtrain.errors import AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
-from cloudtrain.follow import Line
-from cloudtrain.job import Job
-from cloudtrain.provider import Request, Status, find_provider
-from cloudtrain.transfer import LocalFiles, Moving, files
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.checks import Check, failure, gravest, ok, tried
+from cloudtrain.provider_api.protocol import Request, Status
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.runs.log_order import Line
+from cloudtrain.storage.files import LocalFiles, TransferOptions, files
 
 SHAPE = ("--nodes", "2", "--nproc-per-node", "2")
 
@@ -164,7 +166,7 @@ def s3_unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tree(mover: str, **more: Any) -> Any:
-    return files("s3://bucket/some/store", moving=Moving(mover=mover, **more))
+    return files("s3://bucket/some/store", moving=TransferOptions(mover=mover, **more))
 
 
 MOVERS = ["fsspec", "obstore"]
@@ -256,7 +258,7 @@ def test_a_local_store_leaves_no_folder_that_was_not_there(tmp_path: Path) -> No
 
 def test_a_long_wait_says_why_once() -> None:
     now, said = [0.0], list[str]()
-    changes = show.Changes(said.append, clock=lambda: now[0])
+    changes = format.Changes(said.append, clock=lambda: now[0])
     waiting = Status(state="pending", native="QUEUED", reason="behind quota x_gpus", url="https://console/job")
     for at in (0.0, 30.0, 59.0):
         now[0] = at
@@ -306,16 +308,16 @@ def report(*nodes: dict[str, Any], links: Any = None, **more: Any) -> dict[str, 
 
 
 def test_nodes_that_are_alike() -> None:
-    assert preflight.problems(report({}, {}), nodes=2, gpus=8) == []
-    assert preflight.problems(report({}, {"gpus": 4}), nodes=2, gpus=None) == []
+    assert node_check.problems(report({}, {}), nodes=2, gpus=8) == []
+    assert node_check.problems(report({}, {"gpus": 4}), nodes=2, gpus=None) == []
 
 
 def test_one_rank_alone_has_no_all_reduce_to_time() -> None:
     alone = report({"ranks": 1}, allreduce=None)
-    assert preflight.problems(alone, nodes=1, gpus=8) == []
-    assert "all-reduce" not in preflight.table(alone)
+    assert node_check.problems(alone, nodes=1, gpus=8) == []
+    assert "all-reduce" not in node_check.table(alone)
     broken = report({"ranks": 1}, allreduce=None, error="NCCL failed")
-    assert preflight.problems(broken, nodes=1, gpus=8) == ["no all-reduce came to its end: NCCL failed"]
+    assert node_check.problems(broken, nodes=1, gpus=8) == ["no all-reduce came to its end: NCCL failed"]
 
 
 @pytest.mark.parametrize(
@@ -336,7 +338,7 @@ def test_one_rank_alone_has_no_all_reduce_to_time() -> None:
     ],
 )
 def test_nodes_that_are_not(found: dict[str, Any], line: str) -> None:
-    wrong = preflight.problems(found, nodes=max(2, len(found["nodes"])), gpus=8)
+    wrong = node_check.problems(found, nodes=max(2, len(found["nodes"])), gpus=8)
     assert len(wrong) == 1, wrong
     assert wrong[0].startswith(line)
 
@@ -348,7 +350,7 @@ def test_what_the_job_leaves_is_judged_by_what_was_asked_for(tmp_path: Path) -> 
     (tmp_path / "artifacts" / "preflight.json").write_text(json.dumps(report({}, {"driver": "535"})))
     found, wrong = judged(tmp_path, nodes=2, gpus=8)
     assert [line.partition(":")[0] for line in wrong] == ["driver differs"]
-    assert "535" in preflight.table(found)
+    assert "535" in node_check.table(found)
 
 
 def test_how_many_gpus_are_expected() -> None:
@@ -363,32 +365,32 @@ def test_how_many_gpus_are_expected() -> None:
 
 
 def test_doors_between_nodes() -> None:
-    door = preflight.Door(3)
+    door = node_check.Door(3)
     try:
-        link = preflight.look_in(3, "127.0.0.1", door.port)
+        link = node_check.look_in(3, "127.0.0.1", door.port)
         assert link["error"] == ""
         assert abs(link["skew_s"]) <= link["within_s"] + 0.05
-        assert "is node 3" in preflight.look_in(1, "127.0.0.1", door.port)["error"]
+        assert "is node 3" in node_check.look_in(1, "127.0.0.1", door.port)["error"]
     finally:
         door.close()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert "refused" in preflight.look_in(3, "127.0.0.1", port)["error"]
+    assert "refused" in node_check.look_in(3, "127.0.0.1", port)["error"]
 
 
 def test_ports_by_name_and_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name may lead to a service that forwards some ports only; here it leads nowhere."""
-    monkeypatch.setattr(preflight, "CONNECT", 2.0)
+    monkeypatch.setattr(node_check, "CONNECT", 2.0)
     with socket.create_server(("", 0)) as server, socket.create_server(("", 0)) as closed:
         taken, shut = server.getsockname()[1], closed.getsockname()[1]
         closed.close()
-        with preflight.doors_of([taken, shut], 1) as found:
+        with node_check.doors_of([taken, shut], 1) as found:
             assert found == {str(taken): "in use", str(shut): "free", "1": "chosen by the system"}
             doors = {"name": "no-such-host.invalid", "address": "127.0.0.1", "ports": found}
-            tried = preflight.knock_at_all(doors)
+            tried = node_check.knock_at_all(doors)
     assert [tried["address"][port] for port in found] == ["", "", "Connection refused"]
     assert all(tried["name"].values())
-    told = preflight.table(report({}, {}, ports={**doors, "from": {"1": tried}}))
+    told = node_check.table(report({}, {}, ports={**doors, "from": {"1": tried}}))
     assert f"{taken}" in told
     [row] = [line for line in told.splitlines() if line.startswith("1  ") and "chosen" in line]
     assert row.endswith("0 of 1 (Connection refused)")
@@ -401,16 +403,16 @@ def test_folders_and_what_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\ngcsfuse {told} fuse.gcsfuse rw 0 0\nproc /proc proc rw 0 0\n")
     monkeypatch.setenv("CLOUDTRAIN_CHECKPOINT_DIR", str(tmp_path / "nowhere"))
     monkeypatch.setenv("CLOUDTRAIN_ARTIFACT_DIR", str(tmp_path))
-    found = preflight.folders(mounts)
+    found = node_check.folders(mounts)
     assert (found["artifacts"]["kind"], found["artifacts"]["writable"]) == ("ext4", True)
     assert (found["checkpoints"]["writable"], found["checkpoints"]["free_bytes"]) == (False, None)
     assert (found[str(bucket)]["kind"], found[str(bucket)]["writable"]) == ("fuse.gcsfuse", True)
     assert "/proc" not in found
     assert os.listdir(bucket) == []
     one = report({"folders": found}, {"folders": {**found, "checkpoints": found["artifacts"]}})
-    [wrong] = preflight.problems(one, nodes=2, gpus=8)
+    [wrong] = node_check.problems(one, nodes=2, gpus=8)
     assert wrong.startswith("node 0 cannot write to its checkpoints: ")
-    rows = [line.split() for line in preflight.table(one).splitlines() if line.startswith("checkpoints")]
+    rows = [line.split() for line in node_check.table(one).splitlines() if line.startswith("checkpoints")]
     assert [(row[1], row[2], row[-2]) for row in rows] == [("0", "ext4", "no"), ("1", "ext4", "yes")]
 
 
@@ -439,7 +441,7 @@ def test_the_grace_is_the_last_that_a_node_says() -> None:
     says("service", "of the platform itself", attempt="")
     assert (run.cancels, grace.asked) == (0, False)
     for _ in range(2):
-        says(0, preflight.READY)
+        says(0, node_check.READY)
     assert (run.cancels, grace.asked) == (1, True)
     says(1, "preflight: 60.0 s since the stop signal", attempt="0.1")
     for node, seconds in ((0, 0.0), (1, 0.5), (1, 15.0), (0, 22.5)):
@@ -448,7 +450,7 @@ def test_the_grace_is_the_last_that_a_node_says() -> None:
     assert [found["nodes"][str(node)]["seconds"] for node in range(3)] == [22.5, 15.0, None]
     assert [line[:6] for line in wrong] == ["node 1", "node 2"]
     assert "killed 15.0 s after SIGTERM, of 30 s reckoned" in wrong[0]
-    told = preflight.table(report({}, {}, grace=found))
+    told = node_check.table(report({}, {}, grace=found))
     assert "1     at least 15.0 s  killed" in told
 
 
@@ -472,7 +474,7 @@ def check_report(done: subprocess.CompletedProcess[str]) -> None:
     assert all(folders[name]["writable"] for name in ("checkpoints", "artifacts", "current folder"))
     speeds = found["allreduce"]
     assert (speeds["backend"], speeds["ranks"], speeds["right"]) == ("gloo", 4, True)
-    assert [row["bytes"] for row in speeds["rows"]] == list(preflight.CPU_SIZES)
+    assert [row["bytes"] for row in speeds["rows"]] == list(node_check.CPU_SIZES)
     for row in speeds["rows"]:
         assert row["algbw"] == pytest.approx(row["bytes"] / row["seconds"] / 1e9)
         assert row["busbw"] == pytest.approx(row["algbw"] * 1.5)

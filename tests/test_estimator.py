@@ -11,8 +11,8 @@ import pytest
 
 from cloudtrain.errors import SpecError
 from cloudtrain.estimator import Estimator, RunFailedError, log_line, ranks
-from cloudtrain.follow import Line
-from cloudtrain.job import FLAT_FIELDS, Input, Job
+from cloudtrain.job.job import FLAT_FIELDS, Input, Job
+from cloudtrain.runs.log_order import Line
 
 SCRIPT = """
 import os, sys

@@ -24,8 +24,7 @@ import tomli_w
 from earlier import Ran
 from foldercloud import NAME, Provider
 
-from cloudtrain import cli, moves, pyz, relay, retry
-from cloudtrain.checks import Check, failed, ok
+from cloudtrain import cli
 from cloudtrain.cli.watch import Watch
 from cloudtrain.errors import (
     AuthError,
@@ -38,16 +37,19 @@ from cloudtrain.errors import (
     StorageError,
 )
 from cloudtrain.estimator import Estimator
-from cloudtrain.fallback import Onward
-from cloudtrain.provider import Layout
-from cloudtrain.reconcile import reconcile
-from cloudtrain.run import Run
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import load_plan
-from cloudtrain.transfer import LocalFiles
+from cloudtrain.provider_api.checks import Check, failed, ok
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.runs import handover, retry
+from cloudtrain.runs.fallback import FallbackPolicy
+from cloudtrain.runs.reconcile import reconcile
+from cloudtrain.runs.run import Run
+from cloudtrain.runs.submit import load_plan
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.files import LocalFiles
+from cloudtrain.store import remote_inputs, runtime_zip
+from cloudtrain.store.store import Store
 
-built = cache(pyz.build)
+built = cache(runtime_zip.build)
 """What it takes is no part of these trials."""
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"
@@ -109,7 +111,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     foldercloud.install(tmp_path / "site")
     (tmp_path / "site/foldercloud.py").unlink()  # the module is that of this process
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.setattr(pyz, "build", built)
+    monkeypatch.setattr(runtime_zip, "build", built)
     monkeypatch.chdir(tmp_path)
 
 
@@ -161,7 +163,7 @@ def test_a_refusal_at_create_leads_to_the_next_place(places: Places, category: s
         "gpu": None, "category": category, "reason": "the quota of X is 0",
     }  # fmt: skip
     places.clouds[1].stand("r.0", state="succeeded")
-    result = run.wait(retry=Onward(run))
+    result = run.wait(retry=FallbackPolicy(run))
     assert (result["state"], result["refusals"]) == ("succeeded", [refusal])
     left = places.stores[0].result("r")
     assert left is not None
@@ -171,11 +173,11 @@ def test_a_refusal_at_create_leads_to_the_next_place(places: Places, category: s
 
 def test_what_waits_for_machines_too_long_is_cancelled_for_certain_and_goes_on(places: Places) -> None:
     run = places.submit(max_wait=3600)
-    assert Onward(run)(run.result()) is False
+    assert FallbackPolicy(run)(run.result()) is False
     places.long_ago()
     said: list[str] = []
     run = places.attach()
-    result = run.reconcile(retry=Onward(run, said.append))
+    result = run.reconcile(retry=FallbackPolicy(run, said.append))
     assert (result["state"], result["run"]) == ("pending", f"{places.stores[1].url}/runs/r")
     assert [cloud.status("r.0").state for cloud in places.clouds] == ["cancelled", "pending"]
     assert [item["reason"] for item in result["refusals"]] == ["no machines within max_wait (1h)"]
@@ -193,7 +195,7 @@ def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Plac
             started.start()
 
     looked.every = True  # type: ignore[attr-defined]
-    result = run.wait(retry=Onward(run), on_status=looked, on_line=lambda line: None)
+    result = run.wait(retry=FallbackPolicy(run), on_status=looked, on_line=lambda line: None)
     started.join()
     assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
 
@@ -202,9 +204,9 @@ def test_a_job_that_never_got_machines_goes_on_while_somebody_waits(places: Plac
 def test_nothing_else_leads_on(places: Places, category: str) -> None:
     run = places.submit()
     places.clouds[0].stand("r.0", **NONE | {"category": category})
-    assert run.wait(retry=Onward(run))["category"] == category
+    assert run.wait(retry=FallbackPolicy(run))["category"] == category
     assert places.jobs() == [["r.0"], []]
-    assert moves.next_of(places.stores[0], "r") is None
+    assert handover.next_of(places.stores[0], "r") is None
 
 
 def test_a_request_that_is_wrong_leads_nowhere(places: Places) -> None:
@@ -220,14 +222,14 @@ def test_a_run_that_has_run_stays_where_its_checkpoints_are(places: Places, trac
     record = {"attempt": "0.0", "node": 0, "started": 1.0, "ended": 2.0, "outcome": "preempted"}
     places.stores[0].files.write(f"runs/r/{trace}", json.dumps(record).encode())
     places.clouds[0].stand("r.0", **NONE)
-    assert run.wait(retry=Onward(run))["category"] == "capacity"
+    assert run.wait(retry=FallbackPolicy(run))["category"] == "capacity"
     assert places.jobs() == [["r.0"], []]
 
 
 def test_what_the_platform_says_has_had_machines_stays(places: Places) -> None:
     run = places.submit(retries=0)
     places.clouds[0].stand("r.0", **NONE, started=1.0, finished=2.0)
-    assert run.wait(retry=Onward(run))["category"] == "capacity"
+    assert run.wait(retry=FallbackPolicy(run))["category"] == "capacity"
     assert places.jobs() == [["r.0"], []]
 
 
@@ -235,7 +237,7 @@ def test_a_want_of_machines_of_which_no_attempt_tells_leads_on(places: Places) -
     run = places.submit()
     row = {"number": "0.0", "category": "preempted", "reason": "it was taken"}
     places.clouds[0].stand("r.0", **NONE, attempts=[row])
-    assert [item["reason"] for item in run.reconcile(retry=Onward(run))["refusals"]] == ["no machines came"]
+    assert [item["reason"] for item in run.reconcile(retry=FallbackPolicy(run))["refusals"]] == ["no machines came"]
     assert places.alive() == [1]
 
 
@@ -398,7 +400,7 @@ def test_a_saved_plan_of_a_run_that_has_moved_since_is_refused_with_where_it_is(
     saved.write_text(json.dumps(places.estimator(resume_from=old.url).plan(run_id="r").document()))
     load_plan(saved, settings=Settings(), cwd=places.folder)
     places.clouds[0].stand("old.0", **NONE)
-    old.reconcile(retry=Onward(old))
+    old.reconcile(retry=FallbackPolicy(old))
     with pytest.raises(SpecError, match=r"^resume_from: \S+store-0/runs/old/\S+ went on to \S+store-1/runs/old/\S+;"):
         load_plan(saved, settings=Settings(), cwd=places.folder)
 
@@ -448,16 +450,16 @@ def test_a_further_gpu_that_was_recorded_and_not_sent_is_sent_by_the_same_comman
 
 def test_who_waits_sends_a_further_gpu_whose_client_died(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     places.clouds[0].refuse("quota", "no H100")
-    send = Onward.send
+    send = FallbackPolicy.send
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retry, "patiently", lambda call: call())
         silent_to(patch, "r.1")
         with pytest.raises(LostContactError):
             places.submit(gpu=["H100:8", "A100:8"])
-    monkeypatch.setattr(Onward, "send", lambda self, number: None)  # another client is about to
+    monkeypatch.setattr(FallbackPolicy, "send", lambda self, number: None)  # another client is about to
     run = places.attach()
-    waits = Onward(run)
-    monkeypatch.setattr(Onward, "send", send)
+    waits = FallbackPolicy(run)
+    monkeypatch.setattr(FallbackPolicy, "send", send)
     monkeypatch.setattr(retry, "UNSENT_SECONDS", 0.0)
     result = run.wait(retry=waits, on_status=lambda status: [
         places.clouds[0].stand("r.1", state="succeeded") for _ in places.jobs()[0]
@@ -566,7 +568,7 @@ def test_a_cancel_forbids_the_next_place(places: Places) -> None:
     run = places.submit(max_wait=3600)
     places.clouds[0].stand("r.0", **NONE)
     run.cancel()
-    assert run.wait(retry=Onward(run))["category"] == "capacity"
+    assert run.wait(retry=FallbackPolicy(run))["category"] == "capacity"
     assert places.jobs() == [["r.0"], []]
 
 
@@ -579,12 +581,12 @@ def died_on_the_way(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     places.submit()
     places.clouds[0].stand("r.0", **NONE)
     run = places.attach()
-    onward = Onward(run)
+    onward = FallbackPolicy(run)
     with monkeypatch.context() as patch:
         patch.setattr(Store, "create_attempt", dies)
         with pytest.raises(Died):
             run.reconcile(retry=onward)
-    assert moves.next_of(places.stores[0], "r") is not None
+    assert handover.next_of(places.stores[0], "r") is not None
 
 
 def test_a_cancel_that_whoever_moved_it_did_not_pass_on_counts(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,7 +604,7 @@ def test_who_may_only_read_is_told_how_a_run_stands_that_was_moved(
 ) -> None:
     run = places.submit()
     places.clouds[0].stand("r.0", **NONE)
-    run.reconcile(retry=Onward(run))
+    run.reconcile(retry=FallbackPolicy(run))
     places.stores[0].files.remove("runs/r/result.json")
 
     def denied(*args: Any, **options: Any) -> None:
@@ -699,7 +701,7 @@ def test_a_checkpoint_that_is_damaged_in_the_place_before_comes_from_the_run_its
     (row,) = places.reconcile()
     assert row["exit_code"] == StorageError.exit_code
     assert "submit the same job again with --run-id r where the run can be read" in str(row["error"])
-    assert moves.next_of(store, "r") is None
+    assert handover.next_of(store, "r") is None
     assert places.stores[1].runs() == []
     again = Ran(f"file://{places.folder}/theirs")
     given = again.save(6)
@@ -715,11 +717,11 @@ def test_another_version_brings_the_submitter_s_runtime_over_or_says_in_a_line_t
     (key,) = places.stores[0].files.list("runtime")
     data = places.stores[0].files.read(key)
     places.stores[0].files.remove(key)
-    monkeypatch.setattr(pyz, "digest", lambda provider=None: "0" * 64)
+    monkeypatch.setattr(runtime_zip, "digest", lambda provider=None: "0" * 64)
     (row,) = places.reconcile()
     assert row["exit_code"] == StorageError.exit_code
     assert f"{places.stores[0].url}/{key} is not there" in str(row["error"])
-    assert moves.next_of(places.stores[0], "r") is None
+    assert handover.next_of(places.stores[0], "r") is None
     places.stores[0].files.write(key, data)
     assert places.reconcile()[0]["error"] is None
     assert places.stores[1].files.read(key) == data
@@ -739,12 +741,12 @@ def test_who_waits_too_goes_along_when_another_client_moves_the_run(places: Plac
     def looked(status: Any) -> None:
         if not places.clouds[1].jobs():
             places.clouds[0].stand("r.0", **NONE)
-            other.reconcile(retry=Onward(other))
+            other.reconcile(retry=FallbackPolicy(other))
         else:
             places.clouds[1].stand("r.0", state="succeeded")
 
     looked.every = True  # type: ignore[attr-defined]
-    result = waiting.wait(retry=Onward(waiting), on_status=looked, timeout=20)
+    result = waiting.wait(retry=FallbackPolicy(waiting), on_status=looked, timeout=20)
     assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
 
 
@@ -758,7 +760,7 @@ def test_each_place_has_a_max_wait_of_its_own(places: Places) -> None:
         sleep=lambda seconds: now.__setitem__(0, now[0] + max(seconds, 1)),
     )  # fmt: skip
     with pytest.raises(LostContactError, match="has not ended in the time given"):
-        run.wait(retry=Onward(run), poll=30, timeout=600)
+        run.wait(retry=FallbackPolicy(run), poll=30, timeout=600)
     assert places.alive() == [1]
     assert [store.expired("r", 0) is not None for store in places.stores] == [True, False]
 
@@ -839,10 +841,10 @@ def again(places: Places, how: str) -> None:
     """What the next client does; a run whose first attempt was never recorded only the same command starts."""
     if how == "submit" or not places.stores[0].attempts("r"):
         run = places.submit()
-        run.reconcile(retry=Onward(run))
+        run.reconcile(retry=FallbackPolicy(run))
     elif how == "attach":
         run = places.attach()
-        run.reconcile(retry=Onward(run))
+        run.reconcile(retry=FallbackPolicy(run))
     else:
         assert places.reconcile()[0]["error"] is None
 
@@ -853,7 +855,7 @@ def move(places: Places, kind: str) -> None:
         places.submit()
     else:
         run = places.attach()
-        run.reconcile(retry=Onward(run))
+        run.reconcile(retry=FallbackPolicy(run))
 
 
 def begun(folder: Path, kind: str) -> Places:
@@ -877,7 +879,7 @@ def one_job(places: Places) -> None:
     places.clouds[1].stand("r.0", state="succeeded")
     for place in range(2):
         run = places.attach(place)
-        result = run.reconcile(retry=Onward(run))
+        result = run.reconcile(retry=FallbackPolicy(run))
         assert (result["state"], result["run"]) == ("succeeded", f"{places.stores[1].url}/runs/r")
         assert [item["category"] for item in result["refusals"]] == [places_category(places)]
     left = places.stores[0].result("r")
@@ -894,8 +896,8 @@ def places_category(places: Places) -> str:
 
 @pytest.fixture
 def boundaries(installed: None, monkeypatch: pytest.MonkeyPatch) -> Boundaries:
-    monkeypatch.setattr(moves, "IN_FLIGHT", 0.0)
-    monkeypatch.setattr(moves, "_PAUSE", 0.005)
+    monkeypatch.setattr(handover, "IN_FLIGHT", 0.0)
+    monkeypatch.setattr(handover, "_PAUSE", 0.005)
     return Boundaries(monkeypatch)
 
 
@@ -935,7 +937,7 @@ KINDS = ["refused", "waited"]
 def test_a_client_that_dies_while_it_brings_a_checkpoint_over_is_gone_on_from(
     boundaries: Boundaries, apart: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    monkeypatch.setattr(relay, "LEASE", 2.0)
+    monkeypatch.setattr(remote_inputs, "LEASE", 2.0)
     deaths(boundaries, tmp_path / "deaths", "resumed", count)
 
 
@@ -997,5 +999,5 @@ def meetings(boundaries: Boundaries, folder: Path, kind: str, most: int, *, stal
 def test_two_clients_at_once_start_one_job(
     boundaries: Boundaries, tmp_path: Path, kind: str, stalls: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(moves, "LEASE", 0.02 if stalls else 60.0)
+    monkeypatch.setattr(handover, "LEASE", 0.02 if stalls else 60.0)
     meetings(boundaries, tmp_path / "meetings", kind, count, stalls=stalls)

@@ -26,11 +26,11 @@ from proxy import PLANNED, Proxy
 from servers import AZURITE_ACCOUNT
 from trials import SEED, TRIALS
 
-from cloudtrain import filesystem, objects, remote
 from cloudtrain.errors import DigestError, StorageError
-from cloudtrain.faults import Retries
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.transfer import Moving, parallel
+from cloudtrain.storage import fsspec_backend, obstore_backend, remote
+from cloudtrain.storage.errors import Retries
+from cloudtrain.storage.files import TransferOptions, parallel
+from cloudtrain.storage.remote import RemoteFiles
 
 pytestmark = [
     pytest.mark.remote,
@@ -69,7 +69,11 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     name = "AZURE_STORAGE_CONNECTION_STRING" if scheme == "abfs" else "STORAGE_EMULATOR_HOST"
     word = os.environ[name]
     server = word if scheme == "gs" else word.partition("BlobEndpoint=")[2].partition(f"/{AZURITE_ACCOUNT}")[0]
-    for module, what, value in ((objects, "PIECE", PIECE), (remote, "SMALL", SMALL), (filesystem, "SMALL", SMALL)):
+    for module, what, value in (
+        (obstore_backend, "PIECE", PIECE),
+        (remote, "SMALL", SMALL),
+        (fsspec_backend, "SMALL", SMALL),
+    ):
         monkeypatch.setattr(module, what, value)
     there = reach(url, "auto")
     assert there.list() == {}  # it is opened now, by what the environment says until here
@@ -83,7 +87,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def reach(url: str, mover: str) -> RemoteFiles:
-    return RemoteFiles(url=url, moving=Moving(mover=mover), retries=Retries(sleep=lambda _: None))
+    return RemoteFiles(url=url, moving=TransferOptions(mover=mover), retries=Retries(sleep=lambda _: None))
 
 
 def digest(data: bytes) -> str:
@@ -204,9 +208,9 @@ def test_clients_that_push_and_pull_the_same_object_at_once(
 KILLED = f"""
 import sys
 from pathlib import Path
-from cloudtrain import objects
-from cloudtrain.transfer import Moving, files
-objects.PIECE = {PIECE}
+from cloudtrain.storage import obstore_backend
+from cloudtrain.storage.files import Moving, files
+obstore_backend.PIECE = {PIECE}
 url, mover, folder = sys.argv[1:]
 tree = files(url, moving=Moving(mover=mover))
 tree.list()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloudtrain.follow import Follower, Line, Stream, Want, attempt_key, parse
-from cloudtrain.provider import LogLine
+from cloudtrain.provider_api.protocol import LogLine
+from cloudtrain.runs.log_order import Line, LogOrderer, MissingRange, Stream, attempt_key, parse_line
 
 FOREVER = 1000.0
 
@@ -36,21 +36,21 @@ def seqs(lines: Iterable[Line]) -> list[int | str]:
     return [line.seq or line.text for line in lines]
 
 
-def make(clock: Clock | None = None, **settings: int) -> Follower:
-    return Follower(clock=clock or Clock(), **settings)
+def make(clock: Clock | None = None, **settings: int) -> LogOrderer:
+    return LogOrderer(clock=clock or Clock(), **settings)
 
 
 # ------------------------------------------------------------------------------------------------------------- one line
 
 
 def test_a_numbered_line_is_taken_apart() -> None:
-    line = parse(LogLine(node="algo-2", text="[a1.2 n1 r13 #7] loss=0.5", time=12.5))
+    line = parse_line(LogLine(node="algo-2", text="[a1.2 n1 r13 #7] loss=0.5", time=12.5))
     assert line == Line(attempt="1.2", node=1, rank=13, seq=7, text="loss=0.5", time=12.5)
     assert line.stream == ("1.2", 1)
 
 
 def test_the_runtimes_own_line_has_no_rank() -> None:
-    assert parse(LogLine(node="x", text="[a0.0 n0 r- #1] cloudtrain: hello")).rank is None
+    assert parse_line(LogLine(node="x", text="[a0.0 n0 r- #1] cloudtrain: hello")).rank is None
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_runtimes_own_line_has_no_rank() -> None:
     ],
 )
 def test_the_text_stays_as_it_was(text: str, expected: str) -> None:
-    line = parse(LogLine(node="", text=text))
+    line = parse_line(LogLine(node="", text=text))
     assert (line.seq, line.text) == (3, expected)
 
 
@@ -82,7 +82,7 @@ def test_the_text_stays_as_it_was(text: str, expected: str) -> None:
     ],
 )
 def test_anything_else_is_the_platforms_own(text: str) -> None:
-    line = parse(LogLine(node="algo-1", text=text))
+    line = parse_line(LogLine(node="algo-1", text=text))
     assert line == Line(attempt="", node="algo-1", rank=None, seq=0, text=text)
     assert line.stream is None
 
@@ -119,7 +119,7 @@ def test_a_gap_is_looked_for_after_its_time_and_filled_from_a_segment() -> None:
     clock.now += 9.9
     assert follower.wanted() == []
     clock.now += 0.1
-    assert follower.wanted() == [want := Want(attempt="0.0", node=0, first=2, last=5)]
+    assert follower.wanted() == [want := MissingRange(attempt="0.0", node=0, first=2, last=5)]
     assert seqs(follower.segment(numbered(i) for i in range(1, 7))) == [2, 3, 4, 5, 6]
     assert list(follower.answered(want)) == []
     clock.now += FOREVER
@@ -168,7 +168,7 @@ def test_what_waits_is_bounded() -> None:
     assert list(follower.page(raw(i) for i in range(2, 12))) == []
     assert follower.wanted() == []
     assert list(follower.page([raw(12)])) == []
-    assert follower.wanted() == [Want(attempt="0.0", node=0, first=1, last=11)]  # at once
+    assert follower.wanted() == [MissingRange(attempt="0.0", node=0, first=1, last=11)]  # at once
     out = list(follower.page(raw(i) for i in range(13, 1000)))
     assert seqs(out) == ["[… 1 line lost]", *range(2, 1000)]
 
@@ -206,10 +206,10 @@ def test_the_end_asks_for_exactly_what_is_missing() -> None:
     list(follower.page([raw(1), raw(2), raw(1, node=1), raw(1, node=2), raw(3, node=3)]))
     exits = [{"attempt": "0.0", "node": n, "lines": lines} for n, lines in enumerate([2, 4, None, 3])]
     assert follower.drain(exits, [("0.1", 0), ("0.0", 0)]) == [
-        Want(attempt="0.0", node=1, first=2, last=4),
-        Want(attempt="0.0", node=2, first=2, last=None),
-        Want(attempt="0.0", node=3, first=1, last=3),
-        Want(attempt="0.1", node=0, first=1, last=None),
+        MissingRange(attempt="0.0", node=1, first=2, last=4),
+        MissingRange(attempt="0.0", node=2, first=2, last=None),
+        MissingRange(attempt="0.0", node=3, first=1, last=3),
+        MissingRange(attempt="0.1", node=0, first=1, last=None),
     ]
     assert seqs(follower.segment(numbered(i, node=1) for i in (2, 3))) == [2, 3]
     assert seqs(follower.finish()) == ["[… 1 line lost]", "[… 2 lines lost]", 3]
@@ -226,14 +226,14 @@ STREAMS: list[Stream] = [(attempt, node) for attempt in ("0.0", "0.1", "1.0") fo
 Segments = Mapping[Stream, list[int]]
 
 
-def read(segments: Segments, want: Want) -> Iterator[str]:
+def read(segments: Segments, want: MissingRange) -> Iterator[str]:
     for seq in segments.get(want.stream, []):
         if seq >= want.first and (want.last is None or seq <= want.last):
             yield numbered(seq, attempt=want.attempt, node=want.node)
 
 
 def play(
-    follower: Follower, clock: Clock, pages: list[list[LogLine]], step: float, segments: Segments
+    follower: LogOrderer, clock: Clock, pages: list[list[LogLine]], step: float, segments: Segments
 ) -> Iterator[Line]:
     """The loop of a reader: pages at ``step`` seconds, and what is wanted looked up in ``segments``."""
     for page in pages:
@@ -244,7 +244,7 @@ def play(
             yield from follower.answered(want)
 
 
-def end(follower: Follower, totals: Mapping[Stream, int], segments: Segments) -> Iterator[Line]:
+def end(follower: LogOrderer, totals: Mapping[Stream, int], segments: Segments) -> Iterator[Line]:
     exits = [{"attempt": a, "node": n, "lines": total} for (a, n), total in totals.items()]
     for want in follower.drain(exits, segments):
         yield from follower.segment(read(segments, want))

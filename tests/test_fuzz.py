@@ -24,8 +24,8 @@ from trials import SEED, TRIALS
 from cloudtrain.cli import main
 from cloudtrain.errors import CloudtrainError
 from cloudtrain.estimator import Estimator
-from cloudtrain.job import Job
-from cloudtrain.settings import Settings
+from cloudtrain.job.job import Job
+from cloudtrain.settings.settings import Settings
 
 MOST_SECONDS = 1.0
 """Of this process's own time: a busy machine takes longer by the clock."""

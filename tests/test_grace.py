@@ -14,8 +14,8 @@ import pytest
 from fleet import Ranks
 from test_scale import Place
 
-from cloudtrain.provider import find_provider
-from cloudtrain.runtime import compact, growing
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.runtime import compact, mirror_files
 from cloudtrain.runtime.checkpoints import complete
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 
 def site_of_vertex(grace: str | None) -> Any:
-    return find_provider("vertex").site({}, {"grace": grace} if grace else {})
+    return find_provider("vertex").node_environment({}, {"grace": grace} if grace else {})
 
 
 @pytest.mark.parametrize("grace", ["15", None])
@@ -74,7 +74,7 @@ def test_how_often_a_node_writes_below_the_mounted_store(
 ) -> None:
     """Each of these writes is a new object there. The script logs, and rank 0 writes metrics, every second."""
     written: Counter[str] = Counter()
-    whole = growing.replace_file
+    whole = mirror_files.replace_file
 
     def replace(source: Path, target: Path, *more: Any, **named: Any) -> None:
         written["metrics"] += target.parent.name == "metrics"
@@ -89,7 +89,7 @@ def test_how_often_a_node_writes_below_the_mounted_store(
         return writes(path, data)
 
     merges, writes = compact._write, Path.write_bytes
-    monkeypatch.setattr(growing, "replace_file", replace)
+    monkeypatch.setattr(mirror_files, "replace_file", replace)
     monkeypatch.setattr(compact, "_write", merge)
     monkeypatch.setattr(Path, "write_bytes", segment)
 

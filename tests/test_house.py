@@ -15,88 +15,46 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.values import toml_loads
+from cloudtrain.validate import toml_loads
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cloudtrain"
 FUNCTION_LINES = 60
 
-#: The modules, lowest first: each may import from the rows above its own, wherever in its code the statement stands
-#: (in a function and under TYPE_CHECKING too: a name that a module must know is a dependency).
+#: The rooms of the house, lowest first: each may import from the rows above its own, wherever in its code the statement
+#: stands (in a function and under TYPE_CHECKING too: a name that a module must know is a dependency).
+#: Two modules import by a name in a text instead: `provider_api.registry` a provider, `runs.run` the page about a run.
 ORDER: tuple[frozenset[str], ...] = tuple(
     frozenset(row.split())
     for row in (
-        "_version errors",
-        "ask options schemas segments values packages",
-        "job disk kinds preflight provenance summary",
-        "prices",
-        "catalog checks credential curves faults ignore outputs provider transfer",
-        "limits",
-        "tree follow settings engine pyz backends access lease digests swap cautions",
-        "checkpoint filesystem needs entry_point",
-        "bundle markup schema store verdict providers runtime objects",
-        "tail pull max_wait moves remote cost seen",
-        "run relay",
-        "report retry carry",
-        "resume",
-        "submit supervisor listing retention",
-        "fallback",
-        "reconcile doctor rehearse",
+        "_version errors schemas",
+        "validate",
+        "storage",
+        "job",
+        "provider_api",
+        "settings",
+        "runtime",
+        "store",
+        "runs",
+        "engine",
+        "report doctor providers",
         "estimator",
-        "cli",
+        "cli compat testing",
         "__main__",
-        "compat testing",
     )
 )
-#: Narrower than the order: all that these may import of ours, whatever stands above them.
+#: Narrower than the order: the rooms that these may import, whatever stands above them.
 ONLY: dict[str, frozenset[str]] = {
-    "runtime": frozenset({"errors", "provider", "segments", "values"}),
-    "providers": frozenset(
-        {
-            "ask",
-            "catalog",
-            "checks",
-            "credential",
-            "errors",
-            "job",
-            "limits",
-            "options",
-            "packages",
-            "prices",
-            "provider",
-            "values",
-        }
-    ),
+    "runtime": frozenset({"errors", "validate", "provider_api"}),
+    "providers": frozenset({"errors", "validate", "storage", "job", "provider_api", "runtime"}),
 }
-#: Providers whose nodes this machine itself starts; nobody chooses one with an underscore, so it has no extra.
+#: Providers whose nodes this machine itself starts. A name with an underscore has no extra: users cannot choose it.
 WITH_ENGINE = frozenset({"local", "docker", "_rehearsal"})
-#: (importer, imported): the steps up, each from a function that picks one of several by a word, or that users call.
-PICKS = {
-    ("provider", "providers"): "a provider is found in its folder by its name; none is imported by name",
-    ("transfer", "remote"): "a URL's scheme says which files it means, and a local store must not load the other half",
-    ("run", "report"): "`Run.report` is the page about that run; only who writes one loads what draws it",
-}
-
-#: Where code (docstrings and comments may explain) says the name of a provider, or a word that is one, and what for.
-NAMES_A_PROVIDER = {
-    ("settings.py", "local"): "the default of the setting `provider`",
-    ("runtime/node.py", "local"): "a message's key: the rank within its node, torch's word",
-    ("runtime/launch.py", "local"): "the same",
-    ("engine/api.py", "docker"): "the package that talks to any engine of containers, and its variables",
-    ("engine/containers.py", "docker"): "the same",
-    ("engine/fuse.py", "docker"): "one of those variables",
-    ("compat/keywords.py", "sagemaker"): "the words of that platform's own SDK, and whose options they become",
-    ("compat/session.py", "sagemaker"): "that SDK's keyword `sagemaker_session`",
-    ("compat/sagemaker_v2.py", "sagemaker"): "the provider that scripts of its own SDK mean",
-    ("compat/sagemaker_v2.py", "local"): "that SDK's instance type `local`, and the provider that it is here",
-    ("compat/sagemaker_v2.py", "docker"): "the same, with an image",
-}
 #: Imported as something else than the distribution is called.
 DISTRIBUTIONS = {"tomli_w": "tomli-w"}
 #: What moves bytes faster, and the credentials of clouds: used where an extra has brought them, else done without.
 BROUGHT = {"obstore": "obstore", "boto3": "boto3", "botocore": "s3fs", "azure": "azure-identity", "google": "gcsfs"}
 PROVIDERS = {path.stem for path in (PACKAGE / "providers").iterdir() if not path.stem.startswith("_")}
-PLANNED = {"docker", "sagemaker", "azureml", "vertex"}
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -134,7 +92,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def home(path: Path) -> str:
-    """The row of `ORDER` that a file belongs to: its module, or the folder it lies in; empty for __init__ itself."""
+    """Return the room that a file belongs to: its folder, or the module itself; empty for the package's __init__."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return "" if parts == ("__init__",) else parts[0]
 
@@ -188,8 +146,9 @@ def test_every_module_has_its_place_in_the_order() -> None:
 
 
 def test_the_design_page_draws_the_same_order() -> None:
-    rows = (ROOT / "docs" / "design.md").read_text().partition("lowest first")[2].split("```")[1].splitlines()[1:]
-    assert [frozenset(row.split()) for row in rows] == list(ORDER)
+    picture = (ROOT / "docs" / "design.md").read_text().partition("Lowest first:")[2].split("```")[1]
+    floors = [re.findall(r"(?m)^[ \d]{3}(\w+)", floor) for floor in re.split(r"(?m)^(?=[ \d]\d )", picture)[1:]]
+    assert [frozenset(floor) for floor in floors] == list(ORDER)
 
 
 def test_imports_go_one_way() -> None:
@@ -197,7 +156,7 @@ def test_imports_go_one_way() -> None:
     for path in sources():
         here = home(path)
         for item in imports(path):
-            if item.package != "cloudtrain" or here in ("", item.ours) or ((here, item.ours) in PICKS and not item.top):
+            if item.package != "cloudtrain" or here in ("", item.ours):
                 continue
             if not item.ours or level(item.ours) >= level(here):
                 wrong.append(f"{item.where}: {here} must not import {item.module}")
@@ -248,7 +207,8 @@ def test_what_runs_on_a_node_never_imports_anything_else() -> None:
         f"{item.where}: imports {item.module}"
         for path in sources()
         for item in imports(path)
-        if third_party(item) and (home(path) == "runtime" or (_provider(path) and (item.top or "site" in item.inside)))
+        if third_party(item)
+        and (home(path) == "runtime" or (_provider(path) and (item.top or "node_environment" in item.inside)))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -305,27 +265,16 @@ def literals(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_only_a_provider_itself_says_its_name() -> None:
-    """`local` is a common word, so only where it stands alone; the others anywhere in a text or name."""
-    known = PROVIDERS | PLANNED
-    rare = re.compile("|".join(known - {"local"}), re.IGNORECASE)
-    wrong, used = [], set()
-    for path in sources():
-        if home(path) in ("providers", "testing"):
-            continue
-        for line, text in literals(path):
-            name = "local" if text == "local" else match[0].lower() if (match := rare.search(text)) else None
-            if name is None or not _said(path, line, text):
-                continue
-            used.add((name_of(path), name))
-            if (name_of(path), name) not in NAMES_A_PROVIDER:
-                wrong.append(f"{name_of(path)}:{line}: {text!r}")
+    """`local` and `docker` are common words. `compat` is about the SDK of one platform."""
+    clouds = re.compile("|".join(PROVIDERS - {"local", "docker"}), re.IGNORECASE)
+    wrong = [
+        f"{name_of(path)}:{line}: {text!r}"
+        for path in sources()
+        if home(path) not in ("providers", "testing", "compat")
+        for line, text in literals(path)
+        if clouds.search(text)
+    ]
     assert not wrong, "\n".join(wrong)
-    assert used == set(NAMES_A_PROVIDER), "no longer needed in NAMES_A_PROVIDER"
-
-
-def _said(path: Path, line: int, text: str) -> bool:
-    """A variable called ``local`` is no provider; a text is."""
-    return text != "local" or f'"{text}"' in path.read_text(encoding="utf-8").splitlines()[line - 1]
 
 
 # --------------------------------------------------------------------------------------------------- nothing unfinished
@@ -436,6 +385,19 @@ def test_everything_public_says_what_it_is() -> None:
     assert not silent, "\n".join(silent)
 
 
+def test_a_public_name_stands_in_one_module() -> None:
+    """Providers are alike on purpose. ``main`` is the name of a program's entry."""
+    homes: dict[str, list[str]] = {}
+    for path in sources():
+        if home(path) in ("providers", "testing", "cli", "compat") or path.stem in ("__main__", "worker"):
+            continue
+        for node in parsed(path).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith(("_", "main")):
+                homes.setdefault(node.name, []).append(name_of(path))
+    twice = {name: places for name, places in homes.items() if len(places) > 1}
+    assert not twice, twice
+
+
 def _public(tree: ast.Module) -> set[str]:
     """``__all__``, or without one every name that does not begin with an underscore."""
     for node in tree.body:
@@ -483,9 +445,8 @@ def test_dependencies_are_those_that_are_imported(project: dict[str, Any]) -> No
 
 
 def test_an_engine_needs_what_the_extra_of_its_provider_brings(project: dict[str, Any]) -> None:
-    """Or that of rehearsals."""
     extras = project["project"]["optional-dependencies"]
-    brought = {requirement(text) for name in (*(WITH_ENGINE & PROVIDERS), "rehearse") for text in extras[name]}
+    brought = {requirement(text) for name in WITH_ENGINE & PROVIDERS for text in extras[name]}
     assert {item.package for path in sources(PACKAGE / "engine") for item in imports(path) if third_party(item)} == (
         brought - {"torch", "numpy", "cloudtrain"}
     )

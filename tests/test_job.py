@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cloudtrain.errors import SpecError
-from cloudtrain.job import (
+from cloudtrain.job.job import (
     FLAT_FIELDS,
     LAUNCHERS,
     MODES,
@@ -28,7 +28,7 @@ from cloudtrain.job import (
     check_run_id,
     new_run_id,
 )
-from cloudtrain.values import did_you_mean, parse_duration, similar, url_scheme
+from cloudtrain.validate import did_you_mean, parse_duration, similar, url_scheme
 
 
 def job(**fields: Any) -> Job:

@@ -12,8 +12,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from cloudtrain.errors import StorageError
-from cloudtrain.lease import FOLDER, MARK, Deleting, announce, withdraw
-from cloudtrain.transfer import Entry, Files, LocalFiles, files
+from cloudtrain.storage.files import Entry, Files, LocalFiles, files
+from cloudtrain.storage.lease import FOLDER, MARK, GcLease, announce, withdraw
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -35,7 +35,7 @@ def test_what_is_announced_is_there_until_it_is_taken_back(store: Files) -> None
 
 def test_who_stages_waits_for_who_deletes(store: Files) -> None:
     said: list[str] = []
-    with Deleting(store, seconds=60) as deleting:
+    with GcLease(store, seconds=60) as deleting:
         waiting = threading.Thread(target=announce, args=(store, "run-1", ["a"]), kwargs={"say": said.append})
         waiting.start()
         time.sleep(0.3)
@@ -53,7 +53,7 @@ def test_one_deletes_at_a_time(store: Files) -> None:
     inside: set[int] = set()
 
     def work(number: int) -> None:
-        with Deleting(store, seconds=60):
+        with GcLease(store, seconds=60):
             inside.add(number)
             at_once.append(len(inside))
             time.sleep(0.05)
@@ -74,14 +74,14 @@ def test_the_mark_of_one_that_died_runs_out(store: Files) -> None:
     announce(store, "run-1", ["a"], seconds=0.5)
     assert time.monotonic() - begun >= 0.3
     assert store.read(MARK) == b"of a killed one", "only who deletes takes it over"
-    with Deleting(store, seconds=0.5) as deleting:
+    with GcLease(store, seconds=0.5) as deleting:
         deleting.check()
         assert store.read(MARK) != b"of a killed one"
     assert MARK not in store.list(FOLDER)
 
 
 def test_a_live_one_renews_its_mark(store: Files) -> None:
-    with Deleting(store, seconds=1) as deleting:
+    with GcLease(store, seconds=1) as deleting:
         words = {store.read(MARK)}
         for _ in range(15):
             time.sleep(0.1)
@@ -91,7 +91,7 @@ def test_a_live_one_renews_its_mark(store: Files) -> None:
 
 
 def test_who_lost_its_mark_deletes_no_more(store: Files) -> None:
-    with Deleting(store, seconds=0.5) as deleting:
+    with GcLease(store, seconds=0.5) as deleting:
         store.write(MARK, b"another's")
         time.sleep(0.3)
         with pytest.raises(StorageError, match="start again"):
@@ -112,7 +112,7 @@ def test_a_store_that_tells_no_times(tmp_path: Path) -> None:
     begun = time.monotonic()
     announce(store, "run-1", ["a"], seconds=0.5)
     assert time.monotonic() - begun >= 0.5
-    with Deleting(store, seconds=0.5) as deleting:
+    with GcLease(store, seconds=0.5) as deleting:
         deleting.check()
     assert time.monotonic() - begun < 10
 
@@ -120,7 +120,7 @@ def test_a_store_that_tells_no_times(tmp_path: Path) -> None:
 def test_times_alone_make_nobody_pass(tmp_path: Path) -> None:
     """A clock that is put forward while the mark is alive: it is watched all the same."""
     store = files(f"file://{tmp_path}/store")
-    with Deleting(store, seconds=3):
+    with GcLease(store, seconds=3):
         os.utime(tmp_path / "store" / MARK, (1, 1))
         begun = time.monotonic()
         with pytest.raises(TimeoutError):
@@ -133,7 +133,7 @@ def _once(seconds: float) -> None:
 
 
 def test_who_was_held_up_leaves_the_mark(store: Files) -> None:
-    with Deleting(store, seconds=60) as deleting:
+    with GcLease(store, seconds=60) as deleting:
         deleting._since = (0.0, 0.0)
     assert MARK in store.list(FOLDER)
 

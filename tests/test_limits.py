@@ -11,25 +11,20 @@ from typing import Any
 import pytest
 from jobs import Jobs
 
-from cloudtrain.cost import Account, cost_of, seconds_of
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.job import Job
-from cloudtrain.limits import checked_prices, gpus_of, hard_limit
-from cloudtrain.provider import AttemptInfo, Layout, Provider, Request, Status, find_provider
-from cloudtrain.retry import Retry
-from cloudtrain.run import Run
-from cloudtrain.store import Store
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.limits import checked_prices, gpus_per_node, hard_limit
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, Provider, Request, Status
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.runs.cost import Account, cost_of, seconds_of
+from cloudtrain.runs.outcome import unix_time
+from cloudtrain.runs.retry import Retry
+from cloudtrain.runs.run import Run
+from cloudtrain.store.store import Store
 from cloudtrain.testing.tables import Sample
-from cloudtrain.verdict import unix_time
 
 HOUR = 3600.0
 T0 = 1.7e9
-
-
-@pytest.fixture(autouse=True)
-def no_lists_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prices of the package, whatever was read from the clouds here."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @dataclass(frozen=True)
@@ -131,9 +126,9 @@ def test_a_machine_of_which_nobody_knows_the_gpus() -> None:
     job = Job.make(entry_point="t.py", max_gpu_hours=1, instance_type="x")
     with pytest.raises(UnsupportedError, match="how many GPUs x has is not known here"):
         hard_limit(job, "sagemaker", lambda _: ["x"], choice=0, own={})
-    assert gpus_of("vertex", "n1-standard-4", job, 0) == 0
-    assert gpus_of("vertex", "n1-standard-4+T4:2", job, 0) == 2
-    assert gpus_of("vertex", "a2-highgpu-4g", job, 0) == 4
+    assert gpus_per_node("vertex", "n1-standard-4", job, 0) == 0
+    assert gpus_per_node("vertex", "n1-standard-4+T4:2", job, 0) == 2
+    assert gpus_per_node("vertex", "a2-highgpu-4g", job, 0) == 4
 
 
 @pytest.mark.parametrize(
@@ -197,7 +192,7 @@ def failed(machine: str, *, started: float | None = T0, finished: float | None =
 @pytest.mark.parametrize("name", CLOUDS)
 def test_a_second_attempt_has_what_the_first_left(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of an hour on two nodes, of which the platform tells no bill."""
-    monkeypatch.setattr("cloudtrain.retry.write_context", lambda *_: None)  # the store of the plan is in no cloud
+    monkeypatch.setattr("cloudtrain.runs.retry.write_context", lambda *_: None)  # the store of the plan is in no cloud
     cloud = CLOUDS[name]
     machine = next(iter(cloud.prices))
     cheap = cloud.prices[machine]

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from cloudtrain import cli, listing
+from cloudtrain import cli
 from cloudtrain.errors import NotFoundError, SpecError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.listing import Wanted, list_page, list_runs
-from cloudtrain.store import Store
-from cloudtrain.transfer import Moving, parallel
-from cloudtrain.verdict import iso_time
+from cloudtrain.job.job import Job
+from cloudtrain.runs import listing
+from cloudtrain.runs.listing import Wanted, list_page, list_runs
+from cloudtrain.runs.outcome import iso_time
+from cloudtrain.storage.files import TransferOptions, parallel
+from cloudtrain.store.store import Store
 
 T0 = 1_700_000_000.0
 RUNS = 10_000
@@ -207,7 +208,7 @@ def test_the_command_line_goes_from_page_to_page(
 @pytest.mark.parametrize("mover", ["fsspec", "obstore"])
 def test_a_bucket_that_lists_in_more_than_one_answer(s3_url: str, mover: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 gives 1,000 folders at a time; of all these runs the page's own are read, and no other."""
-    store = Store(s3_url, moving=Moving(mover=mover))
+    store = Store(s3_url, moving=TransferOptions(mover=mover))
     names = [stamped(T0 + number) for number in range(1100)]
     texts = [json.dumps(result_of(name, T0 + number)).encode() for number, name in enumerate(names)]
     parallel(lambda n: store.files.write(f"runs/{names[n]}/result.json", texts[n]), range(len(names)))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from cloudtrain.max_wait import AGAIN_SECONDS, MaxWait
-from cloudtrain.provider import AttemptInfo, Request, Status
-from cloudtrain.store import Store
+from cloudtrain.provider_api.protocol import AttemptInfo, Request, Status
+from cloudtrain.runs.max_wait import AGAIN_SECONDS, MaxWait
+from cloudtrain.store.store import Store
 
 T0 = 1_700_000_000.0
 LIMIT = 600
@@ -131,3 +132,18 @@ def test_only_the_newest_attempt_of_a_run_that_nobody_has_cancelled(tmp_path: Pa
     _, store, _ = begun(tmp_path / "other")
     store.cancel("r")
     assert MaxWait(store=store, run_id="r", limit=LIMIT, clock=clock).ends(0, PENDING) == ""
+
+
+def test_a_step_of_the_machines_clock_ends_no_wait_that_this_process_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, store, _ = begun(tmp_path)
+    wall, ticks = Clock(), Clock()
+    monkeypatch.setattr(time, "time", wall)
+    monkeypatch.setattr(time, "monotonic", ticks)
+    wait = MaxWait(store=store, run_id="r", limit=LIMIT, clock=time.time)
+    assert wait.ends(0, PENDING) == ""
+    wall.now += 10 * LIMIT
+    assert wait.ends(0, PENDING) == ""
+    ticks.now += LIMIT + 1
+    assert wait.ends(0, PENDING) == WHY

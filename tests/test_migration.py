@@ -16,17 +16,17 @@ import pytest
 import yaml
 from clients import at_work
 from test_docs import Block, blocks, commands, section
+from worlds.azureml.world import AzureMLWorld
+from worlds.sagemaker.plane import Plane
+from worlds.sagemaker.world import SageMakerWorld
+from worlds.vertex.world import VertexWorld
 
 from cloudtrain import Estimator, cli
 from cloudtrain.compat.keywords import CARRIED, REFUSED, WITHOUT_EFFECT
 from cloudtrain.compat.sagemaker_v2 import PyTorch
 from cloudtrain.errors import NotFoundError
 from cloudtrain.estimator import RunFailedError
-from cloudtrain.testing.azureml.world import AzureMLWorld
-from cloudtrain.testing.sagemaker.plane import Plane
-from cloudtrain.testing.sagemaker.world import SageMakerWorld
-from cloudtrain.testing.vertex.world import VertexWorld
-from cloudtrain.testing.worlds import World
+from cloudtrain.testing.platform import FakePlatform
 
 PAGE = "docs/migration.md"
 SAMPLES = ("v3", "torchx", "sky", "gcloud", "az")
@@ -291,7 +291,7 @@ def test_the_sample_is_sent_when_its_import_has_changed(plane: Plane, capsys: py
             PyTorch.attach(known)
 
 
-def sent(name: str, world: World, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Any:
+def sent(name: str, world: FakePlatform, settings: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Any:
     """The job that a world, which has no machines, has of a sample after ``cloudtrain submit``, by its own settings."""
     [words] = commands(sample(name)[1].text)
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}

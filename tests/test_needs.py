@@ -12,11 +12,12 @@ import pytest
 
 from cloudtrain import Estimator, cli
 from cloudtrain.errors import SpecError
-from cloudtrain.job import Job
-from cloudtrain.needs import snippet, stand_ins
-from cloudtrain.provider import find_provider, needs_of
-from cloudtrain.settings import Settings
-from cloudtrain.values import toml_loads
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import needs_of
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.settings.needs import snippet, stand_ins
+from cloudtrain.settings.settings import Settings
+from cloudtrain.validate import toml_loads
 
 WANTED = {
     "sagemaker": ["store", "sagemaker.region", "sagemaker.role"],
@@ -92,7 +93,7 @@ def test_placeholders_stand_where_the_values_would() -> None:
 
 
 def test_a_plan_with_placeholders_is_refused_in_python() -> None:
-    from cloudtrain.submit import submit
+    from cloudtrain.runs.submit import submit
 
     plan = Estimator(entry_point="train.py", provider="sagemaker").plan()
     with pytest.raises(SpecError, match="3 settings are missing"):

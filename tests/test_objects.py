@@ -25,20 +25,20 @@ from faulty import FAULTS, FaultyS3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from servers import AZURITE_ACCOUNT, AZURITE_KEY, azurite, free_port, required, served
+from worlds.azureml.wire import Answer, Wire
 
-from cloudtrain import filesystem, objects, remote
-from cloudtrain.access import Unproven, find_access
 from cloudtrain.errors import AuthError, DigestError, SpecError, StorageError
-from cloudtrain.faults import Retries
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.testing.azureml.wire import Answer, Wire
-from cloudtrain.transfer import Moving, files, parallel
+from cloudtrain.storage import fsspec_backend, obstore_backend, remote
+from cloudtrain.storage.errors import Retries
+from cloudtrain.storage.files import TransferOptions, files, parallel
+from cloudtrain.storage.obstore_config import Unproven, find_access
+from cloudtrain.storage.remote import RemoteFiles
 
 pytestmark = pytest.mark.remote
 
 MOVERS = ["fsspec", "obstore"]
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-OBSTORE = Moving(mover="obstore")
+OBSTORE = TransferOptions(mover="obstore")
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +58,11 @@ def s3(wire: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fault
     words |= {"CONFIG_FILE": str(tmp_path / "none"), "SHARED_CREDENTIALS_FILE": str(tmp_path / "none")}
     for name, value in words.items():
         monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setattr(objects, "PIECE", 1 << 15)
-    monkeypatch.setattr(objects, "CHUNK", 1 << 13)
-    monkeypatch.setattr(objects, "AT_ONCE", 1 << 13)
+    monkeypatch.setattr(obstore_backend, "PIECE", 1 << 15)
+    monkeypatch.setattr(obstore_backend, "CHUNK", 1 << 13)
+    monkeypatch.setattr(obstore_backend, "AT_ONCE", 1 << 13)
     monkeypatch.setattr(remote, "SMALL", 1 << 12)
-    monkeypatch.setattr(filesystem, "SMALL", -1)
+    monkeypatch.setattr(fsspec_backend, "SMALL", -1)
     wire.clear()
     wire.only_below = ""
     return wire
@@ -70,7 +70,7 @@ def s3(wire: FaultyS3, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fault
 
 def reach(mover: str = "obstore", *, url: str = "s3://bucket/store", tries: int = 4, **given: Any) -> RemoteFiles:
     retries = Retries(tries=tries, sleep=lambda _: None)
-    return RemoteFiles(url=url, moving=Moving(mover=mover, **given), retries=retries)
+    return RemoteFiles(url=url, moving=TransferOptions(mover=mover, **given), retries=retries)
 
 
 def digest(data: bytes) -> str:
@@ -209,14 +209,14 @@ def test_a_range_that_fails_after_its_last_byte_is_whole(
     s3: FaultyS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s3.put("store/key", data := os.urandom(100_000))
-    pour, cut = objects.ObstoreMover._pour, iter([True])
+    pour, cut = obstore_backend.ObstoreMover._pour, iter([True])
 
     def poured(*args: Any, **words: Any) -> None:
         pour(*args, **words)
         if next(cut, False):
             raise ConnectionError("cut")
 
-    monkeypatch.setattr(objects.ObstoreMover, "_pour", poured)
+    monkeypatch.setattr(obstore_backend.ObstoreMover, "_pour", poured)
     reach().download("key", tmp_path / "x", size=100_000)
     assert (tmp_path / "x").read_bytes() == data
 
@@ -274,7 +274,7 @@ def test_an_upload_whose_last_answer_was_lost_is_sent_again(s3: FaultyS3, tmp_pa
 
 
 def test_a_body_may_take_long_and_an_answer_may_not(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "SILENCE", timedelta(seconds=0.3))
+    monkeypatch.setattr(obstore_backend, "SILENCE", timedelta(seconds=0.3))
     tree = reach(tries=1)
     s3.faults = ["late", "late"]
     tree.write("code", b"0" * 10_000)
@@ -297,7 +297,10 @@ def test_a_refusal_of_a_body_that_took_long_is_tried_again(s3: FaultyS3) -> None
 
 
 def test_each_mover_has_the_patience_that_it_takes(s3: FaultyS3) -> None:
-    tries = {mover: files("s3://bucket/x", moving=Moving(mover=mover))._open().mover.retries.tries for mover in MOVERS}
+    tries = {
+        mover: files("s3://bucket/x", moving=TransferOptions(mover=mover))._open().mover.retries.tries
+        for mover in MOVERS
+    }
     assert tries == {"fsspec": 4, "obstore": 7}
 
 
@@ -318,7 +321,7 @@ def test_fifty_race_for_a_name_and_one_wins(s3: FaultyS3) -> None:
 
 
 def run(code: str, *args: str, seconds: float = 60) -> str:
-    words = "import os, signal, sys, threading, time\nfrom cloudtrain.transfer import files, Moving, parallel\n"
+    words = "import os, signal, sys, threading, time\nfrom cloudtrain.storage.files import files, Moving, parallel\n"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", words + code, *args], capture_output=True, text=True, timeout=seconds
     )
@@ -488,7 +491,7 @@ def test_markers_of_folders_are_no_files_and_empty_files_are(s3: FaultyS3) -> No
 
 
 def access(url: str, environ: dict[str, str], options: dict[str, Any] | None = None, mover: str = "auto") -> Any:
-    return find_access(url, options or {}, {"HOME": "/", **environ}, moving=Moving(mover=mover))
+    return find_access(url, options or {}, {"HOME": "/", **environ}, moving=TransferOptions(mover=mover))
 
 
 KEYS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_CONFIG_FILE": "/no", "FSSPEC_CONFIG_DIR": "/no"}
@@ -542,7 +545,7 @@ def test_fsspec_is_configured_by_any_of_its_names(url: str, name: str, monkeypat
 def test_encryption_is_asked_of_s3_alone() -> None:
     for url in ("gs://b/x", "abfs://c/x", "memory://x/y"):
         with pytest.raises(SpecError, match=r"sse: only a store in S3"):
-            files(url, moving=Moving(sse="AES256")).read("key")
+            files(url, moving=TransferOptions(sse="AES256")).read("key")
 
 
 def test_who_insists_on_it_is_told_why_not(s3: FaultyS3, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -714,13 +717,13 @@ def test_what_kept_a_request_from_being_signed_is_told_of_it_alone() -> None:
             raise failures.pop()
         return {}
 
-    keys = objects._Keys(ask)
+    keys = obstore_backend._Keys(ask)
     with pytest.raises(ConnectionError):
         keys()
     keys()
-    assert objects._refusal(UnauthenticatedError("no keys"), keys.failure) is keys.failure
+    assert obstore_backend._refusal(UnauthenticatedError("no keys"), keys.failure) is keys.failure
     answered = UnauthenticatedError("HTTP error: status code: 401 Unauthorized: <Code>Expired</Code>")
-    assert "401 Expired" in str(objects._refusal(answered, keys.failure))
+    assert "401 Expired" in str(obstore_backend._refusal(answered, keys.failure))
 
 
 # ---------------------------------------------------------------------------------------------------------------- Azure

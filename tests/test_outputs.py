@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from cloudtrain import cli
-from cloudtrain.bundle import build, changes
-from cloudtrain.job import Source
-from cloudtrain.markup import page, tag
-from cloudtrain.outputs import _SETTINGS, PULL_STATE, reason
-from cloudtrain.settings import FILE
+from cloudtrain.job.bundle import build_bundle, changes
+from cloudtrain.job.job import Source
+from cloudtrain.job.own_files import _SETTINGS, PULL_STATE, reason
+from cloudtrain.report.markup import page, tag
+from cloudtrain.settings.settings import FILE
 
 RUN = {"run": "s3://b/p/runs/r-1", "run_id": "r-1"}
 OURS: dict[str, Any] = {
@@ -66,7 +66,7 @@ def fill(folder: Path, files: dict[str, Any]) -> None:
 
 
 def bundle(folder: Path, **source: Any) -> Any:
-    return build(Source(entry_point="train.py", **source), cwd=folder, git=False)
+    return build_bundle(Source(entry_point="train.py", **source), cwd=folder, git=False)
 
 
 def test_what_cloudtrain_wrote_changes_nothing_and_what_is_the_user_s_ships(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_large_file_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fill(tmp_path, {"result.json": OURS["result.json"]})
     path, size = str(tmp_path / "result.json"), (tmp_path / "result.json").stat().st_size
     assert reason(path, size) == "cloudtrain wrote it (--json)"
-    monkeypatch.setattr("cloudtrain.outputs._MOST", size - 1)
+    monkeypatch.setattr("cloudtrain.job.own_files._MOST", size - 1)
     assert reason(path, size) == ""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cloudtrain.packages import extra_of, install_command, missing_packages, not_installed
+from cloudtrain.storage.extras import extra_of, install_command, missing_packages, not_installed
 
 ROOT = Path(__file__).parents[1]
 EXTRAS = {
@@ -34,7 +34,7 @@ FIRST = {
 
 
 def test_a_message_names_every_package_and_one_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloudtrain.packages.missing_packages", lambda extra: ["boto3", "obstore", "s3fs"])
+    monkeypatch.setattr("cloudtrain.storage.extras.missing_packages", lambda extra: ["boto3", "obstore", "s3fs"])
     error = not_installed("provider sagemaker", "sagemaker", field="")
     assert str(error) == "provider sagemaker needs boto3, obstore and s3fs, which are not installed"
     assert re.search(r"pip install .*\[sagemaker\]'$", error.hint)

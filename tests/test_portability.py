@@ -13,7 +13,7 @@ import pytest
 from cells import CELLS, NOT, PROVIDERS
 from trainings import TEXT, Trainings
 
-from cloudtrain.provider import provider_names
+from cloudtrain.provider_api.registry import provider_names
 
 
 def test_the_page_is_made_of_its_record() -> None:

@@ -19,20 +19,20 @@ from foldercloud import NAME, install
 from hypothesis import given
 from hypothesis import strategies as st
 from plans import Plans
+from worlds.sagemaker.questions import Questions
+from worlds.sagemaker.strict import broken_rules, model_errors
+from worlds.sagemaker.wire import Wire
 
-from cloudtrain import provenance
 from cloudtrain.errors import ConflictError, SpecError
 from cloudtrain.estimator import Estimator
-from cloudtrain.job import Job
-from cloudtrain.provenance import asked, digest_of, origin_of
-from cloudtrain.provider import Layout, Request
-from cloudtrain.providers.azureml.account import named
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import make_plan
-from cloudtrain.testing.sagemaker.questions import Questions
-from cloudtrain.testing.sagemaker.strict import broken_rules, model_errors
-from cloudtrain.testing.sagemaker.wire import Wire
+from cloudtrain.job import provenance
+from cloudtrain.job.job import Job
+from cloudtrain.job.provenance import digest_of, in_background, origin_of
+from cloudtrain.provider_api.protocol import Layout, Request
+from cloudtrain.providers.azureml.api import named
+from cloudtrain.runs.submit import make_plan
+from cloudtrain.settings.settings import Settings
+from cloudtrain.store.store import Store
 
 SHA = "c0ffee" + "0" * 34
 GITHUB = {
@@ -101,10 +101,10 @@ def test_an_answer_that_does_not_come_keeps_nobody(monkeypatch: pytest.MonkeyPat
         raise OSError("no route")
 
     try:
-        assert asked(lambda: "arn:x")() == "arn:x"
-        assert asked(None)() is None
-        assert asked(refused)() is None
-        assert asked(lambda: str(release.wait(30)))() is None
+        assert in_background(lambda: "arn:x")() == "arn:x"
+        assert in_background(None)() is None
+        assert in_background(refused)() is None
+        assert in_background(lambda: str(release.wait(30)))() is None
     finally:
         release.set()
 
@@ -137,10 +137,10 @@ def test_who_calls_aws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     try:
         provider = plans("sagemaker").provider(**plans("sagemaker").settings)
-        assert asked(provider.principal)() == "arn:aws:iam::123456789012:user/tester"
+        assert in_background(provider.principal)() == "arn:aws:iam::123456789012:user/tester"
         assert wire.calls == ["GetCallerIdentity"]
         wire.expired.add("key-1")
-        assert asked(provider.principal)() is None
+        assert in_background(provider.principal)() is None
         assert not wire.crashes
     finally:
         wire.close()

@@ -17,24 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.errors import NotFoundError, SpecError, UnsupportedError
-from cloudtrain.job import Input, Job
-from cloudtrain.options import merge_options
-from cloudtrain.provider import (
-    PROTOCOL,
-    Layout,
-    LayoutInput,
-    Mount,
-    NodeSpec,
-    Provider,
-    Request,
-    Rules,
-    Simulation,
-    Status,
-    check_inputs,
-    context_of,
-    find_provider,
-    provider_names,
-)
+from cloudtrain.job.job import Input, Job
+from cloudtrain.job.options import merge_options
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from cloudtrain.provider_api.node import PROTOCOL
+from cloudtrain.provider_api.protocol import Layout, LayoutInput, Provider, Request, Status, check_inputs, context_of
+from cloudtrain.provider_api.registry import find_provider, provider_names
 
 LAYOUT = Layout(
     store="s3://b/p",
@@ -64,18 +52,18 @@ def test_plain_forms_round_trip() -> None:
     assert Layout.from_dict(json.loads(json.dumps(dataclasses.asdict(LAYOUT)))) == LAYOUT
     request = Request(provider="x", operation="o", body={"a": [1]}, context={"b": None}, run=LAYOUT.run, attempt=1)
     assert Request.from_dict(json.loads(json.dumps(request.to_dict()))) == request
-    simulation = Simulation(
+    simulation = LaunchSpec(
         nodes=(NodeSpec(command=["a"], mounts=(Mount(url="u", path="p", kind="sync"),), env={"A": "1"}),) * 2,
-        rules=Rules(time_limit=5, restart_on=[75]),
+        rules=LaunchRules(time_limit=5, restart_on=[75]),
     )
-    assert Simulation.from_dict(json.loads(json.dumps(simulation.to_dict()))) == simulation
+    assert LaunchSpec.from_dict(json.loads(json.dumps(simulation.to_dict()))) == simulation
 
 
 @pytest.mark.parametrize("data", [{}, {"nodes": 3, "rules": {}}, {"nodes": [{}], "rules": {"time_limit": 1}},
                                   {"nodes": [{"command": [], "mounts": [{}]}], "rules": {}}])  # fmt: skip
 def test_what_is_no_simulation_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="not a simulation"):
-        Simulation.from_dict(data)
+        LaunchSpec.from_dict(data)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +95,7 @@ def test_a_simulation_of_wrong_values_is_refused_by_name(
     given: dict[str, dict[str, Any]] = {"node": {"command": ["a"]}, "rules": {"time_limit": 1}}
     given[part] |= values
     with pytest.raises(SpecError) as caught:
-        Simulation.from_dict({"nodes": [given["node"]], "rules": given["rules"]})
+        LaunchSpec.from_dict({"nodes": [given["node"]], "rules": given["rules"]})
     assert caught.value.field == field
     assert words in f"{caught.value}; {caught.value.hint}"
 
@@ -279,7 +267,7 @@ def entry_point(folder: Path, name: str, target: str) -> None:
 
 def ask(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", f"from cloudtrain.provider import *; {code}"],
+        [sys.executable, "-c", f"from cloudtrain.provider_api.registry import *; {code}"],
         env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from test_run import RUNNING, SUCCEEDED, T0, ClientRetried, World, failed
 
-from cloudtrain import pull as pull_module
 from cloudtrain.errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
-from cloudtrain.pull import PullReport, parts, pull
+from cloudtrain.runs import pull as pull_module
+from cloudtrain.runs.pull import PullReport, parse_selection, pull
 
 
 @pytest.fixture
@@ -40,8 +40,11 @@ def pulled(folder: Path) -> set[str]:
 
 
 def test_words() -> None:
-    assert parts("checkpoints:latest,checkpoints:step=4,logs") == {"checkpoints": ["latest", "step=4"], "logs": ["all"]}
-    assert parts(["checkpoints", " metrics "])["checkpoints"] == ["all"]
+    assert parse_selection("checkpoints:latest,checkpoints:step=4,logs") == {
+        "checkpoints": ["latest", "step=4"],
+        "logs": ["all"],
+    }
+    assert parse_selection(["checkpoints", " metrics "])["checkpoints"] == ["all"]
     for bad, says in (
         ("checkpoint", "did you mean"),
         ("checkpoints:", "latest"),
@@ -51,7 +54,7 @@ def test_words() -> None:
         ("", "none of"),
     ):
         with pytest.raises(SpecError, match=says):
-            parts(bad)
+            parse_selection(bad)
 
 
 @pytest.mark.parametrize(
@@ -269,8 +272,8 @@ def test_only_the_marks_of_the_runs_own_platform_stay_in_the_store(tmp_path: Pat
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from cloudtrain import pull
-from cloudtrain.store import Store
+from cloudtrain.runs import pull
+from cloudtrain.store.store import Store
 pull._SAVED = 0.0
 left = [int(sys.argv[3])]
 def progress(key, more):

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import cloudtrain
-from cloudtrain import pyz
-from cloudtrain.provider import PROTOCOL, provider_names
+from cloudtrain.provider_api.node import PROTOCOL
+from cloudtrain.provider_api.registry import provider_names
+from cloudtrain.store import runtime_zip
 
 PACKAGE = Path(cloudtrain.__file__).parent
 
@@ -27,7 +28,7 @@ def python(*args: str, **kwargs: object) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
     path = tmp_path / "cloudtrain.pyz"
-    path.write_bytes(pyz.build())
+    path.write_bytes(runtime_zip.build())
     return path
 
 
@@ -36,7 +37,7 @@ def copy_of_the_package(folder: Path) -> Path:
     return folder
 
 
-CODE = "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from cloudtrain import pyz; print(pyz.digest(), hashlib.sha256(pyz.build()).hexdigest(), pyz.__file__)"  # noqa: E501
+CODE = "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from cloudtrain.store import runtime_zip as z; print(z.digest(), hashlib.sha256(z.build()).hexdigest(), z.__file__)"  # noqa: E501
 
 
 def test_digest_and_bytes_are_the_same_in_every_process_and_whatever_the_dates(tmp_path: Path) -> None:
@@ -48,16 +49,16 @@ def test_digest_and_bytes_are_the_same_in_every_process_and_whatever_the_dates(t
     there = python("-c", CODE, str(copy), env={**os.environ, "PYTHONHASHSEED": "2", "TZ": "Asia/Tokyo"}).stdout.split(
         " ", 2
     )
-    assert there[2].strip() == str(copy / "cloudtrain" / "pyz.py")
+    assert there[2].strip() == str(copy / "cloudtrain" / "store" / "runtime_zip.py")
     assert here[:2] == there[:2]
-    assert here[0] == pyz.digest()
+    assert here[0] == runtime_zip.digest()
 
 
 def test_another_byte_is_another_digest(tmp_path: Path) -> None:
     copy = copy_of_the_package(tmp_path)
     with open(copy / "cloudtrain" / "runtime" / "cause.py", "a") as stream:
         stream.write("# one more line\n")
-    assert python("-c", CODE, str(copy)).stdout.split()[0] != pyz.digest()
+    assert python("-c", CODE, str(copy)).stdout.split()[0] != runtime_zip.digest()
 
 
 def test_dates_are_fixed_and_the_client_half_stays_at_home(built: Path) -> None:
@@ -70,7 +71,7 @@ def test_dates_are_fixed_and_the_client_half_stays_at_home(built: Path) -> None:
     assert "cloudtrain/runtime/worker.py" in names
     assert "cloudtrain/providers/local.py" in names
     assert not [n for n in names if n.startswith(("cloudtrain/cli/", "cloudtrain/testing/")) or "__pycache__" in n]
-    assert len(pyz.build()) < 1 << 20
+    assert len(runtime_zip.build()) < 1 << 20
 
 
 def test_it_runs_isolated_and_without_site(built: Path, tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_the_node_side_imports_nothing_but_the_standard_library(built: Path) -> 
 import importlib, json, pkgutil, sys
 sys.path.append(sys.argv[1])
 import cloudtrain.runtime.__main__, cloudtrain.providers
-from cloudtrain.provider import find_provider
+from cloudtrain.provider_api.registry import find_provider
 for module in pkgutil.iter_modules(importlib.import_module("cloudtrain.runtime").__path__):
     if module.name != "worker":
         importlib.import_module("cloudtrain.runtime." + module.name)
@@ -163,8 +164,8 @@ def test_nothing_that_a_node_imports_is_compiled_there(built: Path, name: str) -
     code = (
         "import sys, zipfile; sys.path.insert(0, sys.argv[1])\n"
         "import cloudtrain.runtime.__main__\n"
-        "from cloudtrain.provider import find_provider\n"
-        "assert callable(find_provider(sys.argv[2]).site)\n"
+        "from cloudtrain.provider_api.registry import find_provider\n"
+        "assert callable(find_provider(sys.argv[2]).node_environment)\n"
         "names = zipfile.ZipFile(sys.argv[1]).namelist()\n"
         "files = [m.__file__.partition('.pyz/')[2] for n, m in sys.modules.items() if n.startswith('cloudtrain')]\n"
         "print(len(files) > 10, [f for f in files if f + 'c' not in names and not f.endswith('c')])\n"

@@ -23,11 +23,11 @@ from jobs import Jobs, dying
 from cloudtrain.cli import main
 from cloudtrain.errors import LostContactError, NotFoundError
 from cloudtrain.estimator import Estimator
-from cloudtrain.reconcile import reconcile, reconcile_store
-from cloudtrain.retry import Retry
-from cloudtrain.run import Run
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
+from cloudtrain.runs.reconcile import reconcile, reconcile_store
+from cloudtrain.runs.retry import Retry
+from cloudtrain.runs.run import Run
+from cloudtrain.settings.settings import Settings
+from cloudtrain.store.store import Store
 
 FAILED = {"state": "failed", "category": "infra", "reason": "the machine burnt"}
 TRIALS = int(os.environ.get("CLOUDTRAIN_TRIALS") or 0)
@@ -140,7 +140,7 @@ def test_a_preemption_is_like_no_other(place: Place) -> None:
 
 
 def test_what_was_recorded_and_never_sent_is_sent(place: Place) -> None:
-    place.dies("cloudtrain.store:Store.create_attempt", "after", *place.words("r"))
+    place.dies("cloudtrain.store.store:Store.create_attempt", "after", *place.words("r"))
     assert place.platform.jobs() == []
     (row,) = place.reconcile()
     assert row["done"] == ["sending attempt 0, which was recorded and never sent"]
@@ -160,7 +160,7 @@ def test_what_was_refused_while_somebody_looked_is_not_sent_later(place: Place) 
 
 def test_what_was_cancelled_is_cancelled_again_if_nobody_asked_the_platform(place: Place) -> None:
     run = place.submit(retries=3)
-    place.dies("cloudtrain.store:Store.cancel", "after", "cancel", run.url)
+    place.dies("cloudtrain.store.store:Store.cancel", "after", "cancel", run.url)
     assert place.platform.status("r.0").state == "pending"
     (row,) = place.reconcile()
     assert (row["state"], row["category"]) == ("cancelled", "cancelled")
@@ -267,10 +267,10 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS)
 def test_a_client_that_dies_leaves_what_the_next_goes_on_from(place: Place, step: str, moment: str) -> None:
     """Once more, and one job for each attempt, each with its record, and the end that would have been."""
-    owner = "foldercloud" if STEPS[step].startswith("Provider") else "cloudtrain.store"
+    owner = "foldercloud" if STEPS[step].startswith("Provider") else "cloudtrain.store.store"
     kind = step.partition(" ")[0]
     if kind == "send":
-        place.dies("cloudtrain.store:Store.create_attempt", "after", *place.words("r"))
+        place.dies("cloudtrain.store.store:Store.create_attempt", "after", *place.words("r"))
     else:
         run = place.submit(retries=int(kind == "retry"), max_wait=3600)
     if kind in ("retry", "close"):
@@ -298,7 +298,7 @@ def test_a_client_that_dies_leaves_what_the_next_goes_on_from(place: Place, step
 TOGETHER = """
 import os, sys, time
 go = sys.argv.pop(1)
-from cloudtrain.retry import Retry
+from cloudtrain.runs.retry import Retry
 call = Retry.__call__
 def waiting(self, result):
     open(f"{go}.{os.getpid()}", "w").close()
@@ -401,8 +401,8 @@ class Silent(Provider):
 def test_a_platform_that_does_not_answer_is_waited_for_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for run_id in ("a", "b", "c"):
         place.submit(run_id)
-    monkeypatch.setattr("cloudtrain.settings.find_provider", lambda name: Silent)
-    monkeypatch.setattr("cloudtrain.reconcile.ASK_SECONDS", 1.0)
+    monkeypatch.setattr("cloudtrain.settings.settings.find_provider", lambda name: Silent)
+    monkeypatch.setattr("cloudtrain.runs.reconcile.ASK_SECONDS", 1.0)
     rows = place.reconcile()
     assert [row["exit_code"] for row in rows] == [7, 7, 7]
     assert Silent.asked <= 6

@@ -15,18 +15,19 @@ from typing import Any
 import pytest
 from jobs import Done, Jobs
 
-from cloudtrain.engine.drills import Drill, Drills
-from cloudtrain.engine.places import place_of
-from cloudtrain.engine.sync import NodeFolders
-from cloudtrain.errors import SpecError, StorageError
+from cloudtrain.engine.fault_injection import Injection, InjectionPlan
+from cloudtrain.engine.node_folders import NodeFolders
+from cloudtrain.engine.rehearse import plan_rehearsal
+from cloudtrain.engine.supervisor import Supervisor, _Mounts
+from cloudtrain.engine.url_map import stand_in_for
+from cloudtrain.errors import SpecError
 from cloudtrain.estimator import Estimator
-from cloudtrain.job import Job
-from cloudtrain.provider import Mount, NodeSpec, Rules, Simulation, find_provider, provider_names
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from cloudtrain.provider_api.registry import find_provider, provider_names
 from cloudtrain.providers._rehearsal import DIRECT, EVERYWHERE, SECRETS
-from cloudtrain.rehearse import plan_rehearsal
-from cloudtrain.settings import Settings
-from cloudtrain.submit import Plan, make_plan
-from cloudtrain.supervisor import Supervisor, _Mounts
+from cloudtrain.runs.submit import Plan, make_plan
+from cloudtrain.settings.settings import Settings
 
 CLOUDS = ("azureml", "sagemaker", "vertex")
 
@@ -81,16 +82,15 @@ def test_the_request_is_the_very_one_that_plan_shows(site: Site) -> None:
     assert (body["target"], plan.provider_name, plan.run_id) == (site.target, "rehearsal", real.run_id)
     assert plan.layout.code_digest == real.layout.code_digest
     assert plan.layout.runtime_digest == real.layout.runtime_digest
-    theirs = real.provider.nodes(real.request)
-    ours = plan.provider.nodes(plan.request)
+    theirs = real.provider.launch_spec(real.request)
+    ours = plan.provider.launch_spec(plan.request)
     for one, other in zip(theirs.nodes, ours.nodes, strict=True):
         for name in ("command", "entrypoint", "env", "hostname", "workdir", "files", "image", "shm"):
             assert _plain(getattr(one, name)) == _plain(getattr(other, name)), name
         assert not [mount.url for mount in other.mounts if not mount.url.startswith(f"{plan.store.url}/")]
         places = [(mount.path, mount.kind) for mount in one.mounts]
         assert [(m.path, m.kind) for m in other.mounts] == [*places, (DIRECT, "sync")]
-    objects = "" if plan.provider.settings.no_objects else theirs.rules.objects
-    wanted = {**_plain(dataclasses.asdict(theirs.rules)), "retries": 1, "objects": objects}
+    wanted = {**_plain(dataclasses.asdict(theirs.rules)), "retries": 1}
     assert _plain(dataclasses.asdict(ours.rules)) == wanted
     told = {**real.request.context, "checkpoint_url": f"file://{DIRECT}"}
     assert plan.request.context == told
@@ -126,7 +126,7 @@ def test_a_local_input_is_staged_here_and_a_remote_one_needs_a_stand_in(vertex: 
     assert "--map gs://elsewhere/val=PATH" in error.message
     plan = vertex.rehearsed(job, maps={"gs://elsewhere": "data", "gs://elsewhere/val/": "data"})
     assert [tree.digest in plan.layout.inputs["train"].url for tree in plan.trees] == [True]
-    urls = {mount.url for mount in plan.provider.nodes(plan.request).nodes[0].mounts}
+    urls = {mount.url for mount in plan.provider.launch_spec(plan.request).nodes[0].mounts}
     assert (vertex.folder / "data").as_uri() in urls, "the deepest one counts"
     assert any("stands in for gs://elsewhere/val" in line for line in plan.request.body["differences"])
 
@@ -152,8 +152,8 @@ def test_whoever_nodes_run_as_may_write_where_the_platform_lets_its_own(site: Si
     folders = ("/opt/ml", "/opt/ml/cloudtrain", "/opt/ml/output") if site.target == "sagemaker" else ()
     for user, there in (("", {}), ("7:7", dict.fromkeys(folders, "mode=1777"))):
         request = type(plan.provider)(**{**own, "user": user}).plan(plan.job, plan.layout)
-        assert {spec.user for spec in plan.provider.nodes(request).nodes} == {user or None}
-        for spec in plan.provider.nodes(request).nodes:
+        assert {spec.user for spec in plan.provider.launch_spec(request).nodes} == {user or None}
+        for spec in plan.provider.launch_spec(request).nodes:
             assert spec.container.get("HostConfig", {}).get("Tmpfs", {}) == there
 
 
@@ -189,7 +189,7 @@ def test_what_is_not_here_is_told(vertex: Site) -> None:
     )
     own = dataclasses.replace(plan.provider.settings, gpus=0, cores=2, memory=4 << 30, user="7:7")
     request = type(plan.provider)(**dataclasses.asdict(own)).plan(plan.job, plan.layout)
-    (node, _) = plan.provider.nodes(request).nodes
+    (node, _) = plan.provider.launch_spec(request).nodes
     assert (node.image, node.gpus, node.cpus, node.memory, node.platform, node.user) == (
         "mine:1",
         0,
@@ -211,16 +211,11 @@ def test_what_is_not_here_is_told(vertex: Site) -> None:
     assert (has.body["nodes"][0]["gpus"], bool(has.body["nodes"][0]["cpus"])) == (4, True)
 
 
-@pytest.mark.parametrize("why", ["", "there is no /dev/fuse that may be used"])
-def test_mounts_of_an_object_store_behave_so_or_it_is_told_why_not(site: Site, why: str) -> None:
+def test_a_rehearsal_that_an_earlier_version_recorded_still_loads(site: Site) -> None:
     plan = site.rehearsed()
-    own = {**dataclasses.asdict(plan.provider.settings), "no_objects": why}
-    request = type(plan.provider)(**own).plan(plan.job, plan.layout)
-    path = {"vertex": "/gcs"}.get(site.target, "")
-    assert plan.provider.nodes(request).rules.objects == ("" if why else path)
-    told = [line for line in request.body["differences"] if line.startswith("/gcs is a folder of this machine")]
-    assert len(told) == bool(path)
-    assert all(line.endswith(why) and ("behind FUSE" in line) == (not why) for line in told)
+    made = type(plan.provider)(**{**dataclasses.asdict(plan.provider.settings), "no_objects": "no FUSE"})
+    body = {**plan.request.body, "rules": {**plan.request.body["rules"], "objects": "/gcs"}}
+    assert made.launch_spec(dataclasses.replace(plan.request, body=body)) == plan.provider.launch_spec(plan.request)
 
 
 def test_secrets_come_by_standard_input_alone() -> None:
@@ -235,18 +230,20 @@ def test_secrets_come_by_standard_input_alone() -> None:
 
 
 def test_a_drill_reads_as_it_is_told() -> None:
-    drill = Drill.parse("kill", "after=1m30s, node=1", nodes=2)
-    assert drill == Drill(kind="kill", node=1, after=90.0)
-    assert Drill.parse("kill", drill.words.partition(" ")[2], nodes=2) == drill
-    late = Drill.parse("preempt", "node=0,after=checkpoint", nodes=1)
+    drill = Injection.parse("kill", "after=1m30s, node=1", nodes=2)
+    assert drill == Injection(kind="kill", node=1, after=90.0)
+    assert Injection.parse("kill", drill.words.partition(" ")[2], nodes=2) == drill
+    late = Injection.parse("preempt", "node=0,after=checkpoint", nodes=1)
     assert late.words == "--preempt node=0,after=checkpoint"
     with pytest.raises(SpecError, match="must be"):
-        Drill.parse("kill", "node=1,node=1,after=3s", nodes=2)
+        Injection.parse("kill", "node=1,node=1,after=3s", nodes=2)
 
 
 def test_drills_come_in_their_time_and_once() -> None:
-    told = Drills.told([Drill.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")])
-    drills = Drills(json.loads(json.dumps(told)))
+    told = InjectionPlan.told(
+        [Injection.parse("kill", f"node=0,after={when}", nodes=1) for when in ("9s", "2s", "checkpoint")]
+    )
+    drills = InjectionPlan(json.loads(json.dumps(told)))
 
     def due(seconds: float, *, saved: bool = False) -> float | str | None:
         drill = drills.due(seconds, lambda: saved)
@@ -322,14 +319,14 @@ def test_it_begins_again_as_often_as_the_platform_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, starts: int
 ) -> None:
     supervisor, rules = supervised(Site(tmp_path, target))
-    monkeypatch.setattr("cloudtrain.supervisor.RESTART_SECONDS", 0.0)
-    simulation = supervisor.provider.nodes(supervisor.request)
+    monkeypatch.setattr("cloudtrain.engine.supervisor.RESTART_SECONDS", 0.0)
+    simulation = supervisor.provider.launch_spec(supervisor.request)
 
     class Taken:
         """An engine whose nodes have all been taken back."""
 
         def prepare(self, *args: Any) -> None:
-            supervisor.drills = Drills([{"kind": "preempt", "node": 0, "after": 0.0}])
+            supervisor.drills = InjectionPlan([{"kind": "preempt", "node": 0, "after": 0.0}])
 
         def start(self, *args: Any, **named: Any) -> list[Any]:
             return [Stopping(), Stopping()]
@@ -347,8 +344,8 @@ def test_it_begins_again_as_often_as_the_platform_does(
         def signal(self, name: str) -> None:
             self.told = name == rules.stop_signal
 
-    monkeypatch.setattr("cloudtrain.supervisor.SIGNAL_SECONDS", 0.0)
-    monkeypatch.setattr("cloudtrain.supervisor.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("cloudtrain.engine.supervisor.SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr("cloudtrain.engine.supervisor.POLL_SECONDS", 0.0)
     supervisor.engine = Taken()  # type: ignore[assignment]
     mounts = _Mounts(folder=supervisor.folder, store=supervisor.store, run_id="r")
     state, category, reason = supervisor._attempt(supervisor.request, simulation, mounts)
@@ -356,29 +353,7 @@ def test_it_begins_again_as_often_as_the_platform_does(
     assert reason.endswith("6 restarts are used up") is (starts > 1)
 
 
-def test_nothing_is_mounted_for_a_start_that_its_store_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was mounted before would stay."""
-    supervisor, _ = supervised(Site(tmp_path, "vertex"))
-    supervisor.drills = Drills([{"kind": "preempt", "node": 0, "after": None}])
-    simulation = supervisor.provider.nodes(supervisor.request)
-    simulation = dataclasses.replace(simulation, rules=dataclasses.replace(simulation.rules, objects="/gcs"))
-
-    class Ready:
-        def prepare(self, *args: Any) -> None:
-            """Nothing."""
-
-    def gone(run: str) -> None:
-        raise StorageError("the store is gone")
-
-    supervisor.engine = Ready()  # type: ignore[assignment]
-    monkeypatch.setattr(supervisor.store, "direct", gone)
-    monkeypatch.setattr("cloudtrain.supervisor.MountedFolders", lambda folder: pytest.fail("it is mounted"))
-    mounts = _Mounts(folder=supervisor.folder, store=supervisor.store, run_id="r")
-    with pytest.raises(StorageError, match="the store is gone"):
-        supervisor._start("0.0", simulation, mounts)
-
-
-def supervised(site: Site) -> tuple[Supervisor, Rules]:
+def supervised(site: Site) -> tuple[Supervisor, LaunchRules]:
     """The supervisor of a rehearsal that is recorded and has not begun, and its platform's rules."""
     plan = site.rehearsed()
     plan.store.create_run(plan.layout, {**plan.document(), "runtime": plan.layout.runtime_digest})
@@ -386,7 +361,7 @@ def supervised(site: Site) -> tuple[Supervisor, Rules]:
     folder.mkdir()
     (folder / "request.json").write_text(json.dumps(plan.request.to_dict()))
     made = Supervisor(folder=folder, engine="processes", secrets={}, environ={})
-    return made, plan.provider.nodes(plan.request).rules
+    return made, plan.provider.launch_spec(plan.request).rules
 
 
 # ---------------------------------------------------------------------------------------------- folders of a node's own
@@ -403,7 +378,7 @@ def own(tmp_path: Path) -> tuple[NodeFolders, list[Path], list[Path], Path]:
     mounts = [Mount(url=url, path=f"/{n}", kind="sync") for n, url in enumerate(urls)]
     node = NodeSpec(command=["x"], mounts=[*mounts, Mount(url=urls[0], path="/ro", kind="mount")])
     folders = NodeFolders(tmp_path / "own", live=urls[0], shared=urls[2], lag=0.0)
-    simulation = Simulation(nodes=[node, node], rules=Rules(time_limit=1, sync_lag=0.0))
+    simulation = LaunchSpec(nodes=[node, node], rules=LaunchRules(time_limit=1, sync_lag=0.0))
     wired, local = folders.wired(simulation, dict(zip(urls, (live, left, shared), strict=True)))
     lives, lefts, shares, reads = zip(*([local[m.url] for m in n.mounts] for n in wired.nodes), strict=True)
     assert set(shares) == {shared}
@@ -447,10 +422,10 @@ def test_what_a_lost_machine_had_not_sent_is_gone(
 
 def test_the_deepest_place_counts() -> None:
     places = {"s3://b": "file:///all", "s3://b/data/": "file:///data"}
-    assert place_of("s3://b/data/x", places) == "file:///data/x"
-    assert place_of("s3://b/database", places) == "file:///all/database"
+    assert stand_in_for("s3://b/data/x", places) == "file:///data/x"
+    assert stand_in_for("s3://b/database", places) == "file:///all/database"
     with pytest.raises(SpecError, match="s3://bb/x=PATH"):
-        place_of("s3://bb/x", places)
+        stand_in_for("s3://bb/x", places)
 
 
 # ----------------------------------------------------------------------------------------------------- whole rehearsals

@@ -21,15 +21,16 @@ from faulty import FaultyS3
 from servers import Web
 from trials import SEED, TRIALS
 
-from cloudtrain import lease, relay, remote
 from cloudtrain.errors import AuthError, ConflictError, SpecError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout
-from cloudtrain.relay import LEASE, Left, _Room, bring
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.store import Store
-from cloudtrain.transfer import Entry, Moving, files, parallel
-from cloudtrain.values import without_secrets
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.storage import lease, remote
+from cloudtrain.storage.files import Entry, TransferOptions, files, parallel
+from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.store import remote_inputs
+from cloudtrain.store.remote_inputs import LEASE, PreviousPlace, _Room, bring
+from cloudtrain.store.store import Store
+from cloudtrain.validate import without_secrets
 
 pytestmark = [
     pytest.mark.remote,
@@ -48,7 +49,7 @@ class Place:
 
     def __init__(self, source: str, store: str, mover: str = "auto") -> None:
         self.source, self.schemes = source, frozenset({store.partition(":")[0]})
-        self.store = Store(store, moving=Moving(mover=mover))
+        self.store = Store(store, moving=TransferOptions(mover=mover))
 
     def layout(self, run_id: str = "run-1", url: str = "") -> Layout:
         job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": url or self.source}})
@@ -190,7 +191,7 @@ def test_a_copy_that_is_damaged_in_the_place_before_comes_from_its_source(
     files(place.source).write("x", b"first")
     files(place.source).write("y", b"other")
     place.bring()
-    left, key = Left(place.store, place.layout()), f"data/{address(place)}/x"
+    left, key = PreviousPlace(place.store, place.layout()), f"data/{address(place)}/x"
     if fault == "gone":
         place.store.files.remove(key)
     else:
@@ -205,9 +206,9 @@ def test_a_copy_in_the_place_before_needs_no_source(gcs_url: str, s3_url: str, a
     place, after = Place(f"{gcs_url}/set", s3_url), Place(f"{gcs_url}/set", azure_url)
     files(place.source).write("x", b"first")
     place.bring()
-    left = Left(place.store, place.layout())
+    left = PreviousPlace(place.store, place.layout())
     files(place.source).write("x", b"newer")
-    unlike = Left(place.store, place.store.layout(run_id="r", code_digest="c", runtime_digest="f", inputs={}))
+    unlike = PreviousPlace(place.store, place.store.layout(run_id="r", code_digest="c", runtime_digest="f", inputs={}))
     assert after.bring(left=left) == 5
     assert after.copied() == {"x": b"first"}
     assert after.bring(left=unlike) == 5, "another run's copy"
@@ -244,7 +245,7 @@ def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyS3]:
 @pytest.mark.parametrize("mover", ["fsspec", "obstore"])
 def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> None:
     place = Place("s3://bucket/set", gcs_url)
-    place.store.moving = Moving(mover=mover, concurrency=1)
+    place.store.moving = TransferOptions(mover=mover, concurrency=1)
     s3.put("set/a", b"a" * MIB)
     s3.put("set/b", b"b" * (2 * MIB + 1))
     pieces, count = RemoteFiles.pieces, 0
@@ -273,7 +274,7 @@ def test_what_was_broken_off_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> 
 def test_when_it_is_over_nothing_goes_on(s3: FaultyS3, gcs_url: str, mover: str) -> None:
     """One of several fails: the others, which are slow, are at an end when that is told, and land no more."""
     place = Place("s3://bucket/set", gcs_url)
-    place.store.moving = Moving(mover=mover)
+    place.store.moving = TransferOptions(mover=mover)
     for name in "abc":
         s3.put(f"set/{name}", os.urandom(6 * MIB))
     writes: list[str] = []
@@ -337,7 +338,7 @@ def test_a_source_that_fails_leaves_no_part(
     request: pytest.FixtureRequest, s3: FaultyS3, mover: str, target: str
 ) -> None:
     place = Place("s3://bucket/set/x.bin", request.getfixturevalue(f"{target}_url"))
-    place.store.moving = Moving(mover=mover)
+    place.store.moving = TransferOptions(mover=mover)
     s3.put("set/x.bin", data := os.urandom(12 * MIB))
     taken = iter(range(99))
     s3.fault = lambda agent: "403 AccessDenied" if next(taken) > 8 else None  # type: ignore[method-assign]
@@ -353,7 +354,7 @@ def test_a_source_that_fails_leaves_no_part(
 @pytest.mark.parametrize("mover", ["fsspec", "obstore"])
 def test_a_network_that_breaks_is_tried_again(s3: FaultyS3, gcs_url: str, mover: str, fault: str) -> None:
     place = Place("s3://bucket/set/x.bin", gcs_url)
-    place.store.moving = Moving(mover=mover)
+    place.store.moving = TransferOptions(mover=mover)
     s3.put("set/x.bin", data := os.urandom(3 * MIB))
     s3.faults = [None, fault, None, fault]
     assert place.bring() == len(data)
@@ -363,7 +364,7 @@ def test_a_network_that_breaks_is_tried_again(s3: FaultyS3, gcs_url: str, mover:
 @pytest.mark.parametrize("mover", ["fsspec", "obstore"])
 def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str, mover: str) -> None:
     place = Place("s3://bucket/set/x.bin", gcs_url)
-    place.store.moving = Moving(mover=mover)
+    place.store.moving = TransferOptions(mover=mover)
     s3.put("set/x.bin", os.urandom(3 * MIB))
     s3.faults = [None, None, "replace"]
     with pytest.raises(StorageError, match=r"x\.bin changed while it was copied; start again"):
@@ -376,11 +377,11 @@ def test_a_source_that_changes_meanwhile_is_told(s3: FaultyS3, gcs_url: str, mov
 #: A client that copies, says how many bytes have moved, and takes its time.
 CLIENT = """
 import json, sys, time
-from cloudtrain import remote
-from cloudtrain.provider import Layout
-from cloudtrain.relay import bring
-from cloudtrain.store import Store
-from cloudtrain.transfer import Moving
+from cloudtrain.storage import remote
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.store.remote_inputs import bring
+from cloudtrain.store.store import Store
+from cloudtrain.storage.files import Moving
 remote.PIECE = 65536
 given = json.loads(sys.argv[1])
 store = Store(given["store"], moving=Moving(mover=sys.argv[2], concurrency=2))
@@ -478,7 +479,7 @@ class Slow:
 def test_who_comes_back_after_its_lease_was_taken_over_leaves_the_other_s_copy_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "LEASE", 0.4)
+    monkeypatch.setattr(remote_inputs, "LEASE", 0.4)
     address, url = "a" * 64, f"file://{tmp_path}/store"
     old, new = Slow(b"old-old-", "1"), Slow(b"NEW+NEW+", "2")
     new.goes_on.set()
@@ -486,16 +487,16 @@ def test_who_comes_back_after_its_lease_was_taken_over_leaves_the_other_s_copy_a
 
     def suspended() -> None:
         try:
-            relay.Copy(Store(url), "first", address, old, None, lambda _: None).run()
+            remote_inputs.Copy(Store(url), "first", address, old, None, lambda _: None).run()
         except StorageError as exc:
             failed.append(exc)
 
     with monkeypatch.context() as patched:  # as of a machine that sleeps: its renewing does, too
-        patched.setattr(lease.Sole, "_renew", lambda sole: sole._ended.wait())
+        patched.setattr(lease.Lease, "_renew", lambda sole: sole._ended.wait())
         thread = threading.Thread(target=suspended)
         thread.start()
         assert old.begun.wait(30)
-    assert relay.Copy(Store(url), "second", address, new, None, lambda _: None).run() == 8
+    assert remote_inputs.Copy(Store(url), "second", address, new, None, lambda _: None).run() == 8
     old.goes_on.set()
     thread.join(30)
     assert len(failed) == 1

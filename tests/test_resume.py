@@ -11,11 +11,11 @@ import pytest
 from earlier import Ran
 
 from cloudtrain.errors import NotFoundError, SpecError
-from cloudtrain.pull import newest_pulled, pull
-from cloudtrain.resume import checkpoints_url, is_bare
+from cloudtrain.runs.pull import newest_pulled, pull
+from cloudtrain.runs.resume import checkpoints_url, is_bare
 from cloudtrain.runtime.resume import Resume
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
+from cloudtrain.settings.settings import Settings
+from cloudtrain.store.store import Store
 
 
 class Here:

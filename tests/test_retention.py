@@ -14,17 +14,17 @@ from fsspec.implementations.memory import MemoryFileSystem
 from servers import race
 
 from cloudtrain import cli
-from cloudtrain import submit as submit_module
-from cloudtrain.disk import TEMP
 from cloudtrain.errors import ConflictError, NotFoundError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.lease import FOLDER, MARK
-from cloudtrain.listing import list_runs
-from cloudtrain.retention import ANNOUNCED, Collected, collect, collect_at
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import Plan, make_plan, submit
-from cloudtrain.transfer import Moving, files
+from cloudtrain.job.job import Job
+from cloudtrain.runs import submit as submit_module
+from cloudtrain.runs.listing import list_runs
+from cloudtrain.runs.submit import Plan, make_plan, submit
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage.files import TransferOptions, files
+from cloudtrain.storage.lease import FOLDER, MARK
+from cloudtrain.storage.local_disk import TEMP
+from cloudtrain.store.gc import ANNOUNCED, Collected, collect, collect_at
+from cloudtrain.store.store import Store
 
 CODE, OLD_CODE, RUNTIME, OLD_RUNTIME, DATA, OLD_DATA, HALF = (f"{number:064x}" for number in range(7))
 DAY = 86400
@@ -230,7 +230,7 @@ def test_a_run_that_is_recorded_with_other_data_is_another(tmp_path: Path, monke
     first = planned()
     first.store.stage(first.layout, archive=lambda: b"", pyz=b"", trees=first.trees)
     assert first.store.create_run(first.layout, submit_module._record(first))
-    submit_module.recorded(planned())
+    submit_module.with_recorded_origin(planned())
     (tmp_path / "data" / "a").write_text("two and more")
     with pytest.raises(ConflictError, match="different: inputs"):
         submit(planned(), environ={})
@@ -289,7 +289,7 @@ def test_of_a_link_the_link_goes(local: Store, tmp_path: Path) -> None:
     [("s3", "fsspec"), ("s3", "obstore"), ("azure", "fsspec"), ("azure", "obstore"), ("gcs", "fsspec")],
 )
 def test_an_object_store(place: str, mover: str, request: pytest.FixtureRequest) -> None:
-    store = Store(request.getfixturevalue(f"{place}_url"), moving=Moving(mover=mover))
+    store = Store(request.getfixturevalue(f"{place}_url"), moving=TransferOptions(mover=mover))
     fill(store)
     before = set(store.files.list())
     found = collect(store)
@@ -314,7 +314,7 @@ def test_a_run_that_was_collected_leaves_the_list_with_its_marks_of_folders(
     """Azure ML's mount makes an empty blob for each folder (seen with azureml-dataprep-rslex)."""
     from azure.storage.blob import BlobServiceClient
 
-    store = Store(request.getfixturevalue("azure_url"), moving=Moving(mover=mover))
+    store = Store(request.getfixturevalue("azure_url"), moving=TransferOptions(mover=mover))
     run(store, "kept", code=CODE, runtime=RUNTIME)
     store.files.write("runs/dead/live/logs/0.0/node-0/0.log", b"line")
     container, _, path = store.url.removeprefix("abfs://").partition("/")
@@ -334,8 +334,8 @@ def test_a_run_that_was_collected_leaves_the_list_with_its_marks_of_folders(
 _RACER = """
 import random, time
 from cloudtrain.errors import StorageError
-from cloudtrain.retention import collect
-from cloudtrain.store import Store
+from cloudtrain.store.gc import collect
+from cloudtrain.store.store import Store
 store, number = Store(sys.argv[1]), int(sys.argv[2])
 dice, missing = random.Random(number), []
 ready()

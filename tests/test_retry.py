@@ -11,23 +11,23 @@ from typing import Any, ClassVar
 import pytest
 
 from cloudtrain.errors import LostContactError, PlatformError, QuotaError, SpecError
-from cloudtrain.job import Job
-from cloudtrain.provider import AttemptInfo, Layout, LogPage, Request, Status
-from cloudtrain.retry import UNSENT_SECONDS, Retry
-from cloudtrain.run import Run
-from cloudtrain.store import Store
-from cloudtrain.tail import patiently
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import AttemptInfo, Layout, LogPage, ProviderExtras, Request, Status
+from cloudtrain.runs.log_sources import patiently
+from cloudtrain.runs.retry import UNSENT_SECONDS, Retry
+from cloudtrain.runs.run import Run
+from cloudtrain.store.store import Store
 
 
 @dataclass
-class Platform:
+class Platform(ProviderExtras):
     """Jobs in memory. ``ends`` are the ends of attempt 0, 1, …; ``failing`` is how many submits fail first."""
 
     name: ClassVar[str] = "memory"
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "platform"
-    pace: ClassVar[float] = 0.0
-    poll: ClassVar[float] = 0.0
+    min_poll_s: ClassVar[float] = 0.0
+    max_poll_s: ClassVar[float] = 0.0
 
     ends: list[Status]
     failing: int = 0
@@ -217,7 +217,7 @@ def test_what_a_rival_recorded_who_died_is_sent_by_whoever_waits(tmp_path: Path)
 def test_a_platform_that_is_silent_just_then_gets_the_next_attempt_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cloudtrain.retry.patiently", lambda call: call())
+    monkeypatch.setattr("cloudtrain.runs.retry.patiently", lambda call: call())
     begin, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
     clock, said = Clock(), list[str]()
     run = Run(store=begin.store, run_id="r", provider=platform, clock=clock, sleep=clock.sleep)  # type: ignore[arg-type]
@@ -426,7 +426,7 @@ def test_what_is_cancelled_while_the_platform_is_silent_is_not_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "cloudtrain.retry.patiently", lambda call: patiently(call, sleep=lambda _: run.store.cancel("r"))
+        "cloudtrain.runs.retry.patiently", lambda call: patiently(call, sleep=lambda _: run.store.cancel("r"))
     )
     run, platform = begun(tmp_path, failed("infra"), DONE, retries=1)
     platform.failing = 1

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cloudtrain.cli.show import Changes
+from cloudtrain.cli.format import Changes
 from cloudtrain.errors import (
     AuthError,
     CloudtrainError,
@@ -23,14 +23,25 @@ from cloudtrain.errors import (
     SpecError,
     StorageError,
 )
-from cloudtrain.follow import Line
-from cloudtrain.job import Job
-from cloudtrain.listing import list_runs
-from cloudtrain.provider import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Simulation, Site, Status
-from cloudtrain.run import NEXT_SECONDS, NOT_RETRIED, Run, open_run
-from cloudtrain.store import Store
-from cloudtrain.values import unix_seconds
-from cloudtrain.verdict import iso_time
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.launch_spec import LaunchSpec
+from cloudtrain.provider_api.node import NodeEnvironment
+from cloudtrain.provider_api.protocol import (
+    AttemptInfo,
+    Layout,
+    LogLine,
+    LogPage,
+    Provider,
+    ProviderExtras,
+    Request,
+    Status,
+)
+from cloudtrain.runs.listing import list_runs
+from cloudtrain.runs.log_order import Line
+from cloudtrain.runs.outcome import iso_time
+from cloudtrain.runs.run import NEXT_SECONDS, NOT_RETRIED, Run, open_run
+from cloudtrain.store.store import Store
+from cloudtrain.validate import unix_seconds
 
 T0 = 1_700_000_000.0
 T0_ISO = "2023-11-14T22:13:20.000Z"
@@ -64,7 +75,7 @@ class NoSettings:
 
 
 @dataclass
-class Platform:
+class Platform(ProviderExtras):
     """A provider whose platform is in memory: what it says is what the test has put here."""
 
     name: ClassVar[str] = "memory"
@@ -72,8 +83,8 @@ class Platform:
     schemes: ClassVar[frozenset[str]] = frozenset({"file"})
     retried_by: ClassVar[str] = "platform"
     max_wait_by: ClassVar[str] = "platform"
-    pace: ClassVar[float] = 0.1
-    poll: ClassVar[float] = 2.0
+    min_poll_s: ClassVar[float] = 0.1
+    max_poll_s: ClassVar[float] = 2.0
 
     settings: Any = None
     jobs: dict[str, Status] = field(default_factory=dict)
@@ -122,10 +133,10 @@ class Platform:
         return {}
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         raise NotImplementedError
 
-    def nodes(self, request: Request) -> Simulation:
+    def launch_spec(self, request: Request) -> LaunchSpec:
         raise NotImplementedError
 
 
@@ -1032,7 +1043,7 @@ def test_following_bears_a_store_that_does_not_answer_between_two_attempts(
         return exits(store, run_id)
 
     monkeypatch.setattr(Store, "exits", silent)
-    monkeypatch.setattr("cloudtrain.run.local_path", lambda url: None)  # a remote one, which may come back
+    monkeypatch.setattr("cloudtrain.runs.run.local_path", lambda url: None)  # a remote one, which may come back
     world.time.at = [
         (5, lambda: world.platform.jobs.update({"job-0": failed()})),
         (60, lambda: (world.attempt(1, RUNNING), world.says(numbered(1, attempt="1.0"), attempt=1))),
@@ -1461,7 +1472,7 @@ def test_a_local_store_needs_no_third_party_package(world: World) -> None:
     world.recorded().attempt(0, SUCCEEDED).run().result()
     code = (
         "import sys; from pathlib import Path\n"
-        "from cloudtrain.listing import list_runs; from cloudtrain.run import open_run\n"
+        "from cloudtrain.runs.listing import list_runs; from cloudtrain.runs.run import open_run\n"
         f"assert [r['state'] for r in list_runs({str(world.root)!r})] == ['succeeded']\n"
         f"open_run('r1', store_url={str(world.root)!r}, cwd=Path.cwd()).result()\n"
         "bad = {'fsspec', 'rich', 'cyclopts', 'torch', 'pathspec'} & set(sys.modules); assert not bad, bad"

@@ -22,11 +22,12 @@ from fleet import Fleet, Ranks
 
 from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.estimator import Estimator
-from cloudtrain.follow import Line
-from cloudtrain.provider import LogLine, LogPage, find_provider
-from cloudtrain.run import Run
+from cloudtrain.provider_api.protocol import LogLine, LogPage
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.runs.log_order import Line
+from cloudtrain.runs.run import Run
 from cloudtrain.runtime.link import Link
-from cloudtrain.transfer import LocalFiles
+from cloudtrain.storage.files import LocalFiles
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -52,7 +53,7 @@ def hosts_of_sagemaker(nodes: int, folder: Path) -> Iterator[tuple[int, Any]]:
     config.parent.mkdir(parents=True)
     for host in random.Random(0).sample(hosts, nodes):
         config.write_text(json.dumps({"current_host": host, "hosts": hosts, "network_interface_name": "eth0"}))
-        site = find_provider("sagemaker").site({"SAGEMAKER_BASE_DIR": str(folder)}, {})
+        site = find_provider("sagemaker").node_environment({"SAGEMAKER_BASE_DIR": str(folder)}, {})
         assert json.loads(site.export_env["SM_HOSTS"]) == [f"algo-{i + 1}" for i in range(nodes)]
         yield int(host[5:]) - 1, site.topology
 
@@ -60,7 +61,12 @@ def hosts_of_sagemaker(nodes: int, folder: Path) -> Iterator[tuple[int, Any]]:
 def nodes_of_azureml(nodes: int, folder: Path) -> Iterator[tuple[int, Any]]:
     for i in range(nodes):
         told = {"CLOUDTRAIN_NODES": str(nodes), "NODE_RANK": str(i), "MASTER_ADDR": "algo-1", "MASTER_PORT": "6105"}
-        yield i, find_provider("azureml").site({**told, "RANK": str(8 * i), "WORLD_SIZE": str(8 * nodes)}, {}).topology
+        yield (
+            i,
+            find_provider("azureml")
+            .node_environment({**told, "RANK": str(8 * i), "WORLD_SIZE": str(8 * nodes)}, {})
+            .topology,
+        )
 
 
 def replicas_of_vertex(nodes: int, folder: Path) -> Iterator[tuple[int, Any]]:
@@ -68,7 +74,12 @@ def replicas_of_vertex(nodes: int, folder: Path) -> Iterator[tuple[int, Any]]:
     for i in range(nodes):
         task = {"type": f"workerpool{min(i, 1)}", "index": max(i - 1, 0)}
         spec = json.dumps({"cluster": pools, "environment": "cloud", "task": task})
-        yield i, find_provider("vertex").site({"CLOUDTRAIN_NODES": str(nodes), "CLUSTER_SPEC": spec}, {}).topology
+        yield (
+            i,
+            find_provider("vertex")
+            .node_environment({"CLOUDTRAIN_NODES": str(nodes), "CLUSTER_SPEC": spec}, {})
+            .topology,
+        )
 
 
 @pytest.mark.parametrize("told", [hosts_of_sagemaker, nodes_of_azureml, replicas_of_vertex])

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import pytest
 from schedules import Schedule, plans, played
 
-from cloudtrain.submit import Plan
+from cloudtrain.runs.submit import Plan
 
 FEW, ALL = 60, 10_000
 SEED = os.environ.get("CLOUDTRAIN_SEED") or "0"

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from cloudtrain import schema, schemas
+from cloudtrain import schemas
 from cloudtrain.cli import main
 from cloudtrain.errors import SpecError
-from cloudtrain.job import FLAT_FIELDS, Job
-from cloudtrain.settings import Settings
-from cloudtrain.values import toml_loads
+from cloudtrain.job.job import FLAT_FIELDS, Job
+from cloudtrain.settings import schema
+from cloudtrain.settings.settings import Settings
+from cloudtrain.validate import toml_loads
 
 
 @pytest.mark.parametrize("name", ["job", "settings"])

@@ -16,10 +16,13 @@ import foldercloud
 import jsonschema
 import pytest
 
-from cloudtrain import cli, errors, job, provider, schemas, store
-from cloudtrain.cli import verbs
-from cloudtrain.follow import Line
-from cloudtrain.provider import STATES
+from cloudtrain import cli, errors, schemas
+from cloudtrain.cli import runs
+from cloudtrain.job import job
+from cloudtrain.provider_api import protocol
+from cloudtrain.provider_api.protocol import STATES
+from cloudtrain.runs.log_order import Line
+from cloudtrain.store import store
 
 ROOT = Path(__file__).parents[1]
 CHECKERS = {name: jsonschema.Draft202012Validator(schemas.load(name), format_checker=None) for name in schemas.names()}
@@ -175,7 +178,7 @@ def test_words_are_those_of_the_code() -> None:
         assert set(shared["job"]["properties"][name]["properties"]) == {f.name for f in dataclasses.fields(kind)}
     assert set(schemas.load("logs")["$defs"]["line"]["properties"]) == {f.name for f in dataclasses.fields(Line)}
     assert set(schemas.load("plan")["$defs"]["layout"]["properties"]) == {
-        f.name for f in dataclasses.fields(provider.Layout)
+        f.name for f in dataclasses.fields(protocol.Layout)
     }
     assert shared["run_id"]["pattern"].strip("^$") == job._ID.pattern.strip("^$")
 
@@ -247,7 +250,7 @@ def test_a_run_in_every_state(account: Account, name: str) -> None:
     row = account.of("reconcile", "r1")["runs"][0]
     assert (row["state"], row["error"]) == (found["state"], None)
     assert account.lines("r1") == []
-    if found["state"] in provider.FINAL:
+    if found["state"] in protocol.FINAL:
         assert account.of("wait", "r1", code=found["exit_code"]) == found
         assert account.of("cancel", "r1") == found
         assert account.of("submit", "train.py", "--run-id", "r1", code=found["exit_code"]) == found
@@ -427,7 +430,7 @@ def test_an_interrupt_of_a_submit_is_one_object(account: Account, monkeypatch: p
 
 def test_an_interrupt_after_the_object_adds_no_second_one(account: Account, monkeypatch: pytest.MonkeyPatch) -> None:
     account.submit("r1", state="succeeded")
-    monkeypatch.setattr(verbs, "FINAL", _Interrupting())
+    monkeypatch.setattr(runs, "FINAL", _Interrupting())
     assert account.of("status", "r1", code=7)["state"] == "succeeded"
 
 

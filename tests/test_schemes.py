@@ -36,13 +36,13 @@ from hub import Hub, served_hub
 from jobs import Done, Jobs
 
 from cloudtrain.errors import AuthError, CloudtrainError, SpecError, StorageError
-from cloudtrain.faults import Retries
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout
-from cloudtrain.relay import bring
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.store import Staged, Store
-from cloudtrain.transfer import Files, Moving, files, parallel
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.storage.errors import Retries
+from cloudtrain.storage.files import Files, TransferOptions, files, parallel
+from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.store.remote_inputs import bring
+from cloudtrain.store.store import Staged, Store
 
 pytestmark = pytest.mark.remote
 
@@ -242,7 +242,7 @@ def test_a_connection_that_is_lost_is_made_again(sftp: Server) -> None:
 
 def test_several_threads_have_connections_of_their_own(sftp: Server) -> None:
     """Of two that share one, paramiko gives one the other's answer, or none for ever."""
-    tree = files(f"{sftp.url}/store", moving=Moving(concurrency=3))
+    tree = files(f"{sftp.url}/store", moving=TransferOptions(concurrency=3))
     data = {f"{n}": os.urandom(50_000) for n in range(24)}
     parallel(lambda key: tree.write(key, data[key]), list(data), jobs=12)
     assert parallel(lambda key: tree.read(key) == data[key], list(data), jobs=12) == [True] * 24

@@ -14,9 +14,9 @@ from foldercloud import NAME, install
 
 from cloudtrain.cli import main
 from cloudtrain.errors import NotFoundError, SpecError
-from cloudtrain.settings import FILE, Settings
-from cloudtrain.transfer import Moving
-from cloudtrain.values import toml_loads
+from cloudtrain.settings.settings import FILE, Settings
+from cloudtrain.storage.files import TransferOptions
+from cloudtrain.validate import toml_loads
 
 
 def load(folder: Path, toml: str | None = None, environ: dict[str, str] | None = None, **rest: Any) -> Settings:
@@ -32,9 +32,9 @@ def test_without_anything_the_defaults_hold(tmp_path: Path) -> None:
 
 
 def test_how_bytes_move(tmp_path: Path) -> None:
-    assert load(tmp_path).moving == Moving(mover="auto", sse="", sse_kms_key_id="", concurrency=8)
+    assert load(tmp_path).moving == TransferOptions(mover="auto", sse="", sse_kms_key_id="", concurrency=8)
     toml = 'mover = "fsspec"\nsse = "aws:kms"\nsse_kms_key_id = "k"\n'
-    assert load(tmp_path, toml).moving == Moving(mover="fsspec", sse="aws:kms", sse_kms_key_id="k")
+    assert load(tmp_path, toml).moving == TransferOptions(mover="fsspec", sse="aws:kms", sse_kms_key_id="k")
     assert load(tmp_path, toml, {"CLOUDTRAIN_MOVER": "obstore"}).moving.mover == "obstore"
     assert load(tmp_path, "concurrency = 64\n").moving.concurrency == 64
     refused = (({"mover": "s3fs"}, "mover"), ({"sse": "aes"}, "sse"), ({"sse": "AES256"}, "sse_kms_key_id"))

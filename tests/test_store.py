@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from servers import ATTEMPT_RACER, race
 
 from cloudtrain.errors import DigestError, NotFoundError, SpecError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout, Request
-from cloudtrain.pull import merge_metrics, pull
-from cloudtrain.store import Staged, Store
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout, Request
+from cloudtrain.runs.pull import merge_metrics, pull
+from cloudtrain.store.store import Staged, Store
 
 RUN = "20250101-000000-train-abcd"
 REQUEST = Request(provider="p", operation="create", body={"a": [1]}, context={"protocol": 1}, run="file:///s/runs/r")
@@ -263,8 +263,8 @@ def test_data_that_changes_meanwhile_is_refused(store: Store, tmp_path: Path) ->
 
 _STAGER = """
 from pathlib import Path
-from cloudtrain.job import Job
-from cloudtrain.store import Store
+from cloudtrain.job.job import Job
+from cloudtrain.store.store import Store
 store, folder = Store(sys.argv[1]), Path(sys.argv[2])
 _, trees = store.inputs(Job.make(entry_point="t.py", inputs={"x": str(folder)}), frozenset({"none"}), cwd=folder)
 layout = store.layout(run_id="run", code_digest="c0de", runtime_digest="f00d")
@@ -735,7 +735,7 @@ def test_pull_knows_its_words(full: Store, tmp_path: Path) -> None:
 def test_a_submission_that_is_noted_again_keeps_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(str(tmp_path))
     for now, native in ((1.0, "job-a"), (2.0, "job-a"), (3.0, "job-b")):
-        monkeypatch.setattr("cloudtrain.store.time.time", lambda now=now: now)
+        monkeypatch.setattr("cloudtrain.store.store.time.time", lambda now=now: now)
         store.write_submitted("r", 0, native)
         expected = {"native_id": native, "time": 3.0 if native == "job-b" else 1.0}
         assert store.submitted("r", 0) == expected

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 from servers import ATTEMPT_RACER, free_port, race
+from worlds.vertex.gcs import Gcs
 
 from cloudtrain.errors import AuthError, DigestError, StorageError
-from cloudtrain.faults import Retries, classify
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout, Request
-from cloudtrain.pull import pull
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.store import Staged, Store
-from cloudtrain.testing.vertex.gcs import Gcs
-from cloudtrain.transfer import Files, Moving, files, parallel
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout, Request
+from cloudtrain.runs.pull import pull
+from cloudtrain.storage.errors import Retries, classify
+from cloudtrain.storage.files import Files, TransferOptions, files, parallel
+from cloudtrain.storage.remote import RemoteFiles
+from cloudtrain.store.store import Staged, Store
 
 pytestmark = [
     pytest.mark.remote,
@@ -64,7 +64,7 @@ def faithful_url(faithful_place: tuple[str, str]) -> str:
 def reach(request: pytest.FixtureRequest) -> Reach:
     """The files at a URL, moved by what the test's place names."""
     name = "faithful_place" if "faithful_place" in request.fixturenames else "place"
-    moving = Moving(mover=request.getfixturevalue(name)[1])
+    moving = TransferOptions(mover=request.getfixturevalue(name)[1])
 
     def opened(url: str) -> Files:
         return files(url, moving=moving)
@@ -270,11 +270,11 @@ def test_gcs_sends_the_precondition_and_believes_the_answer(gcs_server: Gcs, gcs
 
 
 @pytest.fixture(params=["fsspec", "obstore"])
-def moving(request: pytest.FixtureRequest) -> Moving:
-    return Moving(mover=request.param)
+def moving(request: pytest.FixtureRequest) -> TransferOptions:
+    return TransferOptions(mover=request.param)
 
 
-def test_no_credentials(s3_url: str, moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_credentials(s3_url: str, moving: TransferOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     tree = files(s3_url, moving=moving)
@@ -283,7 +283,7 @@ def test_no_credentials(s3_url: str, moving: Moving, monkeypatch: pytest.MonkeyP
             attempt()
 
 
-def test_refused_credentials(azure_url: str, moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_credentials(azure_url: str, moving: TransferOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     good = os.environ["AZURE_STORAGE_CONNECTION_STRING"]
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", good.replace("AccountKey=Eby8", "AccountKey=Abcd"))
     tree = files(azure_url, moving=moving)
@@ -293,7 +293,7 @@ def test_refused_credentials(azure_url: str, moving: Moving, monkeypatch: pytest
         assert "Abcd" not in str(caught.value)
 
 
-def test_a_server_that_is_gone(s3_environment: str, moving: Moving, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_gone(s3_environment: str, moving: TransferOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     waits: list[float] = []
@@ -307,7 +307,7 @@ def test_a_server_that_is_gone(s3_environment: str, moving: Moving, monkeypatch:
 
 
 def test_a_run_from_stage_to_pull(place: tuple[str, str], tmp_path: Path) -> None:
-    store = Store(place[0], moving=Moving(mover=place[1]))
+    store = Store(place[0], moving=TransferOptions(mover=place[1]))
     (tmp_path / "data" / "sub").mkdir(parents=True)
     (tmp_path / "data" / "sub" / "x").write_bytes(b"1234")
     job = Job.make(entry_point="train.py", inputs={"train": "data", "val": "s3://b/val.csv"})

@@ -17,14 +17,14 @@ import pytest
 from cloudtrain import Estimator, cli
 from cloudtrain.errors import AuthError, QuotaError, SpecError, UnsupportedError
 from cloudtrain.estimator import RunFailedError
-from cloudtrain.provider import find_provider, provider_names
-from cloudtrain.run import Run
-from cloudtrain.submit import Plan
+from cloudtrain.provider_api.registry import find_provider, provider_names
+from cloudtrain.runs.run import Run
+from cloudtrain.runs.submit import Plan
 from cloudtrain.testing import plugin
-from cloudtrain.testing.clouds import FakeCloud
+from cloudtrain.testing.fake_cloud import FakeCloud
 from cloudtrain.testing.places import Places
 from cloudtrain.testing.requests import assert_request, stable
-from cloudtrain.values import toml_loads
+from cloudtrain.validate import toml_loads
 
 # The fixtures themselves, also where this package was installed before it had a plugin.
 cloudtrain_offline, cloudtrain_store = plugin.cloudtrain_offline, plugin.cloudtrain_store
@@ -276,7 +276,7 @@ def test_what_only_a_platform_can_read_is_asked_for(fake_cloud: FakeCloud) -> No
 
 
 def test_one_of_several_creates_a_file_in_memory(cloudtrain_store: Places) -> None:
-    from cloudtrain.transfer import files
+    from cloudtrain.storage.files import files
 
     wins: list[bool] = []
     gate = threading.Barrier(8)
@@ -389,7 +389,7 @@ def test_a_plan_is_stable_but_for_what_it_says(
 INNER = """
 import os, socket, sys, threading
 import pytest
-from cloudtrain.settings import Settings
+from cloudtrain.settings.settings import Settings
 
 def test_without_us_nothing_is_loaded():
     ours = {name for name in sys.modules if name.split(".")[0] == "cloudtrain"}
@@ -439,7 +439,7 @@ def test_without_the_fixtures_they_do():
 
 def test_as_a_plugin_it_guards_the_network_and_leaves_others_alone(tmp_path: Path) -> None:
     loaded = subprocess.run(
-        [sys.executable, "-c", "import sys, cloudtrain.settings; print(*sys.modules)"],
+        [sys.executable, "-c", "import sys, cloudtrain.settings.settings; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,

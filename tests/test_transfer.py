@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from servers import race
 
-from cloudtrain.backends import Clients
-from cloudtrain.disk import _unnameable, inside, local_path, normalize, safe, sha256_file, walk
 from cloudtrain.errors import AuthError, DigestError, LostContactError, SpecError, StorageError
-from cloudtrain.faults import Retries, UnreachableError, classify, watched
-from cloudtrain.filesystem import FsspecMover
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.transfer import LocalFiles, files, parallel
+from cloudtrain.storage.errors import Retries, UnreachableError, classify, report_retries
+from cloudtrain.storage.files import LocalFiles, files, parallel
+from cloudtrain.storage.fsspec_backend import FsspecMover
+from cloudtrain.storage.fsspec_pool import Clients
+from cloudtrain.storage.local_disk import _unnameable, inside, local_path, normalize, safe, sha256_file, walk
+from cloudtrain.storage.remote import RemoteFiles
 
 
 def digest(data: bytes) -> str:
@@ -102,7 +102,7 @@ def test_a_file_url_is_its_path_again(name: str) -> None:
 
 def test_a_local_store_never_imports_fsspec(tmp_path: Path) -> None:
     code = (
-        "import sys; from cloudtrain.store import Store; s = Store(sys.argv[1]);"
+        "import sys; from cloudtrain.store.store import Store; s = Store(sys.argv[1]);"
         "s.files.write('runs/a/run.json', b'{}');"
         "assert s.runs() == ['a']; assert not {m for m in sys.modules if m.split('.')[0] == 'fsspec'}"
     )
@@ -373,7 +373,7 @@ def test_walk_follows_links_but_no_circles(tmp_path: Path) -> None:
 _RACER = """
 import errno, os
 from pathlib import Path
-from cloudtrain.transfer import LocalFiles
+from cloudtrain.storage.files import LocalFiles
 
 def no_links(source, target):
     raise OSError(errno.EPERM, "no hard links here")
@@ -408,7 +408,7 @@ def test_one_of_many_processes_creates(tmp_path: Path, linkless: bool) -> None:
 def test_a_killed_writer_leaves_the_whole_or_nothing(tmp_path: Path, verb: str) -> None:
     """SIGKILL at arbitrary moments of the write; what is there afterwards is one of the whole contents."""
     code = (
-        "import sys; from pathlib import Path; from cloudtrain.transfer import LocalFiles\n"
+        "import sys; from pathlib import Path; from cloudtrain.storage.files import LocalFiles\n"
         "root, verb = Path(sys.argv[1]), sys.argv[2]; tree = LocalFiles(root=root); data = b'x' * 8_000_000\n"
         "tree.write('source', data); print('go', flush=True)\n"
         "for i in range(1000):\n"
@@ -683,7 +683,7 @@ def test_an_unknown_scheme_and_a_missing_package() -> None:
         files("nosuch://bucket/x").read("key")
     code = (
         "import sys; sys.modules['s3fs'] = None\n"
-        "from cloudtrain.transfer import Moving, files\n"
+        "from cloudtrain.storage.files import Moving, files\n"
         "from cloudtrain.errors import SpecError\n"
         "try: files('s3://bucket/x', moving=Moving(mover='fsspec')).read('key')\n"
         "except SpecError as exc: said = f'{exc} {exc.hint}'\n"
@@ -719,7 +719,7 @@ def test_a_host_that_cannot_be_reached_is_named_and_is_no_failure_of_the_store(
         raise ConnectionError(outer) from OSError(inner)
 
     tries: list[str] = []
-    with watched(tries.append), pytest.raises(UnreachableError) as caught:
+    with report_retries(tries.append), pytest.raises(UnreachableError) as caught:
         Retries(tries=4, sleep=lambda _: None)("s3://b/x", call)
     assert str(caught.value) == f"cannot reach {said}"
     assert caught.value.hint == "check the network, then run: cloudtrain doctor"

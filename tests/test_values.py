@@ -6,7 +6,8 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from cloudtrain.values import family, step_of, training_states, unix_seconds, unversioned, without_secrets
+from cloudtrain.runtime.checkpoint_names import family, step_of, training_states, unversioned
+from cloudtrain.validate import unix_seconds, without_secrets
 
 
 @pytest.mark.parametrize(

@@ -148,10 +148,10 @@ def test_a_signal_while_the_platform_is_taking_the_job(place: Place, word: str) 
 @pytest.mark.parametrize(
     ("where", "error", "hint"),
     [
-        ("cloudtrain.fallback:make_plan", "interrupted before anything was sent; there is no run", ""),
-        ("cloudtrain.store:Store.stage", "interrupted before anything was sent; there is no run", ""),
+        ("cloudtrain.runs.fallback:plan_with_fallbacks", "interrupted before anything was sent; there is no run", ""),
+        ("cloudtrain.store.store:Store.stage", "interrupted before anything was sent; there is no run", ""),
         (
-            "cloudtrain.store:Store.create_attempt",
+            "cloudtrain.store.store:Store.create_attempt",
             "interrupted; the run is recorded and was not sent",
             "to send it, run the same command with --run-id r\nto drop it, run: cloudtrain cancel r",
         ),
@@ -169,7 +169,7 @@ def test_ctrl_c_while_it_submits_says_whether_there_is_a_run(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where.replace(":", "."), interrupted)
-    monkeypatch.setattr("cloudtrain.cli.send.ARRIVAL", 0.1)
+    monkeypatch.setattr("cloudtrain.cli.submit.ARRIVAL", 0.1)
     monkeypatch.syspath_prepend(place.environ["PYTHONPATH"])
     monkeypatch.setenv(f"CLOUDTRAIN_{NAME.upper()}_FOLDER", str(place.code.parent / "jobs"))
     monkeypatch.chdir(place.code)

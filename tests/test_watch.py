@@ -17,7 +17,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ from test_report import again, rows
 from test_run import PENDING, RUNNING, SUCCEEDED, T0, World, failed, failure, numbered
 
 from cloudtrain import cli
-from cloudtrain.cli.watch import DOTS, Measured, Picture, Watch, braille, fair, follow, on_terminal, ramp, screen
+from cloudtrain.cli.watch import Measured, Picture, Watch, fair, follow, on_terminal, screen, sparkline
 from cloudtrain.errors import LostContactError, StorageError
-from cloudtrain.follow import Line
-from cloudtrain.provider import AttemptInfo, Status
-from cloudtrain.seen import Node
+from cloudtrain.provider_api.protocol import AttemptInfo, Status
+from cloudtrain.runs.live_data import NodeData
+from cloudtrain.runs.log_order import Line
 
 CLI = [sys.executable, "-m", "cloudtrain"]
 
@@ -57,6 +57,16 @@ def watched(world: World, take: Callable[[Picture], None] = lambda picture: None
 
     watch = Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw)
     return watch.watch(), seen
+
+
+def drawn(
+    picture: Picture, *, width: int = 80, height: int = 20, now: float = T0, ascii_only: bool = False
+) -> list[str]:
+    """Return the lines that the picture has on a terminal of that size."""
+    out = io.StringIO()
+    console = Console(file=out, width=width, height=height, color_system=None)
+    console.print(screen(picture, width=width, height=height, now=now, ascii_only=ascii_only))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
 def training(world: World) -> World:
@@ -144,7 +154,7 @@ def test_a_store_that_does_not_answer_is_said_and_the_watching_goes_on(
     troubled = {picture.trouble for picture in pictures}
     assert troubled == {"", "the bucket is on fire"}
     assert last.measured.step == 60
-    text = screen(next(p for p in pictures if p.trouble), width=80, height=24, now=T0 + 40).plain
+    text = "\n".join(drawn(next(p for p in pictures if p.trouble), width=80, height=24, now=T0 + 40))
     assert "the store does not answer: the bucket is on fire" in text
 
 
@@ -175,33 +185,33 @@ def full() -> Picture:
     }
     return Picture(
         run_id="digits-1", provider="memory", when=T0 + 300, status=Status(state="running"), max_runtime=7200,
-        attempts=told, nodes=[Node(number=0, seen=T0 + 297), Node(number=1)], lines=lines,
+        attempts=told, nodes=[NodeData(number=0, seen=T0 + 297), NodeData(number=1)], lines=lines,
         measured=Measured(step=20, loss=("loss", 0.05), throughput=("samples_per_s", 800), name="loss",
                           points=[(step, 1 / step) for step in range(1, 21)]),
     )  # fmt: skip
 
 
 def test_everything_is_there_where_there_is_room() -> None:
-    text = screen(full(), width=100, height=40, now=T0 + 300).plain.split("\n")
-    assert text[:6] == [
+    text = drawn(full(), width=100, height=40, now=T0 + 300)
+    assert text[:8] == [
         "digits-1  running, attempt 1.0, on memory",
-        "step 20, loss 0.05, 1h56m left of 2h, samples_per_s 800",
-        "checkpoint: none complete yet",
-        "nodes: 0 wrote 3s ago, 1 nothing yet",
-        "attempt 0.0: from the beginning, spot capacity, lost 4 steps",
-        "attempt 1.0: resumed from step-8",
+        "progress     step 20, loss 0.05, 1h56m left of 2h, samples_per_s 800",
+        text[2],
+        "checkpoint   none complete yet",
+        "nodes        0 wrote 3s ago, 1 nothing yet",
+        "attempt 0.0  from the beginning, spot capacity, lost 4 steps",
+        "attempt 1.0  resumed from step-8",
+        "last lines",
     ]
-    assert text[6].startswith("── loss, step 1 to 20 ──")
-    assert text[7].startswith("   1 ")
-    assert text[16].startswith("0.05 ")
-    assert text[17].startswith("── last lines ──")
+    assert re.fullmatch("loss         █[▁▂▃▄▅▆▇█]{50,}▁ 1 to 0.05, step 1 to 20", text[2])
+    assert len(text[2]) == 100
     assert len(text) == 40
     assert text[-1].startswith("[n1 r3] line 59 漢字 éà")
 
 
 @given(st.integers(1, 220), st.integers(1, 70), st.booleans())
 def test_it_fits_into_any_terminal(width: int, height: int, ascii_only: bool) -> None:
-    text = screen(full(), width=width, height=height, now=T0 + 300, ascii_only=ascii_only).plain
+    text = "\n".join(drawn(full(), width=width, height=height, now=T0 + 300, ascii_only=ascii_only))
     assert "\x1b" not in text
     assert len(text.split("\n")) <= height
     assert max(map(cell_len, text.split("\n"))) <= width
@@ -209,44 +219,43 @@ def test_it_fits_into_any_terminal(width: int, height: int, ascii_only: bool) ->
 
 
 def test_a_small_terminal_has_what_matters() -> None:
-    text = screen(full(), width=40, height=10, now=T0 + 300).plain.split("\n")
+    text = drawn(full(), width=40, height=10, now=T0 + 300)
     assert len(text) == 10
     assert text[0] == "digits-1  running, attempt 1.0, on memo…"
-    assert text[1] == "step 20, loss 0.05, 1h56m left of 2h, s…"
+    assert text[1] == "progress     step 20, loss 0.05, 1h56m …"
     assert text[-1].startswith("[n1 r3] line 59")
 
 
 def test_a_terminal_that_knows_no_unicode_gets_ascii() -> None:
     picture = full()
     plain = Picture(**{**vars(picture), "lines": {0: [Line(attempt="1.0", node=0, rank=0, seq=1, text="plain")]}})
-    text = screen(plain, width=60, height=20, now=T0 + 300, ascii_only=True).plain
+    text = "\n".join(drawn(plain, width=60, height=20, now=T0 + 300, ascii_only=True))
     assert text.isascii()
-    assert "-- loss, step 1 to 20 --" in text
-    assert ramp([(0, 0.0), (1, 1.0)], 2) == ["_#"]
+    assert "loss         #" in text
 
 
 def test_of_many_nodes_those_that_are_silent_are_named() -> None:
-    nodes = [Node(number=n, seen=T0 + 100 + n) for n in range(64)]
+    nodes = [NodeData(number=n, seen=T0 + 100 + n) for n in range(64)]
     picture = Picture(**{**vars(full()), "nodes": nodes, "attempts": full().attempts[1:]})
-    text = screen(picture, width=200, height=20, now=T0 + 300).plain
+    text = "\n".join(drawn(picture, width=200, height=20, now=T0 + 300))
     assert "longest silent of 64 nodes: 0 wrote 3m20s ago, 1 wrote 3m19s ago" in text
 
 
 def test_nodes_of_an_attempt_that_has_begun_are_alive_also_where_they_print_nothing() -> None:
     def line(**given: object) -> str:
         picture = Picture(**{**vars(full()), "begun": frozenset({"1.0"}), **given})
-        return screen(picture, width=200, height=20, now=T0 + 300).plain.split("\n")[3]
+        return drawn(picture, width=200, height=20, now=T0 + 300)[4].removeprefix("nodes").strip()
 
-    assert line() == "2 of 2 nodes alive: 0 wrote 3s ago"
-    assert line(nodes=[Node(number=0), Node(number=1)]) == "2 of 2 nodes alive"
-    assert line(nodes=[Node(number=0)]) == "1 of 1 node alive"
-    assert line(nodes=[Node(number=0, outcome="failed"), Node(number=1)]) == "1 of 2 nodes alive: 0 failed"
-    many = [Node(number=n, seen=T0 + 100 + n) for n in range(64)]
-    assert line(nodes=many).startswith("64 of 64 nodes alive, longest silent: 0 wrote 3m20s ago, 1 wrote")
+    assert line() == "2 of 2 alive: 0 wrote 3s ago"
+    assert line(nodes=[NodeData(number=0), NodeData(number=1)]) == "2 of 2 alive"
+    assert line(nodes=[NodeData(number=0)]) == "1 of 1 alive"
+    assert line(nodes=[NodeData(number=0, outcome="failed"), NodeData(number=1)]) == "1 of 2 alive: 0 failed"
+    many = [NodeData(number=n, seen=T0 + 100 + n) for n in range(64)]
+    assert line(nodes=many).startswith("64 of 64 alive, longest silent of 64 nodes: 0 wrote 3m20s ago, 1 wrote")
 
 
 def test_a_run_that_is_being_cancelled_says_so(world: World) -> None:
-    text = screen(Picture(**{**vars(full()), "cancelling": True}), width=100, height=20, now=T0 + 300).plain
+    text = "\n".join(drawn(Picture(**{**vars(full()), "cancelling": True}), width=100, height=20, now=T0 + 300))
     assert text.startswith("digits-1  running (cancelling), attempt 1.0")
     world.recorded().attempt(0, RUNNING)
     world.run().store.cancel("r1")
@@ -259,8 +268,10 @@ def test_checkpoints_that_wait_for_room_are_told(world: World, monkeypatch: pyte
     world.recorded().attempt(0, RUNNING)
     said = str(world.run().result()["reason"])
     assert said.startswith("2 checkpoints wait: No space left on device on /")
-    text = screen(Picture(**{**vars(full()), "waiting": "1 checkpoint waits"}), width=80, height=20, now=T0 + 300).plain
-    assert text.split("\n")[1] == "1 checkpoint waits"
+    text = "\n".join(
+        drawn(Picture(**{**vars(full()), "waiting": "1 checkpoint waits"}), width=80, height=20, now=T0 + 300)
+    )
+    assert text.split("\n")[1] == "waiting      1 checkpoint waits"
 
 
 def test_of_a_finished_run_the_first_picture_is_its_end(world: World) -> None:
@@ -286,8 +297,8 @@ def test_each_node_has_a_fair_share_of_the_lines() -> None:
 def test_until_an_attempt_says_something_the_last_words_of_the_one_before_stay(world: World) -> None:
     world.recorded().attempt(0, SUCCEEDED).start("0.0").start("0.1", after="0.0").segment([1, 2, 3])
     last, _ = watched(world)
-    text = screen(last, width=60, height=20, now=T0).plain
-    assert "── last lines of attempt 0.0 ──" in text
+    text = "\n".join(drawn(last, width=60, height=20, now=T0))
+    assert "\nlast lines of attempt 0.0\n" in text
     assert text.endswith("[n0 r0] line 3")
 
 
@@ -309,21 +320,16 @@ def test_the_example_in_the_docs_is_what_it_shows(world: World) -> None:
     last, _ = watched(world)
     live = replace(last, run_id="seen-1", provider="local", status=RUNNING, result=None)
     [example] = [block.text for block in blocks("docs/watching.md") if "example=watch" in block.words]
-    assert screen(live, width=60, height=18, now=T0 + 13).plain + "\n" == example
+    assert "\n".join(drawn(live, height=13, now=T0 + 13)) + "\n" == example
 
 
 def test_a_loss_that_falls_by_decades_is_drawn_as_the_page_draws_it(world: World) -> None:
     """Not as a corner with a flat line after it."""
     world.recorded().attempt(0, SUCCEEDED).start("0.0")
-    world.write("live/metrics/0.0-node-0.jsonl", "".join(f'{{"step": {i}, "loss": 1e-{i}}}\n' for i in range(6)))
-    text = screen(watched(world)[0], width=40, height=20, now=T0).plain.split("\n")
-    at = next(i for i, line in enumerate(text) if line.startswith("── loss (logarithmic), step 0 to 5 ─"))
-    rows = text[at + 1 : at + 1 + sum("\u2800" <= line[-1:] <= "\u28ff" for line in text)]
-    fall = sorted(dots([row[6:] for row in rows]))
-    assert fall[0] == (0, 0)
-    assert fall[-1][1] == 4 * len(rows) - 1
-    middle = [y for x, y in fall if x == fall[-1][0] // 2]
-    assert all(abs(y - fall[-1][1] / 2) <= 2 for y in middle), "a straight line"
+    world.write("live/metrics/0.0-node-0.jsonl", "".join(f'{{"step": {i}, "loss": 1e-{i}}}\n' for i in range(8)))
+    last, _ = watched(world)
+    assert sparkline(last.measured, 8) == "█▇▆▅▄▃▂▁"
+    assert any(line.endswith("1 to 1e-07, step 0 to 7, logarithmic") for line in drawn(last))
 
 
 def test_where_an_attempt_goes_on_from_is_not_said_before_its_nodes_say_it(world: World) -> None:
@@ -350,41 +356,28 @@ def test_where_an_attempt_goes_on_from_is_not_said_before_its_nodes_say_it(world
 
     follow(watch, said.append)
     assert [line for line in said if line.startswith("attempt 1.0")] == ["attempt 1.0: resumed from step-8"]
-    drawn = [screen(picture, width=80, height=20, now=picture.when).plain for picture in pictures]
-    assert any("attempt 1.0: starting" in text for text in drawn)
-    assert not any("attempt 1.0: from the beginning" in text for text in drawn)
+    texts = ["\n".join(drawn(picture, now=picture.when)) for picture in pictures]
+    assert any("attempt 1.0  starting" in text for text in texts)
+    assert not any("attempt 1.0  from the beginning" in text for text in texts)
 
 
 def test_of_a_run_that_is_over_a_checkpoint_has_no_age(world: World) -> None:
     world.recorded().attempt(0, SUCCEEDED).start("0.0").checkpoint("step-8", when=T0 - 3000)
-    assert "\ncheckpoint: step-8\n" in screen(watched(world)[0], width=80, height=20, now=T0).plain + "\n"
+    assert "\ncheckpoint   step-8\n" in "\n".join(drawn(watched(world)[0], width=80, height=20, now=T0)) + "\n"
 
 
-def dots(chart: Sequence[str]) -> set[tuple[int, int]]:
-    """The dots of a chart: column from the left, row from the top."""
-    return {
-        (2 * column + x, 4 * row + y)
-        for row, line in enumerate(chart)
-        for column, char in enumerate(line)
-        for y in range(4)
-        for x in range(2)
-        if (ord(char) - 0x2800) & DOTS[y][x]
-    }
-
-
-def test_braille_draws_what_is_there() -> None:
-    assert dots(braille([(0, 0), (7, 7)], 4, 2)) == {(i, 7 - i) for i in range(8)}
-    assert dots(braille([(0, 1), (1, 1)], 2, 1)) == {(x, 2) for x in range(4)}, "a flat line in the middle"
-    assert len(dots(braille([(3, 3)], 5, 3))) == 1
+def test_a_sparkline_draws_what_is_there() -> None:
+    assert sparkline(Measured(points=[(i, i) for i in range(8)]), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(Measured(points=[(0, 1), (3, 1)]), 4) == "▁▁▁▁"
+    assert sparkline(Measured(points=[(3, 3)]), 5) == "▁"
+    assert sparkline(Measured(points=[(0, 0.0), (1, 1.0)]), 2, ascii_only=True) == "_#"
     spike = [(x, 100 if x == 777 else 0) for x in range(10_000)]
-    assert min(y for _, y in dots(braille(spike, 20, 5))) == 0, "no peak is lost"
+    assert "█" in sparkline(Measured(points=spike), 20), "no peak is lost"
 
 
 @given(st.lists(st.tuples(st.floats(-1e300, 1e300), st.floats(-1e308, 1e308)), min_size=1), st.integers(1, 30))
-def test_braille_takes_any_numbers(points: list[tuple[float, float]], width: int) -> None:
-    chart = braille(sorted(points), width, 3)
-    assert [len(row) for row in chart] == [width] * 3
-    assert dots(chart)
+def test_a_sparkline_takes_any_numbers(points: list[tuple[float, float]], width: int) -> None:
+    assert len(sparkline(Measured(points=sorted(points)), width)) in (1, width)
 
 
 # ------------------------------------------------------------------------------------------------- on and off terminals
@@ -420,9 +413,7 @@ def test_the_last_view_stays_on_the_terminal(world: World, monkeypatch: pytest.M
     console = Console(
         file=out, force_terminal=True, width=60, height=20, _environ=dict(os.environ, TERM="xterm-256color")
     )
-    on_terminal(
-        lambda draw: Watch(world.run(), clock=world.time, sleep=world.time.sleep, on_picture=draw), console
-    )  # fmt: skip
+    on_terminal(Watch(world.run(), clock=world.time, sleep=world.time.sleep), console)
     out.flush()
     text = out.buffer.getvalue().decode()  # type: ignore[attr-defined]
     live, _, left = text.partition("\x1b[?1049l")
@@ -508,9 +499,9 @@ def cloud(tmp_path: Path) -> Iterator[tuple[World, Callable[..., Terminal]]]:
 def test_a_window_that_shrinks_and_ctrl_c(cloud: tuple[World, Callable[..., Terminal]]) -> None:
     world, open_ = cloud
     terminal = open_(columns=100, lines=30)
-    terminal.until("loss, step 1 to 12 ─{70,}")
+    terminal.until("[▁▂▃▄▅▆▇█]{50,} 1 to 0.08333, step 1 to 12")
     terminal.size(40, 10)
-    terminal.until("loss, step 1 to 12 ─{18}\x1b")
+    terminal.until("█[▁▂▃▄▅▆▇█]{7} 1 to 0")
     terminal.process.send_signal(signal.SIGINT)
     assert terminal.end() == 7
     *_, left = terminal.text.split("\x1b[?1049l")

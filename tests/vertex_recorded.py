@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
-from cloudtrain.values import unix_seconds
+from cloudtrain.validate import unix_seconds
 
 #: (state while it waited, createTime, startTime, endTime); each ended as CANCELLED with error 1, "CANCELED".
 RECORDED = [

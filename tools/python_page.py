@@ -11,12 +11,12 @@ from typing import Any
 
 from cloudtrain import errors
 from cloudtrain.estimator import Estimator, RunFailedError
-from cloudtrain.follow import Line
-from cloudtrain.job import FLAT_FIELDS, Input, Job, Resources, Source
-from cloudtrain.provider import Status
-from cloudtrain.pull import PullReport
-from cloudtrain.run import Run
-from cloudtrain.submit import Plan
+from cloudtrain.job.job import FLAT_FIELDS, Input, Job, Resources, Source
+from cloudtrain.provider_api.protocol import Status
+from cloudtrain.runs.log_order import Line
+from cloudtrain.runs.pull import PullReport
+from cloudtrain.runs.run import Run
+from cloudtrain.runs.submit import Plan
 
 HEAD = """# Python API
 

@@ -1,4 +1,4 @@
-"""The command line: ``cloudtrain VERB …``. stdout is data, stderr is talk, exit codes are those of errors.py.
+"""The command line: ``cloudtrain VERB …``. stdout has data, stderr messages; exit codes are those of errors.py.
 
 Everything after the first ``--`` belongs to the script and is taken out before any parsing. Verbs are plain functions
 that are imported when they are called, so a cheap verb starts as fast as its own imports.
@@ -15,22 +15,22 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from .screen import ReaderGone, Screen, plain
+from .output import ReaderGone, Screen, plain
 
 if TYPE_CHECKING:
     from cyclopts import App
 
 __all__ = ["main", "make_app", "parse"]
 
-#: Verb -> (module and function, what it does, how it is called).
+#: Verb -> (module and function, help text, usage).
 VERBS: dict[str, tuple[str, str, str]] = {
     "submit": (
-        "send:submit",
+        "submit:submit",
         "Send a job, follow its logs and exit by its outcome.",
         "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
     ),
     "plan": (
-        "send:plan",
+        "submit:plan",
         "Show exactly what submit would send; no network.",
         "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
     ),
@@ -39,21 +39,21 @@ VERBS: dict[str, tuple[str, str, str]] = {
         "Run a job here as another platform would start it, with drills.",
         "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
     ),
-    "status": ("verbs:status", "Say how a run is doing.", "[RUN...] [OPTIONS]"),
-    "logs": ("verbs:logs", "Print a run's log lines; -f follows them.", "RUN [OPTIONS]"),
-    "watch": ("views:watch", "Watch a run live: state, nodes, loss, last lines.", "RUN [OPTIONS]"),
-    "report": ("views:report", "Write one HTML page about a run, that opens offline.", "RUN... [OPTIONS]"),
-    "wait": ("verbs:wait", "Wait for a run and exit by its outcome.", "RUN [OPTIONS]"),
-    "pull": ("verbs:pull", "Copy a run's results to this machine.", "RUN [DIR] [OPTIONS]"),
-    "cancel": ("verbs:cancel", "Stop a run.", "RUN... [OPTIONS]"),
+    "status": ("runs:status", "Say how a run is doing.", "[RUN...] [OPTIONS]"),
+    "logs": ("runs:logs", "Print a run's log lines; -f follows them.", "RUN [OPTIONS]"),
+    "watch": ("report:watch", "Watch a run live: state, nodes, loss, last lines.", "RUN [OPTIONS]"),
+    "report": ("report:report", "Write one HTML page about a run, that opens offline.", "RUN... [OPTIONS]"),
+    "wait": ("runs:wait", "Wait for a run and exit by its outcome.", "RUN [OPTIONS]"),
+    "pull": ("runs:pull", "Copy a run's results to this machine.", "RUN [DIR] [OPTIONS]"),
+    "cancel": ("runs:cancel", "Stop a run.", "RUN... [OPTIONS]"),
     "reconcile": (
-        "verbs:reconcile",
+        "runs:reconcile",
         "Do once what a waiting client does: retry, act on max_wait, close.",
         "[RUN] [OPTIONS]",
     ),
-    "list": ("verbs:list_runs", "List the runs of a store.", "[OPTIONS]"),
+    "list": ("runs:list_runs", "List the runs of a store.", "[OPTIONS]"),
     "gpus": ("gpus:gpus", "Find machines with GPUs, and what they cost.", "[PATTERN] [OPTIONS]"),
-    "gc": ("verbs:gc", "Find, and remove, what no run of a store needs.", "[OPTIONS]"),
+    "gc": ("runs:gc", "Find, and remove, what no run of a store needs.", "[OPTIONS]"),
     "init": (
         "init:init",
         "Write cloudtrain.toml, job.toml and .cloudtrainignore, and check them.",
@@ -66,16 +66,16 @@ VERBS: dict[str, tuple[str, str, str]] = {
     ),
     "config": ("config:config", "Show every setting and where it comes from.", "[KEY] [OPTIONS]"),
     "schema": ("config:schema", "Print the JSON schema of a file, or of what a verb prints.", "[NAME]"),
-    "completion": ("complete:completion", "Print a shell's completion: bash, zsh or fish.", "SHELL"),
+    "completion": ("completion:completion", "Print a shell's completion: bash, zsh or fish.", "SHELL"),
 }
 ALSO = {"ls": "list", "ps": "list"}
-"""Second names of verbs, which no help shows."""
+"""Second names of verbs; no help shows them."""
 NEWEST = "@newest"
-"""What `cloudtrain.cli.reference` is given for ``-``, which the parser takes for a flag."""
+"""Stands for ``-`` in a call of `cloudtrain.cli.reference`: the parser takes ``-`` for a flag."""
 EXIT_USAGE, EXIT_DETACHED, EXIT_BUG = 2, 7, 9
 GARBAGE = 300_000
-"""New objects between two looks for garbage, of Python's own 700: a cloud's client makes as many when it is imported,
-none of them garbage, and looking takes a quarter of that time."""
+"""New objects between two garbage collections; Python's default is 700. Importing a cloud's client makes so many, none
+of them garbage, and collecting takes a quarter of that time."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """(cloudtrain's own tokens, the script's or None when there is no ``--``)."""
+    """Return cloudtrain's own tokens, and the script's or None when there is no ``--``."""
     argv = list(argv)
     if "--" not in argv:
         return argv, None
@@ -103,9 +103,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str] | None]:
 
 
 def make_app(*, formatter: Literal["plain"] | None = None) -> App:
-    """The application: names and one line each; a verb's module is imported when the verb is called.
+    """Return the application: names and one line each. A verb's module is imported when the verb is called.
 
-    ``formatter`` is that of the help, None for boxes; naming one imports rich at once, so only help itself does.
+    ``formatter`` is that of the help, None for boxes. Naming one imports rich at once, so only help itself does.
     """
     from cyclopts import App
 
@@ -139,11 +139,11 @@ def make_app(*, formatter: Literal["plain"] | None = None) -> App:
 
 
 def parse(tokens: Sequence[str], args: list[str] | None, screen: Screen) -> partial[Any]:
-    """The call of a verb that the command line asks for; nothing is done yet. Raises `SpecError` for any other line."""
+    """Return the call of the verb on the command line, without making it. Raises `SpecError` for an invalid line."""
     from cyclopts import CycloptsError
 
     from ..errors import SpecError
-    from .tables import undot
+    from .key_value import undot
 
     tokens = _verb_first(list(tokens))
     asks = bool({"--help", "-h"} & set(tokens))
@@ -190,12 +190,12 @@ def _help_of(verb: str) -> str:
 
 
 def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | None) -> Exception:
-    """The error for a command line whose verb cyclopts cannot call: what is wrong in one line, and the way out."""
+    """Return the error, with a hint, for a command line whose verb cyclopts cannot call."""
     from cyclopts import UnknownOptionError, UnusedCliTokensError
 
     from ..errors import SpecError
     from .advice import SCRIPT_VERBS, about_flag
-    from .tables import first_spelling
+    from .key_value import first_spelling
 
     verb = tokens[0]
     if isinstance(exc, UnknownOptionError):
@@ -219,12 +219,12 @@ def _usage_error(exc: Exception, app: App, tokens: list[str], args: list[str] | 
 
 
 def _guarded(tokens: list[str], args: list[str] | None, screen: Screen) -> int:
-    """Run it; every failure becomes one line on stderr and, with --json, the one object on stdout."""
+    """Run the verb. Every failure becomes one line on stderr and, with --json, the one object on stdout."""
     wants_json = any(t == "--json" or t.startswith("--json=") for t in tokens)
     try:
-        from ..faults import watched
+        from ..storage.errors import report_retries
 
-        with watched(screen.passing):
+        with report_retries(screen.passing):
             code = parse(tokens, args, screen)()
         return code if isinstance(code, int) else 0
     except ReaderGone:

@@ -1,4 +1,4 @@
-"""Advice for a command line that is wrong: what its verb or flag most likely means."""
+"""Advice for a wrong command line: the verb or flag that it most likely means."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ HINTS = {
     **dict.fromkeys(("login", "auth"), "you may want: cloudtrain doctor"),
     "version": "you may want: cloudtrain --version",
 }
-"""Word that other tools have for a verb -> the hint."""
+"""Word for a verb in other tools -> the hint."""
 
 
 def about_verb(word: str, verbs: Iterable[str], rest: Sequence[str]) -> str:
-    """Return the hint for ``word``, which is no verb; ``rest`` is what follows it on the command line."""
+    """Return the hint for ``word``, which is no verb; ``rest`` follows it on the command line."""
     if word.endswith((".py", ".sh", ".toml", ".json")):
         return f"to send it: cloudtrain submit {shlex.join([word, *rest])}"
     if found := HINTS.get(word.lower()):
@@ -51,8 +51,8 @@ def about_verb(word: str, verbs: Iterable[str], rest: Sequence[str]) -> str:
 def about_flag(flag: str, verb: str, names: Iterable[str], given: Sequence[str], *, has_args: bool) -> str:
     """Return the hint for ``flag``, which ``verb`` does not have.
 
-    ``names`` are the flags that it has. ``given`` are the words after the verb. ``has_args``: the command line has a
-    ``--`` already.
+    ``names`` are the flags that it has, ``given`` the words after the verb. ``has_args``: the command line has a
+    ``--``.
     """
     if flag in ("--dry-run", "--dryrun") and verb == "submit":
         words = [word for word in given if word.partition("=")[0] != flag]
@@ -67,13 +67,13 @@ def about_flag(flag: str, verb: str, names: Iterable[str], given: Sequence[str],
 
 
 SURE = 0.8
-"""Likeness of two words, 0 to 1, from which one is taken for a slip of the other."""
+"""Likeness of two words, 0 to 1, from which one counts as a slip of the other."""
 LIKE = 0.65
 """Likeness from which a word is worth a hint."""
 
 
 def similar(word: str, choices: Iterable[str]) -> str:
-    """Return the choice that is most like ``word``, or the empty string where none is."""
+    """Return the choice that is most like ``word``, or the empty string if none is."""
     best = max(choices, key=lambda choice: _ratio(word, choice), default="")
     return best if best and _ratio(word, best) >= LIKE else ""
 

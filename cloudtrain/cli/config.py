@@ -1,4 +1,4 @@
-"""The verbs about what is written down: config and schema."""
+"""The verbs about settings and files: config and schema."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import NotFoundError
-from ..values import did_you_mean
-from . import show
-from .screen import Screen
-from .send import Provider, Set, settings_pairs
-from .verbs import Json, Ours
-from .where import HERE, At
+from ..validate import did_you_mean
+from . import format
+from .common_flags import HERE, At
+from .output import Screen
+from .runs import Json, Ours
+from .submit import Provider, Set, settings_pairs
 
 __all__ = ["config", "schema"]
 
@@ -29,7 +29,7 @@ def config(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Every setting of this folder, what it is and where that was found."""
+    """Print every setting of this folder, with its value and source."""
     found = at.settings(overrides=settings_pairs(settings), cwd=Path.cwd(), provider=provider)
     rows = found.shown()
     if key is not None:
@@ -45,7 +45,7 @@ def config(
     if key is not None:
         screen.data(_text(rows[0]["value"]))
         return 0
-    screen.data(show.table([{**row, "value": _text(row["value"])} for row in rows], ("key", "value", "source")))
+    screen.data(format.table([{**row, "value": _text(row["value"])} for row in rows], ("key", "value", "source")))
     of = f", profile {found.profile}" if found.profile else ""
     others = [name for name in found.profiles if name != found.profile]
     screen.talk(f"read {found.file}{of}" if found.file else "no file of settings here or above")
@@ -60,12 +60,12 @@ def schema(
     *,
     screen: Ours[Screen],
 ) -> int:
-    """The JSON schema of a job file, of the settings, or of what a verb prints; without a name, which there are."""
-    from ..schema import names
-    from ..schema import schema as schema_of
+    """Print the JSON schema of a job file, of the settings, or of a verb's output; without a name, list the names."""
+    from ..settings.schema import schema as schema_of
+    from ..settings.schema import schema_names
 
     if name is None:
-        for known in names():
+        for known in schema_names():
             screen.data(known)
     else:
         screen.emit(schema_of(name), indent=2)

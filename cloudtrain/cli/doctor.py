@@ -1,4 +1,4 @@
-"""The verb doctor: what a job needs, looked at before one is sent; with ``--job`` on every node of it."""
+"""The verb doctor: check the needs of a job before one is sent; with ``--job`` on every node of it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from ..checks import gravest
 from ..errors import AuthError, LostContactError, NotFoundError, SpecError
-from ..provider import provider_names
-from . import show
+from ..provider_api.checks import gravest
+from ..provider_api.registry import provider_names
+from . import format
+from .common_flags import HERE, At, Where, stoppable
 from .flags import JobFlags, given_flags, job_of
-from .screen import Screen
-from .send import Provider, RunId, Set, say_limits, say_price, settings_pairs
-from .verbs import Json, Ours, left, stopped
-from .where import HERE, At, Where, stoppable
+from .output import Screen
+from .runs import Json, Ours, left, stopped
+from .submit import Provider, RunId, Set, say_limits, say_price, settings_pairs
 
 if TYPE_CHECKING:
-    from ..checks import Check
-    from ..doctor import Doctor, Grace, Place
-    from ..run import Run
-    from ..settings import Settings
-    from ..submit import Plan
+    from ..doctor.doctor import CheckedPlace, Doctor, Grace
+    from ..provider_api.checks import Check
+    from ..runs.run import Run
+    from ..runs.submit import Plan
+    from ..settings.settings import Settings
 
 __all__ = ["doctor", "looked"]
 
@@ -62,7 +62,7 @@ def doctor(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """A line for each check, the fix where one failed; the exit code is that of the gravest failure."""
+    """Print a line for each check, with the fix if it failed. Exit with the code of the worst failure."""
     cwd, given = Path.cwd(), settings_pairs(settings)
     fields = given_flags(flags)
     provider, script = _meant(what, provider, cwd)
@@ -73,7 +73,7 @@ def doctor(
         if name in fields:
             raise SpecError("the doctor has a script of its own; leave it out", field=name)
     if on_nodes:
-        from ..fallback import only_first
+        from ..runs.fallback import only_first
 
         chosen, others = only_first(at.settings(overrides=given, cwd=cwd, provider=provider))
         if others:
@@ -83,7 +83,7 @@ def doctor(
         raise SpecError("only --job has nodes whose grace could be measured", field="measure_grace")
     if run_id is not None:
         raise SpecError("only --job starts a run", field="run_id")
-    from ..doctor import Doctor
+    from ..doctor.doctor import Doctor
 
     where: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
     looking = Doctor(**where, fields=fields, cwd=cwd, job=job)
@@ -102,7 +102,7 @@ def doctor(
 
 
 def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | None, str | None]:
-    """Return the provider and the script or job file that are to be looked at; ``what`` is either."""
+    """Return the provider and the script or job file to check; ``what`` is either."""
     if what is None:
         return provider, None
     names = provider_names()
@@ -118,10 +118,10 @@ def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | Non
     raise NotFoundError(f"{what!r} is neither a provider nor a file here", field="provider", hint=hint)
 
 
-def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Check]]]:
-    """Each place and its checks, told as they are made. Of several places each is named, and what was told of an
-    earlier one of the provider, word for word, is not told again."""
-    found: list[tuple[Place, list[Check]]] = []
+def looked(looking: Doctor, screen: Screen | None) -> list[tuple[CheckedPlace, list[Check]]]:
+    """Return each place and its checks, printed as they are made. With several places, print each place's name. Skip a
+    check that an earlier place of the provider had word for word."""
+    found: list[tuple[CheckedPlace, list[Check]]] = []
     told: set[tuple[str | None, Check]] = set()
     places = list(looking.places())
     for place in places:
@@ -139,8 +139,8 @@ def looked(looking: Doctor, screen: Screen | None) -> list[tuple[Place, list[Che
     return found
 
 
-def _told(place: Place, checks: Sequence[Check]) -> dict[str, Any]:
-    """A place that follows, as ``--json`` has it."""
+def _told(place: CheckedPlace, checks: Sequence[Check]) -> dict[str, Any]:
+    """Return the JSON object of a later place."""
     rows = [dataclasses.asdict(check) for check in checks]
     return {"provider": place.provider, "place": place.region, "checks": rows, "exit_code": gravest(checks)}
 
@@ -155,10 +155,10 @@ def _on_nodes(
     json: bool,
     screen: Screen,
 ) -> int:
-    """Send the job by the way of every other, wait for it, and say what it found."""
-    from ..doctor import Grace, prepared
-    from ..retry import Retry
-    from ..submit import submit
+    """Send the job as any other, wait for it, and print its findings."""
+    from ..doctor.doctor import Grace, prepared
+    from ..runs.retry import Retry
+    from ..runs.submit import submit
 
     with prepared(chosen, fields, run_id=run_id, cwd=cwd, grace=measure) as planned:
         screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
@@ -168,24 +168,24 @@ def _on_nodes(
             screen.talk(f"note: {note}")
         with stoppable():
             run = submit(planned, environ=os.environ, progress=screen.talk)
-            screen.talk(show.sent(planned.run_id, planned.provider_name, run.url, run.staged))
+            screen.talk(format.sent(planned.run_id, planned.provider_name, run.url, run.staged))
             grace = Grace(run) if measure else None
             try:
-                result = run.wait(on_line=grace, on_status=show.Changes(screen.talk), retry=Retry(run, screen.talk))
+                result = run.wait(on_line=grace, on_status=format.Changes(screen.talk), retry=Retry(run, screen.talk))
             except KeyboardInterrupt:
                 return stopped(run, run.run_id, at, "detach", json, screen)
             except (AuthError, LostContactError) as exc:
                 raise left(exc, run, run.run_id, at, screen) from None
     code = 0 if grace is not None and grace.asked and result["state"] == "cancelled" else int(result["exit_code"])
     if code:
-        screen.talk(show.outcome(result))
+        screen.talk(format.outcome(result))
     found, wrong = _found(planned, run, grace, must=code == 0)
     code = code or (EXIT_UNLIKE if wrong else 0)
     if json:
         told = {name: result[name] for name in ("state", "category", "reason")}
         screen.emit({**screen.about, **told, "report": found, "problems": wrong, "exit_code": code})
     elif found is not None:
-        from ..preflight import table
+        from ..doctor.node_check import table
 
         screen.data(table(found))
     for line in wrong:
@@ -196,11 +196,11 @@ def _on_nodes(
 
 
 def _found(planned: Plan, run: Run, grace: Grace | None, *, must: bool) -> tuple[dict[str, Any] | None, list[str]]:
-    """The job's report and what is wrong with it, a line each. Without a report None, or an error if there ``must`` be
-    one."""
-    from ..doctor import expected_gpus, judged
+    """Return the job's report and its problems, a line each. Without a report return None, or raise `SpecError` if
+    ``must``."""
+    from ..doctor.doctor import expected_gpus, judged
 
-    newest = max(run.store.attempts(run.run_id), default=0)  # which may have another GPU of the list
+    newest = max(run.store.attempts(run.run_id), default=0)  # it may have another GPU of the list
     request = run.store.attempt_request(run.run_id, newest) or planned.request
     nodes = planned.job.resources.instance_count
     with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
@@ -214,6 +214,6 @@ def _found(planned: Plan, run: Run, grace: Grace | None, *, must: bool) -> tuple
     if grace is not None and not grace.asked:
         wrong.append("the grace was not measured: the job's line that it is ready was not seen in time; see its logs")
     elif grace is not None:
-        found["grace"], late = grace.judged(nodes, planned.provider.nodes(request).rules.stop_grace)
+        found["grace"], late = grace.judged(nodes, planned.provider.launch_spec(request).rules.stop_grace)
         wrong += late
     return found, wrong

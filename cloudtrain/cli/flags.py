@@ -1,4 +1,4 @@
-"""The flags of a Job, made from its dataclass fields: what they are called, how they are read, what they become."""
+"""The flags of a Job, made from its dataclass fields: names, reading, and the Job that they make."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import NotFoundError, SpecError, StorageError
-from ..job import FLAT_FIELDS, Job, Resources, Source, anchored
-from ..values import json_loads, toml_loads
+from ..job.job import FLAT_FIELDS, Job, Resources, Source, anchored
+from ..validate import json_loads, toml_loads
+from .key_value import merge, pairs, tree
 from .layout import GROUP
-from .tables import merge, pairs, tree
 
 __all__ = ["JobFlags", "flag_names", "job_of"]
 
-#: Flags that are not called as their field is.
+#: Flags with another name than their field.
 SPELLINGS = {
     "instance_count": "--nodes",
     "hyperparameters": "--hp",
@@ -30,7 +30,7 @@ SPELLINGS = {
     "checkpoint_paths": "--checkpoint-path",
 }
 SHORTS = {"instance_count": "-n"}
-#: Group of the help -> its fields, each with what follows the flag.
+#: Group of the help -> its fields, each with the text after the flag.
 FORMS = {
     "Job": {
         "name": "NAME", "entry_point": "SCRIPT", "source_dir": "DIR", "dependencies": "DIR", "requirements": "PATH",
@@ -50,7 +50,7 @@ FORMS = {
     "Resume": {"resume_from": "RUN", "checkpoint_paths": "GLOB", "keep_checkpoints": "INT"},
 }  # fmt: skip
 _GROUPS = {flat: (group, form) for group, fields in FORMS.items() for flat, form in fields.items()}
-#: What follows ``--``; it has no flag.
+#: The words after ``--``, which has no flag.
 NOT_FLAGS = ("args",)
 _OWNERS = {"": Job, "source": Source, "resources": Resources}
 _FIELDS: dict[str, dataclasses.Field[Any]] = {
@@ -60,13 +60,13 @@ _FIELDS: dict[str, dataclasses.Field[Any]] = {
 
 
 def flag_names(flat: str) -> tuple[str, ...]:
-    """The flags that set the Job's flat field."""
+    """Return the flags that set the Job's flat field."""
     names = [SPELLINGS.get(flat, "--" + flat.replace("_", "-")), SHORTS.get(flat, "")]
     return tuple(filter(None, names))
 
 
 def _kind(flat: str) -> str:
-    """``bool``, ``int``, ``float``, ``str``, ``tuple`` or ``dict``, from the field's annotation."""
+    """Return ``bool``, ``int``, ``float``, ``str``, ``tuple`` or ``dict``, from the field's annotation."""
     return str(_FIELDS[flat].type).partition("[")[0].partition(" ")[0]
 
 
@@ -89,7 +89,7 @@ def _annotation(flat: str) -> Any:
 if TYPE_CHECKING:
 
     class JobFlags:
-        """Every field of a Job as the command line gave it; None when it did not."""
+        """Fields of a Job from the command line; None for each one not given."""
 
 else:
     JobFlags = dataclasses.make_dataclass(
@@ -102,10 +102,10 @@ else:
 
 
 def job_of(script: str | None, module: str | None, flags: JobFlags, args: list[str] | None, *, cwd: Path) -> Job:
-    """The Job that a command line describes.
+    """Return the Job that a command line describes.
 
     ``script`` is the entry point, or a job file (``.toml``, ``.json``) whose fields the flags override: tables by key,
-    everything else whole, and ``args`` (what followed ``--``) replaces its args. ``module`` is that of ``-m``.
+    everything else whole. ``args`` (the words after ``--``) replaces its args. ``module`` is that of ``-m``.
     """
     fields: dict[str, Any] = {}
     given = given_flags(flags)
@@ -123,20 +123,20 @@ def job_of(script: str | None, module: str | None, flags: JobFlags, args: list[s
     for flat, value in given.items():
         if isinstance(value, dict) and isinstance(fields.get(flat), Mapping):
             value = merge(fields[flat], value) if flat in ("options", "on") else {**fields[flat], **value}
-        fields.pop(flat, None)  # to the end: what comes later wins over [source] and [resources] of a job file
+        fields.pop(flat, None)  # to the end: later fields win over [source] and [resources] of a job file
         fields[flat] = value
     if args is not None:
         fields["args"] = tuple(args)
     try:
         return Job.from_dict(fields)
     except SpecError as exc:
-        from ..schema import described
+        from ..settings.schema import described
 
         raise described(exc) from None
 
 
 def given_flags(flags: JobFlags) -> dict[str, Any]:
-    """Flat field -> value, for the flags that were given."""
+    """Return flat field -> value, for the flags that were given."""
     raw = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}  # type: ignore[arg-type]
     return {flat: _value(flat, value) for flat, value in raw.items() if value is not None}
 
@@ -163,12 +163,12 @@ def _number(text: str, kind: type[int] | type[float]) -> int | float | str:
     try:
         return kind(text)
     except ValueError:
-        return text  # '12h' is for the Job to read, and 'x' for the Job to refuse
+        return text  # the Job reads '12h', and refuses 'x'
 
 
 def _refuse_settings(data: Mapping[str, Any], script: str) -> None:
     """Raise `SpecError` for a setting in a job file: a job says nothing about an account."""
-    from ..settings import setting_hint
+    from ..settings.settings import setting_hint
 
     for key in data.keys() - FLAT_FIELDS.keys() - {"source", "resources"}:
         if hint := setting_hint(key, data[key]):

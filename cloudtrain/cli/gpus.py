@@ -1,4 +1,4 @@
-"""The catalogue: which machines give which GPUs where, at what price; and reading the clouds' own prices."""
+"""The catalogue: which machines give which GPUs where, and at what price."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from .. import catalog
-from ..errors import CloudtrainError, NotFoundError, SpecError
-from ..job import Gpu
-from ..provider import find_provider, provider_names, suggested_provider
-from ..values import did_you_mean
-from . import show
-from .screen import Screen
-from .send import Set, settings_pairs
-from .verbs import Json, Ours
-from .where import HERE, At
+from ..errors import NotFoundError, SpecError
+from ..job.job import Gpu
+from ..provider_api import catalog
+from ..provider_api.registry import provider_names, suggested_provider
+from ..validate import did_you_mean
+from . import format
+from .common_flags import HERE, At
+from .output import Screen
+from .runs import Json, Ours
+from .submit import Set, settings_pairs
 
 if TYPE_CHECKING:
-    from ..catalog import Machine, Price
-    from ..settings import Settings
+    from ..provider_api.catalog import Machine, Price
+    from ..settings.settings import Settings
 
 __all__ = ["gpus"]
 
@@ -40,12 +40,6 @@ SpotOnly = Annotated[
 ]
 MaxPrice = Annotated[
     float | None, Parameter(metavar="USD", help="US dollars an hour at most; leaves out what has no known price")
-]
-Refresh = Annotated[
-    bool,
-    Parameter(
-        name="--refresh-prices", negative="", show_default=False, help="read the clouds' own price lists, and keep them"
-    ),
 ]
 Region = Annotated[
     str | None, Parameter(metavar="REGION", help="region of the prices; default: the provider's own setting")
@@ -66,7 +60,6 @@ def gpus(
     network: Network = None,
     spot_only: SpotOnly = None,
     max_price: MaxPrice = None,
-    refresh: Refresh = False,
     region: Region = None,
     everything: All = False,
     settings: Set = None,
@@ -81,10 +74,6 @@ def gpus(
     chosen = at.settings(overrides=settings_pairs(settings), provider=provider)
     if settings and chosen.provider not in catalog.providers():
         raise SpecError("is one provider's word: give --provider too", field="set")
-    if refresh:
-        if any(value is not None for value in (pattern, memory, network, spot_only, max_price)):
-            raise SpecError("reads whole lists: leave pattern and filters out, then look again", field="refresh_prices")
-        return _refresh(chosen, provider, region, json, screen)
     made = {name: _made(chosen, name).settings for name in catalog.providers() if provider in (None, name)}
     rows = [
         _row(name, machine, _price(made[name], name, machine, region))
@@ -103,7 +92,7 @@ def gpus(
                 screen.talk(f"{more} machines without a known price are left out (--all)")
             rows = priced
         if rows:
-            screen.data(show.table([_shown(row) for row in rows], COLUMNS))
+            screen.data(format.table([_shown(row) for row in rows], COLUMNS))
     _say(rows, screen)
     return 0
 
@@ -197,50 +186,4 @@ def _say(rows: Sequence[dict[str, Any]], screen: Screen) -> None:
     if any(row["price"] and not row["price"]["of_service"] for row in rows):
         screen.talk("(1): another service's list with the same machines; the platform itself may ask for more")
     if any(row["price"] is None for row in rows):
-        screen.talk("unknown: --refresh-prices asks the clouds; --provider NAME --set prices.MACHINE=USD says your own")
-
-
-# ---------------------------------------------------------------------------------------------------------- refreshing
-
-
-def _refresh(settings: Settings, provider: str | None, region: str | None, json: bool, screen: Screen) -> int:
-    """Each provider's list, or what kept it from being read; what is there of the others, and of before, stays."""
-    if region is not None and provider is None:
-        raise SpecError("is one provider's word: give --provider too", field="region")
-    names = [provider] if provider is not None else list(_with_prices())
-    if provider is not None and provider not in _with_prices():
-        raise SpecError(f"has no list of prices; those that have: {', '.join(_with_prices())}", field="provider")
-    read, errors = [], []
-    for name in names:
-        try:
-            read.append(_read(settings, name, region))
-        except CloudtrainError as exc:
-            if provider is not None:
-                raise
-            errors.append((name, exc))
-            screen.talk(f"error: {name}: {exc}")
-    code = errors[0][1].exit_code if errors else 0
-    for row in read:
-        screen.talk(f"{row['provider']}: {row['machines']} prices of {row['region']}, {row['list']}: {row['file']}")
-        for text in row["unknown"]:
-            screen.talk(f"  not known: {text}")
-    if json:
-        told = [{"provider": name, "error": str(exc), "exit_code": exc.exit_code} for name, exc in errors]
-        screen.emit({"refreshed": read, "errors": told, "exit_code": code})
-    return code
-
-
-def _with_prices() -> tuple[str, ...]:
-    """Providers that can read their cloud's list."""
-    return tuple(name for name in provider_names() if hasattr(find_provider(name), "price_list"))
-
-
-def _read(settings: Settings, name: str, region: str | None) -> dict[str, Any]:
-    from ..prices import check_region, save_list
-
-    made = _made(settings, name)
-    where = region or catalog.region_of(made.settings)
-    found = made.price_list(check_region(where) if where else where)
-    file = save_list(found)
-    words = {key: getattr(found, key) for key in ("provider", "region", "date", "list", "source", "of_service")}
-    return {**words, "machines": len(found.usd_per_hour), "unknown": list(found.unknown), "file": str(file)}
+        screen.talk("unknown: --provider NAME --set prices.MACHINE=USD says your own")

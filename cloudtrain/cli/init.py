@@ -1,4 +1,4 @@
-"""The verb init: the three files that a folder of jobs starts with, and what the doctor says of them."""
+"""The verb init: write the three files that a folder of jobs starts with, and show the doctor's findings."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import SpecError
-from ..job import Job
-from ..needs import assignment, find_missing
-from ..provider import find_provider, needs_of, provider_names
-from ..settings import FILE, Settings
-from ..values import did_you_mean, url_scheme
+from ..job.job import Job
+from ..provider_api.protocol import needs_of
+from ..provider_api.registry import find_provider, provider_names
+from ..settings.needs import assignment, find_missing
+from ..settings.settings import FILE, Settings
+from ..validate import did_you_mean, url_scheme
+from .common_flags import HERE, At, Where
 from .doctor import looked
-from .screen import Screen
-from .send import Provider, Set, settings_pairs
-from .verbs import Json, Ours
-from .where import HERE, At, Where
+from .output import Screen
+from .runs import Json, Ours
+from .submit import Provider, Set, settings_pairs
 
 if TYPE_CHECKING:
-    from ..checks import Check
+    from ..provider_api.checks import Check
 
 __all__ = ["init"]
 
@@ -48,9 +49,9 @@ def init(
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
-    """Write the files that are not there, ask for missing settings on a terminal, and show the doctor's findings."""
+    """Write the missing files, ask for missing settings on a terminal, and show the doctor's findings."""
     cwd, given = Path.cwd(), settings_pairs(settings)
-    kept = at.settings(overrides=given, cwd=cwd, provider=provider).file  # nothing that is asked could be written there
+    kept = at.settings(overrides=given, cwd=cwd, provider=provider).file  # answers could not be written there
     asks = sys.stdin.isatty() and screen.err.isatty() and not json and not kept
     if provider is None and asks:
         provider = _asked_provider(screen)
@@ -86,7 +87,7 @@ def _script(cwd: Path) -> str:
 
 
 def _given(chosen: Settings, given: Mapping[str, str], at: Where) -> dict[str, Any]:
-    """Return what the command line sets, by name as `cloudtrain config` shows it."""
+    """Return the settings of the command line, by name as `cloudtrain config` shows it."""
     own = {f"{chosen.provider}.{key}": item.value for key, item in chosen.of_provider(chosen.provider).items()}
     values = {name: value for name, value in own.items() if {name, name.partition(".")[2]} & set(given)}
     values |= {name: getattr(chosen, name) for name in given if name in Settings.__dataclass_fields__}
@@ -106,7 +107,7 @@ def _asked_provider(screen: Screen) -> str:
 
 
 def _asked(chosen: Settings, missing: tuple[str, ...], screen: Screen) -> dict[str, str]:
-    """Return the answers, by name; none for what was left for later."""
+    """Return the answers by name, without settings that the user left for later."""
     found, needs = dict[str, str](), needs_of(find_provider(chosen.provider))
     for name in missing:
         need, key = needs[name], name.rpartition(".")[2]
@@ -134,7 +135,7 @@ def _answer(question: str, default: str, screen: Screen) -> str:
 
 
 def _settings_text(chosen: Settings, values: Mapping[str, Any]) -> str:
-    """Return cloudtrain.toml: what is set, and what is not as a comment with an example."""
+    """Return cloudtrain.toml: values that are set, and missing ones as comments with an example."""
     needs = needs_of(find_provider(chosen.provider))
     general = {"provider": chosen.provider, **{name: value for name, value in values.items() if "." not in name}}
     own = {name: value for name, value in values.items() if "." in name}
@@ -167,7 +168,7 @@ def _lines(values: Mapping[str, Any]) -> list[str]:
 
 
 def _written(path: Path, text: str) -> str:
-    """Write the file unless it is there; return ``wrote`` or ``kept``."""
+    """Write the file unless it exists; return ``wrote`` or ``kept``."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -184,8 +185,8 @@ def _examined(
     cwd: Path,
     screen: Screen | None,
 ) -> tuple[list[str], list[Check]]:
-    """Return what is still missing, and what the doctor finds; the job is looked at once its script is there."""
-    from ..doctor import Doctor
+    """Return the missing settings, and the doctor's findings. The job is checked if its script exists."""
+    from ..doctor.doctor import Doctor
 
     there = (cwd / str(job.source.entry_point)).exists()
     own: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}

@@ -22,11 +22,11 @@ GROUP = {
     for number, name in enumerate(("Job", "Machines", "Data", "Limits", "Resume"), start=1)
 }
 CLIENT = Group("Client", sort_key=9)
-"""The flags of a verb that describes a job, and that are no fields of the job."""
+"""Flags of a verb that describes a job, without the fields of the job."""
 OPTIONS = Group("Options", sort_key=9)
-"""The flags of every other verb."""
+"""Flags of every other verb."""
 OTHER = Group("Other", sort_key=99)
-"""What is no verb in ``cloudtrain --help``."""
+"""Entries of ``cloudtrain --help`` that are not verbs."""
 EXAMPLES = {
     "submit": "cloudtrain submit train.py --nodes 2 --gpu H100:8 --input train=./data -- --epochs 3",
     "plan": "cloudtrain plan train.py --nodes 2 --gpu H100:8",
@@ -51,5 +51,5 @@ EXAMPLES = {
 
 
 def epilogue(verb: str) -> str:
-    """Return what stands at the end of a verb's help."""
+    """Return the text at the end of a verb's help."""
     return f"Example: {EXAMPLES[verb]}\n\nExit codes: {EXIT_CODES_URL}"

@@ -1,4 +1,4 @@
-"""The run that a word on the command line means: an id, the beginning of one, ``last`` or ``-``, or a URL."""
+"""Find the run that a word on the command line means: an id or its beginning, ``last`` or ``-``, or a URL."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import NotFoundError, SpecError
-from ..settings import Settings
-from ..values import url_scheme
+from ..settings.settings import Settings
+from ..validate import url_scheme
 from . import NEWEST
-from .where import Where
+from .common_flags import Where
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..runs.run import Run
 
 __all__ = ["LAST", "find_run", "is_place"]
 
 LAST = "last"
-"""The newest run, unless a run is really called so."""
+"""Word for the newest run, unless a run has this name."""
 SHOWN = 10
-"""Runs that an error names."""
+"""Most runs that an error names."""
 
 
 def find_run(word: str, at: Where) -> Run:
     """Return the run that ``word`` means. Raises `NotFoundError` for none, `SpecError` for several.
 
-    An id or a URL is opened as it is. Only where there is no such run are the runs of the store listed.
+    An id or a URL is opened as it is. The runs of the store are listed only if there is no such run.
     """
     settings = at.settings()
     if word == NEWEST:
@@ -40,20 +40,20 @@ def find_run(word: str, at: Where) -> Run:
 
 
 def is_place(word: str) -> bool:
-    """Return whether ``word`` is the URL or path of a run folder, and no id."""
+    """Return whether ``word`` is the URL or path of a run folder, and not an id."""
     return bool(url_scheme(word)) or "/" in word.replace("\\", "/")
 
 
 def _open(word: str, settings: Settings) -> Run:
-    from ..run import open_run
+    from ..runs.run import open_run
 
     place = settings.store if url_scheme(word) else settings.resolved()
     return open_run(settings.resolved(word), store_url=place, cwd=Path.cwd(), settings=settings)
 
 
 def _meant(word: str, settings: Settings) -> str:
-    """Return the id of the run that ``word``, which is no id of one, stands for; empty if it stands for none."""
-    from ..listing import run_ids
+    """Return the id of the run that ``word``, which is not an id itself, stands for; empty if there is none."""
+    from ..runs.listing import run_ids
 
     if word == LAST:
         return _newest(settings)
@@ -66,7 +66,7 @@ def _meant(word: str, settings: Settings) -> str:
 
 
 def _newest(settings: Settings) -> str:
-    from ..listing import newest_run
+    from ..runs.listing import newest_run
 
     place = settings.resolved()
     found = newest_run(place, settings)

@@ -1,4 +1,4 @@
-"""The verb rehearse: a job on this machine, as another platform would start it."""
+"""The verb rehearse: run a job on this machine, as another platform would start it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from ..values import parse_duration
+from ..validate import parse_duration
+from .common_flags import HERE, At, OnSignal, Where
 from .flags import job_of
-from .screen import Screen
-from .send import NO_FLAGS, Detach, Flags, Module, Provider, PullTo, RunId, Script, Set, carry_out, settings_pairs
-from .tables import pairs
-from .verbs import Json, Ours, WaitTimeout
-from .verbs import Verbose as SayMover
-from .where import HERE, At, OnSignal, Where
+from .key_value import pairs
+from .output import Screen
+from .runs import Json, Ours, WaitTimeout
+from .runs import Verbose as SayMover
+from .submit import NO_FLAGS, Detach, Flags, Module, Provider, PullTo, RunId, Script, Set, carry_out, settings_pairs
 
 __all__ = ["rehearse"]
 
@@ -74,13 +74,13 @@ def rehearse(
     args: Ours[list[str] | None] = None,
     screen: Ours[Screen],
 ) -> int:
-    """Plan the provider's real request, then start here what its platform would; exit by the outcome."""
+    """Plan the provider's real request, then start here what its platform would. Exit by the outcome."""
     cwd = Path.cwd()
     chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
     seconds = parse_duration(wait_timeout, field="wait_timeout") if wait_timeout is not None else None
     job = job_of(script, module, flags, args, cwd=cwd)
-    from ..fallback import only_first
-    from ..rehearse import plan_rehearsal
+    from ..engine.rehearse import plan_rehearsal
+    from ..runs.fallback import only_first
 
     _, others = only_first(chosen)
     if others:

@@ -1,7 +1,7 @@
 """The live view of a run: what it shows, and when it looks.
 
-The platform is asked for the run's state as often as `wait` asks it, and for nothing else. All else comes from the
-store, where nodes write every 5 seconds, as `pull --follow` sees it. No attempt is started, none is stopped.
+It asks the platform for the run's state as often as `wait` does, and for nothing else. All else comes from the store,
+where nodes write every 5 seconds. It starts no attempt and stops none.
 """
 
 from __future__ import annotations
@@ -12,52 +12,47 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import Checkpoint
-from ..curves import Curve, curves, is_log, spread
 from ..errors import CloudtrainError
-from ..follow import Line, attempt_key, line_label
-from ..markup import quantity
-from ..provider import AttemptInfo, Status
-from ..pull import EVERY
-from ..run import Run
-from ..seen import Node, Seen, plain
-from ..summary import plural
-from ..values import duration
-from ..verdict import first_line, shown, status_of
-from . import show
+from ..provider_api.protocol import AttemptInfo, Status
+from ..report.curves import Curve, curves, is_log, spread
+from ..report.markup import quantity
+from ..runs.live_data import LiveRunReader, NodeData, printable
+from ..runs.log_order import Line, attempt_key, line_label
+from ..runs.outcome import first_line, public_result, status_of
+from ..runs.pull import EVERY
+from ..runs.run import Run
+from ..runs.summary import plural
+from ..store.checkpoint import Checkpoint
+from ..validate import duration
+from . import format
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console
 
-__all__ = ["Picture", "Watch", "braille", "follow", "on_terminal"]
+__all__ = ["Picture", "Watch", "follow", "on_terminal"]
 
 SHARE = 10
 """A look at the store that took a second is followed by so many without one: long runs have many files."""
 LINES = 100
-"""Last lines of each node that are kept: what the largest terminal shows."""
-TOLD = 60.0
-"""Seconds between two lines about steps where there is no terminal: a log is read later, by people."""
+"""Last lines of each node that are kept: the largest terminal shows as many."""
+STEP_EVERY = 60.0
+"""Seconds between two lines about steps where there is no terminal."""
 ATTEMPTS = 4
 """Attempts that have a line of their own, the newest ones."""
 WIDEST = 500
-"""Columns of the widest terminal that a chart is kept for."""
-CHART = (3, 10)
-"""Rows of the chart, at least and at most."""
-DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bits of a braille character, U+2800 and up: four rows of two dots."""
-RAMP = "_.,-=+*#"
-"""Heights in ASCII, lowest first."""
-
-
-# ----------------------------------------------------------------------------------------------------------- what it is
+"""Columns of the widest terminal that a curve is kept for."""
+LABEL = len("attempt 0.0")
+"""Columns of the names of facts, at least."""
+HEIGHTS = {True: "_.,-=+*#", False: "▁▂▃▄▅▆▇█"}
+"""Heights of a sparkline, lowest first: in ASCII, and in Unicode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What the metrics say by now: the newest attempt's last step, and the loss and the throughput, as name and value.
+    """The metrics so far: the newest attempt's last step, and the loss and the throughput, as name and value.
 
-    ``points`` are those of the curve ``name`` over ``axis`` that count, as many as the widest terminal can show;
-    ``log``: their heights are told by logarithms, as on the page of `report`.
+    ``points`` are those of the curve ``name`` over ``axis`` that count, as many as the widest terminal can show. With
+    ``log`` their heights are logarithms, as on the page of `report`.
     """
 
     step: float | None = None
@@ -70,34 +65,27 @@ class Measured:
 
     @property
     def newest(self) -> float | None:
-        """The last step; the last row where no row tells a step."""
+        """Return the last step; the last row where no row has a step."""
         return self.step if self.step is not None or not self.points else self.points[-1][0]
 
 
 def measured(drawn: Sequence[Curve]) -> Measured:
-    """Of all curves those few numbers; the first curve where there is no loss."""
-    newest = max(
-        (part.attempt for curve in drawn for part in curve.stretches if part.points), key=attempt_key, default=""
-    )
-    steps = [
-        part.points[-1][0]
-        for curve in drawn
-        if curve.axis == "step"
-        for part in curve.stretches
-        if part.points and part.attempt == newest
-    ]
-    last = {curve.kind: (curve.name, history[-1][1]) for curve in reversed(drawn) if (history := curve.history)}
-    shown = next((curve for curve in drawn if curve.points), None)
-    if shown is None:
+    """Return those few numbers of all curves; the points are the first curve's."""
+    curve = next((curve for curve in drawn if curve.points), None)
+    if curve is None:
         return Measured()
-    history = shown.history
+    parts = [part for curve in drawn for part in curve.stretches if part.points]
+    newest = max((part.attempt for part in parts), key=attempt_key)
+    last = {curve.kind: (curve.name, history[-1][1]) for curve in reversed(drawn) if (history := curve.history)}
+    history = curve.history
+    steps = [part.points[-1][0] for part in parts if curve.axis == "step" and part.attempt == newest]
     return Measured(
         step=max(steps, default=None),
         loss=last.get("loss"),
         throughput=last.get("throughput"),
-        name=shown.name,
-        axis=shown.axis,
-        log=is_log(shown),
+        name=curve.name,
+        axis=curve.axis,
+        log=is_log(curve),
         points=spread(history, WIDEST, history[0][0], history[-1][0]),
     )
 
@@ -106,7 +94,7 @@ def measured(drawn: Sequence[Curve]) -> Measured:
 class Picture:
     """All that is known of a run at ``when`` (Unix seconds). ``trouble`` is why the store could not be read, if so.
 
-    ``begun`` are the attempts whose nodes have said from where they began: the platform tells of one before.
+    ``begun`` are the attempts whose nodes have recorded where they began: the platform knows an attempt before that.
     """
 
     run_id: str
@@ -116,7 +104,7 @@ class Picture:
     max_runtime: float = 0.0
     attempts: Sequence[AttemptInfo] = ()
     begun: frozenset[str] = frozenset()
-    nodes: Sequence[Node] = ()
+    nodes: Sequence[NodeData] = ()
     checkpoint: Checkpoint | None = None
     measured: Measured = field(default_factory=Measured)
     lines: Mapping[int, Sequence[Line]] = field(default_factory=dict)
@@ -127,22 +115,19 @@ class Picture:
 
     @property
     def attempt(self) -> str:
-        """The newest attempt's number; empty before there is one."""
+        """Return the newest attempt's number; empty before there is one."""
         return self.attempts[-1].number if self.attempts else ""
 
     def spent(self, now: float) -> float | None:
-        """Seconds that all attempts have run; None before the first one has."""
-        begun = [(a.started, a.ended) for a in self.attempts if a.started is not None]
-        if not begun:
-            return None
+        """Return the seconds that all attempts have run; None before the first one has."""
+        begun = [(info.started, info.ended) for info in self.attempts if info.started is not None]
         ends = [*[started for started, _ in begun[1:]], now]
-        return sum(
-            max(0.0, (ended or follows) - started) for (started, ended), follows in zip(begun, ends, strict=True)
-        )
+        ran = [max(0.0, (ended or follows) - started) for (started, ended), follows in zip(begun, ends, strict=False)]
+        return sum(ran) if ran else None
 
 
 class Watch:
-    """Watches ``run``: ``on_picture`` is given all that is known of it, again and again. It must return soon."""
+    """A watcher of ``run`` that calls ``on_picture`` with each new `Picture`; the call must return soon."""
 
     def __init__(
         self,
@@ -150,7 +135,7 @@ class Watch:
         *,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
-        on_picture: Callable[[Picture], None],
+        on_picture: Callable[[Picture], None] = lambda picture: None,
     ) -> None:
         self._run = Run(
             store=run.store,
@@ -159,9 +144,10 @@ class Watch:
             settings=run._settings,
             clock=clock,
             sleep=self._nap,
-        )  # the same run, whose naps are ours: the store is looked at between two questions to the platform
+        )  # the same run, but between two questions to the platform it looks at the store
         self._clock, self._sleep, self._on_picture = clock, sleep, on_picture
-        self._seen = Seen(run.store, run.run_id)
+        self._ticks = self._run._ticks  # of waits: a clock of the machine may step
+        self._seen = LiveRunReader(run.store, run.run_id)
         self._due = 0.0
         self._counts: dict[str, int] = {}
         self._measured = Measured()
@@ -174,15 +160,15 @@ class Watch:
             when=clock(),
             status=status_of(ended) if ended else Status(state="pending"),
             max_runtime=float(job.max_runtime),
-            result=shown(ended) if ended else None,
+            result=public_result(ended) if ended else None,
         )
 
     def watch(self) -> Picture:
-        """The last picture, of a run that has ended. Raises what `Run.logs` raises when the platform is silent."""
+        """Return the last picture, of a run that has ended. Raises `LostContactError` if the platform is silent."""
         place, result = self._run.store, self._along()
-        while self._run.store is not place:  # it has gone on to another one
+        while self._run.store is not place:  # it has moved to another one
             place = self._run.store
-            self._seen, self._counts = Seen(place, self._run.run_id), {}
+            self._seen, self._counts = LiveRunReader(place, self._run.run_id), {}
             self.picture = replace(self.picture, provider=self._run.provider_name)
             result = self._along()
         self._due = 0.0
@@ -192,7 +178,7 @@ class Watch:
         return self.picture
 
     def _along(self) -> dict[str, Any]:
-        """The result, kept by now, so nobody is asked again, unless another attempt may follow."""
+        """Return the result, once no status follows."""
         for status in self._run._along():
             self.picture = replace(self.picture, status=status, when=self._clock())
             if not status.final:
@@ -200,22 +186,22 @@ class Watch:
         return self._run.result()
 
     def _nap(self, seconds: float) -> None:
-        until = self._clock() + seconds
-        while (left := until - self._clock()) > 0:
-            self._sleep(max(0.01, min(left, self._due - self._clock())) if self._due > self._clock() else 0.01)
+        until = self._ticks() + seconds
+        while (left := until - self._ticks()) > 0:
+            self._sleep(max(0.01, min(left, self._due - self._ticks())) if self._due > self._ticks() else 0.01)
             self._look()
 
     def _look(self) -> None:
-        """At the store, if it is time; a store that does not answer keeps the picture as it is."""
-        began = self._clock()
+        """Look at the store, if it is time; a store that does not answer keeps the picture as it is."""
+        began = self._ticks()
         if began < self._due:
             self._on_picture(self.picture)
             return
         try:
             self.picture = self._looked()
-        except CloudtrainError as exc:  # whether it is lost for good, who asks for the state finds out
+        except CloudtrainError as exc:  # asking for the state finds out whether it is lost for good
             self.picture = replace(self.picture, trouble=first_line(str(exc)), when=self._clock())
-        now = self._clock()
+        now = self._ticks()
         self._due = now + max(EVERY, SHARE * (now - began))
         self._on_picture(self.picture)
 
@@ -224,7 +210,7 @@ class Watch:
         attempts = seen.infos(before.status.attempts)
         newest = attempts[-1].number if attempts else ""
         lines: dict[int, list[Line]] = {}
-        for info in reversed(attempts[-2:]):  # until the newest one says something, the last words of the one before
+        for info in reversed(attempts[-2:]):  # the one before, until the newest one writes a line
             lines = lines or seen.lines(info.number, LINES)
         return replace(
             before,
@@ -241,7 +227,7 @@ class Watch:
         )
 
     def _measure(self) -> Measured:
-        """Anew only where rows have come: a long run has many."""
+        """Measure again only where rows have come: a long run has many."""
         rows = self._seen.metrics()
         counts = {attempt: len(some) for attempt, some in rows.items()}
         if counts != self._counts:
@@ -252,70 +238,58 @@ class Watch:
 # -------------------------------------------------------------------------------------------------------- on a terminal
 
 
-def on_terminal(watch: Callable[[Callable[[Picture], None]], Watch], console: Console) -> Picture:
-    """Draw every picture over the one before, on a screen of its own, and leave the last one on the terminal.
-
-    ``watch`` makes the `Watch` of a function that takes pictures.
-    """
+def on_terminal(watch: Watch, console: Console) -> Picture:
+    """Draw each picture over the one before, on a screen of its own, and leave the last one on the terminal."""
     from rich.live import Live
 
-    now = _Now(ascii_only=not console.encoding.startswith("utf"))
-    looking = watch(now.take)
-    now.take(looking.picture)
+    def drawn(spare: int = 0) -> Any:
+        ascii_only = not console.encoding.startswith("utf")
+        height = max(12, console.height - spare) if spare else console.height
+        return screen(watch.picture, width=console.width, height=height, now=time.time(), ascii_only=ascii_only)
+
+    live = Live(  # drawn twice a second: ages grow, a window changes its size
+        get_renderable=drawn,
+        console=console,
+        screen=True,
+        refresh_per_second=2,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
     try:
-        with Live(
-            now, console=console, screen=True, refresh_per_second=2, redirect_stdout=False, redirect_stderr=False
-        ):
-            return looking.watch()
+        with live:
+            return watch.watch()
     finally:
-        console.print(now.drawn(console.width, max(12, console.height - 2)))
-
-
-class _Now:
-    """The newest picture. Drawn anew twice a second, by a thread of rich's: ages grow, a window changes its size."""
-
-    def __init__(self, *, ascii_only: bool) -> None:
-        self._ascii_only = ascii_only
-
-    def take(self, picture: Picture) -> None:
-        self._picture = picture
-
-    def drawn(self, width: int, height: int) -> Any:
-        return screen(self._picture, width=width, height=height, now=time.time(), ascii_only=self._ascii_only)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self.drawn(options.max_width, options.max_height or console.height)
+        console.print(drawn(2))
 
 
 def screen(picture: Picture, *, width: int, height: int, now: float, ascii_only: bool = False) -> Any:
-    """The picture as rich's Text, no wider and no higher than that."""
+    """Return the picture as a table of rich's, no higher than that: the facts, the curve, the last lines."""
+    from rich.console import Group
+    from rich.table import Table
     from rich.text import Text
 
-    head = [line for line in _head(picture, now) if line[0]]
-    keep = max(1, min(len(head), height - 3 if height > 6 else height))
-    rest = height - keep
-    head = head[:keep]
-    body: list[tuple[str, str]] = []
-    if picture.measured.points and rest >= CHART[0] + 2:
-        tall = min(CHART[1], max(CHART[0], rest // 2 - 1))
-        body += _chart(picture.measured, width, tall, ascii_only)
-    rest -= len(body)
-    if rest >= 2 and (said := fair(picture.lines, rest - 1)):
-        older = f" of attempt {said[0].attempt}" if said[0].attempt != picture.attempt else ""
-        body.append((_rule(f"last lines{older}", width, ascii_only), "dim"))
-        body += [(f"{line_label(line)}{line.text}", "") for line in said]
-    text = Text(no_wrap=True, overflow="crop" if ascii_only else "ellipsis", end="")
-    rows = (head + body)[:height]
-    for i, (line, style) in enumerate(rows):
-        row = Text(plain(line), style=style)
-        row.truncate(width, overflow="crop" if ascii_only else "ellipsis")
-        text.append_text(row)
-        text.append("\n" if i < len(rows) - 1 else "")
-    return text
+    def line(text: str, style: str = "") -> Text:
+        return Text(printable(text), style=style, no_wrap=True, overflow="crop" if ascii_only else "ellipsis")
+
+    facts = [row for row in _facts(picture, now, width, ascii_only) if row[1]]
+    keep = max(0, min(len(facts), height - 3 if height > 6 else height - 1))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(min_width=LABEL)
+    for name, text, style in facts[:keep]:
+        table.add_row(line(name, "dim"), line(text, style))
+    rest = height - 1 - keep
+    lines = fair(picture.lines, rest - 1) if rest >= 2 else []
+    body = [line(f"{line_label(item)}{item.text}") for item in lines]
+    if lines:
+        older = f" of attempt {lines[0].attempt}" if lines[0].attempt != picture.attempt else ""
+        body.insert(0, line(f"last lines{older}", "dim"))
+    state = str(picture.result["state"]) if picture.result else picture.status.state
+    title = line(_title(picture, state), COLOURS.get(state, "bold yellow"))
+    return Group(title, *([table] if keep else []), *body)
 
 
 def fair(lines: Mapping[int, Sequence[Line]], room: int) -> list[Line]:
-    """The last lines of each node, as many of one as of another, ``room`` in all: two nodes' lines have no order."""
+    """Return the last lines of each node, ``room`` in all and as many of one as of another, node by node."""
     taken = dict.fromkeys(lines, 0)
     while room > 0 and (more := [node for node in lines if taken[node] < len(lines[node])]):
         for node in more[:room]:
@@ -327,206 +301,147 @@ def fair(lines: Mapping[int, Sequence[Line]], room: int) -> list[Line]:
 COLOURS = {"succeeded": "bold green", "failed": "bold red", "running": "bold cyan"}
 
 
-def _head(picture: Picture, now: float) -> Iterator[tuple[str, str]]:
-    """Lines and their styles, the most important first."""
-    status, result = picture.status, picture.result
-    state = str(result["state"]) if result else status.state
-    if result:
-        now = picture.when  # it is over: nothing grows older
-    words = [f"{picture.run_id}  {state}" + (" (cancelling)" if picture.cancelling and not status.final else "")]
-    if result and result.get("category") and result["category"] != state:
+def _title(picture: Picture, state: str) -> str:
+    result = picture.result or {}
+    words = [
+        f"{picture.run_id}  {state}" + (" (cancelling)" if picture.cancelling and not picture.status.final else "")
+    ]
+    if result.get("category") and result["category"] != state:
         words[0] += f" ({result['category']})"
-    if picture.attempt:
-        words.append(f"attempt {picture.attempt}")
-    words.append(f"on {picture.provider}")
-    yield ", ".join(words), COLOURS.get(state, "bold yellow")
-    yield (f"the store does not answer: {picture.trouble}" if picture.trouble else ""), "yellow"
-    yield ("" if result else picture.waiting), "yellow"
-    yield ", ".join(_progress(picture, now)), ""
-    reason = str(result.get("reason") or "") if result else status.reason
-    yield first_line(reason), "red" if state == "failed" else ""
-    yield _checkpoint(picture.checkpoint, now, over=result is not None), ""
-    yield _nodes(picture, now), ""
+    words += [f"attempt {picture.attempt}"] if picture.attempt else []
+    return ", ".join([*words, f"on {picture.provider}"])
+
+
+def _facts(picture: Picture, now: float, width: int, ascii_only: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield name, text and style of each row, the most important first; a row without text is not shown."""
+    result, found, curve = picture.result, picture.checkpoint, picture.measured
+    now = picture.when if result else now  # of a run that is over nothing grows older
+    yield "trouble", f"the store does not answer: {picture.trouble}" if picture.trouble else "", "yellow"
+    yield "waiting", "" if result else picture.waiting, "yellow"
+    yield "progress", ", ".join(_progress(picture, now)), ""
+    reason = str(result.get("reason") or "") if result else picture.status.reason
+    yield "reason", first_line(reason), "red" if result and result["state"] == "failed" else ""
+    if curve.points:
+        ends = f"{quantity(curve.points[0][1])} to {quantity(curve.points[-1][1])}"
+        span = f"{curve.axis} {quantity(curve.points[0][0])} to {quantity(curve.points[-1][0])}"
+        words = f"{ends}, {span}{', logarithmic' if curve.log else ''}"
+        room = width - len(words) - max(len(curve.name), LABEL) - 3
+        yield curve.name, f"{sparkline(curve, max(8, room), ascii_only)} {words}", "cyan"
+    age = f", {duration(now - found.committed)} ago" if found and not result else ""
+    yield "checkpoint", f"{found.name}{age}" if found else "none complete" + ("" if result else " yet"), ""
+    yield "nodes", _nodes(picture, now), ""
     for info in picture.attempts[-ATTEMPTS:] if len(picture.attempts) > 1 else ():
-        yield _attempt(info, picture), "dim"
+        yield f"attempt {info.number}", _attempt(info, picture), "dim"
 
 
 def _progress(picture: Picture, now: float) -> list[str]:
-    seen = picture.measured
-    words = [f"step {quantity(seen.step)}"] if seen.step is not None else []
-    words += [f"{seen.loss[0]} {quantity(seen.loss[1])}"] if seen.loss else []
-    spent = picture.spent(now)
+    found, spent = picture.measured, picture.spent(now)
+    words = [f"step {quantity(found.step)}"] if found.step is not None else []
+    words += [f"{found.loss[0]} {quantity(found.loss[1])}"] if found.loss else []
     if spent is not None and picture.result:
         words.append(f"ran {duration(spent)}")
     elif spent is not None and picture.status.state == "running":
         words.append(f"{duration(picture.max_runtime - spent)} left of {duration(picture.max_runtime)}")
-    words += [f"{seen.throughput[0]} {quantity(seen.throughput[1])}"] if seen.throughput else []
+    words += [f"{found.throughput[0]} {quantity(found.throughput[1])}"] if found.throughput else []
     return words
 
 
-def _checkpoint(found: Checkpoint | None, now: float, *, over: bool) -> str:
-    if found is None:
-        return "checkpoint: none complete" + ("" if over else " yet")
-    if over:
-        return f"checkpoint: {found.name}"
-    return f"checkpoint: {found.name}, {duration(now - found.committed)} ago"
-
-
 def _nodes(picture: Picture, now: float) -> str:
-    """Return ``2 of 2 nodes alive: 0 wrote 3s ago``; of many nodes those that have been silent for longest.
+    """Return ``2 of 2 alive: 0 wrote 3s ago``; of many nodes those that have been silent for longest.
 
     All nodes were there when the attempt began, and the others end it when one is lost. So a node that has left no exit
     record is alive while the run runs, also one that prints nothing.
     """
-    nodes = sorted(picture.nodes, key=lambda node: node.seen or 0.0)[:8] if len(picture.nodes) > 8 else picture.nodes
-    if not nodes:
-        return ""
-    count, begun = len(picture.nodes), picture.attempt in picture.begun and picture.status.state == "running"
-    said = []
-    for node in nodes:
-        if node.outcome or node.seen:
-            said.append(f"{node.number} {node.outcome or f'wrote {duration(now - (node.seen or now))} ago'}")
-        elif not begun:
-            said.append(f"{node.number} nothing yet")
-    if begun and (count > 1 or not said):
-        alive = f"{sum(not node.outcome for node in picture.nodes)} of {plural(count, 'node')} alive"
-        return ": ".join(filter(None, [alive + (", longest silent" if count > len(nodes) else ""), ", ".join(said)]))
-    which = f"longest silent of {count} nodes" if count > len(nodes) else "nodes"
-    return f"{which if count > 1 else 'node'}: {', '.join(said)}"
+    count = len(picture.nodes)
+    begun = bool(count) and picture.attempt in picture.begun and picture.status.state == "running"
+    nodes = sorted(picture.nodes, key=lambda node: node.seen or 0.0)[:8] if count > 8 else picture.nodes
+    words = [
+        f"{node.number} {node.outcome or (f'wrote {duration(now - node.seen)} ago' if node.seen else 'nothing yet')}"
+        for node in nodes
+        if node.outcome or node.seen or not begun
+    ]
+    alive = f"{sum(not node.outcome for node in picture.nodes)} of {count} alive" if begun else ""
+    silent = f"longest silent of {plural(count, 'node')}" if count > len(nodes) else ""
+    return ": ".join(filter(None, [", ".join(filter(None, [alive, silent])), ", ".join(words)]))
 
 
-def _starts(info: AttemptInfo, picture: Picture) -> bool:
-    """Whether it is not known yet from where an attempt goes on."""
+def _is_starting(info: AttemptInfo, picture: Picture) -> bool:
+    """Return True while it is not known yet from where an attempt resumes."""
     newest = info is picture.attempts[-1] and picture.result is None
     return newest and not info.resumed_from and info.number not in picture.begun
 
 
 def _attempt(info: AttemptInfo, picture: Picture) -> str:
-    newest = info is picture.attempts[-1]
-    start = "starting" if _starts(info, picture) else "from the beginning"
+    start = "starting" if _is_starting(info, picture) else "from the beginning"
     words = [f"resumed from {info.resumed_from}" if info.resumed_from else start]
-    words += [info.reason or ("" if newest else "ended")]
-    lost = info.lost or {}
-    if (steps := lost.get("steps")) is not None:
-        words.append(f"lost {quantity(steps)} steps")
-    return f"attempt {info.number}: {', '.join(filter(None, words))}"
+    words.append(info.reason or ("" if info is picture.attempts[-1] else "ended"))
+    steps = (info.lost or {}).get("steps")
+    words += [f"lost {quantity(steps)} steps"] if steps is not None else []
+    return ", ".join(filter(None, words))
 
 
-def _rule(title: str, width: int, ascii_only: bool) -> str:
-    line = "-" if ascii_only else "─"
-    return f"{line * 2} {title} ".ljust(width, line)
-
-
-def _chart(curve: Measured, width: int, height: int, ascii_only: bool) -> list[tuple[str, str]]:
-    """The curve that counts, its highest and lowest value at the left, its first and last step below its name."""
-    points = curve.points
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    labels = [quantity(high), *[""] * (height - 2), quantity(low)]
-    left = max(map(len, labels))
-    room = max(4, width - left - 1)
-    heights = [(x, math.log10(y)) for x, y in points] if curve.log else points
-    drawn = ramp(heights, room) if ascii_only else braille(heights, room, height)
-    if ascii_only:
-        labels = [f"{quantity(low)}..{quantity(high)}"]
-        drawn = [drawn[0][: max(4, width - len(labels[0]) - 1)]]
-        left = len(labels[0])
-    name = f"{curve.name} (logarithmic)" if curve.log else curve.name
-    span = f"{name}, {curve.axis} {quantity(points[0][0])} to {quantity(points[-1][0])}"
-    rows = [f"{label:>{left}} {row}" for label, row in zip(labels, drawn, strict=True)]
-    return [(_rule(span, width, ascii_only), "dim"), *[(row, "cyan") for row in rows]]
-
-
-def braille(points: Sequence[tuple[float, float]], width: int, height: int) -> list[str]:
-    """A chart of points, by x, in ``height`` rows of ``width`` characters of two by four dots."""
-    cells = [[0] * width for _ in range(height)]
-    (first, _), (last, _) = points[0], points[-1]
-    low, high = min(y for _, y in points), max(y for _, y in points)
-
-    def spot(x: float, y: float) -> tuple[int, int]:
-        across = (x / 2 - first / 2) / (last / 2 - first / 2) if last > first else 0.0
-        up = (y / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
-        return round(across * (2 * width - 1)), round((1 - up) * (4 * height - 1))
-
-    before: tuple[int, int] | None = None
-    for x, y in spread(points, 2 * width, first, last):
-        here = spot(x, y)
-        for column, row in _between(before or here, here):
-            cells[row // 4][column // 2] |= DOTS[row % 4][column % 2]
-        before = here
-    return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
-
-
-def _between(start: tuple[int, int], end: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """The dots of a straight line."""
-    count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
-    for i in range(count + 1):
-        yield round(start[0] + (end[0] - start[0]) * i / count), round(start[1] + (end[1] - start[1]) * i / count)
-
-
-def ramp(points: Sequence[tuple[float, float]], width: int) -> list[str]:
-    """The same in one row of ASCII, for terminals that know nothing else."""
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    (first, _), (last, _) = points[0], points[-1]
+def sparkline(curve: Measured, width: int, ascii_only: bool = False) -> str:
+    """Return the curve in one line of ``width`` characters. Each shows the highest value in its column."""
+    heights = [(x, math.log10(y) if curve.log else y) for x, y in curve.points]
+    low, high = min(y for _, y in heights), max(y for _, y in heights)
+    first, across = heights[0][0], heights[-1][0] / 2 - heights[0][0] / 2  # halves: their difference is finite
     columns: dict[int, float] = {}
-    for x, y in points:
-        columns[int((x - first) / (last - first) * (width - 1)) if last > first else 0] = y
-    heights = [RAMP[int((y - low) / (high - low) * (len(RAMP) - 1)) if high > low else 0] for y in columns.values()]
-    return ["".join(heights)]
+    for x, y in heights:
+        at = int((x / 2 - first / 2) / across * (width - 1)) if across > 0 else 0
+        columns[at] = max(y, columns.get(at, y))
+    marks, text = HEIGHTS[ascii_only], ""
+    for at in range(width if across > 0 else 1):  # an empty column is as high as the one before
+        y = columns.get(at, y)
+        share = (y / 2 - low / 2) / (high / 2 - low / 2) if high / 2 > low / 2 else 0.0
+        text += marks[round(share * (len(marks) - 1))]
+    return text
 
 
 # ------------------------------------------------------------------------------------------------------ on no terminal
 
 
 def follow(watch: Callable[[Callable[[Picture], None]], Watch], say: Callable[[str], None]) -> Picture:
-    """One plain line for each change: of state, attempt, checkpoint and, once a minute, step."""
-    told = _Told(say)
-    looking = watch(told)
-    last = looking.watch()
-    told.end(last)
+    """Say one plain line for each change: of state, attempt, checkpoint and, once a minute, step."""
+    changes = _Changes(lambda text: say(printable(text)))
+    last = watch(changes).watch()
+    if last.measured.newest != changes.step:
+        changes.say_step(last)
+    say(printable(format.state_line({**(last.result or {}), "reason": ""})))
     return last
 
 
-class _Told:
-    """What has been said of the run so far."""
+class _Changes:
+    """The changes of a run. ``say`` is called with each line once; `step` is the last step that was said."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._state = say, show.Changes(lambda text: say(plain(text)))
-        self._attempts: set[str] = set()
-        self._cancelling = False
-        self._waiting = ""
-        self._checkpoint = ""
-        self._step: float | None = None
+        self._say, self._state = say, format.Changes(say)
+        self._last: dict[str, str] = {}
+        self.step: float | None = None
         self._step_at = float("-inf")
 
     def __call__(self, picture: Picture) -> None:
         self._state(picture.status)
+        several, found = len(picture.attempts) > 1, picture.checkpoint
         for info in picture.attempts:
-            if len(picture.attempts) > 1 and _starts(info, picture):
-                continue  # until it can be said
-            if info.number not in self._attempts and len(picture.attempts) > 1:
-                self._say(plain(_attempt(info, picture)))
-            self._attempts.add(info.number)
-        if picture.waiting and picture.waiting != self._waiting:
-            self._say(plain(picture.waiting))
-        self._waiting = picture.waiting
-        if picture.cancelling and not picture.status.final and not self._cancelling:
-            self._say("cancelling")
-            self._cancelling = True
-        found = picture.checkpoint
-        if found is not None and found.key != self._checkpoint:
-            self._say(plain(f"checkpoint {found.name} is complete"))
-            self._checkpoint = found.key
-        if picture.measured.newest != self._step and picture.when - self._step_at >= TOLD:
-            self._tell_step(picture)
+            if not several:
+                self._last[info.number] = ""
+            elif not _is_starting(info, picture) and info.number not in self._last:
+                self._change(info.number, info.number, f"attempt {info.number}: {_attempt(info, picture)}")
+        self._change("waiting", picture.waiting, picture.waiting)
+        if not picture.status.final:
+            self._change("cancelling", "cancelling" if picture.cancelling else "", "cancelling")
+        if found is not None:
+            self._change("checkpoint", found.key, f"checkpoint {found.name} is complete")
+        if picture.measured.newest != self.step and picture.when - self._step_at >= STEP_EVERY:
+            self.say_step(picture)
 
-    def _tell_step(self, picture: Picture) -> None:
+    def _change(self, name: str, value: str, text: str) -> None:
+        if value and self._last.get(name) != value:
+            self._say(text)
+        self._last[name] = value
+
+    def say_step(self, picture: Picture) -> None:
+        """Say the step, if there is one."""
         if picture.measured.newest is not None:
-            self._say(plain(", ".join(_progress(picture, picture.when))))
-        self._step, self._step_at = picture.measured.newest, picture.when
-
-    def end(self, picture: Picture) -> None:
-        """The run is over."""
-        if picture.measured.newest != self._step:
-            self._tell_step(picture)
-        result = picture.result or {}
-        self._say(plain(show.state_line({**result, "reason": ""})))
+            self._say(", ".join(_progress(picture, picture.when)))
+        self.step, self._step_at = picture.measured.newest, picture.when

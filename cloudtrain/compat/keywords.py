@@ -13,8 +13,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ..errors import SpecError
-from ..job import Input
-from ..values import choice_of, did_you_mean, parse_duration, table_of, text_of, url_scheme
+from ..job.job import Input
+from ..validate import choice_of, did_you_mean, parse_duration, table_of, text_of, url_scheme
 
 __all__ = [
     "CARRIED",
@@ -171,7 +171,9 @@ def checked(given: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in given.items():
         if name not in CARRIED and name not in WITHOUT_EFFECT and name not in REFUSED:
-            near = did_you_mean(name.removeprefix("train_"), [*CARRIED, *WITHOUT_EFFECT, *REFUSED])
+            now = name.removeprefix("train_")  # v1's prefix
+            known = [*CARRIED, *WITHOUT_EFFECT, *REFUSED]
+            near = f"did you mean {now!r}?" if now in known else did_you_mean(now, known)
             raise SpecError("PyTorch of the SageMaker SDK v2 has no such keyword", field=name, hint=near)
         if value is None or (isinstance(value, (list, tuple, dict)) and not value):
             continue

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CloudtrainError, NotFoundError, SpecError
 from ..estimator import RunFailedError, log_line, ranks
-from ..job import Job, check_run_id, run_tag
-from ..settings import Settings
-from ..values import did_you_mean, table_of
+from ..job.job import Job, check_run_id, run_tag
+from ..settings.settings import Settings
+from ..validate import did_you_mean, table_of
 from .keywords import LINEAGE, checked, inputs_of, job_fields, keyword_of, settings_of
 from .session import NotCarriedError, Session, get_execution_role
 
 if TYPE_CHECKING:
-    from ..follow import Line
-    from ..run import Run
-    from ..submit import Plan
+    from ..runs.log_order import Line
+    from ..runs.run import Run
+    from ..runs.submit import Plan
 
 __all__ = [
     "NOT_CARRIED",
@@ -53,29 +53,28 @@ PREFIX = "cloudtrain"
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::(\d{12}):role/.+")
 _JOB_NAME = re.compile(r"(?:arn:[^/]*:training-job/)?(?P<run>.+?)(?:-(?P<tag>[0-9a-f]{16})(?:-\d+){0,2})?")
 
-_SERVING = "deploy model_data with the serving tool of your choice"
-_DEBUGGER = "no debugger or profiler is attached"
 NOT_CARRIED: dict[str, str] = {
-    "deploy": _SERVING,
-    "create_model": _SERVING,
-    "register": _SERVING,
-    "transformer": _SERVING,
-    "compile_model": _SERVING,
     "prepare_workflow_for_training": "a pipeline calls fit, or `cloudtrain submit`, and reads its exit code",
     "training_job_analytics": "`cloudtrain pull --only metrics` brings what the script told CLOUDTRAIN_METRICS_FILE",
     "set_hyperparameters": "give hyperparameters to PyTorch",
-    "get_vpc_config": "plan() shows the request",
     "get_app_url": "the console has the job by latest_training_job.name",
-    "get_remote_debug_config": "plan() shows the request",
-    "get_session_chaining_config": "plan() shows the request",
     "enable_remote_debug": "give enable_remote_debug=True to PyTorch",
     "disable_remote_debug": "leave enable_remote_debug out",
-    "enable_default_profiling": _DEBUGGER,
-    "disable_profiling": _DEBUGGER,
-    "update_profiler": _DEBUGGER,
-    "latest_job_debugger_artifacts_path": _DEBUGGER,
-    "latest_job_profiler_artifacts_path": _DEBUGGER,
     "latest_job_tensorboard_artifacts_path": "event files in CLOUDTRAIN_ARTIFACT_DIR are pulled with the artifacts",
+    **dict.fromkeys(
+        ("deploy", "create_model", "register", "transformer", "compile_model"),
+        "deploy model_data with the serving tool of your choice",
+    ),
+    **dict.fromkeys(
+        ("get_vpc_config", "get_remote_debug_config", "get_session_chaining_config"), "plan() shows the request"
+    ),
+    **dict.fromkeys(
+        (
+            *("enable_default_profiling", "disable_profiling", "update_profiler"),
+            *("latest_job_debugger_artifacts_path", "latest_job_profiler_artifacts_path"),
+        ),
+        "no debugger or profiler is attached",
+    ),
 }
 """Methods and properties of v2's estimator that this one lacks, and what to do instead."""
 
@@ -265,7 +264,7 @@ class PyTorch:
         ``inputs`` as in v2. Raises `SpecError` before anything is sent, `RunFailedError` for a run that ended badly,
         and what sending raises. Ctrl-C stops the waiting, not the job.
         """
-        from ..submit import submit
+        from ..runs.submit import submit
 
         _wanted(logs)
         if self.provider == CLOUD:
@@ -291,7 +290,7 @@ class PyTorch:
         ``model_channel_name`` is not needed: the run's record says what its inputs were. Raises `NotFoundError`, and
         `RunFailedError` when the job did not succeed.
         """
-        from ..run import open_run
+        from ..runs.run import open_run
 
         _check_caller(sagemaker_session)
         match = None if "/runs/" in training_job_name else _JOB_NAME.fullmatch(training_job_name)
@@ -344,7 +343,7 @@ class PyTorch:
     def _plan(
         self, inputs: Any, job_name: str | None, experiment_config: Mapping[str, str] | None, *, preview: bool
     ) -> Plan:
-        from ..submit import make_plan
+        from ..runs.submit import make_plan
 
         if self._attached:
             raise SpecError("was attached to a job whose code is not here; make a new PyTorch", field="fit")
@@ -445,7 +444,7 @@ def _before(plan: Plan) -> str | None:
 
     A run that was sent before under the plan's own id resumes from what it did then.
     """
-    from ..transfer import parallel
+    from ..storage.files import parallel
 
     store, run_id, uri = plan.store, plan.layout.run_id, plan.job.tags.get(LINEAGE)
     if uri is None:

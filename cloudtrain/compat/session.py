@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError
-from ..packages import translated
-from ..settings import Settings
-from ..values import did_you_mean
+from ..settings.settings import Settings
+from ..storage.extras import translated
+from ..validate import did_you_mean
 from .keywords import NAME, settings_of
 
 __all__ = ["METADATA", "NotCarriedError", "Session", "get_execution_role"]

@@ -1,9 +1,9 @@
-"""Engines start a Simulation's nodes on this machine, as process groups or as containers.
+"""Start a Simulation's nodes on this machine, as process groups or as containers.
 
-An engine makes each mount appear on its node, tells the node what a platform would tell it about its peers (the
-``CLOUDTRAIN_ENGINE_*`` variables), hands over secrets by a pipe, and leaves nothing behind. What becomes of the nodes
-is for `cloudtrain.supervisor` to decide, by the Simulation's rules. `hosted` is what providers share whose nodes this
-machine starts.
+An engine makes each mount appear on its node and hands over secrets by a pipe. It gives the node the facts about its
+peers that a platform would give, in ``CLOUDTRAIN_ENGINE_*`` variables. It leaves nothing behind.
+`supervisor` restarts and ends nodes by the Simulation's rules. `supervised` is the base of the providers that
+use an engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import PlatformError
-from ..provider import NodeSpec, Simulation
+from ..provider_api.launch_spec import LaunchSpec, NodeSpec
 
 __all__ = ["ENGINE_PREFIX", "Engine", "NodeError", "NodeHandle", "boot_id", "last_line", "make_engine", "staged"]
 
@@ -28,45 +28,42 @@ LINE_BYTES = 65536
 class NodeHandle(Protocol):
     """A started node."""
 
-    #: (category, reason) where the engine knows more than an exit code tells; None before the end too.
+    #: (category, reason) if the engine knows more than an exit code says. None until the node ends.
     trouble: tuple[str, str] | None
 
     def poll(self) -> int | None:
-        """The exit code, minus the signal's number for a node that one killed; None while it runs."""
+        """Return the exit code, None while the node runs, or minus the number of the signal that killed it."""
 
     def signal(self, name: str) -> None:
-        """The platform's stop signal, to the node's first process alone, as a container runtime would."""
+        """Send the platform's stop signal to the node's first process alone, as a container runtime does."""
 
     def kill(self) -> None:
-        """The whole node, now; of one that has ended, what is left of it."""
+        """Kill the whole node now. If it has ended, remove its remains."""
 
 
 class Engine(Protocol):
-    """Starts nodes. One engine serves every attempt of one run."""
+    """Starter of nodes. One engine serves every attempt of one run."""
 
-    def prepare(self, simulation: Simulation, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
-        """Bring here what the nodes need and may be slow to come; ``tell`` says what is being waited for.
-
-        ``given_up`` says that nobody wants it any more. Raises `NodeError`.
-        """
+    def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+        """Fetch what the nodes need, until ``given_up()``; ``tell`` reports each wait. Raises `NodeError`."""
 
     def start(
-        self, simulation: Simulation, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> Sequence[NodeHandle]:
         """Start every node. ``local`` maps each mount's URL to its path on this machine.
 
-        Raises `NodeError`, or `StorageError` for this machine's disk; nothing is left running then.
+        Raises `NodeError`, or `StorageError` for this machine's disk; no node is left running then.
         """
 
     def remarks(self) -> str:
-        """What befell the engine itself since it was last asked, for the reason of an attempt that failed."""
+        """Return the engine's own troubles since the last call, for the reason of a failed attempt."""
 
     def clean(self) -> None:
-        """Remove all that it made but what the nodes printed (``out/<attempt>/node-<n>.log``)."""
+        """Remove everything the engine made except the nodes' logs (``out/<attempt>/node-<n>.log``)."""
 
 
 class NodeError(PlatformError):
-    """A node cannot be started; ``category`` says whose fault that is."""
+    """Error for a node that cannot be started. ``category`` names the cause."""
 
     def __init__(self, message: str, *, category: str = "infra") -> None:
         self.category = category
@@ -74,10 +71,10 @@ class NodeError(PlatformError):
 
 
 def make_engine(name: str, *, folder: Path, run: str, environ: Mapping[str, str]) -> Engine:
-    """The engine called ``name``, for the run with the URL ``run``; ``folder`` is its.
+    """Return the engine called ``name`` for the run with the URL ``run``. The engine owns ``folder``.
 
-    ``processes``, ``containers``, or ``bare-containers``, which learn nothing of each other that no platform tells.
-    Raises `ValueError` for any other name.
+    ``processes``, ``containers``, or ``bare-containers``, whose nodes learn of each other only what a platform gives
+    them. Raises `ValueError` for any other name.
     """
     if name in ("containers", "bare-containers"):
         from .containers import ContainerEngine
@@ -91,7 +88,7 @@ def make_engine(name: str, *, folder: Path, run: str, environ: Mapping[str, str]
 
 
 def staged(spec: NodeSpec, root: Path, local: Mapping[str, Path]) -> None:
-    """Make ``root`` anew and put in it the node's files and every mount of kind ``copy``."""
+    """Recreate ``root`` with the node's files and every mount of kind ``copy``."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
     for mount in spec.mounts:
@@ -109,7 +106,7 @@ def staged(spec: NodeSpec, root: Path, local: Mapping[str, Path]) -> None:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that has anything on it, of its last `LINE_BYTES`; empty when there is none."""
+    """Return the last nonempty line in a log's last `LINE_BYTES`, or an empty string."""
     with contextlib.suppress(OSError), open(path, "rb") as stream:
         stream.seek(max(0, os.fstat(stream.fileno()).st_size - LINE_BYTES))
         lines = stream.read().decode("utf-8", "replace").strip().splitlines()
@@ -118,7 +115,7 @@ def last_line(path: Path) -> str:
 
 
 def boot_id() -> str:
-    """Something that changes whenever this machine starts; empty where it cannot be told."""
+    """Return an id that changes at each start of this machine. Empty if the system gives none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What ``doctor`` can tell of this machine, where it starts the nodes itself: Python, ports, disk; the engine, GPUs."""
+"""Check this machine for ``doctor``, where it starts the nodes itself: Python, ports, disk, engine, GPUs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..checks import Check, failed, failure, ok, skipped, tried, unknown
 from ..errors import CapacityError, CloudtrainError, SpecError, StorageError
-from ..provider import Request
+from ..provider_api.checks import Check, failed, failure, ok, skipped, tried, unknown
+from ..provider_api.protocol import Request
 
 __all__ = ["of_containers", "of_processes"]
 
 GIB = 1 << 30
 LEAST_GIB = 1
-"""Free disk without which not even logs and a checkpoint have room."""
+"""Free disk below which logs and a checkpoint do not fit."""
 TORCH = "import torch; print(torch.__version__, torch.cuda.device_count() if torch.cuda.is_available() else 0)"
 SECONDS = 120
 
@@ -24,7 +24,7 @@ SECONDS = 120
 def of_processes(
     python: str, request: Request | None, check: Callable[[Request], None], *, fix: str
 ) -> Iterator[Check]:
-    """``check`` is the provider's own, of what would be started; ``fix`` installs torch."""
+    """Check torch, ports, shared memory, disk and GPUs. ``check`` is the provider's own; ``fix`` installs torch."""
     yield _torch(python, fix)
     yield from tried("ports", _ports)
     yield (
@@ -37,8 +37,8 @@ def of_processes(
 
 
 def of_containers(request: Request | None, check: Callable[[Request], None]) -> Iterator[Check]:
-    """The same of containers."""
-    from .api import check_image, connect, why
+    """Check the container engine, GPU runtime, image, disk and request."""
+    from .docker_api import check_image, connect, why
 
     try:
         api = connect()
@@ -59,7 +59,7 @@ def of_containers(request: Request | None, check: Callable[[Request], None]) -> 
             node = request.body["nodes"][0]
             yield ok("shm", f"{node['shm'] / GIB:g} GiB in each container")
             yield from tried("image", lambda: _image(check_image(api, node["image"], node["platform"]), node["image"]))
-        root = next((str(about[name]) for name in about if name.endswith("RootDir")), "/")  # where images lie
+        root = next((str(about[name]) for name in about if name.endswith("RootDir")), "/")  # the folder of the images
         yield _disk(root, "disk", StorageError.exit_code)
     except Exception as exc:  # noqa: BLE001 - the client raises its own kinds, requests' and the system's
         fix = "see that the engine is well (its own info and logs), and start it anew"
@@ -101,7 +101,7 @@ def _ports() -> Check:
 def _disk(folder: str, name: str, code: int, *, least: float = LEAST_GIB) -> Check:
     try:
         free = shutil.disk_usage(folder).free / GIB
-    except OSError as exc:  # of an engine in a virtual machine it is not this machine's
+    except OSError as exc:  # the folder of an engine in a virtual machine is not on this machine
         return unknown(name, f"{folder}: {exc.strerror}")
     if free < least:
         fix = f"free some of it; a run needs {LEAST_GIB} GiB at the very least"

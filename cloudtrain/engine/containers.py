@@ -1,8 +1,8 @@
-"""Nodes as containers on a network of the run's own, through the Docker Engine API (Docker, or Podman's socket).
+"""Run nodes as containers on the run's own network, through the Docker Engine API (Docker, or Podman's socket).
 
-A mount is a bind mount; what a node prints comes through an attached stream; secrets go in by its standard input, so
-that they are in no file, argument or inspect output. Every object carries labels, by which a guard removes what is left
-should this process be killed. An engine that goes away for a while is waited for.
+A mount is a bind mount, and output comes through an attached stream. Secrets go in by standard input, so they are in no
+file, argument or inspect output. Every object carries labels. If this process is killed, a guard removes the objects by
+their labels. An engine that is away for a while is waited for.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import StorageError
-from ..provider import NodeSpec, Simulation
+from ..provider_api.launch_spec import LaunchSpec, NodeSpec
 from . import ENGINE_PREFIX, NodeError, last_line, staged
-from .api import LABEL, PATIENCE_SECONDS, away, check_image, clear, make_client, remove, run_label, why
-from .processes import gpus_of
+from .docker_api import LABEL, PATIENCE_SECONDS, away, check_image, clear, make_client, remove_container, run_label, why
+from .processes import share_of_gpus
 
 __all__ = ["ContainerEngine", "ContainerNode"]
 
@@ -36,15 +36,15 @@ T = TypeVar("T")
 
 GONE = -9
 DEEP, JOINED = ("HostConfig", "Labels"), ("Mounts", "DeviceRequests", "SecurityOpt", "Env", "ExtraHosts")
-"""Fields of ContainerCreate in which what a user adds stands beside what we need."""
+"""Fields of ContainerCreate that join the user's entries with cloudtrain's."""
 LOG = {"Type": "json-file", "Config": {"max-size": "16m", "max-file": "1"}}
-"""Bounded: the engine's own copy is for a look by hand, the stream is what is kept."""
+"""Limits of the engine's own copy, for debugging by hand: cloudtrain keeps the stream."""
 
 
 class ContainerEngine:
-    """Nodes as containers. ``folder`` is where staged files and what nodes print go.
+    """Engine that runs nodes as containers. ``folder`` holds staged files and output.
 
-    ``bare`` nodes are told nothing of each other: no platform's are. ``isolated`` ones reach nothing but each other.
+    ``bare`` nodes get no facts about each other, as on every platform. ``isolated`` nodes reach only each other.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class ContainerEngine:
         self._away_since: float | None = None
         self._was_away = 0.0
 
-    def prepare(self, simulation: Simulation, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
-        """The images, pulled with the engine's own logins when they are not here; the network meanwhile."""
+    def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+        """Pull missing images with the engine's own logins, and create the network meanwhile."""
         self._given_up = given_up
         self._start_guard()
         self._network_made = self._aside.submit(self.patiently, self._make_network, given_up)
@@ -82,7 +82,7 @@ class ContainerEngine:
             self._users[image] = str(found.get("User") or "")
 
     def _pull(self, api: Any, image: str, platform: str | None) -> None:
-        """In a thread that may be left behind: a registry that stalls has no time limit, and a cancel must not wait."""
+        """Pull in an abandonable thread: a stalled registry has no time limit, and a cancel must not wait."""
         ended: list[Exception | None] = []
 
         def pull() -> None:
@@ -90,7 +90,7 @@ class ContainerEngine:
                 for event in api.pull(image, stream=True, decode=True, platform=platform):
                     if "error" in event:
                         raise NodeError(_no_image(image, str(event["error"])), category="image")
-            except Exception as exc:  # noqa: BLE001  it is raised where it can be caught
+            except Exception as exc:  # noqa: BLE001  the calling thread raises it
                 ended.append(exc)
             else:
                 ended.append(None)
@@ -104,12 +104,12 @@ class ContainerEngine:
         if ended[0] is not None:
             raise _pull_error(ended[0], image)
 
-    # --------------------------------------------------------------------------------------------------- its patience
+    # ------------------------------------------------------------------------------------------- waiting for the engine
 
     def patiently(self, work: Callable[[Any], T], given_up: Callable[[], bool] = lambda: False) -> T:
-        """``work(client)``, again and again while the engine does not answer; `PATIENCE_SECONDS` for any one absence.
+        """Call ``work(client)`` until the engine answers, for up to `PATIENCE_SECONDS` of one absence.
 
-        Raises `NodeError` then, or once ``given_up()``, and for a refusal that ``work`` knows nothing about.
+        Raises `NodeError` then, or once ``given_up()``, and for a refusal that ``work`` does not handle.
         """
         import docker
 
@@ -129,7 +129,7 @@ class ContainerEngine:
                 return done
 
     def _client(self) -> Any:
-        """A client of this thread's own; making one, but for the first, asks the engine nothing."""
+        """Return this thread's own client. Only making the first one calls the engine."""
         if not hasattr(self._local, "api"):
             if not self._version:
                 with self._lock:
@@ -138,7 +138,7 @@ class ContainerEngine:
         return self._local.api
 
     def _note_absence(self) -> float:
-        """Seconds since it last answered anybody."""
+        """Return the seconds since the engine last answered any thread."""
         with self._lock:
             now = time.monotonic()
             self._away_since = self._away_since or now
@@ -158,7 +158,7 @@ class ContainerEngine:
     # ------------------------------------------------------------------------------------------------------- starting
 
     def start(
-        self, simulation: Simulation, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> list[ContainerNode]:
         out = self._folder / "out" / attempt
         try:
@@ -182,8 +182,8 @@ class ContainerEngine:
         start: Callable[[tuple[int, tuple[NodeSpec, Mapping[str, Path]]]], ContainerNode],
         specs: Sequence[tuple[NodeSpec, Mapping[str, Path]]],
     ) -> list[ContainerNode]:
-        for item in api.containers(all=True, filters=self._ours):  # of a start that the engine did not finish
-            remove(api, item["Id"])
+        for item in api.containers(all=True, filters=self._ours):  # left by a start that the engine did not finish
+            remove_container(api, item["Id"])
         served = [spec for spec, _ in specs if spec.ports and spec.hostname]
         self._services = {str(spec.hostname): self._start_service(api, spec, n) for n, spec in enumerate(served)}
         with ThreadPoolExecutor(len(specs)) as pool:
@@ -199,7 +199,7 @@ class ContainerEngine:
         return nodes
 
     def _start_service(self, api: Any, spec: NodeSpec, number: int) -> str:
-        """Start what answers for a node at its name, on its forwarded ports alone; return its address.
+        """Start a service that answers at a node's name, on its forwarded ports alone. Return its address.
 
         It runs in the node's own image, which has a Python. Raises `NodeError` for an image that cannot be started.
         """
@@ -216,7 +216,7 @@ class ContainerEngine:
             "HostConfig": {"NetworkMode": self._network, "LogConfig": LOG},
         }
         self.await_network()
-        name = f"{self._network}-service-{number}"  # of less than 64 characters, or its address has no name in DNS
+        name = f"{self._network}-service-{number}"  # below 64 characters, or DNS has no name for its address
         try:
             made = str(api.create_container_from_config(body, name, platform=spec.platform)["Id"])
             api.start(made)
@@ -240,7 +240,7 @@ class ContainerEngine:
             raise NodeError(f"the container engine has no network to give: {why(exc)}", category="capacity") from None
 
     def await_network(self) -> None:
-        """Until the network that `prepare` has asked for is there. Raises `NodeError` when there is none to have."""
+        """Wait for the network that `prepare` has requested. Raises `NodeError` if the engine has none left."""
         self._network_made.result()
 
     @property
@@ -259,7 +259,7 @@ class ContainerEngine:
         }
 
     def _stage(self, spec: NodeSpec, number: int, local: Mapping[str, Path]) -> dict[str, Path]:
-        """The path on this machine of every mount and file of the node, by its path there."""
+        """Return the path on this machine of each of the node's mounts and files, by its path there."""
         root = self._folder / "nodes" / f"node-{number}"
         staged(spec, root, local)
         paths = {
@@ -268,14 +268,14 @@ class ContainerEngine:
         }
         paths |= {name: root / name.lstrip("/") for name in spec.files}
         uid, gid = _ids(spec.user or self._users.get(str(spec.image)))
-        # One of an image by itself can be given nothing but by root; whoever is not says as whom nodes run.
+        # Only root can give files to an image's own user. A client that is not root sets the nodes' user.
         if uid is not None and uid != os.geteuid() and (spec.user or os.geteuid() == 0):
             _hand_over(root, uid, gid)
             for mount in spec.mounts:
                 if mount.kind == "sync":
                     _hand_over(paths[mount.path], uid, gid)
                 elif mount.kind == "mount" and paths[mount.path].is_file() and not _is_public(paths[mount.path]):
-                    # Mode 0600, as the run's key has: a copy that the other user can read.
+                    # Mode 0600, as the run's key has: copy it for the other user.
                     copy = root / "own" / mount.path.lstrip("/")
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(paths[mount.path], copy)
@@ -287,12 +287,12 @@ class ContainerEngine:
         self,
         spec: NodeSpec,
         number: int,
-        simulation: Simulation,
+        simulation: LaunchSpec,
         attempt: str,
         paths: Mapping[str, Path],
         secrets: bool,
     ) -> dict[str, Any]:
-        """ContainerCreate of the Engine API."""
+        """Return the body of the Engine API's ContainerCreate."""
         nodes = len(simulation.nodes)
         cpus = spec.cpus or max(1, int(self._info["NCPU"]) // nodes)
         told: dict[str, int | str] = {"NODE": number, "NODES": nodes, "CPUS": cpus, "ATTEMPT": attempt}
@@ -313,7 +313,7 @@ class ContainerEngine:
         }
         options = self._info.get("SecurityOptions") or []
         if any("name=selinux" in option for option in options):
-            host["SecurityOpt"] = ["label=disable"]  # or it may read none of the mounts
+            host["SecurityOpt"] = ["label=disable"]  # else SELinux lets it read no mount
         if spec.cpus:
             host["NanoCpus"] = int(spec.cpus * 1e9)
         if spec.memory:
@@ -321,7 +321,7 @@ class ContainerEngine:
         if spec.shm:
             host["ShmSize"] = spec.shm
         if spec.gpus:
-            ids = gpus_of(number, spec, self._environ)
+            ids = share_of_gpus(number, spec, self._environ)
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
         body: dict[str, Any] = {
             "Image": spec.image,
@@ -345,38 +345,38 @@ class ContainerEngine:
         return body
 
     def _hosts(self, spec: NodeSpec) -> dict[str, list[str]]:
-        """Return the HostConfig field that leads a node to the services of others: /etc/hosts comes before DNS."""
+        """Return the HostConfig field that leads a node to the other nodes' services: /etc/hosts comes before DNS."""
         found = [f"{name}:{at}" for name, at in self._services.items() if name != spec.hostname and at]
         return {"ExtraHosts": found} if found else {}
 
     def _user(self, user: str, options: Sequence[str]) -> str:
-        """A rootless engine shows us to its containers as root, and everybody else as somebody unknown."""
+        """Return root for this user if the engine is rootless: its containers see this user as root."""
         rootless = any("name=rootless" in option for option in options)
         return "0:0" if rootless and _ids(user)[0] == os.geteuid() else user
 
-    # ----------------------------------------------------------------------------------------------------- nothing left
+    # --------------------------------------------------------------------------------------------------------- clean-up
 
     def _start_guard(self) -> None:
         if self._guard is None:
-            # -S, and all imports after the wait: it costs next to nothing unless it is needed.
+            # -S and imports after the wait keep an idle guard cheap.
             code = "import sys\nif not sys.stdin.buffer.read(1):\n import site; site.main()\n"
-            code += " sys.path.append(sys.argv[1]); from cloudtrain.engine.api import guard; guard(sys.argv[2])"
+            code += " sys.path.append(sys.argv[1]); from cloudtrain.engine.docker_api import guard; guard(sys.argv[2])"
             package = str(Path(__file__).resolve().parents[2])
             self._guard = subprocess.Popen(
                 [sys.executable, "-S", "-c", code, package, self._label], stdin=subprocess.PIPE, start_new_session=True
             )
 
     def clean(self) -> None:
-        """What cannot be removed now is left to the guard, which goes on trying; the run has ended all the same."""
+        """Remove the run's objects. The guard keeps trying to remove the rest; the run ends all the same."""
         done = b""
-        self._aside.shutdown()  # a network that is still being made would be left
+        self._aside.shutdown()  # else a network still being made would be left
         try:
             self.patiently(lambda api: clear(api, self._label))
             done = b"."
-        except Exception as exc:  # noqa: BLE001  nothing that is left behind may change how the run ended
+        except Exception as exc:  # noqa: BLE001  clean-up may not change how the run ended
             sys.stderr.write(f"not all of the run's containers are removed: {why(exc)}\n")
         if self._guard is not None and self._guard.stdin is not None:
-            with contextlib.suppress(OSError):  # somebody has killed it
+            with contextlib.suppress(OSError):  # the guard was killed
                 self._guard.stdin.write(done)
                 self._guard.stdin.close()
             if done:
@@ -385,7 +385,7 @@ class ContainerEngine:
 
 
 class ContainerNode:
-    """One container: made, attached to, started. Raises `NodeError` when the engine will not start it."""
+    """Container that is created, attached to and started. Raises `NodeError` when the engine will not start it."""
 
     def __init__(
         self,
@@ -425,7 +425,7 @@ class ContainerNode:
         return api.attach_socket(self.id, params={"stdin": int(stdin), "stdout": 1, "stderr": 1, "stream": 1})
 
     def follow(self) -> None:
-        """Begin to keep what it prints, and to watch for its end."""
+        """Start a thread that keeps the container's output and watches for its end."""
         threading.Thread(target=self._follow, name=self.name, daemon=True).start()
 
     def _follow(self) -> None:
@@ -436,13 +436,13 @@ class ContainerNode:
                         out.add(data)
                     if self._settled() is None:
                         break
-        except Exception as exc:  # noqa: BLE001  whatever it is, a node that nobody watches has no end
+        except Exception as exc:  # noqa: BLE001  without its watcher the node would never end
             self.trouble = ("infra", f"{self.name} can no longer be watched: {why(exc)}")
             self._code = GONE
         self._ended.set()
 
     def _settled(self) -> Mapping[str, Any] | None:
-        """After its stream ended: None once the container has, else its state, attached to anew."""
+        """Return None if the container has ended, else attach to it again and return its state."""
         import docker
 
         try:
@@ -453,7 +453,7 @@ class ContainerNode:
                     self._note_end(state)
                     return None
             self._stream = self._engine.patiently(lambda api: self._attach(api, stdin=False))
-            # One that ended meanwhile would keep the new stream open for ever.
+            # A container that ended meanwhile would keep the new stream open for ever.
             state = self._engine.patiently(lambda api: api.inspect_container(self.id))["State"]
             if not state["Running"]:
                 self._stream.close()
@@ -482,7 +482,7 @@ class ContainerNode:
         return self._code if self._ended.is_set() else None
 
     def signal(self, name: str) -> None:
-        with contextlib.suppress(Exception):  # one that has ended, or an engine that is away: the kill comes anyway
+        with contextlib.suppress(Exception):  # it has ended, or the engine is away: the kill comes anyway
             self._engine._client().kill(self.id, name)
 
     def kill(self) -> None:
@@ -490,7 +490,7 @@ class ContainerNode:
 
         self._killed = True
         with contextlib.suppress(docker.errors.APIError, NodeError):
-            self._engine.patiently(lambda api: remove(api, self.id))
+            self._engine.patiently(lambda api: remove_container(api, self.id))
         if not self._ended.is_set():
             self._code = GONE
             self._ended.set()
@@ -500,8 +500,8 @@ class ContainerNode:
 
 
 class Printed:
-    """What a node prints, kept in the file ``path``. While that cannot be written, as on a full disk, whole lines are
-    lost there: the node goes on, and keeps its lines by itself."""
+    """Log of a node's output in the file ``path``. If the file cannot be written, as on a full disk, whole lines are
+    lost there. The node goes on and keeps its lines itself."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -511,7 +511,7 @@ class Printed:
         self.add(b"")
 
     def add(self, data: bytes) -> None:
-        if self._lost:  # the rest of a line whose beginning is not here
+        if self._lost:  # the rest of a line whose beginning was lost
             _, found, data = data.partition(b"\n")
             if not found:
                 return
@@ -536,7 +536,7 @@ class Printed:
         self._size += len(data)
 
     def _mend(self) -> None:
-        """Take away what was left of a line."""
+        """Remove the remains of a torn line."""
         if self._torn and self._file is not None:
             self._file.truncate(self._whole)
             self._size, self._torn = self._whole, False
@@ -548,7 +548,7 @@ class Printed:
 
 
 def _frames(stream: Any) -> Iterator[bytes]:
-    """What an attached container prints, both its streams; ends when it does, or when the engine does."""
+    """Yield an attached container's output, both streams, until the container or the engine ends."""
     from docker.utils.socket import frames_iter
 
     with contextlib.suppress(OSError), contextlib.closing(stream):
@@ -557,12 +557,12 @@ def _frames(stream: Any) -> Iterator[bytes]:
 
 
 def _config(api: Any, *, image: str) -> Mapping[str, Any]:
-    """What an image's containers are by default."""
+    """Return the image's default container configuration."""
     return dict(api.inspect_image(image).get("Config") or {})
 
 
 def _refused(exc: Any, spec: NodeSpec) -> Exception:
-    """The engine's refusal to start a node as one of our errors."""
+    """Return the error for the engine's refusal to start a node."""
     said = why(exc)
     if "bind source path does not exist" in said or "not shared from the host" in said or "is not shared" in said:
         return NodeError(f"the container engine does not see this machine's files, or not all of them: {said}")
@@ -581,27 +581,27 @@ def _no_image(image: str, said: str) -> str:
 
 
 def _pull_error(exc: Exception, image: str) -> Exception:
-    """What ended a pull, as an absence of the engine or as the image's own trouble."""
+    """Return the error for a failed pull: an absence of the engine, or a fault of the image."""
     import docker
 
     if isinstance(exc, docker.errors.DockerException) and not away(exc):
         return NodeError(_no_image(image, why(exc)), category="image")
-    # The transport's own errors come bare out of a stream that breaks off.
+    # If a stream breaks off, the transport's own errors come unwrapped.
     return exc if isinstance(exc, (OSError, NodeError)) else ConnectionError(why(exc))
 
 
 def _aliases(spec: NodeSpec) -> list[str]:
-    """Return the names by which the network knows the node: its own, unless a service answers to that."""
+    """Return the network's names for the node: its own, unless a service answers to that."""
     return [] if not spec.hostname else [_backend(spec)] if spec.ports else [spec.hostname]
 
 
 def _backend(spec: NodeSpec) -> str:
-    """The name by which a service finds the node that it answers for."""
+    """Return the name by which a service finds its node."""
     return f"{spec.hostname}-pod"
 
 
 def _merged(into: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """``more`` over ``into``: `DEEP` tables and `JOINED` lists keep what we need, all else is replaced."""
+    """Merge ``more`` over ``into``: `DEEP` tables and `JOINED` lists are joined, all else is replaced."""
     out = dict(into)
     for key, value in more.items():
         old = out.get(key)
@@ -619,7 +619,7 @@ def _absolute(path: str) -> str:
 
 
 def _ids(user: str | None) -> tuple[int | None, int]:
-    """(uid, gid) of ``uid[:gid]``; uid None for the image's own user or a name."""
+    """Return (uid, gid) of ``uid[:gid]``; uid None for the image's own user or a name."""
     uid, _, gid = (user or "").partition(":")
     return (int(uid), int(gid) if gid.isdigit() else int(uid)) if uid.isdigit() else (None, -1)
 
@@ -629,6 +629,6 @@ def _is_public(path: Path) -> bool:
 
 
 def _hand_over(path: Path, uid: int, gid: int) -> None:
-    """Give it, and all in it, to another user, which root alone may do."""
+    """Give the path and everything below it to another user. Only root may do this."""
     for item in (path, *path.rglob("*")):
         os.chown(item, uid, gid, follow_symlinks=False)

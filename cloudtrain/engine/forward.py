@@ -17,7 +17,7 @@ PATIENCE = 10.0
 
 
 async def _dial(target: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the target, again and again for `PATIENCE` seconds. Raises `OSError`."""
+    """Connect to the target, retrying for `PATIENCE` seconds. Raises `OSError`."""
     end = asyncio.get_running_loop().time() + PATIENCE
     while True:
         try:
@@ -29,7 +29,7 @@ async def _dial(target: str, port: int) -> tuple[asyncio.StreamReader, asyncio.S
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until the end of ``reader``, which is passed on: the other side may still answer. A reset is passed on."""
+    """Copy until the end of ``reader`` and pass it on: the other side may still answer. A reset is passed on."""
     try:
         while data := await reader.read(CHUNK):
             writer.write(data)
@@ -58,7 +58,7 @@ async def _serve(target: str, ports: list[int]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """``argv``: the target's name and the ports."""
+    """Run the forwarder. ``argv``: the target's name and the ports."""
     asyncio.run(_serve(argv[0], [int(port) for port in argv[1:]]))
 
 

@@ -1,4 +1,4 @@
-"""Nodes as process groups of this machine, each with a root folder of its own.
+"""Run nodes as process groups of this machine, each with its own root folder.
 
 A node's mounts appear below its root: a symbolic link for ``mount`` and ``sync``, a copy for ``copy``.
 """
@@ -24,18 +24,18 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import CapacityError, SpecError, StorageError
-from ..provider import NodeSpec, Simulation
-from ..runtime.machine import kill_users
+from ..provider_api.launch_spec import LaunchSpec, NodeSpec
+from ..runtime.host_facts import kill_users
 from . import ENGINE_PREFIX, staged
 
-__all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "gpus_of", "has_torch"]
+__all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "has_torch", "share_of_gpus"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass
 class NodeProcess:
-    """A started node."""
+    """Started node."""
 
     process: subprocess.Popen[bytes]
     groups: Path
@@ -64,20 +64,20 @@ class NodeProcess:
 
 
 class ProcessEngine:
-    """Nodes as process groups. ``folder`` is where their roots and output files go."""
+    """Engine that runs nodes as process groups. ``folder`` holds their roots and output files."""
 
     def __init__(self, *, folder: Path, environ: Mapping[str, str]) -> None:
         self._folder = folder
         self._environ = {k: v for k, v in environ.items() if not k.startswith(ENGINE_PREFIX)}
 
-    def prepare(self, simulation: Simulation, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
-        """Processes need nothing that is not here."""
+    def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+        """Do nothing: processes need nothing that is not here."""
 
     def remarks(self) -> str:
         return ""
 
     def start(
-        self, simulation: Simulation, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> list[NodeProcess]:
         nodes, port = simulation.nodes, free_port_pair()
         gpus = [_visible(number, spec, self._environ) for number, spec in enumerate(nodes)]
@@ -120,7 +120,7 @@ class ProcessEngine:
         env = {**self._environ, **gpus, **spec.env, **{ENGINE_PREFIX + k: str(v) for k, v in peers.items()}}
         groups = root.with_name(f"{root.name}.groups")
         env[ENGINE_PREFIX + "GROUPS"] = str(groups)
-        # Made here, so that it goes with the node however the node goes.
+        # Made here, so that it is removed however the node ends.
         scratch = Path(tempfile.mkdtemp(prefix="cloudtrain-"))
         env[ENGINE_PREFIX + "SCRATCH"] = str(scratch)
         reader, writer = os.pipe()
@@ -149,11 +149,8 @@ class ProcessEngine:
         shutil.rmtree(self._folder / "nodes", ignore_errors=True)
 
 
-def gpus_of(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> list[str]:
-    """This machine's GPUs, those that the environment leaves us, dealt to the nodes in turn.
-
-    Raises `CapacityError` when it leaves too few.
-    """
+def share_of_gpus(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> list[str]:
+    """Return a node's share of the GPUs that the environment leaves, in turn. Raises `CapacityError` for too few."""
     first = number * spec.gpus
     left = _left(environ)
     ours = [str(i) for i in range(first + spec.gpus)] if left is None else left
@@ -163,7 +160,7 @@ def gpus_of(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> list[str
 
 
 def _left(environ: Mapping[str, str]) -> list[str] | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it: up to a word that is none. Not set: None."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES up to the first invalid one, as CUDA does. None if it is not set."""
     given = environ.get(VISIBLE)
     if given is None:
         return None
@@ -172,14 +169,14 @@ def _left(environ: Mapping[str, str]) -> list[str] | None:
 
 
 def _visible(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    return {VISIBLE: ",".join(gpus_of(number, spec, environ))} if spec.gpus else {}
+    return {VISIBLE: ",".join(share_of_gpus(number, spec, environ))} if spec.gpus else {}
 
 
 def free_port_pair() -> int:
-    """A port of loopback that is free now, as is the one after it: rendezvous and node link.
+    """Return a free loopback port whose successor is free too: rendezvous and node link.
 
-    From below what systems give to outgoing connections (Linux from 32768, macOS from 49152), or one of those could
-    take it in the seconds until it is listened on.
+    It is below the ports of outgoing connections (Linux from 32768, macOS from 49152). Such a connection could take the
+    port before it is listened on.
     """
     for _ in range(200):
         port = random.randrange(20000, 32000)
@@ -191,10 +188,7 @@ def free_port_pair() -> int:
 
 
 def check_gpus(wanted: int, name: str) -> None:
-    """Raise `SpecError` unless the GPUs that `gpus_of` deals are ``wanted`` ones called ``name``.
-
-    As in ``nvidia-smi -L``, which must know those that the environment leaves us.
-    """
+    """Raise `SpecError` unless `share_of_gpus` deals ``wanted`` GPUs that ``nvidia-smi -L`` calls ``name``."""
     found = _found_gpus()
     whole = [(word, kind) for word, kind in found if word.isdigit()]
     left = _left(os.environ)
@@ -217,7 +211,7 @@ def check_gpus(wanted: int, name: str) -> None:
 
 
 def has_torch(python: str) -> bool:
-    """Return False where ``python``, a program, says that it has no torch."""
+    """Return False if the program ``python`` reports that it has no torch."""
     if python == sys.executable:
         return importlib.util.find_spec("torch") is not None
     code = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else 66)"
@@ -229,7 +223,7 @@ def _is_start(word: str, key: str) -> bool:
 
 
 def _found_gpus() -> list[tuple[str, str]]:
-    """(index or UUID, model) of each GPU of this machine, both words for each, and the UUIDs of their MIG slices."""
+    """Return (index or UUID, model) of each GPU of this machine, an entry for each, and the UUIDs of its MIG slices."""
     tool = shutil.which("nvidia-smi")
     listing = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False).stdout if tool else ""
     found, model = [], ""

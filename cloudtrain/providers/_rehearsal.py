@@ -1,8 +1,8 @@
-"""Provider ``rehearsal``: what another provider's platform would start for its exact Request, in containers here.
+"""Provider ``rehearsal``: run what another provider's platform would start for its exact Request, in containers here.
 
-Nobody chooses it by name (hence the underscore): `cloudtrain.rehearse` makes it of a plan of the other provider, the
-target. `plan` asks the target for the very Request that it would send, and for what its platform starts for that; what
-this machine has not got is left out, and told. Nodes run the target's own half. Its Request holds the target's whole.
+`cloudtrain.engine.rehearse` makes it of a plan of the other provider, the target; callers never name it (hence the
+underscore). `plan` asks the target for the Request that it would send and the nodes that its platform starts. It leaves
+out what this machine lacks, and reports it. Nodes run the target's own half. Its Request holds the target's whole.
 """
 
 from __future__ import annotations
@@ -17,39 +17,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..engine.drills import Drill, Drills
-from ..engine.fuse import clear_mounts, why_not
-from ..engine.hosted import Hosted, clear_containers, image_id
-from ..engine.places import moved, place_of
+from ..engine.fault_injection import Injection, InjectionPlan
+from ..engine.supervised import SupervisedProvider, clear_containers, image_id
+from ..engine.url_map import map_urls, stand_in_for
 from ..errors import SpecError
-from ..provider import (
-    Layout,
-    Mount,
-    NodeSpec,
-    Request,
-    Simulation,
-    Site,
-    find_provider,
-    python_command,
-)
-from ..provider import (
+from ..provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
+from ..provider_api.node import NodeEnvironment
+from ..provider_api.protocol import Layout, Request, python_command
+from ..provider_api.protocol import (
     Provider as Target,
 )
+from ..provider_api.registry import find_provider
 
 if TYPE_CHECKING:
-    from ..job import Job
+    from ..job.job import Job
 
 __all__ = ["Provider", "Settings"]
 
 GIB = 1 << 30
 DIRECT = "/cloudtrain/checkpoints"
-"""Where a node finds what CLOUDTRAIN_CHECKPOINT_URL names."""
+"""Path on a node of the folder that CLOUDTRAIN_CHECKPOINT_URL names."""
 SECRETS = (
     "import json, os, sys; told = json.loads(sys.stdin.readline()); names = json.loads(sys.argv[1]); "
     "os.environ.update({name: told[name_here] for name, name_here in names.items()}); "
     "os.execvp(sys.argv[2], sys.argv[2:])"
 )
-"""What a node with substituted secrets runs before its command: they come by its standard input alone."""
+"""Wrapper that reads a node's substituted secrets from standard input and then execs its command."""
 EVERYWHERE = "the network between nodes, permissions, quotas, capacity and prices are not the platform's"
 
 
@@ -75,10 +68,9 @@ def _gpus() -> int:
 class Settings:
     """``target`` is the provider's name, ``account`` its settings as runs record them, ``store`` the URL of its store.
 
-    ``maps`` are further URLs and the file URLs of what stands for them here, ``image`` the image in place of the
-    request's, ``secrets`` the job's references in the cloud, ``drills`` words like ``preempt node=1,after=30s``. The
-    rest is this machine: ``user`` (``uid:gid``) that nodes run as, empty for the image's own, cores, bytes, GPUs, and
-    why its folders cannot behave as an object store (``no_objects``), empty where they can.
+    ``maps`` are further URLs and the file URLs of their stand-ins here. ``image`` replaces the request's image.
+    ``secrets`` are the job's references in the cloud. ``drills`` are words like ``preempt node=1,after=30s``. The rest
+    is this machine: ``user`` (``uid:gid``) that nodes run as, empty for the image's own, cores, bytes, GPUs.
     """
 
     target: str = ""
@@ -92,12 +84,12 @@ class Settings:
     cores: int = field(default_factory=lambda: os.cpu_count() or 1)
     memory: int = field(default_factory=_memory)
     gpus: int = field(default_factory=_gpus)
-    no_objects: str = field(default_factory=why_not)
+    no_objects: str = ""  # has no effect: runs that earlier versions recorded have it
     state_dir: str = ""
 
 
-class Provider(Hosted):
-    """Another provider's platform, here; see `cloudtrain.provider.Provider` for what each method promises."""
+class Provider(SupervisedProvider):
+    """Provider that runs another provider's platform here; see `Provider` for the methods."""
 
     name: ClassVar[str] = "rehearsal"
     Settings: ClassVar[type[Any]] = Settings
@@ -110,31 +102,29 @@ class Provider(Hosted):
 
     @property
     def target(self) -> Target:
-        """The provider whose platform is rehearsed."""
+        """Return the provider whose platform is rehearsed."""
         return find_provider(self.settings.target)(**self.settings.account)
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
         own, target = self.settings, self.target
         secrets = {name: reference.partition(":")[2] for name, reference in job.secrets.items()}
         theirs = job.replace(secrets=own.secrets) if own.secrets else job
-        request = target.plan(theirs, moved(layout, own.store), attempt=attempt, choice=choice)
-        simulation = target.nodes(request)
-        drills = [Drill.parse(*text.split(" ", 1), nodes=len(simulation.nodes)) for text in own.drills]
+        request = target.plan(theirs, map_urls(layout, own.store), attempt=attempt, choice=choice)
+        simulation = target.launch_spec(request)
+        drills = [Injection.parse(*text.split(" ", 1), nodes=len(simulation.nodes)) for text in own.drills]
         limits, differences = self._limits(simulation.nodes)
-        differences += self._objects(simulation.rules.objects)
         places = {own.store: layout.store, **own.maps}
 
         def here(spec: NodeSpec) -> NodeSpec:
-            mounts = [dataclasses.replace(mount, url=place_of(mount.url, places)) for mount in spec.mounts]
+            mounts = [dataclasses.replace(mount, url=stand_in_for(mount.url, places)) for mount in spec.mounts]
             mounts.append(Mount(url=layout.direct, path=DIRECT, kind="sync"))
             if not secrets:
                 return dataclasses.replace(spec, mounts=mounts, **limits)
             words = python_command(["-c", SECRETS, json.dumps(secrets), *(spec.entrypoint or ()), *spec.command])
             return dataclasses.replace(spec, mounts=mounts, **limits, entrypoint=words[:1], command=words[1:])
 
-        objects = "" if own.no_objects else simulation.rules.objects
-        rules = dataclasses.replace(simulation.rules, retries=job.retries, objects=objects)
-        simulation = Simulation(nodes=[here(spec) for spec in simulation.nodes], rules=rules)
+        rules = dataclasses.replace(simulation.rules, retries=job.retries)
+        simulation = LaunchSpec(nodes=[here(spec) for spec in simulation.nodes], rules=rules)
         module = sys.modules[type(target).__module__]
         differences += [*getattr(module, "DIFFERENCES", ()), *self._differences(job, drills)]
         return Request(
@@ -144,10 +134,10 @@ class Provider(Hosted):
                 "target": own.target,
                 "request": request.to_dict(),
                 "differences": differences,
-                "drills": Drills.told(drills),
+                "drills": InjectionPlan.told(drills),
                 **simulation.to_dict(),
             },
-            # What writes to the store by itself has no way to the cloud's.
+            # Code that writes to the store by itself cannot reach the cloud's store.
             context={
                 **request.context,
                 "secrets": {},
@@ -161,7 +151,7 @@ class Provider(Hosted):
         )
 
     def _limits(self, nodes: Sequence[NodeSpec]) -> tuple[dict[str, Any], list[str]]:
-        """What of a node is other here, which is the same for all of them, and the words for that."""
+        """Return the limits that differ here, the same for all nodes, and the words for them."""
         own, spec, count = self.settings, nodes[0], len(nodes)
         limits: dict[str, Any] = {"user": spec.user or own.user or None}
         told = []
@@ -187,23 +177,15 @@ class Provider(Hosted):
             told.append(f"{spec.platform} is emulated on this machine")
         if limits["user"] != spec.user:
             told.append(f"nodes run as {own.user}, you, and not as the image's own user")
-            # Where a platform puts files of its own (as in /opt/ml), and beside what it keeps in step, the image's user
-            # may write; the engine makes such folders for root alone.
+            # On a platform the image's user may write in the platform's own folders (as /opt/ml) and beside synced
+            # ones. The engine makes such folders for root alone.
             roots = {"/".join(path.split("/")[:3]) for path in spec.files}
             beside = {mount.path.rpartition("/")[0] for mount in spec.mounts if mount.kind == "sync"}
             roots |= {path for path in beside if any(path.startswith(f"{root}/") for root in roots)}
             limits["container"] = {"HostConfig": {"Tmpfs": dict.fromkeys(sorted(roots), "mode=1777")}} if roots else {}
         return limits, told
 
-    def _objects(self, path: str) -> list[str]:
-        """What is other of mounts of an object store below ``path``."""
-        if not path:
-            return []
-        if why := self.settings.no_objects:
-            return [f"{path} is a folder of this machine, in which appending and renaming work as nowhere there: {why}"]
-        return [f"{path} is a folder of this machine behind FUSE: appending is refused, where it may be slow there"]
-
-    def _differences(self, job: Job, drills: Sequence[Drill]) -> list[str]:
+    def _differences(self, job: Job, drills: Sequence[Injection]) -> list[str]:
         own = self.settings
         told = [f"{place} stands in for {url}" for url, place in own.maps.items()]
         if whole := [name for name, item in job.inputs.items() if item.shard]:
@@ -215,23 +197,27 @@ class Provider(Hosted):
         return [*told, EVERYWHERE]
 
     def check(self, request: Request) -> None:
-        from ..engine.api import check_image, connect
+        from ..engine.docker_api import check_image, connect
 
-        node = self.nodes(request).nodes[0]
+        node = self.launch_spec(request).nodes[0]
         try:
             check_image(connect(), str(node.image), node.platform)
         except SpecError as exc:
             raise SpecError(exc.message, field=exc.field or "rehearse", hint=exc.hint) from None
 
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        """Return the nodes; requests of earlier versions have a rule ``objects``, which has no effect now."""
+        rules = {key: value for key, value in request.body["rules"].items() if key != "objects"}
+        return super().launch_spec(dataclasses.replace(request, body={**request.body, "rules": rules}))
+
     def image_digest(self, request: Request) -> str | None:
-        """Of the image that runs here."""
-        return image_id(self.nodes(request))
+        """Return the digest of the image that runs here."""
+        return image_id(self.launch_spec(request))
 
     def _clear(self, folder: Any) -> None:
         clear_containers(folder)
-        clear_mounts(folder)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-        """Never asked: a rehearsal's nodes run its target's."""
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        """Raise `SpecError`: the nodes of a rehearsal run the target's `node_environment`."""
         raise SpecError("a node of a rehearsal is its target's", field="provider")

@@ -1,6 +1,6 @@
-"""Provider ``docker``: nodes are containers of this machine, on a network of the run's own, on any image.
+"""Provider ``docker``: run nodes as containers of this machine, on the run's own network, on any image.
 
-Its Request is a Simulation as JSON: image, command, mounts, limits and rules, which the supervisor's engine starts. The
+Its Request is a Simulation as JSON: image, command, mounts, limits and rules. The supervisor's engine starts it. The
 Engine API's own fields come through ``options.docker.nodes.*.container``.
 """
 
@@ -17,24 +17,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted, check_readable, clear_containers, image_id, origin_tags
+from ..engine.supervised import (
+    PREEMPTED,
+    STOP_GRACE,
+    SupervisedProvider,
+    check_readable,
+    clear_containers,
+    image_id,
+    origin_tags,
+)
 from ..errors import SpecError
-from ..provider import Layout, NodeSpec, Request, Site, Topology, python_command
-from ..values import did_you_mean
+from ..provider_api.launch_spec import NodeSpec
+from ..provider_api.node import NodeEnvironment, Topology
+from ..provider_api.protocol import Layout, Request, python_command
+from ..validate import did_you_mean
 
 if TYPE_CHECKING:
-    from ..checks import Check
-    from ..job import Job
+    from ..job.job import Job
+    from ..provider_api.checks import Check
 
 __all__ = ["SAMPLE", "Provider", "Settings"]
 
 GIB = 1 << 30
 ROOT = "/cloudtrain/"
-"""Where a node's mounts are."""
+"""Folder of a node's mounts."""
 PORT = 29500
 """torchrun's own default; every container has all ports to itself."""
 SHM_GB = 8
-"""/dev/shm when the job does not say: a limit, not a reservation. Docker's 64 MB break DataLoader workers."""
+"""/dev/shm if the job does not set it: a limit, not a reservation. Docker's 64 MB break DataLoader workers."""
 OWNED = (
     *(f"nodes.*.{name}" for name in ("image", "user", "platform", "entrypoint", "hostname", "env", "cpus", "memory")),
     *("nodes.*.shm", "nodes.*.workdir", "nodes.*.files", "name", "gpu"),
@@ -43,13 +53,13 @@ OWNED = (
         for name in (
             *("Image", "Cmd", "Entrypoint", "User", "Hostname", "Tty", "OpenStdin", "StdinOnce", "AttachStdin"),
             *("AttachStdout", "AttachStderr", "NetworkDisabled", "NetworkingConfig", "StopSignal", "StopTimeout"),
-            *("Healthcheck", "HostConfig.VolumesFrom"),  # nobody asks for one's word; the others' places are unknown
+            *("Healthcheck", "HostConfig.VolumesFrom"),  # no healthcheck is read; the volumes' targets are unknown
             *("HostConfig.NetworkMode", "HostConfig.AutoRemove", "HostConfig.RestartPolicy", "HostConfig.Memory"),
             *("HostConfig.NanoCpus", "HostConfig.ShmSize", "HostConfig.ReadonlyRootfs"),
         )
     ),
 )
-"""What `options` cannot change: it has a field, or the run rests on it."""
+"""Fields that `options` cannot change: another field sets them, or the run relies on them."""
 # fmt: off
 FIELDS = frozenset(
     (
@@ -69,8 +79,8 @@ HOST_FIELDS = frozenset(
     )
 )
 # fmt: on
-"""ContainerCreate's fields that `options` may set, from the Engine API's description, version 1.43: the engine ignores
-one that it does not know, so a misspelt one would be lost in silence."""
+"""ContainerCreate's fields that `options` may set, from the Engine API's description, version 1.43. The engine ignores
+unknown fields, so a misspelt one would be lost silently."""
 PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
     "Mounts": (
         "Target",
@@ -80,7 +90,7 @@ PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
     ),
     "Devices": ("PathInContainer", frozenset(("PathOnHost", "PathInContainer", "CgroupPermissions"))),
 }
-"""Lists of tables: what names the place on the node, and all fields. (The engine would take a ``target`` too.)"""
+"""Lists of tables: the key of the place on the node, and all fields. (The engine would take a ``target`` too.)"""
 _REFUSED = {
     "resources.instance_type": "its only machine is this one; put instance_type under on.<provider>",
     "resources.disk_gb": "an engine can limit a container's disk on few file systems only; where yours can, say so in "
@@ -108,15 +118,15 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider(Hosted):
-    """Containers of this machine; see `cloudtrain.provider.Provider` for what each method promises."""
+class Provider(SupervisedProvider):
+    """Provider of containers on this machine; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "docker"
     Settings: ClassVar[type[Any]] = Settings
     engine: ClassVar[str] = "containers"
 
     def __init__(self, **settings: Any) -> None:
-        from ..limits import checked_prices
+        from ..provider_api.limits import checked_prices
 
         made = Settings(**settings)
         self.settings = replace(made, prices=checked_prices(made.prices, self.name))
@@ -171,10 +181,10 @@ class Provider(Hosted):
         return request
 
     def check(self, request: Request) -> None:
-        from ..engine.api import check_image, connect
+        from ..engine.docker_api import check_image, connect
         from ..engine.processes import check_gpus
 
-        nodes = self.nodes(request).nodes
+        nodes = self.launch_spec(request).nodes
         if wanted := sum(node.gpus for node in nodes):
             check_gpus(wanted, str(request.body["gpu"]))
         try:
@@ -195,22 +205,22 @@ class Provider(Hosted):
             check_image(api, str(node.image), node.platform)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
+        """Yield the checks of `doctor`."""
         from ..engine.checks import of_containers
 
         yield from of_containers(request, self.check)
 
     def image_digest(self, request: Request) -> str | None:
-        """The id of the image that this machine's engine has; None before it is pulled."""
-        return image_id(self.nodes(request))
+        """Return the id of the image that this machine's engine has; None before it is pulled."""
+        return image_id(self.launch_spec(request))
 
     def _clear(self, folder: Path) -> None:
         clear_containers(folder)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         secrets = json.loads(sys.stdin.readline()) if environ.get(ENGINE_PREFIX + "SECRETS") else {}
-        return Site(
+        return NodeEnvironment(
             topology=Topology(
                 nodes=int(environ[ENGINE_PREFIX + "NODES"]),
                 node_rank=int(environ[ENGINE_PREFIX + "NODE"]),
@@ -228,7 +238,7 @@ class Provider(Hosted):
 
 
 def _check_options(body: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-    """Raise `SpecError` for what the engine would ignore, and for what would hide the run's own folders from a node."""
+    """Raise `SpecError` for a field that the engine would ignore, or a mount that would hide the run's own folders."""
     for node in body["nodes"]:
         container = node["container"]
         if not isinstance(container, Mapping) or not isinstance(container.get("HostConfig"), Mapping):
@@ -256,7 +266,7 @@ _CONTAINER = "options.docker.nodes.*.container."
 
 
 def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(field, path on the node) of every mount that a user adds."""
+    """Yield (field, path on the node) of every mount that a user adds."""
     for bind in _texts(host.get("Binds", []), f"{_CONTAINER}HostConfig.Binds"):
         if bind.count(":") not in (1, 2):
             raise SpecError(f"must be host:node or host:node:ro, not {bind!r}", field=f"{_CONTAINER}HostConfig.Binds")

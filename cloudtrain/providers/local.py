@@ -1,7 +1,7 @@
-"""Provider ``local``: nodes are process groups of this machine, under a supervisor that outlives the client.
+"""Provider ``local``: run nodes as process groups of this machine, under a supervisor that outlives the client.
 
-Its Request is a Simulation as JSON: the very commands, mounts and rules that the supervisor's engine starts. The node
-runs this machine's Python and sees the client's environment; the script sees the contract every provider keeps.
+Its Request is a Simulation as JSON: the exact commands, mounts and rules that the supervisor's engine starts. The node
+runs this machine's Python and sees the client's environment. The script sees the contract every provider keeps.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..engine import ENGINE_PREFIX
-from ..engine.hosted import PREEMPTED, STOP_GRACE, Hosted, origin_tags
+from ..engine.supervised import PREEMPTED, STOP_GRACE, SupervisedProvider, origin_tags
 from ..errors import SpecError
-from ..provider import Layout, NodeSpec, Request, Site, Topology
+from ..provider_api.launch_spec import NodeSpec
+from ..provider_api.node import NodeEnvironment, Topology
+from ..provider_api.protocol import Layout, Request
 
 if TYPE_CHECKING:
-    from ..checks import Check
-    from ..job import Job
+    from ..job.job import Job
+    from ..provider_api.checks import Check
 
 __all__ = ["SAMPLE", "Provider", "Settings"]
 
@@ -54,15 +56,15 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider(Hosted):
-    """Processes of this machine; see `cloudtrain.provider.Provider` for what each method promises."""
+class Provider(SupervisedProvider):
+    """Provider of processes on this machine; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "local"
     Settings: ClassVar[type[Any]] = Settings
     engine: ClassVar[str] = "processes"
 
     def __init__(self, **settings: Any) -> None:
-        from ..limits import checked_prices
+        from ..provider_api.limits import checked_prices
 
         made = Settings(**settings)
         self.settings = replace(made, prices=checked_prices(made.prices, self.name))
@@ -91,9 +93,9 @@ class Provider(Hosted):
 
     def check(self, request: Request) -> None:
         from ..engine.processes import check_gpus, has_torch
-        from ..packages import not_installed
+        from ..storage.extras import not_installed
 
-        nodes, context = self.nodes(request).nodes, request.context
+        nodes, context = self.launch_spec(request).nodes, request.context
         if shutil.which(nodes[0].command[0]) is None:
             raise SpecError(f"there is no {nodes[0].command[0]} to run", field="local.python")
         if context["launcher"] == "torchrun" and context["nodes"] * context["processes"] > 1:
@@ -107,19 +109,19 @@ class Provider(Hosted):
             check_gpus(wanted, str(request.body["gpu"]))
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
+        """Yield the checks of `doctor`."""
         from ..engine.checks import of_processes
 
         python = self.settings.python
         yield from of_processes(python, request, self.check, fix=_torch_command(python))
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
         nodes = int(environ[ENGINE_PREFIX + "NODES"])
         with open(int(environ[ENGINE_PREFIX + "SECRETS_FD"]), "rb") as pipe:
             secrets = json.load(pipe)
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        return Site(
+        return NodeEnvironment(
             topology=Topology(
                 nodes=nodes,
                 node_rank=int(environ[ENGINE_PREFIX + "NODE"]),
@@ -142,14 +144,14 @@ class Provider(Hosted):
 
 def _torch_command(python: str) -> str:
     """Return the command that installs torch for ``python``."""
-    from ..packages import install_command
+    from ..storage.extras import install_command
 
     own = python == sys.executable
     return install_command("local") if own else f"{python} -m pip install torch numpy"
 
 
 def _cpus() -> int:
-    """Cores this process may use."""
+    """Return the number of cores this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS

@@ -1,7 +1,7 @@
 """The side of cloudtrain that runs on a node, from ``cloudtrain.pyz``: the standard library alone, no torch import.
 
-This module itself is for training scripts, and optional: ``from cloudtrain import runtime``. Off the platform, under
-bare torchrun or plain python, each function does what such a script would do anyway. `docs/runtime.md` shows them.
+Training scripts may import this module: ``from cloudtrain import runtime``. Off the platform, under bare torchrun or
+plain python, each function does what such a script would do anyway. `docs/runtime.md` shows them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Context", "batch_size", "context", "log_metrics", "mark_best", "pree
 
 
 def resume_path() -> Path | str | None:
-    """What every rank starts from: a local path, or a URL below `Context.checkpoint_url`; None on a fresh start."""
+    """Return the start of every rank: a path, or a URL below `Context.checkpoint_url`; None on a fresh start."""
     found = os.environ.get("CLOUDTRAIN_RESUME_FROM")
     return None if not found else found if "://" in found else Path(found)
 
@@ -34,7 +34,7 @@ def _inputs() -> dict[str, Path]:
 
 
 def _group() -> Any:
-    """torch.distributed once it is initialised. Looked up, not imported: a script without it must not pay for it."""
+    """Return torch.distributed once it is initialised, without an import: a script without it must not pay."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_available() and dist.is_initialized() else None
 
@@ -53,11 +53,11 @@ def _read(name: str, otherwise: Any = "", kind: Callable[[str], Any] = str) -> C
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What this process is told of its run. Off the platform: no names, no inputs, folders in the working folder.
+    """The run as this process sees it. Off the platform: no names, no inputs, and folders in the working folder.
 
     ``attempt`` is ``k.r``: cloudtrain's k-th start, the platform's r-th restart of it. Rank and world size are those of
-    the process group once there is one. The channels of ``inputs`` are in lower case, with ``_`` for ``-``; each is a
-    folder, or a file where it is a single one. ``checkpoint_url`` is where in the store a script may write itself.
+    the process group once there is one. The channels of ``inputs`` are in lower case, with ``_`` for ``-``. Each is a
+    folder, or a file if it is a single one. Below ``checkpoint_url`` a script may write to the store itself.
     """
 
     on_platform: bool = field(default_factory=_read("CLOUDTRAIN_RUN_ID", False, bool))
@@ -79,20 +79,20 @@ class Context:
 
 
 def context() -> Context:
-    """The `Context`, read from the environment at each call. The folders of checkpoints and artifacts are made."""
+    """Return the `Context`, read from the environment at each call. Create the folders of checkpoints and artifacts."""
     found = Context()
     for folder in (found.checkpoint_dir, found.artifact_dir):
-        with contextlib.suppress(OSError):  # whoever writes there is told, whoever does not needs none
+        with contextlib.suppress(OSError):  # a script that writes there gets the error
             folder.mkdir(parents=True, exist_ok=True)
     return found
 
 
 def preempted(*, agree: bool = True) -> bool:
-    """Whether the run has been told to stop: save a checkpoint now, then exit 0. False off the platform.
+    """Return True once the run must stop: save a checkpoint, then exit 0. False off the platform.
 
-    Where torch.distributed is initialised it is a collective, an all-reduce of one number: every rank calls it at the
-    same step, and all get the same answer. A group of nccl alone waits for the device then: where a step takes but
-    milliseconds, look at each tenth. ``agree=False`` is this rank's own look, and talks to no other.
+    With torch.distributed initialised this is a collective, an all-reduce of one number. Every rank calls it at the
+    same step and gets the same answer. A group of nccl alone waits for the device: if steps take milliseconds, call it
+    at every tenth. ``agree=False`` looks on this rank only, without communication.
     """
     file = os.environ.get("CLOUDTRAIN_PREEMPT_FILE", "")
     return bool(file) and bool(_highest(os.path.exists(file)) if agree else os.path.exists(file))
@@ -101,9 +101,9 @@ def preempted(*, agree: bool = True) -> bool:
 def log_metrics(step: int, *, epoch: float = 0, **values: Any) -> None:
     """Append a row of metrics, flat JSON: ``step``, ``epoch``, ``time`` (Unix seconds) and ``values``.
 
-    Rank 0 writes, where a metrics file is named; other ranks do nothing. A value is a number, text, bool, None, or a
-    tensor or array of one element, already reduced over the ranks. NaN and infinity, which JSON lacks, become null.
-    Raises TypeError for any other value, ValueError for more elements or a value called ``time``.
+    Rank 0 writes if a metrics file is named; other ranks do nothing. A value is a number, text, bool, None, or a tensor
+    or array of one element, already reduced over the ranks. NaN and infinity, which JSON lacks, become null. Raises
+    TypeError for any other value, ValueError for more elements or a value called ``time``.
     """
     if _rank() != 0:
         return
@@ -130,11 +130,11 @@ def _scalar(name: str, value: Any) -> str | float | None:
 
 @contextlib.contextmanager
 def saving(name: str, *, every_rank: bool = False) -> Iterator[Path]:
-    """A folder to write the checkpoint ``name`` into, hidden until the end, so that it appears whole or not at all.
+    """Yield a hidden folder for the checkpoint ``name``. At the end the checkpoint appears whole or not at all.
 
     One rank saves alone (rank 0, or the first of each node). ``every_rank=True`` is a collective: all ranks enter,
-    write what they have, and leave once it is in place. One of that name is replaced. Raises ValueError for a name that
-    would not count, and for a further rank of a node that saves alone; RuntimeError for many ranks without a group.
+    write their parts, and leave once the checkpoint is in place. It replaces one of that name. Raises ValueError for an
+    invalid name, and for a further rank of a node that saves alone; RuntimeError for many ranks without a group.
     """
     if not name or name != os.path.basename(name) or name.startswith(".") or name.endswith(".tmp"):
         raise ValueError(f"saving: {name!r} is no checkpoint: no slash, no dot in front, no .tmp at the end")
@@ -150,7 +150,7 @@ def saving(name: str, *, every_rank: bool = False) -> Iterator[Path]:
     try:
         yield partial
     except BaseException:
-        if not every_rank:  # others may be at work in it still: their errors would hide this one
+        if not every_rank:  # other ranks may still write there: their errors would hide this one
             shutil.rmtree(_claim(partial), ignore_errors=True)
         raise
     wait(0)
@@ -162,7 +162,7 @@ def saving(name: str, *, every_rank: bool = False) -> Iterator[Path]:
 
 
 def _claim(path: Path) -> Path:
-    """``path`` moved to a hidden name of our own; nothing is there if nothing was, or another rank was faster."""
+    """Move ``path`` to a new hidden name and return that. It is missing if ``path`` was or another rank was faster."""
     mine = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     with contextlib.suppress(FileNotFoundError):
         path.rename(mine)
@@ -170,7 +170,7 @@ def _claim(path: Path) -> Path:
 
 
 def mark_best(name: str) -> None:
-    """Let the file ``best`` name this checkpoint, which is then kept. Rank 0 writes it. ValueError if there is none."""
+    """Write the checkpoint's name to the file ``best``, which keeps it. Rank 0 writes. ValueError if there is none."""
     folder = Context().checkpoint_dir
     if _rank() == 0:
         if (folder / name).parent != folder or not (folder / name).exists():
@@ -180,7 +180,7 @@ def mark_best(name: str) -> None:
 
 
 def batch_size(global_batch: int, *, accumulate: int = 1) -> int:
-    """Samples of one forward pass of a rank, ``accumulate`` passes a step. ValueError if they do not split evenly."""
+    """Return the samples of one forward pass of a rank, ``accumulate`` passes a step. ValueError for a remainder."""
     parts = _world_size() * accumulate
     if accumulate < 1 or global_batch < 1 or global_batch % parts:
         raise ValueError(f"a batch of {global_batch} does not split over {_world_size()} ranks x {accumulate} passes")
@@ -188,11 +188,11 @@ def batch_size(global_batch: int, *, accumulate: int = 1) -> int:
 
 
 def _highest(value: int) -> int:
-    """The highest ``value`` of any rank, on every rank; our own where there is no process group."""
+    """Return the highest ``value`` of any rank, on every rank; our own without a process group."""
     if (dist := _group()) is None:
         return int(value)
     torch, devices = sys.modules["torch"], str(dist.get_backend_config())  # such as cpu:gloo,cuda:nccl
-    # On the CPU where the group can: nobody waits for a device's queue there.
+    # Use the CPU if the group can: that does not wait for a device's queue.
     device = "cpu" if "cpu:" in devices else dist.group.WORLD.bound_device_id or devices.partition(":")[0]
     highest = torch.full((), int(value), dtype=torch.int32, device=device)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX)

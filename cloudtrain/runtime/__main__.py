@@ -1,4 +1,4 @@
-"""``cloudtrain.pyz run --context PATH --attempt K [--path NAME=PATH]…``: one node of a run."""
+"""``cloudtrain.pyz run --context PATH --attempt K [--path NAME=PATH]…``: the command that runs one node of a run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import CloudtrainError, SpecError
-from ..provider import PROTOCOL, Site, find_provider
+from ..provider_api.node import PROTOCOL, NodeEnvironment
+from ..provider_api.registry import find_provider
 from .history import failed_for_good
 from .node import Node
 
 FAILURE_VARIABLE = "CLOUDTRAIN_FAILURE_FILE"
-"""Set by a provider that leaves a cause where the platform looks for one, should this never run: Python removes it."""
+"""Variable with a file in which a provider leaves a cause, in case Python never runs. `main` removes the file."""
 
 
 def main(argv: list[str]) -> int:
-    """Run this node to its end; the exit code is what the platform is to see."""
-    failure_file = os.environ.pop(FAILURE_VARIABLE, None)  # none of the script's business
+    """Run this node to its end. Return the exit code for the platform."""
+    failure_file = os.environ.pop(FAILURE_VARIABLE, None)  # not for the script
     _leave_cause(failure_file, "")  # before anything can fail
     parser = argparse.ArgumentParser(prog="cloudtrain.pyz", allow_abbrev=False)
     parser.add_argument("verb", choices=["run"])
@@ -36,11 +37,11 @@ def main(argv: list[str]) -> int:
     inbox: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: inbox.put((-1, _notice(number))))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # whoever started us may have held it back till here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the parent may have blocked it until here
     try:
         context = _read(options.context)
         paths = dict(pair.split("=", 1) for pair in options.path)
-        site = find_provider(context["provider"]).site(os.environ, paths)
+        site = find_provider(context["provider"]).node_environment(os.environ, paths)
         failure_file = site.failure_file
         if site.restarts_in_place and (record := _failure_before(site, options.attempt)) is not None:
             return int(record["exit_code"])
@@ -52,8 +53,8 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-def _failure_before(site: Site, attempt: int) -> dict[str, Any] | None:
-    """Return the record of this attempt's failure, printed, if this is a second start of a container that failed.
+def _failure_before(site: NodeEnvironment, attempt: int) -> dict[str, Any] | None:
+    """Print and return the record of this attempt's failure if the container is started again after it.
 
     The platform's own message about the failure shows the last lines of a container, so these lines name the cause.
     """
@@ -68,7 +69,7 @@ def _failure_before(site: Site, attempt: int) -> dict[str, Any] | None:
 
 
 def _notice(number: int) -> dict[str, Any]:
-    """The grace counts from now, whenever the message is read."""
+    """Return the message of a signal. The grace counts from now, not from when the node reads the message."""
     return {"t": "signal", "number": number, "at": time.monotonic()}
 
 
@@ -82,7 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _leave_cause(file: str | None, text: str) -> None:
-    """``text`` where the platform looks for the cause of a failure; none: nothing is there."""
+    """Write ``text`` where the platform looks for the cause of a failure. For an empty text, remove the file."""
     if file is None:
         return
     with contextlib.suppress(OSError):
@@ -93,9 +94,9 @@ def _leave_cause(file: str | None, text: str) -> None:
 
 
 def leave(argv: list[str]) -> NoReturn:
-    """`main`, then the end of this process, at once.
+    """Call `main`, then end this process at once.
 
-    Python would wait for the threads that copy; one that is stuck in a mount that hangs would keep the node for ever.
+    Python would wait for the threads that copy. One that is stuck in a mount that hangs would keep the node for ever.
     """
     try:
         code = main(argv)

@@ -1,8 +1,8 @@
-"""Checkpoints that a restart does not need, moved out of ``live/`` where a platform downloads all of it at each start.
+"""Move checkpoints that a restart does not need out of ``live/``, which some platforms download whole at each start.
 
 They lie in ``archive/checkpoints`` of the run's folder in the store, as they lay in ``live/checkpoints``. A copy of
-each commit.json stands in ``live/archive``, so that a restarted node knows the archive without a look at the store.
-Only node 0 moves and removes archived checkpoints.
+each commit.json stands in ``live/archive``: a restarted node finds the archive without a look at the store. Only node 0
+moves and removes archived checkpoints.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..provider import RunObjects, Site
-from .checkpoints import COMMIT, Complete, each, sort_key, write_whole
+from ..provider_api.node import NodeEnvironment, RunObjects
+from .checkpoints import COMMIT, Complete, in_parallel, sort_key, write_whole
 
 __all__ = ["Archive", "archive_of"]
 
@@ -28,7 +28,7 @@ class Archive:
         self._live, self._objects, self._temporary = live, objects, temporary
 
     def found(self) -> list[Complete]:
-        """Return the archived checkpoints, oldest first, by what ``live/archive`` says."""
+        """Return the archived checkpoints that ``live/archive`` lists, oldest first."""
         found = []
         for path in sorted((self._live / "archive").glob("*/*.json")):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -46,12 +46,12 @@ class Archive:
         is removed. Raises `StorageError` and `OSError`.
         """
         text = json.dumps(commit, sort_keys=True).encode()
-        each(lambda file: self._objects.copy(f"{LIVE}/{key}/{file[0]}", f"{ARCHIVED}/{key}/{file[0]}", file[1]),
+        in_parallel(lambda file: self._objects.copy(f"{LIVE}/{key}/{file[0]}", f"{ARCHIVED}/{key}/{file[0]}", file[1]),
              [(path, int(item["size"])) for path, item in commit["files"].items()])  # fmt: skip
         self._objects.write(f"{ARCHIVED}/{key}/{COMMIT}", text)
         self._objects.write(f"{INDEX}/{key}.json", text)
         write_whole(self._entry(key), text, temporary=self._temporary)
-        with contextlib.suppress(Exception):  # the agent removes them too, once the nodes have removed theirs
+        with contextlib.suppress(Exception):  # the agent removes them too, after the nodes have removed theirs
             self._remove(f"{LIVE}/{key}", commit)
         return True
 
@@ -62,17 +62,15 @@ class Archive:
         self._entry(key).unlink(missing_ok=True)
 
     def bring(self, key: str, target: Path) -> None:
-        """Download an archived checkpoint to the folder ``target``.
-
-        Raises `DigestError` for one that is not whole there, `StorageError` and `OSError`.
-        """
+        """Download an archived checkpoint to ``target``. Raises `DigestError` if it is not whole, `StorageError`,
+        `OSError`."""
         commit = json.loads(self._entry(key).read_bytes())
 
         def read(path: str) -> None:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
             self._objects.read(f"{ARCHIVED}/{key}/{path}", target / path)
 
-        each(read, _files(commit))
+        in_parallel(read, _files(commit))
         (target / COMMIT).write_bytes(json.dumps(commit).encode())
 
     def _entry(self, key: str) -> Path:
@@ -80,11 +78,11 @@ class Archive:
 
     def _remove(self, folder: str, commit: Mapping[str, Any]) -> None:
         self._objects.remove(f"{folder}/{COMMIT}")
-        each(lambda path: self._objects.remove(f"{folder}/{path}"), _files(commit))
+        in_parallel(lambda path: self._objects.remove(f"{folder}/{path}"), _files(commit))
 
 
-def archive_of(site: Site) -> Archive | None:
-    """Return the archive of the run, None on a platform without one or for a node that has no way to the store."""
+def archive_of(site: NodeEnvironment) -> Archive | None:
+    """Return the archive of the run. Return None if the platform has none, or the node has no way to the store."""
     agent = site.agent
     if agent is None or agent.objects is None:
         return None

@@ -1,8 +1,8 @@
-"""Which failure came first: the root cause among the records of all ranks of all nodes.
+"""Find the root cause of a failed run among the records of all ranks of all nodes.
 
-torchrun names the lowest rank among those that failed within the same second, and exceptions that merely follow from a
-peer's death (a closed connection, an aborted collective) come within milliseconds. So records carry nanosecond stamps
-of one clock (node 0's), and consequences are ranked behind causes whatever their stamp.
+torchrun names the lowest rank among those that failed within the same second. A consequence of a peer's death (a closed
+connection, an aborted collective) comes within milliseconds. So records carry nanosecond stamps of one clock (node
+0's), and consequences are ranked behind causes at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["Failure", "category", "real", "root_cause", "silent_deaths", "summary", "with_codes"]
+__all__ = ["Failure", "category", "failure_line", "real", "root_cause", "silent_deaths", "with_codes"]
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|connectfullmesh|ncclremoteerror|ncclsystemerror"
@@ -28,20 +28,20 @@ _OOM = re.compile(
     r"outofmemoryerror|out of memory|cannot allocate memory|defaultcpuallocator|memoryerror", re.IGNORECASE
 )
 SHOWN = 300
-"""Characters of a text of the script's own in a reason."""
+"""Most characters of a script's own text in a reason."""
 SLACK_NS = 500_000_000
-"""A silent death is seen by its pipe's end of file, which a busy machine may read this much later than it happened."""
+"""Longest delay before a busy machine reads a silent death, which it sees by its pipe's end of file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What one rank, or one node, died of.
+    """The failure of one rank or one node.
 
-    ``kind`` is error (an exception or non-zero exit it told us of), died (ended without a word), lost (a node that no
-    longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal, None when
-    unknown. ``time_ns`` is Unix nanoseconds on node 0's clock. ``notified``: its own node had passed a stop notice on
-    to the rank by then (node 0 may have told none of its own yet). ``last_line`` is what the rank wrote just before;
-    only `summary` uses it, as it may be any text.
+    ``kind`` is error (an exception or non-zero exit that the rank reported), died (ended without a report), lost (the
+    node no longer answers), setup (before any rank ran) or stalled. ``code`` is the exit code, negative for a signal,
+    None when unknown. ``time_ns`` is Unix nanoseconds on node 0's clock. ``notified``: this rank had a stop notice by
+    then. Node 0's own ranks may get theirs later. ``last_line`` is the rank's last line before the failure. Only
+    `failure_line` uses it, as it may be any text.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class Failure:
 
     @property
     def about(self) -> tuple[int, int | None, str]:
-        """What it tells of: two with the same are one."""
+        """Return the identity of the failure: two records with the same are one failure."""
         return self.node, self.rank, self.kind
 
     @property
@@ -67,7 +67,7 @@ class Failure:
         return self.kind == "error" and bool(_CONSEQUENCE.search(self.exception))
 
     def without_secrets(self, redact: Callable[[str], str]) -> Failure:
-        """The same, its texts as ``redact`` leaves them."""
+        """Return the same failure with its texts as ``redact`` leaves them."""
         return replace(
             self,
             exception=redact(self.exception),
@@ -79,7 +79,7 @@ class Failure:
         return asdict(self)
 
     def public(self) -> dict[str, Any]:
-        """The ``failure`` object of result.json."""
+        """Return the ``failure`` object of result.json."""
         return {
             "node": self.node,
             "rank": self.rank,
@@ -101,10 +101,10 @@ def silent_deaths(
     first_rank: int,
     since_ns: int,
 ) -> list[Failure]:
-    """The ranks of ``node`` that ended badly without a word, by what is known of each local rank.
+    """Return the ranks of ``node`` that ended badly without a report.
 
-    ``seen`` are the events it told of, ``eof`` when its pipe ended (Unix nanoseconds), ``codes`` the exit codes known.
-    Of those without a code only the ones that ended after ``since_ns`` count.
+    ``seen`` are the events that each local rank sent. ``eof`` is the end of its pipe (Unix nanoseconds), ``codes`` the
+    exit codes known. A rank without a code only counts if it ended after ``since_ns``.
     """
     found = []
     for local in sorted({*eof, *codes}):
@@ -119,7 +119,7 @@ def silent_deaths(
 
 
 def with_codes(failures: Sequence[Failure], node: int, codes: Mapping[int, int], *, first_rank: int) -> list[Failure]:
-    """``failures`` with the exit codes of ``node``'s ranks filled in that were not known when they were seen."""
+    """Fill the exit codes of ``node``'s ranks into ``failures`` that were recorded without one."""
 
     def learned(failure: Failure) -> Failure:
         if failure.node != node or failure.kind != "died" or failure.rank is None or failure.code is not None:
@@ -130,13 +130,13 @@ def with_codes(failures: Sequence[Failure], node: int, codes: Mapping[int, int],
 
 
 def real(failure: Failure, stopped_ns: int | None) -> bool:
-    """Whether it was not merely the way a node came down that was told to stop, its ranks at ``stopped_ns``."""
+    """Return whether ``failure`` is more than a consequence of the stop notice, given at ``stopped_ns``."""
     late = failure.notified or (stopped_ns is not None and failure.time_ns > stopped_ns)
     return failure.kind in ("error", "setup", "stalled") and not failure.consequence and not late
 
 
 def root_cause(failures: Sequence[Failure], *, stopped_ns: int | None = None) -> Failure | None:
-    """The failure that came first in cause, None of none. ``stopped_ns``: when we ourselves began to kill."""
+    """Return the failure that came first in cause, None if none. ``stopped_ns``: when this node began to kill."""
     if not failures:
         return None
     first = min(f.time_ns for f in failures)
@@ -148,8 +148,8 @@ def root_cause(failures: Sequence[Failure], *, stopped_ns: int | None = None) ->
         if failure.kind == "died":
             if failure.code == -signal.SIGTERM or (stopped_ns is not None and failure.time_ns > stopped_ns):
                 return 3, failure.time_ns
-            # With no exit code known it may be a sibling that torchrun stopped, or one that left well: only the very
-            # first counts, and only where nobody is known to have ended badly.
+            # Without an exit code it may be a sibling that torchrun stopped, or one that left well. Then only the very
+            # first counts, and only if no rank is known to have ended badly.
             if failure.code is None and failure.node in known:
                 return 3, failure.time_ns
             return (0 if failure.code or failure.time_ns <= first + SLACK_NS else 3), failure.time_ns
@@ -161,7 +161,7 @@ def root_cause(failures: Sequence[Failure], *, stopped_ns: int | None = None) ->
 
 
 def category(failure: Failure, *, oom_kill: bool = False) -> str:
-    """The DESIGN category of a root cause; ``oom_kill``: the kernel killed something of ours for memory."""
+    """Return the DESIGN category of a root cause. ``oom_kill``: the kernel killed one of our processes for memory."""
     if failure.category:
         return failure.category
     if _OOM.search(failure.exception) or (oom_kill and failure.code in (-signal.SIGKILL, 128 + signal.SIGKILL)):
@@ -169,8 +169,8 @@ def category(failure: Failure, *, oom_kill: bool = False) -> str:
     return "infra" if failure.kind == "lost" else "user_error"
 
 
-def summary(failure: Failure) -> str:
-    """One line naming rank, node, exception and place."""
+def failure_line(failure: Failure) -> str:
+    """Return one line naming rank, node, exception and place."""
     who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank} on node {failure.node}"
     if failure.kind == "lost":
         return f"{who} {failure.exception}"

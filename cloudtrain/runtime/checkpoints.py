@@ -1,9 +1,9 @@
-"""Checkpoints as folders: what a script has finished, what is complete in ``live/``, and copies that are proved.
+"""Checkpoint folders: watch what a script writes, find complete checkpoints in ``live/``, copy and restore them.
 
 In ``live/checkpoints`` one checkpoint is ``<name>/<attempt>-<seq>/``: ``node-<n>/<entry>`` from each node that held a
-part, and ``commit.json``, written last by node 0. Complete means: commit.json parses and every file it lists is there
-with its size. Digests are checked when it is restored. ``live/pointers/node-<n>.json`` says which of them that node's
-script names (its best, its latest).
+part, and ``commit.json``, written last by node 0. It is complete if commit.json parses and every file it lists is there
+with its size. Restoring checks the digests. ``live/pointers/node-<n>.json`` names the checkpoints that the node's
+script points to (its best, its latest).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from stat import S_ISLNK, S_ISREG
 from typing import Any, TypeVar
 
 from ..errors import DigestError, StorageError
-from ..values import family, training_states, unversioned
+from .checkpoint_names import family, training_states, unversioned
 
 __all__ = [
     "COMMIT",
+    "CheckpointEntry",
     "Complete",
-    "Entry",
     "Pointer",
     "Watch",
     "companions",
     "complete",
-    "copy_file",
-    "each",
+    "copy_with_digest",
+    "in_parallel",
     "linked_folders",
     "open_for_writing",
     "restore",
-    "resumable",
+    "resumable_checkpoints",
     "shape_of",
     "sort_key",
 ]
@@ -51,17 +51,17 @@ T = TypeVar("T")
 
 COMMIT = "commit.json"
 QUIET_SECONDS = 2.0
-"""A checkpoint is finished when nothing of it changed for so long and nobody has it open for writing."""
+"""A checkpoint is finished when nothing changed for so long and no process has it open for writing."""
 POINTER_BYTES = 512
 """A longer file names no checkpoint."""
 BLOCK = 4 << 20
 COPIERS = 4
-"""Files that are copied at the same moment: a mounted object store needs several, a disk is not hurt."""
+"""Files that are copied at the same moment. A mounted object store needs several; a disk does not suffer."""
 TRIES = (0.5, 2.0, 5.0)
-"""Seconds before a file is copied again that could not be: a mount's hiccup must not cost the whole checkpoint."""
+"""Seconds before a failed copy is tried again: a mount's hiccup must not cost the whole checkpoint."""
 
 Moved = Callable[[Path, int], None]
-"""Told of a file that is being copied, and how many bytes of it so far."""
+"""Called with a file that is being copied, and the bytes of it so far."""
 Item = tuple[str, int, int]
 """A file below an entry: its path, bytes, and the nanosecond of its last change."""
 Signature = tuple[Item, ...]
@@ -69,14 +69,14 @@ Signature = tuple[Item, ...]
 _FOLDER = re.compile(r"\d+\.\d+-\d+")
 _NODE = re.compile(r"node-\d+")
 _VANISHED = "\0"
-"""Stands in the signature of an entry that changed under our eyes: never equal to another."""
+"""Signature of an entry that changed while it was read: never equal to another."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class CheckpointEntry:
     """One finished or growing checkpoint of this node. ``place`` is its path below the working folder, else None.
 
-    ``aside`` are files that lie here too and are no part of it: other nodes' as a resume put them here.
+    ``aside`` are files in its folder that belong to other nodes, as a resume put them here.
     """
 
     name: str
@@ -87,17 +87,17 @@ class Entry:
 
     @property
     def newest(self) -> float:
-        """Unix seconds of the last change."""
+        """Return the Unix seconds of the last change."""
         return max((mtime for _, _, mtime in self.signature), default=0) / 1e9
 
     @property
     def single(self) -> bool:
-        """Whether it is a file, not a folder."""
+        """Return whether it is a file, not a folder."""
         return [rel for rel, _, _ in self.signature] == [""]
 
     @property
     def sharded(self) -> bool:
-        """Whether it is a DCP checkpoint, whose ``.metadata`` is written last, on one node."""
+        """Return whether it is a DCP checkpoint, whose ``.metadata`` is written last, on one node."""
         return any(rel.endswith(".distcp") for rel, _, _ in self.signature)
 
     @property
@@ -110,7 +110,7 @@ class Entry:
 
 
 def shape_of(paths: Iterable[str]) -> Counter[str]:
-    """How many files of each kind there are: paths that differ in their numbers alone are of one kind."""
+    """Count the files of each kind: paths that differ in their numbers alone are of one kind."""
     return Counter(family(path) for path in paths)
 
 
@@ -123,7 +123,7 @@ class Pointer:
 
 
 class Watch:
-    """The checkpoints a node's script writes: entries of one folder, and globs below its working folder."""
+    """The checkpoints that a node's script writes: entries of one folder, and globs below its working folder."""
 
     def __init__(self, *, folder: Path, workdir: Path, patterns: tuple[str, ...] = ()) -> None:
         self._folder, self._workdir, self._patterns = folder, workdir, patterns
@@ -131,23 +131,23 @@ class Watch:
         self._aside: dict[str, frozenset[Item]] = {}
 
     def set_aside(self, name: str, relatives: Set[str]) -> None:
-        """These files of an entry are other nodes', until the script writes them again here."""
+        """Count these files of an entry as other nodes' until the script writes them again here."""
         entry = self.entries().get(name)
         items = entry.signature if entry is not None else ()
         self._aside[name] = frozenset(item for item in items if item[0] in relatives)
 
-    def _entry(self, name: str, path: Path, place: str | None = None) -> Entry:
+    def _entry(self, name: str, path: Path, place: str | None = None) -> CheckpointEntry:
         return _entry(name, path, place, self._aside.get(name, frozenset()))
 
     def _paths(self) -> dict[str, Path]:
-        """What lies in the folder; hidden ones and ``*.tmp`` are a script's own business."""
+        """Return the folder's files by name, without hidden ones and ``*.tmp``, which are the script's own."""
         found = sorted(self._folder.iterdir()) if self._folder.is_dir() else ()
         named = {path.name: path for path in found if not path.name.startswith(".") and path.suffix != ".tmp"}
         self._names |= named.keys()
         return named
 
     def pointers(self) -> dict[str, Pointer]:
-        """Every pointer by name. Its target is an entry, or was one in this Watch's time."""
+        """Return every pointer by name. Its target is an entry, or was one in this Watch's time."""
         paths = self._paths()
         return {name: pointer for name, path in paths.items() if (pointer := self._pointer(path)) is not None}
 
@@ -166,20 +166,20 @@ class Watch:
         return Pointer(target=named, link=link) if named in self._names - {path.name} else None
 
     def point(self, name: str, pointer: Pointer) -> None:
-        """Make a pointer, as the script had it. Raises `OSError`."""
+        """Create a pointer as the script had it. Raises `OSError`."""
         path = self._folder / name
-        remove(path)
+        remove_path(path)
         if pointer.link:
             path.symlink_to(pointer.target)
         else:
             path.write_text(pointer.target, encoding="utf-8")
 
-    def entries(self) -> dict[str, Entry]:
-        """Every entry by name, pointers left out."""
+    def entries(self) -> dict[str, CheckpointEntry]:
+        """Return every entry by name, without pointers."""
         found = {name: self._entry(name, *place) for name, place in self._places().items()}
         return {name: entry for name, entry in found.items() if entry.signature}
 
-    def entry(self, name: str) -> Entry | None:
+    def entry(self, name: str) -> CheckpointEntry | None:
         """One of `entries`, without a look at what is in the others."""
         place = self._places().get(name) if self._patterns else self._place_in_folder(name)
         entry = self._entry(name, *place) if place else None
@@ -191,42 +191,42 @@ class Watch:
         return None if hidden or not os.path.lexists(path) or self._pointer(path) is not None else (path, None)
 
     def _places(self) -> dict[str, tuple[Path, str | None]]:
-        """Of every entry where it is, and its place below the working folder if that is where."""
+        """Return the path of each entry, and its place below the working folder if it is there."""
         found: dict[str, tuple[Path, str | None]]
         found = {name: (path, None) for name, path in self._paths().items() if self._pointer(path) is None}
         for pattern in self._patterns:
             for text in sorted(glob.glob(pattern, root_dir=self._workdir, recursive=True)):
                 place = Path(text).as_posix()
-                name = re.sub(r"^\.", "_.", place.replace("/", "--"))  # a hidden name is found by no pattern
+                name = re.sub(r"^\.", "_.", place.replace("/", "--"))  # no pattern finds a hidden name
                 found[name] = self._workdir / text, place
         return found
 
     def place(self, name: str, place: str | None) -> Path:
-        """Where the script keeps the checkpoint called ``name``. `DigestError` for a place outside."""
+        """Return where the script keeps the checkpoint ``name``. Raises `DigestError` for a place outside."""
         if place and (os.path.isabs(place) or ".." in place.split("/")):
             raise DigestError(f"checkpoint {name}: {place!r} is outside the working folder")
         return self._workdir / place if place else self._folder / name
 
 
-def again(entry: Entry) -> Entry:
-    """The same entry as it is now."""
+def again(entry: CheckpointEntry) -> CheckpointEntry:
+    """Return the same entry as it is now."""
     return _entry(entry.name, entry.path, entry.place, entry.aside)
 
 
-def _entry(name: str, path: Path, place: str | None = None, aside: frozenset[Item] = frozenset()) -> Entry:
+def _entry(name: str, path: Path, place: str | None = None, aside: frozenset[Item] = frozenset()) -> CheckpointEntry:
     signature: list[Item] = []
     for file in _files(path):
         try:
             stat = file.stat()
         except OSError:
             if file.is_symlink():
-                continue  # a link to nothing, or to itself, is nobody's data
+                continue  # a link to nothing, or to itself
             vanished = ((_VANISHED, 0, time.time_ns()),)
-            return Entry(name=name, path=path, signature=vanished, place=place, aside=aside)
+            return CheckpointEntry(name=name, path=path, signature=vanished, place=place, aside=aside)
         if S_ISREG(stat.st_mode):
             signature.append((_relative(file, path), stat.st_size, stat.st_mtime_ns))
     own = tuple(sorted(item for item in signature if item not in aside))
-    return Entry(name=name, path=path, signature=own, place=place, aside=aside)
+    return CheckpointEntry(name=name, path=path, signature=own, place=place, aside=aside)
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -238,18 +238,18 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def linked_folders(path: Path) -> list[str]:
-    """Links to folders below an entry, relative to it. They are not followed: behind them may be anything."""
+    """Return the links to folders below an entry, relative to it. The copy does not follow them."""
     links = (Path(folder, name) for folder, names, _ in os.walk(path) for name in names)
     return [link.relative_to(path).as_posix() for link in links if link.is_symlink()]
 
 
 def _relative(file: Path, entry: Path) -> str:
-    """Path of ``file`` below ``entry``; empty when the entry is a file itself."""
+    """Return the path of ``file`` below ``entry``; empty when the entry is a file itself."""
     return "" if file == entry else file.relative_to(entry).as_posix()
 
 
-def open_for_writing(entries: list[Entry]) -> set[str]:
-    """Names of ``entries`` of which some process has a file open for writing; empty where there is no /proc."""
+def open_for_writing(entries: list[CheckpointEntry]) -> set[str]:
+    """Return the names of ``entries`` that a process has open for writing; empty without /proc."""
     files = {str(file.resolve()): e.name for e in entries for file in _files(e.path)}
     busy: set[str] = set()
     for folder in glob.iglob("/proc/[0-9]*/fd"):
@@ -268,8 +268,8 @@ def _writes(fdinfo: str) -> bool:
     return int(flags, 8) & os.O_ACCMODE != os.O_RDONLY
 
 
-def each(work: Callable[[T], object], items: Iterable[T]) -> None:
-    """``work`` on every item, `COPIERS` at a time, at low priority; the first that fails ends it and is raised."""
+def in_parallel(work: Callable[[T], object], items: Iterable[T]) -> None:
+    """Call ``work`` on every item, `COPIERS` at a time, at low priority. Raise the first error and stop there."""
     items = list(items)
     if len(items) == 1:
         work(items[0])
@@ -284,17 +284,17 @@ def each(work: Callable[[T], object], items: Iterable[T]) -> None:
 
 
 def modest() -> None:
-    """This thread yields to whoever trains on the same cores. Linux alone has priorities of threads."""
+    """Lower this thread's priority, for the training on the same cores. Only Linux has priorities of threads."""
     with contextlib.suppress(AttributeError, OSError):
         if os.uname().sysname == "Linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def copy_patiently(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
-    """`copy_file`, tried again after each of `TRIES`, unless there is no source or no room. Raises `OSError`."""
+    """Call `copy_with_digest`, again after each of `TRIES`, unless there is no source or no room. Raises `OSError`."""
     for pause in (*TRIES, None):
         try:
-            return copy_file(source, target, moved)
+            return copy_with_digest(source, target, moved)
         except OSError as exc:
             if pause is None or not source.exists() or exc.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -302,8 +302,8 @@ def copy_patiently(source: Path, target: Path, moved: Moved = lambda source, don
     raise AssertionError
 
 
-def copy_file(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
-    """Copy bytes and return ``(size, sha256)`` of what was read; ``moved`` hears how far. Raises `OSError`."""
+def copy_with_digest(source: Path, target: Path, moved: Moved = lambda source, done: None) -> tuple[int, str]:
+    """Copy bytes and return ``(size, sha256)`` of them. Call ``moved`` with each block's progress. Raises `OSError`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     digest, size = hashlib.sha256(), 0
     with open(source, "rb") as reader, open(target, "wb") as writer:
@@ -320,14 +320,14 @@ def copy_file(source: Path, target: Path, moved: Moved = lambda source, done: No
 def replace_file(
     source: Path, target: Path, moved: Moved = lambda source, done: None, *, temporary: str = ".part"
 ) -> None:
-    """Copy over ``target``, which stays as it was until the copy is whole (where the folder can rename)."""
-    put_whole(target, lambda path: copy_file(source, path, moved), temporary=temporary)
+    """Copy over ``target``, which stays as it was until the copy is whole, if the folder can rename."""
+    put_whole(target, lambda path: copy_with_digest(source, path, moved), temporary=temporary)
 
 
 def put_whole(target: Path, write: Callable[[Path], object], *, temporary: str) -> None:
-    """Write ``target`` by ``write(path)`` beside it, then rename; a file system that cannot rename gets it in place.
+    """Write a temporary file with ``write(path)``, then rename it to ``target``. Without rename, write in place.
 
-    The name beside it ends in ``temporary``. Raises `OSError`.
+    The temporary name ends in ``temporary``. Raises `OSError`.
     """
     beside = target.with_name(f".{target.name}{temporary}")
     try:
@@ -342,7 +342,7 @@ def put_whole(target: Path, write: Callable[[Path], object], *, temporary: str) 
 
 
 def write_whole(path: Path, data: bytes, *, temporary: str) -> None:
-    """Write a file. With ``temporary``, the end of a name that an agent leaves alone, it appears whole or not at all.
+    """Write a file. With ``temporary``, the ending of names that an agent skips, it appears whole or not at all.
 
     A mounted object store shows a file once it is closed, and may not be able to rename. Raises `OSError`.
     """
@@ -354,22 +354,22 @@ def write_whole(path: Path, data: bytes, *, temporary: str) -> None:
 
 
 class _ChangedError(Exception):
-    """The script has written to, or removed, what is being copied."""
+    """The script changed or removed a file during the copy."""
 
 
 def copy_entry(
-    entry: Entry,
+    entry: CheckpointEntry,
     target: Path,
     moved: Moved = lambda source, done: None,
     *,
     links: Path | None = None,
     temporary: str = "",
 ) -> dict[str, dict[str, Any]] | None:
-    """Copy ``entry`` below ``target`` and describe its files; None when it changed meanwhile.
+    """Copy ``entry`` below ``target`` and describe its files; return None when it changed meanwhile.
 
-    A file has ``temporary`` at the end of its name until it is whole: an agent would upload half of it.
-    Where ``links``, a folder that is made and removed again, can hold hard links to them, the script may delete or
-    replace its files meanwhile: what is copied is what was there at the beginning.
+    A file's name ends in ``temporary`` until it is whole: an agent would upload half of it. If the folder ``links`` can
+    hold hard links, the script may delete or replace its files meanwhile. Then the copy has them as they were at the
+    beginning. The folder is removed again.
     """
     files = {}
     paths = _paths(entry)
@@ -392,7 +392,7 @@ def copy_entry(
                 raise _ChangedError
             files[key] = {"size": size, "sha256": digest}
 
-        each(copy, entry.signature)
+        in_parallel(copy, entry.signature)
         _check_unchanged(sources)
     except _ChangedError:
         return None
@@ -403,12 +403,12 @@ def copy_entry(
     return None if grown else files
 
 
-def _paths(entry: Entry) -> dict[Item, Path]:
+def _paths(entry: CheckpointEntry) -> dict[Item, Path]:
     return {item: entry.path / item[0] if item[0] else entry.path for item in entry.signature}
 
 
 def _linked(paths: Mapping[Item, Path], links: Path) -> dict[Item, Path]:
-    """A hard link to every file; none where the file system has none, or is another. Raises `_ChangedError`."""
+    """Create a hard link to every file. Return none if the file system cannot. Raises `_ChangedError`."""
     found = {}
     try:
         links.mkdir(parents=True, exist_ok=True)
@@ -441,13 +441,13 @@ def pointers_path(live: Path, node: int) -> Path:
 
 
 def write_pointers(live: Path, node: int, pointers: Mapping[str, Pointer], *, temporary: str = "") -> None:
-    """Write what this node's script points at, for later starts and for readers of the run. Raises `OSError`."""
+    """Write the pointers of this node's script, for later starts and readers of the run. Raises `OSError`."""
     text = {name: {"target": pointer.target, "link": pointer.link} for name, pointer in sorted(pointers.items())}
     write_whole(pointers_path(live, node), json.dumps(text).encode(), temporary=temporary)
 
 
 def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
-    """By node, every pointer by name; one that cannot be read names nothing."""
+    """Return every pointer by node and name. One that cannot be read is left out."""
     found = {}
     for path in (live / "pointers").glob("node-*.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -462,7 +462,7 @@ def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Complete:
-    """A complete checkpoint: its folder, and what commit.json says."""
+    """A complete checkpoint: its folder and the content of its commit.json."""
 
     name: str
     folder: Path
@@ -474,13 +474,13 @@ class Complete:
 
 
 def sort_key(commit: Mapping[str, Any]) -> tuple[int, int, float, int]:
-    """Oldest to newest: by attempt, then the time at which the script had written it, then seq."""
+    """Return a key that sorts oldest to newest: by attempt, then the script's time of writing, then seq."""
     k, _, r = str(commit["attempt"]).partition(".")
     return int(k), int(r or 0), float(commit.get("saved") or commit["time"]), int(commit["seq"])
 
 
 def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()) -> list[Complete]:
-    """Return the complete checkpoints below ``root``, oldest first. ``say`` is told of each that is not.
+    """Return the complete checkpoints below ``root``, oldest first. Call ``say`` for each incomplete one.
 
     Files whose names end in one of ``marks`` are those of a platform's agent.
     """
@@ -507,14 +507,14 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tup
 
 
 def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
-    """Return the checkpoints of a run's own folder that were cut off before their commit. ``marks``: see `complete`."""
+    """Return the checkpoints of a run's own folder that lack their commit. ``marks``: see `complete`."""
     parts = map(Path, glob.glob(f"{glob.escape(str(root))}/*/*/node-*"))
     found = sorted({path.parent for path in parts if any(not file.name.endswith(marks) for file in _files(path))})
     return [folder for folder in found if _FOLDER.fullmatch(folder.name) and not (folder / COMMIT).exists()]
 
 
-def resumable(found: Sequence[Complete]) -> list[Complete]:
-    """Those to resume from, in the same order: what a script leaves beside its checkpoints is none."""
+def resumable_checkpoints(found: Sequence[Complete]) -> list[Complete]:
+    """Return those to resume from, in the same order: without what a script writes beside its training states."""
     trees = {str(item.folder): (item.name, _paths_of(item)) for item in found}
     chosen = training_states(trees)
     return [item for item in found if str(item.folder) in chosen]
@@ -523,10 +523,10 @@ def resumable(found: Sequence[Complete]) -> list[Complete]:
 def companions(
     item: Complete, found: Sequence[Complete], states: Sequence[Complete], named: Set[str]
 ) -> list[Complete]:
-    """Return what comes back beside ``item``, newest first: what pointers name (``named``), and other states.
+    """Return the checkpoints that come back beside ``item``, newest first: pointers' targets (``named``), other states.
 
-    ``found`` and ``states``, its `resumable` ones, are oldest first. Of states whose name has no number but a version
-    the newest comes back: a script looks for its ``last.ckpt``.
+    ``found`` and ``states``, its `resumable_checkpoints` ones, are oldest first. Among versions of a state
+    without a number in its name, the newest comes back: a script looks for its ``last.ckpt``.
     """
     by_name = {other.name: other for other in found}  # the newest of each
     newest = {unversioned(other.name): other.name for other in states}
@@ -537,7 +537,7 @@ def companions(
 
 
 def _paths_of(item: Complete) -> list[str]:
-    """Below the entry; one empty path when it is a file."""
+    """Return the paths below the entry; one empty path when it is a file."""
     return [key.partition("/")[2][len(item.name) + 1 :] for key in item.commit["files"]]
 
 
@@ -551,8 +551,8 @@ def _size(path: Path) -> int:
 def restore(checkpoint: Complete, target: Path, *, node: int) -> None:
     """Put all nodes' files of ``checkpoint`` at ``target``, whole or not at all, digests checked.
 
-    Where two nodes wrote one path, each node gets its own. Raises `DigestError` for a checkpoint that is not what was
-    committed, `StorageError` when the disk, or the mount it lies on, fails.
+    If two nodes wrote one path, each node gets its own. Raises `DigestError` if a file is not as committed,
+    `StorageError` when the disk, or the mount it lies on, fails.
     """
     if "/" in checkpoint.name or checkpoint.name in ("", ".", "..") or not checkpoint.commit["files"]:
         raise DigestError(f"checkpoint {checkpoint.name!r} has no name or no files of its own")
@@ -575,20 +575,20 @@ def restore(checkpoint: Complete, target: Path, *, node: int) -> None:
         if digest != checkpoint.commit["files"][key]["sha256"]:
             raise DigestError(f"checkpoint {checkpoint.name}: {key} is not what was committed")
 
-    remove(building)
+    remove_path(building)
     try:
-        each(bring, chosen.items())
-        remove(target)
+        in_parallel(bring, chosen.items())
+        remove_path(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(building, target)
     except OSError as exc:
         raise StorageError(f"cannot restore checkpoint {checkpoint.name} to {target}: {exc.strerror}") from None
     finally:
-        remove(building)
+        remove_path(building)
 
 
-def remove(path: Path) -> None:
-    """Whatever is at ``path``, as far as it can be."""
+def remove_path(path: Path) -> None:
+    """Remove the file or folder at ``path``, as far as possible."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -597,17 +597,17 @@ def remove(path: Path) -> None:
 
 
 def date(path: Path, seconds: float) -> None:
-    """Let whatever is at ``path`` have changed then, in Unix seconds, as far as the file system lets us."""
+    """Set the time of change of all files at ``path`` (Unix seconds), as far as the file system lets us."""
     for item in (path, *_files(path)):
         with contextlib.suppress(OSError):
             os.utime(item, (seconds, seconds))
 
 
 def write_commit(folder: Path, commit: Mapping[str, Any], *, temporary: str = "") -> None:
-    """Write commit.json, last of all. Raises `OSError`."""
+    """Write commit.json, after all other files. Raises `OSError`."""
     write_whole(folder / COMMIT, json.dumps(commit, sort_keys=True).encode(), temporary=temporary)
 
 
-def quiet(entry: Entry, now: float | None = None, *, opened: float = 0.0) -> bool:
-    """Whether nothing of ``entry`` changed, or was last seen ``opened``, for `QUIET_SECONDS`."""
+def quiet(entry: CheckpointEntry, now: float | None = None, *, opened: float = 0.0) -> bool:
+    """Return whether ``entry`` is unchanged, and not seen ``opened``, for `QUIET_SECONDS`."""
     return (time.time() if now is None else now) - max(entry.newest, opened) >= QUIET_SECONDS

@@ -1,5 +1,5 @@
-"""Node 0's work on checkpoints: it asks all nodes what they hold of one, tells the holders to copy, writes commit.json
-once every holder has, and says what may go.
+"""Commit checkpoints on node 0: ask the nodes for their parts, let the holders copy, write commit.json, remove old
+ones.
 
 A checkpoint is whole or absent, also when its shards lie on many nodes. Everything here runs in the mirror's thread.
 """
@@ -15,28 +15,30 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StorageError
-from ..values import family
 from . import checkpoints
 from .archive import Archive
+from .checkpoint_names import family
 
-__all__ = ["Commits", "remove"]
+__all__ = ["Commits", "remove_parts"]
 
 HOLDER_SECONDS = 300.0
-"""How long a node that held a part of the last checkpoint may be behind with its part of the next; one that has its
-part of the version before then holds that for its part of this one."""
+"""Longest wait for a node that held a part of the last checkpoint. After that its part of the version before counts as
+its part of this one."""
 FIRST_SECONDS = 10.0
 """The same for the first checkpoint of a script, when nobody knows yet which nodes write."""
 MOST_ROUNDS = 16
 """Checkpoints that are worked on at once: with many more, no answer comes in `ANSWER_SECONDS`."""
 ANSWER_SECONDS = 30.0
-"""An answer that has not come by then was lost: the node is asked again."""
+"""An answer that has not come by then is lost: node 0 asks again."""
 RETRY_SECONDS = 1.0
 MOST_SECONDS = 10.0
-"""Between two tries while copies fail: the first pause doubles up to this."""
+"""Longest pause between two tries while copies fail: the first pause doubles up to this."""
 VERSIONS = 2
-"""Of a checkpoint that the script writes again under its name, so many are kept: the one before may be needed."""
+"""Versions kept of a checkpoint that the script writes again under its name: a resume may need the older."""
+RETAIN_SHARE = 10
+"""After a retention that took a second, open rounds wait so many seconds for the next one."""
 REMEMBERED = 50
-"""Removed checkpoints that are removed again with each commit: a platform's sync may bring them back."""
+"""Removed checkpoints that each commit removes again: a platform's sync may bring them back."""
 
 Message = dict[str, Any]
 Aside = Callable[[Callable[[], Any], Callable[[Any], None]], None]
@@ -59,19 +61,19 @@ class _Round:
     answers: dict[int, Message] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     passed: dict[int, float] = field(default_factory=dict)
-    """Nodes whose part was copied while another's was written over: when theirs, of an old version now, was saved."""
+    """Nodes whose part was copied while another node's changed, with that part's time of saving: it is old now."""
 
 
 class Commits:
-    """``send(node, message)`` reaches a node's mirror; ``peers()`` are the nodes now alive, node 0 included.
+    """The commits of a run. ``send(node, message)`` reaches a node's mirror. ``peers()`` are the live nodes, with node
+    0.
 
-    ``keep``: so many complete checkpoints stay, the newest, beside what a pointer names; 0: all of them. ``damaged``
-    are folders of such as look complete and are not. With ``temporary`` a program of the platform copies all to the
-    store, but leaves files alone whose names end so. Then a checkpoint counts, and older ones go, only once `stored`
-    has told that all of its files are there. ``marks`` are the ends of the names of that program's own files.
-    ``archive`` takes checkpoints that stay and that a restart does not need.
-    ``aside(work, then)`` calls ``work()`` in another thread, then ``then`` in this one with what it returned, None if
-    it failed.
+    ``keep``: the newest complete checkpoints that stay, beside the targets of pointers; 0: all of them. ``damaged`` are
+    folders that look complete and are not. With ``temporary`` a program of the platform copies all files to the store,
+    except those whose names end so. Then a checkpoint counts, and older ones go, only after `stored` was called for all
+    of its files. ``marks`` are the ends of the names of that program's own files. ``archive`` takes checkpoints that
+    stay and that a restart does not need. ``aside(work, then)`` calls ``work()`` in another thread, then ``then`` in
+    this one with the result, None if it failed.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Commits:
         self._marks = marks
         self._temporary, self._archive, self._aside = temporary, archive, aside
         self._archived: dict[str, checkpoints.Complete] = {}
-        """By key: those in the archive, and no longer in ``live``."""
+        """By key: checkpoints in the archive that are no longer in ``live``."""
         self._archiving: set[str] = set()
         self._unstored: dict[str, tuple[checkpoints.Complete, set[int]]] = {}
         """By folder: complete checkpoints, and the nodes whose files are not in the store yet."""
@@ -106,29 +108,33 @@ class Commits:
         self._numbers, self._seq = 0, 0
         self._holders: dict[str, set[int]] = {}
         self._complete: list[checkpoints.Complete] | None = None
+        self._fresh: list[checkpoints.Complete] = []
+        """Complete checkpoints since the last retention."""
+        self._retain_due = 0.0
         self._removed: list[str] = []
         self._pointers = {
             node: {pointer.target for pointer in found.values()}
             for node, found in checkpoints.read_pointers(live).items()
         }
         self.finishing: str | None = None
-        """How node 0's own script ended: ``clean``, ``failed``; None while it runs."""
+        """The end of node 0's own script: ``clean`` or ``failed``; None while it runs."""
 
     @property
     def open(self) -> bool:
-        """Whether some checkpoint is being worked on, or is not in the store yet."""
-        return bool(self._rounds or self._unstored)
+        """Return whether some checkpoint is being worked on, or is not in the store yet."""
+        return bool(self._rounds or self._unstored or self._fresh)
 
     def finished(self, name: str, node: int) -> None:
-        """A node says that its part is finished."""
+        """Note that a node's part is finished."""
         self._rounds.setdefault(name, _Round(name, time.monotonic())).seen.add(node)
 
     def pointers(self, node: int, targets: set[str]) -> None:
-        """The names that pointers of a node's script hold."""
+        """Note the names that the pointers of a node's script hold."""
         self._pointers[node] = targets
 
     def advance(self) -> None:
-        """Begin what is due, and begin again where a node went away in the middle."""
+        """Begin the rounds that are due, and begin again those in which a node went away."""
+        self._retain()
         now = time.monotonic()
         alive = self._peers()
         room = MOST_ROUNDS - sum(work.phase != "idle" for work in self._rounds.values())
@@ -144,7 +150,7 @@ class Commits:
                 work.phase, work.retry = "idle", now + RETRY_SECONDS
 
     def answer(self, message: Message) -> None:
-        """What a node holds, or has copied."""
+        """Take a node's answer: the part it holds, or has copied."""
         work = self._rounds.get(message["name"])
         if work is None or message["round"] != work.number:
             return
@@ -163,7 +169,7 @@ class Commits:
         for node, answer in held.items():
             if answer["state"] == "ready" and not answer["final"] and answer["saved"] == work.passed.get(node):
                 answer["state"] = "old"
-        # What a node has not written again may be about to be, or belong to this one as it is.
+        # A part that a node has not written again may still change, or belong to this checkpoint as it is.
         fresh = {node: a for node, a in held.items() if a["state"] != "old"}
         if not fresh or time.monotonic() - work.since < HOLDER_SECONDS:
             held = fresh
@@ -190,11 +196,11 @@ class Commits:
                 self._send(node, {"t": "copy", "round": work.number, "name": work.name, "folder": self._folder(work)})
 
     def _missing(self, work: _Round, held: set[int], headed: bool) -> set[int]:
-        """Nodes whose part may still be on its way: better late than half.
+        """Return the nodes whose part may still be on its way.
 
-        Those that held a part of the checkpoint before, or once of this one. Of a script's first, any may hold one:
-        those alive are waited for a little (a DCP checkpoint with its ``.metadata`` is finished), one that is gone for
-        ever. A node whose script has ended well without writing a part owes none.
+        These held a part of the checkpoint before, or once of this one. Any node may hold a part of a script's first:
+        live ones get a short wait (none for a DCP checkpoint with its ``.metadata``), lost ones an endless one. A node
+        whose script ended well without writing a part owes none.
         """
         if self._complete is None:
             self._take_over()
@@ -208,7 +214,7 @@ class Commits:
         return owed - held - done
 
     def _drop(self, work: _Round) -> None:
-        """The script has deleted it again, or is over and will never finish it."""
+        """Give up a checkpoint that the script has deleted, or will never finish."""
         del self._rounds[work.name]
         for node in sorted(self._peers()):
             self._send(node, {"t": "dropped", "name": work.name})
@@ -249,10 +255,11 @@ class Commits:
         if self._temporary:
             self._unstored[self._key(folder)] = whole, {0, *work.answers}
         else:
-            self._retain(whole)
+            self._fresh.append(whole)
+            self._retain()
 
     def stored(self, key: str, node: int, *, there: bool = True) -> None:
-        """A node's files of the checkpoint in folder ``key`` are in the store; or, not ``there``, are given up.
+        """Note that a node's files of the checkpoint ``key`` are in the store or, if not ``there``, are given up.
 
         A checkpoint that is given up takes no older one's place.
         """
@@ -269,7 +276,8 @@ class Commits:
             self._told = True
             later = time.time() - float(whole.commit["time"])
             self._say(f"checkpoint {whole.name} is in the store, {later:.0f} s after its commit")
-        self._retain(whole)
+        self._fresh.append(whole)
+        self._retain()
 
     def _again(self, work: _Round) -> None:
         pause = min(RETRY_SECONDS * 2**work.failed, MOST_SECONDS)
@@ -277,28 +285,39 @@ class Commits:
 
     # ------------------------------------------------------------------------------------------------------ retention
 
-    def _retain(self, newest: checkpoints.Complete) -> None:
-        """Tell all nodes what goes: what is not kept, and what earlier attempts have not finished.
+    def _retain(self) -> None:
+        """Tell all nodes which checkpoints to remove: those not kept, and unfinished ones of earlier attempts.
 
-        commit.json goes before the files: what is losing them must not look complete.
+        While rounds are open, this waits `RETAIN_SHARE` times as long as the last call took: a script may leave
+        thousands. commit.json goes before the files: a checkpoint that is losing files must not look complete.
         """
-        self._complete = sorted([*(self._complete or ()), newest], key=lambda c: checkpoints.sort_key(c.commit))
-        kept = [item for item in self._kept(self._complete) if not _continued(item, newest)]
+        began = time.monotonic()
+        if not self._fresh or (self._rounds and began < self._retain_due):
+            return
+        fresh, self._fresh = self._fresh, []
+        newest, named = max(fresh, key=_seq), dict[str, list[checkpoints.Complete]]()
+        for item in fresh:
+            named.setdefault(item.name, []).append(item)
+        self._complete = sorted([*(self._complete or ()), *fresh], key=lambda c: checkpoints.sort_key(c.commit))
+        kept = self._kept(self._complete)
+        kept = [item for item in kept if not any(_continued(item, after) for after in named.get(item.name, ()))]
         later = [c for c in self._complete if c.commit["attempt"] == self._attempt and _seq(c) > _seq(newest)]
-        if newest not in kept and not later:  # the script's clock has been set back
+        if not later and not any(item is newest for item in kept):  # the script's clock has been set back
             kept.append(newest)
         stays = {id(item) for item in kept}  # one of thousands is not looked for in a list
         for item in [item for item in self._complete if id(item) not in stays]:
             try:
                 (item.folder / checkpoints.COMMIT).unlink(missing_ok=True)
             except OSError:
-                kept.append(item)  # whole still, and to go with the next
+                kept.append(item)  # still whole; goes with the next commit
             else:
                 self._removed.append(self._key(item.folder))
                 self._drop_archived(item)
         self._complete = sorted(kept, key=lambda c: checkpoints.sort_key(c.commit))
         self._tell_removed()
         self._archive_others()
+        now = time.monotonic()
+        self._retain_due = now + RETAIN_SHARE * (now - began)
 
     def _tell_removed(self) -> None:
         for node in sorted(self._peers()) if self._removed else ():
@@ -306,15 +325,17 @@ class Commits:
         self._removed = self._removed[-REMEMBERED:]
 
     def _archive_others(self) -> None:
-        """Move to the archive what is complete in the store, and what no restart needs while the newest is whole."""
-        states = checkpoints.resumable(self._complete or ())
-        if self._archive is None or self._aside is None or not states:
+        """Move to the archive the checkpoints in the store that no restart needs while the newest is whole."""
+        if self._archive is None or self._aside is None:
+            return
+        states = checkpoints.resumable_checkpoints(self._complete or ())
+        if not states:
             return
         newest, named = states[-1], set[str]().union(*self._pointers.values())
         needed = [newest, *checkpoints.companions(newest, self._complete or (), states, named)]
-        for older in reversed(states):  # what stays must show by itself which of it is the newest state
+        for older in reversed(states):  # the remaining ones alone must show which is the newest state
             stay = [item for item in self._complete or () if item not in states or item in needed]
-            if checkpoints.resumable(stay)[-1:] == [newest]:
+            if checkpoints.resumable_checkpoints(stay)[-1:] == [newest]:
                 break
             needed += [older] if older not in needed else []
         for item in states:
@@ -333,7 +354,7 @@ class Commits:
             return False
 
     def _archived_now(self, key: str, item: checkpoints.Complete, done: bool | None) -> None:
-        """A checkpoint is in the archive: all nodes remove it from ``live``."""
+        """Let all nodes remove from ``live`` a checkpoint that is in the archive."""
         self._archiving.discard(key)
         if item not in (self._complete or ()):
             self._drop_archived(item)
@@ -343,19 +364,19 @@ class Commits:
             self._tell_removed()
 
     def _drop_archived(self, item: checkpoints.Complete) -> None:
-        """Remove from the archive what is not kept, also half of it, as a node that was killed leaves it."""
+        """Remove a checkpoint that is not kept from the archive, also half of one, as a killed node leaves it."""
         key = self._key(item.folder)
         if self._archive is not None and self._aside is not None and key not in self._archiving:
             self._archived.pop(key, None)
             self._aside(partial(self._archive.drop, key, item.commit), lambda _: None)
 
     def _take_over(self) -> None:
-        """What earlier attempts have left: whole, to be kept or not; half or damaged, to go; and who wrote it."""
+        """Read the earlier attempts' checkpoints: complete ones, half or damaged ones (to go), and their writers."""
         found = checkpoints.complete(self._root)
         self._complete = [item for item in found if item.folder not in self._damaged]
         for item in found:
             if item.folder in self._damaged:
-                checkpoints.remove(item.folder / checkpoints.COMMIT)
+                checkpoints.remove_path(item.folder / checkpoints.COMMIT)
             parts = {key.partition("/")[0].removeprefix("node-") for key in item.commit["files"]}
             self._holders[family(item.name)] = {int(part) for part in parts if part.isdigit()} & self._nodes
         self._removed = [self._key(folder) for folder in checkpoints.uncommitted(self._root, marks=self._marks)]
@@ -375,9 +396,9 @@ class Commits:
         return folder.relative_to(self._root).as_posix()
 
     def _kept(self, found: list[checkpoints.Complete]) -> list[checkpoints.Complete]:
-        """What stays of the complete ones, given oldest first; what only lies beside checkpoints is not counted."""
+        """Return the complete checkpoints that stay; ``found`` is oldest first. Only training states are counted."""
         named = set().union(*self._pointers.values())
-        counted = checkpoints.resumable(found) if self._keep else []
+        counted = checkpoints.resumable_checkpoints(found) if self._keep else []
         ids, newest = {id(item) for item in counted}, {id(item) for item in counted[-self._keep :]}
         kept: list[checkpoints.Complete] = []
         versions: dict[str, int] = {}
@@ -397,14 +418,14 @@ def _seq(item: checkpoints.Complete) -> int:
 
 
 def _continued(item: checkpoints.Complete, newest: checkpoints.Complete) -> bool:
-    """Whether ``item`` was ``newest`` when it was but half written: what it has is there unchanged, and more."""
+    """Return whether ``item`` is a half-written ``newest``, which has all of its files unchanged, and more."""
     before, after = item.commit["files"], newest.commit["files"]
     same = item.name == newest.name and item.commit["attempt"] == newest.commit["attempt"]
     return same and len(before) < len(after) and all(after.get(key) == value for key, value in before.items())
 
 
-def remove(root: Path, folders: Iterable[str], *, node: int, own: bool = False) -> None:
-    """Remove the part of node ``node`` of each of ``folders``; node 0 also what is everybody's.
+def remove_parts(root: Path, folders: Iterable[str], *, node: int, own: bool = False) -> None:
+    """Remove the part of node ``node`` of each of ``folders``; node 0 also removes the shared files.
 
     With ``own`` the folder is this node's own copy, restored by a platform's agent. Then all of it goes: the agent
     passes the removals on, and the other nodes remove the same files.
@@ -413,7 +434,7 @@ def remove(root: Path, folders: Iterable[str], *, node: int, own: bool = False) 
         if own:
             shutil.rmtree(folder, ignore_errors=True)
         if node == 0:
-            checkpoints.remove(folder / checkpoints.COMMIT)
+            checkpoints.remove_path(folder / checkpoints.COMMIT)
         shutil.rmtree(folder / f"node-{node}", ignore_errors=True)
         for empty in (folder, folder.parent):
             try:

@@ -15,28 +15,28 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..segments import Span, distinct, span_of
 from .checkpoints import modest, put_whole
+from .segments import Span, distinct, span_of
 from .uploads import Uploads
 
 __all__ = ["Compactor"]
 
 FAN = 8
-"""So many neighbours of one age are merged."""
+"""Neighbours of one age that are merged."""
 FULL_BYTES = 8 << 20
 """A segment of this size is not merged again."""
 EVERY_SECONDS = 20.0
 SETTLE_SECONDS = 600.0
-"""Where no agent shows what it uploads, a replaced segment is removed after so long."""
+"""Without an agent that shows its uploads, a replaced segment is removed after so long."""
 REST_SECONDS = 600.0
-"""A past attempt's folder may still have a writer, which the platform counts as lost, until it rests for so long."""
+"""A past attempt may still have a writer, which the platform counts as lost, until its folder rests for so long."""
 
 
 class Compactor:
-    """Merges the segments of node ``node`` below ``logs``; ``attempt`` is the one that writes now.
+    """The merger of the segments of node ``node`` below ``logs``; ``attempt`` is the one that writes now.
 
     ``uploads`` tell whether a merged segment is in the store; the small ones stay until then, as a platform's agent may
-    send removals before files. None: what is written is there.
+    send removals before files. With None, a written file is in the store.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Compactor:
         self._folder = logs / attempt / f"node-{node}"
         self._ages: dict[Path, int] = {}
         self._replaced: dict[Path, float] = {}
-        """Segments that a merged one covers, and since when that is known."""
+        """Segments that a merged one covers, and the time at which this was found."""
         self._merged: set[Path] = set()
         """Segments that this process wrote: the store need not have them yet."""
         self._changed: set[Path] = set()
@@ -78,7 +78,7 @@ class Compactor:
             self._stop.wait(EVERY_SECONDS)
 
     def step(self) -> None:
-        """Merge what is due and remove what was replaced. Raises `OSError`."""
+        """Merge the segments that are due and remove the replaced ones. Raises `OSError`."""
         if self._past is None:
             self._past = [path for path in self._logs.glob(f"*/node-{self._node}") if path != self._folder]
         self._past = [folder for folder in self._past if not self._finish_past(folder)]
@@ -89,7 +89,7 @@ class Compactor:
             self._remove_replaced(self._folder)
 
     def _finish_past(self, folder: Path) -> bool:
-        """Merge and remove what is due in a past attempt's folder. Return whether nothing is left to do."""
+        """Merge and remove what is due in a past attempt's folder. Return True when nothing is left to do."""
         try:
             if folder not in self._done:
                 if not _is_at_rest(folder):
@@ -97,11 +97,11 @@ class Compactor:
                 self._merge_past(folder)
                 self._done.add(folder)
             return not self._remove_replaced(folder)
-        except OSError:  # the other folders need not wait for this one
+        except OSError:  # must not delay the other folders
             return False
 
     def _due(self) -> list[tuple[Span, Path]]:
-        """`FAN` neighbours of one age, none of them full. The newest segment is left out: it may be half written."""
+        """Return `FAN` neighbours of one age, none of them full, without the newest: it may be half written."""
         run: list[tuple[Span, Path]] = []
         for span, path in _segments(self._folder)[:-1]:
             age, full = self._ages.get(path, 0), path.stat().st_size >= FULL_BYTES
@@ -114,7 +114,7 @@ class Compactor:
         return []
 
     def _merge_past(self, folder: Path) -> None:
-        """Merge all that a finished attempt has left, up to `FULL_BYTES` a file."""
+        """Merge the segments of a finished attempt, up to `FULL_BYTES` a file."""
         for path in folder.glob(".*.log.part*"):  # of a merge that was cut off
             path.unlink(missing_ok=True)
         group: list[tuple[Span, Path]] = []
@@ -170,7 +170,7 @@ class Compactor:
     def _is_safe(self, cover: Path, path: Path) -> bool:
         """Return whether ``cover`` is in the store, so that ``path`` need not stay there.
 
-        A busy agent may take long: the time limit is for one that shows nothing, and for what was restored.
+        A busy agent may take long. The time limit is for an agent that shows nothing, and for restored files.
         """
         if self._uploads is None or self._uploads.stored(cover):
             return True
@@ -187,8 +187,8 @@ def _is_at_rest(folder: Path) -> bool:
 def _last_line(folder: Path, span: Span, path: Path, after: int | None) -> int:
     """Return the number of the last line of a segment, which is below ``after``, the next segment's first line.
 
-    A node numbers its lines one by one. What a script prints may look like a numbered line, with any number. A segment
-    without a line, as a killed node leaves it, ends with its first.
+    A node numbers its lines one by one. A script may print lines that look numbered, with any number. A segment without
+    a line, as a killed node leaves it, ends with its first.
     """
     if span.last:
         return span.last

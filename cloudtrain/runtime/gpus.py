@@ -1,4 +1,4 @@
-"""The GPUs of a node: whether PyTorch can use them, and the libraries that an older driver needs."""
+"""Check that PyTorch can use the GPUs of a node, and find the libraries that an older driver needs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _IMAGE = re.compile(
 _BROKEN = re.compile(r"system not yet initialized|uncorrectable|is lost", re.I)
 """Errors of CUDA that come from the machine. Another machine, with the same image, may have none."""
 _VISIBLE = re.compile(r"\s*(?:\d|GPU-|MIG-)")
-"""How a CUDA_VISIBLE_DEVICES begins that names a GPU; CUDA hides all GPUs behind any other word (``none``)."""
+"""Beginning of a CUDA_VISIBLE_DEVICES that names a GPU; CUDA hides all GPUs behind any other word (``none``)."""
 
 Wait = Callable[[Callable[[], bool]], None]
 
@@ -55,7 +55,7 @@ def count() -> int:
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's driver, such as ``580.65.06``; empty where there is none."""
+    """Return the version of NVIDIA's driver, such as ``580.65.06``; empty if there is none."""
     with contextlib.suppress(OSError):
         if found := re.search(r"^NVRM version:.*?\s(\d+(?:\.\d+)+)\s", VERSION.read_text(), re.MULTILINE):
             return found[1]
@@ -63,10 +63,10 @@ def driver_version() -> str:
 
 
 def compat_library_path(folder: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the LD_LIBRARY_PATH that begins with ``folder``, where the node's driver is older than the image's CUDA.
+    """Return the LD_LIBRARY_PATH that begins with ``folder``, if the node's driver is older than the image's CUDA.
 
     ``folder`` has CUDA's forward compatibility libraries. The version in the name of its libcuda is that of the driver
-    that the image's CUDA came with. Returns an empty dict where the driver is as new, or where one is not known.
+    that the image's CUDA came with. Returns an empty dict if the driver is as new, or one of them is unknown.
     """
     driver = driver_version()
     library = os.path.basename(os.path.realpath(f"{folder}/libcuda.so.1"))
@@ -90,12 +90,12 @@ def trouble(
     wait: Wait,
     needed: bool = True,
 ) -> tuple[str, str] | None:
-    """Return why no rank can use this node's GPUs by PyTorch, and the category of that failure; None where ranks may.
+    """Return the reason why no rank can use this node's GPUs by PyTorch, and its category; None if ranks may.
 
     ``environ`` is the environment of the ranks and ``folder`` a folder without modules. ``wait`` returns once its
-    argument is true, or sooner where the node has to go on. Returns None, too, where ``python`` has no PyTorch, where
-    the job hides all GPUs, and after `CHECK_SECONDS`. An error that the ranks need not meet is only said: another
-    process may hold this GPU for now. So is a PyTorch without CUDA where ``needed`` is False.
+    argument is true, or sooner if the node has to go on. Also returns None if ``python`` has no PyTorch, if the job
+    hides all GPUs, and after `CHECK_SECONDS`. An error that the ranks need not meet is only printed: another process
+    may hold this GPU for now. So is a PyTorch without CUDA if ``needed`` is False.
     """
     if not _VISIBLE.match(environ.get("CUDA_VISIBLE_DEVICES", "0")):
         return None
@@ -121,7 +121,7 @@ def trouble(
 def _answer(
     command: list[str], environ: Mapping[str, str], folder: Path, say: Callable[[str], None], wait: Wait
 ) -> bytes:
-    """Return what the command prints; nothing where it takes too long. Raises `OSError`.
+    """Return the command's output; nothing if it takes too long. Raises `OSError`.
 
     A process that the driver holds (state D) does not end when it is killed, so nothing here waits for its end.
     """

@@ -1,8 +1,8 @@
-"""Where an attempt begins, and what of the one before it has to be done again: ``live/attempts/<attempt>.json``.
+"""Record an attempt's beginning, and the work of the one before that it repeats: ``live/attempts/<attempt>.json``.
 
-Node 0 writes it, whole, when the ranks start; where the checkpoint's name tells no step, or one that cannot be, once
-more when their first metrics row does. It is all that says what a preemption or a failure cost: the attempt before
-cannot know what the next one resumes from.
+Node 0 writes it, whole, when the ranks start. If the checkpoint's name shows no step, or an impossible one, it writes
+again at the first metrics row. Only this record has the cost of a preemption or a failure: the attempt before cannot
+know the next one's checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..values import step_of
+from .checkpoint_names import step_of
 from .checkpoints import write_whole
 
 __all__ = ["FIRST", "Start", "failed_for_good", "restart_of", "was_direct"]
@@ -32,9 +32,9 @@ Record = dict[str, Any]
 
 
 def restart_of(live: Path, k: int) -> str:
-    """The number of this start of attempt ``k``: after all of the platform's own restarts, by what they left.
+    """Return the number of this start of attempt ``k``: after all of the platform's own restarts that left files.
 
-    Claimed at once: a restart that dies before its first line is counted too.
+    Claims it at once: a restart that dies before its first line is counted too.
     """
     restart = max((r for earlier, r in map(_order, _attempts(live)) if earlier == k), default=-1) + 1
     (live / "logs" / f"{k}.{restart}" / "node-0").mkdir(parents=True, exist_ok=True)
@@ -44,8 +44,8 @@ def restart_of(live: Path, k: int) -> str:
 def failed_for_good(live: Path, k: int, code: int) -> Record | None:
     """Return node 0's newest exit record of attempt ``k`` if it says that the attempt failed and ended with ``code``.
 
-    A platform that starts a failed container again in place finds it, and must not run the script a second time. None
-    where the newest record says anything else: a preemption, a lost node, a success.
+    If a platform starts a failed container again in place, the script must not run a second time. Returns None if the
+    newest record says anything else: a preemption, a lost node, a success.
     """
     records = [r for r in _json(live / "exit", f"{k}.*-node-0.json") if isinstance(r.get("attempt"), str)]
     newest = max(records, key=lambda record: _order(record["attempt"]), default=None)
@@ -55,21 +55,18 @@ def failed_for_good(live: Path, k: int, code: int) -> Record | None:
 
 
 def was_direct(live: Path) -> bool:
-    """Whether any attempt so far went on from a checkpoint that the script had written to the store by itself."""
+    """Return whether any attempt so far resumed from a checkpoint that the script wrote to the store by itself."""
     return any(record.get("direct") is True for record in _json(live / "attempts", "*.json"))
 
 
 def _order(attempt: str) -> tuple[int, int]:
-    """``k.r`` as numbers."""
+    """Return ``k.r`` as numbers."""
     k, _, r = attempt.partition(".")
     return int(k), int(r or 0)
 
 
 class Start:
-    """Of one attempt of a run with the folder ``live``; ``after`` is the one before.
-
-    A disk that does not take the record is no reason to end a run: it is history, no more.
-    """
+    """The record of an attempt of the run at ``live``; ``after`` is the one before. A failed write ends no run."""
 
     def __init__(self, live: Path, attempt: str, *, started: float, temporary: str = "") -> None:
         self._temporary = temporary
@@ -78,14 +75,14 @@ class Start:
         self._record: Record = {"protocol": 1, "attempt": attempt, "started": started, "after": self.after}
         self._told: int | None = None
         self._reached: _Reached | None = None
-        """How far the attempt before had come, until the first row of this one says from where that is done again."""
+        """The progress of the attempt before, kept until the first row of this one shows its first step."""
         self._due = 0.0
 
     def begin(self, *, resumed: str, saved: float | None, direct: bool = False) -> str:
-        """Write the record; what the log is to say of it, empty on the very first start.
+        """Write the record. Return the text for the log, empty on the very first start.
 
-        ``resumed`` is the checkpoint's name, empty on a fresh start, ``saved`` when its script had written it (Unix
-        seconds, None when nobody can tell), ``direct`` whether it had done so in the store itself.
+        ``resumed`` is the checkpoint's name, empty on a fresh start. ``saved`` is its time of writing (Unix seconds,
+        None if unknown). ``direct``: the script wrote it in the store itself.
         """
         lost = None
         if self.after is not None:
@@ -98,7 +95,7 @@ class Start:
         return f"; {lost['seconds']:.0f} s of attempt {self.after} {'came after that' if resumed else 'are lost'}"
 
     def _steps(self, reached: _Reached, resumed: str) -> int | None:
-        """What is to be done again; None as long as only `look` can tell."""
+        """Return the steps to repeat; None until `look` can tell."""
         if reached.first is None or reached.last is None:
             return None
         if not resumed:
@@ -121,7 +118,7 @@ class Start:
         if first is None:
             return
         reached, self._reached = self._reached, None
-        if self._told is None or not 0 <= first - self._told <= reached.every:  # the name's number is an epoch's, say
+        if self._told is None or not 0 <= first - self._told <= reached.every:  # the number may be an epoch's
             self._record["lost"]["steps"] = max(0, (reached.last or 0) - first + 1)
             self._write()
 
@@ -130,7 +127,7 @@ class Start:
             write_whole(self._path, json.dumps(self._record).encode(), temporary=self._temporary)
 
     def _seconds(self, reached: _Reached, saved: float | None) -> float | None:
-        """From what was saved, or the start of the attempt before where that came later, to its last sign of life."""
+        """Return the seconds from the save, or the attempt's start if later, to the attempt's last sign of life."""
         exits = list(_json(self._live / "exit", f"{self.after}-node-*.json"))
         failed = [ns / 1e9 for r in exits if isinstance(f := r.get("failure"), dict) and (ns := _number(f, "time_ns"))]
         ended = failed or _numbers(exits, "ended") or reached.times
@@ -143,15 +140,15 @@ class Start:
 
 
 def _attempts(live: Path) -> set[str]:
-    """Every attempt that has left something."""
+    """Return every attempt that has left a file."""
     names = [path.name for folder in ("attempts", "exit", "logs", "metrics") for path in (live / folder).glob("*")]
     return {match[1] for name in names if (match := _ATTEMPT.fullmatch(name))}
 
 
 @dataclass
 class _Reached:
-    """How far an attempt's metrics go: its first step and the last one, the most steps from one row to the next, and
-    the last time (Unix seconds), if any."""
+    """The progress in an attempt's metrics: the first and the last step, the most steps between two rows, and the last
+    time (Unix seconds), if any."""
 
     first: int | None = None
     last: int | None = None
@@ -160,7 +157,7 @@ class _Reached:
 
 
 def _reached(live: Path, attempt: str) -> _Reached:
-    """A row at a time: a long run's metrics are large."""
+    """Return the attempt's progress, read a row at a time: a long run's metrics are large."""
     found = _Reached()
     for path in sorted((live / "metrics").glob(f"{attempt}-node-*.jsonl")):
         with contextlib.suppress(OSError), open(path, "rb") as stream:
@@ -199,7 +196,7 @@ def _numbers(records: Iterable[Record], key: str) -> list[float]:
 
 
 def _number(record: Record, key: str) -> float | None:
-    """A number that can be counted with: a script may write what it likes."""
+    """Return a finite number of the record, else None: a script may write any value."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None

@@ -1,6 +1,6 @@
-"""Starting the ranks of one node, hearing from them, and stopping every process of theirs.
+"""Start the ranks of one node, read their output and events, and stop all of their processes.
 
-`command_of` and `environment_of` say what is started (pure); `Ranks` starts it and turns what happens into events.
+`command_of` and `environment_of` make the command and its environment (pure). `Ranks` starts it and emits events.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..provider import Topology
+from ..provider_api.node import Topology
 from . import nccl
+from .host_facts import handles_sigterm
 from .logs import LogWriter, lines_of
-from .machine import handles_sigterm
 
 __all__ = ["Ranks", "command_of", "environment_of", "fill", "reap"]
 
@@ -37,12 +37,12 @@ _EXITED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: \d+
 _CLOSING = re.compile(r"Sending process \d+ closing signal ")
 LAST_LINES = 20
 LAST_NS, LATE_NS = 2_000_000_000, 50_000_000
-"""A rank's line is its last if it was read this much before its end, or this much after it: pipes have no one order."""
+"""A rank's line is its last if it was read this much before its end, or this much after: pipes have no common order."""
 STACK_LINES = 20_000
-"""Kept of what a rank prints after it was asked for its stacks; faulthandler prints half of it at most."""
+"""Most lines that are kept after a rank was asked for its stacks; faulthandler prints half of it at most."""
 _TORCHRUN_NOISE = re.compile(
     r"^[EWI]\d{4} .*torch/distributed/|^Traceback \(most recent call last\)|elastic.*ERROR"
-    # Node 0's torchrun, which has the store, may be the first to go: then each other one prints a stack in C++.
+    # Node 0's torchrun has the store. If it ends first, each other one prints a stack in C++.
     r"|^\[[EW]\d{4} .*\bTCPStore\.cpp:.*(?i:(recv|send)\w* failed|closed)"
 )
 
@@ -51,12 +51,12 @@ _TORCHRUN_NOISE = re.compile(
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """``text`` with exactly the known placeholders filled, in one pass; every other brace stays."""
+    """Return ``text`` with exactly the known placeholders filled, in one pass; every other brace stays."""
     return _TOKEN.sub(lambda match: values.get(match[1], match[0]), text)
 
 
 def script_arguments(context: Mapping[str, Any], values: Mapping[str, str]) -> list[str]:
-    """Hyperparameters in their style, then ``args``; ``{resume_from?}`` goes on a fresh start, its flag with it."""
+    """Return hyperparameters in their style, then ``args``. A fresh start drops ``{resume_from?}`` and its flag."""
     pairs: list[str] = []
     for key, value in hyperparameters_of(context, values).items():
         if context["hyperparameter_style"] == "flags":
@@ -75,7 +75,7 @@ def script_arguments(context: Mapping[str, Any], values: Mapping[str, str]) -> l
 
 
 def hyperparameters_of(context: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
-    """The pairs as the script gets them: texts filled, one that is ``{resume_from?}`` gone on a fresh start."""
+    """Return the pairs for the script: texts filled, and ``{resume_from?}`` dropped on a fresh start."""
     out = {}
     for key, value in context["hyperparameters"].items():
         if value != _MAYBE:
@@ -92,7 +92,7 @@ def _text(value: Any) -> str:
 def command_of(
     context: Mapping[str, Any], topology: Topology, arguments: Sequence[str], *, worker: Path, python: str
 ) -> list[str]:
-    """The node's one child: torchrun, or python itself for a single process, or the user's own command."""
+    """Return the command of the node's one child: torchrun, python for a single process, or the user's own command."""
     entry = context["entry_point"]
     if context["launcher"] == "command":
         return [*(["/bin/sh", entry] if entry.endswith(".sh") else [entry] if entry else []), *arguments]
@@ -130,7 +130,7 @@ def environment_of(
     dumps: Path,
     cpus: int,
 ) -> dict[str, str]:
-    """The child's environment: the node's without another launcher's words, then the platform's, the job's, ours.
+    """Return the child's environment: the node's without another launcher's words, the platform's, the job's, ours.
 
     ``home`` is for a user without one, ``dumps`` the folder of NCCL's flight recorders.
     """
@@ -144,12 +144,12 @@ def environment_of(
     env.update({key: fill(value, values) for key, value in export.items()})
     env.update({key: fill(value, values) for key, value in context["env"].items()})
     env.update(secrets)
-    if not {"WANDB_RUN_ID", "WANDB_RESUME"} & env.keys():  # all attempts are one run there, unless somebody chose
+    if not {"WANDB_RUN_ID", "WANDB_RESUME"} & env.keys():  # all attempts are one run there, unless the user chose
         env.update(WANDB_RUN_ID=values["run_id"], WANDB_RESUME="allow")
     env.update(own)
     env.update(nccl.words(env, dumps, debug=context["debug_nccl"]))
     if context["launcher"] != "torchrun" or (topology.nodes == 1 and context["processes"] == 1):
-        # One process a node: it gets the words torchrun would give the only rank of each node.
+        # One process a node: it gets the words that torchrun would give to the only rank of each node.
         env.update(
             RANK=str(topology.node_rank),
             LOCAL_RANK="0",
@@ -167,7 +167,7 @@ def environment_of(
 
 
 class Ranks:
-    """The running ranks of this node. Events are messages of the form the node link has, from ``self``:
+    """The running ranks of this node. They emit events in the form of the node link's messages:
 
     ``{"t": "rank", "local": i, "event": start|error|end|eof, "time_ns": …}`` and ``{"t": "ended", "code": n}``.
     """
@@ -202,7 +202,7 @@ class Ranks:
         self._lines: dict[int, deque[tuple[int, str]]] = defaultdict(lambda: deque(maxlen=LAST_LINES))
         self.unshown: list[str] = []
         self.closing_ns = 0
-        """When torchrun began to stop the ranks because one had ended badly; 0 until then."""
+        """Time at which torchrun began to stop the ranks because one had ended badly; 0 until then."""
         self.last_line = ""
         self.code: int | None = None
         shutil.rmtree(self._pipes, ignore_errors=True)
@@ -212,7 +212,7 @@ class Ranks:
         for local in range(self._processes):
             for kind, target in (("out", self._read_output), ("events", self._read_events)):
                 os.mkfifo(self._pipes / f"{kind}-{local}", 0o600)
-                # A reader from the start: a rank whose pipe nobody reads takes its runtime for dead.
+                # Open a reader first: without one, a rank takes its runtime for dead.
                 keepers.append(os.open(self._pipes / f"{kind}-{local}", os.O_RDONLY | os.O_NONBLOCK))
                 self._thread(target, local)
         self._keepers = keepers
@@ -243,13 +243,13 @@ class Ranks:
                     stacks.append(text)
 
     def _write(self, local: int, text: str) -> None:
-        """Log a line of a rank, keep it as one of its last, and let ``read`` look at it if it is rank 0's."""
+        """Log a line of a rank and keep it as one of its last. Call ``read`` with it if it is rank 0's."""
         text = self._log.write(str(self.first_rank + local), text)
         self._lines[local].append((time.time_ns(), text))
         if self._read is not None and local == 0:
             try:
                 self._read(text)
-            except Exception as exc:  # noqa: BLE001  the rank's lines must go on, whatever a metric's expression does
+            except Exception as exc:  # noqa: BLE001  a bad metric expression must not stop the rank's lines
                 self._read = None
                 self._log.say(f"metrics are not read from lines any more: {type(exc).__name__}: {exc}")
 
@@ -267,13 +267,13 @@ class Ranks:
                     if event["event"] == "start":
                         self.pids[local] = event["pid"]
                     elif event.get("exception", "").startswith("SystemExit"):
-                        time.sleep(LATE_NS / 1e9)  # what it wrote before may still be in the other pipe
+                        time.sleep(LATE_NS / 1e9)  # its last lines may still be in the other pipe
                     self._emit({"t": "rank", "local": local, **event})
         self._over.add(local)
         self._emit({"t": "rank", "local": local, "event": "eof", "time_ns": time.time_ns()})
 
     def _read_launcher(self) -> None:
-        """What comes from the child itself: of torchrun, its own complaints are held back (they name wrong ranks)."""
+        """Log the child's own output. Torchrun's complaints are held back: they name wrong ranks."""
         stream: BinaryIO = self._process.stdout  # type: ignore[assignment]
         with stream:
             for text in lines_of(stream):
@@ -306,7 +306,7 @@ class Ranks:
         self._emit({"t": "ended", "code": code})
 
     def complaint(self, code: int | None) -> tuple[str, str]:
-        """(what, category) of a launcher that ended with ``code`` before any rank began."""
+        """Return the reason and category of a launcher's end with ``code`` before any rank began."""
         last = self.last_line.strip() or f"exit code {code}"
         if "No module named 'torch'" in last or "No module named torch" in last:
             return f"{sys.executable} has no torch", "image"
@@ -316,40 +316,40 @@ class Ranks:
     # ------------------------------------------------------------------------------------------------------ stopping
 
     def notify(self) -> bool:
-        """SIGTERM, once, to the ranks that handle it, not to their children; whether it went to any just now.
+        """Send SIGTERM, once, to the ranks that handle it, not to their children. Return whether any got it now.
 
-        So a handler has the platform's whole grace. One that has none would be killed by it, and lose the time that it
-        has to see the preempt file; nor may DataLoader workers go before the rank that they serve.
+        So a handler has the platform's whole grace. A rank without one would die, and lose its time to see the preempt
+        file. DataLoader workers must not end before the rank that they serve.
         """
-        pids = list(self._pids_of_ranks().values())  # a rank may tell of its start meanwhile
+        pids = list(self._pids_of_ranks().values())  # a rank may report its start meanwhile
         found = [pid for pid in pids if pid not in self._notified and handles_sigterm(pid)]
         for pid in found:
-            self._notified[pid] = time.time_ns()  # before the signal: what comes of it is later
+            self._notified[pid] = time.time_ns()  # before the signal: its consequences are later
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
         return bool(found)
 
     def forget_notice(self, seconds: float) -> None:
-        """Let the next notice tell every rank again. For ``seconds`` a rank may still leave because of this one."""
+        """Let the next notice reach every rank again. For ``seconds`` a rank may still leave because of this one."""
         self._former = set(self._notified)
         self._former_end = time.time_ns() + int(seconds * 1e9)
         self._notified.clear()
 
     def notified(self, rank: int, time_ns: int) -> bool:
-        """Return whether `notify` had told this rank (of the whole run) by then."""
+        """Return whether `notify` had signalled this rank (of the whole run) by then."""
         pid = self._pids_of_ranks().get(rank - self.first_rank, 0)
         told = self._notified.get(pid)
         return (told is not None and told <= time_ns) or (pid in self._former and time_ns < self._former_end)
 
     def _pids_of_ranks(self) -> dict[int, int]:
-        """By local rank. The user's own command, which tells us of no rank, is the only one of its node."""
+        """Return pids by local rank. The user's own command, which reports no rank, is the only one of its node."""
         return {0: self.pid} if self._bare else self.pids
 
     def signal(self, number: int) -> None:
-        """To every rank and what shares its process group, and to a lone child; torchrun itself is left to notice.
+        """Send a signal to every rank's process group, and to a lone child. torchrun itself is left to notice.
 
-        SIGTERM not to a rank that `notify` has told: its handler is at work. But to what a told command has started: a
-        shell runs its trap only once the program in its foreground has ended.
+        A rank that `notify` has signalled gets no second SIGTERM: its handler is at work. The children of such a
+        command get it: a shell runs its trap only once the program in its foreground has ended.
         """
         told = self._notified.keys() if number == signal.SIGTERM else set()
         for pid in {*self.pids.values(), *([self.pid] if self.lone else [])} - told:
@@ -360,16 +360,16 @@ class Ranks:
                 os.kill(pid, number)
 
     def kill(self) -> None:
-        """Everything of this node, now."""
+        """Kill all processes of this node now."""
         self.signal(signal.SIGKILL)
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def dump_stacks(self) -> dict[int, list[str]]:
-        """Each rank prints the stacks of all its threads (faulthandler on SIGUSR1).
+        """Let each rank print the stacks of all its threads (faulthandler on SIGUSR1).
 
-        What it has printed since is here too, by local rank, as it comes; nothing of one that has not started or does
-        not answer, and no item for one that has ended.
+        Returns the lines printed since, by local rank, as they come. They stay empty for a rank that has not started or
+        does not answer. A rank that has ended has no item.
         """
         self._stacks = {local: [] for local in range(self._processes) if local not in self._over}
         for local in self._stacks.keys() & self.pids.keys():
@@ -379,7 +379,7 @@ class Ranks:
 
 
 def _others_in_group(leader: int) -> list[int]:
-    """The processes that share the leader's group, by /proc."""
+    """Return the processes that share the leader's group, by /proc."""
     found = []
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
@@ -389,7 +389,7 @@ def _others_in_group(leader: int) -> list[int]:
 
 
 def reap() -> None:
-    """Take leave of every child that has ended."""
+    """Reap every child that has ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

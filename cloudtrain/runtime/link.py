@@ -1,10 +1,10 @@
-"""The node link: what the nodes of one run tell each other, one JSON line a message, beside torchrun.
+"""The node link: messages between the nodes of one run, one JSON line each, beside torchrun.
 
-torchrun does not make nodes agree on failure, preemption or the end of a run, so node 0's runtime listens on
-its link port (`Site.link_port`) and every other node connects. Both sides prove the run's key before anything else, and
-every message carries a MAC over its own number, so a stranger on the network can neither join as a node nor speak as
-one. All events arrive in one queue as ``(node, message)``; a lost connection is the message ``{"t": "lost"}``, a
-silence that may yet end ``{"t": "quiet"}``, as is its end.
+torchrun does not make nodes agree on failure, preemption or the end of a run. So node 0's runtime listens on its link
+port (`Site.link_port`) and every other node connects. Both sides first prove the run's key. Every message carries a MAC
+over its own number. So a stranger on the network can neither join as a node nor speak as one. All events arrive in one
+queue as ``(node, message)``. A lost connection is the message ``{"t": "lost"}``. The beginning and the end of a silence
+are ``{"t": "quiet"}``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import PlatformError
-from ..provider import JOIN_TIMEOUT
-from ..values import duration
+from ..provider_api.node import JOIN_TIMEOUT
+from ..validate import duration
 
 __all__ = ["Link"]
 
@@ -31,7 +31,7 @@ HANDSHAKE_TIMEOUT = 10.0
 SILENCE_TIMEOUT = 90.0
 """Seconds without even a ping before a peer counts as lost; a cut network often heals sooner."""
 QUIET_SECONDS = 15.0
-"""Seconds after which a silence is told of: longer than any pause of a healthy node."""
+"""Seconds after which a silence is reported: longer than any pause of a healthy node."""
 PING_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
 MESSAGE_BYTES = 64 << 20
@@ -68,7 +68,7 @@ class _Channel:
             self._sock.sendall(f"{mac} {text}\n".encode())
 
     def receive(self, each: Callable[[Message], None]) -> str:
-        """Call ``each`` with every message until the connection ends or breaks its rules; how it ended."""
+        """Call ``each`` with every message until the connection ends or breaks its rules. Return how it ended."""
         taken, why = 0, "the connection ended"
         try:
             while line := self._stream.readline(MESSAGE_BYTES):
@@ -92,7 +92,7 @@ class _Channel:
 
 
 def _greet(sock: socket.socket, key: bytes, nodes: int) -> tuple[int, _Channel] | None:
-    """Node 0's side of the handshake: who it is, or None for a stranger."""
+    """Do node 0's side of the handshake. Return the node and its channel, or None for a stranger."""
     sock.settimeout(HANDSHAKE_TIMEOUT)
     nonce = secrets.token_hex(16)
     sock.sendall(f"cloudtrain {nonce}\n".encode())
@@ -106,7 +106,7 @@ def _greet(sock: socket.socket, key: bytes, nodes: int) -> tuple[int, _Channel] 
 
 
 def _introduce(sock: socket.socket, key: bytes, node: int) -> _Channel:
-    """A peer's side; raises `ConnectionError` when the other end is not this run's node 0."""
+    """Do a peer's side. Raises `ConnectionError` when the other end is not this run's node 0."""
     sock.settimeout(HANDSHAKE_TIMEOUT)
     word, _, nonce = _line(sock).partition(" ")
     if word != "cloudtrain":
@@ -120,7 +120,7 @@ def _introduce(sock: socket.socket, key: bytes, node: int) -> _Channel:
 
 
 def _line(sock: socket.socket) -> str:
-    """One short line, byte by byte: nothing after it may be consumed."""
+    """Return one short line, read byte by byte: nothing after it may be consumed."""
     data = b""
     while not data.endswith(b"\n"):
         byte = sock.recv(1)
@@ -131,10 +131,7 @@ def _line(sock: socket.socket) -> str:
 
 
 class Link:
-    """This node's end. ``inbox`` gets ``(node, message)``; node 0 reaches every peer, a peer only node 0.
-
-    ``offset_ns`` of a message from a peer's clock to node 0's is applied by `stamp`.
-    """
+    """This node's end. ``inbox`` gets ``(node, message)``; node 0 reaches every peer, a peer only node 0."""
 
     def __init__(
         self,
@@ -159,7 +156,7 @@ class Link:
         self._server: socket.socket | None = None
 
     def open(self) -> None:
-        """Node 0 listens, peers start to connect; neither waits. Raises `PlatformError` when the port is taken."""
+        """Listen on node 0, else begin to connect, without waiting. Raises `PlatformError` when the port is taken."""
         if self.nodes == 1:
             return
         if self.node == 0:
@@ -190,7 +187,7 @@ class Link:
             try:
                 sock, _ = self._server.accept()
             except OSError:
-                if self._closed.wait(0.1):  # a client that went away again must not keep out the next
+                if self._closed.wait(0.1):  # a client that went away must not keep out the next
                     return
                 continue
             threading.Thread(target=self._serve, args=(sock,), name="link-peer", daemon=True).start()
@@ -212,7 +209,7 @@ class Link:
             try:
                 sock = socket.create_connection((self._addr, self._port), timeout=HANDSHAKE_TIMEOUT)
                 channel = _introduce(sock, self._key, self.node)
-            except (OSError, ValueError):  # ValueError: whoever answers there does not even speak text
+            except (OSError, ValueError):  # ValueError: the other end does not even speak text
                 if sock is not None:
                     sock.close()
                 if time.monotonic() > deadline:
@@ -271,28 +268,28 @@ class Link:
                     self._inbox.put((node, {"t": "quiet", "seconds": round(QUIET_SECONDS), "over": False}))
 
     def send(self, node: int, message: Mapping[str, Any]) -> None:
-        """To one node; to ourselves it goes straight to the inbox. A broken connection is reported by its reader."""
+        """Send to one node. Our own goes to the inbox. A broken connection is reported by its reader."""
         if node == self.node:
             self._inbox.put((node, dict(message)))
             return
         with self._lock:
             channel = self._channels.get(node)
             if channel is None and self.node != 0:
-                self._early.append(dict(message))  # what happens before node 0 is reached must reach it too
+                self._early.append(dict(message))  # node 0 must get it once it is reached
         if channel is not None:
             with contextlib.suppress(OSError):
                 channel.send(message)
 
     def send_all(self, message: Mapping[str, Any]) -> None:
-        """To every connected other node."""
+        """Send to every connected other node."""
         for node in list(self._channels):
             self.send(node, message)
 
     def shut(self) -> None:
-        """Node 0: who has not come yet, finds nobody."""
+        """Stop listening on node 0: a node that comes later finds no server."""
         if self._server is not None:
             with contextlib.suppress(OSError):
-                self._server.shutdown(socket.SHUT_RDWR)  # else whoever waits in `accept` takes one more
+                self._server.shutdown(socket.SHUT_RDWR)  # else a thread in `accept` takes one more
             self._server.close()
 
     def connected(self) -> set[int]:
@@ -302,14 +299,14 @@ class Link:
     def let_go(self, end: float) -> None:
         """Wait until every peer has left, at most `LEAVE_SECONDS` and until ``end`` (monotonic seconds).
 
-        A connection that we end first may lose our last word.
+        If we end a connection first, our last message may be lost.
         """
         deadline = min(time.monotonic() + LEAVE_SECONDS, end)
         while self.connected() and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def here(self, node: int, time_ns: int) -> int:
-        """``time_ns`` of ``node``'s clock on this node's."""
+        """Return ``time_ns`` of ``node``'s clock on this node's."""
         return time_ns - self._offsets.get(node, 0)
 
     def close(self) -> None:

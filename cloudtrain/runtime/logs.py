@@ -1,8 +1,8 @@
 """Numbered log lines of one node: ``[a<attempt> n<node> r<rank> #<seq>] text`` to the platform and to our own segments.
 
-The platform may lose, repeat or reorder what it is given; the number alone tells a reader what came first and what is
-missing, and the segments (whole files in ``live/logs``, each written once) hold what the platform lost. In a
-segment the line's time follows its number, ``#<seq> 2026-11-24T03:00:00.123Z]``: when the node read it, by its clock.
+The platform may lose, repeat or reorder lines. The number alone shows the order and the gaps. The segments (whole files
+in ``live/logs``, each written once) hold the lost lines. In a segment the line's time follows its number, ``#<seq>
+2026-11-24T03:00:00.123Z]``: when the node read it, by its clock.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ..segments import Span
 from .checkpoints import write_whole
 from .redact import Redactor
+from .segments import Span
 
 __all__ = ["LogWriter", "lines_of"]
 
@@ -24,9 +24,9 @@ RETRY_SECONDS = 5.0
 """Pause after a segment that could not be written."""
 SEGMENT_BYTES = 1 << 20
 KEPT_BYTES = 16 << 20
-"""Of a segment that cannot be written; what is older is lost to the store, not to the platform's own log."""
+"""Most bytes of a segment that cannot be written. The store loses older lines, the platform's own log does not."""
 ROOM_SECONDS = 5.0
-"""A rank with so many bytes of lines waits at most so long for a store that is slow to take them."""
+"""Longest wait of a rank with so many bytes of lines for a store that is slow to take them."""
 LINE_BYTES = 128 << 10
 """Longer lines are cut in pieces: CloudWatch takes 256 KiB an event."""
 REDRAW_SECONDS = 1.0
@@ -34,10 +34,10 @@ REDRAW_SECONDS = 1.0
 
 
 class LogWriter:
-    """Numbers the lines of a node's ranks. Lines wait until `begin` has said which attempt this is. Thread-safe.
+    """The log of a node, which numbers its ranks' lines. Lines wait until `begin` has given the attempt. Thread-safe.
 
-    What ``redact`` has learnt is in none of them. A segment holds the lines of ``flush_seconds``. A slow store delays
-    only the thread that writes a segment: `start` runs one for that.
+    ``redact`` takes the secrets out of them. A segment holds the lines of ``flush_seconds``. A slow store delays only
+    the thread that writes a segment: `start` runs one for that.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LogWriter:
         threading.Thread(target=self._loop, name="log", daemon=True).start()
 
     def stop(self) -> None:
-        """End the thread, and write what there is."""
+        """End the thread, and write the last segment."""
         self._stop.set()
         self.flush()
 
@@ -116,7 +116,7 @@ class LogWriter:
             while data:
                 data = data[os.write(self._out, data) :]
         except OSError:
-            pass  # nobody reads us any more; the segments still have the line
+            pass  # the reader is gone; the segments still have the line
         if self._folder is None:
             return
         if not self._segment:
@@ -141,7 +141,7 @@ class LogWriter:
                 self._save()
 
     def flush(self) -> None:
-        """Write what there is, whatever the last try said."""
+        """Write the segment now, also after a failed try."""
         with self._disk:
             self._save(last=True)
 
@@ -167,7 +167,7 @@ class LogWriter:
         try:
             write_whole(self._folder / Span(first, 0).name, data, temporary=self._temporary)
         except OSError:
-            # Kept in memory for the next try, under the same first number; not without end: training goes on.
+            # Keep it in memory for the next try, under the same first number, up to `KEPT_BYTES`: training goes on.
             with self._lock:
                 self._retry_at = self._clock() + RETRY_SECONDS
                 if size < KEPT_BYTES:
@@ -176,14 +176,14 @@ class LogWriter:
 
 
 def lines_of(stream: BinaryIO) -> Iterator[str]:
-    """The lines of ``stream`` as they come: newline ends one; carriage returns keep the newest state, one a second."""
+    """Yield the lines of ``stream`` as they come. A line redrawn by carriage returns yields its state once a second."""
     rest = b""
     shown = 0.0
     while chunk := os.read(stream.fileno(), 65536):
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             yield from _pieces(line.rstrip(b"\r").rpartition(b"\r")[2])
-        # A return at the very end may be half of a line's "\r\n": it counts once something has followed it.
+        # A return at the very end may be half of a line's "\r\n": it counts once another byte follows.
         done, redrawn, state = rest[:-1].rpartition(b"\r")
         if redrawn:
             last = done.rstrip(b"\r").rpartition(b"\r")[2]
@@ -208,7 +208,7 @@ def _pieces(line: bytes) -> Iterator[str]:
 
 
 def _cut(line: bytes) -> int:
-    """Where to cut a line that is too long: not inside a character of UTF-8."""
+    """Return where to cut a line that is too long: not inside a character of UTF-8."""
     for back in range(4):
         if line[LINE_BYTES - back] & 0xC0 != 0x80:
             return LINE_BYTES - back

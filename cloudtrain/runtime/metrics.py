@@ -1,4 +1,4 @@
-"""Metrics that a script only prints: rows of numbers read from the lines of rank 0, by regular expressions."""
+"""Read metrics that a script only prints: rows of numbers in the lines of rank 0, by regular expressions."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 __all__ = ["PrintedMetrics"]
 
 LONGEST = 1000
-"""Characters of a line that are looked at: an expression may take the square of it, or worse."""
+"""Characters of a line that are searched: an expression may take the square of it, or worse."""
 SLOW_SECONDS = 0.05
-"""An expression that takes so long for one line is read no more: it would hold up the log."""
+"""An expression that takes so long for one line is used no more: it would delay the log."""
 PLACES = ("step", "epoch")
-"""Metrics that say where the others are; a line that holds no other makes no row."""
+"""Metrics that give the position of the others. A line that holds no other metric makes no row."""
 
 
 class PrintedMetrics:
-    """Appends a row to ``file`` for each line with a number of ``patterns``: name to expression with one group.
+    """A reader of lines that appends a row to ``file`` for each one with a number. ``patterns``: name to expression.
 
-    A row has ``time`` (Unix seconds) and the numbers of its line, and the newest ``step`` and ``epoch`` where there are
-    expressions of these names. NaN and infinity become null, as in `log_metrics`.
+    Each expression has one group. A row has ``time`` (Unix seconds), the numbers of its line, and the newest ``step``
+    and ``epoch``, if expressions have these names. NaN and infinity become null, as in `log_metrics`.
     """
 
     def __init__(self, patterns: Mapping[str, str], file: Path, *, say: Callable[[str], None]) -> None:
@@ -35,11 +35,11 @@ class PrintedMetrics:
                 pattern = re.compile(text)
             except re.error as exc:
                 say(f"metric {name} is not read: this Python does not know its expression: {exc}")
-            else:  # what begins with .* is found from the line's first character or from none
+            else:  # an expression that begins with .* matches from the line's first character or not at all
                 self._searches[name] = _literal(text), pattern.match if text.startswith(".*") else pattern.search
 
     def read(self, line: str) -> None:
-        """Look at one line of the script's own."""
+        """Read one line of the script."""
         line, found = line[:LONGEST], {}
         began = time.perf_counter()
         for name, (literal, search) in list(self._searches.items()):
@@ -53,7 +53,7 @@ class PrintedMetrics:
             self._append({**self._places, "time": time.time(), **found})
 
     def _drop_slow(self, line: str) -> None:
-        """Drop the expressions that are slow themselves; on a busy machine anything may take long by the clock."""
+        """Drop the expressions that are slow themselves; on a busy machine any of them may take long by the clock."""
         for name, (_, search) in list(self._searches.items()):
             began = time.thread_time()
             search(line)
@@ -71,14 +71,14 @@ class PrintedMetrics:
 
 
 def _literal(pattern: str) -> str:
-    """Return a text, maybe empty, that is in whatever matches. To look for it first is several times faster."""
+    """Return a text, maybe empty, that is in every match. A search for it first is several times faster."""
     match = re.match(r"(?:\^|\.\*)?([\w :=,/-]*)([*?{]?)", pattern)
     found = "" if match is None or "|" in pattern else match[1]
     return found[:-1] if match and match[2] else found
 
 
 def _number(text: str | None) -> float | None:
-    """Return the number that a group has found; None for what is none. A sentence's full stop is no part of it."""
+    """Return the number that a group has found, else None. A sentence's full stop is not part of it."""
     text = (text or "").strip().rstrip(".,")
     for kind in (int, float):
         try:

@@ -1,8 +1,8 @@
-"""The mirror: a thread of a node that carries finished files from fast scratch into ``live/``, beside training.
+"""The mirror: a thread of a node that copies finished files from fast scratch into ``live/``, beside training.
 
-Every node watches its own checkpoints. A finished one is announced to node 0, which has all holders copy it and commits
-it (`commits`). Bytes are copied by threads of low priority, so that messages are answered at once whatever the disk or
-the mount does; what grows is mirrored by one more (`growing`). Each file has one writer, its node.
+Every node watches its own checkpoints and announces a finished one to node 0. Node 0 lets all holders copy it and
+commits it (`commits`). Threads of low priority copy the bytes: messages are answered at once even if the disk or mount
+is slow. One more thread mirrors growing files (`growing`). Each file has one writer, its node.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..values import family
 from . import checkpoints
 from .archive import Archive
-from .checkpoints import Entry, Pointer, Signature, Watch
-from .commits import Commits, remove
-from .finished import Finished
-from .growing import Growing
+from .checkpoint_done import Finished
+from .checkpoint_names import family
+from .checkpoints import CheckpointEntry, Pointer, Signature, Watch
+from .commits import Commits, remove_parts
+from .mirror_files import Growing
 from .outputs import GrowingOutputs, Outputs
 from .uploads import Uploads
 
@@ -46,13 +46,13 @@ KINDS = (
 """Messages of the node link that belong to the mirror."""
 SCAN_SECONDS = 0.5
 SCAN_SHARE = 20
-"""A look at all entries that took a second is followed by so many without one."""
+"""After a look at all entries that took a second, the mirror makes none for so many seconds."""
 FROZEN_SECONDS = 10.0
-"""How long after a rank has died nothing more counts as finished, when nobody takes that for a failure."""
+"""Time after a rank's death in which nothing more counts as finished, if it is not taken for a failure."""
 PROGRESS_SECONDS = 5.0
-"""How often the other nodes hear that this one's copies move."""
+"""Time between two messages to the other nodes that this one's copies move."""
 ARCHIVE_SECONDS = {"clean": 60.0, "failed": 10.0}
-"""How long a node that ends waits for moves to the archive. What is not moved stays where it is."""
+"""Longest wait of a node that ends for moves to the archive. Other checkpoints stay where they are."""
 ENTRIES = 2
 """Checkpoints that a node copies at the same moment."""
 
@@ -61,18 +61,18 @@ Message = dict[str, Any]
 
 
 def nothing(*, over: bool) -> Message:
-    """What a node holds that has no part of a checkpoint; ``over``: nor ever will."""
+    """Return the answer of a node that has no part of a checkpoint; ``over``: and will never have one."""
     return {"state": "over" if over else "none", "sharded": False, "metadata": False, "place": None, "saved": 0.0}
 
 
 class Mirror:
-    """``send(node, message)`` reaches a node's mirror, our own too; `take` is given what arrives for this one.
+    """The mirror of one node. ``send(node, message)`` reaches a node's mirror, our own too; `take` gets our messages.
 
-    ``outputs`` are the script's files below its working folder, with that folder; None keeps none of them.
-    ``say`` prints a line; ``peers()`` are the nodes now alive, this one included; ``keep`` is how many checkpoints stay
-    (0: all), ``damaged`` the folders of those that could not be restored; ``skip`` is what was restored, ``shapes``
-    what this node had written of it, by `family`; ``links`` is a folder on the script's disk, for what is being copied;
-    metrics are written every ``flush_seconds``. Node 0 moves checkpoints to ``archive``.
+    ``outputs`` are the script's files below its working folder, with that folder; None keeps none of them. ``say``
+    prints a line. ``peers()`` are the live nodes, with this one. ``keep`` checkpoints stay (0: all). ``damaged`` are
+    the folders that could not be restored, ``skip`` the restored ones, ``shapes`` this node's files of them, by
+    `family`. ``links`` is a folder on the script's disk, for running copies. Metrics are written every
+    ``flush_seconds``. Node 0 moves checkpoints to ``archive``.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Mirror:
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._finished = Finished(skip=skip or {}, shapes=shapes or {})
         self._announced: dict[str, Signature] = {}
-        self._copied: dict[str, tuple[Entry, Path]] = {}
-        self._ready: dict[str, Entry] = {}
+        self._copied: dict[str, tuple[CheckpointEntry, Path]] = {}
+        self._ready: dict[str, CheckpointEntry] = {}
         self._offered: dict[str, Signature] = {}
         self._pointers: dict[str, Pointer] = {}
         self._pointers_seen: dict[str, Pointer] = {}
@@ -114,7 +114,7 @@ class Mirror:
         self._work = ThreadPoolExecutor(ENTRIES, thread_name_prefix="mirror", initializer=checkpoints.modest)
         self._working = 0
         self._slow: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Moves to the archive, one after the other: they may take minutes, and hold up no copy."""
+        """Moves to the archive, one after the other. They may take minutes, and must not delay copies."""
         self._slow_working, self._slow_until = 0, float("inf")
         places = {artifacts: live / "artifacts" / f"node-{node}"}
         places[metrics] = live / "metrics" / f"{attempt}-node-{node}.jsonl"
@@ -129,7 +129,7 @@ class Mirror:
         self._told: set[str] = set()
         self.idle = threading.Event()
         self.last = time.monotonic()
-        """When bytes were last copied, here or on another node, or a checkpoint was committed."""
+        """Time at which bytes were last copied, here or on another node, or a checkpoint was committed."""
         self._told_of_progress = self._passed_on = 0.0
         self._newest = self._stirred = 0.0
         self.trouble = ""
@@ -163,33 +163,33 @@ class Mirror:
             self._uploads.start(self._progress)
 
     def take(self, sender: int, message: Message) -> None:
-        """A mirror message from node ``sender``."""
+        """Take a mirror message from node ``sender``."""
         self._inbox.put({**message, "from": sender})
 
     def sign(self) -> float:
-        """When the script last wrote to a checkpoint or its metrics (monotonic seconds).
+        """Return the time of the script's last write to a checkpoint or its metrics (monotonic seconds).
 
-        Now, while its end is being mirrored: that has a limit of its own.
+        While the script's end is being mirrored this is now: that has a limit of its own.
         """
         if self._finishing is None:
             return self._stirred
         return 0.0 if self.idle.is_set() else time.monotonic()
 
     def freeze(self, seconds: float = float("inf")) -> None:
-        """A rank has died, or is about to be stopped: what was not seen finished before may be half of a checkpoint.
+        """Count nothing new as finished for ``seconds``: a rank has died, or is about to be stopped.
 
-        Nobody has it open any more, and nothing of it will change: for ``seconds`` it would look like a whole one.
+        A half checkpoint of a dead rank would look whole: no process has it open any more, and it does not change.
         """
         self._frozen = max(self._frozen, time.monotonic() + seconds)  # at once: a look may be under way
 
     def finish(self, *, clean: bool) -> None:
-        """The script has ended: mirror what is left, then set `idle`. After an unclean end that is as with `freeze`."""
+        """Mirror the rest after the script's end, then set `idle`. After an unclean end, as with `freeze`."""
         for growing in self._growing:
             growing.finish()
         self._inbox.put({"t": "finish", "clean": clean})
 
     def stop(self) -> None:
-        """No more messages are served after the end barrier."""
+        """Stop serving messages, after the end barrier."""
         for growing in self._growing:
             growing.stop()
         self._inbox.put(None)
@@ -215,10 +215,11 @@ class Mirror:
                     self._scan()
                     worked = time.monotonic() - began - self._finished.slept
                     due = began + max(SCAN_SECONDS, SCAN_SHARE * worked)
-                if self._commits is not None:
-                    self._commits.advance()
-                self._tell_of_uploads()
-                self._settle()
+                if self._inbox.empty():  # each of these looks at all checkpoints: not for each of thousands of messages
+                    if self._commits is not None:
+                        self._commits.advance()
+                    self._tell_of_uploads()
+                    self._settle()
             except OSError as exc:
                 self._complain(f"{exc.filename or self._live}: {exc.strerror}")
             except Exception as exc:  # noqa: BLE001  the thread must outlive any one checkpoint's trouble
@@ -228,7 +229,7 @@ class Mirror:
         self._once(f"mirror: {what}; trying again")
 
     def _once(self, text: str, of: str = "") -> None:
-        """Say ``text``, unless the same was said; with ``of``, unless anything was said of that."""
+        """Say ``text``, unless it was said before; with ``of``, unless anything was said of that."""
         if (of or text) not in self._told:
             self._told.add(of or text)
             self._say(text)
@@ -263,7 +264,7 @@ class Mirror:
                 self._finished.drop(ready)
         elif kind == "remove":
             root, folders = self._live / "checkpoints", message["folders"]
-            self._aside(lambda: remove(root, folders, node=self._node, own=self._uploads is not None))
+            self._aside(lambda: remove_parts(root, folders, node=self._node, own=self._uploads is not None))
         elif self._commits is None:
             raise ValueError(f"{kind} is for node 0")
         elif kind == "finished":
@@ -278,13 +279,13 @@ class Mirror:
     def _aside(
         self, work: Callable[[], T], then: Callable[[T | None], None] = lambda _: None, *, slow: bool = False
     ) -> None:
-        """``work()`` in a thread of its own, ``then`` in ours: with what it returned, None if it could not."""
+        """Call ``work()`` in another thread, then ``then`` in ours with its result, None if it failed."""
 
         def both() -> None:
             found = None
             try:
                 found = work()
-            except Exception as exc:  # noqa: BLE001  whatever it was, the mirror must hear that it is over
+            except Exception as exc:  # noqa: BLE001  in any case the mirror must hear of the end
                 self._complain(f"{type(exc).__name__}: {exc}")
             self._inbox.put({"t": "worked", "then": lambda: then(found), "slow": slow})
 
@@ -320,8 +321,8 @@ class Mirror:
 
         self._forget(entries.keys())
 
-    def _look_for_life(self, entries: Iterable[Entry]) -> None:
-        """By any change of the newest time of all: whatever clock it is of."""
+    def _look_for_life(self, entries: Iterable[CheckpointEntry]) -> None:
+        """Note a change of the newest time of all files. It works with any clock."""
         times = [entry.newest for entry in entries]
         with contextlib.suppress(OSError):
             times.append(self._metrics.stat().st_mtime)
@@ -329,7 +330,7 @@ class Mirror:
             self._newest, self._stirred = newest, time.monotonic()
 
     def _forget(self, names: Set[str]) -> None:
-        """What the script has deleted; what of it is being copied is needed until the commit."""
+        """Drop what is known of entries that the script has deleted, except copied ones until the commit."""
         kept = names | self._copied.keys()
         self._finished.forget(kept)
         for known in (self._announced, self._offered):
@@ -337,7 +338,7 @@ class Mirror:
                 del known[name]
 
     def _tell_pointers(self) -> None:
-        """Of pointers that have changed, once they look the same twice: one that is being written is not there."""
+        """Send changed pointers once they look the same twice: one may be half written."""
         found = self._watch.pointers()
         if found != self._pointers and found == self._pointers_seen:
             self._pointers = found
@@ -352,12 +353,12 @@ class Mirror:
             self._complain(f"cannot write {checkpoints.pointers_path(self._live, self._node)}: {exc.strerror}")
 
     def _hold(self, name: str) -> Message:
-        """What this node holds of ``name``: nothing, a growing part, a finished one, or the one it had before."""
+        """Return this node's answer for ``name``: nothing, a growing part, a finished one, or the one it had before."""
         entry, final = self._watch.entry(name), self._finishing == "clean"
         if entry is None:
             return nothing(over=final)
         known = self._ready.get(name)
-        done = self._finished.is_done(entry)  # it may be so since the last look
+        done = self._finished.is_done(entry)  # it may have become done since the last look
         same = not done and ((known is not None and known.signature == entry.signature) or self._between_writes(entry))
         if same or done:
             self._offered[name] = entry.signature
@@ -370,8 +371,8 @@ class Mirror:
             "saved": entry.newest,
         }
 
-    def _between_writes(self, entry: Entry) -> bool:
-        """Whether it is finished as of now: a file that never rests may be another one than at the last look."""
+    def _between_writes(self, entry: CheckpointEntry) -> bool:
+        """Return whether it is finished now: a file that never rests may have changed since the last look."""
         if self._finishing is not None or self._is_frozen() or not self._finished.restless(entry):
             return False
         if not self._finished.look([entry]) or self._is_frozen():
@@ -383,7 +384,7 @@ class Mirror:
         return time.monotonic() < self._frozen
 
     def _copy(self, message: Message) -> None:
-        """Copy this node's part into live/ and say so; no files when it is not what was offered, or did not arrive."""
+        """Copy this node's part into live/ and answer, without files if it differs from the offer or did not arrive."""
         name, head = message["name"], message["from"]
         target = self._live / "checkpoints" / name / message["folder"] / f"node-{self._node}"
         answer = {"t": "copied", "round": message["round"], "name": name}
@@ -397,7 +398,7 @@ class Mirror:
         def then(files: dict[str, Any] | None) -> None:
             if files is not None:
                 if name in self._copied:
-                    old = self._copied[name][1]  # of a round that came to nothing
+                    old = self._copied[name][1]  # of a round that failed
                     self._aside(lambda: shutil.rmtree(old, ignore_errors=True))
                 self._copied[name] = offered, target
                 files = {f"node-{self._node}/{key}": value for key, value in files.items()}
@@ -407,8 +408,8 @@ class Mirror:
 
         self._aside(lambda: self._copy_entry(offered, target), then)
 
-    def _copy_entry(self, entry: Entry, target: Path) -> dict[str, Any] | None:
-        """In a thread of its own."""
+    def _copy_entry(self, entry: CheckpointEntry, target: Path) -> dict[str, Any] | None:
+        """Copy an entry, in a thread of its own. Return its files, None if it changed or the copy failed."""
         try:
             links = self._links / target.parent.name
             files = checkpoints.copy_entry(entry, target, self._moved, links=links, temporary=self._temporary)
@@ -434,7 +435,7 @@ class Mirror:
         if self._uploads is not None and (files or self._node == 0):
             commit = [self._live / "checkpoints" / folder / checkpoints.COMMIT] if self._node == 0 else []
             self._uploads.expect(folder, [*files, *commit])
-        self._announced.pop(name, None)  # a version that came meanwhile was told of to a round that is over
+        self._announced.pop(name, None)  # a version that came meanwhile was announced to a finished round
         self._marks.clear()
         self._progress()
 
@@ -443,31 +444,31 @@ class Mirror:
             self._send(0, {"t": "stored", "folder": folder, "there": there})
 
     def _moved(self, source: Path, done: int) -> None:
-        """Progress is what no try before has reached: a full disk takes the same bytes again and again."""
+        """Count progress only beyond earlier tries: a full disk takes the same bytes again and again."""
         if done > self._marks.get(source, 0):
             self._marks[source] = done
             self._progress()
 
     def _progress(self) -> None:
-        """Ours, and by way of node 0 a sign for all others, who may wait for our part."""
+        """Note progress here, and by way of node 0 for all other nodes, which may wait for this part."""
         self.last = time.monotonic()
         if self.last - self._told_of_progress >= PROGRESS_SECONDS:
             self._told_of_progress = self.last
             self._send(0, {"t": "moving"})
 
     def _pass_on(self, sender: int) -> None:
-        """Node 0: that ``sender``'s copies move, to all others; not for each of hundreds that say so at one moment."""
+        """Pass on from node 0 that ``sender``'s copies move, but not each of hundreds of such messages."""
         if self._node == 0 and self.last - self._passed_on >= PROGRESS_SECONDS / 2:
             self._passed_on = self.last
             for node in self._peers() - {self._node, sender}:
                 self._send(node, {"t": "moving"})
 
-    def _written_to(self, entry: Entry) -> bool:
-        """Whether the script has it open; after its end, nobody has."""
+    def _written_to(self, entry: CheckpointEntry) -> bool:
+        """Return whether the script has it open; after its end, no process has."""
         return self._finishing is None and bool(checkpoints.open_for_writing([entry]))
 
     def _settle(self) -> None:
-        """After the end: idle once all that is finished of ours is in live/ (node 0: and no round is open)."""
+        """Set `idle` after the end, once all finished entries are in live/ (node 0: and no round is open)."""
         if self._finishing is not None:
             left = [entry for entry in self._ready.values() if not self._finished.is_done(entry)]
             at_work = self._working or (self._commits is not None and self._commits.open)

@@ -1,7 +1,7 @@
-"""What the ranks are told of NCCL's debugging, and its flight recorder: the last collectives of each rank, for a hang.
+"""Set the ranks' variables of NCCL, and read its flight recorder: the last collectives of each rank, for a hang.
 
-The recorder writes a file a rank when a collective times out, and whenever something is written into a pipe that it
-makes itself. `torchfrtrace` of torch reads the folder of such files. The names are those of torch 2.13.
+The recorder writes a file a rank when a collective times out, or after a write to its pipe. `torchfrtrace` of torch
+reads the folder of such files. The names are those of torch 2.13.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTLED_SECONDS = 0.3
 
 
 def words(env: Mapping[str, str], dumps: Path, *, debug: bool) -> dict[str, str]:
-    """The variables that ``env`` lacks: the recorder on, its files in ``dumps``; with ``debug`` all that NCCL says."""
+    """Return the variables that ``env`` lacks: the recorder on, its files in ``dumps``; ``debug``: NCCL's messages."""
     ours = {
         "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
         "TORCH_FR_DUMP_TEMP_FILE": str(dumps / _DUMP),
@@ -45,7 +45,7 @@ def words(env: Mapping[str, str], dumps: Path, *, debug: bool) -> dict[str, str]
 
 
 class Recorder:
-    """The flight recorders of this node's ranks; ``folder`` is where `words` told them to write."""
+    """The flight recorders of this node's ranks; ``folder`` is the one that `words` gave them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ class Recorder:
                 self._asked[_DUMP + pipe.stem.removeprefix(_PIPE)] = time.time()
 
     def answered(self) -> bool:
-        """Whether the file of every rank that was asked has been written since, and grows no more."""
+        """Return whether every rank that was asked has written its file since, and no file grows any more."""
         return all(self._settled(self.folder / name, asked) for name, asked in self._asked.items())
 
     @staticmethod
@@ -72,11 +72,11 @@ class Recorder:
             written = file.stat().st_mtime
         except OSError:
             return False
-        # A file system's clock lags a little behind the one that `asked` is of.
+        # A file system's clock lags a little behind the clock of `asked`.
         return written >= asked - 1.0 and time.time() - written >= SETTLED_SECONDS
 
     def keep(self, target: Path) -> list[str]:
-        """Copy what the ranks have dumped into ``target``; the names, none where there is no dump."""
+        """Copy the ranks' dumps into ``target``. Return their names; none if there is no dump."""
         found = sorted(path for path in self.folder.glob(f"{_DUMP}*") if path.is_file())
         if found:
             target.mkdir(parents=True, exist_ok=True)

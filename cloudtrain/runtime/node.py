@@ -1,7 +1,7 @@
 """One node of a run, from the first byte of context to the exit record.
 
-Node 0 decides for all: the attempt's number, the checkpoint to resume from, when to start, what the root cause was and
-when everyone may leave. Everything that happens arrives in one inbox, handled by one thread.
+Node 0 decides for all: the attempt's number, the checkpoint to resume from, when to start, the root cause and when all
+may leave. All events arrive in one inbox, handled by one thread.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
-from ..provider import Site
-from ..values import duration
+from ..provider_api.node import NodeEnvironment
+from ..validate import duration
 from . import stall
 from .archive import archive_of
-from .cause import Failure, category, real, root_cause, silent_deaths, summary, with_codes
+from .cause import Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
 from .compact import Compactor
 from .history import FIRST, Start, restart_of
+from .host_facts import kill_users, oom_kills
 from .launch import Ranks, reap
 from .link import Link
 from .logs import LogWriter
-from .machine import kill_users, oom_kills
 from .mirror import FROZEN_SECONDS, KINDS, Mirror, nothing
 from .notices import watch
 from .record import write_record
@@ -41,42 +41,42 @@ __all__ = ["Node"]
 
 STOP_TERM_SECONDS = 0.5
 STOP_KILL_SECONDS = 3.0
-"""After a failure anywhere, a healthy rank gets SIGTERM, then SIGKILL, this long after it."""
+"""Seconds after a failure anywhere at which a healthy rank gets SIGTERM, then SIGKILL."""
 GRACE_RESERVE = 0.25
 """The part of the platform's grace kept for stopping ranks and mirroring, at most `RESERVE_SECONDS`."""
 RESERVE_SECONDS = 15.0
 LAUNCHER_SECONDS = 2.0
-"""torchrun has this long after its ranks are killed to say how each ended."""
+"""Seconds after its ranks' end that torchrun has to report each exit code."""
 CLOSING_NS = 2_000_000_000
-"""torchrun stops the others this soon after a rank has ended badly; one that left earlier may have left well."""
+"""Most time between a bad exit and torchrun stopping the others. A rank that left earlier may have left well."""
 FAILED_WAIT_SECONDS = 15.0
 CLEAN_WAIT_SECONDS = 900.0
-"""How long nothing may move while what is left is mirrored, after a failure and after a clean end."""
+"""Longest time without any progress of the mirror, after a failure and after a clean end."""
 MEET_SECONDS = 3.0
-"""After a notice that came before two nodes had met: how long one waits for the other, to leave together."""
+"""Longest wait of two nodes that had not met before a notice, to leave together."""
 HOLD_SLACK_SECONDS = 5.0
 """The other nodes wait so much longer than node 0, for its word."""
 UNMIRRORED = "not everything could be mirrored"
 WITHDRAWN_SECONDS = 120.0
-"""A rank that ends within this time after a notice was withdrawn may have seen it: that is a preemption, no success."""
+"""A rank that ends so soon after a notice was withdrawn may have seen it: that is a preemption, not a success."""
 PEERS_SECONDS = 60.0
 NODE_0_SECONDS = 120.0
-"""After a failure: how long node 0 waits for its peers' last words, and they for its."""
+"""Longest wait after a failure: of node 0 for its peers' last messages, and of them for node 0's."""
 
 SWEEP_SECONDS = 60.0
-"""How long a node whose platform does not sync uploads its last files itself."""
+"""Longest time in which a node uploads its last files itself if the platform does not sync."""
 
 Message = dict[str, Any]
 
 
 class Node:
-    """``inbox`` takes ``(node, message)``; -1 is this process itself (signals), our own number the ranks' events."""
+    """One node. ``inbox`` takes ``(node, message)``: -1 is this process (signals), our own number the ranks' events."""
 
     def __init__(
         self,
         *,
         context: Mapping[str, Any],
-        site: Site,
+        site: NodeEnvironment,
         attempt: int,
         key: bytes,
         inbox: queue.SimpleQueue[tuple[int, Message]],
@@ -105,15 +105,15 @@ class Node:
         self.preempted: float | None = None
         self.told: int | None = None
         self.sources: set[int] = set()
-        """Of `Site.notices`: those that now say that this node is about to go."""
+        """The sources of `Site.notices` that now say that this node is about to go."""
         self.standing: set[tuple[int, str]] = set()
-        """Nodes that are about to go, with what told them: ``signal``, or ``notice`` of a source. Node 0 knows all."""
+        """Nodes that are about to go, and the origin: ``signal``, or ``notice`` of a source. Node 0 has all."""
         self.passed_on: set[str] = set()
-        """Node 0: what of this notice all nodes have heard, by the second word of `standing`."""
+        """On node 0: the second words of `standing` that all nodes have heard of this notice."""
         self.withdrawn = float("-inf")
-        """When the last notice was withdrawn (monotonic seconds)."""
+        """Time at which the last notice was withdrawn (monotonic seconds)."""
         self.complete = False
-        """The script ended well before any notice."""
+        """True if the script ended well before any notice."""
         self.stopping: float | None = None
         self.stopped_ns: int | None = None
         self.signalled = 0
@@ -145,7 +145,7 @@ class Node:
     # -------------------------------------------------------------------------------------------------- the whole run
 
     def run(self) -> int:
-        """The exit code for the platform."""
+        """Run the node. Return the exit code for the platform."""
         try:
             self.link.open()
             for number, look in enumerate(self.site.notices):
@@ -229,7 +229,7 @@ class Node:
         return time.monotonic() + self.site.join_timeout
 
     def _agree_on_resume(self) -> None:
-        """Node 0: the newest complete checkpoint that every node can restore, or none; then go."""
+        """Find, on node 0, the newest complete checkpoint that every node can restore, or none; then start all."""
         tried, direct = 0, self.resume.direct(self._space) if self.attempt != FIRST else None
         for name, saved, message in self.resume.candidates():
             if direct is not None and direct.saved >= saved:
@@ -237,7 +237,7 @@ class Node:
             self.peers.clear()
             self.link.send_all(message)
             self._on_restore(self.me, message)
-            self._pump(lambda: self.me in self.peers or self._over())  # others have from then on
+            self._pump(lambda: self.me in self.peers or self._over())  # the others have it from then on
             self._pump(lambda: len(self.peers) == self.nodes or self._over(), self._join_deadline())
             if self._over():
                 return
@@ -249,7 +249,7 @@ class Node:
             if bad is None:
                 self._go(resume=name, saved=saved)
                 return
-            if not bad["damaged"]:  # it is whole: better to fail, and be tried again, than to lose what is in it
+            if not bad["damaged"]:  # it is whole: fail and try again, so that it is not lost
                 self._fail(self._setup(bad["why"], "infra"))
                 return
             tried += 1
@@ -325,7 +325,7 @@ class Node:
     # --------------------------------------------------------------------------------------------------- what happens
 
     def _pump(self, until: Callable[[], bool], deadline: float | None = None) -> None:
-        """Handle what comes until ``until()``, or ``deadline`` (monotonic seconds)."""
+        """Handle messages until ``until()``, or ``deadline`` (monotonic seconds)."""
         while not until() and (deadline is None or time.monotonic() < deadline):
             with contextlib.suppress(queue.Empty):
                 sender, message = self.inbox.get(timeout=0.1)
@@ -384,11 +384,11 @@ class Node:
         self._tell({"t": "preempt", "why": why, "node": self.me, "of": of})
 
     def _heard_of(self, source: int, why: str) -> None:
-        """Pass on the word of a source, in its thread."""
+        """Pass on the answer of a source, in its thread."""
         self.inbox.put((-1, {"t": "notice", "source": source, "why": why, "at": time.monotonic()}))
 
     def _on_notice(self, sender: int, message: Message) -> None:
-        """A source has changed its word: this node is about to be taken away, or is not any more."""
+        """Act on a source's new answer: this node is about to be taken away, or is not any more."""
         before = bool(self.sources)
         (self.sources.add if message["why"] else self.sources.discard)(message["source"])
         if self.sources and not before:
@@ -397,7 +397,7 @@ class Node:
             self._tell({"t": "withdraw", "node": self.me})
 
     def _on_withdraw(self, sender: int, message: Message) -> None:
-        """Take back one node's notice, on node 0. When no node is about to go any more, all hear that."""
+        """Take back one node's notice, on node 0. When no node is about to go any more, pass that on to all."""
         self.standing.discard((message["node"], "notice"))
         if not self.standing and self.preempted is not None:
             self.passed_on.clear()
@@ -423,7 +423,7 @@ class Node:
         return ended or self.signalled > 0 or any(m.get("outcome") == "preempted" for m in self.peers.values())
 
     def _check_leaving(self) -> None:
-        """Let all nodes leave when a rank has ended so soon after a withdrawal that it may have seen the notice."""
+        """Let all nodes leave if a rank ended so soon after a withdrawal that it may have seen the notice."""
         if not self._over() and time.monotonic() < self.withdrawn + WITHDRAWN_SECONDS:
             self._announce_leaving()
 
@@ -432,13 +432,13 @@ class Node:
 
     def _on_preempt(self, sender: int, message: Message) -> None:
         of = message.get("of", "signal")
-        if self.me == 0 and of not in self.passed_on:  # a platform tells all nodes at once, and each of them tells us
+        if self.me == 0 and of not in self.passed_on:  # a platform signals all nodes at once, and each of them reports
             self.passed_on.add(of)
             self.link.send_all(message)
         self._preempt(message["why"], message["node"], of)
 
     def _preempt(self, why: str, node: int, of: str = "", at: float | None = None) -> None:
-        """Begin to leave, for a notice at ``at``. Where ``of`` is empty, no machine is about to be taken."""
+        """Begin to leave, for a notice at ``at``. With an empty ``of``, no machine is about to be taken."""
         first, at = self.preempted is None, at or time.monotonic()
         self.preempted = min(self.preempted, at) if self.preempted is not None and self.standing else at
         if of:
@@ -453,7 +453,7 @@ class Node:
                     self.space.preempt.touch()
 
     def _on_failed(self, sender: int, message: Message) -> None:
-        """Node 0: what a node says its ranks died of, on our clock."""
+        """Add a node's failures on node 0, in our time."""
         if sender == self.me:
             return
         for item in message["failures"]:
@@ -470,7 +470,7 @@ class Node:
         self._stop()
 
     def _on_exit(self, sender: int, message: Message) -> None:
-        if self.go is None and message["outcome"] == "preempted":  # it was leaving when we came
+        if self.go is None and message["outcome"] == "preempted":  # it was leaving when this node came
             self._preempt("node 0 was told to stop", 0)
         self.released, self.lost = True, message["lost"]
 
@@ -486,7 +486,7 @@ class Node:
 
     @property
     def _temporary(self) -> str:
-        """The end of the name of a file that is not whole yet; empty where no agent uploads it."""
+        """Return the ending of the names of unfinished files; empty if no agent uploads them."""
         return self.uploads.temporary if self.uploads is not None else ""
 
     @property
@@ -524,7 +524,7 @@ class Node:
             self._blame_the_silent()
 
     def _blame_the_silent(self, since_ns: int = 0) -> None:
-        """Ranks that ended badly without telling us why; or the launcher itself, when no rank ever began."""
+        """Record ranks that ended badly without a report; or the launcher itself, if no rank ever began."""
         assert self.ranks is not None
         self.failures = with_codes(self.failures, self.me, self.ranks.codes, first_rank=self.ranks.first_rank)
         told = {f.rank for f in self.failures if f.node == self.me}
@@ -554,10 +554,10 @@ class Node:
         if not self._comes_of_the_notice(failure):
             self._stop()
         elif self.mirror is not None and not failure.exception.startswith("SystemExit"):
-            self.mirror.freeze()  # it may have been saving; one that exits has chosen the moment
+            self.mirror.freeze()  # the rank may have been saving, unless it chose its exit
 
     def _stop(self) -> None:
-        """Something failed somewhere: this node's ranks are stopped, and node 0 stops everyone."""
+        """Stop this node's ranks after a failure anywhere. Node 0 stops all nodes."""
         if self.stopping is None:
             self.stopping = time.monotonic()
             if self.mirror is not None:
@@ -582,10 +582,10 @@ class Node:
         return bool(self.site.supervisor) and os.getppid() != self.site.supervisor
 
     def _blame_the_dead(self) -> None:
-        """torchrun has seen a rank end badly, but says which only after the others: half a minute when they hang."""
+        """Record a dead rank at once. torchrun names it only after the others: half a minute later if they hang."""
         assert self.ranks is not None
         if self.stopping is None and (any(self.ranks.codes.values()) or self.ranks.closing_ns) and not self.ranks.lone:
-            time.sleep(0.1)  # the rank's own word may still be in its pipe
+            time.sleep(0.1)  # its report may still be in its pipe
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._handle(*self.inbox.get_nowait())
@@ -593,7 +593,7 @@ class Node:
                 self._blame_the_silent(self.ranks.closing_ns - CLOSING_NS)
 
     def _escalate(self, now: float) -> None:
-        """SIGTERM, then SIGKILL: soon after a failure; near the end of the grace after a notice, but see `notify`."""
+        """Send SIGTERM, then SIGKILL: soon after a failure; near the grace's end after a notice, but see `notify`."""
         assert self.ranks is not None
         term = kill = float("inf")
         if self.stopping is not None:
@@ -617,13 +617,13 @@ class Node:
     # -------------------------------------------------------------------------------------------------------- the end
 
     def _finish(self) -> str:
-        """Mirror, agree, record. The outcome of this node."""
+        """Mirror, agree, record. Return the outcome of this node."""
         clean = self.code == 0 and not self.failures
         if self.ranks is not None:
-            self.ranks.kill()  # whatever the ranks left running
+            self.ranks.kill()  # any process that the ranks left
             if not clean:
                 self._space.keep_dumps(self.attempt)
-        if self._held():  # the machine may be gone before everything is mirrored
+        if self._held():  # the machine may be gone before all files are mirrored
             self._record(self._outcome(), self._own_cause(), decided=False)
         if self.mirror is not None:
             self._finish_mirror(self.mirror, clean)
@@ -643,7 +643,7 @@ class Node:
         return outcome
 
     def _finish_mirror(self, mirror: Mirror, clean: bool) -> None:
-        """Until all is mirrored, or nothing has moved for too long."""
+        """Wait until all files are mirrored, or nothing has moved for too long."""
         mirror.finish(clean=clean or self._left_by_choice())
         # After a notice, a script that has saved often ends with a code of its own; `_late` keeps the grace.
         quiet = CLEAN_WAIT_SECONDS if clean or self._outcome() == "preempted" else FAILED_WAIT_SECONDS
@@ -673,16 +673,13 @@ class Node:
         return 0 in self.gone or self._late(end)
 
     def _grace_end(self) -> float:
-        """Return when this node must have ended (monotonic seconds): never, unless a node is about to go.
-
-        That is a little before the platform kills it, or when `Site.hold` is over.
-        """
+        """Return when this node must end (monotonic seconds): before its kill or the end of `Site.hold`; else never."""
         if self.preempted is None or not self.standing:
             return float("inf")
         return self.preempted + (self.site.hold if self._held() else self.site.stop_grace - 2.0)
 
     def _held(self) -> bool:
-        """Return whether this node is to stay until the platform takes it: it will get no signal before that."""
+        """Return whether this node must stay until the platform takes it: it will get no signal before that."""
         return self.site.hold > 0 and {of for _, of in self.standing} == {"notice"}
 
     def _late(self, end: float = float("inf")) -> bool:
@@ -692,8 +689,8 @@ class Node:
         return self.preempted is not None and self._late(self.heard + MEET_SECONDS)
 
     def _conclude(self) -> str:
-        """Node 0: wait for every node, name the root cause, let all go."""
-        if self.go is None and self.preempted is not None:  # a peer that comes now hears of the notice, too
+        """Wait on node 0 for every node, name the root cause, let all go."""
+        if self.go is None and self.preempted is not None:  # a peer that comes now gets the notice, too
             self._pump(lambda: self._met() or self._broken() or self._unmet())
         others = set(range(1, self.nodes)) if self.go is not None else self.link.connected()  # or it never came
         if self.attempt and self.nodes > 1:
@@ -709,7 +706,7 @@ class Node:
         if cause is not None and cause.consequence and mute:
             cause = self._lost("was lost: it has not said how it ended", min(mute))
         self.lost = cause is not None and cause.kind == "lost"
-        self.log.say(f"failed: {summary(cause)}" if cause is not None else outcome)
+        self.log.say(f"failed: {failure_line(cause)}" if cause is not None else outcome)
         if self.go is None and self.preempted is not None:
             self.link.shut()
         self._record(outcome, cause, decided=True)
@@ -728,7 +725,7 @@ class Node:
             self._pump(lambda: not self._held(), self._grace_end())
 
     def _in_vain(self, since: float) -> bool:
-        """Whether no node's copies have moved for so long that last words are waited for in vain."""
+        """Return whether no node's copies have moved for so long that waiting for last messages is in vain."""
         return self._late(max(since, self.mirror.last if self.mirror is not None else 0.0) + PEERS_SECONDS)
 
     def _met(self) -> bool:
@@ -751,7 +748,7 @@ class Node:
         return "succeeded" if self.code == 0 else "stopped"
 
     def _comes_of_the_notice(self, failure: Failure) -> bool:
-        """A rank that ended in some way once all were told to stop: no reason to take the others' grace from them."""
+        """Return whether a rank ended because of the notice: the others keep their grace then."""
         return self.preempted is not None and failure.kind in ("died", "error") and not real(failure, self.stopped_ns)
 
     def _is_saved(self) -> bool:
@@ -760,13 +757,13 @@ class Node:
         return (self.mirror is None or self.mirror.idle.is_set()) and not missed
 
     def _left_by_choice(self) -> bool:
-        """Whether all that failed here are ranks that were told to stop and, in their own time, exited with a code."""
+        """Return whether all failures here are ranks that got a notice and, in their own time, exited with a code."""
         came = [self._comes_of_the_notice(f) and f.exception.startswith("SystemExit") for f in self.failures]
         return bool(came) and all(came)
 
     def _record(self, outcome: str, cause: Failure | None, *, decided: bool) -> None:
         oom = oom_kills() > self.oom_before
-        line = summary(cause) if cause else ""
+        line = failure_line(cause) if cause else ""
         self.log.flush()
         record = {
             "attempt": self.attempt,

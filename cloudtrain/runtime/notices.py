@@ -1,4 +1,4 @@
-"""The sources of `Site.notices`, each asked every second by a thread of its own."""
+"""Ask each of the sources in `Site.notices` every second, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from collections.abc import Callable
 __all__ = ["watch"]
 
 SECONDS = 1.0
-"""Between two questions: Azure gives 30 s from the notice to the end."""
+"""Pause between two questions: Azure gives 30 s from the notice to the end."""
 SELDOM_SECONDS = 60.0
-"""Between two questions to a source that has never answered: this platform has none."""
+"""Longest pause for a source that has never answered: this platform has none."""
 
 Look = Callable[[], "str | None"]
 
 
 def watch(look: Look, tell: Callable[[str], None]) -> None:
-    """Start to ask ``look``, and call ``tell`` with its answer whenever that becomes another one.
+    """Start to ask ``look``, and call ``tell`` with its answer whenever that changes.
 
-    An answer says why this node is about to be taken away; it is empty when the node is not. None is no answer: what
-    was said before still holds. The thread ends with the process.
+    An answer gives the reason why this node is about to be taken away; it is empty if the node is not. None is no
+    answer: the one before still holds. The thread ends with the process.
     """
     threading.Thread(target=_ask, args=(look, tell), name="notices", daemon=True).start()
 

@@ -1,7 +1,7 @@
 """The files that a script creates or changes below its working folder, and copies of them in ``live/``.
 
-The working folder holds the job's code. A file counts as an output when it was not there before the ranks started, or
-has another size or time of change since then. A copy in ``live/`` follows its file: it is replaced when the file
+The working folder holds the job's code. A file counts as an output if it was not there before the ranks started. So
+does one with another size or time of change. A copy in ``live/`` follows its file: it is replaced when the file
 changes, and removed when the script removes the file.
 """
 
@@ -16,22 +16,22 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from stat import S_ISREG
 
-from .growing import Growing
+from .mirror_files import Growing
 
 __all__ = ["IGNORE", "GrowingOutputs", "Outputs"]
 
 IGNORE = ".cloudtrainignore"
 YOUNG_SECONDS = 2.0
-"""A file that changed so short a time ago may be half written. It is left for the next look, once."""
+"""A file that changed so short a time ago may be half written. Then the first look leaves it for the next."""
 OUTPUT_SECONDS = 10.0
 """Seconds between two looks. A file that is written all the time is copied at every second look: within 30 s."""
 FINISH_SECONDS = 600.0
 """At the end a node copies outputs for so long at most: a results folder must not keep machines that cost money."""
 MOST_FILES = 10_000
 TRIES = 5
-"""A file that cannot be copied is tried so often, the last times after the script's end, and left out then."""
+"""Tries of a file that cannot be copied, the last ones after the script's end. Then it is left out."""
 NAMED = 5
-"""Names in the line about files that are left out."""
+"""Most names in the line about files that are left out."""
 _FOLDERS = frozenset(("__pycache__", ".git"))
 
 State = tuple[int, int]
@@ -61,8 +61,8 @@ class Outputs:
     def look(self, *, final: bool = False) -> dict[str, State]:
         """Return the outputs that are to be in ``live/`` now, by path below the folder.
 
-        Files that together exceed the limit lack the largest ones; one line names these. Unless ``final``, a new or
-        changed file that is younger than `YOUNG_SECONDS` is missing from the first look that finds it.
+        If files exceed the limit together, the largest ones are left out; one line names these. Unless ``final``, a new
+        or changed file that is younger than `YOUNG_SECONDS` is missing from the first look that finds it.
         """
         found = {path: state for path, state in self._walk() if self._source.get(path) != state}
         kept = self._within_the_limit(found)
@@ -95,7 +95,7 @@ class Outputs:
         return {path: state for path, state in found.items() if path not in self._named}
 
     def _few(self, found: dict[str, State]) -> dict[str, State]:
-        """Return at most `MOST_FILES` of the files: without those in the folders that hold most of them."""
+        """Return at most `MOST_FILES` of the files: without the folders that hold most of them."""
         if len(found) <= MOST_FILES:
             return found
         tops = collections.Counter(path.partition("/")[0] for path in found)
@@ -122,7 +122,7 @@ class Outputs:
                 continue
             for entry in entries:
                 name, path = entry.name, base + entry.name
-                with contextlib.suppress(OSError):  # it is gone, or a link that leads nowhere
+                with contextlib.suppress(OSError):  # it is gone, or a link to nothing
                     if entry.is_dir(follow_symlinks=False):
                         if name not in _FOLDERS and not self._is_left_out(path, folder=True):
                             folders.append(path + "/")
@@ -145,10 +145,8 @@ class Outputs:
 
 
 class GrowingOutputs(Growing):
-    """The thread that copies `Outputs` below ``target``, every `OUTPUT_SECONDS` and at the end.
-
-    The keyword arguments are those of `Growing`.
-    """
+    """The thread that copies `Outputs` below ``target``, every `OUTPUT_SECONDS` and at the end. Keywords: see
+    `Growing`."""
 
     def __init__(
         self,
@@ -212,7 +210,7 @@ def _is_temporary(name: str) -> bool:
 
 
 def _rules(file: Path, base: str) -> list[tuple[str, bool, bool, re.Pattern[str]]]:
-    """Return the patterns of one ignore file: where they apply, negated, for folders only, and what they match.
+    """Return the patterns of one ignore file: base folder, negated, for folders only, and regular expression.
 
     These are gitignore(5)'s patterns without escapes by a backslash: names, paths, ``*``, ``?``, ``[…]``, ``**``.
     """
@@ -228,7 +226,7 @@ def _rules(file: Path, base: str) -> list[tuple[str, bool, bool, re.Pattern[str]
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    """Return what a path below the pattern's base matches; a name without a slash matches in every folder."""
+    """Return the regular expression of a path below the pattern's base. A name without a slash fits in every folder."""
     parts = pattern.lstrip("/").split("/") if "/" in pattern else ["**", pattern]
     inner = "".join("(?:.*/)?" if part == "**" else _segment(part) + "/" for part in parts[:-1])
     with contextlib.suppress(re.error):

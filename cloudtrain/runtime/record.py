@@ -17,10 +17,10 @@ __all__ = ["write_record"]
 def write_record(
     live: Path, name: str, record: Mapping[str, Any], *, failure_file: str | None, temporary: str = ".part"
 ) -> None:
-    """Write ``live/exit/<name>.json``, and the reason to ``failure_file``, where the platform looks for it.
+    """Write ``live/exit/<name>.json``, and the reason to ``failure_file``, which the platform reads.
 
-    A node may write its record twice. So the record has a name that ends in ``temporary`` until it is whole, and a
-    reader sees the old record or the new one. A disk that fails is only reported.
+    A node may write its record twice. So the record's name ends in ``temporary`` until it is whole. A reader sees the
+    old record or the new one. A disk that fails is only reported.
     """
     try:
         whole = {"protocol": 1, **record, "ended": time.time()}

@@ -1,10 +1,9 @@
-"""A run's secrets taken out of text before it leaves the node: log lines, segments, exit records, tracebacks.
+"""Take a run's secrets out of text before it leaves the node: log lines, segments, exit records, tracebacks.
 
-Only the values of ``secrets``, in the forms in which programs show a text: as it is, escaped as by Python's ``repr``,
-by JSON and in a URL, and each line of one that has several; of one that is JSON, the fields that are named like a
-secret. What cannot be found: a value shorter than `SHORTEST`, one that a script has changed (base64, a hash, reversed)
-or printed in pieces on several lines, one that stands where a line or a traceback is cut for its length, and whatever a
-script writes to files of its own.
+Only the values of ``secrets`` are taken out, in the forms in which programs show a text: as it is, escaped by Python's
+``repr``, by JSON and in a URL, and each line of several. In a JSON value, fields that are named like a secret count
+too. Values shorter than `SHORTEST` or changed (base64, a hash, reversed) are not found. Nor are those printed in pieces
+on several lines, cut with a long line or traceback, or written to the script's own files.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ __all__ = ["SHORTEST", "Redactor"]
 
 _KEY = re.compile(r"pass|secret|token|key(?!_?id)|credential", re.IGNORECASE)
 SHORTEST = 8
-"""Characters; shorter values stand in too much that is no secret."""
+"""Characters. Shorter values are part of too many harmless texts."""
 
 
 class Redactor:
-    """Takes out what it has learnt; each value becomes ``***NAME***``."""
+    """A filter that replaces each learnt value by ``***NAME***``."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._pattern: re.Pattern[str] | None = None
 
     def learn(self, secrets: Mapping[str, str]) -> None:
-        """Take out the values of ``secrets`` too from now on; by name."""
+        """Take out the values of ``secrets``, given by name, from now on."""
         for name, value in secrets.items():
             for part in (value, *_leaves(value)):
                 for form in _forms(part):
@@ -38,13 +37,13 @@ class Redactor:
             self._pattern = re.compile("|".join(map(re.escape, forms)))
 
     def __call__(self, text: str) -> str:
-        """``text`` without them."""
+        """Return ``text`` without the learnt values."""
         pattern = self._pattern
         return pattern.sub(lambda match: f"***{self._names[match[0]]}***", text) if pattern is not None else text
 
 
 def _leaves(value: str) -> Iterator[str]:
-    """Of a secret that is JSON, as a database's is, the texts whose names say that they are one."""
+    """Yield the texts of a JSON secret, such as a database's, whose names say that they are secret."""
     try:
         todo = [("", json.loads(value))]
     except (ValueError, RecursionError):
@@ -62,7 +61,7 @@ def _leaves(value: str) -> Iterator[str]:
 def _forms(value: str) -> Iterator[str]:
     from urllib.parse import quote, quote_plus
 
-    # What is no UTF-8 arrives as a log line would show it.
+    # A log line shows bytes that are not UTF-8 in this form.
     shown = value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     for text in (value, shown, *shown.splitlines(), shown.strip()):
         plain = text.strip("\r\n")

@@ -1,4 +1,4 @@
-"""What a run starts from: complete checkpoints, best first, and putting one where the script finds it."""
+"""Choose the checkpoint that a run starts from, best first, and put it where the script finds it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, DigestError, StorageError
-from ..values import family
 from . import checkpoints
 from .archive import Archive
+from .checkpoint_names import family
 from .checkpoints import Complete, shape_of
-from .direct import Direct, RefusedError
 from .history import was_direct
+from .store_checkpoints import Direct, RefusedError
 from .workspace import Workspace
 
 __all__ = ["Resume"]
 
 PATIENCE, PAUSE = 300.0, 15.0
-"""Seconds for which a store that is silent is asked, and between two times, where the answer may be all there is."""
+"""Seconds for which a silent store is asked, and between two questions, if it may hold all there is."""
 RUN_FOLDER = "/live/checkpoints"
-"""How the URL of another run's checkpoints ends; any other folder is the user's own."""
+"""Ending of the URL of another run's checkpoints; any other folder is the user's own."""
 _OF_RUN = re.compile(rf".*/runs/([^/]+){RUN_FOLDER}(?:/([^/]+).*)?")
 
 Message = dict[str, Any]
 
 
 class Resume:
-    """Of one node. ``live`` is this run's own folder; ``given`` is where ``resume_from``, a ``url``, appears here.
+    """The resume of one node. ``live`` is this run's own folder, ``given`` the path here of ``resume_from``, a ``url``.
 
-    ``source`` is the URL that the one at ``url`` was copied from, if it was.
+    ``source`` is the URL that the checkpoint at ``url`` was copied from, if it was.
     """
 
     def __init__(
@@ -57,20 +57,20 @@ class Resume:
         self._say = say
         self._placed: list[Path] = []
         self.shapes: dict[str, Counter[str]] = {}
-        """What this node itself had written of the restored ones, by `family`."""
+        """Files of the restored ones that this node itself had written, by `family`."""
         self._foreign: dict[str, set[str]] = {}
-        """What other nodes had written of them, by name. Of nodes that there are no longer, node 0 is the heir."""
+        """Files of them that other nodes had written, by name. Node 0 takes those of nodes that no longer exist."""
         self.damaged: list[Path] = []
-        """Folders of this run's own that look complete and are not: ``live/checkpoints/…``, or ``live/archive/…``."""
+        """Folders of this run that look complete and are not: ``live/checkpoints/…``, or ``live/archive/…``."""
 
     def candidates(self) -> Iterator[tuple[str, float, Message]]:
-        """Name, time of saving and message for every node, best first: this run's own, then what was given.
+        """Yield name, time of saving and message for every node, best first: this run's own, then the given ones.
 
-        Its own are those in ``live`` and in the archive. Each node downloads the archived one that it restores.
+        The run's own are in ``live`` and in the archive. Each node downloads the archived one that it restores.
 
-        The message also names the checkpoints that the script's pointers hold, and of each whose name has no number but
-        a version the newest: a script that looks for its ``last.ckpt`` would begin afresh without one, and go on from
-        an old one beside which it had written ``last-v1.ckpt``.
+        The message also names the targets of the script's pointers, and the newest version of each name without a
+        number. A script that looks for its ``last.ckpt`` would begin afresh without one. It would resume from an old
+        one if it had written ``last-v1.ckpt`` beside it.
         """
         own = self._live / "checkpoints"
         here = checkpoints.complete(own, say=self._say, marks=self._marks)
@@ -82,38 +82,38 @@ class Resume:
     def _own_messages(
         self, folder: Path, here: Sequence[Complete], there: Sequence[Complete]
     ) -> Iterator[tuple[str, float, Message]]:
-        """Yield `candidates` of this run, newest first. Of one that is in both places, that in ``live`` comes first."""
+        """Yield `candidates` of this run, newest first. If one is in both places, that in ``live`` comes first."""
         roots = {id(item): root for root, items in (("archive", there), ("own", here)) for item in items}
         found = sorted([*there, *here], key=lambda item: checkpoints.sort_key(item.commit))
-        for item in reversed(checkpoints.resumable(found)):
+        for item in reversed(checkpoints.resumable_checkpoints(found)):
             yield self._message(roots[id(item)], folder, item, beside=here)
 
     def _messages(
         self, root: str, folder: Path, found: Sequence[Complete], *, beside: Sequence[Complete] = ()
     ) -> Iterator[tuple[str, float, Message]]:
         """Yield `candidates` of one place, ``found``; ``beside`` are those in ``live``, from which others come back."""
-        for item in reversed(checkpoints.resumable(found)):
+        for item in reversed(checkpoints.resumable_checkpoints(found)):
             yield self._message(root, folder, item, beside=beside)
 
     def _message(
         self, root: str, folder: Path, item: Complete, *, beside: Sequence[Complete]
     ) -> tuple[str, float, Message]:
-        also = self._beside(item, beside, checkpoints.resumable(beside))
+        also = self._beside(item, beside, checkpoints.resumable_checkpoints(beside))
         place, *more = (c.folder.relative_to(folder).as_posix() for c in (item, *also))
         saved = checkpoints.sort_key(item.commit)[2]
         return item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
 
     def _beside(self, item: Complete, found: Sequence[Complete], states: Sequence[Complete]) -> list[Complete]:
-        """What comes back beside ``item``, newest first, without what is known to be damaged; given is oldest first."""
+        """Return the undamaged checkpoints that come back beside ``item``, newest first; ``found`` is oldest first."""
         named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
         whole, good = ([other for other in some if other.folder not in self.damaged] for some in (found, states))
         return checkpoints.companions(item, whole, good, named)
 
     def direct(self, space: Workspace) -> Direct | None:
-        """The newest that the script wrote to the store by itself.
+        """Return the newest checkpoint that the script wrote to the store by itself.
 
-        A store that does not answer matters to a run that has used it so: then `CloudtrainError`. One that would begin
-        afresh asks again for `PATIENCE` seconds: it may have used it too, or its nodes may have no way there.
+        Raises `CloudtrainError` if a store does not answer that the run has used so. A run that would begin afresh asks
+        again for `PATIENCE` seconds: it may have used the store too, or its nodes may have no way there.
         """
         afresh = not checkpoints.complete(self._live / "checkpoints")
         deadline = time.monotonic() + (PATIENCE if afresh else 0.0)
@@ -133,10 +133,10 @@ class Resume:
         return self._live / "checkpoints" if root == "own" else self._given
 
     def restore(self, message: Mapping[str, Any], space: Workspace) -> tuple[str, bool]:
-        """(why not, whether it is damaged) of the checkpoint of ``message``; ("", False) when it is in place here.
+        """Restore the checkpoint of ``message``. Return why not and whether it is damaged; ("", False) on success.
 
-        What an earlier try put in place goes. By the times of change it is the newest here, as a script may look for
-        that, and what comes back beside it is older.
+        Checkpoints of an earlier try are removed. By its times of change the restored one is the newest here, as a
+        script may look for that; those that come back beside it are older.
         """
         self.clear()
         self._root_of_restored = message["root"]
@@ -152,34 +152,34 @@ class Resume:
             except (DigestError, StorageError) as exc:
                 self._say(f"{exc}; left out")
         now = time.time()
-        for age, path in enumerate(self._placed):  # in whole seconds, as some file systems know no others
+        for age, path in enumerate(self._placed):  # in whole seconds: some file systems have no others
             checkpoints.date(path, now - age)
         if message["root"] != "given":
             self._point(space)
         return "", False
 
     def begin(self, message: Mapping[str, Any], space: Workspace, tell: Callable[[Message], None]) -> None:
-        """`restore` in a thread, whose answer goes to ``tell``: a notice must be heard while gigabytes come."""
+        """Call `restore` in a thread, then ``tell`` with its answer: a notice must arrive while gigabytes come."""
 
         def work() -> None:
             try:
                 why, damaged = self.restore(message, space)
-            except Exception as exc:  # noqa: BLE001  whatever it was, node 0 waits for an answer
+            except Exception as exc:  # noqa: BLE001  in any case node 0 waits for an answer
                 why, damaged = f"{type(exc).__name__}: {exc}", False
             tell({"t": "restored", "why": why, "damaged": damaged, "failures": []})
 
         threading.Thread(target=work, name="restore", daemon=True).start()
 
     def pass_over(self, message: Mapping[str, Any]) -> None:
-        """Some node found the checkpoint of ``message`` damaged."""
+        """Note that some node found the checkpoint of ``message`` damaged."""
         if message["root"] != "given":
             place = "checkpoints" if message["root"] == "own" else "archive"
             self.damaged.append(self._live / place / message["folder"])
 
     def clear(self) -> None:
-        """Take away what was put in place, when it is not resumed from: a script may look for the newest itself."""
+        """Remove the restored files if the run does not resume from them: a script may look for the newest itself."""
         for path in self._placed:
-            checkpoints.remove(path)
+            checkpoints.remove_path(path)
         self._placed.clear()
         self.shapes.clear()
         self._foreign.clear()
@@ -189,7 +189,7 @@ class Resume:
             watch.set_aside(name, others)
 
     def _place(self, root: str, folder: str, space: Workspace) -> None:
-        """Raises `DigestError` for what is damaged, `StorageError` for a disk, mount or store that fails."""
+        """Restore one checkpoint. Raises `DigestError` for a damaged one, `StorageError` for a disk, mount or store."""
         if root != "archive":
             self._place_from((self._root(root) or self._live) / folder, folder, space)
             return
@@ -198,7 +198,7 @@ class Resume:
             self._bring(folder, whole)
             self._place_from(whole, folder, space)
         finally:
-            checkpoints.remove(whole)
+            checkpoints.remove_path(whole)
 
     def _bring(self, folder: str, whole: Path) -> None:
         """Download an archived checkpoint. Raises `DigestError` and `StorageError`."""
@@ -227,13 +227,13 @@ class Resume:
         checkpoints.restore(checkpoint, target, node=space.node)
         self._placed.append(target)
         if own := written.get(space.node):
-            self.shapes.setdefault(family(checkpoint.name), shape_of(own))  # that of the first one, the best
+            self.shapes.setdefault(family(checkpoint.name), shape_of(own))  # the shape of the first one, the best
         here = range(space.nodes) if space.node == 0 else written.keys()
         others = set[str]().union(*(paths for node, paths in written.items() if node in here))
         self._foreign[checkpoint.name] = others - (own or set())
 
     def _point(self, space: Workspace) -> None:
-        """This node's pointers again, to what is here."""
+        """Write this node's pointers again, to entries that are here."""
         watch = space.watch()
         here = watch.entries()
         for name, pointer in checkpoints.read_pointers(self._live).get(space.node, {}).items():
@@ -245,9 +245,9 @@ class Resume:
                 self._placed.append(watch.place(name, None))
 
     def fallback(self, tried: int) -> tuple[str, str]:
-        """(folder, why not): what to start from when no checkpoint could be restored, after ``tried`` of them.
+        """Return the folder to start from if no checkpoint could be restored, after ``tried`` of them, and why not.
 
-        A folder of the user's own is used as it is. A run that was named, but has nothing complete, is a mistake.
+        A folder of the user's own is used as it is. A named run without a complete checkpoint is a mistake.
         """
         if self._given is None:
             return "", ""
@@ -258,10 +258,10 @@ class Resume:
         return str(self._given), ""
 
     def title(self, name: str) -> str:
-        """Return what messages call the checkpoint ``name`` that is restored: ``RUN/NAME`` where it is another run's.
+        """Return the name that messages give the restored checkpoint ``name``: ``RUN/NAME`` if it is another run's.
 
-        Without a name, what they call the folder that `fallback` gives: its own name, after that of the folder that
-        its ``checkpoints`` lies in.
+        An empty ``name`` stands for the folder of `fallback`: its own name, after that of the folder that its
+        ``checkpoints`` lies in.
         """
         run = _OF_RUN.fullmatch(self._source)
         if name and self._root_of_restored != "given":

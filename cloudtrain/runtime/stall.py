@@ -1,8 +1,8 @@
-"""A run that has gone silent: noticing it, and finding out which rank sits where.
+"""Detect a run that has gone silent, and find out where each of its ranks is.
 
-Every node tells node 0 of its signs of life. Node 0, which has heard of none for too long, lets every rank of every
-node print its stacks; each node reads from them where its ranks' main threads are and tells node 0, which names the one
-that is elsewhere than the others: in a deadlocked collective that is the rank that never came.
+Every node sends node 0 its signs of life. After too long a silence node 0 lets every rank of every node print its
+stacks. Each node reads its ranks' main threads from them and reports to node 0. Node 0 names the rank that is elsewhere
+than the others: in a deadlocked collective that is the rank that never came.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from .cause import Failure
 from .launch import Ranks
 from .nccl import Recorder
 
-__all__ = ["KINDS", "Look", "Place", "Stall", "culprit", "place_of", "told"]
+__all__ = ["KINDS", "Look", "StackPosition", "Stall", "culprit", "innermost_position", "told"]
 
 KINDS = ("alive", "stacks", "where")
-"""Messages of the node link that belong here."""
+"""Messages of the node link for this module."""
 ALIVE_SECONDS = 5.0
-"""A node tells of its signs of life this often at most; of a short limit, in a quarter of it."""
+"""Least time between two messages about signs of life; a quarter of a short limit."""
 LATE_SECONDS = 1.0
-"""So late a sign of life may reach node 0."""
+"""Longest delay of a sign of life on its way to node 0."""
 LOOK_SECONDS = 2.5
 ANSWER_SECONDS = 3.0
-"""How long a node waits for its ranks' stacks and dumps, and node 0 for all nodes' answers."""
+"""Longest wait of a node for its ranks' stacks and dumps, and of node 0 for all nodes' answers."""
 NAMED = 3
-"""So many places are told of, the rarest, and one more if it is the last; so many ranks of one of them by number."""
+"""Most places in a message, the rarest, and one more if it is the last; most ranks of one place by number."""
 
 Message = dict[str, Any]
 
@@ -39,15 +39,15 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _ESCAPED = re.compile(r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _FOREIGN = re.compile(r"torch/|.*/lib(?:64)?/python3\.\d+/|.*\.(?:zip|pyz)/|<")
-"""Of torch, Python or ourselves, once what leads to a folder of packages is cut off."""
+"""Files of torch, Python or ourselves, after the path to a folder of packages is cut off."""
 
 
 # ------------------------------------------------------------------------------------------------- where one rank is
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank's main thread is: the user's own line, and the innermost function. ``why`` when nobody knows."""
+class StackPosition:
+    """The place of a rank's main thread: the user's own line, and the innermost function. ``why`` if it is unknown."""
 
     node: int
     rank: int
@@ -58,7 +58,7 @@ class Place:
 
     @property
     def where(self) -> tuple[str | None, int | None, str, str]:
-        """What ranks in the same place have in common."""
+        """Return the facts that ranks in the same place have in common."""
         return self.file, self.line, self.function, self.why
 
 
@@ -66,10 +66,10 @@ Frame = tuple[str, int | None, str]
 
 
 def frames_of(lines: Iterable[str], bottom: str) -> tuple[list[Frame], bool]:
-    """The main thread's frames, innermost first, from what faulthandler has printed so far; and whether that is all.
+    """Return the main thread's frames, innermost first, in faulthandler's output so far, and whether that is all.
 
-    The main thread is the one that began in the file ``bottom``, else the last one: the others come before it, and of
-    more than a hundred the last are left out. Its first line may follow a progress bar that has no end of line yet.
+    The main thread is the one that began in the file ``bottom``, else the last one. The others come before it; of more
+    than a hundred the last are left out. Its first line may follow a progress bar without an end of line.
     """
     frames: list[Frame] = []
     for line in lines:
@@ -88,24 +88,24 @@ def _unescaped(found: re.Match[str]) -> str:
     return character if character.isprintable() else found[0]
 
 
-def place_of(node: int, rank: int, frames: Sequence[Frame], *, code: Path, bottom: str) -> Place:
-    """The innermost frame below ``code``; else the innermost neither Python's nor torch's; else the innermost."""
+def innermost_position(node: int, rank: int, frames: Sequence[Frame], *, code: Path, bottom: str) -> StackPosition:
+    """Return the innermost frame below ``code``; else the innermost not of Python or torch; else the innermost."""
     if not frames:
-        return Place(node, rank, why="did not answer")
+        return StackPosition(node, rank, why="did not answer")
     theirs = [frame for frame in frames if frame[0] != bottom] or frames
     own = [frame for frame in theirs if frame[0].startswith(f"{code}/")]
     other = [frame for frame in theirs if not _FOREIGN.match(_known_as(frame[0], code))]
     file, line, _ = (own or other or theirs)[0]
-    return Place(node, rank, _known_as(file, code), line, frames[0][2])
+    return StackPosition(node, rank, _known_as(file, code), line, frames[0][2])
 
 
 def _known_as(file: str, code: Path) -> str:
-    """A path as the user knows it: below the code, or below a folder of packages."""
+    """Return a path as the user knows it: below the code, or below a folder of packages."""
     return _PACKAGES.sub("", file.removeprefix(f"{code}/"))
 
 
 class Look:
-    """One look at the ranks of this node: they print their stacks and dump their flight recorders, once it is made."""
+    """One look at the ranks of this node: making it lets them print their stacks and dump their flight recorders."""
 
     def __init__(self, ranks: Ranks, recorder: Recorder, *, node: int, code: Path, bottom: Path) -> None:
         self._ranks, self._recorder = ranks, recorder
@@ -115,42 +115,44 @@ class Look:
         self._until = time.monotonic() + LOOK_SECONDS
 
     def over(self) -> bool:
-        """Whether every rank has said all that is asked of it, or will not."""
+        """Return whether every rank has answered, or will not."""
         whole = all(frames_of(list(lines), self._bottom)[1] for lines in self._lines.values())
         return (whole and self._recorder.answered()) or time.monotonic() > self._until
 
-    def places(self) -> list[Place]:
-        """Of every rank that has not ended."""
+    def places(self) -> list[StackPosition]:
+        """Return the place of every rank that has not ended."""
         return [self._place(local, list(lines)) for local, lines in sorted(self._lines.items())]
 
-    def _place(self, local: int, lines: list[str]) -> Place:
+    def _place(self, local: int, lines: list[str]) -> StackPosition:
         rank = self._ranks.first_rank + local
         if local not in self._ranks.pids:
-            return Place(self._node, rank, why="has not started")
-        return place_of(self._node, rank, frames_of(lines, self._bottom)[0], code=self._code, bottom=self._bottom)
+            return StackPosition(self._node, rank, why="has not started")
+        return innermost_position(
+            self._node, rank, frames_of(lines, self._bottom)[0], code=self._code, bottom=self._bottom
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- where all are
 
 
-def _groups(places: Iterable[Place]) -> list[list[Place]]:
-    """Those in the same place together, the rarest first."""
-    found: dict[Any, list[Place]] = {}
+def _groups(places: Iterable[StackPosition]) -> list[list[StackPosition]]:
+    """Return the places in groups of equal ones, the rarest first."""
+    found: dict[Any, list[StackPosition]] = {}
     for place in sorted(places, key=lambda place: place.rank):
         found.setdefault(place.where, []).append(place)
-    return sorted(found.values(), key=len)  # stable: of two of one size the one with the lowest rank
+    return sorted(found.values(), key=len)  # stable: of equal sizes, the lowest rank first
 
 
-def culprit(places: Sequence[Place]) -> Place | None:
-    """The one rank that is alone in its place while all others share one; or that is the only one."""
+def culprit(places: Sequence[StackPosition]) -> StackPosition | None:
+    """Return the one rank that is alone in its place while all others share one, or that is the only one."""
     groups = _groups(places)
     if len(places) == 1 or (len(groups) == 2 and len(groups[0]) == 1 < len(groups[1])):
         return groups[0][0]
     return None
 
 
-def told(places: Sequence[Place]) -> str:
-    """``rank 3 on node 1 is at train.py:40 (load_batch), the other 3 are at train.py:52 (all_reduce)``."""
+def told(places: Sequence[StackPosition]) -> str:
+    """Return ``rank 3 on node 1 is at train.py:40 (load_batch), the other 3 are at train.py:52 (all_reduce)``."""
     groups = _groups(places)
     named, rest = (groups, []) if len(groups) <= NAMED + 1 else (groups[:NAMED], groups[NAMED:])
     parts = [_group(group, others=i > 0, last=not rest and i == len(named) - 1) for i, group in enumerate(named)]
@@ -159,7 +161,7 @@ def told(places: Sequence[Place]) -> str:
     return ", ".join(parts)
 
 
-def _group(group: Sequence[Place], *, others: bool, last: bool) -> str:
+def _group(group: Sequence[StackPosition], *, others: bool, last: bool) -> str:
     count, first = len(group), group[0]
     if count == 1:
         who = f"rank {first.rank} on node {first.node}"
@@ -178,10 +180,10 @@ def _group(group: Sequence[Place], *, others: bool, last: bool) -> str:
 
 
 class Stall:
-    """One node's part. ``send(node, message)`` reaches a node, our own too; ``peers()`` are those now alive.
+    """One node's part. ``send(node, message)`` reaches a node, our own too; ``peers()`` are the live ones.
 
-    ``last()`` is when this node last showed a sign of life (monotonic seconds); ``look()`` makes a `Look`, None where
-    no rank was started. `take` is given the messages of `KINDS`; `tick` is called a few times a second.
+    ``last()`` is when this node last showed a sign of life (monotonic seconds). ``look()`` makes a `Look`, None if no
+    rank was started. Call `take` with the messages of `KINDS`, and `tick` a few times a second.
     """
 
     def __init__(
@@ -200,10 +202,10 @@ class Stall:
         self._alive = self._told = time.monotonic()  # the wait for peers before this is no stall
         self._look: Look | None = None
         self._asked: tuple[float, set[int]] | None = None
-        self._answers: dict[int, list[Place]] = {}
+        self._answers: dict[int, list[StackPosition]] = {}
 
     def take(self, sender: int, message: Mapping[str, Any]) -> None:
-        """A message of `KINDS` from node ``sender``."""
+        """Take a message of `KINDS` from node ``sender``."""
         if message["t"] == "alive":
             self._alive = max(self._alive, time.monotonic() - message["age"])
         elif message["t"] == "stacks":
@@ -211,10 +213,10 @@ class Stall:
             if self._look is None:
                 self._send(0, {"t": "where", "ranks": []})
         else:
-            self._answers[sender] = [Place(**place) for place in message["ranks"]]
+            self._answers[sender] = [StackPosition(**place) for place in message["ranks"]]
 
     def tick(self, *, over: bool) -> Failure | None:
-        """Do what is due; on node 0 the failure of a run that has stalled, unless it is ``over`` for another cause."""
+        """Do what is due. On node 0, return the failure of a stalled run, unless it is ``over`` for another cause."""
         now = time.monotonic()
         self._tell(now)
         if self._look is not None and self._look.over():
@@ -243,7 +245,7 @@ class Stall:
         places = [place for node in asked & set(self._answers) for place in self._answers[node]]
         for node in asked - set(self._answers):
             ranks = range(node * self._processes, (node + 1) * self._processes)
-            places += [Place(node, rank, why="did not answer") for rank in ranks]
+            places += [StackPosition(node, rank, why="did not answer") for rank in ranks]
         text = f"no line, metric or checkpoint from any rank for {self._limit:g} s"
         alone = culprit(places)
         return Failure(

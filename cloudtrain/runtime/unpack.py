@@ -1,8 +1,7 @@
-"""The far end of a bundle: its archive checked against the manifest's digest and laid out in a folder.
+"""Check a bundle's archive against the manifest's digest, and lay it out in a folder.
 
-Nothing of the archive is believed but what the manifest says, and nothing of the manifest before its sha256 is the one
-promised. Standard library alone; ``tarfile`` only reads headers here, since its ``extract(filter=)`` is not in every
-3.10 and 3.11.
+Only the manifest is trusted, and only after its sha256 matches the promised one. Standard library alone; ``tarfile``
+only reads headers here, since its ``extract(filter=)`` is not in every 3.10 and 3.11.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _CHUNK = 2**20
 _LINKS_MAX = 40  # as Linux: a longer chain of links leads nowhere
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MODES = ("0644", "0755")
-# What gzip and tarfile raise on bytes that are no tar.gz; the last ones are not documented, but seen.
+# Errors of gzip and tarfile for bytes that are no tar.gz; the last ones were seen, though not documented.
 _MALFORMED = (
     tarfile.TarError,
     gzip.BadGzipFile,
@@ -52,7 +51,7 @@ def unpack(archive: Path, target: Path, *, digest: str) -> dict[str, Any]:
 
     ``digest`` is the sha256 (hex) of the bundle's manifest. Returns ``{"digest", "files", "bytes"}``, the last two
     counted over all files and links. Raises `DigestError` for an archive that is not exactly that bundle, or one whose
-    names or links lead out of ``target``, and `StorageError` when the archive cannot be read or ``target`` not made
+    names or links lead out of ``target``. Raises `StorageError` when the archive cannot be read or ``target`` not made
     (no space, read-only, already there and not empty).
     """
     with _one_line(archive, target), gzip.open(archive, "rb") as content, _new_folder(target) as folder:
@@ -77,7 +76,7 @@ def _one_line(archive: Path, target: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _new_folder(target: Path) -> Iterator[str]:
-    """A folder beside ``target`` that becomes it when all went well, and is gone otherwise."""
+    """Yield a folder beside ``target``. Rename it to ``target`` on success, else remove it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent)
     try:
@@ -90,14 +89,14 @@ def _new_folder(target: Path) -> Iterator[str]:
 
 
 class _Bounded:
-    """A decompressed stream that yields no more bytes than it was allowed, so that no archive can swell."""
+    """A decompressed stream that yields no more bytes than allowed, so that no archive can swell."""
 
     def __init__(self, content: IO[bytes] | gzip.GzipFile) -> None:
         self._content = content
         self._left = _MANIFEST_MAX + 2**16
 
     def allow(self, size: int) -> None:
-        """Expect ``size`` bytes from here on, instead of what was left."""
+        """Expect ``size`` bytes from here on."""
         self._left = size
 
     def read(self, size: int) -> bytes:
@@ -140,7 +139,7 @@ def _lay_out(content: _Bounded, folder: str, digest: str) -> dict[str, dict[str,
 
 
 def _manifest(tar: tarfile.TarFile, digest: str) -> dict[str, dict[str, Any]]:
-    """The checked rows of the archive's first member, by path."""
+    """Return the checked rows of the archive's first member, by path."""
     member = tar.next()
     if member is None or member.name != MANIFEST or member.type != tarfile.REGTYPE or member.size > _MANIFEST_MAX:
         raise DigestError(f"is no bundle: it does not start with {MANIFEST}")
@@ -185,14 +184,14 @@ def _check_place(path: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _parents(path: str) -> Iterator[str]:
-    """``a`` and ``a/b`` of ``a/b/c``."""
+    """Yield ``a`` and ``a/b`` for ``a/b/c``."""
     for i, char in enumerate(path):
         if char == "/":
             yield path[:i]
 
 
 def _leaves(folder: str, link: str, rows: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether ``link`` in ``folder``, with every further link on its way followed, leads out of the tree."""
+    """Return whether ``link`` in ``folder``, with every further link on its way followed, leads out of the tree."""
     here = folder.split("/") if folder else []
     todo = link.split("/")[::-1]
     followed = 0

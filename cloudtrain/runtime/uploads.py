@@ -1,7 +1,7 @@
-"""Whether what a node writes to ``live/`` reaches the store, on a platform whose own agent copies it there.
+"""Check that a node's files reach the store, on a platform whose own agent copies ``live/`` there.
 
-The agent puts a mark beside each file that it has uploaded. An agent that stops does so without a word, so a node
-watches the marks of its checkpoints. When they stay away, the node says so and uploads its files itself.
+The agent puts a mark beside each file that it has uploaded. An agent may stop silently, so a node watches the marks of
+its checkpoints. If they stay away, the node logs that and uploads its files itself.
 """
 
 from __future__ import annotations
@@ -14,32 +14,30 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..errors import CloudtrainError
-from ..provider import SyncAgent
-from .checkpoints import each, modest
+from ..provider_api.node import SyncAgent
+from .checkpoints import in_parallel, modest
 
 __all__ = ["Uploads"]
 
 DEAD_SECONDS = 240.0
 """An agent that has uploaded nothing of a checkpoint for so long has stopped."""
 SLOW_BYTES = 20_000_000.0
-"""Bytes a second of the slowest agent: a file whose upload has begun has this much more time."""
+"""Bytes a second of the slowest agent. A file whose upload has begun gets that much more time."""
 LOOK_SECONDS = 1.0
 RETRY_SECONDS = 20.0
-"""Pause before a file is uploaded again that could not be."""
+"""Pause before a failed upload is tried again."""
 GIVE_UP_SECONDS = 120.0
-"""After the script's end, while the agent is dead: what has not arrived by then is given up."""
+"""Longest wait for files after the script's end, while the agent is dead."""
 SWEEP_SECONDS = 30.0
-"""While the agent is dead: how often the node looks for other files of its own to upload."""
+"""Pause between two looks for other files of the node's own to upload, while the agent is dead."""
 
 _State = tuple[int, int]
 
 
 class Uploads:
-    """The uploads of one node. ``expect`` names files, ``arrived`` tells which of them are there by now.
+    """The uploads of one node. ``expect`` names files, ``arrived`` returns which of them are in the store by now.
 
-    Only what the agent has marked, or the node has uploaded itself, counts as there.
-
-    ``say`` prints a line.
+    Only files that the agent has marked, or the node has uploaded itself, count. ``say`` prints a line.
     """
 
     def __init__(
@@ -56,12 +54,12 @@ class Uploads:
         self._newest = ""
         self._arrived: dict[str, bool] = {}
         self._sign = self._clock()
-        """When a file last reached the store."""
+        """Time at which a file last reached the store."""
         self._ending: float | None = None
         self._hurried = False
         self._put: dict[Path, _State] = {}
         self._shown = False
-        """Whether the agent has ever marked anything."""
+        """True if the agent has ever marked a file."""
         self._busy: set[Path] = set()
         self._retry: dict[Path, float] = {}
         self._failed: set[str] = set()
@@ -69,7 +67,7 @@ class Uploads:
         self._began = time.time()
         self._swept = self._clock()
         self.dead = False
-        """Whether the agent has stopped; the node uploads its files itself."""
+        """True if the agent has stopped; the node uploads its files itself."""
         self.given_up: list[str] = []
         """Keys whose files are not known to be in the store, and are not waited for any more."""
         self._moved: Callable[[], None] = lambda: None
@@ -78,11 +76,11 @@ class Uploads:
 
     @property
     def temporary(self) -> str:
-        """The end of the name of a file that is not whole yet: the agent leaves it alone."""
+        """Return the ending of the names of unfinished files: the agent leaves them alone."""
         return f".part{self.agent.ignored}"
 
     def start(self, moved: Callable[[], None]) -> None:
-        """Begin to look; ``moved`` hears of each file that arrives."""
+        """Begin to look; call ``moved`` for each file that arrives."""
         self._moved = moved
         self._thread.start()
 
@@ -98,32 +96,32 @@ class Uploads:
             self._newest = key
 
     def hurry(self) -> None:
-        """Upload what is pending at once, whatever the agent does: the node may not live until the agent has."""
+        """Upload pending files at once, beside the agent: the node may not live until it has."""
         self._hurried = True
 
     def end(self) -> None:
-        """The script has ended: what cannot be uploaded is waited for no longer than `GIVE_UP_SECONDS`."""
+        """Note the script's end: failed uploads are waited for no longer than `GIVE_UP_SECONDS`."""
         self._ending = self._clock()
 
     def arrived(self) -> dict[str, bool]:
-        """Return the keys that were settled since the last call: whether all their files are there, or given up."""
+        """Return the keys settled since the last call: True if all their files are there, False if given up."""
         with self._lock:
             found, self._arrived = self._arrived, {}
         return found
 
     @property
     def blind(self) -> bool:
-        """Whether the node can neither upload files nor see that they arrive, as the agent has never shown that."""
+        """Return whether the node can neither upload files nor see them arrive, as the agent has never shown that."""
         return self.agent.put is None and not self._shown
 
     @property
     def idle(self) -> bool:
-        """Whether all that was expected is there, and `arrived` has told of it."""
+        """Return whether all expected files are there, and `arrived` has returned them."""
         with self._lock:
             return not self._pending and not self._arrived
 
     def stored(self, path: Path) -> bool:
-        """Whether the file, as it is now, is in the store; or is gone, and need not be."""
+        """Return whether the file, as it is now, is in the store; or is gone, and need not be."""
         try:
             now = _state(path)
         except OSError:
@@ -139,7 +137,7 @@ class Uploads:
         return self._shown
 
     def _marked(self, path: Path, state: _State) -> bool:
-        """Whether the agent has uploaded the file as it is."""
+        """Return whether the agent has uploaded the file as it is."""
         with contextlib.suppress(OSError):
             found = os.stat(f"{path}{self.agent.uploaded}").st_mtime_ns >= state[1]
             self._shown = self._shown or found
@@ -147,7 +145,7 @@ class Uploads:
         return False
 
     def finish(self, seconds: float) -> None:
-        """The node ends: while the agent is dead, upload what else is there, for so many seconds at most."""
+        """Upload the node's other files at its end, for so many seconds at most, if the agent is dead."""
         if self.dead:
             last = threading.Thread(target=self._sweep, args=(True,), name="sweep", daemon=True)
             last.start()
@@ -167,7 +165,7 @@ class Uploads:
                 self._complain(f"{type(exc).__name__}: {exc}")
 
     def step(self) -> None:
-        """Look for marks; upload what the agent does not."""
+        """Look for marks, and upload files in place of a stopped agent."""
         with self._lock:
             pending = {key: set(files) for key, files in self._pending.items()}
         missing = {key: {path for path in files if not self.stored(path)} for key, files in pending.items()}
@@ -201,14 +199,14 @@ class Uploads:
                 self._sweeper.start()
 
     def _bring(self, pending: dict[str, set[Path]], left: set[Path]) -> None:
-        """Upload what is missing, the newest key's files first; stop between two files for a newer key."""
+        """Upload missing files, the newest key's first; stop between two files for a newer key."""
         newest, now = self._newest, self._clock()
         ordered = [path for key in reversed(pending) for path in sorted(pending[key] & left)]
         due = [path for path in ordered if now >= self._retry.get(path, now)]
-        each(lambda path: self._upload(path) if self._newest == newest else None, due)
+        in_parallel(lambda path: self._upload(path) if self._newest == newest else None, due)
 
     def _give_up(self, keys: set[str]) -> None:
-        """After the end, settle what nothing brings to the store as what it is: not there."""
+        """Settle, after the end, the files that cannot reach the store: they are not there."""
         if not self.dead or self._ending is None or not keys:
             return
         if self._clock() - max(self._ending, self._sign) >= GIVE_UP_SECONDS:
@@ -220,7 +218,7 @@ class Uploads:
                     self.given_up.append(key)
 
     def _heard(self) -> None:
-        """The agent has uploaded a file."""
+        """Note that the agent has uploaded a file."""
         self._sign = self._clock()
         self._moved()
         if self.dead:
@@ -237,7 +235,7 @@ class Uploads:
                     self._arrived[key] = True
 
     def _allowance(self, left: set[Path]) -> float:
-        """More seconds, while the agent is at work on a large file."""
+        """Return further seconds to wait while the agent uploads a large file."""
         begun = [path for path in left if os.path.exists(f"{path}{self.agent.uploading}")]
         sizes = []
         for path in begun:
@@ -278,19 +276,19 @@ class Uploads:
             self._say(f"this node cannot upload its files: {why}")
 
     def _sweep(self, last: bool = False) -> None:
-        """Upload what else this node has written: logs, metrics, artifacts, records.
+        """Upload this node's other files: logs, metrics, artifacts, records.
 
         Unless it is the ``last`` time, stop between two files as soon as a checkpoint is pending.
         """
         modest()
         try:
             files = [path for path in self._own() if not self.stored(path)]
-            each(lambda path: self._upload(path) if last or not self._pending else None, files)
+            in_parallel(lambda path: self._upload(path) if last or not self._pending else None, files)
         except Exception as exc:  # noqa: BLE001  the next sweep tries again
             self._complain(f"{type(exc).__name__}: {exc}")
 
     def _own(self) -> Iterator[Path]:
-        """Yield what was written since this node began. What is older was restored, and is in the store.
+        """Yield the files written since this node began. Older ones were restored, and are in the store.
 
         A merged segment bears the time of its last line, so the time of the inode's change counts.
         """

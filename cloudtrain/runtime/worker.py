@@ -1,9 +1,9 @@
-"""One rank: runs the user's script as ``python script`` would, and tells the runtime how it went.
+"""One rank: run the user's script as ``python script`` would, and report its start, error and end to the runtime.
 
 A single file of the standard library, copied into scratch and started by torchrun. It is gone from `sys.modules` before
-the script's first line: the script is ``__main__``, `sys.path` and `sys.argv` are what plain torchrun would give, and
-spawned DataLoader workers import the script, not this file. Two named pipes lead to the runtime: one takes stdout and
-stderr, the other one JSON object a line (start, error, end); its end of file is the moment of death, of any cause.
+the script's first line. The script is ``__main__``, with `sys.path` and `sys.argv` as under plain torchrun. Spawned
+DataLoader workers import the script, not this file. Two named pipes lead to the runtime: one takes stdout and stderr,
+the other one JSON object a line (start, error, end). Its end of file is the moment of death, of any cause.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATH = [_STDLIB, os.path.join(_STDLIB, "lib-dynload"), *sys.path[1:]]
 
 
 def _pipe(name: str) -> int | None:
-    """A write end of the runtime's named pipe, None where there is none; the end of us when nobody reads it."""
+    """Open the runtime's named pipe for writing; return None if there is none. Exit if the runtime does not read it."""
     try:
         fd = os.open(name, os.O_WRONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -37,11 +37,11 @@ def _pipe(name: str) -> int | None:
 
 
 def _report(fd: int | None, pid: int, event: dict[str, Any]) -> None:
-    # A forked child that unwinds to here is not the rank.
+    # A forked child that reaches this line is not the rank.
     if fd is None or os.getpid() != pid:
         return
     event["time_ns"] = time.time_ns()
-    try:  # noqa: SIM105  nothing is imported that Python has not already
+    try:  # noqa: SIM105  imports only modules that Python already has
         os.write(fd, _ours(_line, event))
     except (OSError, TypeError):
         pass
@@ -69,7 +69,7 @@ def _ours(function: Callable[..., T], *args: Any) -> T:
 
 
 def _load(target: list[str]) -> tuple[ModuleType, CodeType]:
-    """The script as ``__main__``: a fresh module and its code object."""
+    """Return the script as ``__main__``: a fresh module and its code object."""
     import builtins
     import importlib.machinery
     import importlib.util
@@ -99,7 +99,7 @@ def _load(target: list[str]) -> tuple[ModuleType, CodeType]:
 
 
 def _where(trace: TracebackType | None) -> tuple[str | None, int | None]:
-    """File and line of the innermost frame that is not the standard library's or a package's, else of the innermost."""
+    """Return file and line of the innermost frame outside the standard library and packages, else of the innermost."""
     import sysconfig
     import traceback
 
@@ -113,7 +113,7 @@ def _where(trace: TracebackType | None) -> tuple[str | None, int | None]:
 
 
 def _trim(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` without this file's own frames."""
+    """Return ``trace`` without this file's own frames."""
     while trace is not None and trace.tb_frame.f_code.co_filename == _trim.__code__.co_filename:
         trace = trace.tb_next
     return trace
@@ -131,7 +131,7 @@ def _named(exc: BaseException) -> str:
         name = f"{module}.{name}"
     try:
         message = str(exc)
-    except Exception:  # noqa: BLE001  an exception that cannot be shown is told by its name
+    except Exception:  # noqa: BLE001  an exception without a text is reported by its name
         message = ""
     return f"{name}: {message}" if message else name
 
@@ -160,7 +160,7 @@ def _error(exc: BaseException, code: int) -> dict[str, Any]:
         said = _complaint(trace)
         why = said or (_named(exc.__context__) if exc.__context__ and not exc.__suppress_context__ else "")
         name = f"SystemExit: {why}" if why else name
-    if said:  # nobody looks for the mistake inside argparse
+    if said:  # the mistake is not inside argparse
         places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(trace)]
         own = next(number for number, place in enumerate(places, 1) if place == (file, line))
         text = "".join(traceback.format_exception(type(exc), exc, trace, limit=own, chain=False))
@@ -177,7 +177,7 @@ def _error(exc: BaseException, code: int) -> dict[str, Any]:
 
 
 def _main() -> None:
-    # Nothing is imported before the script that Python itself has not already: a script's own `json` must win.
+    # Before the script, import only modules that Python itself already has: a script's own `json` must win.
     import _signal  # type: ignore[import-not-found]
     import faulthandler
 
@@ -191,7 +191,7 @@ def _main() -> None:
     fd = _pipe(os.path.join(pipes, f"events-{local}"))
     pid = os.getpid()
     faulthandler.enable()
-    faulthandler.register(_signal.SIGUSR1, all_threads=True)  # before anyone knows of us: it would kill us else
+    faulthandler.register(_signal.SIGUSR1, all_threads=True)  # else the signal would kill this process
     if fd is not None:
         # Only a direct child still has the pipe under this number.
         os.register_at_fork(after_in_child=lambda: os.close(fd) if os.getppid() == pid else None)

@@ -1,4 +1,4 @@
-"""A node's workspace: the folders in scratch, the code unpacked and proved, and all that its ranks are started with."""
+"""A node's workspace: the folders in scratch, the unpacked and checked code, and the start of its ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError, StorageError
-from ..provider import Site
+from ..provider_api.node import NodeEnvironment
 from . import gpus, launch
 from .archive import Archive
 from .cause import Failure
 from .checkpoints import Watch
-from .direct import Direct, newest
+from .host_facts import cpu_count, scratch_folder
 from .launch import Ranks
 from .logs import LogWriter
-from .machine import cpu_count, scratch_folder
 from .metrics import PrintedMetrics
 from .mirror import Mirror
 from .nccl import Recorder
 from .outputs import Outputs
 from .stall import Look
+from .store_checkpoints import Direct, find_newest
 from .unpack import unpack
 from .uploads import Uploads
 
@@ -36,9 +36,9 @@ __all__ = ["Workspace"]
 
 
 class Workspace:
-    """Made in scratch before the first rank. Raises `CloudtrainError` for what keeps this node from starting."""
+    """The folders of a node in scratch, made before the first rank. Raises `CloudtrainError` on any failure."""
 
-    def __init__(self, *, context: Mapping[str, Any], site: Site, log: LogWriter) -> None:
+    def __init__(self, *, context: Mapping[str, Any], site: NodeEnvironment, log: LogWriter) -> None:
         self.context, self._site, self._log = context, site, log
         self.node, self.nodes = site.topology.node_rank, site.topology.nodes
         self.folder = scratch_folder(site.scratch, f"{context['run_id']}-n{self.node}-")
@@ -56,7 +56,7 @@ class Workspace:
             log.say(f"driver {gpus.driver_version()} is older than the image's CUDA; the ranks use {site.cuda_compat}")
 
     def fill(self) -> None:
-        """Code, inputs, requirements and the shim."""
+        """Unpack code, find inputs, install requirements and write the shim."""
         for note in self._site.notes:
             self._log.say(note)
         for folder in (self.checkpoints, self.artifacts, self._home, self.recorder.folder):
@@ -72,15 +72,15 @@ class Workspace:
         if limit := self.context["max_outputs"]:
             skip = self.context["checkpoint_paths"]
             self._outputs = Outputs(self.code, limit=limit, skip=skip, say=self._log.say)
-        # What we were started from may be a link; the ranks append exactly this file to sys.path.
+        # The started path may be a link; the ranks append exactly this file to sys.path.
         self._package = Path(sys.argv[0]).resolve()
         self._worker.write_bytes(_source_of("worker.py"))
 
     def gpu_trouble(self, wait: gpus.Wait) -> tuple[str, str] | None:
-        """Return why no rank can use this node's GPUs, and the category of that failure; None where ranks may.
+        """Return the reason why no rank can use this node's GPUs, and its failure category; None if ranks may.
 
-        A node that is no container shares its machine's GPUs, which its job need not want. A command need not be
-        PyTorch's. ``wait`` is that of `gpus.trouble`.
+        A node that is no container shares its machine's GPUs, which its job need not want. A command need not use
+        PyTorch. ``wait`` is that of `gpus.trouble`.
         """
         if not gpus.count() or self._site.groups_file or self.context["launcher"] == "command":
             return None
@@ -89,7 +89,7 @@ class Workspace:
         return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, wait=wait, needed=needed)
 
     def note_group(self, pid: int) -> None:
-        """A process group that was started here, for an engine whose nodes are no containers."""
+        """Record a process group that was started here, for an engine whose nodes are no containers."""
         if self._site.groups_file:
             with open(self._site.groups_file, "a", encoding="ascii") as stream:
                 stream.write(f"{pid}\n")
@@ -100,7 +100,7 @@ class Workspace:
                 self._lead(self.code / known, {"checkpoints": self.checkpoints, "artifacts": self.artifacts}[ours])
 
     def _has_checkpoints(self, known: str) -> bool:
-        """Whether the job has its checkpoints there: as artifacts too, a torn one would come back over a whole one."""
+        """Return whether the job has checkpoints there: as artifacts too, a torn one could replace a whole one."""
         for pattern in self.context["checkpoint_paths"]:
             if fnmatchcase(known, os.path.normpath(pattern).split("/")[0]):
                 self._log.say(
@@ -111,7 +111,7 @@ class Workspace:
         return False
 
     def _lead(self, known: Path, ours: Path) -> None:
-        """Make a folder that scripts of this platform know a link to one of ours, so that what lands there is kept."""
+        """Replace a folder that this platform's scripts know by a link to one of ours, so that its files are kept."""
         try:
             if known.is_symlink():  # of an earlier start in the same container
                 known.unlink()
@@ -123,7 +123,7 @@ class Workspace:
             self._log.say(f"{known} cannot lead to {ours} ({exc.strerror}); what is written there is not kept")
 
     def inputs(self) -> dict[str, str]:
-        """Path of each channel's folder, or of its file where it is a single one."""
+        """Return the path of each channel's folder, or of its file if it is a single one."""
         return {name: self._input(name, item["file"]) for name, item in self.context["inputs"].items()}
 
     def _input(self, name: str, file: str | None) -> str:
@@ -131,7 +131,7 @@ class Workspace:
         return os.path.abspath(os.path.join(folder, file) if file else folder)
 
     def _install(self, requirements: Path) -> None:
-        """Requirements into an environment in scratch that sees all that is installed already, torch above all."""
+        """Install requirements into an environment in scratch that sees all installed packages, torch above all."""
         self._log.say(f"installing {requirements.name} into scratch")
         home = self.folder / "site"
         venv.EnvBuilder(system_site_packages=True, symlinks=True).create(home)
@@ -154,30 +154,27 @@ class Workspace:
             raise SpecError(f"pip install -r {requirements.name} failed: {last.strip()}", field="source.requirements")
 
     def watch(self) -> Watch:
-        """The checkpoints that the script writes."""
+        """Return a watch of the checkpoints that the script writes."""
         patterns = tuple(self.context["checkpoint_paths"])
         return Watch(folder=self.checkpoints, workdir=self.code, patterns=patterns)
 
     @property
     def checkpoint_url(self) -> str:
-        """Where a script may write checkpoints to the store by itself."""
+        """Return the URL below which a script may write checkpoints to the store by itself."""
         mounted = self._site.paths.get("direct")
         return f"file://{Path(mounted).resolve()}" if mounted else str(self.context["checkpoint_url"])
 
     def direct(self) -> Direct | None:
-        """The newest complete checkpoint there. Raises `CloudtrainError`."""
+        """Return the newest complete checkpoint below `checkpoint_url`. Raises `CloudtrainError`."""
         environ = {**os.environ, **self._export, **self.context["env"], **self._secrets()}
-        return newest(self.checkpoint_url, python=self._python, environ=environ, say=self._log.say)
+        return find_newest(self.checkpoint_url, python=self._python, environ=environ, say=self._log.say)
 
     def readable(self, text: str) -> str:
-        """``text`` without this node's own folders: the same on every attempt, and what the user knows."""
+        """Return ``text`` without this node's own folders: the same on every attempt, and as the user knows it."""
         return text.replace(f"{self.code}{os.sep}", "").replace(str(self.folder), "<scratch>")
 
     def bring_back(self, live: Path) -> None:
-        """Copy the artifacts and outputs of an earlier start of this node to where the script left them.
-
-        Raises `StorageError`. What a mirror that was cut off has left is nobody's file.
-        """
+        """Copy an earlier start's artifacts and outputs to where the script left them. Raises `StorageError`."""
         kinds = {"artifact": self.artifacts, **({"output": self.code} if self._outputs is not None else {})}
         for kind, folder in kinds.items():
             source = live / f"{kind}s" / f"node-{self.node}"
@@ -197,7 +194,7 @@ class Workspace:
         return [name for name in names if name.endswith(marks) or fnmatchcase(name, ".*.part")]
 
     def failure(self, event: Mapping[str, Any], rank: int) -> Failure:
-        """What a rank has said of its end."""
+        """Return a rank's error as a failure."""
         return Failure(
             kind="error",
             node=self.node,
@@ -211,7 +208,7 @@ class Workspace:
         )
 
     def relative(self, file: str | None) -> str | None:
-        """A path in the code as the user knows it."""
+        """Return a path in the code as the user knows it."""
         return file.removeprefix(f"{self.code}{os.sep}") if file else None
 
     def mirror(
@@ -227,7 +224,7 @@ class Workspace:
         uploads: Uploads | None = None,
         archive: Archive | None = None,
     ) -> Mirror:
-        """The mirror of what the script writes here; what ``watch`` sees now was restored."""
+        """Make the mirror of the script's files here; entries that ``watch`` sees now were restored."""
         return Mirror(
             node=self.node,
             nodes=self.nodes,
@@ -276,7 +273,7 @@ class Workspace:
             cpus=self._site.cpus or cpu_count(),
         )
         if context["launcher"] == "command" or context["requirements"]:
-            # A shell script's python, torchrun or pip is the one that would have run the ranks.
+            # Let a shell script use the python, torchrun and pip that would have run the ranks.
             path = environment.get("PATH", os.defpath)
             environment["PATH"] = os.pathsep.join([os.path.dirname(self._python), path])
         arguments = launch.script_arguments(context, values)
@@ -297,7 +294,7 @@ class Workspace:
 
     @property
     def processes(self) -> int:
-        """Ranks on each node."""
+        """Return the number of ranks on each node."""
         return int(self.context["processes"]) if self.context["launcher"] == "torchrun" else 1
 
     def look(self, ranks: Ranks) -> Look:
@@ -305,7 +302,7 @@ class Workspace:
         return Look(ranks, self.recorder, node=self.node, code=self.code, bottom=self._worker)
 
     def keep_dumps(self, attempt: str) -> None:
-        """What flight recorders have written is an artifact, told of in one line."""
+        """Keep the flight recorders' files as artifacts, and log that in one line."""
         target = self.artifacts / "flight-recorder" / attempt
         try:
             names = self.recorder.keep(target)
@@ -348,7 +345,7 @@ class Workspace:
 
 
 def _source_of(name: str) -> bytes:
-    """A file of this package, also out of the zip."""
+    """Return a file of this package, also out of the zip."""
     loader = globals()["__loader__"]
     data: bytes = loader.get_data(os.path.join(os.path.dirname(__file__), name))
     return data

@@ -1,8 +1,8 @@
-"""What ``--json`` prints, as JSON schemas (draft 2020-12): a file for each verb beside this one, and what they share.
+"""JSON schemas (draft 2020-12) of ``--json``: a file for each verb beside this one, and shared definitions.
 
-The files are the source: they refer to each other by their names, so a tool that is given the path of one finds the
-others. `load` gives one that stands alone. A verb that gets a ``--json``, or a field that it prints, gets its place
-here: `tests/test_schemas.py` fails until it has one, and until ``tools/json_page.py`` has made the page anew.
+The files are the source. They refer to each other by name, so a tool that is given the path of one finds the others.
+`load` returns one that stands alone. For a new ``--json``, or a new field in one, add its schema here and run
+``tools/json_page.py``: `tests/test_schemas.py` fails until then.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 __all__ = ["SHARED", "WRITTEN", "load", "names", "path"]
 
 SHARED = "defs"
-"""The file of what the others share; none of its own."""
+"""The file of the definitions that the others share; not a schema itself."""
 WRITTEN = ("job", "settings")
-"""The files of what people write: `cloudtrain.schema` makes them."""
+"""The files of documents that people write: `cloudtrain.settings.schema` makes them."""
 _SUFFIX = ".schema.json"
 
 
 def names() -> list[str]:
-    """Of what there is a schema: the verbs, ``error`` and ``result`` (result.json); sorted."""
+    """Return the names of the schemas: the verbs, ``error`` and ``result`` (result.json); sorted."""
     found = {file.name.removesuffix(_SUFFIX) for file in Path(__file__).parent.glob(f"*{_SUFFIX}")}
     return sorted(found - {SHARED, *WRITTEN})
 
 
 def path(name: str) -> Path:
-    """The file of a schema."""
+    """Return the file of a schema."""
     return Path(__file__).parent / f"{name}{_SUFFIX}"
 
 
 def load(name: str) -> dict[str, Any]:
-    """The schema of ``name``, with all that it refers to in its own ``$defs``. FileNotFoundError for no name of one."""
+    """Return the schema ``name`` with its references in its own ``$defs``. FileNotFoundError for an unknown name."""
     schema, shared = _read(name), _read(SHARED)["$defs"]
     own = schema.get("$defs", {})
     found = {"$defs": {}, **_moved({key: value for key, value in schema.items() if key != "$defs"})}
@@ -51,7 +51,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def _moved(value: Any) -> Any:
-    """``value`` with every reference to the shared file made one to its own."""
+    """Return ``value`` with every reference to the shared file turned into one to its own."""
     if isinstance(value, dict):
         return {
             key: item.replace(f"{SHARED}{_SUFFIX}#", "#") if key == "$ref" and isinstance(item, str) else _moved(item)
@@ -61,7 +61,7 @@ def _moved(value: Any) -> Any:
 
 
 def _refs(value: Any) -> Iterator[str]:
-    """The names in ``$defs`` that ``value`` refers to."""
+    """Yield the names in ``$defs`` that ``value`` refers to."""
     if isinstance(value, dict):
         for key, item in value.items():
             if key == "$ref" and isinstance(item, str):

@@ -1,15 +1,15 @@
-"""Two things for tests: a kit for whoever submits jobs from code of their own, and the contract suite of providers.
+"""Test support: a kit for code that submits jobs, and the contract suite of providers.
 
 The kit is a plugin of pytest that comes with the package (docs/testing.md):
 
 * `cloudtrain.testing.plugin`: its fixtures ``fake_cloud``, ``cloudtrain_store``, ``cloudtrain_snapshot`` and
   ``cloudtrain_offline``.
-* `cloudtrain.testing.clouds`: what takes a platform's place; `scripted` and `locally` are what its jobs do.
-* `cloudtrain.testing.places`, `memory`: where stores and settings then are; `network`: no way out of this machine.
+* `cloudtrain.testing.fake_cloud`: the fake platform; `scripted` and `locally` are its jobs.
+* `cloudtrain.testing.places`, `memory`: stores and settings; `network`: block all but this machine.
 * `cloudtrain.testing.requests`: assertions on a planned request, golden files of plans.
 
-The contract suite is for whoever writes a provider or wants to know that one keeps its word.
-A provider's tests are a `World` (the platform, faked at the wire, or the true one) and a subclass of the suite::
+The contract suite checks a provider. A provider's tests are a `World` (the platform, faked at the wire, or the real
+one) and a subclass of the suite::
 
     # tests/test_myprovider.py
     import pytest
@@ -24,15 +24,15 @@ A provider's tests are a `World` (the platform, faked at the wire, or the true o
             with MyWorld(tmp_path_factory.mktemp("world")) as world:
                 yield world
 
-* `cloudtrain.testing.worlds`: what a World must give, and why it is so little.
-* `cloudtrain.testing.tables`: every field of a Job, with a change of it and where that change must show.
+* `cloudtrain.testing.platform`: the methods of a World.
+* `cloudtrain.testing.tables`: every field of a Job, with a change of it and the place where that change must show.
 * `cloudtrain.testing.contract`: the suite, made of its quick half in `planning` and the half that runs jobs in
-  `running`. These three, `plugin` and `network` import pytest, nothing else here does.
-* `cloudtrain.testing.probe`: the script that the suite submits; it writes down what it sees.
-* ``python -m cloudtrain.testing.matrix``: what every provider does with every field, as a page.
+  `running`. Only these three, `plugin` and `network` import pytest.
+* `cloudtrain.testing.probe`: the script that the suite submits; it records its view.
+* ``python -m cloudtrain.testing.matrix``: a page of each provider's use of every field.
 
-No test can be dropped or replaced by a subclass; one that a platform cannot pass is named in ``xfails`` with the
-reason, and must then really fail. Slow tests, those that run jobs, are marked ``slow``.
+A subclass cannot drop or replace a test. If a platform cannot pass a test, ``xfails`` names it with the reason, and
+the test must then fail. Tests that run jobs are marked ``slow``.
 """
 
 from __future__ import annotations

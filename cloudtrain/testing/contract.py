@@ -1,4 +1,4 @@
-"""The suite that every provider passes. Subclass `ProviderContract` and give it a `World`; see the package's page."""
+"""Run the suite that every provider passes: subclass `ProviderContract` and give it a `FakePlatform`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import pytest
 
 from .planning import PlanContract
+from .platform import FakePlatform
 from .running import RunContract
-from .worlds import World
 
 __all__ = ["ProviderContract"]
 
@@ -18,14 +18,14 @@ __all__ = ["ProviderContract"]
 class ProviderContract(PlanContract, RunContract):
     """One provider's contract. A subclass gives the fixture ``world`` (scope class), and nothing else but ``xfails``.
 
-    ``xfails`` maps a test's name (with its ``[parameter]``, or without for all) to the reason why this platform cannot
-    pass it. Such a test must fail: once it passes, the suite fails until the entry is gone.
+    ``xfails`` maps a test's name (with its ``[parameter]``, or without for all) to the reason this platform cannot pass
+    it. Such a test must fail: once it passes, the suite fails until the entry is gone.
     """
 
     xfails: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Refuse, when it is made, a class that drops or replaces any part of the suite."""
+        """Refuse a class that drops or replaces any part of the suite."""
         super().__init_subclass__(**more)
         suite = {name for part in ProviderContract.__mro__[:-1] for name in vars(part) if not name.startswith("__")}
         suite -= {"world", "xfails"}
@@ -39,8 +39,8 @@ class ProviderContract(PlanContract, RunContract):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls) -> World:
-        """The platform under test, and its provider."""
+    def world(cls) -> FakePlatform:
+        """Return the platform under test, and its provider."""
         raise TypeError(f"{cls.__name__} gives no world")
 
     @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
-"""``python -m cloudtrain.testing.matrix > docs/providers.md``: what every provider does with every field of a Job.
+"""Print ``python -m cloudtrain.testing.matrix > docs/providers.md``: each provider's use of every field of a Job.
 
-The rows are those of the contract suite, planned here and now with each provider of the package; nothing is written by
-hand, so the page cannot say what the code does not do.
+The rows are those of the contract suite, planned here and now with each provider of the package. Nothing is written by
+hand, so the page cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EXIT_CODES
-from ..job import Input, Job, Resources, Source
-from ..provider import Provider, find_provider, provider_names
+from ..job.job import Input, Job, Resources, Source
+from ..provider_api.protocol import Provider
+from ..provider_api.registry import find_provider, provider_names
 from .tables import CASES, ELSEWHERE, PLATFORM, SCRIPT, SECRETS, Place, Row, Sample, by_client, platform_rows, verdict
 
 __all__ = ["main", "page"]
@@ -32,7 +33,7 @@ way: a test fails for a field that is silently ignored, and for one that has no 
 _ENDS = """
 ## How a run can end
 
-Each row is a job that the contract suite submits to every provider's World, and what it must then find.
+Each row is a job that the contract suite submits to every provider's fake platform, and what it must then find.
 
 | what happens | state | category | attempts |
 | --- | --- | --- | --- |
@@ -40,8 +41,8 @@ Each row is a job that the contract suite submits to every provider's World, and
 _CATEGORIES = """
 ## Categories
 
-The exit code is that of `submit` and `wait`. A category that only the platform can bring about is a fault of a World;
-where a platform has no such thing, its World says why.
+The exit code is that of `submit` and `wait`. A category that only the platform can cause is a fault of a fake platform;
+where a platform has no such thing, its fake says why.
 
 | category | exit code | brought about by |
 | --- | --- | --- |
@@ -49,7 +50,7 @@ where a platform has no such thing, its World says why.
 
 
 def page(names: Sequence[str]) -> str:
-    """The whole page, for the providers called ``names``."""
+    """Return the whole page, for the providers called ``names``."""
     providers = [find_provider(name) for name in names]
     notes: list[str] = []
     parts = [_INTRO, "\n## What they are\n\n", *_borders(providers), "\n## Fields\n\n"]
@@ -82,7 +83,7 @@ def _line(*cells: str) -> str:
 
 
 def _column(provider: type[Provider], folder: Path, notes: list[str]) -> dict[str, str]:
-    """The cells of one provider, by field; ``notes`` grows by the reasons that are not in it yet."""
+    """Return the cells of one provider, by field. New reasons are appended to ``notes``."""
     sample = Sample.of(provider)
     store = sample.store or (folder / "store").as_uri()
     place = Place.make(folder, store=store, provider=provider.name, secret=sample.secret)
@@ -116,7 +117,7 @@ def _cell(provider: Provider, name: str, place: Place, rows: Sequence[Row], samp
 
 
 def _help(name: str) -> str:
-    """The field's own help text."""
+    """Return the field's own help text."""
     owner, _, field = name.rpartition(".")
     kinds: dict[str, type[Any]] = {"": Job, "source": Source, "resources": Resources, "inputs": Input}
     found = next(f for f in dataclasses.fields(kinds[owner]) if f.name == field)
@@ -136,7 +137,7 @@ def _categories() -> Iterator[str]:
 
 
 def main() -> None:
-    """The page of the package's own providers, to stdout."""
+    """Print the page of the package's own providers."""
     own = [name for name in provider_names() if find_provider(name).__module__.startswith("cloudtrain.")]
     sys.stdout.write(page(own))
 

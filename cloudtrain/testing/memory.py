@@ -1,7 +1,7 @@
 """Object stores in memory, for tests of a user's own code: one for each scheme that a store or an input may have.
 
-They are put in the place of the real ones where fsspec looks for them, so that whatever the code under test reads and
-writes at ``s3://…`` goes nowhere; nothing else of the store's code is another.
+They replace the real ones in fsspec's registry, so reads and writes at ``s3://…`` stay in memory. The rest of the
+store's code is the real one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEMES = ("memory", "s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, MutableMapping[str, Any]]:
-    """Put an empty store in the place of each of `SCHEMES`, until the test is over; what they hold, by scheme."""
+    """Put an empty store in the place of each of `SCHEMES`, until the test is over. Return their contents by scheme."""
     from fsspec.config import conf
     from fsspec.registry import _registry
 
@@ -29,13 +29,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> dict[str, MutableMapping[str, An
         kind = _kind(scheme)
         held[scheme] = kind.store
         monkeypatch.setitem(_registry, scheme, kind)
-        # What fsspec has options for is left to fsspec (`cloudtrain.access`): obstore would reach the real one.
+        # With options of its own, fsspec is used (`obstore_config`): obstore would reach the real store.
         monkeypatch.setitem(conf, scheme, {"in_memory": True})
     return held
 
 
 def _kind(scheme: str) -> Any:
-    """A new class: fsspec makes instances where it likes, so what is held is held by the class."""
+    """Return a new class. fsspec makes instances at will, so the class holds the contents."""
     from fsspec.implementations.memory import MemoryFileSystem
 
     class Bucket(MemoryFileSystem):  # type: ignore[misc]
@@ -47,19 +47,19 @@ def _kind(scheme: str) -> Any:
 
         @classmethod
         def _strip_protocol(cls, path: Any) -> Any:
-            """Without the account that Azure's URLs may name: no two tests' stores differ by that alone."""
+            """Return the path without the account in Azure's URLs: tests' stores never differ by that alone."""
             if isinstance(path, list):
                 return [cls._strip_protocol(item) for item in path]
             bucket, slash, rest = str(path).removeprefix(f"{scheme}://").strip("/").partition("/")
             return f"/{bucket.partition('@')[0]}{slash}{rest}" if bucket else ""
 
         def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-            """A reader has a place of its own: there are several at once."""
+            """Return a reader with its own position: several may read at once."""
             found = super()._open(path, mode=mode, **kwargs)
             return io.BytesIO(found.getvalue()) if mode == "rb" else found
 
         def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
-            """Of several who create one file at once, one does."""
+            """Create the file; of several concurrent creations one succeeds."""
             with self.creating:
                 super().pipe_file(path, value, mode=mode, **kwargs)
 

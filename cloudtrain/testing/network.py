@@ -1,4 +1,4 @@
-"""No way out of this machine for the Python of a test: whoever reaches for one fails the test, in one line."""
+"""Block the network for the Python of a test: an attempt to leave this machine fails the test, in one line."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """While it stands, sockets of Python reach loopback alone; libraries that bring sockets of their own (gRPC's,
-    obstore's) and other processes are not seen. A plugin of pytest, so that an attempt which the code under test
-    swallows fails the test all the same."""
+    """Guard that lets sockets of Python reach loopback alone. It does not see libraries with their own sockets (gRPC's,
+    obstore's) and other processes. It is a plugin of pytest: if the code under test swallows the error, the test fails
+    all the same."""
 
     def __init__(self, item: pytest.Item) -> None:
         self.item = item
         self.reached: list[str] = []
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Stand in the way of names that are looked up, and of addresses that are connected or sent to."""
+        """Check each name that is looked up, and each address that is connected or sent to."""
 
         def before(call: Callable[..., Any], at: int) -> Callable[..., Any]:
             def guarded(sock: socket.socket, *args: Any) -> Any:
@@ -51,14 +51,14 @@ class Guard:
         if not _is_here(name):
             place = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
             self.reached.append(place if port is not None else name)
-            # No Exception: what tries again on any of those must not try again on this.
+            # No Exception: code that retries on exceptions must not retry on this.
             pytest.fail(_said(self.reached), pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """A test that passed and yet reached out has failed."""
+        """Fail a test that passed but reached for the network."""
         report = yield
         if item is self.item and report.when == "call" and report.passed and self.reached:
             report.outcome, report.longrepr = "failed", _said(self.reached)

@@ -1,12 +1,12 @@
-"""Where a test's stores and settings are: in memory, and nowhere but where the test says."""
+"""Keep a test's stores in memory, and its settings where the test says."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import settings
-from ..store import Store
+from ..settings import settings
+from ..store.store import Store
 from .memory import install
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ _VARIABLE = "CLOUDTRAIN_STORE"
 
 
 class Places:
-    """The stores in memory; ``url`` is the default one's. Made once a test: the stores are empty, and no file of
-    settings is read until `read_settings`."""
+    """Stores in memory; ``url`` is the default one's. Made once a test: the stores are empty, and no file of settings
+    is read until `read_settings`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
@@ -32,16 +32,16 @@ class Places:
 
     @property
     def url(self) -> str:
-        """Of the store that runs use where the code under test names none."""
+        """Return the URL of the store that runs use by default."""
         return settings.Settings.load().store
 
     def use(self, url: str) -> str:
-        """Make the store at ``url`` the default one: one whose scheme the provider reads (``s3://bucket/prefix``)."""
+        """Make the store at ``url`` the default one. The provider must read its scheme (``s3://bucket/prefix``)."""
         self._monkeypatch.setenv(_VARIABLE, url)
         return url
 
     def read_settings(self, path: str | Path) -> None:
-        """Let the file of settings count that is in the folder ``path``, or above it; its store too, in memory."""
+        """Read the file of settings in the folder ``path``, or above it; its store too is in memory."""
         self._folder = Path(path).resolve()
         self._monkeypatch.delenv(_VARIABLE, raising=False)
 
@@ -49,13 +49,13 @@ class Places:
         return settings._Read() if self._folder is None else self._read(self._folder)
 
     def files(self, url: str | None = None) -> list[str]:
-        """The keys of all that lies below ``url`` (default: the default store), sorted."""
+        """Return the sorted keys below ``url`` (default: the default store)."""
         return list(Store(url or self.url).files.list())
 
     def read(self, key: str, url: str | None = None) -> bytes:
-        """What lies at ``key`` below ``url`` (default: the default store). FileNotFoundError when nothing does."""
+        """Return the content of ``key`` below ``url`` (default: the default store). Raises FileNotFoundError."""
         return Store(url or self.url).files.read(key)
 
     def write(self, key: str, data: bytes | str, url: str | None = None) -> None:
-        """Put ``data`` there: data that a job is to read, say."""
+        """Put ``data`` there, such as a job's input."""
         Store(url or self.url).files.write(key, data.encode() if isinstance(data, str) else data)

@@ -1,7 +1,7 @@
-"""The pytest plugin: fixtures with which a user's own code that submits jobs is tested offline (docs/testing.md).
+"""The pytest plugin: fixtures to test a user's own submitting code offline (docs/testing.md).
 
-It is loaded wherever cloudtrain is installed, so this module imports next to nothing; what a fixture needs is imported
-by the fixture.
+It is loaded wherever cloudtrain is installed, so this module imports next to nothing. Each fixture imports what it
+needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from .clouds import FakeCloud
+    from .fake_cloud import FakeCloud
     from .places import Places
 
 __all__ = ["cloudtrain_offline", "cloudtrain_snapshot", "cloudtrain_store", "fake_cloud"]
@@ -25,7 +25,7 @@ _KEPT = frozenset({"CLOUDTRAIN_DEBUG", "CLOUDTRAIN_SNAPSHOTS"})
 
 @pytest.fixture
 def cloudtrain_offline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Any connection of this Python but to this machine fails the test, in one line that says where to."""
+    """Fail the test at any connection of this Python beyond this machine, in one line with the address."""
     from .network import Guard
 
     guard = Guard(request.node)
@@ -38,8 +38,8 @@ def cloudtrain_offline(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def cloudtrain_store(cloudtrain_offline: None, monkeypatch: pytest.MonkeyPatch) -> Places:
-    """An empty store in memory, the default one of the test; no file of settings and no ``CLOUDTRAIN_…`` variable that
-    was set before the tests counts. So is every bucket that the test names (``s3://…``, ``gs://…``, ``abfs://…``)."""
+    """Return the test's default store, empty and in memory. No file of settings and no earlier ``CLOUDTRAIN_…``
+    variable is read. Every bucket that the test names (``s3://…``, ``gs://…``, ``abfs://…``) is in memory too."""
     from .places import Places
 
     for name in _BEFORE - _KEPT:
@@ -51,8 +51,8 @@ def cloudtrain_store(cloudtrain_offline: None, monkeypatch: pytest.MonkeyPatch) 
 def fake_cloud(
     cloudtrain_store: Places, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FakeCloud]:
-    """In place of every provider's platform: plans are the real ones, and what is sent is scripted or run here."""
-    from .clouds import FakeCloud
+    """Replace every provider's platform: plans are the real ones, and sent jobs are scripted or run here."""
+    from .fake_cloud import FakeCloud
 
     cloud = FakeCloud(tmp_path_factory.mktemp("cloudtrain", numbered=True))
     cloud.install(monkeypatch)
@@ -62,10 +62,10 @@ def fake_cloud(
 
 @pytest.fixture
 def cloudtrain_snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """``cloudtrain_snapshot(plan, name=None)``: the plan is that of a golden file, less what changes by itself.
+    """Return ``check(plan, name=None)``: compare the plan with a golden file, less what changes by itself.
 
-    The file is ``snapshots/<name>.json`` beside the test's own (default: the test's name); it is written where
-    ``CLOUDTRAIN_SNAPSHOTS=write`` is set.
+    The file is ``snapshots/<name>.json`` beside the test's own (default: the test's name). If
+    ``CLOUDTRAIN_SNAPSHOTS=write`` is set, it is written.
     """
     from .requests import compare
 

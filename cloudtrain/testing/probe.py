@@ -1,4 +1,4 @@
-"""The script that the contract suite submits: it writes what it sees as an artifact, then does what ``PROBE`` names.
+"""Script that the contract suite submits: it writes its view as an artifact, then does what ``PROBE`` names.
 
 It runs on the node, on its own: the standard library, and torch only for ``gloo``. ``PROBE`` holds words with commas.
 """
@@ -20,11 +20,11 @@ HOLD_SECONDS = 90.0
 LINES = 20
 SECRET = "CONTRACT_SECRET"
 SHOWN = re.compile(r"(CLOUDTRAIN|CONTRACT|PET|TORCHELASTIC|OMP|MASTER|NCCL|TORCH)_|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$")
-"""Variables that are written down; the others are none of the contract, and may be somebody's secrets."""
+"""Variables that are recorded; the others are outside the contract, and may be secrets."""
 
 
 def tree(path: str) -> dict[str, str]:
-    """Text of every file below ``path``, by relative name; of a file itself under its own name."""
+    """Return the text of every file below ``path``, by relative name; a file's own under its name."""
     root = Path(path)
     if root.is_file():
         return {root.name: root.read_text()}
@@ -32,7 +32,7 @@ def tree(path: str) -> dict[str, str]:
 
 
 def sight(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Everything of the script contract, as this rank sees it. Of a secret, only its digest."""
+    """Return everything of the script contract, as this rank sees it. A secret is only its digest."""
     words = {}
     for name in ("contract_dependency", "contract_wheel"):
         try:
@@ -56,7 +56,7 @@ def sight(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def all_reduce(rank: int) -> float:
-    """The sum of rank + 1 over all ranks."""
+    """Return the sum of rank + 1 over all ranks."""
     import torch
     import torch.distributed
 
@@ -68,7 +68,7 @@ def all_reduce(rank: int) -> float:
 
 
 def checkpoint(environ: Mapping[str, str]) -> None:
-    """A checkpoint with a shard of each node."""
+    """Write a checkpoint with a shard of each node."""
     if environ["LOCAL_RANK"] == "0":
         node = int(environ["RANK"]) // int(environ["LOCAL_WORLD_SIZE"])
         shard = Path(environ["CLOUDTRAIN_CHECKPOINT_DIR"], "step-3", f"shard-{node}.txt")
@@ -77,7 +77,7 @@ def checkpoint(environ: Mapping[str, str]) -> None:
 
 
 def own_checkpoint() -> None:
-    """Three checkpoints in a place of the script's own, each newer than the one before."""
+    """Write three checkpoints in the script's own folder, each newer than the one before."""
     for step in (5, 6, 7):
         weights = Path(f"out/ckpt-{step}/weights.txt")
         weights.parent.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def own_checkpoint() -> None:
 
 
 def outputs() -> None:
-    """A small and a large file in the working folder, and one in a new folder below it."""
+    """Write a small and a large file in the working folder, and one in a new folder below it."""
     Path("made").mkdir(exist_ok=True)
     Path("made/small.txt").write_text("small")
     Path("made/large.txt").write_text("large" * 1000)
@@ -94,7 +94,7 @@ def outputs() -> None:
 
 
 def metrics(environ: Mapping[str, str], steps: range) -> None:
-    """A row for each step, from rank 0."""
+    """Write a row for each step, from rank 0."""
     if environ["RANK"] == "0":
         with open(environ["CLOUDTRAIN_METRICS_FILE"], "a") as stream:
             for step in steps:
@@ -103,7 +103,7 @@ def metrics(environ: Mapping[str, str], steps: range) -> None:
 
 
 def hold(environ: Mapping[str, str]) -> None:
-    """Stay until the platform says that it will stop this node."""
+    """Wait until the platform announces the stop of this node."""
     say("holding")
     end = time.monotonic() + HOLD_SECONDS
     while time.monotonic() < end:
@@ -115,20 +115,20 @@ def hold(environ: Mapping[str, str]) -> None:
 
 
 def say(text: str) -> None:
-    """One line of this rank."""
+    """Print one line of this rank."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def main(environ: Mapping[str, str]) -> None:
-    """Write down what is seen, then do what ``PROBE`` names."""
+    """Record this rank's view, then do what ``PROBE`` names."""
     words = environ.get("PROBE", "").split(",")
     seen = sight(environ)
     rank, world = seen["rank"], int(environ["WORLD_SIZE"])
     for number in range(LINES):
         say(f"probe {rank} line {number}")
     secret = environ.get(SECRET, "")
-    if secret:  # what no script should do, and nobody may read
+    if secret:  # a script should not do this, and cloudtrain must mask it
         say(f"secret {secret} {secret!r} https://user:{secret}@example.org/")
     if "gloo" in words:
         seen["sum"] = all_reduce(rank)

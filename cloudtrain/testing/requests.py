@@ -1,4 +1,4 @@
-"""What a test says of a planned request: the value at a path, and a golden file of a whole plan."""
+"""Compare a planned request in tests: the value at a path, and a golden file of a whole plan."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..provider import Request
-from ..values import did_you_mean
+from ..provider_api.protocol import Request
+from ..validate import did_you_mean
 
 if TYPE_CHECKING:
-    from ..submit import Plan
+    from ..runs.submit import Plan
 
 __all__ = ["UPDATE", "assert_request", "compare", "stable"]
 
 UPDATE = "CLOUDTRAIN_SNAPSHOTS"
-"""The variable which, set to ``write``, makes golden files be written in place of being compared."""
+"""Variable that, set to ``write``, makes tests write golden files instead of comparing them."""
 MANY_LINES = 20
 _ANY = object()
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 _HASH = re.compile(r"\b[0-9a-f]{16}\b")
 _ORIGIN = re.compile(r"cloudtrain[:.-](revision|ci)")
-"""Tags that say where a run comes from: another commit, another CI run."""
-#: What of a plan changes with the code that ships, with this machine or by the day, at no change of the request.
+"""Tags of a run's origin, which differ by commit and CI run."""
+#: Keys of a plan that change with cloudtrain's code, this machine or the day, at the same request.
 _CHANGING = ("code", "runtime", "disk", "job_digest", "source", "layout")
 
 
 def assert_request(planned: Request | Plan | Mapping[str, Any], path: str, *, equals: Any = _ANY) -> Any:
-    """The value at the dotted ``path`` of the request's body; a number is an index, so are negative ones.
+    """Return the value at the dotted ``path`` of the request's body; a number is an index, so are negative ones.
 
-    ``planned`` is a Request, a Plan, or the object that ``plan --json`` prints. Raises AssertionError: naming how far
-    the path leads and what is nearest, or showing the lines in which the value is not what it ``equals``.
+    ``planned`` is a Request, a Plan, or the object that ``plan --json`` prints. Raises AssertionError with the part of
+    the path that exists and the nearest name, or with the lines that differ from ``equals``.
     """
     found: Any = _body(planned)
     walked: list[str] = []
@@ -95,10 +95,10 @@ def _is_origin(tag: Mapping[str, Any]) -> bool:
 
 
 def stable(planned: Plan | Mapping[str, Any]) -> dict[str, Any]:
-    """What ``plan --json`` prints, less what is another one for another run, day, machine or state of the code.
+    """Return the output of ``plan --json``, less what differs by run, day, machine or state of the code.
 
-    Run ids, digests, this Python's path, and the folder of this process stand as ``<run>``, ``<digest>``, ``<python>``
-    and ``<here>``, a text of many lines (a provider may send a program of ours) as ``<text>``; the files that ship,
+    Run ids, digests, this Python's path, and the folder of this process become ``<run>``, ``<digest>``, ``<python>``
+    and ``<here>``. A text of many lines (a provider may send a program of ours) becomes ``<text>``. The shipped files,
     their sizes, the price and the tags of a run's origin are left out.
     """
     document: dict[str, Any] = _plain(planned if isinstance(planned, Mapping) else planned.document())
@@ -124,10 +124,8 @@ def stable(planned: Plan | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare(planned: Plan | Mapping[str, Any], path: Path) -> None:
-    """Compare `stable` of a plan with the golden file ``path``, or write that where `UPDATE` says so.
-
-    Raises AssertionError: there is no such file, or the lines in which they differ.
-    """
+    """Compare `stable` of a plan with a golden file, or write it if `UPDATE` says so. Raises AssertionError with the
+    difference."""
     text = _text(stable(planned))
     again = f"run again with {UPDATE}=write"
     if os.environ.get(UPDATE) == "write":

@@ -1,4 +1,4 @@
-"""What a provider must keep with jobs that run: each is really submitted, to the platform of a World.
+"""Test a provider with jobs that run: each is really submitted, to the platform of a World.
 
 Part of the suite; see `cloudtrain.testing.contract`. Jobs are shared: each runs once for all tests that look at it.
 """
@@ -17,31 +17,31 @@ from typing import Any
 import pytest
 
 from ..errors import CATEGORIES, EXIT_CODES, CloudtrainError, ConflictError, NotFoundError
-from ..provider import STATES, LogLine, LogPage, Provider
-from ..run import Run
-from ..submit import Plan
-from ..transfer import files
-from ..verdict import unix_time
+from ..provider_api.protocol import STATES, LogLine, LogPage, Provider
+from ..runs.outcome import unix_time
+from ..runs.run import Run
+from ..runs.submit import Plan
+from ..storage.files import files
 from . import probe
+from .platform import FakePlatform, Impossible, numbered
 from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen, settings_of
-from .worlds import Impossible, World, numbered
 
 __all__ = ["Jobs", "RunContract"]
 
 FAULTS = ("capacity", "quota", "auth", "image")
 SUBMIT_PLAN = """
 import os, pathlib, sys
-from cloudtrain.settings import Settings
-from cloudtrain.submit import load_plan, submit
+from cloudtrain.settings.settings import Settings
+from cloudtrain.runs.submit import load_plan, submit
 run = submit(load_plan(pathlib.Path(sys.argv[1]), settings=Settings(), cwd=pathlib.Path.cwd()), environ=os.environ)
 print(run.provider.find(run.store.attempt_request(run.run_id, 0)))
 """
 
 
 class Jobs:
-    """The runs of one world, each submitted when it is first asked for and shared by all tests of the class."""
+    """Runs of one world, each submitted when it is first needed and shared by all tests of the class."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: FakePlatform) -> None:
         self.world = world
         self._runs: dict[str, Run] = {}
         self._seen: dict[str, Seen] = {}
@@ -54,7 +54,7 @@ class Jobs:
         return self._runs[name]
 
     def script(self, name: str) -> Seen:
-        """What the job of `JOBS` with every change of `SCRIPT` that names it has shown."""
+        """Return the result of the job of `JOBS` with every change of `SCRIPT` that names it."""
         if name not in self._seen:
             place = self.world.place
             rows = [row for row in SCRIPT.values() if row.run == name]
@@ -68,7 +68,7 @@ class Jobs:
         return self._seen[name]
 
     def case(self, name: str) -> Seen:
-        """What the run of one of `CASES` has shown, after what is done to it was done."""
+        """Return the result of the run of one of `CASES`, after the case's action."""
         if name not in self._seen:
             case, world = CASES[name], self.world
             secrets = {"secrets": {probe.SECRET: world.place.secret}} if name == "user_error" else {}
@@ -85,7 +85,7 @@ class Jobs:
         return self._seen[name]
 
     def native(self, run: Run) -> str:
-        """The platform's own id of the run's first attempt."""
+        """Return the platform's own id of the run's first attempt."""
         submitted = run.store.submitted(run.run_id, 0)
         assert submitted is not None
         return str(submitted["native_id"])
@@ -96,18 +96,18 @@ class RunContract:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def jobs(cls, world: World) -> Jobs:
-        """The runs of this class's world."""
+    def jobs(cls, world: FakePlatform) -> Jobs:
+        """Return the runs of this class's world."""
         return Jobs(world)
 
     # ------------------------------------------------------------------------------------------- submitting and finding
 
     @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
-    def test_an_unknown_id_is_not_found(self, world: World, verb: str) -> None:
+    def test_an_unknown_id_is_not_found(self, world: FakePlatform, verb: str) -> None:
         with pytest.raises(NotFoundError):
             getattr(world.provider, verb)(world.nowhere)
 
-    def test_find_creates_nothing(self, world: World) -> None:
+    def test_find_creates_nothing(self, world: FakePlatform) -> None:
         before = files(world.store).list()
         request = world.plan(run_id="never").request
         assert world.provider.find(request) is None
@@ -129,7 +129,7 @@ class RunContract:
         _check_ran_once(world, run, native)
 
     @pytest.mark.slow
-    def test_submitted_by_two_processes_is_one_job(self, world: World, tmp_path: Path) -> None:
+    def test_submitted_by_two_processes_is_one_job(self, world: FakePlatform, tmp_path: Path) -> None:
         plan = world.plan(run_id="at-once")
         saved = tmp_path / "plan.json"
         saved.write_text(json.dumps(plan.document()))
@@ -144,14 +144,14 @@ class RunContract:
 
     @pytest.mark.slow
     def test_a_taken_run_id_is_a_conflict(self, jobs: Jobs) -> None:
-        """Never an adoption, and what has the id is left as it is."""
+        """Check that a taken id is never adopted, and that its run stays as it is."""
         run = jobs.run("twice")
         with pytest.raises(ConflictError) as caught:
             jobs.world.send(jobs.world.plan({"args": ("another",)}, run_id="twice"))
         assert caught.value.field == "run_id"
         _check_ran_once(jobs.world, run, jobs.native(run))
 
-    # ------------------------------------------------------------------------------------------------------ how runs go
+    # --------------------------------------------------------------------------------------------------------- outcomes
 
     @pytest.mark.slow
     @pytest.mark.parametrize("name", CASES)
@@ -221,7 +221,7 @@ class RunContract:
         assert (before.state, before.category or None) == (CASES[name].state, CASES[name].category)
 
     @pytest.mark.parametrize("category", FAULTS)
-    def test_fault(self, world: World, category: str, record_property: Callable[[str, object], None]) -> None:
+    def test_fault(self, world: FakePlatform, category: str, record_property: Callable[[str, object], None]) -> None:
         try:
             fault = world.fault(category)
         except Impossible as exc:
@@ -253,7 +253,7 @@ class RunContract:
 
     @pytest.mark.slow
     def test_a_cursor_goes_on_where_it_was(self, jobs: Jobs) -> None:
-        """Made while the run went on, kept as JSON, and used after its end by another handle."""
+        """Use a cursor, made during the run and kept as JSON, after the run's end by another handle."""
         jobs.case("cancelled")
         provider, native, early = jobs.world.provider, jobs.native(jobs.run("cancelled")), jobs.early["cancelled"]
         again = type(provider)(**dataclasses.asdict(settings_of(provider)))
@@ -287,7 +287,7 @@ class RunContract:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["torchrun", "python", "command"])
     def test_script_sees_the_words_of_the_contract(self, jobs: Jobs, name: str) -> None:
-        """DESIGN §4; and neither the engine's own words nor what another launcher left."""
+        """Check DESIGN §4, and that neither the engine's own words nor another launcher's are left."""
         for rank in jobs.script(name).ranks:
             env = rank["env"]
             ours = {key for key in env if key.startswith("CLOUDTRAIN_")}
@@ -321,7 +321,7 @@ class RunContract:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["torchrun", "python"])
     def test_all_nodes_leave_together(self, jobs: Jobs, name: str) -> None:
-        """The end barrier: a record of each node, one of them the decided one, all after the last rank's end."""
+        """Check the end barrier: a record of each node, one of them the decided one, all after the last rank's end."""
         jobs.script(name)
         run = jobs.run("earlier" if name == "torchrun" else name)
         exits = run.store.exits(run.run_id)
@@ -332,7 +332,7 @@ class RunContract:
 
     @pytest.mark.slow
     def test_no_secret_is_left_anywhere(self, jobs: Jobs) -> None:
-        """Though the script prints it, and another one dies with it in its message."""
+        """Check the masking, though the script prints the secret and another one dies with it in its message."""
         provider, shown = jobs.world.provider, f"***{probe.SECRET}***"
         for seen, name in ((jobs.script("torchrun"), "earlier"), (jobs.case("user_error"), "user-error")):
             run = jobs.run(name)
@@ -351,8 +351,8 @@ class RunContract:
         assert set(CATEGORIES) - {"spec", "storage"} <= reached
 
 
-def _end(world: World, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
-    """The result of the submitted plan, or what submit raised."""
+def _end(world: FakePlatform, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
+    """Return the result of the submitted plan, or the error of submit."""
     try:
         return world.send(plan).wait(timeout=120, poll=0.2)
     except CloudtrainError as exc:
@@ -360,7 +360,7 @@ def _end(world: World, plan: Plan) -> Mapping[str, Any] | CloudtrainError:
 
 
 def _to_end(provider: Provider, native_id: str, cursor: Any) -> tuple[list[LogLine], Any]:
-    """All further lines of a run that has ended, and the cursor after them."""
+    """Return all further lines of a run that has ended, and the cursor after them."""
     lines: list[LogLine] = []
     while True:
         page = provider.logs(native_id, cursor)
@@ -370,8 +370,8 @@ def _to_end(provider: Provider, native_id: str, cursor: Any) -> tuple[list[LogLi
             return lines, cursor
 
 
-def _check_ran_once(world: World, run: Run, native: str) -> None:
-    """One job ran, one time: one attempt, one exit record, and each line once in the platform's own log."""
+def _check_ran_once(world: FakePlatform, run: Run, native: str) -> None:
+    """Check that one job ran, one time: one attempt, one exit record, and each line once in the platform's own log."""
     result = run.wait(timeout=120, poll=0.2)
     assert (result["state"], result["native_id"]) == ("succeeded", native)
     assert [attempt["number"] for attempt in result["attempts"]] == ["0.0"]

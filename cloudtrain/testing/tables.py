@@ -1,9 +1,9 @@
-"""What the contract suite changes, and where each change must show: a row for every field of a Job.
+"""Define the contract suite's changes, and where each must show: a row for every field of a Job.
 
 `PLATFORM` fields are the platform's to honour: a change reaches the native request, or is refused by name. `SCRIPT`
-fields are the script's: a change reaches context.json, and a job that a World ran has seen it. `ELSEWHERE` says of the
-few others why they are in neither. `CASES` are the ways a run can go. Standard library alone, so that the matrix of the
-docs comes from the very rows that the tests use.
+fields are the script's: a change reaches context.json, and a job of a World has seen it. `ELSEWHERE` gives the reason
+for the few others. `CASES` are the ways a run can go. Standard library alone: the docs' matrix uses the tests' own
+rows.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..disk import local_path
 from ..errors import UnsupportedError
-from ..job import Input, Job, Resources, Source
-from ..provider import Provider
-from ..settings import Settings
-from ..submit import Plan, make_plan
-from ..values import json_rows
+from ..job.job import Input, Job, Resources, Source
+from ..provider_api.protocol import Provider
+from ..runs.metrics import json_rows
+from ..runs.submit import Plan, make_plan
+from ..settings.settings import Settings
+from ..storage.local_disk import local_path
 from . import probe
 
 __all__ = [
@@ -55,7 +55,7 @@ Fields = Mapping[str, Any]
 
 RUN_ID = "contract"
 SECRET = "s3cret-of-the-contract-suite"
-"""The value that every World's secret has."""
+"""The value of every World's secret."""
 STRANGE = (
     "plain", "", "two words", "it's", '"quoted"', "a\nb", "tab\there", "ünï-çødé ☃", '{"json": [1, {}]}', "{x}",
     "$HOME", "`id`", "--", "-n", "*", "a;b", "back\\slash", "%s", "#",
@@ -63,17 +63,17 @@ STRANGE = (
 """Arguments that a shell, a format string or a JSON writer on the way would change."""
 
 
-# --------------------------------------------------------------------------------------------------- what rows speak of
+# ------------------------------------------------------------------------------------------------------ places and rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one platform's jobs need. A provider's module says it in a constant ``SAMPLE``, a dict of these fields.
+    """Needs of one platform's jobs. A provider's module gives them in a constant ``SAMPLE``, a dict of these fields.
 
-    ``settings`` make the provider without any account, ``store`` is a URL it can use, ``job`` are fields without which
-    it plans nothing. ``rows`` are changes in the platform's own words, for fields whose values are its own:
-    ``{"resources.instance_type": {"instance_type": "ml.m5.large"}}``; ``bases`` what the job must have besides.
-    ``secret`` is a reference of a kind that its nodes read.
+    ``settings`` make the provider without any account. ``store`` is a URL it can use. ``job`` are fields that each plan
+    needs. ``rows`` are changes in the platform's own words, for fields whose values are its own:
+    ``{"resources.instance_type": {"instance_type": "ml.m5.large"}}``. ``bases`` are further fields that such a job
+    needs. ``secret`` is a reference of a kind that its nodes read.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Place:
 
     @classmethod
     def make(cls, folder: Path, *, store: str, provider: str, secret: str) -> Place:
-        """The place, with its files written below ``folder``."""
+        """Return the place, with its files written below ``folder``."""
         place = cls(folder=folder, store=store, provider=provider, secret=secret)
         for code in (place.code, place.moved):
             _write_code(code)
@@ -128,7 +128,7 @@ class Place:
         (folder / "contract_dependency" / "__init__.py").write_text("WORD = 'beside'\n")
         if (path := local_path(place.earlier)) is not None:
             path.mkdir(parents=True)
-            (path / "run.json").write_text("{}")  # a run that is yet to save its first checkpoint
+            (path / "run.json").write_text("{}")  # a run before its first checkpoint
         return place
 
     def clear_earlier(self) -> None:
@@ -138,7 +138,7 @@ class Place:
 
 
 def _write_code(code: Path) -> None:
-    """The probe under several names, a shell script that starts it, and a wheel that pip finds without a network."""
+    """Write the probe under several names, a shell script that starts it, and a wheel for pip without a network."""
     (code / "contract_package").mkdir(parents=True)
     for name in ("train.py", "other.py", "contract_package/module.py"):
         shutil.copy(str(probe.__file__), code / name)
@@ -161,7 +161,7 @@ def _write_code(code: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a finished run shows: the sights of its ranks in order, its result, its lines, and the pulled folder."""
+    """Results of a finished run: the views of its ranks in order, its result, and the pulled folder."""
 
     ranks: tuple[Mapping[str, Any], ...]
     result: Mapping[str, Any]
@@ -169,19 +169,19 @@ class Seen:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of the pulled metrics."""
+        """Return the rows of the pulled metrics."""
         file = self.folder / "metrics.jsonl"
         return json_rows(file.read_bytes()) if file.is_file() else []
 
     def all(self, test: Callable[[Mapping[str, Any]], bool]) -> bool:
-        """Whether there are ranks, and ``test`` holds for each."""
+        """Return True if there are ranks, and ``test`` holds for each."""
         return bool(self.ranks) and all(map(test, self.ranks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A change of one field. ``base`` is what the job has before and after; ``run`` and ``seen`` say which of `JOBS`
-    carries the change and how its script shows it."""
+    """Change of one field. ``base`` is the job's fields before and after. ``run`` names the job of `JOBS` that carries
+    the change, and ``seen`` checks it."""
 
     change: Callable[[Place], Fields]
     base: Callable[[Place], Fields] = lambda place: {}
@@ -226,7 +226,7 @@ PLATFORM: dict[str, Row] = {
 
 
 def by_client(provider: Provider | type[Provider], field: str) -> bool:
-    """Whether the provider says that a waiting client acts on the field, so that no request need hold it."""
+    """Return True if a waiting client acts on the field, so that no request need hold it."""
     return {"retries": provider.retried_by, "max_wait": provider.max_wait_by}.get(field) == "client"
 
 
@@ -371,7 +371,7 @@ JOBS: dict[str, Fields] = {
     "command": {"entry_point": "start.sh", "launcher": "command", "env": {"PROBE": "own-checkpoint,outputs"}},
     "stalled": {"env": {"PROBE": "silent"}},
 }
-"""The jobs that carry the changes of `SCRIPT`, all that name them at once; what they have besides."""
+"""Jobs that carry the changes of `SCRIPT`, all rows that name a job at once, and their own fields."""
 
 SECRETS: dict[str, str] = {
     "env": "env:" + probe.SECRET,
@@ -382,11 +382,11 @@ SECRETS: dict[str, str] = {
 """A reference of each kind; a provider takes or refuses it by name."""
 
 ELSEWHERE: dict[str, str] = {"on": "replaces other fields for one provider before anything is planned"}
-"""Fields that need no row, and why: `on` has a test of its own."""
+"""Fields that need no row, and why: `on` has its own test."""
 
 
 def field_names() -> set[str]:
-    """Dotted names of every field of a Job and its parts, as the tables must have them."""
+    """Return the dotted names of every field of a Job and its parts, as the tables must have them."""
     names = {f.name for f in fields(Job)} - {"source", "resources"}
     return names | {
         f"{owner}.{f.name}"
@@ -395,12 +395,12 @@ def field_names() -> set[str]:
     }
 
 
-# ----------------------------------------------------------------------------------------------------- how a run can go
+# -------------------------------------------------------------------------------------------------------- ends of a run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A job, what is done to it once its script holds (``cancel``; ``kill`` or ``preempt`` a node), and the end."""
+    """A job, the action once its script holds (``cancel``; ``kill`` or ``preempt`` a node), and its end."""
 
     means: str
     state: str
@@ -463,7 +463,7 @@ CASES: dict[str, Case] = {
         attempts=("0.0", "1.0"),
     ),
 }
-"""Ways a run goes that its script and its nodes bring about; what only the platform can do is a `World`'s ``fault``."""
+"""Ways a run goes by its script and its nodes. A `World`'s ``fault`` gives those that only the platform can cause."""
 
 
 # ------------------------------------------------------------------------------------------------------------- planning
@@ -480,12 +480,12 @@ class _Given(Settings):
 
 
 def settings_of(provider: Provider) -> Any:
-    """What the provider was made of, an instance of its ``Settings``."""
+    """Return the provider's settings, an instance of its ``Settings``."""
     return provider.settings
 
 
 def merged(*parts: Fields) -> dict[str, Any]:
-    """Later fields over earlier ones; tables merge by key."""
+    """Merge later fields over earlier ones; tables merge by key."""
     out: dict[str, Any] = {}
     for part in parts:
         for key, value in part.items():
@@ -495,7 +495,7 @@ def merged(*parts: Fields) -> dict[str, Any]:
 
 
 def plan_of(provider: Provider, place: Place, *parts: Fields, run_id: str = RUN_ID) -> Plan:
-    """The plan of the probe, with the fields of ``parts``, as `submit` would send it."""
+    """Return the plan of the probe, with the fields of ``parts``, as `submit` would send it."""
     defaults = {"name": "contract", "source_dir": str(place.code), "entry_point": "train.py"}
     return make_plan(
         Job.make(**merged(defaults, *parts)),
@@ -506,7 +506,7 @@ def plan_of(provider: Provider, place: Place, *parts: Fields, run_id: str = RUN_
 
 
 def platform_rows(provider: type[Provider]) -> dict[str, Row]:
-    """`PLATFORM` in the words of one provider's `Sample`."""
+    """Return `PLATFORM` in the words of one provider's `Sample`."""
     sample = Sample.of(provider)
     rows = dict(PLATFORM)
     for name in {*sample.rows, *sample.bases}:
@@ -519,7 +519,7 @@ def platform_rows(provider: type[Provider]) -> dict[str, Row]:
 
 
 def verdict(provider: Provider, place: Place, row: Row, job: Fields) -> tuple[frozenset[str], UnsupportedError | None]:
-    """Which parts of the request (body, context) the row's change reached, or how it was refused."""
+    """Return the parts of the request (body, context) that the row's change reached, or its refusal."""
     base = row.base(place)
     before = plan_of(provider, place, job, base).request
     try:

@@ -18,19 +18,19 @@ import pytest
 from jobs import Jobs, dying
 
 from cloudtrain.errors import NotFoundError
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 
 pytestmark = pytest.mark.slow
 
 #: The calls of a submit, in order; each is a method of the object that makes it.
 STEPS = {
-    "stage": "cloudtrain.store:Store.stage",
-    "create_run": "cloudtrain.store:Store.create_run",
-    "write_container": "cloudtrain.store:Store.write_container",
-    "create_attempt": "cloudtrain.store:Store.create_attempt",
+    "stage": "cloudtrain.store.store:Store.stage",
+    "create_run": "cloudtrain.store.store:Store.create_run",
+    "write_container": "cloudtrain.store.store:Store.write_container",
+    "create_attempt": "cloudtrain.store.store:Store.create_attempt",
     "submit": "cloudtrain.providers.local:Provider.submit",
     "supervise": "cloudtrain.providers.local:Provider._supervise",
-    "write_submitted": "cloudtrain.store:Store.write_submitted",
+    "write_submitted": "cloudtrain.store.store:Store.write_submitted",
 }
 #: What exists when the process has died before that call: before the run's record there is no run.
 RECORDED = list(STEPS)[2:]
@@ -150,7 +150,7 @@ def test_a_refused_job_leaves_the_other_ones_context_alone(jobs: Jobs) -> None:
 RACES = """
 import os, sys, time
 go = sys.argv.pop(1)
-from cloudtrain.store import Store
+from cloudtrain.store.store import Store
 stage = Store.stage
 def waiting(*args, **kwargs):
     found = stage(*args, **kwargs)
@@ -188,7 +188,7 @@ def test_somebody_who_only_looks_does_not_keep_the_supervisor_from_starting(jobs
     with open(folder / "lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         process = jobs.start(*submit(jobs))
-        jobs.wait_for(lambda: jobs.pid_of(r"cloudtrain\.supervisor"))
+        jobs.wait_for(lambda: jobs.pid_of(r"cloudtrain\.engine\.supervisor"))
         time.sleep(1)
         assert process.poll() is None
     out, err = process.communicate(timeout=60)
@@ -223,7 +223,7 @@ def test_a_run_outlives_its_client_and_another_shell_sees_every_line_once(jobs: 
         if not lines:  # a follower may name ranks in its own way
             lines = sorted({t.split()[-1] for t in follower.out.splitlines() if "line" in t}, key=int)
         assert lines == [str(i) for i in range(60)]
-    assert sum("line" in text for text in follower.out.splitlines()) == 120
+    assert sum("line" in text for text in follower.out.splitlines() if "cloudtrain: " not in text) == 120
     began = time.monotonic()
     done = jobs.cli("wait", run.url, "--json")
     assert done.code == (1 if code else 0)
@@ -231,5 +231,5 @@ def test_a_run_outlives_its_client_and_another_shell_sees_every_line_once(jobs: 
     if code:
         assert done.json["failure"]["process_exit_code"] == 5
     again = jobs.cli("logs", run.url)
-    assert sum("line" in text for text in again.out.splitlines()) == 120
+    assert sum("line" in text for text in again.out.splitlines() if "cloudtrain: " not in text) == 120
     jobs.gone(3)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.store import Store
+from cloudtrain.store.store import Store
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from jobs import Jobs
 from test_docs import blocks
 from trainings import Trainings
 
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ import pytest
 from jobs import Done, Jobs
 
 from cloudtrain.errors import EXIT_CODES
-from cloudtrain.runtime.machine import handles_sigterm
+from cloudtrain.runtime.host_facts import handles_sigterm
 
 pytestmark = pytest.mark.slow
 #: Two nodes of one process each, without torch: the runtime, link and supervisor alone.
@@ -170,9 +170,11 @@ def test_a_python_without_torch_is_named_as_such(jobs: Jobs) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(jobs.tmp / "bare")], check=True, timeout=60)
     jobs.write("train.py", "print('never')")
     python = str(jobs.tmp / "bare/bin/python")
-    result = failed(jobs.submit("train.py", "--nproc-per-node", "2", "--set", f"python={python}"), "image")
-    assert result["reason"].endswith("has no torch")
-    assert "bare/bin/python" in result["reason"]
+    done = jobs.submit("train.py", "--nproc-per-node", "2", "--set", f"python={python}")
+    assert (done.code, done.json["field"]) == (2, "local.python")
+    assert done.json["error"].endswith("bare/bin/python has no torch, which starts several ranks")
+    assert done.json["hint"].endswith("-m pip install torch numpy")
+    assert jobs.runs() == [], "nothing is recorded"
 
 
 def test_a_python_that_is_not_there(jobs: Jobs) -> None:

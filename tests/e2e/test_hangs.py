@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from jobs import Done, Jobs
 
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 
 pytestmark = pytest.mark.slow
 #: Two nodes of one process each, without torch: the runtime, link and supervisor alone.

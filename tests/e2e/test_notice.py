@@ -20,7 +20,7 @@ from containers import left
 from jobs import Jobs
 from trials import SEED, TRIALS, Start, Survivor, settled
 
-from cloudtrain.runtime.machine import handles_sigterm
+from cloudtrain.runtime.host_facts import handles_sigterm
 
 pytestmark = [pytest.mark.slow, pytest.mark.docker]
 

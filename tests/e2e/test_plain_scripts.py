@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from jobs import Jobs
 
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 
 pytestmark = pytest.mark.slow
 

@@ -35,7 +35,7 @@ def starts(jobs: Jobs) -> int:
 
 
 def never_sent(jobs: Jobs, *flags: str, **environ: str) -> None:
-    died = dying("cloudtrain.store:Store.create_attempt", "after")
+    died = dying("cloudtrain.store.store:Store.create_attempt", "after")
     client = jobs.start(*words(jobs, *flags), python=died, **environ)
     client.communicate(timeout=60)
     assert client.returncode == 99
@@ -57,7 +57,7 @@ def test_two_at_once_send_what_was_recorded_and_never_sent_once(jobs: Jobs) -> N
 @pytest.mark.parametrize("call", ["Provider.submit", "Store.write_submitted"])
 def test_one_that_dies_leaves_a_run_that_the_next_goes_on_with(jobs: Jobs, call: str, moment: str) -> None:
     never_sent(jobs)
-    owner = "cloudtrain.providers.local" if call.startswith("Provider") else "cloudtrain.store"
+    owner = "cloudtrain.providers.local" if call.startswith("Provider") else "cloudtrain.store.store"
     client = jobs.start("reconcile", str(jobs.store), python=dying(f"{owner}:{call}", moment))
     client.communicate(timeout=60)
     assert client.returncode == 99

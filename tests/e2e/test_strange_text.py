@@ -16,10 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jobs import Jobs
 
-from cloudtrain.job import Job
-from cloudtrain.settings import Settings
-from cloudtrain.submit import make_plan
-from cloudtrain.submit import submit as send
+from cloudtrain.job.job import Job
+from cloudtrain.runs.submit import make_plan
+from cloudtrain.runs.submit import submit as send
+from cloudtrain.settings.settings import Settings
 
 pytestmark = pytest.mark.slow
 #: Each is a whole run of 40 texts.

@@ -11,10 +11,10 @@ import pytest
 from azureml_client import AzureClient
 from clients import DDP, PATIENCE, TRAIN, at_work, check_cancelled, check_digits
 from jobs import Done, Jobs
+from worlds.azureml.world import AzureMLWorld
 
-from cloudtrain.testing.azureml.world import AzureMLWorld
 from cloudtrain.testing.contract import ProviderContract
-from cloudtrain.testing.worlds import World
+from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = [pytest.mark.docker, pytest.mark.remote, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ def made(
 class TestAzureML(ProviderContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls, made: AzureMLWorld) -> World:
+    def world(cls, made: AzureMLWorld) -> FakePlatform:
         return made
 
 

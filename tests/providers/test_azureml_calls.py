@@ -18,13 +18,13 @@ import pytest
 from azureml_client import AzureClient
 from clients import DEATHS, PATIENCE, check_death
 from jobs import Done, Jobs
+from worlds.azureml.life import PREEMPTED, CommandJob
+from worlds.azureml.plane import SUBSCRIPTION
+from worlds.azureml.wire import Fault, Refusal
+from worlds.azureml.world import AzureMLWorld
 
 from cloudtrain.errors import AuthError, CloudtrainError, ConflictError, QuotaError
-from cloudtrain.run import Run
-from cloudtrain.testing.azureml.life import PREEMPTED, CommandJob
-from cloudtrain.testing.azureml.plane import SUBSCRIPTION
-from cloudtrain.testing.azureml.wire import Fault, Refusal
-from cloudtrain.testing.azureml.world import AzureMLWorld
+from cloudtrain.runs.run import Run
 
 pytestmark = [pytest.mark.remote]
 
@@ -258,7 +258,7 @@ def test_a_node_that_dies_before_its_peers_begin_is_seen_at_once(idle: AzureMLWo
 #: In a process of its own: SHA-256 of each node's lines as `Run.logs` gives them, and the most memory it had, in MiB.
 READ = """
 import hashlib, json, re, sys
-from cloudtrain.run import open_run
+from cloudtrain.runs.run import open_run
 found = {}
 for line in open_run(sys.argv[1], store_url=sys.argv[2]).logs():
     found.setdefault(str(line.node), hashlib.sha256()).update(line.text.encode() + b"\\n")

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 from doctoring import Examiner
-
-from cloudtrain.testing.azureml.plane import SUBSCRIPTION
-from cloudtrain.testing.azureml.wire import Fault
-from cloudtrain.testing.azureml.world import AzureMLWorld
+from worlds.azureml.plane import SUBSCRIPTION
+from worlds.azureml.wire import Fault
+from worlds.azureml.world import AzureMLWorld
 
 pytestmark = [pytest.mark.remote]
 

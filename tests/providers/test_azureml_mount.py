@@ -23,12 +23,12 @@ from pathlib import Path
 import pytest
 from servers import AZURITE_ACCOUNT, AZURITE_KEY
 
-from cloudtrain.listing import list_runs
-from cloudtrain.retention import collect
+from cloudtrain.runs.listing import list_runs
 from cloudtrain.runtime.checkpoints import replace_file
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.record import write_record
-from cloudtrain.store import Store
+from cloudtrain.store.gc import collect
+from cloudtrain.store.store import Store
 
 pytestmark = [pytest.mark.azureml_mount, pytest.mark.remote, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cloudtrain.errors import SpecError, StorageError
-from cloudtrain.provider import Topology
+from cloudtrain.provider_api.node import Topology
 from cloudtrain.providers.azureml import Provider, node
 from cloudtrain.providers.azureml.secrets import place, secret, token
 
@@ -22,7 +22,7 @@ FOUR = {"CLOUDTRAIN_NODES": "4"}
 
 
 def topology(**environ: str) -> Topology:
-    return Provider.site(environ, {}).topology
+    return Provider.node_environment(environ, {}).topology
 
 
 # ------------------------------------------------------------------------------------------------------------- topology
@@ -71,13 +71,18 @@ def test_the_port_leaves_room_for_the_node_link(told: str, port: int) -> None:
 
 
 def test_paths_are_those_of_the_command_line() -> None:
-    site = Provider.site({}, {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "file.b-1": "/b/x y.csv"})
+    site = Provider.node_environment(
+        {}, {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "file.b-1": "/b/x y.csv"}
+    )
     assert site.paths == {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "input.b-1": "/b"}
     assert site.exit_code == {"succeeded": 0, "failed": 1, "preempted": 75}
     assert site.scratch[-1] == "/tmp"
     assert int(site.export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < site.stop_grace
     assert (
-        Provider.site({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, {}).export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "5"
+        Provider.node_environment({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, {}).export_env[
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        ]
+        == "5"
     )
 
 
@@ -100,7 +105,7 @@ def device(machine: Path, name: str, layer: str, state: str = "4: ACTIVE") -> No
 
 
 def words(**environ: str) -> dict[str, str]:
-    return {k: v for k, v in Provider.site(environ, {}).export_env.items() if k.startswith("NCCL")}
+    return {k: v for k, v in Provider.node_environment(environ, {}).export_env.items() if k.startswith("NCCL")}
 
 
 def test_without_infiniband_nothing_is_set(machine: Path) -> None:
@@ -153,9 +158,9 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    from cloudtrain.testing.azureml.wire import certificate
+    from worlds.azureml.wire import certificate
 
-    monkeypatch.setattr("cloudtrain.ask.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("cloudtrain.runtime.http_json.PAUSES", (0.0, 0.0))
     pem = tmp_path / "pem"
     pem.write_bytes(certificate())
     monkeypatch.setenv("SSL_CERT_FILE", str(pem))

@@ -1,6 +1,6 @@
 """Preemption on Azure ML without a signal: Scheduled Events, the machine taken away, the same job started again.
 
-The metadata service is the loopback one of `cloudtrain.testing.azureml`; the jobs run in containers of this machine.
+The metadata service is the loopback one of `worlds.azureml`; the jobs run in containers of this machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from azureml_client import AzureClient
 from clients import PATIENCE, at_work
 from jobs import Jobs
 from trials import SCRIPT
+from worlds.azureml.life import CommandJob
+from worlds.azureml.world import AzureMLWorld
 
 from cloudtrain.providers.azureml import notices
-from cloudtrain.providers.azureml.node import site
+from cloudtrain.providers.azureml.node import node_environment
 from cloudtrain.providers.azureml.notices import ScheduledEvents, marker
-from cloudtrain.testing.azureml.life import CommandJob
-from cloudtrain.testing.azureml.world import AzureMLWorld
 
 # ------------------------------------------------------------------------------------------------- what Azure announces
 
@@ -123,7 +123,7 @@ def test_a_cluster_of_kubernetes_makes_a_file(tmp_path: Path) -> None:
 
 def test_the_address_of_the_metadata_service_is_azures_own() -> None:
     """Only a variable of ours leads elsewhere: neither a job's env nor its options can set that."""
-    found = site({}, {})
+    found = node_environment({}, {})
     assert [look._url.geturl() for look in found.notices if isinstance(look, ScheduledEvents)] == [notices.URL]
     assert found.hold == 120.0
 

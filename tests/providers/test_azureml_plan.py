@@ -17,16 +17,16 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
 from trials import TRIALS
+from worlds.azureml.strict import JOB_NAME, broken_rules, model_errors, seconds_of
 
-from cloudtrain import catalog
-from cloudtrain.cli.show import plan_text
+from cloudtrain.cli.format import plan_text
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.job import Job, check_run_id, job_name
-from cloudtrain.provider import Request
+from cloudtrain.job.job import Job, check_run_id, job_name
+from cloudtrain.provider_api import catalog
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.azureml import SAMPLE, Provider
-from cloudtrain.settings import Settings
-from cloudtrain.submit import make_plan
-from cloudtrain.testing.azureml.strict import JOB_NAME, broken_rules, model_errors, seconds_of
+from cloudtrain.runs.submit import make_plan
+from cloudtrain.settings.settings import Settings
 
 WORKSPACE: dict[str, Any] = SAMPLE["settings"]  # type: ignore[assignment]
 ACCOUNT = "contractstore.dfs.core.windows.net"
@@ -726,7 +726,7 @@ def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: di
     assert sent == expected(document)
     told = document["environment"]
     assert environment == (told if isinstance(told, dict) or "//" in told else told.removeprefix("azureml:"))
-    Provider(**{**WORKSPACE, **given}).nodes(request)
+    Provider(**{**WORKSPACE, **given}).launch_spec(request)
 
 
 # ----------------------------------------------------------------------------------------------------- what would start
@@ -736,7 +736,7 @@ def test_nodes_of_a_request() -> None:
     url = f"abfs://contract@{ACCOUNT}"
     inputs = {"train": f"{url}/x", "one": f"{url}/y.csv", "far": "abfs://c@acct.dfs.core.windows.net/z"}
     request = planned(gpu="T4:4", instance_count=3, inputs=inputs, shm_gb=4)
-    simulation = Provider(**WORKSPACE).nodes(request)
+    simulation = Provider(**WORKSPACE).launch_spec(request)
     assert len(simulation.nodes) == 3
     node = simulation.nodes[1]
     assert (node.gpus, node.cpus, node.platform, node.shm) == (4, 64, "linux/amd64", 4 << 30)
@@ -757,7 +757,7 @@ def test_nodes_of_a_request() -> None:
     assert "${{" not in json.dumps(simulation.to_dict())
     assert (simulation.rules.time_limit, simulation.rules.stop_signal) == (86400, "SIGTERM")
     assert simulation.rules.restart_on == ()
-    alone = Provider(**WORKSPACE).nodes(planned()).nodes
+    alone = Provider(**WORKSPACE).launch_spec(planned()).nodes
     assert [node.env for node in alone] == [{"CLOUDTRAIN_NODES": "1", "AZUREML_RUN_ID": planned().body["name"]}]
 
 

@@ -13,17 +13,17 @@ from pathlib import Path
 import pytest
 from clients import CALLS, PATIENCE
 from jobs import Jobs, dying
+from worlds.azureml.world import AzureMLWorld
 
 from cloudtrain.errors import SpecError
-from cloudtrain.run import Run, open_run
-from cloudtrain.settings import Settings
-from cloudtrain.testing.azureml.world import AzureMLWorld
+from cloudtrain.runs.run import Run, open_run
+from cloudtrain.settings.settings import Settings
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
 
 STEPS = {
     **CALLS,
-    "expire": "cloudtrain.store:Store.expire",
+    "expire": "cloudtrain.store.store:Store.expire",
     "cancel": "cloudtrain.providers.{provider}:Provider.cancel",
 }
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.azureml.strict import STATUSES
 
-from cloudtrain.provider import STATES
-from cloudtrain.providers.azureml.states import status_of
-from cloudtrain.testing.azureml.strict import STATUSES
+from cloudtrain.provider_api.protocol import STATES
+from cloudtrain.providers.azureml.status import status_of
 
 pytestmark = [pytest.mark.azureml_recordings]
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from worlds.azureml.world import AzureMLWorld
 
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.provider import find_provider
-from cloudtrain.testing.azureml.world import AzureMLWorld
+from cloudtrain.provider_api.registry import find_provider
 
 pytestmark = [pytest.mark.remote, pytest.mark.slow]
 

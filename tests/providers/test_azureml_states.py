@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from worlds.azureml.strict import STATUSES
 
 from cloudtrain.errors import (
     AuthError,
@@ -16,10 +17,9 @@ from cloudtrain.errors import (
     QuotaError,
     SpecError,
 )
-from cloudtrain.provider import FINAL, Status
+from cloudtrain.provider_api.protocol import FINAL, Status
 from cloudtrain.providers.azureml.errors import error_of, quota_hint, refusal
-from cloudtrain.providers.azureml.states import category_of, status_of
-from cloudtrain.testing.azureml.strict import STATUSES
+from cloudtrain.providers.azureml.status import category_of, status_of
 
 DP100 = (
     "The specified Azure ML Compute Instance has a Standard D Family vCPU quota of 2 and is less than the requested job"

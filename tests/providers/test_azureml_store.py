@@ -10,8 +10,8 @@ import pytest
 from cloudtrain.errors import SpecError
 from cloudtrain.providers.azureml import SAMPLE, Provider
 from cloudtrain.providers.azureml.urls import store_url
-from cloudtrain.remote import RemoteFiles
-from cloudtrain.transfer import Moving
+from cloudtrain.storage.files import TransferOptions
+from cloudtrain.storage.remote import RemoteFiles
 
 WORKSPACE = ("1111-2222", "training", "vision")
 BLOB = {"datastoreType": "AzureBlob", "accountName": "acct", "containerName": "c", "endpoint": "core.windows.net"}
@@ -98,7 +98,7 @@ def provider(**given: Any) -> Provider:
 
 def opened(url: str, **given: Any) -> Any:
     """adlfs's own file system for ``url``, as a store opens it."""
-    tree = RemoteFiles(url=url, storage=provider(**given).storage, moving=Moving(mover="fsspec"))
+    tree = RemoteFiles(url=url, storage=provider(**given).storage, moving=TransferOptions(mover="fsspec"))
     return tree._open().mover.clients.shared  # type: ignore[attr-defined]
 
 

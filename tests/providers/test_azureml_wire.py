@@ -21,6 +21,9 @@ from typing import Any
 import pytest
 from plans import Plans
 from servers import AZURITE_ACCOUNT, AZURITE_KEY
+from worlds.azureml.life import CommandJob
+from worlds.azureml.plane import SUBSCRIPTION, Plane
+from worlds.azureml.wire import Answer, Call, Fault, Refusal, Wire
 
 from cloudtrain.errors import (
     AuthError,
@@ -33,13 +36,10 @@ from cloudtrain.errors import (
     SpecError,
     UnsupportedError,
 )
-from cloudtrain.provider import Request
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.azureml import Provider
-from cloudtrain.providers.azureml import account as module
-from cloudtrain.providers.azureml.account import named
-from cloudtrain.testing.azureml.life import CommandJob
-from cloudtrain.testing.azureml.plane import SUBSCRIPTION, Plane
-from cloudtrain.testing.azureml.wire import Answer, Call, Fault, Refusal, Wire
+from cloudtrain.providers.azureml import api as module
+from cloudtrain.providers.azureml.api import named
 
 HOUR, SOME = 3600, 1 << 20
 ACTION = "Microsoft.MachineLearningServices/workspaces/jobs/write"
@@ -229,7 +229,7 @@ def test_a_store_that_is_not_the_datastores_container(plane: Plane) -> None:
         (
             "nowhere",
             store,
-            "the workspace has no datastore 'nowhere'; az ml datastore list -o table names those there are",
+            "the workspace has no datastore 'nowhere'",
         ),
         (
             "elsewhere",
@@ -241,7 +241,8 @@ def test_a_store_that_is_not_the_datastores_container(plane: Plane) -> None:
         with pytest.raises(SpecError) as caught:
             client(plane, datastore=datastore).submit(made.planned({"store": f"abfs://{container}/store"}))
         assert str(caught.value).startswith(f"azureml.datastore: {says}")
-        assert str(caught.value).endswith("names those there are" if datastore == "nowhere" else "or make one")
+        said = caught.value.hint if datastore == "nowhere" else str(caught.value)
+        assert said.endswith("az ml datastore list -o table" if datastore == "nowhere" else "or make one")
     assert plane.jobs == {}
     made = plans(plane, datastore="elsewhere")
     client(plane, datastore="elsewhere").submit(
@@ -255,7 +256,12 @@ def test_a_cluster_is_looked_at_before_a_job_waits_for_it(plane: Plane) -> None:
     plane.computes["gpus"] = {"vmSize": "STANDARD_NC64AS_T4_V3"}
     plane.computes["odd"] = {"vmSize": "Standard_Of_Next_Year"}
     for compute, gpu, kind, says in (
-        ("none", "T4:4", SpecError, "azureml.compute: the workspace has no cluster 'none'; az ml compute list"),
+        (
+            "none",
+            "T4:4",
+            SpecError,
+            "azureml.compute: the workspace has no cluster 'none'",
+        ),
         ("gpus", "H100:8", UnsupportedError, "resources.gpu: not supported by provider azureml: cluster gpus is of "),
         ("gpus", "T4:2", UnsupportedError, "STANDARD_NC64AS_T4_V3, which has T4:4, not T4:2"),
     ):

@@ -21,13 +21,12 @@ from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 from azure.identity import ManagedIdentityCredential
 from containers import left
 from jobs import Jobs
-
-from cloudtrain.testing.azureml.blobs import AppendLog, place
-from cloudtrain.testing.azureml.hosts import differences, reading
-from cloudtrain.testing.azureml.life import CommandJob
-from cloudtrain.testing.azureml.plane import SUBSCRIPTION, Plane
-from cloudtrain.testing.azureml.strict import broken_rules, model_errors, seconds_of
-from cloudtrain.testing.azureml.wire import Fault, Refusal
+from worlds.azureml.blobs import AppendLog, place
+from worlds.azureml.hosts import differences, reading
+from worlds.azureml.life import CommandJob
+from worlds.azureml.plane import SUBSCRIPTION, Plane
+from worlds.azureml.strict import broken_rules, model_errors, seconds_of
+from worlds.azureml.wire import Fault, Refusal
 
 IMAGE = "cloudtrain-test:py313"
 ENVIRONMENT = "azureml://registries/azureml/environments/acpt-pytorch-2.8-cuda12.6/versions/1"

@@ -17,19 +17,19 @@ from containers import left
 from disks import small_disk
 
 from cloudtrain.engine import ENGINE_PREFIX
-from cloudtrain.engine.api import API_SECONDS, _address, _is_remote, check_image, clear, make_client, why
 from cloudtrain.engine.containers import Printed
-from cloudtrain.engine.hosted import check_readable
+from cloudtrain.engine.docker_api import API_SECONDS, _address, _is_remote, check_image, clear, make_client, why
+from cloudtrain.engine.supervised import check_readable
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.provider import Request
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.docker import _REFUSED, ROOT, Provider
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 from cloudtrain.testing.contract import ProviderContract
+from cloudtrain.testing.platform import FakePlatform, Impossible
 from cloudtrain.testing.tables import Fields
-from cloudtrain.testing.worlds import Impossible, World
 
 
-class DockerWorld(World):
+class DockerWorld(FakePlatform):
     """This machine's engine: nothing is faked. ``image`` is what all jobs run on."""
 
     def __init__(self, folder: Path, *, engine: Any, image: str, store: str = "") -> None:
@@ -46,7 +46,7 @@ class DockerWorld(World):
 
     @contextlib.contextmanager
     def node(self, request: Request, number: int) -> Iterator[Mapping[str, str]]:
-        words = {"NODE": number, "NODES": len(self.provider.nodes(request).nodes), "CPUS": 1}
+        words = {"NODE": number, "NODES": len(self.provider.launch_spec(request).nodes), "CPUS": 1}
         yield {ENGINE_PREFIX + key: str(value) for key, value in words.items()}
 
     def container(self, run: Run, number: int) -> str:
@@ -74,7 +74,7 @@ class TestDocker(ProviderContract):
     @classmethod
     def world(
         cls, tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable[[str], str]
-    ) -> Iterator[World]:
+    ) -> Iterator[FakePlatform]:
         folder = tmp_path_factory.mktemp("world")
         before = left(engine, folder)
         yield DockerWorld(folder, engine=engine, image=images("pip"))
@@ -85,7 +85,7 @@ class TestDocker(ProviderContract):
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path) -> FakePlatform:
     return DockerWorld(tmp_path, engine=None, image="registry.example/trainer:1")
 
 
@@ -102,7 +102,7 @@ def world(tmp_path: Path) -> World:
         ({"inputs": {"data": "azureml:data:1"}}, "inputs.data", "cannot read azureml:"),
     ],
 )
-def test_refuses(world: World, fields: Fields, field: str, words: str) -> None:
+def test_refuses(world: FakePlatform, fields: Fields, field: str, words: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         world.plan(fields)
     assert (caught.value.field, caught.value.provider, caught.value.exit_code) == (field, "docker", 2)
@@ -167,7 +167,7 @@ def host(**fields: Any) -> Fields:
         ({"tags": {"cloudtrain.run": "x"}}, "tags.cloudtrain.run", "another name"),
     ],
 )
-def test_an_option_that_would_be_lost_is_refused(world: World, fields: Fields, where: str, words: str) -> None:
+def test_an_option_that_would_be_lost_is_refused(world: FakePlatform, fields: Fields, where: str, words: str) -> None:
     with pytest.raises(SpecError) as caught:
         world.plan(fields)
     assert where in caught.value.field
@@ -180,8 +180,8 @@ def test_a_user_is_a_number(user: str) -> None:
         Provider(user=user)
 
 
-def test_a_node_runs_as_the_caller_and_has_its_own_name(world: World) -> None:
-    nodes = world.provider.nodes(world.plan({"instance_count": 3}).request).nodes
+def test_a_node_runs_as_the_caller_and_has_its_own_name(world: FakePlatform) -> None:
+    nodes = world.provider.launch_spec(world.plan({"instance_count": 3}).request).nodes
     assert [node.hostname for node in nodes] == ["node-0", "node-1", "node-2"]
     assert {node.user for node in nodes} == {f"{os.getuid()}:{os.getgid()}"}
     assert nodes[0].entrypoint is not None
@@ -201,7 +201,7 @@ def test_a_node_runs_as_the_caller_and_has_its_own_name(world: World) -> None:
     ],
 )
 def test_no_engine_here_is_one_line_that_offers_local(
-    world: World, monkeypatch: pytest.MonkeyPatch, host: str, words: str
+    world: FakePlatform, monkeypatch: pytest.MonkeyPatch, host: str, words: str
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", host)
     plan = world.plan()
@@ -238,7 +238,7 @@ def contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 @pytest.mark.parametrize("by", ["variable", "config"])
 def test_the_context_is_the_one_that_docker_itself_would_take(
-    world: World, contexts: Path, monkeypatch: pytest.MonkeyPatch, by: str, name: str, words: str
+    world: FakePlatform, contexts: Path, monkeypatch: pytest.MonkeyPatch, by: str, name: str, words: str
 ) -> None:
     if by == "variable":
         monkeypatch.setenv("DOCKER_CONTEXT", name)
@@ -414,20 +414,22 @@ def test_why_tells_the_cause_and_never_what_was_left_behind() -> None:
     ],
 )
 def test_an_input_that_another_user_may_not_read_is_one_line(
-    world: World, tmp_path: Path, kind: str, mode: int, user: str, may: bool
+    world: FakePlatform, tmp_path: Path, kind: str, mode: int, user: str, may: bool
 ) -> None:
     given = tmp_path / "given"
     given.mkdir() if kind == "folder" else given.write_text("x")
     request = world.plan({"inputs": {"data": str(given)}}).request
     given.chmod(mode)
-    (node, *_) = world.provider.nodes(request).nodes
+    (node, *_) = world.provider.launch_spec(request).nodes
     with contextlib.nullcontext() if may else pytest.raises(SpecError, match=f"may not read {given}; ") as caught:
         check_readable(node.mounts, user, ROOT)
     assert may or (caught and caught.value.field) == "inputs.data"
     given.chmod(0o755)
 
 
-def test_without_its_client_library_it_says_what_to_install(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_client_library_it_says_what_to_install(
+    world: FakePlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "docker", None)
     with pytest.raises(SpecError, match="needs docker, which is not installed") as caught:
         Provider().check(world.plan().request)

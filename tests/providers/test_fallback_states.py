@@ -17,22 +17,22 @@ import pytest
 import tomli_w
 from foldercloud import NAME, Provider
 from vertex_recorded import after_waiting
+from worlds.azureml.life import QUOTA
+from worlds.azureml.world import AzureMLWorld
+from worlds.sagemaker.life import CAPACITY, TrainingJob
+from worlds.sagemaker.world import SageMakerWorld
+from worlds.vertex.life import RESOURCE_EXHAUSTED, STOCKOUT, CustomJob
+from worlds.vertex.world import VertexWorld
 
-from cloudtrain import pyz
 from cloudtrain.estimator import Estimator
-from cloudtrain.fallback import Onward
-from cloudtrain.run import Run
-from cloudtrain.testing.azureml.life import QUOTA
-from cloudtrain.testing.azureml.world import AzureMLWorld
-from cloudtrain.testing.sagemaker.life import CAPACITY, TrainingJob
-from cloudtrain.testing.sagemaker.world import SageMakerWorld
-from cloudtrain.testing.vertex.life import RESOURCE_EXHAUSTED, STOCKOUT, CustomJob
-from cloudtrain.testing.vertex.world import VertexWorld
+from cloudtrain.runs.fallback import FallbackPolicy
+from cloudtrain.runs.run import Run
+from cloudtrain.store import runtime_zip
 
 pytestmark = [pytest.mark.remote]
 
 HOUR = 3600.0
-built = cache(pyz.build)
+built = cache(runtime_zip.build)
 """What it takes is no part of these trials."""
 
 
@@ -44,7 +44,7 @@ class Waiting:
         foldercloud.install(folder / "site")
         (folder / "site/foldercloud.py").unlink()  # the module is that of this process
         monkeypatch.syspath_prepend(str(folder / "site"))
-        monkeypatch.setattr(pyz, "build", built)
+        monkeypatch.setattr(runtime_zip, "build", built)
         self.second = Provider(folder=str(folder / "second"))
         code = folder / "code"
         for place in (code, folder / "second"):
@@ -69,7 +69,7 @@ class Waiting:
 
     def look(self, run: Run) -> bool:
         """What any client does that comes by; whether the run is in the second place by now."""
-        run.reconcile(retry=Onward(run))
+        run.reconcile(retry=FallbackPolicy(run))
         return f"{run.run_id}.0" in self.second.jobs()
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 from earlier import Ran
+from worlds.sagemaker import wire as aws_wire
+from worlds.sagemaker.world import SageMakerWorld
+from worlds.vertex import wire as google_wire
+from worlds.vertex.world import BUCKET, VertexWorld
 
 from cloudtrain import cli
 from cloudtrain.errors import LostContactError
 from cloudtrain.estimator import Estimator
-from cloudtrain.fallback import Onward
-from cloudtrain.run import Run
-from cloudtrain.settings import Settings
-from cloudtrain.testing.sagemaker import wire as aws_wire
-from cloudtrain.testing.sagemaker.world import SageMakerWorld
-from cloudtrain.testing.vertex import wire as google_wire
-from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
+from cloudtrain.runs.fallback import FallbackPolicy
+from cloudtrain.runs.run import Run
+from cloudtrain.settings.settings import Settings
 
 pytestmark = [pytest.mark.remote]
 
@@ -147,7 +147,7 @@ def test_a_wait_for_machines_that_is_too_long_ends_for_certain_then_the_next_beg
 
     look.every = True  # type: ignore[attr-defined]
     with pytest.raises(LostContactError):
-        run.wait(timeout=8, poll=0.1, retry=Onward(run), on_status=look)
+        run.wait(timeout=8, poll=0.1, retry=FallbackPolicy(run), on_status=look)
     assert max(map(len, seen)) == 1, "never two jobs alive"
     assert clouds.jobs() == LOCATIONS[1:]
     (refusal,) = run.result()["refusals"]

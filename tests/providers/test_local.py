@@ -21,20 +21,21 @@ import pytest
 
 import cloudtrain
 from cloudtrain.engine import ENGINE_PREFIX
-from cloudtrain.engine.processes import ProcessEngine, gpus_of
+from cloudtrain.engine.processes import ProcessEngine, share_of_gpus
 from cloudtrain.errors import CapacityError, NotFoundError, SpecError, UnsupportedError
-from cloudtrain.job import DEFAULT_STALL_TIMEOUT, Job
-from cloudtrain.provider import Layout, NodeSpec, Request, Rules, Simulation
+from cloudtrain.job.job import DEFAULT_STALL_TIMEOUT, Job
+from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, NodeSpec
+from cloudtrain.provider_api.protocol import Layout, Request
 from cloudtrain.providers.local import _REFUSED, Provider
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 from cloudtrain.testing.contract import ProviderContract
+from cloudtrain.testing.platform import FakePlatform, Impossible
 from cloudtrain.testing.tables import CASES, Fields
-from cloudtrain.testing.worlds import Impossible, World
 
 PACKAGE = Path(cloudtrain.__file__).parents[1]
 
 
-class LocalWorld(World):
+class LocalWorld(FakePlatform):
     """This machine: its processes are the platform, so nothing is faked. Nodes are found by their parent."""
 
     def __init__(self, folder: Path, provider: Provider | None = None, *, store: str = "") -> None:
@@ -50,7 +51,7 @@ class LocalWorld(World):
         reader, writer = os.pipe()
         os.write(writer, b"{}")
         os.close(writer)
-        nodes = len(self.provider.nodes(request).nodes)
+        nodes = len(self.provider.launch_spec(request).nodes)
         words: dict[str, Any] = {"NODE": number, "NODES": nodes, "PORT": 29500, "SUPERVISOR": os.getpid()}
         words |= {"SECRETS_FD": reader, "GROUPS": self.folder / f"groups-{number}", "SCRATCH": self.folder}
         yield {ENGINE_PREFIX + key: str(value) for key, value in words.items()}
@@ -66,7 +67,7 @@ class LocalWorld(World):
 
     def check(self, request: Request) -> None:
         super().check(request)
-        Simulation.from_dict({key: request.body[key] for key in ("nodes", "rules")})
+        LaunchSpec.from_dict({key: request.body[key] for key in ("nodes", "rules")})
 
     def _pid(self, run: Run, number: int) -> int:
         """The process of node ``number``: nodes are started in order."""
@@ -81,7 +82,7 @@ class LocalWorld(World):
 class TestLocal(ProviderContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls, tmp_path_factory: pytest.TempPathFactory) -> World:
+    def world(cls, tmp_path_factory: pytest.TempPathFactory) -> FakePlatform:
         return LocalWorld(tmp_path_factory.mktemp("world"))
 
 
@@ -93,7 +94,7 @@ class TestLocalOnS3(ProviderContract):
 
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls, tmp_path_factory: pytest.TempPathFactory, s3_server: str) -> Iterator[World]:
+    def world(cls, tmp_path_factory: pytest.TempPathFactory, s3_server: str) -> Iterator[FakePlatform]:
         folder = tmp_path_factory.mktemp("world")
         with pytest.MonkeyPatch.context() as patch:
             for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -121,7 +122,7 @@ def new_store(endpoint: str) -> str:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path) -> FakePlatform:
     return LocalWorld(tmp_path)
 
 
@@ -160,7 +161,7 @@ def test_limits_of_money_and_of_gpus(tmp_path: Path) -> None:
         ({"inputs": {"data": "azureml:data:1"}}, "inputs.data", "cannot read azureml:"),
     ],
 )
-def test_refuses(world: World, fields: Fields, field: str, words: str) -> None:
+def test_refuses(world: FakePlatform, fields: Fields, field: str, words: str) -> None:
     with pytest.raises(UnsupportedError) as caught:
         world.plan(fields)
     assert (caught.value.field, caught.value.provider, caught.value.exit_code) == (field, "local", 2)
@@ -192,7 +193,7 @@ def test_refuses(world: World, fields: Fields, field: str, words: str) -> None:
         ({"ndoes": {}}, "options.local.ndoes"),
     ],
 )
-def test_an_option_that_processes_would_ignore_is_refused(world: World, options: Fields, where: str) -> None:
+def test_an_option_that_processes_would_ignore_is_refused(world: FakePlatform, options: Fields, where: str) -> None:
     with pytest.raises(SpecError) as caught:
         world.plan({"options": {"local": options}})
     assert caught.value.field == where
@@ -203,7 +204,7 @@ def test_every_refusal_is_tried() -> None:
     assert set(_REFUSED) <= tried
 
 
-def test_gpus_that_are_not_here_are_one_line_and_exit_2_and_nothing_is_recorded(world: World) -> None:
+def test_gpus_that_are_not_here_are_one_line_and_exit_2_and_nothing_is_recorded(world: FakePlatform) -> None:
     plan = world.plan({"gpu": "H100:64"})
     with pytest.raises(SpecError, match="64 H100 GPUs on this machine, which has") as caught:
         world.send(plan)
@@ -213,7 +214,7 @@ def test_gpus_that_are_not_here_are_one_line_and_exit_2_and_nothing_is_recorded(
 
 
 @pytest.mark.parametrize("python", ["this", "another"])
-def test_without_torch_nothing_is_recorded(world: World, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+def test_without_torch_nothing_is_recorded(world: FakePlatform, monkeypatch: pytest.MonkeyPatch, python: str) -> None:
     monkeypatch.setattr("cloudtrain.engine.processes.has_torch", lambda python: False)
     if python == "another":
         monkeypatch.setattr(sys, "executable", "/another/python")
@@ -276,15 +277,15 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("gpus")
 def test_gpus_are_those_that_the_environment_leaves(
-    world: World, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: str, nodes: int, dealt: Any
+    world: FakePlatform, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpu: str, nodes: int, dealt: Any
 ) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     request = world.plan({"gpu": gpu, "instance_count": nodes}).request
-    specs = world.provider.nodes(request).nodes
+    specs = world.provider.launch_spec(request).nodes
     if isinstance(dealt, list):
         Provider().check(request)
-        assert [gpus_of(number, spec, os.environ) for number, spec in enumerate(specs)] == dealt
+        assert [share_of_gpus(number, spec, os.environ) for number, spec in enumerate(specs)] == dealt
     else:
         with pytest.raises(SpecError) as caught:
             Provider().check(request)
@@ -297,15 +298,15 @@ def test_a_node_never_starts_with_fewer_gpus(tmp_path: Path, visible: str, numbe
     environ = {"CUDA_VISIBLE_DEVICES": visible}
     spec = NodeSpec(command=["true"], gpus=count)
     with pytest.raises(CapacityError, match=f"node {number} has no {count} of the"):
-        gpus_of(number, spec, environ)
+        share_of_gpus(number, spec, environ)
     engine = ProcessEngine(folder=tmp_path, environ=environ)
-    simulation = Simulation(nodes=[spec] * (number + 1), rules=Rules(time_limit=1))
+    simulation = LaunchSpec(nodes=[spec] * (number + 1), rules=LaunchRules(time_limit=1))
     with pytest.raises(CapacityError):
         engine.start(simulation, attempt="0.0", local={}, secrets={})
     assert not (tmp_path / "nodes").exists()
 
 
-def test_an_input_of_this_machine_is_read_in_place(world: World) -> None:
+def test_an_input_of_this_machine_is_read_in_place(world: FakePlatform) -> None:
     """And one from elsewhere is copied; ``mode`` copy copies both."""
     plan = world.plan(
         {
@@ -316,13 +317,13 @@ def test_an_input_of_this_machine_is_read_in_place(world: World) -> None:
             }
         }
     )
-    mounts = {mount.path: mount.kind for mount in world.provider.nodes(plan.request).nodes[0].mounts}
+    mounts = {mount.path: mount.kind for mount in world.provider.launch_spec(plan.request).nodes[0].mounts}
     assert {mounts[f"inputs/{name}"] for name in ("copied", "far")} == {"copy"}
     assert mounts["inputs/here"] == "mount"
 
 
 @pytest.mark.slow
-def test_a_killed_node_leaves_no_process(world: World) -> None:
+def test_a_killed_node_leaves_no_process(world: FakePlatform) -> None:
     run = world.send(world.plan(CASES["infra"].job, {"env": {"PROBE": "hold"}}, run_id="killed"))
     world.await_line(run, "holding")
     world.kill(run, 1)

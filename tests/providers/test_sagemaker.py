@@ -18,15 +18,15 @@ import pytest
 from clients import CALLS, DDP, DEATHS, DIGITS, PATIENCE, TRAIN, at_work, check_cancelled, check_death, check_digits
 from jobs import Done, Jobs, dying
 from servers import Web
+from worlds.sagemaker.life import LOG_GROUP
+from worlds.sagemaker.plane import REGISTRY
+from worlds.sagemaker.wire import Fault
+from worlds.sagemaker.world import SageMakerWorld
 
 from cloudtrain.errors import AuthError, ConflictError
-from cloudtrain.run import Run
+from cloudtrain.runs.run import Run
 from cloudtrain.testing.contract import ProviderContract
-from cloudtrain.testing.sagemaker.life import LOG_GROUP
-from cloudtrain.testing.sagemaker.plane import REGISTRY
-from cloudtrain.testing.sagemaker.wire import Fault
-from cloudtrain.testing.sagemaker.world import SageMakerWorld
-from cloudtrain.testing.worlds import World
+from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = [pytest.mark.docker, pytest.mark.remote, pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def made(
 class TestSageMaker(ProviderContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls, made: SageMakerWorld) -> World:
+    def world(cls, made: SageMakerWorld) -> FakePlatform:
         return made
 
 

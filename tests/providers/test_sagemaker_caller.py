@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.sagemaker.plane import REGISTRY, Plane
 
-from cloudtrain import remote
 from cloudtrain.errors import AuthError
-from cloudtrain.job import Job
-from cloudtrain.listing import list_runs
-from cloudtrain.listing import recorded as listed_runs
-from cloudtrain.provider import recorded_settings
-from cloudtrain.reconcile import reconcile
-from cloudtrain.run import Run, open_run
-from cloudtrain.settings import Settings
-from cloudtrain.store import Store
-from cloudtrain.submit import load_plan, make_plan, submit
-from cloudtrain.testing.sagemaker.plane import REGISTRY, Plane
-from cloudtrain.transfer import Moving
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import recorded_settings
+from cloudtrain.runs.listing import list_runs
+from cloudtrain.runs.listing import recorded_runs as listed_runs
+from cloudtrain.runs.reconcile import reconcile
+from cloudtrain.runs.run import Run, open_run
+from cloudtrain.runs.submit import load_plan, make_plan, submit
+from cloudtrain.settings.settings import Settings
+from cloudtrain.storage import remote
+from cloudtrain.storage.files import TransferOptions
+from cloudtrain.store.store import Store
 
 pytestmark = pytest.mark.remote
 
@@ -258,7 +258,7 @@ def test_a_refusal_that_stays_is_told_after_one_more_look(account: Account) -> N
 def recorded(account: Account, provider: str, run_id: str) -> None:
     """A run of ``provider``, as its client left it that died before it sent it."""
     made = account.settings(profile="ann").make_provider(provider)
-    store = Store(account.store, storage=made.storage, moving=Moving(mover=account.mover))
+    store = Store(account.store, storage=made.storage, moving=TransferOptions(mover=account.mover))
     job = Job.make(entry_point="train.py", image=f"{REGISTRY}/team/trainer:1", max_runtime="1h")
     layout = store.layout(run_id=run_id, code_digest="c", runtime_digest="d")
     own = recorded_settings(type(made).Settings, dataclasses.asdict(made.settings))

@@ -14,6 +14,7 @@ import botocore.exceptions as raised
 import pytest
 from boto3.session import Session
 from botocore.awsrequest import AWSResponse
+from worlds.sagemaker.strict import service_model
 
 from cloudtrain.errors import (
     AuthError,
@@ -26,13 +27,12 @@ from cloudtrain.errors import (
     QuotaError,
     SpecError,
 )
-from cloudtrain.job import Job, run_tag
-from cloudtrain.provider import Layout, LogLine, Request
+from cloudtrain.job.job import Job, run_tag
+from cloudtrain.provider_api.protocol import Layout, LogLine, Request
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
-from cloudtrain.providers.sagemaker.account import CODES, error_of
-from cloudtrain.providers.sagemaker.pages import OVERLAP
-from cloudtrain.providers.sagemaker.states import HINTS, category_of, status_of
-from cloudtrain.testing.sagemaker.strict import service_model
+from cloudtrain.providers.sagemaker.api import CODES, error_of
+from cloudtrain.providers.sagemaker.logs import OVERLAP
+from cloudtrain.providers.sagemaker.status import HINTS, category_of, status_of
 
 ARN = "arn:aws:sagemaker:eu-west-1:123456789012:training-job/"
 NOT_FOUND = (400, {"__type": "ValidationException", "message": "Requested resource not found."})

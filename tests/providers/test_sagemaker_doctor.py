@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from doctoring import Examiner
-
-from cloudtrain.testing.sagemaker.plane import NEW_ACCOUNT, PLENTY, REGION
-from cloudtrain.testing.sagemaker.wire import ACCOUNT, Fault
-from cloudtrain.testing.sagemaker.world import SageMakerWorld
+from worlds.sagemaker.plane import NEW_ACCOUNT, PLENTY, REGION
+from worlds.sagemaker.wire import ACCOUNT, Fault
+from worlds.sagemaker.world import SageMakerWorld
 
 pytestmark = [pytest.mark.remote]
 

@@ -23,16 +23,17 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials as Botocores
 from botocore.session import get_session
 
-from cloudtrain import pyz
 from cloudtrain.errors import DigestError, StorageError
-from cloudtrain.job import Job
-from cloudtrain.provider import Layout, Site
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.node import NodeEnvironment
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
+from cloudtrain.providers.sagemaker.names import DNS
 from cloudtrain.providers.sagemaker.node import _has_efa
 from cloudtrain.providers.sagemaker.s3 import Objects
 from cloudtrain.providers.sagemaker.secrets import Credentials, credentials, secret, signed_headers
-from cloudtrain.providers.sagemaker.words import DNS
-from cloudtrain.transfer import files
+from cloudtrain.storage.files import files
+from cloudtrain.store import runtime_zip
 
 ARN = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:token-AbCdEf"
 PARAMETER = "arn:aws:ssm:eu-west-1:123456789012:parameter/team/token"
@@ -47,7 +48,7 @@ def site(
     channels: tuple[str, ...] = ("cloudtrain-code", "cloudtrain-runtime", "cloudtrain-container"),
     context: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
-) -> Site:
+) -> NodeEnvironment:
     """What a container with this configuration is given."""
     config = base / "input" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def site(
         folder = base / "input" / "data" / "cloudtrain-container"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "context.json").write_text(json.dumps(context))
-    return Provider.site({"SAGEMAKER_BASE_DIR": str(base), **(environ or {})}, {})
+    return Provider.node_environment({"SAGEMAKER_BASE_DIR": str(base), **(environ or {})}, {})
 
 
 # ------------------------------------------------------------------------------------------------------------- topology
@@ -187,7 +188,7 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Service]]:
-    monkeypatch.setattr("cloudtrain.ask.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("cloudtrain.runtime.http_json.PAUSES", (0.0, 0.0))
     handler = type("Handler", (Service,), {"answers": [(200, {})], "seen": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -405,7 +406,7 @@ def started(tmp_path: Path, *, lacks: str = "", **python: str) -> tuple[int, str
     for name, text in python.items():
         (programs / name).write_text(f"#!/bin/sh\n{text}\n")
         (programs / name).chmod(0o755)
-    (ml / "input/data/cloudtrain-runtime/cloudtrain.pyz").write_bytes(pyz.build())
+    (ml / "input/data/cloudtrain-runtime/cloudtrain.pyz").write_bytes(runtime_zip.build())
     (ml / "input/data/cloudtrain-container/context.json").write_text('{"protocol": 1, "provider": "sagemaker"}')
     (ml / "input/config").mkdir()
     (ml / "input/config/resourceconfig.json").write_text(json.dumps({"hosts": ["algo-1"], "current_host": "algo-1"}))

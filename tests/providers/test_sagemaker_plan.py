@@ -13,19 +13,19 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from plans import Plans
+from worlds.sagemaker.strict import broken_rules, model_errors
 
-from cloudtrain import catalog
-from cloudtrain.cli.show import plan_text
+from cloudtrain.cli.format import plan_text
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.job import Job, check_run_id, job_name
-from cloudtrain.provider import Request
+from cloudtrain.job.job import Job, check_run_id, job_name
+from cloudtrain.provider_api import catalog
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.sagemaker import SAMPLE, Provider
 from cloudtrain.providers.sagemaker.images import CAPABILITIES, images
-from cloudtrain.providers.sagemaker.preflight import broken, limits, translated
-from cloudtrain.providers.sagemaker.states import attempt_of
-from cloudtrain.settings import Settings
-from cloudtrain.submit import make_plan
-from cloudtrain.testing.sagemaker.strict import broken_rules, model_errors
+from cloudtrain.providers.sagemaker.status import attempt_of
+from cloudtrain.providers.sagemaker.validate import broken, limits, translated
+from cloudtrain.runs.submit import make_plan
+from cloudtrain.settings.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 ACCOUNT: dict[str, Any] = SAMPLE["settings"]  # type: ignore[assignment]
@@ -597,7 +597,7 @@ def test_what_is_planned_is_what_the_service_takes(given: dict[str, Any], fields
     assert [p for p in problems if "Type' failed to satisfy constraint: Member must satisfy enum" not in p] == []
     assert len(problems) == len(unknown)
     assert broken_rules(request.body) == []
-    Provider(**{**ACCOUNT, **given}).nodes(request)
+    Provider(**{**ACCOUNT, **given}).launch_spec(request)
 
 
 # ----------------------------------------------------------------------------------------------------- what would start
@@ -605,7 +605,7 @@ def test_what_is_planned_is_what_the_service_takes(given: dict[str, Any], fields
 
 def test_nodes_of_a_request() -> None:
     request = planned(gpu="A10G:4", instance_count=12, inputs={"train": "s3://data/x", "one": "s3://data/y.csv"})
-    simulation = Provider(**ACCOUNT).nodes(request)
+    simulation = Provider(**ACCOUNT).launch_spec(request)
     assert [node.hostname for node in simulation.nodes] == [f"algo-{i}" for i in range(1, 13)]
     node = simulation.nodes[1]
     assert (node.gpus, node.cpus, node.platform) == (4, 48, "linux/amd64")

@@ -22,12 +22,12 @@ from typing import Any
 import boto3
 import pytest
 
-from cloudtrain import pyz
-from cloudtrain.job import Job
+from cloudtrain.job.job import Job
 from cloudtrain.providers.sagemaker import SAMPLE
 from cloudtrain.providers.sagemaker.images import images as known_images
-from cloudtrain.settings import Settings
-from cloudtrain.submit import make_plan
+from cloudtrain.runs.submit import make_plan
+from cloudtrain.settings.settings import Settings
+from cloudtrain.store import runtime_zip
 
 pytestmark = [pytest.mark.sagemaker_local_mode, pytest.mark.slow]
 
@@ -145,7 +145,7 @@ def test_local_mode_runs_our_request(
     )
     settings = Settings(provider="sagemaker", store=s3_url, tables={"sagemaker": SAMPLE["settings"]})  # type: ignore[dict-item]
     plan = make_plan(job, settings=settings, run_id="local-mode", cwd=tmp_path)
-    zipped = partial(pyz.build, type(plan.provider))
+    zipped = partial(runtime_zip.build, type(plan.provider))
     plan.store.stage(plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees)
     plan.store.write_container(plan.layout, plan.request.context, secrets.token_bytes(32))
     body = json.loads(json.dumps(plan.request.body))

@@ -18,13 +18,12 @@ from botocore.exceptions import ClientError
 from botocore.validate import ParamValidator
 from containers import left
 from jobs import Jobs
-
-from cloudtrain.testing.sagemaker.cloudwatch import CloudWatch
-from cloudtrain.testing.sagemaker.instances import differences, reading
-from cloudtrain.testing.sagemaker.life import LOG_GROUP
-from cloudtrain.testing.sagemaker.plane import KEY, REGION, REGISTRY, Plane
-from cloudtrain.testing.sagemaker.strict import broken_rules, model_errors, service_model
-from cloudtrain.testing.sagemaker.wire import Caller, Fault, Refusal
+from worlds.sagemaker.cloudwatch import CloudWatch
+from worlds.sagemaker.instances import differences, reading
+from worlds.sagemaker.life import LOG_GROUP
+from worlds.sagemaker.plane import KEY, REGION, REGISTRY, Plane
+from worlds.sagemaker.strict import broken_rules, model_errors, service_model
+from worlds.sagemaker.wire import Caller, Fault, Refusal
 
 ROLE = "arn:aws:iam::123456789012:role/TrainingRole"
 IMAGE = f"{REGISTRY}/cloudtrain-test:py313"

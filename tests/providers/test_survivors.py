@@ -14,23 +14,23 @@ from typing import Any
 
 import pytest
 from plans import Plans
+from worlds.vertex.wire import Answer, Wire
 
 from cloudtrain.errors import AuthError, NotFoundError, PlatformError, SpecError, UnsupportedError
-from cloudtrain.provider import Topology
+from cloudtrain.provider_api.node import Topology
 from cloudtrain.providers import local
 from cloudtrain.providers.azureml import Provider as AzureML
-from cloudtrain.providers.azureml import states as azureml
-from cloudtrain.providers.azureml.plan import TAG_VALUE, _page
+from cloudtrain.providers.azureml import status as azureml
+from cloudtrain.providers.azureml.request import TAG_VALUE, _page
 from cloudtrain.providers.docker import ENGINE_PREFIX, PORT, PREEMPTED, STOP_GRACE
 from cloudtrain.providers.docker import Provider as Docker
 from cloudtrain.providers.local import Provider as Local
 from cloudtrain.providers.sagemaker import Provider as SageMaker
-from cloudtrain.providers.sagemaker import account as aws
-from cloudtrain.providers.sagemaker import states as sagemaker
+from cloudtrain.providers.sagemaker import api as aws
+from cloudtrain.providers.sagemaker import status as sagemaker
 from cloudtrain.providers.vertex import Provider as Vertex
-from cloudtrain.providers.vertex import states as vertex
-from cloudtrain.providers.vertex.plan import LABEL_COUNT, _origin
-from cloudtrain.testing.vertex.wire import Answer, Wire
+from cloudtrain.providers.vertex import status as vertex
+from cloudtrain.providers.vertex.request import LABEL_COUNT, _origin
 
 ARN = "arn:aws:sagemaker:eu-west-1:123456789012:training-job/run-a0"
 IN_VERTEX = Plans(Vertex, {"project": "p", "location": "europe-west4"}, "gs://b/s", {"image": "team/trainer:1"})
@@ -52,12 +52,15 @@ def test_a_script_that_reads_sm_variables_finds_the_network_the_machine_and_its_
     told = {"current_host": "algo-1", "hosts": ["algo-1"], "network_interface_name": "eth7"}
     for machine in ({"current_instance_type": "ml.p4d.24xlarge"}, {}):
         config.write_text(json.dumps({**told, **machine}))
-        words = SageMaker.site({"SAGEMAKER_BASE_DIR": str(tmp_path)}, {}).export_env
+        words = SageMaker.node_environment({"SAGEMAKER_BASE_DIR": str(tmp_path)}, {}).export_env
         assert words["SM_NETWORK_INTERFACE_NAME"] == "eth7"
         assert words["SM_CURRENT_INSTANCE_TYPE"] == machine.get("current_instance_type", "")
         assert int(words["SM_NUM_GPUS"]) >= 0
     config.write_text(json.dumps({"current_host": "algo-1", "hosts": ["algo-1"]}))
-    assert SageMaker.site({"SAGEMAKER_BASE_DIR": str(tmp_path)}, {}).export_env["SM_NETWORK_INTERFACE_NAME"] == ""
+    assert (
+        SageMaker.node_environment({"SAGEMAKER_BASE_DIR": str(tmp_path)}, {}).export_env["SM_NETWORK_INTERFACE_NAME"]
+        == ""
+    )
 
 
 @pytest.mark.parametrize(("cores", "nodes", "each"), [(8, 2, 4), (2, 4, 1)])
@@ -76,30 +79,35 @@ def test_nodes_on_one_machine_share_its_cores(
         "GROUPS": "g",
         "SECRETS_FD": fd,
     }
-    assert Local.site({f"{prefix}{name}": str(value) for name, value in told.items()}, {}).cpus == each
+    assert Local.node_environment({f"{prefix}{name}": str(value) for name, value in told.items()}, {}).cpus == each
 
 
 def test_a_container_is_told_which_node_it_is_and_the_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The values come over its standard input, where no other process can read them."""
     monkeypatch.setattr("sys.stdin", io.StringIO('{"HF": "hush"}\nmore'))
     told = {"NODES": 3, "NODE": 2, "CPUS": 4, "ATTEMPT": "1.0", "SECRETS": 1}
-    found = Docker.site({f"{ENGINE_PREFIX}{name}": str(value) for name, value in told.items()}, {"live": "/live"})
+    found = Docker.node_environment(
+        {f"{ENGINE_PREFIX}{name}": str(value) for name, value in told.items()}, {"live": "/live"}
+    )
     assert found.topology == Topology(nodes=3, node_rank=2, master_addr="node-0", master_port=PORT)
     assert (found.paths, found.scratch, found.cpus, found.attempt) == ({"live": "/live"}, (), 4, "1.0")
     assert found.exit_code == {"succeeded": 0, "failed": 1, "preempted": PREEMPTED}
     assert (found.stop_grace, found.secrets("env:HF")) == (STOP_GRACE, "hush")
     bare = {f"{ENGINE_PREFIX}{name}": "1" for name in ("NODES", "CPUS")}
-    assert Docker.site({**bare, f"{ENGINE_PREFIX}NODE": "0"}, {}).attempt == ""
+    assert Docker.node_environment({**bare, f"{ENGINE_PREFIX}NODE": "0"}, {}).attempt == ""
 
 
 def test_a_single_node_of_azureml_needs_no_word_of_ours() -> None:
     words = {"AZUREML_NODE_COUNT": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-0"}
-    assert (AzureML.site(words, {}).topology.nodes, AzureML.site(words, {}).topology.node_rank) == (2, 1)
-    assert AzureML.site(words, {}).folders == {"outputs": "artifacts"}
+    assert (
+        AzureML.node_environment(words, {}).topology.nodes,
+        AzureML.node_environment(words, {}).topology.node_rank,
+    ) == (2, 1)
+    assert AzureML.node_environment(words, {}).folders == {"outputs": "artifacts"}
     with pytest.raises(SpecError, match=r"which it is: MASTER_ADDR or .* is not set"):
-        AzureML.site({"CLOUDTRAIN_NODES": "2", "NODE_RANK": "1"}, {})
+        AzureML.node_environment({"CLOUDTRAIN_NODES": "2", "NODE_RANK": "1"}, {})
     with pytest.raises(SpecError, match=r"which it is: NODE_RANK or AZUREML_CR_NODE_RANK is not set"):
-        AzureML.site({"CLOUDTRAIN_NODES": "2", "MASTER_ADDR": "node-0"}, {})
+        AzureML.node_environment({"CLOUDTRAIN_NODES": "2", "MASTER_ADDR": "node-0"}, {})
 
 
 @pytest.fixture
@@ -122,7 +130,7 @@ def test_a_reference_to_a_secret_keeps_all_its_colons(wire: Wire) -> None:
     )
     url = wire.listen()
     google = {"GCE_METADATA_HOST": url.removeprefix("http://"), "CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER": url}
-    assert Vertex.site(google, {}).secrets(f"gcp:{name}") == "hush"
+    assert Vertex.node_environment(google, {}).secrets(f"gcp:{name}") == "hush"
     assert secrets_of_sagemaker(url)(f"aws:{arn}") == arn
 
 
@@ -133,14 +141,14 @@ def secrets_of_sagemaker(url: str) -> Any:
         config.parent.mkdir(parents=True)
         config.write_text(json.dumps({"current_host": "algo-1", "hosts": ["algo-1"]}))
         keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_ENDPOINT_URL_SSM": url}
-        return SageMaker.site({"SAGEMAKER_BASE_DIR": base, **keys}, {}).secrets
+        return SageMaker.node_environment({"SAGEMAKER_BASE_DIR": base, **keys}, {}).secrets
 
 
 @pytest.mark.parametrize("word", ["replicas", "hosts"])
 def test_a_cluster_in_the_other_shape_names_its_members_by_either_word(word: str) -> None:
     pools = [{word: ["a:3333"]}, {word: ["b:3333", "c:3333"]}]
     told = {"cluster": {"worker_pools": pools}, "task": {"worker_pool_index": 1, "replica_index": 1}}
-    found = Vertex.site({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": json.dumps(told)}, {}).topology
+    found = Vertex.node_environment({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": json.dumps(told)}, {}).topology
     assert (found.nodes, found.node_rank, found.master_addr, found.master_port) == (3, 2, "a", 3333)
 
 

@@ -14,14 +14,14 @@ import clients
 import pytest
 from clients import CALLS, DDP, PATIENCE, TRAIN, at_work, check_cancelled, check_death, check_digits
 from jobs import Done, Jobs
+from worlds.vertex.life import CustomJob
+from worlds.vertex.wire import Fault, Refusal
+from worlds.vertex.world import BUCKET, VertexWorld
 
 from cloudtrain.errors import AuthError, CloudtrainError, LostContactError
+from cloudtrain.storage.files import files
 from cloudtrain.testing.contract import ProviderContract
-from cloudtrain.testing.vertex.life import CustomJob
-from cloudtrain.testing.vertex.wire import Fault, Refusal
-from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
-from cloudtrain.testing.worlds import World
-from cloudtrain.transfer import files
+from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = [
     pytest.mark.docker,
@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, engine: Any, images: Callable
 class TestVertex(ProviderContract):
     @pytest.fixture(scope="class")
     @classmethod
-    def world(cls, made: VertexWorld) -> World:
+    def world(cls, made: VertexWorld) -> FakePlatform:
         return made
 
 

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.vertex.life import CustomJob
+from worlds.vertex.wire import Answer, Fault, Refusal
+from worlds.vertex.world import BUCKET, VertexWorld
 
 from cloudtrain.errors import (
     AuthError,
@@ -26,14 +29,13 @@ from cloudtrain.errors import (
     QuotaError,
     SpecError,
 )
-from cloudtrain.provider import LayoutInput, LogLine, Request, find_provider
-from cloudtrain.providers.vertex import account as own
-from cloudtrain.providers.vertex import claims, states
-from cloudtrain.run import Run
-from cloudtrain.testing.vertex.life import CustomJob
-from cloudtrain.testing.vertex.wire import Answer, Fault, Refusal
-from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
-from cloudtrain.testing.worlds import World
+from cloudtrain.provider_api.protocol import LayoutInput, LogLine, Request
+from cloudtrain.provider_api.registry import find_provider
+from cloudtrain.providers.vertex import api as own
+from cloudtrain.providers.vertex import claims
+from cloudtrain.providers.vertex import status as states
+from cloudtrain.runs.run import Run
+from cloudtrain.testing.platform import FakePlatform
 
 pytestmark = [pytest.mark.remote]
 
@@ -57,7 +59,7 @@ def only(world: VertexWorld) -> CustomJob:
     return job
 
 
-def again(world: World, **settings: Any) -> Any:
+def again(world: FakePlatform, **settings: Any) -> Any:
     """Another provider of the same settings: another client."""
     return find_provider("vertex")(**{**dataclasses.asdict(world.provider.settings), **settings})
 
@@ -333,7 +335,7 @@ def test_the_platform_itself_ends_a_wait_for_flexible_machines(idle: VertexWorld
 
 def test_another_gpu_of_the_list_follows_a_stockout(idle: VertexWorld) -> None:
     """Which comes as a refusal, or as the end of a job."""
-    from cloudtrain.retry import Retry
+    from cloudtrain.runs.retry import Retry
 
     run = idle.send(idle.plan({"gpu": ["L4:1", "T4:1"]}, run_id="next"))
     first = only(idle)
@@ -411,9 +413,9 @@ def test_a_log_is_drained_too_where_somebody_else_saw_the_end(
     idle: VertexWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And by a client whose clock is fast."""
-    from cloudtrain.providers.vertex import pages
+    from cloudtrain.providers.vertex import logs
 
-    monkeypatch.setattr(pages, "LOOK", 0.2)
+    monkeypatch.setattr(logs, "LOOK", 0.2)
     provider = again(idle, log_drain=3)
     native = provider.submit(idle.plan(run_id="elsewhere").request)
     cursor = provider.logs(native).cursor

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from doctoring import Examiner
-
-from cloudtrain.testing.vertex.plane import metrics as taken
-from cloudtrain.testing.vertex.strict import parsed
-from cloudtrain.testing.vertex.wire import Fault, Refusal, off
-from cloudtrain.testing.vertex.world import BUCKET, VertexWorld
+from worlds.vertex.plane import metrics as taken
+from worlds.vertex.strict import parsed
+from worlds.vertex.wire import Fault, Refusal, off
+from worlds.vertex.world import BUCKET, VertexWorld
 
 pytestmark = [pytest.mark.remote]
 

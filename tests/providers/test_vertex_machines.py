@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.vertex import strict
+from worlds.vertex.strict import broken_rules, parsed
 
-from cloudtrain import catalog
+from cloudtrain.provider_api import catalog
 from cloudtrain.providers.vertex import machines
-from cloudtrain.testing.vertex import strict
-from cloudtrain.testing.vertex.strict import broken_rules, parsed
 
 ROOT = Path(__file__).parents[2]
-TABLE = Path(catalog.__file__).parent / "data" / "instances.csv"
+TABLE = Path(catalog.__file__).parents[1] / "data" / "instances.csv"
 RESERVED = {
     "reservationAffinityType": "SPECIFIC_RESERVATION",
     "key": "compute.googleapis.com/reservation-name",

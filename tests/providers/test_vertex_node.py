@@ -22,14 +22,16 @@ from typing import Any
 
 import pytest
 
-from cloudtrain import pyz
-from cloudtrain.bundle import build
 from cloudtrain.engine.processes import free_port_pair
 from cloudtrain.errors import SpecError, StorageError
-from cloudtrain.job import Job, Source
-from cloudtrain.provider import PROTOCOL, Layout, Site, Topology
-from cloudtrain.providers.vertex import Provider, bootstrap, fabric, prepare, words
+from cloudtrain.job.bundle import build_bundle
+from cloudtrain.job.job import Job, Source
+from cloudtrain.provider_api.node import PROTOCOL, NodeEnvironment, Topology
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.providers.vertex import Provider, bootstrap, fabric, prepare
+from cloudtrain.providers.vertex import names as words
 from cloudtrain.providers.vertex.secrets import secret, token
+from cloudtrain.store import runtime_zip
 
 HOSTS = [f"cmle-training-workerpool{pool}-ab-{i}:2222" for pool, i in ((0, 0), (1, 0), (1, 1))]
 
@@ -41,7 +43,7 @@ def spec(kind: str, index: int, **more: Any) -> str:
 
 def topology(nodes: int, text: str | None, **environ: str) -> Topology:
     told = {} if text is None else {"CLUSTER_SPEC": text}
-    return Provider.site({"CLOUDTRAIN_NODES": str(nodes), **told, **environ}, {}).topology
+    return Provider.node_environment({"CLOUDTRAIN_NODES": str(nodes), **told, **environ}, {}).topology
 
 
 # ------------------------------------------------------------------------------------------------------------- topology
@@ -59,7 +61,7 @@ def test_ranks_go_through_the_pools(kind: str, index: int, rank: int) -> None:
 @pytest.mark.parametrize(("port", "link"), [("2222", 3333), ("3333", 2222)])
 def test_the_link_has_a_port_that_the_chief_s_name_forwards(port: str, link: int) -> None:
     text = spec("workerpool1", 0).replace(":2222", f":{port}")
-    site = Provider.site({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": text}, {})
+    site = Provider.node_environment({"CLOUDTRAIN_NODES": "3", "CLUSTER_SPEC": text}, {})
     assert (site.topology.master_port, site.link_port) == (int(port), link)
     assert site.join_timeout >= 3600
     assert site.restarts_in_place
@@ -126,19 +128,19 @@ def test_the_environment_in_the_spec_is_never_shown() -> None:
 def test_paths_and_exit_codes() -> None:
     argv = {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "file.b-1": "/b/x y.csv", "copy.c": "/c",
             "copyfile.d": "/d/z.csv"}  # fmt: skip
-    site = Provider.site({}, argv)
+    site = Provider.node_environment({}, argv)
     assert site.paths == {"live": "/l", "code": "/c/code.tar.gz", "input.a": "/a", "input.b-1": "/b", "input.c": "/c",
                           "input.d": "/d"}  # fmt: skip
     assert site.exit_code == {"succeeded": 0, "failed": 1, "preempted": 134, "lost": 134}
     assert int(site.export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < site.stop_grace
-    assert Provider.site({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, {}).export_env == {
+    assert Provider.node_environment({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}, {}).export_env == {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"
     }
 
 
 def test_a_spot_node_is_told_that_it_has_less_time() -> None:
-    assert Provider.site({}, {"live": "/l"}).stop_grace == 30
-    spot = Provider.site({}, {"live": "/l", "grace": "15"})
+    assert Provider.node_environment({}, {"live": "/l"}).stop_grace == 30
+    spot = Provider.node_environment({}, {"live": "/l", "grace": "15"})
     assert (spot.stop_grace, spot.paths) == (15, {"live": "/l"})
     assert int(spot.export_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 15
 
@@ -163,11 +165,11 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     return found
 
 
-def site_of_two(transport: str = "GPUDirect-RDMA", **environ: str) -> Site:
+def site_of_two(transport: str = "GPUDirect-RDMA", **environ: str) -> NodeEnvironment:
     """As a plan for machines with that transport tells a node of two."""
     given = {"CLOUDTRAIN_NODES": "2", "CLUSTER_SPEC": spec("workerpool0", 0).replace(f', "{HOSTS[2]}"', "")}
     told = {"fabric": transport} if transport else {}
-    return Provider.site({"PATH": os.environ["PATH"], **given, **environ}, told)
+    return Provider.node_environment({"PATH": os.environ["PATH"], **given, **environ}, told)
 
 
 @pytest.mark.parametrize("bash", [True, False])
@@ -229,7 +231,7 @@ def test_a_machine_without_its_script_says_so_and_any_other_nothing(scripts: dic
 
 def test_one_node_needs_no_fabric(scripts: dict[str, Path]) -> None:
     scripts["GPUDirect-RDMA"].write_text(RDMA)
-    site = Provider.site({}, {})
+    site = Provider.node_environment({}, {})
     assert (site.notes, set(site.export_env)) == ([], {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT"})
 
 
@@ -287,7 +289,7 @@ class Service(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr("cloudtrain.ask.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("cloudtrain.runtime.http_json.PAUSES", (0.0, 0.0))
     monkeypatch.setattr(bootstrap, "PAUSES", (0.0, 0.0))
     value = {"payload": {"data": base64.b64encode("s3cret ü".encode()).decode()}}
     given = {"answers": [(200, value)], "tokens": [(200, {"access_token": "TK", "expires_in": 3599})], "seen": []}
@@ -318,7 +320,7 @@ def test_a_secret_is_read_as_the_jobs_service_account(service: Any) -> None:
     assert headers["Authorization"] == "Bearer TK"
     secret("projects/p/secrets/s/versions/3", service.environ)
     assert service.seen[-1][0] == "/v1/projects/p/secrets/s/versions/3:access"
-    site = Provider.site(service.environ, {})
+    site = Provider.node_environment(service.environ, {})
     assert site.secrets is not None
     assert site.secrets("gcp:projects/p/secrets/s") == "s3cret ü"
 
@@ -405,13 +407,13 @@ def test_a_mount_that_comes_late_is_waited_for(service: Any, tmp_path: Path) -> 
 
 def test_the_digest_is_that_of_the_client(tmp_path: Path) -> None:
     archive = tmp_path / "cloudtrain.pyz"
-    archive.write_bytes(pyz.build())
-    assert bootstrap.digest(str(archive)) == pyz.digest()
+    archive.write_bytes(runtime_zip.build())
+    assert bootstrap.digest(str(archive)) == runtime_zip.digest()
 
 
 def test_a_damaged_byte_of_what_is_compiled_is_seen_too(tmp_path: Path) -> None:
     archive = tmp_path / "cloudtrain.pyz"
-    archive.write_bytes(pyz.build())
+    archive.write_bytes(runtime_zip.build())
     with zipfile.ZipFile(archive) as opened:
         member = opened.getinfo("cloudtrain/errors.pyc")
     data = bytearray(archive.read_bytes())
@@ -441,14 +443,16 @@ def test_it_goes_on_in_what_it_has_proved(service: Any, tmp_path: Path) -> None:
     context.parent.mkdir()
     context.write_text('{"protocol": 99}')
     arguments = ["run", "--context", str(context), "--attempt", "0", "--path", "live=/nowhere"]
-    process = started(tmp_path, pyz.build(), folder=pyz.digest(), service=service, arguments=arguments)
+    process = started(tmp_path, runtime_zip.build(), folder=runtime_zip.digest(), service=service, arguments=arguments)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.splitlines()[-1] == "cloudtrain: this node cannot start: context: context of protocol 99, this is 1"
 
 
 def test_a_damaged_runtime_is_not_started(service: Any, tmp_path: Path) -> None:
-    process = started(tmp_path, pyz.build(), folder=hashlib.sha256().hexdigest(), service=service, arguments=["run"])
+    process = started(
+        tmp_path, runtime_zip.build(), folder=hashlib.sha256().hexdigest(), service=service, arguments=["run"]
+    )
     _, err = process.communicate(timeout=60)
     assert process.returncode == 134
     assert "it is damaged" in err
@@ -475,7 +479,7 @@ def prepared(tmp_path: Path, text: str, arguments: list[str]) -> tuple[int, str,
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "next.py").write_text(text)
     code = f"from cloudtrain.providers.vertex import prepare\nprepare.main('next.py', {arguments!r})"
-    environ = {**os.environ, "PYTHONPATH": str(Path(pyz.__file__).parent.parent)}
+    environ = {**os.environ, "PYTHONPATH": str(Path(runtime_zip.__file__).parent.parent)}
     words = [sys.executable, "-c", code]
     process = subprocess.run(words, cwd=tmp_path / "alone", env=environ, capture_output=True, text=True, timeout=60)
     return process.returncode, process.stdout, process.stderr
@@ -519,7 +523,7 @@ def test_a_stop_before_anything_is_fetched_lets_vertex_try_again(service: Any, t
 def test_a_stop_before_the_runtime_lets_vertex_try_again(service: Any, tmp_path: Path) -> None:
     """Waiting for the bucket, which never shows what the client has written."""
     arguments = ["run", "--context", str(tmp_path / "never"), "--attempt", "0"]
-    process = started(tmp_path, pyz.build(), folder=pyz.digest(), service=service, arguments=arguments)
+    process = started(tmp_path, runtime_zip.build(), folder=runtime_zip.digest(), service=service, arguments=arguments)
     deadline = time.monotonic() + 60
     while not (handlers := _caught(process.pid)) & 1 << signal.SIGTERM - 1 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -604,11 +608,13 @@ def staged(tmp_path: Path, script: str, **fields: Any) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "train.py").write_text(script)
     source = Source(path=str(tmp_path / "src"), entry_point="train.py")
-    bundle = build(source, cwd=tmp_path, max_bytes=1 << 20)
+    bundle = build_bundle(source, cwd=tmp_path, max_bytes=1 << 20)
     (tmp_path / "code.tar.gz").write_bytes(bundle.archive())
-    (tmp_path / "cloudtrain.pyz").write_bytes(pyz.build())
+    (tmp_path / "cloudtrain.pyz").write_bytes(runtime_zip.build())
     job = Job.make(entry_point="train.py", launcher="python", image="team/trainer:1", **fields)
-    layout = Layout(store="gs://bucket/store", run_id="r", code_digest=bundle.digest, runtime_digest=pyz.digest())
+    layout = Layout(
+        store="gs://bucket/store", run_id="r", code_digest=bundle.digest, runtime_digest=runtime_zip.digest()
+    )
     made = Provider(project="p", location="europe-west4", service_account="t@p.iam.gserviceaccount.com")
     context = made.plan(job, layout).context
     (tmp_path / "context.json").write_text(json.dumps(context))

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from plans import Plans
 from trials import TRIALS
 
-from cloudtrain import catalog
 from cloudtrain.errors import SpecError, UnsupportedError
-from cloudtrain.provider import Request
+from cloudtrain.provider_api import catalog
+from cloudtrain.provider_api.protocol import Request
 from cloudtrain.providers.vertex import SAMPLE, Provider
 from cloudtrain.providers.vertex import machines as own_machines
-from cloudtrain.providers.vertex.preflight import check_body
-from cloudtrain.providers.vertex.preflight import fields as known_fields
+from cloudtrain.providers.vertex.validate import check_body
+from cloudtrain.providers.vertex.validate import fields as known_fields
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: dict[str, Any] = SAMPLE["settings"]  # type: ignore[assignment]
@@ -237,9 +237,9 @@ def test_a_node_is_told_its_grace_where_its_options_cannot_change_it() -> None:
     assert "grace" not in paths(planned())
     for spot, seconds in ((True, 15), (False, 30)):
         request = planned(spot=spot)
-        assert Provider().nodes(request).rules.stop_grace == seconds
-        assert Provider.site({}, paths(request)).stop_grace == seconds
-        assert all(mount.path.startswith("/gcs/") for mount in Provider().nodes(request).nodes[0].mounts)
+        assert Provider().launch_spec(request).rules.stop_grace == seconds
+        assert Provider.node_environment({}, paths(request)).stop_grace == seconds
+        assert all(mount.path.startswith("/gcs/") for mount in Provider().launch_spec(request).nodes[0].mounts)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_options_reach_every_pool() -> None:
     assert [pool["diskSpec"] for pool in pools(request)] == [{"bootDiskSizeGb": 100, "bootDiskType": "pd-ssd"}] * 2
     scheduling = request.body["jobSpec"]["scheduling"]
     assert scheduling == {"timeout": "86400s", "disableRetries": True}
-    assert Provider(**SETTINGS).nodes(request).rules.max_restarts == 0
+    assert Provider(**SETTINGS).launch_spec(request).rules.max_restarts == 0
     error = refused(spot=True, options={"vertex": {"jobSpec": {"scheduling": {"disableRetries": True}}}})
     assert "spot machines" in str(error)
 
@@ -586,7 +586,7 @@ def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: di
     counts = [int(pool["replicaCount"]) for pool in pools(request)]
     assert counts[0] == 1
     assert sum(counts) == fields.get("instance_count", 1)
-    Provider(**{**SETTINGS, **given}).nodes(request)
+    Provider(**{**SETTINGS, **given}).launch_spec(request)
 
 
 # ----------------------------------------------------------------------------------------------------- what would start
@@ -595,7 +595,7 @@ def test_what_is_planned_is_what_the_sdk_sends(given: dict[str, Any], fields: di
 def test_nodes_of_a_request() -> None:
     inputs = {"train": "gs://data/x", "one": "gs://data/y.csv", "c": {"url": "gs://data/z", "mode": "copy"}}
     request = planned(gpu="T4:4", instance_count=3, inputs=inputs)
-    simulation = Provider(**SETTINGS).nodes(request)
+    simulation = Provider(**SETTINGS).launch_spec(request)
     assert len(simulation.nodes) == 3
     node = simulation.nodes[2]
     assert (node.gpus, node.cpus, node.platform) == (4, 16, "linux/amd64")
@@ -618,12 +618,14 @@ def test_nodes_of_a_request() -> None:
     }
     assert (simulation.rules.time_limit, simulation.rules.stop_signal) == (86400, "SIGTERM")
     assert simulation.rules.restart_on == (6, 11, 134, 139)
-    arm = Provider(**SETTINGS).nodes(planned({"reservation": RESERVATION}, gpu="GB200:4")).nodes[0]
+    arm = Provider(**SETTINGS).launch_spec(planned({"reservation": RESERVATION}, gpu="GB200:4")).nodes[0]
     assert arm.platform == "linux/arm64"
 
 
 def test_a_file_system_is_mounted() -> None:
-    node = Provider(**SETTINGS).nodes(planned({"network": NETWORK}, inputs={"n": "nfs://10.0.0.5/vol/x"})).nodes[0]
+    node = (
+        Provider(**SETTINGS).launch_spec(planned({"network": NETWORK}, inputs={"n": "nfs://10.0.0.5/vol/x"})).nodes[0]
+    )
     assert ("nfs://10.0.0.5/vol/x", "/mnt/nfs/n", "mount") in {(m.url, m.path, m.kind) for m in node.mounts}
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from worlds.vertex.world import VertexWorld
 
 from cloudtrain.errors import SpecError
-from cloudtrain.provider import Request
-from cloudtrain.testing.vertex.world import VertexWorld
+from cloudtrain.provider_api.protocol import Request
 
 pytestmark = [pytest.mark.remote]
 
@@ -98,7 +98,7 @@ def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> No
         "sys.meta_path.insert(0, Absent())\n"
         "sys.modules.pop('google', None)\n"
         "from cloudtrain.errors import SpecError\n"
-        "from cloudtrain.provider import find_provider\n"
+        "from cloudtrain.provider_api.registry import find_provider\n"
         "made = find_provider('vertex')(project='p', location='europe-west4')\n"
         "for call in (lambda: made.status('projects/p/locations/l/customJobs/1'), lambda: made.storage('gs://b/x')):\n"
         "    try:\n"

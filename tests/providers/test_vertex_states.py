@@ -20,11 +20,11 @@ from cloudtrain.errors import (
     QuotaError,
     SpecError,
 )
-from cloudtrain.provider import FINAL, Status
-from cloudtrain.providers.vertex import pages
+from cloudtrain.provider_api.protocol import FINAL, Status
+from cloudtrain.providers.vertex import logs
 from cloudtrain.providers.vertex.errors import answered, error_of, quota_hint, refusal
-from cloudtrain.providers.vertex.states import category_of, over_for, status_of
-from cloudtrain.verdict import with_start
+from cloudtrain.providers.vertex.status import category_of, over_for, status_of
+from cloudtrain.runs.outcome import with_start
 
 BEGAN = 1795305600.0
 """2026-11-22T00:00:00Z."""
@@ -400,11 +400,11 @@ def test_what_googles_libraries_raise() -> None:
     ],
 )
 def test_entries_become_lines(entry: dict[str, Any], node: str, text: str) -> None:
-    line = pages._line(entry, "k", 1_500_000_000)
+    line = logs._line(entry, "k", 1_500_000_000)
     assert (line.node, line.text, line.time, line.id) == (node, text, 1.5, "k")
 
 
 def test_times_keep_their_nanoseconds() -> None:
     for text in ("2026-11-22T00:00:05.000000001Z", "2026-11-22T00:00:05.120000000Z", "2026-11-22T00:00:05.000000000Z"):
-        assert pages._stamp(pages._nanos(text)) == text
-    assert pages._nanos("2026-11-22T00:00:05Z") == pages._nanos("2026-11-22T00:00:05.0Z") == 1795305605 * 10**9
+        assert logs._stamp(logs._nanos(text)) == text
+    assert logs._nanos("2026-11-22T00:00:05Z") == logs._nanos("2026-11-22T00:00:05.0Z") == 1795305605 * 10**9

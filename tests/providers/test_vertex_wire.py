@@ -20,6 +20,9 @@ import pytest
 import tomli_w
 from google.oauth2.credentials import Credentials as Token
 from plans import Plans
+from worlds.vertex.life import CustomJob
+from worlds.vertex.plane import OTHER, Plane
+from worlds.vertex.wire import Answer, Fault, Refusal
 
 from cloudtrain.errors import (
     AuthError,
@@ -33,13 +36,10 @@ from cloudtrain.errors import (
     SpecError,
 )
 from cloudtrain.estimator import Estimator
-from cloudtrain.job import Job
-from cloudtrain.provider import LayoutInput, Request
+from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import LayoutInput, Request
 from cloudtrain.providers.vertex import Provider, claims
-from cloudtrain.providers.vertex import account as own
-from cloudtrain.testing.vertex.life import CustomJob
-from cloudtrain.testing.vertex.plane import OTHER, Plane
-from cloudtrain.testing.vertex.wire import Answer, Fault, Refusal
+from cloudtrain.providers.vertex import api as own
 
 PARENT = "projects/contract/locations/europe-west4"
 JOBS = f"/v1/{PARENT}/customJobs"
@@ -153,7 +153,7 @@ def test_the_claims_of_attempts_and_choices_differ(plane: Plane) -> None:
 
 def test_of_all_jobs_of_that_label_the_first_counts(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over pages of a list that has the newest first, and none that bears our run's name by chance."""
-    monkeypatch.setattr("cloudtrain.testing.vertex.plane.PAGE", 1)
+    monkeypatch.setattr("worlds.vertex.plane.PAGE", 1)
     request, account = PLANS.planned(), client().account
     account._prepared(changed(request, run="somebody-else"))()
     assert account.find(request) is None
@@ -831,7 +831,6 @@ def test_services_are_where_gclouds_own_variables_say(monkeypatch: pytest.Monkey
     override = "CLOUDSDK_API_ENDPOINT_OVERRIDES_"
     for find, variable, public in (
         (own.logging_endpoint, f"{override}LOGGING", "https://logging.googleapis.com"),
-        (own.billing_endpoint, f"{override}CLOUDBILLING", "https://cloudbilling.googleapis.com"),
         (own.storage_endpoint, "STORAGE_EMULATOR_HOST", "https://storage.googleapis.com"),
         (partial(own._jobs_endpoint, "l"), f"{override}AIPLATFORM", "https://l-aiplatform.googleapis.com"),
     ):

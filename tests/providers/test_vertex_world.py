@@ -26,13 +26,13 @@ from google.cloud.aiplatform_v1 import CustomJob as Message
 from google.cloud.aiplatform_v1 import JobServiceClient, JobState
 from google.oauth2.credentials import Credentials as Token
 from jobs import Jobs
+from worlds.vertex.life import CustomJob, _Over
+from worlds.vertex.plane import AGENT, Plane
+from worlds.vertex.replicas import differences, reading
+from worlds.vertex.strict import broken_rules, model_errors, parsed
+from worlds.vertex.wire import Fault, Refusal
 
-from cloudtrain.provider import Mount, NodeSpec, Simulation
-from cloudtrain.testing.vertex.life import CustomJob, _Over
-from cloudtrain.testing.vertex.plane import AGENT, Plane
-from cloudtrain.testing.vertex.replicas import differences, reading
-from cloudtrain.testing.vertex.strict import broken_rules, model_errors, parsed
-from cloudtrain.testing.vertex.wire import Fault, Refusal
+from cloudtrain.provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
 
 IMAGE = "cloudtrain-test:py313"
 BUCKET = "team-bucket"
@@ -281,7 +281,7 @@ def test_differences_tells_every_part() -> None:
         assert differences(changed(path, value), ours), path
     elsewhere = Mount(url=f"gs://{BUCKET}/x", path="/mnt/x", kind="sync")
     one = NodeSpec(**{**vars(ours.nodes[0]), "mounts": [elsewhere]})
-    assert "'/gcs/team-bucket/x'" in differences(body(), Simulation(nodes=[one, *ours.nodes[1:]], rules=ours.rules))[0]
+    assert "'/gcs/team-bucket/x'" in differences(body(), LaunchSpec(nodes=[one, *ours.nodes[1:]], rules=ours.rules))[0]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.errors import CATEGORIES
-from cloudtrain.runtime.cause import SLACK_NS, Failure, category, root_cause, summary
+from cloudtrain.runtime.cause import SLACK_NS, Failure, category, failure_line, root_cause
 
 MS = 1_000_000
 T = 1_700_000_000_000_000_000
@@ -214,8 +214,8 @@ def test_categories(failure: Failure, oom_kill: bool, wanted: str) -> None:
     ],
 )  # fmt: skip
 def test_summaries_are_one_line(failure: Failure, line: str) -> None:
-    assert summary(failure) == line
-    assert "\n" not in summary(failure)
+    assert failure_line(failure) == line
+    assert "\n" not in failure_line(failure)
 
 
 def test_the_last_line_is_redacted_and_decides_nothing() -> None:
@@ -228,8 +228,8 @@ def test_the_last_line_is_redacted_and_decides_nothing() -> None:
 
 
 def test_a_lost_node_is_named() -> None:
-    assert "node 1" in summary(lost(1))
-    assert "lost" in summary(lost(1))
+    assert "node 1" in failure_line(lost(1))
+    assert "lost" in failure_line(lost(1))
 
 
 def test_records_travel_and_show_only_what_they_should() -> None:

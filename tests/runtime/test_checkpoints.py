@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.errors import DigestError, StorageError
-from cloudtrain.provider import Site, Topology
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import checkpoints
+from cloudtrain.runtime.checkpoint_names import family
 from cloudtrain.runtime.checkpoints import (
     COMMIT,
     QUIET_SECONDS,
@@ -28,8 +29,8 @@ from cloudtrain.runtime.checkpoints import (
     Watch,
     complete,
     copy_entry,
-    copy_file,
-    each,
+    copy_with_digest,
+    in_parallel,
     open_for_writing,
     quiet,
     read_pointers,
@@ -41,7 +42,6 @@ from cloudtrain.runtime.checkpoints import (
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.resume import Resume
 from cloudtrain.runtime.workspace import Workspace
-from cloudtrain.values import family
 
 
 def write(path: Path, data: bytes | str = b"x") -> Path:
@@ -169,7 +169,7 @@ def test_a_mapped_or_linked_path_is_the_same_file(tmp_path: Path) -> None:
 def test_a_copy_is_described_by_what_was_read(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     folder = tmp_path_factory.mktemp("copy")
     source = write(folder / "s", data)
-    assert copy_file(source, folder / "deep/t") == (len(data), hashlib.sha256(data).hexdigest())
+    assert copy_with_digest(source, folder / "deep/t") == (len(data), hashlib.sha256(data).hexdigest())
     assert (folder / "deep/t").read_bytes() == data
 
 
@@ -404,7 +404,7 @@ def test_pointers_that_cannot_be_read_name_nothing(tmp_path: Path) -> None:
 def workspace(scratch: Path) -> Workspace:
     scratch.mkdir(parents=True, exist_ok=True)
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={}, scratch=[str(scratch)])
+    site = NodeEnvironment(topology=topology, paths={}, scratch=[str(scratch)])
     return Workspace(context={"run_id": "r", "checkpoint_paths": []}, site=site, log=LogWriter(node=0))
 
 
@@ -537,24 +537,24 @@ def test_the_first_of_many_copies_that_fails_is_told(tmp_path: Path) -> None:
             raise ValueError("seven")
 
     with pytest.raises(ValueError, match="seven"):
-        each(work, range(20))
+        in_parallel(work, range(20))
     done: list[int] = []
-    each(done.append, range(20))
+    in_parallel(done.append, range(20))
     assert sorted(done) == list(range(20))
-    each(done.append, [])
+    in_parallel(done.append, [])
 
 
 def test_a_hiccup_of_a_mount_costs_a_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoints, "TRIES", (0.01, 0.01))
     (tmp_path / "source").write_text("weights")
-    fails, whole = [1, 1], checkpoints.copy_file
+    fails, whole = [1, 1], checkpoints.copy_with_digest
 
     def copy(source: Path, target: Path, moved: Any) -> Any:
         if fails:
             raise OSError(fails.pop(), "hiccup")
         return whole(source, target, moved)
 
-    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    monkeypatch.setattr(checkpoints, "copy_with_digest", copy)
     assert checkpoints.copy_patiently(tmp_path / "source", tmp_path / "target")[0] == 7
     fails += [1, 1, 1]
     with pytest.raises(OSError, match="hiccup"):

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from cloudtrain.provider import SyncAgent
-from cloudtrain.pull import pull
+from cloudtrain.provider_api.node import SyncAgent
+from cloudtrain.runs.live_data import LiveRunReader
+from cloudtrain.runs.log_sources import Tail
+from cloudtrain.runs.pull import pull
 from cloudtrain.runtime import compact
 from cloudtrain.runtime.compact import FAN, Compactor
 from cloudtrain.runtime.history import Start
 from cloudtrain.runtime.logs import LogWriter
+from cloudtrain.runtime.segments import Span, distinct, span_of
 from cloudtrain.runtime.uploads import Uploads
-from cloudtrain.seen import Seen
-from cloudtrain.segments import Span, distinct, span_of
-from cloudtrain.store import Store
-from cloudtrain.tail import Tail
+from cloudtrain.store.store import Store
 
 RUN = "week"
 SECONDS = 5.0
@@ -362,7 +362,7 @@ def test_a_follower_loses_and_doubles_nothing_while_segments_are_merged(merging:
 
 def test_a_look_at_the_end_finds_the_last_lines_while_segments_are_merged(merging: tuple[Logs, int]) -> None:
     written, lines = merging
-    found = Seen(written.store, RUN).lines("0.0", 30)
+    found = LiveRunReader(written.store, RUN).lines("0.0", 30)
     assert [line.seq for line in found[0]] == list(range(lines - 29, lines + 1))
 
 
@@ -377,7 +377,7 @@ def test_a_merge_does_not_bring_a_lost_node_back_to_life(written: Logs) -> None:
     written.compactor("0.1").step()
     [merged] = folder.iterdir()
     os.utime(merged)
-    [node] = Seen(written.store, RUN).nodes("0.0")
+    [node] = LiveRunReader(written.store, RUN).nodes("0.0")
     assert node.seen == pytest.approx(then + 60)
 
 
@@ -389,7 +389,7 @@ def test_the_newest_segment_tells_when_a_node_was_last_alive(written: Logs) -> N
     [merged] = [path for path in folder.iterdir() if "-" in path.name]
     newest = max(path for path in folder.iterdir() if path != merged)
     os.utime(merged)
-    [node] = Seen(written.store, RUN).nodes("0.0")
+    [node] = LiveRunReader(written.store, RUN).nodes("0.0")
     assert node.seen == pytest.approx(newest.stat().st_mtime)
 
 

@@ -13,12 +13,12 @@ import fsspec
 import pytest
 
 from cloudtrain.errors import AuthError, StorageError
-from cloudtrain.provider import Site, Topology
-from cloudtrain.runtime import direct
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import resume as resume_module
-from cloudtrain.runtime.direct import Direct, RefusedError, newest
+from cloudtrain.runtime import store_checkpoints as direct
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.resume import Resume
+from cloudtrain.runtime.store_checkpoints import Direct, RefusedError, find_newest
 from cloudtrain.runtime.workspace import Workspace
 
 #: A file system over local files, as one of fsspec's own that is reached by ``fake:///folder``. ``TIME`` says how it
@@ -96,7 +96,7 @@ def ask(
     url: str, environ: dict[str, str] | None = None, python: str = sys.executable
 ) -> tuple[Direct | None, list[str]]:
     said: list[str] = []
-    return newest(url, python=python, environ=environ or dict(os.environ), say=said.append), said
+    return find_newest(url, python=python, environ=environ or dict(os.environ), say=said.append), said
 
 
 SCHEMES = pytest.mark.parametrize("scheme", ["file", "fake"])
@@ -262,7 +262,7 @@ def workspace(tmp_path: Path, **site: Any) -> Workspace:
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
     context = {"run_id": "r", "env": {}, "secrets": {"TOKEN": "env:TOKEN"}, "checkpoint_url": "", "provider": "p"}
     paths = {"direct": str(tmp_path / "store")}
-    place = Site(topology=topology, paths=paths, scratch=[str(tmp_path)], **site)
+    place = NodeEnvironment(topology=topology, paths=paths, scratch=[str(tmp_path)], **site)
     return Workspace(context=context, site=place, log=LogWriter(node=0))
 
 
@@ -339,7 +339,7 @@ def test_a_store_that_answers_in_time_is_resumed_from(tmp_path: Path, monkeypatc
         def direct(self) -> Direct | None:
             if silent:
                 raise silent.pop()
-            return newest(f"file://{tmp_path}/store", python=sys.executable, environ={}, say=print)
+            return find_newest(f"file://{tmp_path}/store", python=sys.executable, environ={}, say=print)
 
     monkeypatch.setattr(resume_module, "PAUSE", 0.01)
     resume = Resume(live=tmp_path / "live", given=None, url=None, say=print)
@@ -388,7 +388,7 @@ def test_a_store_that_refuses_holds_nothing_of_the_script(tmp_path: Path, fake: 
 
     class Refusing:
         def direct(self) -> Direct | None:
-            return newest(url, python=sys.executable, environ=environ, say=print)
+            return find_newest(url, python=sys.executable, environ=environ, say=print)
 
     said: list[str] = []
     resume = Resume(live=tmp_path / "live", given=None, url=None, say=said.append)

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.provider import Site, Status, Topology
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
+from cloudtrain.provider_api.protocol import Status
+from cloudtrain.runs.outcome import verdict_of
 from cloudtrain.runtime import gpus
-from cloudtrain.runtime.cause import category, summary
+from cloudtrain.runtime.cause import category, failure_line
 from cloudtrain.runtime.launch import environment_of
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.node import Node
 from cloudtrain.runtime.workspace import Workspace
-from cloudtrain.verdict import verdict_of
 
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12.3\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (builder@x)  Wed\nGCC version: 12\n"
@@ -77,7 +78,7 @@ def node_of(machine: Path, monkeypatch: pytest.MonkeyPatch, *, launcher: str, gr
     monkeypatch.setattr(Workspace, "fill", lambda self: self._home.mkdir())
     monkeypatch.setattr(Node, "_agree_on_resume", lambda self: None)
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={"live": str(machine)}, scratch=[str(machine)], groups_file=groups)
+    site = NodeEnvironment(topology=topology, paths={"live": str(machine)}, scratch=[str(machine)], groups_file=groups)
     context: dict[str, Any] = {"resume": None, "run_id": "r", "launcher": launcher, "env": {}}
     node = Node(context=context, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue())
     node._begin("0.0")
@@ -229,7 +230,7 @@ def test_a_node_ends_before_its_ranks_start(
     assert [category(failure) for failure in node.failures] == (["image"] if failed else [])
     assert node._over() == failed
     if failed:
-        assert "too old" in summary(node.failures[0])
+        assert "too old" in failure_line(node.failures[0])
         node._record("failed", node.failures[0], decided=True)
         record = json.loads((machine / "exit" / "0.0-node-0.json").read_text())
         verdict = verdict_of(Status(state="failed", category="user_error", reason="exit code: 1"), [record])
@@ -241,7 +242,7 @@ def test_the_ranks_get_the_compatibility_libraries_and_the_log_says_so(
     machine: Path, capfd: pytest.CaptureFixture[str], env: dict[str, str]
 ) -> None:
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={}, scratch=[str(machine)], cuda_compat=str(machine / "compat"))
+    site = NodeEnvironment(topology=topology, paths={}, scratch=[str(machine)], cuda_compat=str(machine / "compat"))
     log = LogWriter(node=0)
     log.begin("0.0", None)
     context = {"run_id": "r", "env": env, "launcher": "torchrun", "processes": 1, "debug_nccl": False}

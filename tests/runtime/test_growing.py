@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.runtime import growing
+from cloudtrain.runtime import mirror_files
 from cloudtrain.runtime.checkpoints import BLOCK
-from cloudtrain.runtime.growing import Growing
+from cloudtrain.runtime.mirror_files import Growing
 
 
 class One:
@@ -49,7 +49,7 @@ class One:
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[One]:
     for name in ("GROWING_SECONDS", "RETRY_SECONDS"):
-        monkeypatch.setattr(growing, name, 0.05)
+        monkeypatch.setattr(mirror_files, name, 0.05)
     made = One(tmp_path)
     yield made
     made.growing.stop()
@@ -57,7 +57,7 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[One]:
 
 def failing(monkeypatch: pytest.MonkeyPatch, *errors: OSError) -> list[int]:
     """`replace_file` fails so often, then does its work; the list holds one item for each try."""
-    left, tries, whole = list(errors), [], growing.replace_file
+    left, tries, whole = list(errors), [], mirror_files.replace_file
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         tries.append(1)
@@ -65,7 +65,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, *errors: OSError) -> list[int]:
             raise left.pop(0)
         whole(source, target, moved, **more)
 
-    monkeypatch.setattr(growing, "replace_file", copy)
+    monkeypatch.setattr(mirror_files, "replace_file", copy)
     return tries
 
 
@@ -224,14 +224,14 @@ def test_what_ails_the_target_is_waited_for(one: One, monkeypatch: pytest.Monkey
 def test_a_file_that_has_become_none_is_not_waited_for(one: One, monkeypatch: pytest.MonkeyPatch) -> None:
     source = one.artifacts / "a"
     source.write_text("x")
-    whole = growing.replace_file
+    whole = mirror_files.replace_file
 
     def copy(file: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         file.unlink()
         file.mkdir()
         whole(file, target, moved)
 
-    monkeypatch.setattr(growing, "replace_file", copy)
+    monkeypatch.setattr(mirror_files, "replace_file", copy)
     one.growing.finish()
     one.growing.start()
     assert one.growing.done.wait(10)
@@ -239,7 +239,7 @@ def test_a_file_that_has_become_none_is_not_waited_for(one: One, monkeypatch: py
 
 
 def test_between_two_tries_there_is_a_pause_also_at_the_end(one: One, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing, "RETRY_SECONDS", 0.2)
+    monkeypatch.setattr(mirror_files, "RETRY_SECONDS", 0.2)
     (one.artifacts / "a").write_text("x")
     tries = failing(monkeypatch, *[OSError(errno.EIO, "Input/output error")] * 100_000)
     one.growing.finish()
@@ -273,14 +273,14 @@ def test_what_was_brought_back_is_not_copied_again(tmp_path: Path) -> None:
 def test_a_file_that_takes_long_to_copy_takes_a_tenth_of_the_time(one: One, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second file is copied as often as ever meanwhile."""
     copies: dict[str, int] = {"big": 0, "quick": 0}
-    whole = growing.replace_file
+    whole = mirror_files.replace_file
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None], **more: Any) -> None:
         copies[source.name] += 1
         time.sleep(0.3 if source.name == "big" else 0)
         whole(source, target, moved, **more)
 
-    monkeypatch.setattr(growing, "replace_file", copy)
+    monkeypatch.setattr(mirror_files, "replace_file", copy)
     one.growing.start()
     number, deadline = 0, time.monotonic() + 2.5
     while time.monotonic() < deadline:

@@ -18,7 +18,8 @@ import pytest
 import torch
 from jobs import Jobs
 
-from cloudtrain import pyz, runtime
+from cloudtrain import runtime
+from cloudtrain.store import runtime_zip
 
 WORDS = (
     "CLOUDTRAIN_",
@@ -273,7 +274,7 @@ def test_the_best_is_a_pointer(bare: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_it_comes_out_of_the_zip_and_imports_no_torch(tmp_path: Path) -> None:
-    (tmp_path / "cloudtrain.pyz").write_bytes(pyz.build())
+    (tmp_path / "cloudtrain.pyz").write_bytes(runtime_zip.build())
     code = """
         import os, sys
         sys.path.append(sys.argv[1])

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cloudtrain.provider import Topology
+from cloudtrain.provider_api.node import Topology
 from cloudtrain.runtime.launch import Ranks, command_of, environment_of, fill, script_arguments
 from cloudtrain.runtime.logs import LogWriter
 

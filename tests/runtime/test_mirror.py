@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.runtime import checkpoints, commits, finished, growing, mirror
-from cloudtrain.runtime.checkpoints import COMMIT, Complete, Entry, Watch, complete
+from cloudtrain.runtime import checkpoint_done, checkpoints, commits, mirror, mirror_files
+from cloudtrain.runtime.checkpoints import COMMIT, CheckpointEntry, Complete, Watch, complete
 from cloudtrain.runtime.mirror import KINDS, Mirror
 
 QUIET = 0.3
@@ -514,7 +514,7 @@ def test_a_restored_checkpoint_is_a_forerunner_too(cluster: Callable[..., Cluste
 def test_a_script_that_leaves_a_file_out_is_believed_in_the_end(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finished, "FORERUNNER_SECONDS", 2.0)
+    monkeypatch.setattr(checkpoint_done, "FORERUNNER_SECONDS", 2.0)
     run = cluster(1)
     run.write(0, "step-1/model.bin")
     run.write(0, "step-1/optimizer.bin")
@@ -583,13 +583,13 @@ def test_what_is_restored_of_another_node_is_no_part_of_ours(cluster: Callable[.
 
 
 def test_a_file_that_never_changes_is_learned(cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finished, "MIXED_SECONDS", 2.0)
+    monkeypatch.setattr(checkpoint_done, "MIXED_SECONDS", 2.0)
     run = cluster(1)
     run.write(0, "last/config", "same")
     for version in ("one", "two", "three"):
         run.write(0, "last/model", version)
         run.until(lambda version=version: ["same", version] in contents(run))  # type: ignore[misc]
-        monkeypatch.setattr(finished, "MIXED_SECONDS", 2.0 if version == "one" else 600.0)
+        monkeypatch.setattr(checkpoint_done, "MIXED_SECONDS", 2.0 if version == "one" else 600.0)
 
 
 def test_who_writes_one_kind_says_nothing_of_another(cluster: Callable[..., Cluster]) -> None:
@@ -612,7 +612,7 @@ def test_a_file_that_is_never_at_rest_is_taken_between_two_writes(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch, scan: float
 ) -> None:
     monkeypatch.setattr(mirror, "SCAN_SECONDS", scan)  # seldom: it is another file at each look
-    monkeypatch.setattr(finished, "RESTLESS_SECONDS", 1.0)
+    monkeypatch.setattr(checkpoint_done, "RESTLESS_SECONDS", 1.0)
     monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 2.0)
     run = cluster(1)
     deadline, number, found = time.monotonic() + 60, 0, list[list[str]]()
@@ -629,17 +629,17 @@ def test_what_a_rank_was_writing_when_it_died_does_not_count_though_it_holds_sti
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The word of its death comes while a look at a file that never rests is under way."""
-    monkeypatch.setattr(finished, "RESTLESS_SECONDS", 0.3)
+    monkeypatch.setattr(checkpoint_done, "RESTLESS_SECONDS", 0.3)
     monkeypatch.setattr(checkpoints, "QUIET_SECONDS", 60.0)
     run, looked = cluster(1), threading.Event()
 
-    def dies(entries: list[Entry], _: float) -> list[Entry]:
+    def dies(entries: list[CheckpointEntry], _: float) -> list[CheckpointEntry]:
         if entries:
             run.mirrors[0].freeze()
             looked.set()
         return entries
 
-    monkeypatch.setattr(finished, "_holding_still", dies)
+    monkeypatch.setattr(checkpoint_done, "_holding_still", dies)
     run.write(0, "half.pt")
     assert looked.wait(10)
     run.settle()
@@ -650,7 +650,7 @@ def test_what_a_rank_was_writing_when_it_died_does_not_count_though_it_holds_sti
 def test_a_checkpoint_that_is_deleted_while_it_is_copied_arrives(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, whole = cluster(1), checkpoints.copy_file
+    run, whole = cluster(1), checkpoints.copy_with_digest
     done = threading.Event()
 
     def copy(source: Path, target: Path, moved: Any) -> Any:
@@ -659,7 +659,7 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_arrives(
             shutil.rmtree(run.ck(0) / "step-1")
         return whole(source, target, moved)
 
-    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    monkeypatch.setattr(checkpoints, "copy_with_digest", copy)
     run.write(0, "step-1/a", "one")
     run.write(0, "step-1/b", "two")
     run.until(run.complete)
@@ -730,7 +730,7 @@ def test_a_mount_that_fails_while_something_is_removed_keeps_nobody_from_ending(
     def remove(*args: Any, **rest: Any) -> None:
         raise OSError(107, "Transport endpoint is not connected")
 
-    monkeypatch.setattr(mirror, "remove", remove)
+    monkeypatch.setattr(mirror, "remove_parts", remove)
     run = cluster(1, keep=1)
     for step in (1, 2):
         run.write(0, f"step-{step}")
@@ -748,7 +748,7 @@ def test_a_full_disk_is_no_progress(cluster: Callable[..., Cluster], monkeypatch
         raise OSError(28, "No space left on device", str(target))
 
     run = cluster(1)
-    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    monkeypatch.setattr(checkpoints, "copy_with_digest", copy)
     run.write(0, "step-1")
     run.mirrors[0].finish(clean=True)
     run.until(lambda: len([m for _, _, m in run.sent if m["t"] == "copy"]) > 3)
@@ -871,7 +871,7 @@ def test_what_cannot_be_removed_is_whole_and_goes_with_the_next(
 def test_a_slow_artifact_holds_up_no_checkpoint(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, let_go, whole = threading.Event(), threading.Event(), growing.replace_file
+    entered, let_go, whole = threading.Event(), threading.Event(), mirror_files.replace_file
 
     def slow(source: Path, target: Path, moved: Callable[[], None], **more: Any) -> None:
         if source.name == "huge":
@@ -879,7 +879,7 @@ def test_a_slow_artifact_holds_up_no_checkpoint(
             assert let_go.wait(30)
         whole(source, target, moved, **more)
 
-    monkeypatch.setattr(growing, "replace_file", slow)
+    monkeypatch.setattr(mirror_files, "replace_file", slow)
     run = cluster(1)
     (run.tmp / "n0/artifacts/huge").write_text("1")
     assert entered.wait(10)
@@ -893,8 +893,8 @@ def test_a_slow_artifact_holds_up_no_checkpoint(
 def test_artifacts_and_metrics_are_mirrored_whole_now_and_at_the_end(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(growing, "GROWING_SECONDS", 0.2)
-    monkeypatch.setattr(growing, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(mirror_files, "GROWING_SECONDS", 0.2)
+    monkeypatch.setattr(mirror_files, "RETRY_SECONDS", 0.1)
     run = cluster(2)
     (run.tmp / "n1/artifacts/tensorboard").mkdir()
     events = run.tmp / "n1/artifacts/tensorboard/events"
@@ -989,7 +989,7 @@ def test_an_artifact_that_did_not_arrive_is_tried_again_at_the_end(cluster: Call
 
 def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float, *, of: str = "", times: int = 99) -> None:
     """Of files below a checkpoint; a slow mount takes what it is given in blocks."""
-    copy_file, left = checkpoints.copy_file, [times]
+    copy_file, left = checkpoints.copy_with_digest, [times]
 
     def copy(source: Path, target: Path, moved: Callable[[Path, int], None] = lambda *_: None) -> Any:
         done = copy_file(source, target, lambda *_: None)
@@ -1000,7 +1000,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch, seconds: float, *, of: str = ""
                 moved(source, block)
         return done
 
-    monkeypatch.setattr(checkpoints, "copy_file", copy)
+    monkeypatch.setattr(checkpoints, "copy_with_digest", copy)
 
 
 def being_copied(run: Cluster) -> bool:
@@ -1066,7 +1066,7 @@ def test_what_was_committed_since_the_last_look_is_no_new_part(
 def test_what_is_left_of_one_that_is_being_removed_is_no_new_version(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finished, "FORERUNNER_SECONDS", 1.0)
+    monkeypatch.setattr(checkpoint_done, "FORERUNNER_SECONDS", 1.0)
     run = cluster(1, keep=1)
     for file in ("model.pt", "rng.pt"):
         run.write(0, f"last/{file}", "one")

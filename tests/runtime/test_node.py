@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cloudtrain.provider import Site, Topology
+from cloudtrain.provider_api.node import NodeEnvironment, Topology
 from cloudtrain.runtime import node, notices
 from cloudtrain.runtime.cause import Failure
 from cloudtrain.runtime.history import FIRST
@@ -25,7 +25,7 @@ from cloudtrain.runtime.node import Node
 def head(tmp_path: Path) -> Node:
     """Node 0 of two, whose own rank has had no signal."""
     topology = Topology(nodes=2, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={"live": str(tmp_path)}, scratch=[])
+    site = NodeEnvironment(topology=topology, paths={"live": str(tmp_path)}, scratch=[])
     return Node(context={"resume": None}, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue())
 
 
@@ -88,7 +88,7 @@ def test_a_node_that_does_not_meet_node_0_soon_after_the_notice_leaves(
 ) -> None:
     monkeypatch.setattr(node.Workspace, "fill", lambda _: None)
     topology = Topology(nodes=2, node_rank=1, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={"live": str(tmp_path)}, scratch=[str(tmp_path)], stop_grace=30)
+    site = NodeEnvironment(topology=topology, paths={"live": str(tmp_path)}, scratch=[str(tmp_path)], stop_grace=30)
     peer = Node(context={"resume": None, "run_id": "r"}, site=site, attempt=0, key=b"k", inbox=queue.SimpleQueue())
     peer.inbox.put((-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic()}))
     began = time.monotonic()

@@ -244,8 +244,8 @@ def test_an_output_that_can_never_be_copied_ends_no_run(
     def refuse(*given: object, **named: object) -> None:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr("cloudtrain.runtime.growing.replace_file", refuse)
-    monkeypatch.setattr("cloudtrain.runtime.growing.RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("cloudtrain.runtime.mirror_files.replace_file", refuse)
+    monkeypatch.setattr("cloudtrain.runtime.mirror_files.RETRY_SECONDS", 0.05)
     folder.put("odd name")
     mirrored.finish()
     assert mirrored.done.wait(15)

@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloudtrain.runtime import stall
-from cloudtrain.runtime.cause import Failure, summary
+from cloudtrain.runtime.cause import Failure, failure_line
 from cloudtrain.runtime.launch import Ranks
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.nccl import Recorder
-from cloudtrain.runtime.stall import NAMED, Look, Place, Stall, culprit, place_of, told
+from cloudtrain.runtime.stall import NAMED, Look, StackPosition, Stall, culprit, innermost_position, told
 
 WORKER = Path(stall.__file__).parent / "worker.py"
 
@@ -33,10 +33,10 @@ WORKER = Path(stall.__file__).parent / "worker.py"
 LOADING, REDUCING = ("train.py", 40, "load_batch"), ("train.py", 52, "all_reduce")
 
 
-def at(*where: tuple[str, int, str] | str) -> list[Place]:
+def at(*where: tuple[str, int, str] | str) -> list[StackPosition]:
     """Ranks 0, 1, … of nodes of two, each in its place; a text says why it is in none."""
     return [
-        Place(rank // 2, rank, why=w) if isinstance(w, str) else Place(rank // 2, rank, *w)
+        StackPosition(rank // 2, rank, why=w) if isinstance(w, str) else StackPosition(rank // 2, rank, *w)
         for rank, w in enumerate(where)
     ]
 
@@ -73,7 +73,7 @@ THREE = f"{ONE}, {TWO}, rank 2 on node 1 is at train.py:3 (f)"
         ([], None, ""),
     ],
 )
-def test_who_is_told_of_and_blamed(places: list[Place], rank: int | None, text: str) -> None:
+def test_who_is_told_of_and_blamed(places: list[StackPosition], rank: int | None, text: str) -> None:
     blamed = culprit(places)
     assert (None if blamed is None else blamed.rank) == rank
     assert told(places) == text
@@ -84,8 +84,8 @@ everyone = st.lists(where, min_size=1, max_size=40).map(lambda found: at(*found)
 
 
 @given(everyone, st.randoms(use_true_random=False))
-def test_the_culprit_is_the_one_without_whom_all_are_in_one_place(places: list[Place], random: Any) -> None:
-    def alone(place: Place) -> bool:
+def test_the_culprit_is_the_one_without_whom_all_are_in_one_place(places: list[StackPosition], random: Any) -> None:
+    def alone(place: StackPosition) -> bool:
         rest = [other.where for other in places if other is not place]
         return not rest or (len(rest) > 1 and len(set(rest)) == 1 and rest[0] != place.where)
 
@@ -102,7 +102,7 @@ def _count(who: str) -> int:
 
 
 @given(everyone)
-def test_every_rank_is_counted_once_and_the_rarest_places_are_named(places: list[Place]) -> None:
+def test_every_rank_is_counted_once_and_the_rarest_places_are_named(places: list[StackPosition]) -> None:
     text = told(places)
     assert "\n" not in text
     counted = sum(map(_count, re.findall(r"(?:^|, )([^,]*?(?:\d, )*[^,]*?) (?:is|are|did|has|have) ", text)))
@@ -141,7 +141,7 @@ TRAIN, FROZEN = "/scratch/code/train.py", "<frozen importlib._bootstrap>"
 )
 def test_the_users_own_line_is_named(frames: list[Any], place: tuple[Any, ...]) -> None:
     for found in (frames, [*frames, WORKER_FRAME] if frames else []):
-        seen = place_of(1, 3, found, code=CODE, bottom=WORKER_FRAME[0])
+        seen = innermost_position(1, 3, found, code=CODE, bottom=WORKER_FRAME[0])
         assert (seen.node, seen.rank, seen.file, seen.line, seen.function) == (1, 3, *place)
         assert seen.why == ("" if frames else "did not answer")
 
@@ -298,20 +298,20 @@ LIMIT = 0.6
 class Told:
     """A look that is over at once, or never; what it finds is as given."""
 
-    def __init__(self, places: list[Place] | None) -> None:
+    def __init__(self, places: list[StackPosition] | None) -> None:
         self._places = places
 
     def over(self) -> bool:
         return self._places is not None
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[StackPosition]:
         return self._places or []
 
 
 class Nodes:
     """The parts of several nodes, joined; messages are JSON on the way, as on the link."""
 
-    def __init__(self, *places: list[Place] | None, limit: float = LIMIT) -> None:
+    def __init__(self, *places: list[StackPosition] | None, limit: float = LIMIT) -> None:
         self.last = [0.0] * len(places)
         self.sent: list[tuple[int, int, str]] = []
         self.parts = [
@@ -353,21 +353,21 @@ def test_silence_everywhere_is_a_failure_of_the_rank_that_is_elsewhere() -> None
     assert isinstance(failure, Failure)
     assert (failure.kind, failure.category, failure.node, failure.rank) == ("stalled", "stalled", 1, 3)
     assert (failure.file, failure.line) == ("train.py", 40)
-    assert summary(failure) == f"no line, metric or checkpoint from any rank for {LIMIT:g} s; {told(places)}"
+    assert failure_line(failure) == f"no line, metric or checkpoint from any rank for {LIMIT:g} s; {told(places)}"
     assert LIMIT <= when < LIMIT + stall.ANSWER_SECONDS, "nobody was waited for"
 
 
 def test_a_failure_without_a_culprit_names_who_saw_it() -> None:
     failure, _ = Nodes(at(REDUCING, REDUCING)).run(5)
     assert (failure.node, failure.rank, failure.file, failure.line) == (0, None, None, None)
-    assert summary(failure).endswith("all 2 ranks are at train.py:52 (all_reduce) (seen by node 0)")
+    assert failure_line(failure).endswith("all 2 ranks are at train.py:52 (all_reduce) (seen by node 0)")
 
 
 def test_a_node_that_does_not_answer_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall, "ANSWER_SECONDS", 0.5)
     failure, when = Nodes(at(REDUCING, REDUCING), None).run(9)
-    assert f"ranks 0, 1 are {R}" in summary(failure)
-    assert "the other 2 did not answer" in summary(failure)
+    assert f"ranks 0, 1 are {R}" in failure_line(failure)
+    assert "the other 2 did not answer" in failure_line(failure)
     assert when >= LIMIT + 0.5
 
 
@@ -376,7 +376,7 @@ def test_a_node_without_ranks_answers_all_the_same() -> None:
     for part in nodes.parts:
         part._new_look = lambda: None
     failure, when = nodes.run(5)
-    assert summary(failure) == f"no line, metric or checkpoint from any rank for {LIMIT:g} s (seen by node 0)"
+    assert failure_line(failure) == f"no line, metric or checkpoint from any rank for {LIMIT:g} s (seen by node 0)"
     assert when < LIMIT + stall.ANSWER_SECONDS
 
 

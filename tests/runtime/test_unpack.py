@@ -19,9 +19,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cloudtrain.bundle import MANIFEST, Bundle, build
 from cloudtrain.errors import DigestError, StorageError
-from cloudtrain.job import Source
+from cloudtrain.job.bundle import MANIFEST, Bundle, build_bundle
+from cloudtrain.job.job import Source
 from cloudtrain.runtime import unpack as module
 from cloudtrain.runtime.unpack import unpack
 
@@ -81,7 +81,7 @@ def refuse(tmp_path: Path, packed: bytes, digest: str, kind: type[StorageError] 
 
 
 def bundle(root: Path) -> Bundle:
-    return build(Source(path=str(root)), cwd=root, git=False)
+    return build_bundle(Source(path=str(root)), cwd=root, git=False)
 
 
 def packed(folder: Path) -> tuple[Path, Bundle]:

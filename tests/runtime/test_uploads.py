@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from cloudtrain.engine.sync import Sync, _Folder
+from cloudtrain.engine.node_folders import Sync, _Folder
 from cloudtrain.errors import DigestError, StorageError
-from cloudtrain.provider import Site, SyncAgent, Topology
+from cloudtrain.provider_api.node import NodeEnvironment, SyncAgent, Topology
 from cloudtrain.runtime.archive import Archive
 from cloudtrain.runtime.checkpoints import Watch, complete, uncommitted, write_whole
 from cloudtrain.runtime.history import Start
@@ -577,7 +577,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_archive(
     (part,) = (live / "checkpoints/step-3").rglob("rank-0.pt")
     part.write_text("step-3 of X")  # of the same size
     resume = Resume(live=live, given=None, url=None, say=said.append, archive=Archive(live, objects, temporary=""))
-    site = Site(
+    site = NodeEnvironment(
         topology=Topology(nodes=1, node_rank=0, master_addr="localhost", master_port=1),
         paths={"live": str(live)},
         scratch=(str(tmp_path),),

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import cloudtrain
-from cloudtrain import pyz
+from cloudtrain.store import runtime_zip
 
 WORKER = Path(cloudtrain.__file__).parent / "runtime" / "worker.py"
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("CLOUDTRAIN_", "PYTHON", "RANK", "LOCAL_", "WORLD_"))}
@@ -49,7 +49,7 @@ class Stage:
         self.worker = tmp_path / "scratch" / "worker.py"
         self.worker.write_bytes(WORKER.read_bytes())
         self.package = tmp_path / "cloudtrain.pyz"
-        self.package.write_bytes(pyz.build())
+        self.package.write_bytes(runtime_zip.build())
         self.code = tmp_path / "code"
         self.code.mkdir()
 

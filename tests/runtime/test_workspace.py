@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cloudtrain.errors import StorageError
-from cloudtrain.provider import Site, SyncAgent, Topology
+from cloudtrain.provider_api.node import NodeEnvironment, SyncAgent, Topology
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.outputs import Outputs
 from cloudtrain.runtime.workspace import Workspace
@@ -24,7 +24,7 @@ def space(tmp_path: Path) -> Workspace:
 
 def workspace(scratch: Path, **more: Any) -> Workspace:
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={}, scratch=[str(scratch)], **more)
+    site = NodeEnvironment(topology=topology, paths={}, scratch=[str(scratch)], **more)
     made = Workspace(context={"run_id": "r"}, site=site, log=LogWriter(node=0))
     made.artifacts.mkdir()
     return made
@@ -117,7 +117,9 @@ def known(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, made: str = "") 
         put(folder / made)
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
     paths = {"code": str(tmp_path / "none")}
-    site = Site(topology=topology, paths=paths, scratch=[str(tmp_path)], folders={str(folder): "checkpoints"})
+    site = NodeEnvironment(
+        topology=topology, paths=paths, scratch=[str(tmp_path)], folders={str(folder): "checkpoints"}
+    )
     log = LogWriter(node=0)
     log.begin("0.0", tmp_path / "logs")
     space = Workspace(context={"run_id": "r", "code_digest": "", "inputs": {}}, site=site, log=log)
@@ -136,7 +138,9 @@ def test_a_folder_that_scripts_know_leads_to_ours(tmp_path: Path, capfd: pytest.
 
 def test_what_the_provider_notes_is_said_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={"code": str(tmp_path / "none")}, scratch=[str(tmp_path)], notes=["a note"])
+    site = NodeEnvironment(
+        topology=topology, paths={"code": str(tmp_path / "none")}, scratch=[str(tmp_path)], notes=["a note"]
+    )
     log = LogWriter(node=0)
     log.begin("0.0", tmp_path / "logs")
     with pytest.raises(StorageError):
@@ -166,7 +170,7 @@ def test_checkpoints_are_no_artifacts_too(
 ) -> None:
     """As artifacts a torn one would come back over the whole one that was restored."""
     topology = Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=5000)
-    site = Site(topology=topology, paths={}, scratch=[str(tmp_path)], folders={"outputs": "artifacts"})
+    site = NodeEnvironment(topology=topology, paths={}, scratch=[str(tmp_path)], folders={"outputs": "artifacts"})
     log = LogWriter(node=0)
     log.begin("0.0", tmp_path / "logs")
     space = Workspace(context={"run_id": "r", "checkpoint_paths": [pattern]}, site=site, log=log)

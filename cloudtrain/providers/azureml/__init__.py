@@ -1,8 +1,8 @@
 """Provider ``azureml``: command jobs of Azure Machine Learning.
 
-Its Request is the document that ``az ml job create -f`` takes, as JSON. `plan` and `preflight` make and check it,
-`sdk` sends it through azure-ai-ml, `account` asks for all else over azure-core, `states` and `pages` read the answers,
-`simulation` says what Azure ML would start, `node` is its other half.
+Its Request is the document that ``az ml job create -f`` takes, as JSON. `plan` and `preflight` make and check it. `sdk`
+sends it through azure-ai-ml. `account` makes all other calls over azure-core. `states` and `pages` read the answers.
+`simulation` predicts what Azure ML would start. `node` is the node half.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider import Layout, LogPage, Need, Request, Simulation, Site, Status
+from ...provider_api.launch_spec import LaunchSpec
+from ...provider_api.node import NodeEnvironment
+from ...provider_api.protocol import Layout, LogPage, Need, ProviderExtras, Request, Status
 
 if TYPE_CHECKING:
-    from ...checks import Check
-    from ...job import Job
-    from ...prices import PriceList
-    from .account import Account
+    from ...job.job import Job
+    from ...provider_api.checks import Check
+    from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
@@ -44,16 +45,16 @@ ALIASES = ("azure", "aml", "az", "microsoft")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The workspace's, in Azure ML's own words.
+    """The workspace's settings, in Azure ML's own words.
 
     ``subscription_id``, ``resource_group`` and ``workspace_name`` are by default those of Azure ML's ``config.json`` in
     this folder or above. ``datastore`` is the workspace's name of the store's container. ``compute`` is a cluster; none
     means serverless. ``environment`` (``azureml:NAME:VERSION``, ``azureml://registries/…``) is for jobs without an
-    image. ``identity`` is what a job is: ``aml_token``, ``user_identity``, ``managed_identity`` or
+    image. ``identity`` is the job's own: ``aml_token``, ``user_identity``, ``managed_identity`` or
     ``managed_identity:CLIENT-ID``. ``job_tier`` (spot, basic, standard, premium) and ``priority`` (low, medium, high)
-    are for the queue. ``cloud`` is the SDK's name of a sovereign cloud; one that it does not know needs
-    ``cloud_metadata``. ``api_version`` is that of the calls to the resource manager. ``prices`` are US dollars an hour
-    by instance type, or cluster, for ``max_cost``.
+    are for the queue. ``cloud`` is the SDK's name of a sovereign cloud. If the SDK does not know it, ``cloud_metadata``
+    is required. ``api_version`` is for the calls to the resource manager. ``prices`` are US dollars an hour by instance
+    type, or cluster, for ``max_cost``.
     """
 
     subscription_id: str = field(default="", metadata={"need": SUBSCRIPTION})
@@ -72,41 +73,41 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider:
-    """Azure ML command jobs; see `cloudtrain.provider.Provider` for what each method promises."""
+class Provider(ProviderExtras):
+    """Provider of Azure ML command jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "azureml"
     Settings: ClassVar[type[Any]] = Settings
     schemes: ClassVar[frozenset[str]] = frozenset({"abfs", "abfss", "az", "azureml", "https", "wasbs", "adl"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
-    pace: ClassVar[float] = 1.0
-    poll: ClassVar[float] = 5.0
+    min_poll_s: ClassVar[float] = 1.0
+    max_poll_s: ClassVar[float] = 5.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
     def __init__(self, **settings: Any) -> None:
-        from .plan import checked
+        from .request import checked
 
-        # Recorded with the run: whoever attaches, wherever, asks the same workspace.
+        # Recorded with the run: every client that attaches asks the same workspace.
         self.settings: Settings = checked(Settings(**settings))
         self._account: Account | None = None
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        from .plan import plan
+        from .request import plan
 
         return plan(self.settings, job, layout, attempt=attempt, choice=choice)
 
     @property
     def account(self) -> Account:
-        """The calls, made when first needed."""
+        """Return the account, created when first needed."""
         if self._account is None:
-            from .account import Account
+            from .api import Account
 
             self._account = Account(self.settings)
         return self._account
 
     def store_url(self, url: str, *, ask: bool) -> str:
-        """``azureml://datastores/NAME/paths/…`` as the URL of the container that it is; see `Settings.resolved`."""
+        """Return the container's URL of ``azureml://datastores/NAME/paths/…``; see `Settings.resolved`."""
         from .urls import store_url
 
         own = self.settings
@@ -122,12 +123,12 @@ class Provider:
         return self.account.find(request)
 
     def status(self, native_id: str) -> Status:
-        from .states import status
+        from .status import status
 
         return status(self.account, native_id)
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        from .pages import page
+        from .logs import page
 
         return page(self.account, native_id, cursor)
 
@@ -135,8 +136,8 @@ class Provider:
         self.account.cancel(native_id)
 
     def principal(self) -> str | None:
-        """Who the token that calls Azure is for: a user's name, else an application's or object's id."""
-        from .account import named
+        """Return the token's owner: a user's name, else an application's or object's id."""
+        from .api import named
 
         return named(self.account.credential.get_token(self.account.cloud.scope).token)
 
@@ -148,28 +149,22 @@ class Provider:
 
         return storage(url, cloud_of(self.settings), os.environ)
 
-    def price_list(self, region: str) -> PriceList:
-        """What the cloud's own price API asks for in ``region``; see `cloudtrain.prices`."""
-        from .prices import price_list
-
-        return price_list(self.account, region)
-
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
-        from .checks import checks
+        """Yield the checks of `doctor`."""
+        from .doctor import checks
 
         yield from checks(self.account, store, request)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-        from .node import site
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        from .node import node_environment
 
-        return site(environ, argv)
+        return node_environment(environ, argv)
 
-    def nodes(self, request: Request) -> Simulation:
-        from .simulation import nodes
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        from .launch_spec import launch_spec
 
-        return nodes(request, datastore=self.settings.datastore)
+        return launch_spec(request, datastore=self.settings.datastore)
 
 
 DIFFERENCES = (
@@ -177,7 +172,7 @@ DIFFERENCES = (
     "a machine that is taken back fails the job, the harder of the two things that are told of Azure ML",
     "there is no identity: nothing of Azure can be reached as it",
 )
-"""What a rehearsal does not show."""
+"""Differences that a rehearsal does not show."""
 SAMPLE = {
     "settings": {
         "subscription_id": "11111111-2222-3333-4444-555555555555",

@@ -1,4 +1,4 @@
-"""The clouds of Azure, by the names and words of Azure ML's own SDK; a cloud of one's own comes in the settings."""
+"""The clouds of Azure, by the names and words of Azure ML's own SDK. Settings can add another cloud."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError
-from ...values import did_you_mean
+from ...validate import did_you_mean
 
 if TYPE_CHECKING:
     from . import Settings
@@ -45,9 +45,9 @@ METADATA = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cloud:
-    """Where to call and sign in; ``storage`` ends the names of accounts' hosts.
+    """Addresses for calls and sign-in. ``storage`` is the suffix of the accounts' hosts.
 
-    ``name`` is what the SDK is told, ``metadata`` what it must be told besides.
+    ``name`` is the SDK's cloud name, ``metadata`` the further values that the SDK needs.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Cloud:
 
     @property
     def scope(self) -> str:
-        """Of the token for the resource manager."""
+        """Return the scope of the resource manager's token."""
         return f"{self.resource_manager}/.default"
 
 
 def cloud_of(settings: Settings) -> Cloud:
-    """The cloud of the settings. Raises `SpecError`."""
+    """Return the cloud of the settings. Raises `SpecError`."""
     name, told = settings.cloud or "AzureCloud", settings.cloud_metadata
     if not isinstance(told, Mapping):
         raise SpecError(f"must be a table of {', '.join(METADATA)}, not {told!r}", field="azureml.cloud_metadata")

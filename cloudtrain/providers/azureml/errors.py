@@ -1,4 +1,4 @@
-"""The one table that turns what Azure answers, or its libraries raise, into our errors."""
+"""Table that turns Azure's answers and its libraries' exceptions into cloudtrain's errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ... import packages
 from ...errors import (
     AuthError,
     CapacityError,
@@ -20,14 +19,15 @@ from ...errors import (
     QuotaError,
     SpecError,
 )
+from ...storage import extras
 
 __all__ = ["CAPACITY", "HELP", "QUOTA", "error_of", "quota_hint", "refusal", "translated"]
 
 QUOTA = re.compile(
     r"(?<![\w/.-])quotas?(?![\w/-])|(?-i:[a-z]Quota|Quota[A-Z])|exceeds? (the )?(core|vCPU) limit", re.IGNORECASE
 )
-"""Texts from public issues: mslearn-dp100 #35, InnerEye #253, azure-docs #121466 and #17809. A word or a code, and no
-part of a name that a user has given: of a job, a path, an image."""
+"""Texts from public issues: mslearn-dp100 #35, InnerEye #253, azure-docs #121466 and #17809. They match words and
+codes, not parts of a user's names for jobs, paths or images."""
 CAPACITY = re.compile(
     r"(Allocation|OverconstrainedAllocation|ZonalAllocation)Failed|SkuNotAvailable|OutOfCapacity"
     r"|(not enough|insufficient|lack of|no) (available )?capacity",
@@ -37,7 +37,7 @@ _FAMILY = re.compile(
     r"has an? (?P<family>.{0,80}?) ?(vCPU|core) quota of (?P<has>\d+).*?maps to (?P<needs>\d+) vCPUs?", re.IGNORECASE
 )
 _TAKEN = re.compile(r"already exists|JobPropertyImmutable", re.IGNORECASE)
-"""The second is the inner code of a create of a job that is there already (microsoft/ai4s-jobq, workforce.py)."""
+"""JobPropertyImmutable is the inner code of creating a job that exists (microsoft/ai4s-jobq, workforce.py)."""
 _NO_WORKSPACE = re.compile(
     r"'?Microsoft\.MachineLearningServices/workspaces/[^/']+'?[^/]* (was |were )?not found", re.I
 )
@@ -45,7 +45,7 @@ _NO_COMPUTE = re.compile(
     r"unknown compute|compute( target)?\b.{0,120}(not found|does ?n[o']t exist)|ComputeNotFound", re.IGNORECASE
 )
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
-"""What azure-ai-ml puts around the parts of a long refusal, wherever it goes."""
+"""Colours that azure-ai-ml puts around the parts of a long refusal, also outside terminals."""
 _PLACES: Mapping[str, str] = {
     "SubscriptionNotFound": "azureml.subscription_id",
     "InvalidSubscriptionId": "azureml.subscription_id",
@@ -61,7 +61,7 @@ HELP: Mapping[str, str] = {
 
 
 def quota_hint(text: str) -> str:
-    """Which quota to ask for, as exactly as ``text`` tells it."""
+    """Return the hint that names the quota to request, as exactly as ``text`` does."""
     found = _FAMILY.search(text)
     if found is None:
         return HELP["quota"]
@@ -74,7 +74,7 @@ def quota_hint(text: str) -> str:
 
 
 def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainError:
-    """Our error for an answer that is none. ``what`` was asked for."""
+    """Return the error for an answer that is a refusal. ``what`` was requested."""
     said = " ".join(f"{message or code or status}".split())[:600]
     text = f"{what}: {said}" + (f" ({code})" if code and code not in said else "")
     if status in (408, 429) or status >= 500:
@@ -85,7 +85,7 @@ def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainErr
         return AuthError(f"{text}: {HELP['role']}")
     if field := _place(status, code, said):
         return SpecError(f"{said}; check subscription, group and workspace", field=field)
-    if status == 404:  # before words that the name of what is not there may hold
+    if status == 404:  # before the patterns below: the missing name may contain their words
         return NotFoundError(text)
     if QUOTA.search(f"{code} {said}"):
         return QuotaError(f"{text}: {quota_hint(said)}")
@@ -99,24 +99,24 @@ def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainErr
 
 
 def _place(status: int, code: str, said: str) -> str:
-    """The setting that leads nowhere, if that is what was said."""
+    """Return the setting that leads nowhere, or an empty string."""
     if code in _PLACES:
         return _PLACES[code]
     return "azureml.workspace_name" if status == 404 and _NO_WORKSPACE.search(said) else ""
 
 
 def translated(what: str) -> AbstractContextManager[None]:
-    """Errors of Azure's libraries become ours, in one line; ``what`` was being done."""
-    return packages.translated(partial(error_of, what=what), needs="azure-ai-ml", extra="azureml")
+    """Translate errors of Azure's libraries into one line; ``what`` names the action."""
+    return extras.translated(partial(error_of, what=what), needs="azure-ai-ml", extra="azureml")
 
 
 def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
-    """Our error for one of Azure's libraries, or None when it is none of them."""
+    """Return the error for an exception of Azure's libraries, or None for any other."""
     import azure.core.exceptions as known
 
     text = " ".join(_COLOUR.sub("", str(exc)).split())
     if isinstance(exc, known.ClientAuthenticationError) and exc.status_code in (None, 400):
-        # 400 is how the token service refuses a secret or a refresh token (AADSTS…).
+        # The token service refuses a secret or a refresh token with 400 (AADSTS…).
         return AuthError(f"no Azure credentials: {HELP['none']} ({_shortest(exc)})")
     if isinstance(exc, (known.ServiceRequestError, known.ServiceResponseError)) or _broken(exc):
         return LostContactError(f"Azure does not answer: {what}: {text}")
@@ -129,7 +129,7 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
         if "JobPropertyImmutable" in text:
             code = "JobPropertyImmutable"
         return refusal(status, code, message, what=what)
-    # Before the base of all: that is a base of MlException, too.
+    # Before AzureError, which is a base of MlException too.
     if any(base.__name__ in ("MlException", "ValidationError") for base in type(exc).__mro__):
         return SpecError(f"the installed azure-ai-ml refuses this request: {text}"[:900], field="options")
     if isinstance(exc, known.AzureError):
@@ -138,10 +138,10 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
 
 
 def _broken(exc: Exception) -> bool:
-    """Whether a body ended too soon: azure-core raises a HttpResponseError with the connection's own error in it."""
+    """Return True if a body ended too soon. azure-core wraps the connection's error in a HttpResponseError."""
     return getattr(exc, "response", None) is None and isinstance(getattr(exc, "inner_exception", None), OSError)
 
 
 def _shortest(exc: Exception) -> str:
-    """The first line of a chain's story: it tells of every way that was tried, over many lines."""
+    """Return the first line of a credential chain's error, which lists every attempt over many lines."""
     return next((line.strip() for line in str(exc).splitlines() if line.strip()), type(exc).__name__)[:200]

@@ -1,7 +1,7 @@
-"""The node half of provider ``azureml``: what a container finds. Standard library alone.
+"""Node half of provider ``azureml``: read a container's environment. Standard library alone.
 
-Paths come from the command line, where alone Azure ML fills them in. Which of the topology's variables there are has
-differed between clusters (InnerEye-DeepLearning #801), so each has others to fall back on.
+Paths come from the command line: Azure ML fills them in nowhere else. The variables of the topology have differed
+between clusters (InnerEye-DeepLearning #801), so each has fallbacks.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import posixpath
 from collections.abc import Mapping
 
 from ...errors import SpecError
-from ...provider import Site, Topology
+from ...provider_api.node import NodeEnvironment, Topology
+from .names import GRACE, METADATA, NODES, PREEMPTED
 from .notices import URL, ScheduledEvents, marker
 from .secrets import secret
-from .words import GRACE, METADATA, NODES, PREEMPTED
 
-__all__ = ["site"]
+__all__ = ["node_environment"]
 
 PORT = 29500
-"""torchrun's own default, where Azure ML names none."""
+"""torchrun's own default, used if Azure ML names no port."""
 HOLD = 120.0
-"""Seconds that a node stays alive after it has saved. A job whose node is taken from it is started again by Azure ML,
-and a job that has ended is not (microsoft/ai4s-jobq, 2.5.1)."""
+"""Seconds that a node stays alive after it has saved. If a node is taken away, Azure ML restarts its job. It does not
+restart a job that has ended (microsoft/ai4s-jobq, 2.5.1)."""
 SHUTDOWN = "25"
 """Seconds that torchrun leaves its ranks after SIGTERM; its own default is the whole grace."""
 _RANKS = ("NODE_RANK", "AZUREML_CR_NODE_RANK")
@@ -30,12 +30,12 @@ _HOSTS = ("MASTER_ADDR", "AZ_BATCHAI_JOB_MASTER_NODE_IP", "AZ_BATCH_MASTER_NODE"
 DEVICES, NETWORKS = "/sys/class/infiniband", "/sys/class/net"
 
 
-def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-    """What Azure ML gave this node."""
-    return Site(
+def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    """Return the facts that Azure ML gave this node."""
+    return NodeEnvironment(
         topology=_topology(environ),
         paths=_paths(argv),
-        scratch=(os.getcwd(), "/tmp"),  # the job's own folder lies on the machine's large disk
+        scratch=(os.getcwd(), "/tmp"),  # the job's own folder is on the machine's large disk
         export_env={
             **_network(environ),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN),
@@ -45,12 +45,12 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         secrets=lambda reference: secret(reference.partition(":")[2], environ),
         notices=(marker, ScheduledEvents(environ.get(METADATA) or URL)),
         hold=HOLD,
-        folders={"outputs": "artifacts"},  # scripts write to ./outputs, which Azure ML keeps of its own folder alone
+        folders={"outputs": "artifacts"},  # scripts write to ./outputs, which Azure ML keeps from its own folder alone
     )
 
 
 def _paths(argv: Mapping[str, str]) -> dict[str, str]:
-    """A channel of one file is told as that file's path; the runtime wants its folder."""
+    """Return the paths by name. Azure ML gives a one-file channel as a file; the runtime needs its folder."""
     paths = {}
     for name, path in argv.items():
         kind, _, channel = name.partition(".")
@@ -78,11 +78,11 @@ def _port(environ: Mapping[str, str]) -> int:
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the collectives should use, where the machine really has InfiniBand and nobody has said otherwise.
+    """Return NCCL's network settings, if the machine really has InfiniBand and the job has not set them.
 
-    By the devices, never by a list of sizes. Images come with NCCL_IB_DISABLE=1 (azureml-examples #675), which on such
-    a machine would leave the fast network idle; a job's own env still wins. NCCL_TOPO_FILE is never set: one for
-    another size breaks the job (azhpc-images #327).
+    The devices decide, never a list of sizes. Images come with NCCL_IB_DISABLE=1 (azureml-examples #675), which would
+    leave the fast network idle. A job's own env still wins. NCCL_TOPO_FILE is never set: a file for another size breaks
+    the job (azhpc-images #327).
     """
     fast, other = _ports()
     if not fast:
@@ -96,7 +96,7 @@ def _network(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ports() -> tuple[list[str], list[str]]:
-    """Active ports (``device:number``) of InfiniBand, and of other RDMA devices."""
+    """Return active ports (``device:number``) of InfiniBand, and of other RDMA devices."""
     found: tuple[list[str], list[str]] = ([], [])
     for device in _names(DEVICES):
         for port in _names(f"{DEVICES}/{device}/ports"):

@@ -1,8 +1,8 @@
-"""Azure's notices to a machine that it is about to be taken away. Runs on the node: standard library alone.
+"""Read Azure's notices that a machine is about to be taken away. Runs on the node: standard library alone.
 
 A cluster or serverless machine of low priority gets no signal. Its only notice is Scheduled Events of the machine's
 metadata service, and Azure may withdraw it (microsoft/ai4s-jobq, 2.5.2). Clusters of Kubernetes make a file instead
-(azureml-examples). Neither was ever seen by cloudtrain on a real machine.
+(azureml-examples). Cloudtrain has never seen either on a real machine.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 TYPES = ("Preempt", "Terminate")
 CONNECT_SECONDS = 2.0
 ANSWER_SECONDS = 120.0
-"""The first answer on events may take two minutes, while Azure turns them on for the machine."""
+"""Longest wait for the first answer: Azure may take two minutes to turn events on for the machine."""
 FILE = "/usr/share/to-be-preempted"
 
 
 def marker(path: str = FILE) -> str:
-    """Return why the node is about to go, by the file that a cluster of Kubernetes makes; empty when it is not."""
+    """Return why the node is about to go, by the file of a Kubernetes cluster; empty when it is not."""
     return f"{path} is there" if os.path.exists(path) else ""
 
 
 class ScheduledEvents:
-    """The events of the machine on which this process runs, asked at ``url``.
+    """Events of the machine on which this process runs, asked at ``url``.
 
     A set of machines shares its events, so only one that names this machine counts.
     """
@@ -56,7 +56,7 @@ class ScheduledEvents:
         return isinstance(resources, list) and self._name in [str(name).lower() for name in resources]
 
     def _get(self, path: str) -> str:
-        """http.client knows no proxy. Raises OSError for any answer but 200."""
+        """Return the answer. http.client uses no proxy. Raises OSError for any status but 200."""
         made = http.client.HTTPConnection(self._url.hostname or "", self._url.port, timeout=CONNECT_SECONDS)
         with contextlib.closing(made) as connection:
             connection.connect()

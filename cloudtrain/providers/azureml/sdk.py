@@ -1,8 +1,7 @@
-"""Sending a job, through azure-ai-ml: ``load_job`` of the planned document, ``jobs.create_or_update``.
+"""Send a job through azure-ai-ml: ``load_job`` of the planned document, ``jobs.create_or_update``.
 
-The SDK is imported for that alone. It costs seconds, shows of the logs rank 0's, and takes from the process it runs in
-what nobody asked it for (the folder's git properties) and leaves there what nobody wants (a variable, a logger's
-handler); see `_quietly`.
+The SDK is imported for that alone: the import costs seconds, and it shows only rank 0's logs. It reads the folder's git
+properties unasked, and leaves a variable and a logger's handler behind; see `_quietly`.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ... import catalog
 from ...errors import ConflictError, SpecError, UnsupportedError
-from ...job import Gpu
-from ...provider import Request
+from ...job.job import Gpu
+from ...provider_api import catalog
+from ...provider_api.protocol import Request
 from .errors import translated
+from .names import NAME, TAG_GPU
 from .urls import Blob
-from .words import NAME, TAG_GPU
 
 if TYPE_CHECKING:
-    from .account import Account
+    from .api import Account
 
 __all__ = ["check_datastore", "create"]
 
@@ -35,7 +34,7 @@ _GIT = tuple(f"AZUREML_GIT_{word}" for word in ("REPOSITORY_URI", "BRANCH", "COM
 
 
 def create(account: Account, request: Request) -> str:
-    """The id of the one job of this request. Raises `ConflictError` when its name is another run's."""
+    """Return the id of this request's one job. Raises `ConflictError` if another run's job has its name."""
     if (found := account.claimed(request)) is not None:
         return found
     check_datastore(account, request.run)
@@ -52,7 +51,7 @@ def create(account: Account, request: Request) -> str:
 
 
 def check_datastore(account: Account, url: str) -> None:
-    """A job would read and write another container than that of the store, in which ``url`` lies, and find nothing."""
+    """Raise `SpecError` if the datastore is not the store's container: the job would use the wrong one."""
     name, store = account.settings.datastore, Blob.parse(url)
     told = account.datastore(name)
     container, owner = told.get("containerName") or told.get("filesystem"), told.get("accountName")
@@ -62,7 +61,7 @@ def check_datastore(account: Account, url: str) -> None:
 
 
 def _check_cluster(account: Account, request: Request) -> None:
-    """Azure ML takes a job for a cluster that does not exist, and the SDK does not look."""
+    """Check that the cluster exists and has the GPUs. Azure ML takes a job for a missing one; the SDK does not look."""
     compute = str(request.body.get("compute", "")).removeprefix("azureml:")
     if not compute:
         return
@@ -99,11 +98,11 @@ def _put(account: Account, request: Request) -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """While the SDK works, and as it was afterwards: nothing on stdout, no properties of a git repository."""
+    """Keep the SDK off stdout and git's properties while it works, and restore the environment."""
     with _ENVIRONMENT, contextlib.redirect_stdout(io.StringIO()):
         before = {name: os.environ.pop(name, None) for name in (*_GIT, _SET_BY_SDK)}
         before["GIT_DIR"] = os.environ.get("GIT_DIR")
-        os.environ["GIT_DIR"] = os.devnull  # to git, no repository at all
+        os.environ["GIT_DIR"] = os.devnull  # git sees no repository
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Secrets of Key Vault, read in a job with its own identity. Standard library alone: images need have no SDK."""
+"""Read Key Vault's secrets in a job with its own identity. Standard library alone: images need have no SDK."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from ...ask import ask
 from ...errors import StorageError
+from ...runtime.http_json import ask
 
 __all__ = ["place", "secret", "token"]
 
 VAULTS = ("vault.azure.net", "vault.azure.cn", "vault.usgovcloudapi.net")
-"""Domains of Key Vault; what a token is asked for is that of the vault, by default the first."""
+"""Domains of Key Vault. A token is for the vault's domain, by default the first."""
 VAULT_VERSION = "7.4"
 IMDS = "http://169.254.169.254/metadata/identity/oauth2/token"
 
 
 def secret(reference: str, environ: Mapping[str, str]) -> str:
-    """The value of ``VAULT/NAME`` or ``VAULT/NAME/VERSION``; a vault with a dot is its whole host name.
-
-    Raises `StorageError`, never with the value.
-    """
+    """Return ``VAULT/NAME[/VERSION]``; a vault with a dot is its host name. Raises `StorageError`, never with the
+    value."""
     url, resource = place(reference)
     what = f"Key Vault {reference.partition('/')[0]}"
     told = _get(url, {"Authorization": f"Bearer {token(resource, environ)}"}, what=what, direct=False)
@@ -33,7 +31,7 @@ def secret(reference: str, environ: Mapping[str, str]) -> str:
 
 
 def place(reference: str) -> tuple[str, str]:
-    """The URL of a secret, and what the token for it is asked for."""
+    """Return the URL of a secret, and the resource of its token."""
     vault, _, name = reference.partition("/")
     host = vault if "." in vault else f"{vault}.{VAULTS[0]}"
     domain = next((d for d in VAULTS if host.partition(":")[0].endswith(f".{d}")), VAULTS[0])
@@ -41,9 +39,9 @@ def place(reference: str) -> tuple[str, str]:
 
 
 def token(resource: str, environ: Mapping[str, str]) -> str:
-    """A token for ``resource`` of the job's managed identity, from where this machine says.
+    """Return a token of the job's managed identity for ``resource``, from this machine's endpoint.
 
-    As azure-identity 1.27 asks: App Service's endpoint, the one of Azure ML's clusters, else that of the machine.
+    The order is azure-identity 1.27's: App Service's endpoint, the one of Azure ML's clusters, else the machine's.
     """
     client = environ.get("AZURE_CLIENT_ID") or environ.get("DEFAULT_IDENTITY_CLIENT_ID") or ""
     headers: dict[str, str]

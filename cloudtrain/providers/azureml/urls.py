@@ -1,6 +1,6 @@
-"""URLs: what fsspec calls a place in Azure Storage, and what a command job does. Pure.
+"""Translate URLs of Azure Storage between fsspec's form and a command job's. Pure.
 
-The store is one container; a datastore of the workspace is that container too, so that a path is the same in both.
+The store is one container. A datastore of the workspace is that container too, so a path is the same in both.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
-from ...values import url_scheme
-from .words import NAME
+from ...validate import url_scheme
+from .names import NAME
 
 if TYPE_CHECKING:
     from .clouds import Cloud
@@ -21,19 +21,19 @@ __all__ = ["FSSPEC", "Blob", "check_url", "datastore_uri", "for_fsspec", "for_jo
 
 PUBLIC = "core.windows.net"
 FSSPEC = frozenset({"abfs", "abfss", "az"})
-"""What adlfs calls a place in Azure Storage; Azure ML knows but the second."""
+"""adlfs's schemes for Azure Storage; Azure ML accepts only the second."""
 _DATASTORE = re.compile(r"azureml://(?:subscriptions/.+/)?datastores/(?P<name>[^/]+)/paths/(?P<path>.*)")
 _WORKSPACE = re.compile(
     r"azureml://subscriptions/([^/]+)/resourcegroups/([^/]+)/(?:providers/[^/]+/)?workspaces/([^/]+)/", re.I
 )
 _HOST = re.compile(r"(?P<account>[a-z0-9]{3,24})\.(?:dfs|blob)\.(?P<suffix>[a-z0-9.-]+)")
 _AMISS = re.compile(r"[\x00-\x1f\x7f?#{}$\\\"'`<>|]")
-"""What a URI of a job cannot say, or would say to a shell; a ``?`` begins a SAS, which the records would keep."""
+"""Characters that a job's URI cannot hold or a shell would read. A ``?`` begins a SAS, which the records would keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blob:
-    """A place in Azure Storage. ``host`` is that of the account, empty where the URL leaves it to the environment."""
+    """Place in Azure Storage. ``host`` is the account's; empty if the URL leaves it to the environment."""
 
     container: str
     host: str
@@ -41,31 +41,28 @@ class Blob:
 
     @classmethod
     def parse(cls, url: str) -> Blob:
-        """``abfs://container[@account.dfs.core.windows.net]/path``, and the same with other schemes."""
+        """Parse ``abfs://container[@account.dfs.core.windows.net]/path``, and the same with other schemes."""
         authority, _, path = url.partition("://")[2].partition("/")
         container, _, host = authority.partition("@")
         return cls(container=container, host=host.lower(), path=path.strip("/"))
 
     def within(self, other: Blob) -> bool:
-        """Whether both are in one container."""
+        """Return True if both are in one container."""
         return (self.container, self.host) == (other.container, other.host)
 
     def wasbs(self) -> str | None:
-        """The form for a job, None without an account.
-
-        Through the blob endpoint, not ``abfss``: accounts have one with and without a hierarchical namespace.
-        """
+        """Return the form for a job, None without an account. It uses the blob endpoint, which every account has."""
         host = _HOST.fullmatch(self.host)
         return f"wasbs://{self.container}@{host['account']}.blob.{host['suffix']}/{self.path}" if host else None
 
 
 def datastore_uri(datastore: str, path: str) -> str:
-    """The short form, of the workspace that the job runs in."""
+    """Return the short form, in the job's own workspace."""
     return f"azureml://datastores/{datastore}/paths/{path}"
 
 
 def check_url(url: str, field: str) -> None:
-    """Raise `UnsupportedError` for what no URL of a run can hold, a SAS above all; the message does not repeat it."""
+    """Raise `UnsupportedError` for text that no run's URL may hold, such as a SAS. The message does not repeat it."""
     amiss = _AMISS.search(url) or (url_scheme(url) != "https" and re.search("%", url))
     if amiss:
         why = "a SAS or query would be kept in the records; use a datastore or an identity" if amiss[0] == "?" else ""
@@ -73,7 +70,7 @@ def check_url(url: str, field: str) -> None:
 
 
 def for_job(url: str, *, store: str, datastore: str, field: str) -> str:
-    """``url`` as an input's path, with no closing slash. Raises `UnsupportedError` for ``field``."""
+    """Return ``url`` as an input's path, with no closing slash. Raises `UnsupportedError` for ``field``."""
     check_url(url, field)
     scheme = url_scheme(url)
     if scheme not in FSSPEC:
@@ -88,7 +85,7 @@ def for_job(url: str, *, store: str, datastore: str, field: str) -> str:
 
 
 def for_fsspec(uri: str, *, run: str, datastore: str) -> str:
-    """The inverse: a path of a job as fsspec knows it, with no closing slash."""
+    """Return a job's path as an fsspec URL, with no closing slash: the inverse of `for_job`."""
     uri = uri.rstrip("/")
     match = _DATASTORE.fullmatch(uri)
     if match and match["name"] == datastore:
@@ -102,9 +99,9 @@ def for_fsspec(uri: str, *, run: str, datastore: str) -> str:
 def store_url(
     url: str, datastore: str, ask: Callable[[str], Mapping[str, Any]] | None, *, workspace: tuple[str, str, str]
 ) -> str:
-    """The container of ``azureml://datastores/NAME/paths/…``, whose properties ``ask`` gives; None: nobody is asked.
+    """Return the container of ``azureml://datastores/NAME/paths/…`` by its properties from ``ask``, which may be None.
 
-    The long form may name the settings' ``workspace`` (subscription, resource group, name) alone. Raises `SpecError`
+    The long form may name only the settings' ``workspace`` (subscription, resource group, name). Raises `SpecError`
     (``store``, or ``azureml.datastore`` when the jobs would write into another one).
     """
     check_url(url, "store")
@@ -132,9 +129,9 @@ def store_url(
 
 
 def storage(url: str, cloud: Cloud, environ: Mapping[str, str]) -> dict[str, Any]:
-    """adlfs's options for a store at ``url``: a key of the environment if there is one, else who is signed in.
+    """Return adlfs's options for a store at ``url``: the environment's key if it has one, else the signed-in user.
 
-    adlfs knows the public cloud's accounts alone; of any other it is told the host, and where to sign in. Raises
+    adlfs knows the public cloud's accounts alone, so other clouds need the host and the sign-in address. Raises
     `SpecError` for an account of another cloud than ``cloud``.
     """
     if url_scheme(url) not in FSSPEC:
@@ -147,7 +144,7 @@ def storage(url: str, cloud: Cloud, environ: Mapping[str, str]) -> dict[str, Any
         why = f"is {cloud.name}, whose accounts are in {cloud.storage}, and the store is in {host['suffix']}"
         raise SpecError(f"{why}: name the store's cloud", field="azureml.cloud")
     options |= {"account_name": host["account"], "account_host": f"{host['account']}.blob.{host['suffix']}"}
-    options["authority"] = cloud.authority  # adlfs hands on what it does not know to DefaultAzureCredential
+    options["authority"] = cloud.authority  # adlfs passes unknown options to DefaultAzureCredential
     if cloud.metadata is not None:
         options["disable_instance_discovery"] = True
     return options

@@ -1,8 +1,8 @@
 """Provider ``sagemaker``: training jobs of Amazon SageMaker AI, over boto3 alone.
 
 Its Request is the body of CreateTrainingJob, as boto3 and ``aws sagemaker create-training-job --cli-input-json`` take
-it. `plan` and `preflight` make and check it, `account` sends it, `states` and `pages` read what SageMaker and
-CloudWatch answer, `simulation` says what SageMaker would start, `node` is its other half.
+it. `plan` and `preflight` make and check it. `account` sends it. `states` and `pages` read the answers of SageMaker and
+CloudWatch. `simulation` predicts what SageMaker would start. `node` is the node half.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ... import catalog
-from ...provider import Layout, LogPage, Need, Request, Simulation, Site, Status
-from ...values import url_scheme
-from .words import IGNORED, UPLOADED, UPLOADING
+from ...provider_api import catalog
+from ...provider_api.launch_spec import LaunchSpec
+from ...provider_api.node import NodeEnvironment
+from ...provider_api.protocol import Layout, LogPage, Need, ProviderExtras, Request, Status
+from ...validate import url_scheme
+from .names import IGNORED, UPLOADED, UPLOADING
 
 if TYPE_CHECKING:
-    from ...checks import Check
-    from ...job import Job
-    from ...prices import PriceList
-    from .account import Account
+    from ...job.job import Job
+    from ...provider_api.checks import Check
+    from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
@@ -41,11 +42,11 @@ ALIASES = ("aws", "amazon", "sm", "amazonsagemaker")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The account's, in SageMaker's own words.
+    """The account's settings, in SageMaker's own words.
 
-    ``region`` (default: that of ``profile``, ``AWS_REGION``, ``AWS_DEFAULT_REGION``, the default profile) and
-    ``profile`` say where and as whom this machine calls, ``role_to_assume`` is an ARN that it takes on first; both hold
-    for the store, too, and neither is recorded. ``role`` is the ARN that jobs run as. ``framework_version`` chooses
+    ``region`` defaults to that of ``profile``, ``AWS_REGION``, ``AWS_DEFAULT_REGION`` or the default profile.
+    ``profile`` holds this machine's credentials. ``role_to_assume`` is an ARN that this machine assumes first. Both
+    hold for the store too, and neither is recorded. ``role`` is the ARN that jobs run as. ``framework_version`` chooses
     AWS's PyTorch image for a job without an image. ``debug_shell`` lets ``aws ssm start-session`` into the containers.
     ``prices`` are US dollars an hour by instance type, for ``max_cost`` and estimates.
     """
@@ -66,36 +67,36 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider:
-    """SageMaker training jobs; see `cloudtrain.provider.Provider` for what each method promises."""
+class Provider(ProviderExtras):
+    """Provider of SageMaker training jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "sagemaker"
     Settings: ClassVar[type[Any]] = Settings
     schemes: ClassVar[frozenset[str]] = frozenset({"s3", "fsx", "efs"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "platform"
-    pace: ClassVar[float] = 1.0
-    poll: ClassVar[float] = 5.0
+    min_poll_s: ClassVar[float] = 1.0
+    max_poll_s: ClassVar[float] = 5.0
     sync_marks: ClassVar[tuple[str, ...]] = (UPLOADING, UPLOADED, IGNORED)
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
     def __init__(self, **settings: Any) -> None:
-        from .plan import checked
+        from .request import checked
 
-        # Recorded with the run: whoever attaches, wherever, asks the same region.
+        # Recorded with the run: every client that attaches asks the same region.
         self.settings: Settings = checked(Settings(**settings))
         self._account: Account | None = None
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        from .plan import plan
+        from .request import plan
 
         return plan(self.settings, job, layout, attempt=attempt, choice=choice)
 
     @property
     def account(self) -> Account:
-        """The calls, made when first needed."""
+        """Return the account, created when first needed."""
         if self._account is None:
-            from .account import Account
+            from .api import Account
 
             self._account = Account(self.settings)
         return self._account
@@ -107,7 +108,7 @@ class Provider:
         return self.account.find(request)
 
     def status(self, native_id: str) -> Status:
-        from .states import status_of
+        from .status import status_of
 
         status = status_of(self.account.describe(native_id))
         price = catalog.price(self.name, status.instance_type, self.settings.prices)
@@ -118,7 +119,7 @@ class Provider:
         return dataclasses.replace(status, cost_usd=round(status.billed_s / 3600 * price.usd_per_hour, 4))
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        from .pages import page
+        from .logs import page
 
         return page(self.account, native_id, cursor)
 
@@ -126,7 +127,7 @@ class Provider:
         self.account.stop(native_id)
 
     def principal(self) -> str:
-        """The ARN of the user, or of the role's session, that calls."""
+        """Return the ARN of the calling user or role session."""
         return str(self.account.call("sts", "get_caller_identity")["Arn"])
 
     def storage(self, url: str) -> Mapping[str, Any]:
@@ -134,35 +135,29 @@ class Provider:
 
         return storage(self.settings) if url_scheme(url) == "s3" else {}
 
-    def price_list(self, region: str) -> PriceList:
-        """What the cloud's own price API asks for in ``region``; see `cloudtrain.prices`."""
-        from .prices import price_list
-
-        return price_list(self.account, region)
-
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
-        from .checks import checks
+        """Yield the checks of `doctor`."""
+        from .doctor import checks
 
         yield from checks(self.account, store, request)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-        from .node import site
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        from .node import node_environment
 
-        return site(environ, argv)
+        return node_environment(environ, argv)
 
-    def nodes(self, request: Request) -> Simulation:
-        from .simulation import nodes
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        from .launch_spec import launch_spec
 
-        return nodes(request, region=self.settings.region)
+        return launch_spec(request, region=self.settings.region)
 
 
 DIFFERENCES = (
     "how late S3 has what nodes write to their checkpoint folder is a guess, of 2 s; network isolation is left out",
     "there is no role: nothing of AWS can be reached as it",
 )
-"""What a rehearsal does not show."""
+"""Differences that a rehearsal does not show."""
 _ROLE = "arn:aws:iam::123456789012:role/training"
 _ECR = "123456789012.dkr.ecr.eu-west-1.amazonaws.com"
 SAMPLE = {

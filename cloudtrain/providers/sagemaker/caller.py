@@ -1,4 +1,4 @@
-"""As whom this machine calls: one session for the calls to AWS, and the same credentials for the store."""
+"""Sign in this machine: one session for the calls to AWS, and the same credentials for the store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...credential import Credential
+from ...storage.credential import Credential
 
 if TYPE_CHECKING:
     from . import Settings
@@ -17,10 +17,10 @@ SESSION_NAME = "cloudtrain"
 
 
 def sign_in(settings: Settings, region: str) -> Any:
-    """A new boto3 session of the profile, as the role to assume where there is one.
+    """Return a new boto3 session of the profile, as the role to assume if one is set.
 
-    What a profile leads to that expires (SSO, a process, a role) is renewed by botocore itself, and so is the assumed
-    role; keys that somebody rotates in a file are read again by a new session alone.
+    botocore renews a profile's expiring credentials (SSO, a process, a role), and the assumed role. Only a new session
+    reads keys again that were rotated in a file.
     """
     import boto3
     import botocore.session
@@ -46,23 +46,23 @@ def sign_in(settings: Settings, region: str) -> Any:
 
 
 def storage(settings: Settings) -> Mapping[str, Any]:
-    """A store's options for the same caller, in the same region; what fsspec's own configuration says besides stays."""
+    """Return a store's options for the same caller and region. Other options of fsspec's configuration stay."""
     options: dict[str, Any] = {}
     if settings.region:
         from fsspec.config import conf
 
-        # An option replaces the configured one whole, and a server of one's own is named there.
+        # An option replaces the configured one whole, and that may name the user's own server.
         own = conf.get("s3", {}).get("client_kwargs")
         options["client_kwargs"] = {**(own if isinstance(own, Mapping) else {}), "region_name": settings.region}
     if settings.profile or settings.role_to_assume:
         session = sign_in(settings, settings.region)
-        own = session._session  # botocore's; boto3 tells nobody
+        own = session._session  # botocore's, which boto3 does not expose
         options["session"] = Credential(own=own, fsspec=partial(_asynchronous, session, settings.profile))
     return options
 
 
 def _asynchronous(session: Any, profile: str) -> Any:
-    """s3fs's kind of session, whose credentials are those of ``session`` at any time."""
+    """Return s3fs's kind of session, with the current credentials of ``session``."""
     from aiobotocore.credentials import AioCredentials
     from aiobotocore.session import AioSession
 

@@ -1,4 +1,4 @@
-"""Images: AWS's own PyTorch ones by version and region (``images.json``), and where any other must lie."""
+"""Choose AWS's own PyTorch images by version and region (``images.json``), and check other images' registries."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError, UnsupportedError
-from ...values import did_you_mean
-from .words import DNS
+from ...validate import did_you_mean
+from .names import DNS
 
 __all__ = ["check_image", "default_image", "images"]
 
@@ -29,7 +29,7 @@ CAPABILITIES = {
 }
 """Compute capability of each GPU in the catalogue: developer.nvidia.com/cuda-gpus and cuda-legacy-gpus."""
 SERVED = (((12, 7), (7, 5), 12), ((0, 0), (5, 0), 9))
-"""What PyTorch's builds run on: from this CUDA version on, the lowest compute capability and the highest major one.
+"""Range of PyTorch's builds: from this CUDA version on, the lowest compute capability and the highest major one.
 
 The source is the support matrix of pytorch/pytorch's RELEASE.md. CUDA 13 dropped Volta; builds for CUDA 12.8 and 12.9
 have it in some releases only (pytorch/pytorch#157517), so they count as without it. Builds for CUDA 11.8 had Kepler,
@@ -44,7 +44,7 @@ _ARM, _X86 = re.compile(r"\b(arm64|aarch64|graviton)\b"), re.compile(r"\b(amd64|
 
 @cache
 def images() -> dict[str, Any]:
-    """The table (``tools/sagemaker_tables.py``)."""
+    """Return the table (``tools/sagemaker_tables.py``)."""
     table: dict[str, Any] = json.loads((Path(__file__).parent / "images.json").read_bytes())
     return table
 
@@ -53,7 +53,7 @@ def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, versio
     """Return AWS's newest PyTorch image in ``region`` that serves every GPU in ``gpus``.
 
     ``gpus`` are names of the catalogue; a name that `CAPABILITIES` lacks restricts nothing. ``accelerated`` asks for an
-    image with CUDA. ``version`` restricts the choice (``2.13``). Raises `SpecError` where no image is left.
+    image with CUDA. ``version`` restricts the choice (``2.13``). Raises `SpecError` if no image is left.
     """
     table = images()
     there = {number: told for number, told in table["versions"].items() if region in told["regions"]}
@@ -95,7 +95,7 @@ def _unserved(region: str, gpus: Sequence[str], found: Any, there: Any, version:
 
 
 def check_image(image: str, *, region: str, arch: str, in_vpc: bool, provider: str) -> bool:
-    """Whether ``image`` lies in ECR. Raises `UnsupportedError` for one that the platform could not pull or start."""
+    """Return True if ``image`` is in ECR. Raises `UnsupportedError` if the platform could not pull or start it."""
     words = image.rpartition("/")[2].lower()
     if (arch == "arm64" and _X86.search(words)) or (arch == "x86_64" and _ARM.search(words)):
         other = "linux/arm64" if arch == "arm64" else "linux/amd64"
@@ -114,7 +114,7 @@ def check_image(image: str, *, region: str, arch: str, in_vpc: bool, provider: s
 
 
 def _copy(name: str, region: str, *, source: str) -> str:
-    """The commands that bring an image into the account's ECR."""
+    """Return the commands that copy an image into the account's ECR."""
     path = name.removeprefix(_PUBLIC_ECR)
     first, _, rest = path.partition("/")
     path = rest if rest and ("." in first or ":" in first) else path

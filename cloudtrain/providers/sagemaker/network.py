@@ -1,7 +1,7 @@
-"""Check of ``doctor`` on the VPC that a job joins: free addresses of its subnets, rules of its security groups.
+"""Check a job's VPC for ``doctor``: free addresses of its subnets, rules of its security groups.
 
 The rules are those of AWS's guide (train-vpc, train-encrypt) and of EC2's page on EFA. Endpoints and routes are not
-looked at.
+checked.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ... import catalog
-from ...checks import Check, failed, ok
 from ...errors import SpecError
-from .words import NAME
+from ...provider_api import catalog
+from ...provider_api.checks import Check, failed, ok
+from .names import NAME
 
 if TYPE_CHECKING:
-    from .account import Account
+    from .api import Account
 
 __all__ = ["ADDRESSES", "EFA_ADDRESSES", "network_check"]
 
@@ -57,7 +57,7 @@ def _free(subnets: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _closed(groups: Sequence[Mapping[str, Any]], *, efa: bool, encrypted: bool) -> list[tuple[str, str]]:
-    """Return what the rules of the groups keep their members from, and the fix of each."""
+    """Return each traffic that the groups' rules keep from their members, with its fix."""
     names = {str(group["GroupId"]) for group in groups}
     inward = [rule for group in groups for rule in group["IpPermissions"]]
     outward = [rule for group in groups for rule in group["IpPermissionsEgress"]]
@@ -89,12 +89,12 @@ def _of_members(rule: Mapping[str, Any], names: set[str]) -> bool:
 
 
 def _of_addresses(rule: Mapping[str, Any]) -> bool:
-    """Return whether a rule names addresses, of which the nodes' may be some: they are not looked up."""
+    """Return True if a rule names addresses. The nodes' own are not looked up, and may be among them."""
     return any(rule.get(kind) for kind in ("IpRanges", "Ipv6Ranges", "PrefixListIds"))
 
 
 def _lets(rule: Mapping[str, Any], protocol: str, port: int | None) -> bool:
-    """Return whether a rule is about ``protocol`` and has ``port``, or (None) a range wide enough for any."""
+    """Return True if a rule is about ``protocol`` and has ``port``, or (None) a range wide enough for any."""
     if rule["IpProtocol"] == ALL:
         return True
     if rule["IpProtocol"] != protocol:

@@ -1,6 +1,6 @@
-"""The node half of provider ``sagemaker``: what a container finds. Standard library alone.
+"""Node half of provider ``sagemaker``: read a container's environment. Standard library alone.
 
-The topology comes from resourceconfig.json, never from a host name: SageMaker's own local modes call them otherwise.
+The topology comes from resourceconfig.json, never from a host name: SageMaker's own local modes use other names.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...provider import Site, SyncAgent, Topology
+from ...provider_api.node import NodeEnvironment, SyncAgent, Topology
+from .names import CHANNELS, CONTEXT, FAILURE, GRACE, IGNORED, INPUTS, LIVE, RESUME, ROOT, UPLOADED, UPLOADING
 from .s3 import Objects
 from .secrets import secret
-from .words import CHANNELS, CONTEXT, FAILURE, GRACE, IGNORED, INPUTS, LIVE, RESUME, ROOT, UPLOADED, UPLOADING
 
-__all__ = ["site"]
+__all__ = ["node_environment"]
 
 BASE_VARIABLE = "SAGEMAKER_BASE_DIR"
-"""AWS's own training toolkit takes another root from it, too."""
+"""Variable with another root; AWS's own training toolkit reads it too."""
 PORT = 29500
 """torchrun's own default; AWS's tools have 7777."""
 SHUTDOWN = "110"
-"""Seconds that torchrun leaves its ranks after SIGTERM; its own default, 30, would waste most of the grace."""
+"""Seconds that torchrun leaves its ranks after SIGTERM. Its own default, 30, would waste most of the grace."""
 OWN = frozenset({*CHANNELS.values(), RESUME})
 COMPAT = "/usr/local/cuda/compat"
-"""AWS's images use it from their own entry point (start_cuda_compat.sh), which a job of ours replaces."""
+"""Folder that AWS's images use from their own entry point (start_cuda_compat.sh), which our job replaces."""
 _LEFT_OUT = "{resume_from?}"
 _CREDENTIALS = {"AWS_ACCESS_KEY_ID", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"}
 _TRAINING_ENV = (
     *("current_host", "hosts", "input_config_dir", "input_data_config", "input_dir", "log_level", "model_dir"),
     *("network_interface_name", "num_cpus", "num_gpus", "output_data_dir", "output_dir", "resource_config"),
 )
-"""Of ``SM_TRAINING_ENV``, the toolkit's variables as one JSON object, what is called as they are."""
+"""Keys of ``SM_TRAINING_ENV``, the toolkit's variables as one JSON object, that have the variable's name."""
 
 
-def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-    """What SageMaker gave this node; ``argv`` adds to the paths."""
+def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    """Return the facts that SageMaker gave this node; ``argv`` adds to the paths."""
     base = environ.get(BASE_VARIABLE, ROOT)
     resources = _config(base, "resourceconfig")
     channels = _config(base, "inputdataconfig")
@@ -58,10 +58,10 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         **argv,
     }
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or ""
-    return Site(
+    return NodeEnvironment(
         topology=topology,
         paths=paths,
-        scratch=("/tmp",),  # on the disk that the job asked for, as AWS's table of storage paths says
+        scratch=("/tmp",),  # on the disk that the job requested, by AWS's table of storage paths
         export_env={
             **_network(environ, str(resources.get("network_interface_name", ""))),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN),
@@ -69,7 +69,7 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         },
         stop_grace=GRACE,
         failure_file=_below(base, FAILURE),
-        # Told to stop is no failure: SageMaker itself says what becomes of the job.
+        # A stop is no failure: SageMaker itself sets the job's status.
         exit_code={"succeeded": 0, "failed": 1, "preempted": 0},
         secrets=lambda reference: secret(reference.partition(":")[2], environ, region=region),
         folders={f"{base}/checkpoints": "checkpoints"},
@@ -79,7 +79,7 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
 
 
 def _agent(base: str, environ: Mapping[str, str], region: str) -> SyncAgent:
-    """Return how the agent that syncs ``live`` shows what it does, and the way past it: the job's role may write.
+    """Return the marks of the agent that syncs ``live``, and the writer past it: the job's role may write.
 
     A container under network isolation has no credentials of its role, and no way to S3.
     """
@@ -106,12 +106,12 @@ def _config(base: str, name: str) -> dict[str, Any]:
 
 
 def _natural(host: str) -> tuple[Any, ...]:
-    """``algo-2`` before ``algo-10``."""
+    """Return a sort key that puts ``algo-2`` before ``algo-10``."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", host))
 
 
 def _network(environ: Mapping[str, str], interface: str) -> dict[str, str]:
-    """What the collectives should use, where the user has not said and the machine really has it."""
+    """Return NCCL's, gloo's and libfabric's settings, if the user has not set them and the machine has the device."""
     words = {}
     if interface and os.path.exists(f"/sys/class/net/{interface}"):
         words = {name: interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name not in environ}
@@ -121,7 +121,7 @@ def _network(environ: Mapping[str, str], interface: str) -> dict[str, str]:
 
 
 def _has_efa(devices: str = "/sys/class/infiniband") -> bool:
-    """By the device, never by a list of instance types, which the next one is not on."""
+    """Return True if there is an EFA device. A list of instance types would miss the next one."""
     try:
         return any(
             os.path.basename(os.path.realpath(f"{devices}/{name}/device/driver")) == "efa"
@@ -137,7 +137,7 @@ def _has_efa(devices: str = "/sys/class/infiniband") -> bool:
 def _sm(
     base: str, resources: Mapping[str, Any], channels: Mapping[str, Any], topology: Topology, hosts: list[str]
 ) -> dict[str, str]:
-    """The ``SM_*`` variables of AWS's training toolkit: the platform itself sets none."""
+    """Return the ``SM_*`` variables of AWS's training toolkit: the platform itself sets none."""
     data = _below(base, INPUTS)
     users = {name: f"{data}/{name}" for name in channels if name not in OWN}
     hyperparameters = _hyperparameters(base)
@@ -183,7 +183,7 @@ def _upper(name: str) -> str:
 
 
 def _decoded(value: Any) -> Any:
-    """A text that is JSON as what it says, as that toolkit reads hyperparameters: ``--hp epochs=3`` is a number."""
+    """Decode a text that is JSON, as the toolkit reads hyperparameters: ``--hp epochs=3`` is a number."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -191,7 +191,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _context(base: str) -> dict[str, Any]:
-    """Return what the job says of itself; empty where it cannot be read."""
+    """Return the job's context file; empty if it cannot be read."""
     try:
         found: dict[str, Any] = json.loads(Path(_below(base, CONTEXT)).read_bytes())
     except (OSError, ValueError):
@@ -200,7 +200,7 @@ def _context(base: str) -> dict[str, Any]:
 
 
 def _hyperparameters(base: str) -> dict[str, Any]:
-    """The job's, which the request does not hold, and those that ``options`` put there."""
+    """Return the job's hyperparameters, which the request does not hold, and those set by ``options``."""
     context = _context(base)
     ours = {k: v for k, v in context.get("hyperparameters", {}).items() if v != _LEFT_OUT}
     return {**_config(base, "hyperparameters"), **ours}

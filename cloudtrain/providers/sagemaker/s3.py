@@ -1,4 +1,4 @@
-"""Objects of S3, as a container reaches them with the role of its job. Standard library alone: images have no SDK."""
+"""Read and write S3's objects in a container, with its job's role. Standard library alone: images have no SDK."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from typing import BinaryIO
 from xml.sax.saxutils import escape, unescape
 
 from ...errors import DigestError, StorageError
+from .names import DNS
 from .secrets import Credentials, credentials, signed_headers
-from .words import DNS
 
 __all__ = ["Objects"]
 
 PART_BYTES = 64 << 20
-"""A larger file goes up in parts of this size, or larger ones, so that there are at most `PARTS`."""
+"""Size of the parts in which a larger file goes up. Parts grow if there would be more than `PARTS`."""
 PARTS = 10_000
 COPY_BYTES = 1 << 30
-"""A larger object is copied in parts of this size. S3 copies at most 5 GiB at once."""
+"""Size of the parts in which a larger object is copied. S3 copies at most 5 GiB at once."""
 PAUSES = (0.5, 2.0, 5.0)
 TIMEOUT = 60.0
 KEYS_SECONDS = 600.0
-"""The role's keys are asked for again after so long; they last for an hour or more."""
+"""Seconds between reads of the role's keys; they last for an hour or more."""
 _TEXT = r"<{0}>([^<]*)</{0}>"
 
 
@@ -50,10 +50,8 @@ class Objects:
         self._keys: tuple[float, Credentials] | None = None
 
     def put(self, name: str, path: Path, moved: Callable[[], None] = lambda: None) -> None:
-        """Write the object ``name`` with the content of a file; ``moved`` is called after each part.
-
-        Raises `StorageError` and `OSError`.
-        """
+        """Write the object ``name`` from a file, calling ``moved`` after each part. Raises `StorageError` and
+        `OSError`."""
         address = self._address(f"{self._prefix}/{name}")
         size = path.stat().st_size
         with open(path, "rb") as stream:
@@ -151,7 +149,7 @@ class Objects:
     def _ask(
         self, method: str, url: str, body: bytes = b"", *, more: Mapping[str, str] | None = None
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Return the body and headers of the answer. Raises `StorageError` once a few tries have failed."""
+        """Return the body and headers of the answer. Raises `StorageError` after a few failed tries."""
         for pause in (*PAUSES, None):
             keys, digest = self._credentials(), hashlib.sha256(body).hexdigest()
             headers = {"Content-Type": "application/octet-stream", "x-amz-content-sha256": digest, **(more or {})}
@@ -178,7 +176,7 @@ class Objects:
         now, known = time.monotonic(), self._keys
         if known is None or now - known[0] > KEYS_SECONDS:
             self._keys = known = now, credentials(self._environ)
-        return known[1]  # another thread may forget `_keys` meanwhile
+        return known[1]  # another thread may clear `_keys` meanwhile
 
 
 def _told(name: str, answer: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Secrets of AWS, read in a container with the job's own role. Standard library alone: images need have no SDK."""
+"""Read AWS's secrets in a container with the job's own role. Standard library alone: images need have no SDK."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...ask import ask
 from ...errors import StorageError
-from .words import DNS
+from ...runtime.http_json import ask
+from .names import DNS
 
 __all__ = ["Credentials", "credentials", "secret", "signed_headers"]
 
@@ -27,7 +27,7 @@ _ENDPOINTS = {"secretsmanager": "AWS_ENDPOINT_URL_SECRETS_MANAGER", "ssm": "AWS_
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What signs a call."""
+    """Keys that sign a call."""
 
     access_key: str
     secret_key: str
@@ -35,7 +35,7 @@ class Credentials:
 
 
 def secret(arn: str, environ: Mapping[str, str], *, region: str) -> str:
-    """The value of a secret (Secrets Manager) or parameter (SSM). Raises `StorageError`, never with the value."""
+    """Return a secret (Secrets Manager) or parameter (SSM). Raises `StorageError`, never with the value."""
     parts = arn.split(":", 5)
     service, there = parts[2], parts[3] or region
     body = {"Name": arn, "WithDecryption": True} if service == "ssm" else {"SecretId": arn}
@@ -67,7 +67,7 @@ def _call(service: str, region: str, body: Mapping[str, Any], environ: Mapping[s
 
 
 def credentials(environ: Mapping[str, str]) -> Credentials:
-    """The container's: those of its role, from where the platform says, or what its environment holds."""
+    """Return the container's credentials: its environment's keys, else its role's from the platform's endpoint."""
     if environ.get("AWS_ACCESS_KEY_ID"):
         return Credentials(
             access_key=environ["AWS_ACCESS_KEY_ID"],

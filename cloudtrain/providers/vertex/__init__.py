@@ -1,9 +1,9 @@
 """Provider ``vertex``: custom jobs of Vertex AI.
 
-Its Request is a CustomJob in JSON, as ``POST …/customJobs`` takes it; its ``jobSpec`` is what ``gcloud ai custom-jobs
-create --config`` takes. `plan` and `preflight` make and check it, `account` sends it through Google's own client, once
-(`claims`), and asks for all else over google-auth, `states` and `pages` read what Vertex and Cloud Logging answer,
-`simulation` says what Vertex would start, `bootstrap`, `prepare` and `node` are its other half.
+Its Request is a CustomJob in JSON, as ``POST …/customJobs`` takes it; its ``jobSpec`` is the input of ``gcloud ai
+custom-jobs create --config``. `plan` and `preflight` make and check it. `account` sends it through Google's own client,
+once (`claims`), and makes all other calls over google-auth. `states` and `pages` read the answers of Vertex and Cloud
+Logging. `simulation` predicts the nodes. `bootstrap`, `prepare` and `node` are the node half.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...provider import Layout, LogPage, Need, Request, Simulation, Site, Status
-from ...values import url_scheme
+from ...provider_api.launch_spec import LaunchSpec
+from ...provider_api.node import NodeEnvironment
+from ...provider_api.protocol import Layout, LogPage, Need, ProviderExtras, Request, Status
+from ...validate import url_scheme
 
 if TYPE_CHECKING:
-    from ...checks import Check
-    from ...job import Job
-    from ...prices import PriceList
-    from .account import Account
+    from ...job.job import Job
+    from ...provider_api.checks import Check
+    from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
@@ -44,15 +45,15 @@ ALIASES = ("gcp", "google", "vertexai", "vertex-ai", "gcloud")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The project's, in Vertex AI's own words.
+    """The project's settings, in Vertex AI's own words.
 
-    ``project`` and ``location`` are never guessed; the store's bucket lies in the same location. ``service_account`` is
-    what jobs run as. ``network`` (``projects/NUMBER/global/networks/NAME``) is a peered VPC, ``tensorboard`` and
-    ``persistent_resource_id`` are resources of the location, ``encryption_key`` is a key of Cloud KMS. ``strategy`` is
-    STANDARD or FLEX_START; empty: a ``max_wait`` asks for the latter where the machine has it. ``reservation`` is
-    ``projects/P/zones/Z/reservations/R``, ``any`` (one that matches, or on demand) or ``none``. ``debug_shell`` lets
-    a shell into the containers. ``prices`` are US dollars an hour by machine (``n1-standard-8``,
-    ``n1-standard-8+T4:1``), for ``max_cost``. ``log_drain`` is seconds after a job's end in which its log may grow.
+    ``project`` and ``location`` are never guessed; the store's bucket is in the same location. ``service_account`` is
+    the jobs' own. ``network`` (``projects/NUMBER/global/networks/NAME``) is a peered VPC. ``tensorboard`` and
+    ``persistent_resource_id`` are resources of the location. ``encryption_key`` is a key of Cloud KMS. ``strategy`` is
+    STANDARD or FLEX_START. If it is empty, a ``max_wait`` asks for FLEX_START if the machine has it. ``reservation`` is
+    ``projects/P/zones/Z/reservations/R``, ``any`` (one that matches, or on demand) or ``none``. ``debug_shell`` lets a
+    shell into the containers. ``prices`` are US dollars an hour by machine (``n1-standard-8``, ``n1-standard-8+T4:1``),
+    for ``max_cost``. ``log_drain`` is seconds after a job's end in which its log may grow.
     """
 
     project: str = field(default="", metadata={"need": PROJECT})
@@ -69,37 +70,42 @@ class Settings:
     log_drain: int = 60
 
 
-class Provider:
-    """Vertex AI custom jobs; see `cloudtrain.provider.Provider` for what each method promises."""
+class Provider(ProviderExtras):
+    """Provider of Vertex AI custom jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "vertex"
     Settings: ClassVar[type[Any]] = Settings
     schemes: ClassVar[frozenset[str]] = frozenset({"gs", "nfs"})
     retried_by: ClassVar[str] = "client"
     max_wait_by: ClassVar[str] = "client"
-    pace: ClassVar[float] = 2.0
-    poll: ClassVar[float] = 10.0
+    min_poll_s: ClassVar[float] = 2.0
+    max_poll_s: ClassVar[float] = 10.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE, "image": IMAGE}
     probe_ports: ClassVar[tuple[int, ...]] = (2222, 2223, 3333, 6000, 29500)
-    """What ``doctor --job`` tries: ports that the chief's Service is known to forward, and two that it may not."""
+    """Ports that ``doctor --job`` tries: some that the chief's Service is known to forward, and two that it may not."""
+
+    object_mounts: ClassVar[tuple[str, ...]] = (
+        *("/gcs/", "AIP_MODEL_DIR", "AIP_CHECKPOINT_DIR", "AIP_TENSORBOARD_LOG_DIR"),
+    )
+    """Where nodes see Cloud Storage as files: the folder, and the service's variables that name places in it."""
 
     def __init__(self, **settings: Any) -> None:
-        from .plan import checked
+        from .request import checked
 
-        # Recorded with the run: whoever attaches, wherever, asks the same project and location.
+        # Recorded with the run: every client that attaches asks the same project and location.
         self.settings: Settings = checked(Settings(**settings))
         self._account: Account | None = None
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        from .plan import plan
+        from .request import plan
 
         return plan(self.settings, job, layout, attempt=attempt, choice=choice)
 
     @property
     def account(self) -> Account:
-        """The calls, made when first needed."""
+        """Return the account, created when first needed."""
         if self._account is None:
-            from .account import Account
+            from .api import Account
 
             self._account = Account(self.settings)
         return self._account
@@ -111,12 +117,12 @@ class Provider:
         return self.account.find(request)
 
     def status(self, native_id: str) -> Status:
-        from .states import status_of
+        from .status import status_of
 
         return status_of(self.account.job(native_id))
 
     def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        from .pages import page
+        from .logs import page
 
         return page(self.account, native_id, cursor)
 
@@ -124,10 +130,10 @@ class Provider:
         self.account.cancel(native_id)
 
     def principal(self) -> str | None:
-        """The service account that calls, or the user where gcloud has noted the name; else None."""
+        """Return the calling service account, or the user if gcloud has recorded the name; else None."""
         session = self.account.session
         known = session.credentials
-        if getattr(known, "service_account_email", None) == "default":  # the machine's; its token says which
+        if getattr(known, "service_account_email", None) == "default":  # the machine's; its token has the name
             known.refresh(session._auth_request)
         mail = getattr(known, "service_account_email", None) or getattr(known, "account", None)
         return str(mail) if mail else None
@@ -135,37 +141,34 @@ class Provider:
     def storage(self, url: str) -> Mapping[str, Any]:
         if url_scheme(url) != "gs":
             return {}
-        from .account import credentials
+        from .api import credentials
 
-        # Not gcsfs's own way, which ends with nobody's credentials, and a refusal that says nothing.
+        # gcsfs's own lookup ends with anonymous credentials, and a refusal without a reason.
         return {"token": credentials()}
 
-    def price_list(self, region: str) -> PriceList:
-        """What the cloud's own price API asks for in ``region``; see `cloudtrain.prices`."""
-        from .prices import price_list
-
-        return price_list(self.account, region)
-
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """See `doctor`."""
-        from .checks import checks
+        """Yield the checks of `doctor`."""
+        from .doctor import checks
 
         yield from checks(self.account, store, request)
 
     @staticmethod
-    def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-        from .node import site
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        from .node import node_environment
 
-        return site(environ, argv)
+        return node_environment(environ, argv)
 
-    def nodes(self, request: Request) -> Simulation:
-        from .simulation import nodes
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        from .launch_spec import launch_spec
 
-        return nodes(request)
+        return launch_spec(request)
 
 
-DIFFERENCES = ("there is no service account, and no metadata server",)
-"""What a rehearsal does not show."""
+DIFFERENCES = (
+    "there is no service account, and no metadata server",
+    "/gcs is a plain folder: appends and renames below it work, and are slow or refused on Cloud Storage",
+)
+"""Differences that a rehearsal does not show."""
 SAMPLE = {
     "settings": {
         "project": "contract",

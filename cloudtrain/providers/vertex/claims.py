@@ -1,7 +1,7 @@
-"""Who creates a job: at any time one client of all, by an object of the store that is created once.
+"""Claim the creation of a job: one client at a time, by an object of the store that is created once.
 
-The API of custom jobs takes no id from its caller, so that two that create at once would make two jobs. Cloud Storage
-creates an object for one of them alone. A claim is a lease: a client that dies with it is followed by another.
+The API of custom jobs takes no id from its caller. Two clients that create at once would make two jobs. Cloud Storage
+creates an object for one of them alone. A claim is a lease: if its client dies, another client can take it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from ...errors import ConflictError, NotFoundError, PlatformError
-from ...values import unix_seconds
+from ...validate import unix_seconds
 from .errors import CLAIM, decoded
 
 __all__ = ["LEASE", "Claim"]
 
 LEASE = 300.0
-"""Seconds for which a claim holds: longer than the one call that creates may take: `FRESH`, 60 s to connect, 60 s
-between two bytes of the answer, and both again after a token that no longer counts."""
+"""Seconds for which a claim holds. They exceed the one call that creates: `FRESH`, 60 s to connect, 60 s between two
+bytes of the answer, and both again after a rejected token."""
 FRESH = 30.0
-"""Seconds for which a claim of ours need not be renewed before it is used."""
+"""Seconds for which our claim need not be renewed before use."""
 
 
 class Claim:
-    """The right to create one job. ``url`` is gs://…; ``call`` is a signed call to Cloud Storage at ``endpoint``."""
+    """Right to create one job. ``url`` is gs://…; ``call`` is a signed call to Cloud Storage at ``endpoint``."""
 
     def __init__(self, url: str, call: Callable[..., Any], *, endpoint: str) -> None:
         self._bucket, _, self._name = url.removeprefix("gs://").partition("/")
         self._call, self._endpoint = call, endpoint
         self._generation, self._since = "", 0.0
         self._body = json.dumps({"client": secrets.token_hex(16)}).encode()
-        """By this we know ours after an answer that was lost."""
+        """Identifies our claim after a lost answer."""
 
     def take(self) -> bool:
-        """Claim it, or renew what is ours already; False while somebody else has it."""
+        """Claim it, or renew our own claim. Return False while another client has it."""
         if self._generation and time.monotonic() - self._since < FRESH:
             return True
         if self._create(self._generation or "0"):
@@ -49,7 +49,7 @@ class Claim:
         return bool(old) and (ours or age >= LEASE) and self._create(old)
 
     def drop(self) -> None:
-        """Give it back: nothing was created."""
+        """Give the claim back: no job was created."""
         generation, self._generation = self._generation, ""
         if generation:
             self._ask("DELETE", f"{self._object}?ifGenerationMatch={generation}")
@@ -59,7 +59,7 @@ class Claim:
         return f"/storage/v1/b/{self._bucket}/o/{quote(self._name, safe='')}"
 
     def _create(self, generation: str) -> bool:
-        """Write it over that ``generation`` (0: none); False when there is another one by now."""
+        """Write it over that ``generation`` (0: none). Return False if there is another one by now."""
         query = urlencode({"uploadType": "media", "name": self._name, "ifGenerationMatch": generation})
         began, self._generation = time.monotonic(), ""
         try:
@@ -70,7 +70,7 @@ class Claim:
         return True
 
     def _held(self) -> tuple[str, float, bool]:
-        """Generation of the claim that is there, its age in seconds by the service's own clock, whether it is ours."""
+        """Return the stored claim's generation, its age in seconds by the service's clock, and True if it is ours."""
         try:
             told = self._ask("GET", self._object)
         except NotFoundError:

@@ -1,4 +1,4 @@
-"""The one table that turns what Google Cloud answers, or its libraries raise, into our errors."""
+"""Table that turns Google Cloud's answers and its libraries' exceptions into cloudtrain's errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from ... import catalog, packages
 from ...errors import (
     AuthError,
     CapacityError,
@@ -22,8 +21,10 @@ from ...errors import (
     QuotaError,
     SpecError,
 )
+from ...provider_api import catalog
+from ...storage import extras
 from .machines import REGIONS_DATE, regions_of
-from .words import NAME
+from .names import NAME
 
 __all__ = [
     "AGENT", "CAPACITY", "CONSUMER", "HELP", "PULL", "QUOTA", "answered", "decoded", "error_of", "pull_hint",
@@ -39,11 +40,11 @@ CAPACITY = re.compile(
 RATE = re.compile(r"per.?(minute|second|user)\b|\brate.?limit", re.IGNORECASE)
 """A quota of calls, which is full again in a minute."""
 MACHINES = re.compile(r"(custom_model|restricted_image)_training_\w+", re.IGNORECASE)
-"""The metrics that machines count against (Vertex AI's page of quotas): such a refusal is never of calls."""
+"""The metrics that machines count against (Vertex AI's page of quotas). Such a refusal is never of calls."""
 _SPENT = r"(?-i:\b[qQ]uota(?:Exceeded|Failure)\b)"
-"""What Google's older APIs, and the details of newer ones, call it."""
+"""The words of Google's older APIs, and of the details of newer ones."""
 QUOTA = re.compile(rf"(?<![\w/.-])quotas?(?![\w/-])|(?-i:QUOTA_|_QUOTA)|{_SPENT}|{MACHINES.pattern}", re.IGNORECASE)
-"""The word and Google's codes, and no part of a name that a user has given."""
+"""The word and Google's codes, but no part of a name from a user."""
 CREATE, READ, CLAIM, LOOK = "create job", "read the log", "claim the creation of the job", "look at"
 """Calls that need other roles than those of jobs."""
 _SIGN_IN = ("google.auth.", "google.oauth2.")
@@ -55,17 +56,17 @@ _NO_PROJECT = re.compile(
 )
 _DISABLED = re.compile(r"has not been used in project|it is disabled|SERVICE_DISABLED", re.IGNORECASE)
 _API = re.compile(r"apis/api/(?P<service>[\w.-]+)/overview(\?project=(?P<project>[\w:.-]+))?")
-"""Where the message of a disabled API names it."""
+"""Address in the message of a disabled API, which names it."""
 DENIED = "USER_PROJECT_DENIED"
-"""ErrorInfo's reason where the caller may not have its calls counted against the project it names."""
+"""ErrorInfo's reason if the caller may not have its calls counted against the project it names."""
 CONSUMER = re.compile(rf"{DENIED}|serviceusage\.services\.use", re.IGNORECASE)
 """The same of any service: Cloud Storage has a text of its own (java-storage-nio #61)."""
 _NO_CONSUMER = re.compile(rf"{CONSUMER.pattern}|requires a quota project", re.IGNORECASE)
 _MACHINE = re.compile(r"machine type ['\"]?(?P<machine>[a-z0-9-]+)['\"]? is not supported", re.IGNORECASE)
-"""Vertex AI's page of troubleshooting: the text for no such machine, and for none in this region."""
+"""Text for an unknown machine, and for one not in this region, by Vertex AI's page of troubleshooting."""
 AGENT = "service-{}@gcp-sa-aiplatform-cc.iam.gserviceaccount.com"
-"""As whom jobs pull images, by the project's number: Vertex AI's Custom Code Service Agent, never the job's own service
-account (vertex-ai-samples #2176)."""
+"""Account with which jobs pull images, by the project's number: Vertex AI's Custom Code Service Agent, never the job's
+own service account (vertex-ai-samples #2176)."""
 PULL = re.compile(
     r"does not have permission to access (the )?Artifact Registry|artifactregistry\.repositories\.downloadArtifacts",
     re.IGNORECASE,
@@ -88,7 +89,7 @@ HELP: Mapping[str, str] = {
 
 
 def quota_hint(text: str) -> str:
-    """Which quota to ask for, as exactly as ``text`` tells it."""
+    """Return the hint that names the quota to request, as exactly as ``text`` does."""
     found = " and ".join(dict.fromkeys(_METRIC.findall(text)))
     if not found:
         return HELP["quota"]
@@ -96,7 +97,7 @@ def quota_hint(text: str) -> str:
 
 
 def pull_hint(text: str, agent: str = "") -> str:
-    """Return how to let Vertex AI pull an image, as exactly as ``text`` tells it."""
+    """Return the hint that lets Vertex AI pull an image, as exactly as ``text`` allows."""
     told = _AGENT.search(text)
     agent = agent or (told[0] if told else AGENT.format("PROJECT_NUMBER"))
     where = _REPOSITORY.search(text)
@@ -110,7 +111,7 @@ def pull_hint(text: str, agent: str = "") -> str:
 def refusal(
     status: int, message: str, *, what: str, reason: str = "", metadata: Mapping[str, Any] | None = None
 ) -> CloudtrainError:
-    """Our error for an answer that is none. ``reason`` and ``metadata`` are its ErrorInfo's, ``what`` was asked for."""
+    """Return the error for a refusal of ``what``. ``reason`` and ``metadata`` are its ErrorInfo's."""
     said = " ".join((message or reason or str(status)).split())[:600]
     text, told = f"{what}: {said}", f"{reason} {said}"
     if CAPACITY.search(told):
@@ -119,7 +120,7 @@ def refusal(
         return QuotaError(f"{text}: {quota_hint(said)}")
     if status == 403 and re.fullmatch(_SPENT, reason) and not RATE.search(said):
         return QuotaError(f"{text}: {quota_hint(said)}")
-    if status in (408, 429) or status >= 500 or reason == "ABORTED":  # of two at once, one is to try again
+    if status in (408, 429) or status >= 500 or reason == "ABORTED":  # of two concurrent calls, one must try again
         return LostContactError(f"Google Cloud does not answer now: {text} (status {status})")
     if status == 401:
         return AuthError(f"{text}: {HELP['expired']}")
@@ -145,19 +146,19 @@ def refusal(
 
 
 def _no_machine(name: str, text: str) -> CloudtrainError:
-    """Our error where Vertex AI does not support a machine: one that we know is missing in this region alone."""
+    """Return the error for a machine that Vertex AI lacks. A known machine is missing in this region alone."""
     machine = catalog.machine(NAME, name)
     if machine is None:
         return SpecError(text, field="resources.instance_type")
     same = [m for m in catalog.machines(NAME) if m.instance_type == name]
-    # With and without GPUs, or with one of several, an N1 machine may be meant.
+    # An N1 name may mean a machine without GPUs or with any of several.
     known = ", ".join(sorted(regions_of(same[0]))) if len({m.accelerator for m in same}) == 1 else ""
     listed = f"; Google's page of {REGIONS_DATE} lists its GPUs in {known}" if known else ""
     return CapacityError(f"{text}: this region has none; try another location or machine{listed}")
 
 
 def _allow(told: str, what: str, metadata: Mapping[str, Any]) -> str:
-    """What would let the caller in, who was refused ``what``."""
+    """Return the step that lets the caller in after a refusal of ``what``."""
     if _DISABLED.search(told):
         return _enable(told, metadata)
     if _NO_CONSUMER.search(told):
@@ -171,7 +172,7 @@ def _allow(told: str, what: str, metadata: Mapping[str, Any]) -> str:
 
 
 def _enable(told: str, metadata: Mapping[str, Any]) -> str:
-    """The command that switches on the one API that is off, in the project whose calls are counted."""
+    """Return the command that switches on the API that is off, in the project whose calls are counted."""
     named = _API.search(told)
     service = str(metadata.get("service") or (named and named["service"]) or "aiplatform.googleapis.com")
     project = str(metadata.get("consumer") or "").removeprefix("projects/") or (named and named["project"]) or ""
@@ -179,7 +180,7 @@ def _enable(told: str, metadata: Mapping[str, Any]) -> str:
 
 
 def decoded(answer: Any, *, what: str) -> dict[str, Any]:
-    """The JSON object of an answer (requests' Response). Raises `PlatformError`: a proxy may answer with a page."""
+    """Return an answer's JSON object (requests' Response). Raises `PlatformError`: a proxy may answer with a page."""
     try:
         told = json.loads(answer.content)
     except ValueError:
@@ -190,7 +191,7 @@ def decoded(answer: Any, *, what: str) -> dict[str, Any]:
 
 
 def answered(body: bytes) -> tuple[str, str, Mapping[str, Any]]:
-    """(message, reason, metadata) of an error in the form of Google's JSON APIs; the last two are its ErrorInfo's."""
+    """Return (message, reason, metadata) of an error of Google's JSON APIs; the last two are its ErrorInfo's."""
     try:
         error = json.loads(body).get("error") or {}
         details = error.get("details") or error.get("errors") or []
@@ -203,12 +204,12 @@ def answered(body: bytes) -> tuple[str, str, Mapping[str, Any]]:
 
 
 def translated(what: str) -> AbstractContextManager[None]:
-    """Errors of Google's libraries become ours, in one line; ``what`` was being done."""
-    return packages.translated(partial(error_of, what=what), needs="google-cloud-aiplatform", extra="vertex")
+    """Translate errors of Google's libraries into one line; ``what`` names the action."""
+    return extras.translated(partial(error_of, what=what), needs="google-cloud-aiplatform", extra="vertex")
 
 
 def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
-    """Our error for one of Google's libraries, or None when it is none of them."""
+    """Return the error for an exception of Google's libraries, or None for any other."""
     import google.auth.exceptions as auth
     import requests.exceptions as http
 
@@ -220,12 +221,12 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     if isinstance(exc, auth.GoogleAuthError):
         return AuthError(f"{what}: the credentials are refused ({text[:200]}): {HELP['expired']}")
     if isinstance(exc, (TypeError, AttributeError)) and (module := _raised_in(exc)).startswith(_SIGN_IN):
-        if module == "google.oauth2._client":  # it looks for a token in whatever came with 200, a proxy's page too
+        if module == "google.oauth2._client":  # it looks for a token in any 200, also a proxy's page
             return LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
         return AuthError(f"{what}: the credentials cannot be used ({type(exc).__name__}: {text[:200]}): {HELP['none']}")
     if isinstance(exc, http.RequestException):
         return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
-    # By name: a status does not import what only a creation raises.
+    # By name: a status does not import the exceptions of a creation.
     names = {base.__name__ for base in type(exc).__mro__}
     if "GoogleAPICallError" in names:
         return _refused(exc, what)
@@ -240,7 +241,7 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
 
 
 def _raised_in(exc: Exception) -> str:
-    """The module whose code raised it."""
+    """Return the module whose code raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
     return str(frames[-1].f_globals.get("__name__")) if frames else ""
 

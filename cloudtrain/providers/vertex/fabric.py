@@ -1,8 +1,8 @@
-"""GPUDirect on nodes of provider ``vertex``: the variables that NCCL needs, from the machine's own script.
+"""Set up GPUDirect on nodes of provider ``vertex``: NCCL's variables, from the machine's own script.
 
 Machines with H200, B200 and GB200 have GPUDirect-RDMA, machines with H100-mega have GPUDirect-TCPXO. For RDMA Google
 asks the user to source a script before the command: Vertex AI's page on compute resources. That page names no step for
-TCPXO. Its script is that of Google Kubernetes Engine's page on GPUDirect; that a job of Vertex AI has it is unverified.
+TCPXO. Its script comes from Google Kubernetes Engine's page on GPUDirect; it is unverified in a job of Vertex AI.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ TRANSPORTS: Mapping[str, str] = {
     **dict.fromkeys(("NVIDIA_H200_141GB", "NVIDIA_B200", "NVIDIA_GB200"), RDMA),
     "NVIDIA_H100_MEGA_80GB": TCPXO,
 }
-"""How machines with these accelerators exchange data between nodes; all others use TCP."""
+"""Transport between nodes by accelerator; all others use TCP."""
 SCRIPTS: Mapping[str, str] = {
     RDMA: "/usr/local/gib/scripts/set_nccl_env.sh",
     TCPXO: "/usr/local/nvidia/lib64/nccl-env-profile.sh",
 }
 TIMEOUT = 30.0
 LIBRARIES = "LD_LIBRARY_PATH"
-"""Google's page on NCCL/gIB wants ``/usr/local/gib/lib64`` in it; whether Vertex AI puts it there is unverified."""
+"""Google's page on NCCL/gIB wants ``/usr/local/gib/lib64`` in it. It is unverified that Vertex AI puts it there."""
 OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD", "LC_CTYPE")
 """Variables that the shell, or Python as it starts, sets by itself."""
 _SHOW = "import json, os, sys; json.dump(dict(os.environ), sys.stdout)"
 
 
 def fabric_env(environ: Mapping[str, str], transport: str) -> tuple[dict[str, str], list[str]]:
-    """Return what the script of ``transport`` (of `TRANSPORTS`, else empty) sets, and lines for the node's log.
+    """Return the variables that ``transport``'s script sets (of `TRANSPORTS`, else none), and the node's log lines.
 
-    A variable of ``environ`` keeps its value, which the image or an option has set, unless the script has extended it.
-    The folder of the plug-in goes in front of LD_LIBRARY_PATH, where the script has not put it. A script that fails
-    sets nothing, and training continues without it.
+    A variable of ``environ`` keeps its value, which the image or an option has set, unless the script extends it. The
+    folder of the plug-in goes in front of LD_LIBRARY_PATH, if the script has not put it there. A script that fails sets
+    nothing, and training continues without it.
     """
     script = SCRIPTS.get(transport, "")
     if not script:
@@ -64,14 +64,14 @@ def fabric_env(environ: Mapping[str, str], transport: str) -> tuple[dict[str, st
 
 
 def _extends(text: str, before: str) -> bool:
-    """Return whether ``text`` is a list (with colons or commas) that still has all of ``before``."""
+    """Return True if ``text`` is a list (with colons or commas) that still has all of ``before``."""
     return set(re.split("[:,]", before)) - {""} <= set(re.split("[:,]", text))
 
 
 def _sourced(script: str, transport: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what ``script`` changes, less `OF_THE_SHELL`. Raises `OSError`, `ValueError` or `SubprocessError`.
+    """Return the changes of ``script``, less `OF_THE_SHELL`. Raises `OSError`, `ValueError` or `SubprocessError`.
 
-    The status of a script that is sourced is that of its last line, often a test, so it says nothing.
+    A sourced script's status is that of its last line, often a test, so it is ignored.
     """
     shell = shutil.which("bash") or "/bin/sh"
     # Google's script for TCPXO takes the folder of the plug-in from this variable.

@@ -1,4 +1,4 @@
-"""Which machine a job gets, and what of it Vertex AI must be told: a GPU is named beside its machine, and counted."""
+"""Choose a job's machine, and write its machineSpec: a GPU is named beside its machine, and counted."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ... import catalog
 from ...errors import SpecError, UnsupportedError
+from ...provider_api import catalog
 from .fabric import SCRIPTS, TRANSPORTS
-from .words import NAME
+from .names import NAME
 
 if TYPE_CHECKING:
-    from ...catalog import Machine
-    from ...job import Gpu, Job
+    from ...job.job import Gpu, Job
+    from ...provider_api.catalog import Machine
 
 __all__ = [
     "DISK_LIMITS_GB", "FLEXIBLE", "LOCATIONS", "REGIONS", "advice", "machine_of", "machine_spec", "notes_of", "priced",
@@ -25,13 +25,13 @@ FIRST = "n1-standard-4"
 """The smallest machine for training; part of its memory is the system's own."""
 FAMILIES = ("n1-standard-", "n1-highmem-", "n1-highcpu-")
 ATTACHED = "n1-"
-"""The family whose machines are with and without GPUs; elsewhere the machine's name says them."""
+"""The family whose machines come with and without GPUs; elsewhere the machine's name implies them."""
 CORES = 4
-"""Cores a GPU where neither job nor machine says: eight GPUs would starve on the four cores that are allowed."""
+"""Default cores a GPU: eight GPUs would starve on the four cores that are allowed."""
 MEMORY_GB = 3
-"""Gigabytes of memory a core beside a GPU where the job does not say: an n1-highcpu machine has less than one."""
+"""Default gigabytes of memory a core beside a GPU: an n1-highcpu machine has less than one."""
 STARVED = 4
-"""So few vCPUs, beside a GPU, may stop the log of a job that goes on. Google names n1-highmem-2 as an example."""
+"""Number of vCPUs, beside a GPU, at which a running job's log may stop. Google names n1-highmem-2 as an example."""
 ACCELERATED = re.compile(r"(a\d+x?|g\d+)-")
 FORM = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 """Series, kind and cores."""
@@ -42,7 +42,7 @@ FLEXIBLE = frozenset(
         *("NVIDIA_H200_141GB", "NVIDIA_B200"),
     )
 )
-"""What FLEX_START is for: Vertex AI's page on the Dynamic Workload Scheduler."""
+"""Accelerators of FLEX_START: Vertex AI's page on the Dynamic Workload Scheduler."""
 DISK_LIMITS_GB = (100, 64_000)
 """Least and most of a boot disk: Google's page configure-compute of serverless training."""
 RESERVED = frozenset(("NVIDIA_GB200",))
@@ -50,7 +50,7 @@ RESERVED = frozenset(("NVIDIA_GB200",))
 SCARCE = frozenset(("NVIDIA_H100_MEGA_80GB", "NVIDIA_H200_141GB", "NVIDIA_B200"))
 """GPUs for which the same page recommends a reservation or spot machines; FLEX_START has them, too."""
 ENDED: Mapping[str, str] = {"NVIDIA_TESLA_P100": "15 September 2026"}
-"""When Google's support of a GPU ends: the same page."""
+"""End of Google's support by GPU: the same page."""
 LOCATIONS = (
     *("africa-south1", "asia-east1", "australia-southeast1", "europe-west4", "me-west1", "northamerica-northeast1"),
     *("southamerica-east1", "us-central1"),
@@ -106,7 +106,7 @@ the entries that it marks as not available for training. Google adds regions, so
 
 
 def machine_of(job: Job, choice: int) -> Machine:
-    """The machine. Raises `UnsupportedError`, or `SpecError` for one of which too little is known."""
+    """Return the machine. Raises `UnsupportedError`, or `SpecError` if too little is known of it."""
     wanted = job.resources
     gpu = wanted.gpus[choice] if wanted.gpu else None
     if wanted.instance_type:
@@ -115,7 +115,7 @@ def machine_of(job: Job, choice: int) -> Machine:
         found = catalog.for_gpu(NAME, gpu, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
         if found.instance_type.startswith(ATTACHED):
             cores = wanted.cpus or CORES * gpu.count
-            with contextlib.suppress(UnsupportedError):  # a size of ours, which a job need not have
+            with contextlib.suppress(UnsupportedError):  # our default size, which a job need not have
                 return catalog.for_gpu(NAME, gpu, cpus=cores, memory_gb=wanted.memory_gb or MEMORY_GB * cores)
         return found
     if wanted.cpus or wanted.memory_gb:
@@ -141,7 +141,7 @@ def _pinned(job: Job, name: str, gpu: Gpu | None) -> Machine:
 
 
 def _unknown(name: str, gpu: Gpu | None) -> Machine:
-    """One that the table lacks may be used where it has no GPU, whose own name and number Vertex must be told."""
+    """Return a machine that the table lacks, if it has no GPU: Vertex needs a GPU's own name and number."""
     if TPU.match(name):
         raise UnsupportedError(
             NAME, "resources.instance_type", f"{name} has TPUs, which PyTorch's torchrun does not use"
@@ -156,7 +156,7 @@ def _unknown(name: str, gpu: Gpu | None) -> Machine:
 
 
 def unavailable(machine: Machine, *, strategy: str, reserved: bool) -> str:
-    """Return why the machine cannot be had that way; empty when it can.
+    """Return the reason the machine cannot be had that way; empty when it can.
 
     Sources: Compute Engine's page on A3 machines, and Google's page configure-compute of serverless training.
     """
@@ -168,10 +168,7 @@ def unavailable(machine: Machine, *, strategy: str, reserved: bool) -> str:
 
 
 def advice(machine: Machine, *, strategy: str, reserved: bool, location: str) -> Iterator[str]:
-    """Yield what the user should know of the machine before the job is sent. Nothing of it is certain enough to refuse.
-
-    ``reserved``: the job asks for the machines of a reservation.
-    """
+    """Yield notes on the machine, none certain enough to refuse it. ``reserved``: the job asks for a reservation."""
     name, gpu = machine.instance_type, machine.gpu
     if machine.accelerator in SCARCE and strategy not in ("SPOT", "FLEX_START") and not reserved:
         yield f"{name}: Google recommends a reservation, spot or FLEX_START (a max_wait) for {gpu}, not on demand"
@@ -187,7 +184,7 @@ def regions_of(machine: Machine) -> tuple[str, ...]:
 
 
 def notes_of(machine: Machine, nodes: int) -> list[str]:
-    """Return what the user should know of this machine. Source: Vertex AI's page on compute resources."""
+    """Return notes on this machine. Source: Vertex AI's page on compute resources."""
     notes = []
     if nodes > 1 and (transport := TRANSPORTS.get(machine.accelerator)):
         notes.append(f"{transport} between nodes: each node sources {SCRIPTS[transport]}, if it is there")
@@ -198,7 +195,7 @@ def notes_of(machine: Machine, nodes: int) -> list[str]:
 
 
 def machine_spec(machine: Machine) -> dict[str, Any]:
-    """The machineSpec: both the machine's name and its accelerators."""
+    """Return the machineSpec: both the machine's name and its accelerators."""
     spec: dict[str, Any] = {"machineType": machine.instance_type}
     if machine.gpu:
         spec |= {"acceleratorType": machine.accelerator, "acceleratorCount": machine.gpu_count}
@@ -206,7 +203,7 @@ def machine_spec(machine: Machine) -> dict[str, Any]:
 
 
 def told_as(spec: Mapping[str, Any]) -> Machine | None:
-    """The machine of a machineSpec, None where the table has none."""
+    """Return the machine of a machineSpec, None if the table has none."""
     count = int(spec.get("acceleratorCount") or 0)
     return next(
         (
@@ -221,6 +218,6 @@ def told_as(spec: Mapping[str, Any]) -> Machine | None:
 
 
 def priced(machine: Machine) -> str:
-    """The name under which the machine has a price: ``n1-standard-8+T4:1`` where its GPUs are not in its own."""
+    """Return the machine's name in price lists: ``n1-standard-8+T4:1`` if its own name does not imply the GPUs."""
     name = machine.instance_type
     return f"{name}+{machine.gpus}" if machine.gpu and name.startswith(ATTACHED) else name

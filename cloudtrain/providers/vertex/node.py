@@ -1,7 +1,7 @@
-"""The node half of provider ``vertex``: what a container finds. Standard library alone.
+"""Node half of provider ``vertex``: read a container's environment. Standard library alone.
 
-The topology comes from CLUSTER_SPEC alone: RANK, WORLD_SIZE and MASTER_ADDR were promised for a service that is gone,
-and are other things where they still are. It holds the request with the job's environment, and is never printed.
+The topology comes from CLUSTER_SPEC alone. RANK, WORLD_SIZE and MASTER_ADDR belonged to a service that is gone, and
+have other meanings now. CLUSTER_SPEC holds the request with the job's environment, and is never printed.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import SpecError
-from ...provider import Site, Topology
+from ...provider_api.node import NodeEnvironment, Topology
 from .fabric import fabric_env
+from .names import AGAIN, FABRIC_PATH, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
 from .secrets import secret
-from .words import AGAIN, FABRIC_PATH, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
 
-__all__ = ["site"]
+__all__ = ["node_environment"]
 
 SHUTDOWN = 5
 """Seconds before the end of the grace at which torchrun kills its ranks; its own default is 30 s after SIGTERM."""
 FLUSH_SECONDS = 30.0
-"""Each write below /gcs is a whole new object, and a rename a copy and a removal: operations that cost money."""
+"""Seconds between flushes: a write below /gcs is a new object, a rename a copy and a removal. Each costs money."""
 HIDDEN = ("KUBERNETES_",)
-"""Jobs are pods. Libraries take a script with these variables for one that Kubeflow has started: Lightning before 2.0
-did so where LOCAL_RANK is missing."""
+"""Jobs are pods. With these variables libraries take a script for one that Kubeflow has started: Lightning before 2.0
+did so if LOCAL_RANK was missing."""
 OTHER_PORT = {PORT: LINK_PORT, LINK_PORT: PORT}
-"""The node link's port by that of torchrun's store: of a chief's two ports it is the one that is left."""
+"""The node link's port by that of torchrun's store: the other of a chief's two ports."""
 POOLS = ("workerpool0", "workerpool1")
 """The pools with nodes; any others are servers beside them."""
 
 
-def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
-    """What Vertex AI gave this node."""
+def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+    """Return the facts that Vertex AI gave this node."""
     paths = _paths(argv)
     grace = int(paths.pop(GRACE_PATH, GRACE))
     topology = _topology(environ)
     fabric, notes = fabric_env(environ, paths.pop(FABRIC_PATH, ""))
     shutdown = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(grace - SHUTDOWN))
-    return Site(
+    return NodeEnvironment(
         topology=topology,
         paths=paths,
-        scratch=("/tmp",),  # on the boot disk, which is the one that a job can ask for
+        scratch=("/tmp",),  # on the boot disk, the only one that a job can size
         export_env={**fabric, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": shutdown},
         hidden_env=HIDDEN,
         notes=notes,
@@ -52,14 +52,14 @@ def site(environ: Mapping[str, str], argv: Mapping[str, str]) -> Site:
         link_port=OTHER_PORT.get(topology.master_port),
         join_timeout=JOIN_TIMEOUT,
         restarts_in_place=True,
-        # A peer that is lost is no failure of the script's, and the exit code 1 of any node ends the job for good.
+        # A lost peer is no failure of the script's, and any node's exit code 1 ends the job for good.
         exit_code={"succeeded": 0, "failed": 1, "preempted": AGAIN, "lost": AGAIN},
         secrets=lambda reference: secret(reference.partition(":")[2], environ),
     )
 
 
 def _paths(argv: Mapping[str, str]) -> dict[str, str]:
-    """An input of one file is told as that file's path; the runtime wants its folder."""
+    """Return the paths by name. Vertex AI gives a one-file input as a file; the runtime needs its folder."""
     paths = {}
     for name, path in argv.items():
         kind, _, channel = name.partition(".")
@@ -99,12 +99,12 @@ def _cluster(environ: Mapping[str, str]) -> dict[str, Any] | None:
     except ValueError:
         spec = None
     if not isinstance(spec, dict):
-        raise SpecError("is not a JSON object", field="CLUSTER_SPEC")  # and is not shown: it holds the environment
+        raise SpecError("is not a JSON object", field="CLUSTER_SPEC")  # not shown: it holds the environment
     return spec
 
 
 def _task(spec: Mapping[str, Any]) -> tuple[str, int]:
-    """The node's pool and its index there, in either shape of `_pools`. Raises `SpecError`."""
+    """Return the node's pool and its index there, in either shape of `_pools`. Raises `SpecError`."""
     task = spec.get("task")
     if not isinstance(task, Mapping):
         raise SpecError("has no task", field="CLUSTER_SPEC")
@@ -116,9 +116,8 @@ def _task(spec: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _pools(spec: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """Addresses by pool. Two shapes are about: ``cluster`` by name (Vertex AI's page on distributed training), and
-    ``worker_pools`` as a list (python-aiplatform, tests/unit/aiplatform/test_training_utils.py).
-    """
+    """Return addresses by pool. There are two shapes: ``cluster`` by name (Vertex AI's page on distributed training),
+    and ``worker_pools`` as a list (python-aiplatform, tests/unit/aiplatform/test_training_utils.py)."""
     cluster = spec.get("cluster")
     pools = cluster.get("worker_pools") if isinstance(cluster, Mapping) else None
     pools = pools or spec.get("worker_pools")

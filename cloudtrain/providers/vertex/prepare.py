@@ -1,6 +1,6 @@
-"""A container of Vertex AI made ready: the bucket is mounted, inputs to copy are copied; then it becomes the node.
+"""Prepare a container of Vertex AI: wait for the bucket, copy inputs, then become the node.
 
-Standard library alone. It runs from cloudtrain.pyz, before the runtime, which knows of folders only.
+Standard library alone. It runs from cloudtrain.pyz, before the runtime, which uses folders only.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import NoReturn
 
 from ...errors import CloudtrainError, StorageError
 from . import bootstrap
-from .words import AGAIN, GCS
+from .names import AGAIN, GCS
 
 __all__ = ["main"]
 
 PATIENCE = 120.0
-"""Seconds for a bucket to show what the client has written before the job was created."""
+"""Seconds for a bucket to show the client's files, written before the job was created."""
 COPIES = 16
-"""Files copied at once: each is a request of its own to Cloud Storage."""
+"""Files copied at once: each is its own request to Cloud Storage."""
 SHM_MIB = 1024
-"""Less shared memory than this is said: NCCL and DataLoader workers fail for want of it (python-aiplatform #3434)."""
+"""Shared memory below which a node warns: NCCL and DataLoader workers fail for want of it (python-aiplatform #3434)."""
 
 
 def main(pyz: str, arguments: Sequence[str]) -> NoReturn:
-    """``arguments`` are those of ``cloudtrain.pyz run``; a path ``copy.X`` or ``copyfile.X`` becomes an input here."""
+    """Run ``cloudtrain.pyz run`` with ``arguments``. A path ``copy.X`` or ``copyfile.X`` becomes an input here."""
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(AGAIN))  # there is nothing to save yet
     try:
         words = list(arguments)
@@ -45,13 +45,13 @@ def main(pyz: str, arguments: Sequence[str]) -> NoReturn:
         sys.stderr.write(f"cloudtrain: this node cannot start: {exc}\n")
         sys.stderr.flush()
         os._exit(AGAIN)  # a bucket, a metadata server or a disk: no failure of the script's
-    # Held back until the runtime has a handler: the kernel keeps from PID 1 what it has none for.
+    # Held back until the runtime has a handler: the kernel drops PID 1's signals without one.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     os.execv(sys.executable, [sys.executable, pyz, *words])
 
 
 def await_file(path: str, patience: float = PATIENCE) -> None:
-    """Until ``path``, which the client has written, is there. Raises `StorageError`."""
+    """Wait until ``path``, which the client has written, appears. Raises `StorageError`."""
     end = time.monotonic() + patience
     while not os.path.exists(path):
         if time.monotonic() > end:
@@ -62,7 +62,7 @@ def await_file(path: str, patience: float = PATIENCE) -> None:
 
 
 def check_shm(path: str = "/dev/shm") -> None:
-    """Say so when there is little shared memory: no field of a job sets its size."""
+    """Warn of little shared memory: no field of a job sets its size."""
     try:
         status = os.statvfs(path)
     except OSError:
@@ -75,9 +75,9 @@ def check_shm(path: str = "/dev/shm") -> None:
 
 
 def delivered(pair: str, *, root: str = GCS, patience: float = bootstrap.PATIENCE) -> str:
-    """``code=PATH``; where the bucket does not show it in ``patience`` s, of a copy that Cloud Storage's API gave.
+    """Return ``code=PATH``. If the bucket lacks it for ``patience`` s, PATH is a copy from Cloud Storage's API.
 
-    What is no code is returned as it is. Raises `OSError`, `ValueError` or `HTTPException`.
+    Other pairs are returned as they are. Raises `OSError`, `ValueError` or `HTTPException`.
     """
     name, _, path = pair.partition("=")
     if name != "code" or os.path.exists(path) or not path.startswith(f"{root}/"):
@@ -90,10 +90,7 @@ def delivered(pair: str, *, root: str = GCS, patience: float = bootstrap.PATIENC
 
 
 def copied(pair: str) -> str:
-    """``NAME=PATH`` of the command line; one that says ``copy`` is copied to local disk and named an input.
-
-    Raises `OSError` for what cannot be read or written.
-    """
+    """Return ``NAME=PATH``. A ``copy`` pair is copied to local disk and named an input. Raises `OSError`."""
     name, _, path = pair.partition("=")
     kind, _, channel = name.partition(".")
     if kind not in ("copy", "copyfile"):
@@ -107,7 +104,7 @@ def copied(pair: str) -> str:
 
 
 def _below(folder: str, target: str) -> Iterator[tuple[str, str]]:
-    """Every file below ``folder`` and where its copy goes, with the folders of the copies made."""
+    """Yield every file below ``folder`` and its copy's path, after making the copies' folders."""
 
     def fail(exc: OSError) -> None:
         raise exc

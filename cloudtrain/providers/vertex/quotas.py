@@ -1,9 +1,9 @@
-"""The quotas of Vertex AI that a job's machines count against, by metric. Pure.
+"""Count the quotas of Vertex AI that a job's machines use, by metric. Pure.
 
 Names of accelerators: ``get_resource_id`` in Google's vertex-ai-samples (``common_util.py`` of Model Garden). It has no
-P4 and B200; P4 is as users report it, B200 as the Dynamic Workload Scheduler's page is read. GB200 and RTX PRO 6000
-have no name that a source gives, so they are not counted. Cores: Google's page on reserving quota says that
-``custom_model_training_cpus`` is for N1 and E2, and users report one metric for each other family.
+P4 and B200: users report P4, and B200 follows the Dynamic Workload Scheduler's page. No source names GB200 and RTX PRO
+6000, so they are not counted. Cores: Google's page on reserving quota says that ``custom_model_training_cpus`` is for
+N1 and E2. Users report one metric for each other family.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ GPUS: Mapping[str, str] = {
     "NVIDIA_H200_141GB": "nvidia_h200_gpus",
     "NVIDIA_B200": "nvidia_b200_gpus",
 }
-"""How a metric's name ends, by accelerator."""
+"""End of a metric's name, by accelerator."""
 CPUS: Mapping[str, str] = {
     "n1": "cpus",
     "e2": "cpus",
     **{family: f"{family}_cpus" for family in ("n2", "n4", "c2", "g2", "a2", "a3", "m1")},
 }
-"""How a metric's name ends, by family of machines. A machine with a GPU counts here too: a real 429 of an N1 machine
+"""End of a metric's name, by family of machines. A machine with a GPU counts here too: a real 429 of an N1 machine
 names both."""
 RESTRICTED = "/vertex-ai-restricted/"
-"""Part of an image's name whose jobs have quotas of their own."""
+"""Part of an image's name whose jobs have their own quotas."""
 
 
 def metrics(spec: Mapping[str, Any]) -> Counter[str]:
-    """Return what a job takes of which quota, by metric; empty where no source names one.
+    """Return a job's use of each quota, by metric; empty if no source names one.
 
     ``spec`` is the jobSpec. SPOT and FLEX_START count against the preemptible metrics. Of those for cores only that of
     N1 and E2 is known (a recorded 429).
@@ -64,7 +64,7 @@ def metrics(spec: Mapping[str, Any]) -> Counter[str]:
 
 
 def _cores(spec: Mapping[str, Any]) -> int:
-    """The cores of a machineSpec; those of its name where the table has no such machine."""
+    """Return the cores of a machineSpec, from the machine's name if the table lacks it."""
     machine = told_as(spec)
     if machine is not None and machine.vcpus:
         return machine.vcpus

@@ -1,4 +1,4 @@
-"""Secrets of Secret Manager, read in a job as its service account. Standard library alone: images need have no SDK."""
+"""Read Secret Manager's secrets in a job as its service account. Standard library alone: images need have no SDK."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import base64
 import urllib.request
 from collections.abc import Mapping
 
-from ...ask import ask
 from ...errors import StorageError
+from ...runtime.http_json import ask
 
 __all__ = ["secret", "token"]
 
 SERVICE = "https://secretmanager.googleapis.com"
 SERVICE_VARIABLE = "CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER"
-"""The variable by which gcloud, too, is told of another endpoint."""
+"""gcloud's own variable for another endpoint."""
 METADATA = "metadata.google.internal"
 METADATA_VARIABLE = "GCE_METADATA_HOST"
-"""The variable by which Google's own libraries, too, are told of another metadata server."""
+"""The variable of Google's own libraries for another metadata server."""
 
 
 def secret(resource: str, environ: Mapping[str, str]) -> str:
-    """The value of ``projects/P/secrets/S[/versions/V]``; the newest version where none is named.
-
-    Raises `StorageError`, never with the value.
-    """
+    """Return the value of ``projects/P/secrets/S[/versions/V]`` (default: newest). Raises `StorageError`, never with
+    it."""
     version = resource if "/versions/" in resource else f"{resource}/versions/latest"
     service = (environ.get(SERVICE_VARIABLE) or SERVICE).rstrip("/")
     request = urllib.request.Request(
@@ -38,7 +36,7 @@ def secret(resource: str, environ: Mapping[str, str]) -> str:
 
 
 def token(environ: Mapping[str, str]) -> str:
-    """A token of the job's service account, from the machine's metadata server. Raises `StorageError`."""
+    """Return a token of the job's service account, from the machine's metadata server. Raises `StorageError`."""
     host = environ.get(METADATA_VARIABLE) or METADATA
     url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})

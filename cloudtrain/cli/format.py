@@ -1,0 +1,318 @@
+"""Text for people, made of results, runs, lines and plans. Pure: nothing here writes."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..provider_api.protocol import FINAL
+from ..runs.outcome import unix_time
+from ..runs.summary import columns, max_runtime, place, plan_text, plural, price_text, size_text, stall_timeout
+from ..validate import duration
+
+if TYPE_CHECKING:
+    from ..provider_api.protocol import Status
+    from ..runs.pull import PullReport
+    from ..store.gc import Collected, Leftover
+
+__all__ = [
+    "Changes",
+    "Moved", "came", "collected", "collected_line", "duration", "leftovers", "max_runtime", "outcome", "place",
+    "plan_text", "price_text", "pulled", "run_table", "sent", "size_text", "stall_timeout", "status_text",
+    "still_pending", "table", "when",
+]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------- quantities
+
+
+# ---------------------------------------------------------------------------------------------------------------- a run
+
+WINDOW = 5.0
+"""Seconds over which a rate is measured."""
+LONG = 60.0
+"""Seconds of waiting after which the reason is printed."""
+
+
+class Changes:
+    """A listener that prints a status when its state, reason or attempt changes. `outcome` prints the end.
+
+    Once a run has been pending for `LONG`, it prints the reason, in the platform's own words, and a link: once for each
+    wait.
+    """
+
+    every = True
+    """Ask for every look at the run, also those without a change: it counts their time."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock, self._last = say, clock, ""
+        self._since: float | None = None
+        self._told = False
+        self.heard = False
+        """True once there was any status."""
+
+    def __call__(self, status: Status) -> None:
+        self.heard = True
+        attempt = f" (attempt {status.attempts[-1].number})" if len(status.attempts) > 1 else ""
+        text = f"{status.state}{attempt}" + (f": {status.reason}" if status.reason else "")
+        if text != self._last and not status.final:
+            self._say(text)
+        self._last = text
+        if status.state != "pending":
+            self._since, self._told = None, False
+            return
+        self._since = self._clock() if self._since is None else self._since
+        if not self._told and (waited := self._clock() - self._since) >= LONG:
+            self._told = True
+            self._say(still_pending(status, waited))
+
+
+def still_pending(status: Status, waited: float) -> str:
+    """Return why a run has been pending for ``waited`` seconds: the platform's state, its reason (which names a quota
+    that is too small), and its link."""
+    kind = f" ({status.category})" if status.category else ""
+    why = f"{status.native or 'no state of its own'}{kind}: {status.reason or 'the platform gives no reason'}"
+    return f"still pending after {duration(waited)}: {why}" + (f"; see {status.url}" if status.url else "")
+
+
+class Moved:
+    """A listener that prints files, bytes, rate and time left of a transfer, ten times a second at most. Thread-safe.
+
+    ``verb`` is what happens to the files; ``say`` is None if nothing is printed. Call `expect` before the first bytes.
+    """
+
+    def __init__(
+        self, verb: str, say: Callable[[str], None] | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._verb, self._say, self._clock = verb, say, clock
+        self._lock = threading.Lock()
+        self._keys: set[str] = set()
+        self._bytes = self._files_expected = self._bytes_expected = 0
+        self._due = self._begun = self._last = 0.0
+        self._marks: collections.deque[tuple[float, int]] = collections.deque()
+
+    def expect(self, files: int, count: int) -> None:
+        """Add so many files and bytes to those that are to come."""
+        with self._lock:
+            self._files_expected += files
+            self._bytes_expected += count
+
+    def __call__(self, key: str, count: int) -> None:
+        with self._lock:
+            now = self._clock()
+            self._begun = self._begun or now
+            self._last = now
+            self._keys.add(key)
+            self._bytes += count
+            if self._say is not None and now >= self._due:
+                self._due = now + 0.1
+                self._marks.append((now, self._bytes))
+                while now - self._marks[0][0] > WINDOW and len(self._marks) > 2:
+                    self._marks.popleft()
+                self._say(self._line())
+
+    def _line(self) -> str:
+        """Return ``14 of 40 files, 1.2 GiB of 3.4 GiB uploaded, 85.0 MiB/s, 26s left``."""
+        files, total = max(len(self._keys), self._files_expected), max(self._bytes, self._bytes_expected)
+        words = [
+            f"{len(self._keys)} of {plural(files, 'file')}",
+            f"{size_text(self._bytes)} of {size_text(total)} {self._verb}",
+        ]
+        (start, before), (end, now) = self._marks[0], self._marks[-1]
+        if end > start and now > before:
+            rate = (now - before) / (end - start)
+            words += [f"{size_text(rate)}/s", f"{duration((total - now) / rate)} left"]
+        return ", ".join(words)
+
+    @property
+    def pace(self) -> str:
+        """Return ``, in 14s, 85.0 MiB/s``; empty for less than a second."""
+        took = self._last - self._begun
+        return f", in {duration(took)}, {size_text(self._bytes / took)}/s" if took >= 1 else ""
+
+
+def sent(run_id: str, provider: str, url: str, staged: Any, *, pace: str = "", verbose: bool = False) -> str:
+    """Return the text about a submitted run and its uploads, with `Moved.pace`; ``verbose`` adds the mover."""
+    text = f"submitted {run_id} to {provider}: {url}"
+    if staged is not None:
+        counts = {"code": staged.code_bytes, "runtime": staged.runtime_bytes, "data": staged.data_bytes}
+        words = [f"{size_text(count)} of {what}" for what, count in counts.items() if count]
+        new = ", ".join(words) or "nothing, the store has all of it"
+        text += f"\nuploaded {new}{pace}{_by(staged.mover, verbose)}"
+    return text
+
+
+def outcome(result: Mapping[str, Any]) -> str:
+    """Return the end of the run: the reason in one line, its attempts, and the failed rank's place and traceback."""
+    lines = [state_line(result)]
+    attempts = result.get("attempts") or []
+    lines += [f"  attempt {a['number']}: {_history(a)}" for a in attempts if len(attempts) > 1]
+    failure = result.get("failure") or {}
+    if place := failure_place(failure):
+        lines.append(f"  {place}")
+    if failure.get("traceback"):
+        lines += ["  " + line for line in str(failure["traceback"]).rstrip().splitlines()]
+    return "\n".join(lines)
+
+
+def state_line(result: Mapping[str, Any]) -> str:
+    """Return ``failed (user_error): ValueError: …``."""
+    category = result.get("category")
+    named = f" ({category})" if category and category != result["state"] else ""
+    return f"{result['state']}{named}" + (f": {result['reason']}" if result.get("reason") else "")
+
+
+def failure_place(failure: Mapping[str, Any]) -> str:
+    """Return ``node 1, rank 3, train.py line 12, exit code 1``."""
+    words = [f"{name} {failure[name]}" for name in ("node", "rank") if failure.get(name) is not None]
+    if failure.get("file"):
+        words.append(f"{failure['file']}" + (f" line {failure['line']}" if failure.get("line") else ""))
+    if failure.get("process_exit_code") is not None:
+        words.append(f"exit code {failure['process_exit_code']}")
+    return ", ".join(words)
+
+
+def when(time_: str | None, now: float | None) -> str:
+    """Return an ISO time as it is, or how long before ``now`` (Unix seconds): ``2 min ago``."""
+    seconds = now - (unix_time(time_) or now) if now is not None else None
+    if time_ is None or seconds is None or seconds < 0:
+        return time_ or ""
+    for name, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= (2 if name == "days" else 1) * length:
+            return f"{seconds // length:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def status_text(result: Mapping[str, Any], now: float | None = None) -> str:
+    """Return the object of ``status --json`` as text; times are `when` they were before ``now``."""
+    rows = [("run", result["run_id"]), ("state", state_line(result))]
+    if place := failure_place(result.get("failure") or {}):
+        rows.append(("failed at", place))
+    rows.append(("provider", f"{result['provider']} {result.get('native_id') or ''}".strip()))
+    attempts = result.get("attempts") or []
+    for attempt in attempts:
+        rows.append((f"attempt {attempt['number']}", _attempt(attempt, now)))
+    checkpoint = result.get("checkpoint")
+    none = "none" if result["state"] in FINAL else "none complete yet"
+    rows.append(("checkpoint", _checkpoint(checkpoint, now) if checkpoint else none))
+    if cost := _cost(result.get("cost") or {}):
+        rows.append(("cost", cost))
+    rows.append(("url", result["run"]))
+    return columns(rows)
+
+
+def _cost(cost: Mapping[str, Any]) -> str:
+    """Return ``1h2m of machine time billed, 0.40 USD, spot saved 63 %``; unknown values are left out."""
+    words = [f"{duration(cost['billed_s'])} of machine time billed"] if cost.get("billed_s") is not None else []
+    if cost.get("estimate_usd") is not None:
+        words.append(f"about {cost['estimate_usd']:.2f} USD" + (f" ({cost['priced_on']})" if cost["priced_on"] else ""))
+    words += [f"{cost['gpu_hours']:.2f} GPU hours"] if cost.get("gpu_hours") else []
+    words += [f"spot saved {cost['saved']:.0%}"] if cost.get("saved") is not None else []
+    return ", ".join(words)
+
+
+def _attempt(attempt: Mapping[str, Any], now: float | None) -> str:
+    words = [f"{name} {when(attempt[name], now)}" for name in ("started", "ended") if attempt.get(name)]
+    words += [told] if (told := _history(attempt)) else []
+    return ", ".join(words) or "not started"
+
+
+def _history(attempt: Mapping[str, Any]) -> str:
+    """Return the checkpoint that an attempt resumed from, why it ended, and its loss."""
+    words = [f"resumed from {attempt['resumed_from']}"] if attempt.get("resumed_from") else []
+    words += [str(attempt["reason"])] if attempt.get("reason") else []
+    words += [f"lost {lost}"] if (lost := _lost(attempt.get("lost") or {})) else []
+    return ", ".join(words)
+
+
+def _lost(lost: Mapping[str, Any]) -> str:
+    """Return ``12 steps, 37 s``; unknown values are left out."""
+    words = [plural(lost["steps"], "step")] if lost.get("steps") is not None else []
+    words += [f"{lost['seconds']:.0f} s"] if lost.get("seconds") is not None else []
+    return ", ".join(words)
+
+
+def _checkpoint(checkpoint: Mapping[str, Any], now: float | None) -> str:
+    words = [str(checkpoint["name"])]
+    words += [f"step {checkpoint['step']}"] if checkpoint.get("step") is not None else []
+    if checkpoint.get("age_s") is not None:
+        words.append(f"{duration(checkpoint['age_s'])} ago")
+    elif checkpoint.get("committed"):
+        words.append(when(checkpoint["committed"], now))
+    return ", ".join(words)
+
+
+LISTED = ("run_id", "state", "category", "provider", "created", "name")
+
+
+def table(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = LISTED) -> str:
+    """Return runs in plain columns, with the column names on top."""
+    return columns([names, *[tuple(str(run.get(name) or "-") for name in names) for run in runs]])
+
+
+def run_table(runs: Sequence[Mapping[str, Any]], columns: Sequence[str], now: float | None) -> str:
+    """Return the rows of ``list`` as text, with the asked-for columns; times are `when` they were before ``now``."""
+    rows = [{**_cells(run.get("columns", {})), **run, "created": when(run["created"], now)} for run in runs]
+    return table(rows, (*LISTED, *(name for name in dict.fromkeys(columns) if name not in LISTED)))
+
+
+def _cells(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return values as text: numbers with at most six digits, ``-`` for a missing one."""
+    return {
+        name: "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+        for name, value in values.items()
+    }
+
+
+def leftovers(found: Collected) -> str:
+    """Return the files that no run needs, in columns."""
+    rows = collected(found)["found"]
+    words = [{**row, "size": size_text(row["bytes"]), "age": duration(row["age_s"])} for row in rows]
+    return table(words, ("kind", "size", "files", "age", "key"))
+
+
+def collected_line(found: Collected) -> str:
+    """Return ``12 things, 1.4 GiB, that no run needs; 2 more, younger than 7d, stay``."""
+    things = f"{plural(len(found.found), 'thing')}, {size_text(found.bytes)}," if found.found else "nothing"
+    text = f"{'removed ' if found.deleted else ''}{things} that no run needs"
+    more = len(found.younger)
+    return text + (f"; {more} more, younger than {duration(found.older_than)}, stay" if more else "")
+
+
+def collected(found: Collected) -> dict[str, Any]:
+    """Return the object of ``gc --json``; ages are seconds, null if the store has no times."""
+
+    def row(item: Leftover) -> dict[str, Any]:
+        age = max(0, round(found.now - item.modified)) if found.now and item.modified else None
+        return {"kind": item.kind, "key": item.key, "files": item.files, "bytes": item.bytes, "age_s": age}
+
+    return {
+        "store": found.store,
+        "deleted": found.deleted,
+        "older_than_s": found.older_than,
+        "found": [row(item) for item in found.found],
+        "younger": [row(item) for item in found.younger],
+        "bytes": found.bytes,
+        "unreadable": list(found.unreadable),
+        "exit_code": 0,
+    }
+
+
+def pulled(report: Mapping[str, Any], *, pace: str = "", verbose: bool = False) -> str:
+    """Return the text about a pull's files, with `Moved.pace`; ``verbose`` adds the mover."""
+    files = plural(len(report["files"]), "file")
+    new = f"{size_text(report['transferred'])} of it new{pace}{_by(report['mover'], verbose)}"
+    return f"pulled {files} to {report['folder']}, {new}"
+
+
+def came(report: PullReport) -> str:
+    """Return the progress of a pull that follows a run."""
+    newest = f", {plural(len(report.checkpoints), 'checkpoint')}" if report.checkpoints else ""
+    return f"pulled: {plural(len(report.files), 'file')}{newest}, {size_text(report.transferred)} so far"
+
+
+def _by(mover: str, verbose: bool) -> str:
+    return f", by {mover}" if verbose and mover else ""

@@ -1,0 +1,85 @@
+"""The verbs that show a run to a person: report and watch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from ..errors import SpecError
+from ..provider_api.protocol import FINAL
+from ..runs.live_data import printable as tame
+from . import format
+from .common_flags import HERE, At, stoppable
+from .output import Screen, plain
+from .runs import EXIT_DETACHED, Json, More, Ours, Ref, _called, _open, each_run
+
+__all__ = ["report", "watch"]
+
+Out = Annotated[
+    str | None,
+    Parameter(name=("--out", "-o"), metavar="PATH", help="file or folder to write; default: ./<run id>.html"),
+]
+
+
+def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
+    """Write one HTML page about the run, that opens without a network."""
+    from ..report.report import write
+
+    runs = [run, *more]
+    if more and out is not None and not Path(out).is_dir():
+        raise SpecError(
+            f"{out!r} is not a folder, and {len(runs)} runs are {len(runs)} files",
+            field="out",
+            hint=f"to make it: mkdir {out}",
+        )
+
+    def one(word: str) -> dict[str, Any]:
+        handle = _open(word, at, screen)
+        path, result = write(handle, Path(out or "."))
+        states.append(result["state"])
+        if not json:
+            screen.value(str(path), f"wrote {path}")
+        return {**screen.about, "report": str(path), "exit_code": 0}
+
+    states: list[str] = []
+    rows, code = each_run(runs, one, screen, json=json)
+    if len(rows) == 1:
+        run = _called(run, rows[0])
+        screen.next(["pull" if states[0] in FINAL else "watch", run], ["logs", run], where=at.flags)
+    return code
+
+
+def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
+    """Show a live view of the run until it ends. Without a terminal, or for JSON, print a line for each change."""
+    from .watch import Watch, follow, on_terminal
+
+    with stoppable():
+        handle = _open(run, at, screen)
+        run = _called(run, screen.about)
+        try:
+            if (
+                not json
+                and screen.out.isatty()
+                and os.environ.get("TERM", "") not in ("", "unknown")
+                and not plain(os.environ)
+            ):
+                from rich.console import Console
+
+                last = on_terminal(Watch(handle), Console(file=screen.out))
+            else:
+                last = follow(lambda draw: Watch(handle, on_picture=draw), screen.talk if json else screen.data)
+        except KeyboardInterrupt:
+            screen.talk("\nno longer watching; the run goes on")
+            screen.next(["watch", run], ["wait", run], ["cancel", run], where=at.flags)
+            if json:
+                screen.emit({**screen.about, "error": "interrupted; the run goes on", "exit_code": EXIT_DETACHED})
+            return EXIT_DETACHED
+    if last.result and last.result["state"] != "succeeded":
+        screen.talk("\n".join(tame(line) for line in format.outcome(last.result).split("\n")))
+    if json and last.result:
+        screen.emit(last.result)
+    screen.next(["report", run], ["pull", run], ["logs", run], where=at.flags)
+    return 0

@@ -1,0 +1,529 @@
+"""The verbs about runs that exist: status, logs, wait, pull, cancel, list, reconcile, gc."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from cyclopts import Parameter
+
+from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
+from ..estimator import log_line, ranks
+from ..provider_api.protocol import FINAL
+from ..runs.outcome import CANCELLING
+from . import format
+from .common_flags import HERE, At, OnSignal, Where, stoppable, undisturbed
+from .output import Screen
+from .reference import LAST, find_run, is_place
+
+if TYPE_CHECKING:
+    from ..runs.listing import Wanted
+    from ..runs.run import Run
+
+__all__ = [
+    "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "pull", "pull_into", "reconcile", "say_empty",
+    "status", "stopped", "wait",
+]  # fmt: skip
+
+T = TypeVar("T")
+#: A parameter that `cloudtrain.cli.parse` fills, not a flag.
+Ours = Annotated[T, Parameter(parse=False)]
+Ref = Annotated[
+    str, Parameter(name="RUN", help="run id, its beginning, `last` for the newest run, or the URL of a run folder")
+]
+More = Annotated[str, Parameter(show=False)]
+Json = Annotated[bool, Parameter(negative="", show_default=False, help="one JSON object on stdout, all talk on stderr")]
+JsonLines = Annotated[bool, Parameter(negative="", show_default=False, help="a JSON object for each line")]
+Follow = Annotated[
+    bool, Parameter(name=("--follow", "-f"), negative="", show_default=False, help="go on until the run ends")
+]
+What = Annotated[
+    list[str] | None,
+    Parameter(
+        metavar="PART",
+        negative="",
+        show_default=False,
+        help="some of checkpoints,artifacts,outputs,logs,metrics; checkpoints:latest, :best, :step=N or :all",
+    ),
+]
+Verbose = Annotated[
+    bool, Parameter(name=("--verbose", "-v"), negative="", show_default=False, help="say what moved the bytes")
+]
+
+WaitTimeout = Annotated[
+    str | None,
+    Parameter(name="--wait-timeout", metavar="DURATION", help="wait no longer than that, then exit code 7: '2h'"),
+]
+
+EXIT_DETACHED = 7
+RESULTS = ("live/checkpoints", "live/artifacts", "live/outputs", "archive/checkpoints", "checkpoints", "native")
+"""Folders of a run that hold what its script and its platform wrote."""
+
+
+def after(result: Mapping[str, Any], run: str, *, pulled: bool = False) -> list[list[str]]:
+    """Return the next commands for a run that is over: pull first, or report first if it ended badly."""
+    pull, report = [] if pulled else [["pull", run]], [["report", run]]
+    return [*(report + pull if result["exit_code"] else pull + report), ["logs", run]]
+
+
+def say_empty(run: Run, result: Mapping[str, Any], screen: Screen) -> None:
+    """Print a note and a hint for a run that succeeded and left nothing to pull. Lists the run's folder once."""
+    if result["state"] != "succeeded" or result["checkpoint"] is not None:
+        return
+    from ..store.store import run_folder
+
+    root = run_folder(run.run_id)
+    try:
+        left = any(key.startswith(tuple(f"{root}/{place}/" for place in RESULTS)) for key in run.store.files.list(root))
+    except CloudtrainError:  # a note must not fail the verb
+        return
+    if left:
+        return
+    off = not run.job.at(run.provider_name).outputs
+    below = "run without --no-outputs" if off else "let the script write below its working folder"
+    screen.talk("note: the run left no checkpoints, artifacts or outputs" + (" (outputs are off)" if off else ""))
+    screen.hint(f"{below}, or to CLOUDTRAIN_CHECKPOINT_DIR or CLOUDTRAIN_ARTIFACT_DIR")
+
+
+def each_run(
+    words: Sequence[str], one: Callable[[str], dict[str, Any]], screen: Screen, *, json: bool
+) -> tuple[list[dict[str, Any]], int]:
+    """Call ``one`` for each run. Return the objects that it made, and the exit code. With ``json``, print them.
+
+    One run is one object, several are ``runs`` in one. If one of several fails, it is reported and the next one
+    follows. The exit code is the largest.
+    """
+    if len(words) == 1:
+        rows, code = [one(words[0])], 0
+        if json:
+            screen.emit(rows[0])
+        return rows, code
+    rows, code = [], 0
+    for word in words:
+        screen.about = {}
+        try:
+            rows.append(one(word))
+        except CloudtrainError as exc:
+            refusal = screen.refusal(str(exc), exc.exit_code, field=getattr(exc, "field", ""), hint=exc.hint)
+            rows.append(refusal)
+            code = max(code, exc.exit_code)
+    screen.about = {}
+    if json:
+        screen.emit({"runs": rows, "exit_code": code})
+    return rows, code
+
+
+def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
+    """Print state, reason, attempts and the newest complete checkpoint."""
+    words, texts = runs or (LAST,), list[str]()
+
+    def one(word: str) -> dict[str, Any]:
+        result = _open(word, at, screen, names=False).result()
+        texts.append(format.status_text(result, screen.now))
+        if not json:
+            screen.show(texts[-1] if len(texts) == 1 else "\n" + texts[-1])
+        return result
+
+    rows, code = each_run(words, one, screen, json=json)
+    if len(rows) == 1:
+        run = _called(words[0], rows[0])
+        if rows[0]["state"] in FINAL:
+            screen.next(*after(rows[0], run), where=at.flags)
+        else:
+            cancel = [] if str(rows[0]["reason"]).startswith(CANCELLING) else [["cancel", run]]
+            screen.next(["logs", "-f", run], ["wait", run], *cancel, where=at.flags)
+    return code
+
+
+def logs(
+    run: Ref,
+    /,
+    *,
+    follow: Follow = False,
+    newest: Annotated[
+        int | None, Parameter(name=("--tail", "-n"), help="the last N lines only; with --follow, N of those so far")
+    ] = None,
+    since: Annotated[
+        str | None, Parameter(help="lines of so long ago at most, '10m', or since a time, '2026-11-24T03:00:00Z'")
+    ] = None,
+    timestamps: Annotated[
+        bool, Parameter(negative="", show_default=False, help="begin each line with its time, in UTC")
+    ] = False,
+    node: Annotated[int | None, Parameter(help="lines of this node only")] = None,
+    rank: Annotated[int | None, Parameter(help="lines of this global rank only")] = None,
+    at: At = HERE,
+    json: JsonLines = False,
+    screen: Ours[Screen],
+) -> int:
+    """Print every line of every node, each once, in order for each node."""
+    handle = _open(run, at, screen)
+    run = _called(run, screen.about)
+    if newest is not None and newest < 0:
+        raise SpecError(
+            f"{newest} is below zero", field="tail", hint="write how many of the last lines to print: -n 20"
+        )
+    many = ranks(handle.job.at(handle.provider_name)) > 1
+    some = untimed = False
+    lines = handle.logs(follow=follow, n=newest, since=since, node=node, rank=rank, times=timestamps or json)
+    for line in lines:
+        untimed = line.time is None and (untimed or not some)
+        some = True
+        text = log_line(line, many=many, times=timestamps)
+        screen.data(json_.dumps(dataclasses.asdict(line), ensure_ascii=False) if json else text)
+    if untimed and since is not None:
+        screen.talk("note: no line has a time, so --since has left none out")
+    if not follow:
+        screen.next(["logs", "-f", run], ["status", run], where=at.flags)
+    return 0
+
+
+def wait(
+    run: Ref,
+    /,
+    *,
+    timeout: WaitTimeout = None,
+    on_signal: OnSignal = "detach",
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Wait until the run has ended. Exit by its outcome."""
+    from ..runs.fallback import FallbackPolicy
+    from ..validate import parse_duration
+
+    seconds = parse_duration(timeout, field="timeout") if timeout is not None else None
+    with stoppable():
+        handle: Run | None = None
+        changes = format.Changes(screen.talk)
+        try:
+            handle = _open(run, at, screen)
+            run = _called(run, screen.about)
+            retry = FallbackPolicy(handle, screen.talk)
+            result = handle.wait(timeout=seconds, on_status=changes, retry=retry)
+        except KeyboardInterrupt:
+            if handle is None and on_signal != "cancel":
+                raise
+            with undisturbed():
+                handle = handle or _open(run, at, screen)
+            return stopped(handle, run, at, on_signal, json, screen)
+        except (AuthError, LostContactError) as exc:
+            if handle is None or not changes.heard:  # no wait began: the error was there before
+                raise
+            raise left(exc, handle, run, at, screen) from None
+    screen.talk(format.outcome(result))
+    say_empty(handle, result, screen)
+    if json:
+        screen.emit(result)
+    else:
+        screen.value(str(result["state"]))
+    screen.next(*after(result, run), where=at.flags)
+    return int(result["exit_code"])
+
+
+def stopped(run: Run, name: str, at: Where, on_signal: str, json: bool, screen: Screen) -> int:
+    """Leave ``run``, called ``name``, alone after a signal ended the waiting for it, or stop it too."""
+    if on_signal == "cancel":
+        screen.talk("\nstopping the run (--on-signal cancel)")
+        with undisturbed():
+            run.cancel()
+            result = run.result()
+        code = int(result["exit_code"]) if result["exit_code"] is not None else EXIT_CODES["cancelled"]
+        if json:
+            screen.emit({**result, "exit_code": code})
+        screen.next(["status", name], ["pull", name], where=at.flags)
+        return code
+    screen.talk("\nno longer waiting; the run goes on")
+    if json:
+        screen.emit({**screen.about, "error": "interrupted; the run goes on", "exit_code": EXIT_DETACHED})
+    screen.next(["wait", name], ["logs", "-f", name], ["cancel", name], where=at.flags)
+    return EXIT_DETACHED
+
+
+def left(exc: AuthError | LostContactError, run: Run, name: str, at: Where, screen: Screen) -> LostContactError:
+    """Return the error of a client that can wait for ``run``, called ``name``, no longer; print the next commands.
+
+    Credentials that expire meanwhile are no failure of the run: it goes on.
+    """
+    screen.next(["wait", name], ["logs", "-f", name], ["status", name], where=at.flags)
+    return exc if isinstance(exc, LostContactError) else LostContactError(f"{exc}; the run goes on: {run.url}")
+
+
+def pull(
+    run: Ref,
+    folder: Annotated[str | None, Parameter(name="DIR", help="where to; default: ./<run id>")] = None,
+    /,
+    *more: More,
+    out: Annotated[
+        str | None,
+        Parameter(
+            name=("--out", "-o"),
+            metavar="DIR",
+            help="instead of DIR, for several runs: a folder in it for each",
+        ),
+    ] = None,
+    what: What = None,
+    follow: Follow = False,
+    at: At = HERE,
+    verbose: Verbose = False,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Copy complete checkpoints, artifacts, outputs, logs and metrics, verified. Files already here are skipped."""
+    from ..runs.pull import PULL_KINDS, parse_selection
+
+    parse_selection(what or PULL_KINDS)
+    runs = [run] if out is None or folder is None else [run, folder, *more]
+    if more and out is None:
+        words = " ".join([run, *([folder] if folder else []), *more])
+        raise SpecError("several runs need --out", field="out", hint=f"cloudtrain pull {words} --out DIR")
+
+    def one(word: str) -> dict[str, Any]:
+        handle = _open(word, at, screen)
+        place = Path(out or folder or handle.run_id)
+        to = place / handle.run_id if len(runs) > 1 else place
+        pulled = pull_into(handle, to, screen, what=what, follow=follow, verbose=verbose)
+        if not json:
+            screen.value(pulled["folder"])
+        return {**screen.about, **pulled, "exit_code": 0}
+
+    rows, code = each_run(runs, one, screen, json=json)
+    if len(rows) == 1:
+        run = _called(run, rows[0])
+        screen.next(["status", run], ["logs", run], where=at.flags)
+    return code
+
+
+def cancel(
+    run: Ref,
+    /,
+    *more: More,
+    wait: Annotated[bool, Parameter(negative="", show_default=False, help="until it has stopped")] = False,
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Stop a run and forbid further attempts. After the run's end this changes nothing."""
+    runs = [run, *more]
+
+    def one(word: str) -> dict[str, Any]:
+        handle = _open(word, at, screen)
+        handle.cancel()
+        if wait:
+            handle.wait(on_status=format.Changes(screen.talk))
+        result = handle.result()
+        state = str(result["state"]) if wait or result["state"] != "running" else "cancelling"
+        text = f"{handle.run_id}: {state}"
+        if not json:
+            screen.value(state if len(runs) == 1 else text, text)
+        return result
+
+    rows, code = each_run(runs, one, screen, json=json)
+    if len(rows) == 1:
+        run = _called(run, rows[0])
+        screen.next(["status", run], ["pull", run], where=at.flags)
+    return code
+
+
+Limit = Annotated[
+    int, Parameter(name=("--limit", "-n"), metavar="INT", show_default=False, help="runs on a page; default: 50")
+]
+States = Annotated[
+    list[str] | None,
+    Parameter(metavar="STATE", negative="", help="runs in this state only, however many are read; repeatable"),
+]
+Since = Annotated[str | None, Parameter(metavar="DURATION", help="runs of so long ago at most: '7d'")]
+Tags = Annotated[
+    list[str] | None,
+    Parameter(name="--tag", metavar="NAME=VALUE", negative="", help="runs with this tag only; repeatable: with all"),
+]
+Columns = Annotated[
+    list[str] | None,
+    Parameter(
+        metavar="NAME,…",
+        negative="",
+        help="further columns: hp.NAME, tag.NAME, cost, or a metric's name for its last value",
+    ),
+]
+
+
+def list_runs(
+    *,
+    limit: Limit = 50,
+    everything: Annotated[
+        bool, Parameter(name="--all", negative="", show_default=False, help="every run, on one page")
+    ] = False,
+    before: Annotated[
+        str | None, Parameter(metavar="RUN", help="the page after this run, the last one of the page before")
+    ] = None,
+    state: States = None,
+    since: Since = None,
+    tag: Tags = None,
+    name: Annotated[
+        str | None, Parameter(metavar="PATTERN", help="runs of jobs with this name only: 'sweep-*'")
+    ] = None,
+    provider: Annotated[
+        str | None, Parameter(name=("--provider", "-p"), metavar="NAME", help="runs of this provider only")
+    ] = None,
+    columns: Columns = None,
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Print one line a run, the newest first, a page at a time."""
+    from ..provider_api.protocol import STATES
+    from ..runs.listing import Wanted, list_page
+    from ..validate import choice_of, parse_duration
+    from .key_value import pairs
+
+    for word in state or ():
+        choice_of(word, (*STATES, "unknown"), "state")
+    age = parse_duration(since, field="since") if since is not None else None
+    names = [word for text in columns or () for word in text.split(",") if word]
+    tags = pairs("--tag", tag or (), field="tag")
+    wanted = Wanted(states=tuple(state or ()), provider=provider, name=name, tags=tags, columns=names)
+    settings = at.settings()
+    page = list_page(
+        settings.resolved(),
+        settings,
+        limit=None if everything else limit,
+        before=before,
+        since=None if age is None else time.time() - age,
+        wanted=wanted,
+    )
+    runs = page.rows
+    if json:
+        screen.emit({"runs": runs, "next": page.next, "order": page.order})
+    else:
+        screen.show(format.run_table(runs, names, screen.now))
+    if runs:
+        newest = str(runs[0]["run_id"])
+        more = [_next_page(page.next, limit, since, wanted)] if page.next is not None else []
+        screen.next(["status", newest], ["logs", "-f", newest], *more, where=at.flags)
+    elif not before and age is None and wanted._replace(columns=()) == Wanted():
+        screen.talk("no runs here yet; to start one: cloudtrain submit train.py")
+    return 0
+
+
+def _next_page(before: str, limit: int, since: str | None, wanted: Wanted) -> list[str]:
+    """Return the words of the command that prints the page after the run ``before``."""
+    words = ["list", *(["--limit", str(limit)] if limit != 50 else []), *(f"--state={word}" for word in wanted.states)]
+    given = {"since": since, "provider": wanted.provider, "name": wanted.name, "columns": ",".join(wanted.columns)}
+    words += [f"--{flag}={value}" for flag, value in given.items() if value]
+    return [*words, *(f"--tag={key}={value}" for key, value in wanted.tags.items()), "--before", before]
+
+
+def reconcile(
+    target: Annotated[str | None, Parameter(name="RUN", help="one run; default: every run of the store")] = None,
+    /,
+    *,
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Do the work of a waiting client once, for one run or for every open run of a store."""
+    from ..runs.reconcile import reconcile as do
+
+    settings = at.settings()
+    act = partial(do, settings=settings, cwd=Path.cwd(), environ=os.environ, say=screen.talk)
+    try:
+        rows = act(target)
+    except NotFoundError:
+        if target is None or is_place(target):
+            raise
+        rows = act(find_run(target, at).run_id)
+    code = max((int(row["exit_code"]) for row in rows), default=0)
+    for row in rows:
+        if row["error"]:
+            screen.talk(f"{'error' if row['exit_code'] else 'note'}: {row['run_id']}: {row['error']}")
+    if json:
+        screen.emit({"runs": rows, "exit_code": code})
+    elif rows:
+        screen.show(format.table(rows, ("run_id", "state", "category", "provider", "reason")))
+    else:
+        screen.talk("no run here that is not over")
+    return code
+
+
+def gc(
+    target: Annotated[str | None, Parameter(show=False)] = None,
+    /,
+    *,
+    older_than: Annotated[
+        str, Parameter(metavar="DURATION", show_default=False, help="last written so long ago; default: 7d")
+    ] = "7d",
+    delete: Annotated[
+        bool, Parameter(negative="", show_default=False, help="remove it; else nothing is written")
+    ] = False,
+    at: At = HERE,
+    json: Json = False,
+    screen: Ours[Screen],
+) -> int:
+    """Find files that no run.json of a store names (code, runtime, data) and rests of crashes, with sizes and ages."""
+    from ..store.gc import collect_at
+    from ..validate import parse_duration
+
+    seconds = parse_duration(older_than, field="older_than")
+    if target is not None and at.store is not None:
+        raise SpecError(f"two stores: {at.store!r} and {target!r}", field="store")
+    settings = at.settings()
+    found = collect_at(
+        target or settings.store, older_than=seconds, delete=delete, settings=settings, cwd=Path.cwd(), say=screen.talk
+    )
+    if json:
+        screen.emit(format.collected(found))
+    elif found.found:
+        screen.data(format.leftovers(found))
+    screen.talk(format.collected_line(found))
+    if found.unreadable:
+        screen.talk(f"note: nothing would be removed: run.json of {', '.join(found.unreadable)} cannot be read")
+    elif found.found and not delete:
+        screen.next(["gc", *([target] if target else []), "--older-than", older_than, "--delete"], where=at.flags)
+    return 0
+
+
+def pull_into(
+    run: Run,
+    folder: Path,
+    screen: Screen,
+    *,
+    what: list[str] | None = None,
+    follow: bool = False,
+    verbose: bool = False,
+) -> dict[str, Any]:
+    """Copy ``what`` (None: all) to ``folder`` and print the result. Return the report as JSON."""
+    from ..runs.pull import PULL_KINDS
+
+    with screen.progress() as say:
+        moved = format.Moved("pulled", say if screen.interactive else None)
+        report = run.pull(
+            folder,
+            what=what or PULL_KINDS,
+            follow=follow,
+            on_pull=lambda report: screen.talk(format.came(report)),
+            progress=moved,
+        )
+    pulled = {**dataclasses.asdict(report), "folder": str(folder)}
+    screen.talk(format.pulled(pulled, pace="" if follow else moved.pace, verbose=verbose))
+    if report.missing:
+        screen.talk(f"note: no checkpoint was {' or '.join(report.missing)}")
+    return pulled
+
+
+def _open(word: str, at: Where, screen: Screen, *, names: bool = True) -> Run:
+    """Open the run that ``word`` means. Print its id if ``word`` is another word, unless ``names`` is false."""
+    handle = find_run(word, at)
+    screen.about = {"run": handle.url, "run_id": handle.run_id}
+    if names and word != handle.run_id and not is_place(word):
+        screen.talk(f"run: {handle.run_id}")
+    return handle
+
+
+def _called(word: str, about: Mapping[str, Any]) -> str:
+    """Return the name of a run for the next commands: its id, or its URL if ``word`` is one."""
+    return word if is_place(word) else str(about["run_id"])

@@ -1,0 +1,426 @@
+"""The verbs that describe a job: submit and plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, NotFoundError, SpecError
+from ..estimator import log_line, ranks
+from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
+from ..provider_api.protocol import FINAL
+from ..runs.summary import files_text, summary
+from ..validate import parse_duration
+from . import format
+from .common_flags import HERE, At, OnSignal, Where, stoppable
+from .flags import JobFlags, given_flags, job_of
+from .key_value import pairs
+from .output import Screen
+from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, after, left, pull_into, say_empty, stopped
+from .runs import Verbose as SayMover
+
+if TYPE_CHECKING:
+    from ..runs.run import Run
+    from ..runs.submit import Plan
+
+__all__ = [
+    "NO_FLAGS", "Detach", "Flags", "Module", "Provider", "PullTo", "RunId", "Script", "Set", "carry_out", "plan",
+    "say_limits", "say_price", "settings_pairs", "submit",
+]  # fmt: skip
+
+Script = Annotated[
+    str | None,
+    Parameter(name="SCRIPT|JOB", help="script to run, or a job file (.toml, .json) that flags override"),
+]
+Module = Annotated[str | None, Parameter(name="-m", metavar="MODULE", help="run a module: -m pkg.mod")]
+Flags = Annotated[JobFlags, Parameter(name="*")]
+Provider = Annotated[
+    str | None,
+    Parameter(
+        name=("--provider", "-p"),
+        metavar="NAME",
+        help="where to run; a list: in order, docs/fallback.md; default: setting provider, local",
+    ),
+]
+RunId = Annotated[str | None, Parameter(metavar="ID", help="id of the run; default: time, name and 4 hex digits")]
+Set = Annotated[
+    list[str] | None, Parameter(name="--set", metavar="KEY=VALUE", help="a setting; repeatable", negative="")
+]
+Detach = Annotated[
+    bool,
+    Parameter(name=("--detach", "-d"), negative="", show_default=False, help="return as soon as the run is submitted"),
+]
+PullTo = Annotated[str | None, Parameter(name="--pull", metavar="DIR", help="copy the results there at the end")]
+PlanFile = Annotated[str | None, Parameter(name="--plan", metavar="PATH", help="send this saved `plan --json`")]
+Request = Annotated[
+    bool, Parameter(negative="", show_default=False, help="on a terminal: the exact request, before the summary")
+]
+Yes = Annotated[
+    bool,
+    Parameter(
+        name=("--yes", "-y"), negative="", show_default=False, help="send without a question, whatever it may cost"
+    ),
+]
+Verbose = Annotated[bool, Parameter(negative="", show_default=False, help="list every file")]
+
+NO_FLAGS = JobFlags()
+NO_RUN = "interrupted before anything was sent; there is no run"
+ARRIVAL = 5.0
+"""Seconds in which a request on its way becomes a job; a local supervisor takes one or two to start."""
+
+
+def submit(
+    script: Script = None,
+    /,
+    *,
+    module: Module = None,
+    flags: Flags = NO_FLAGS,
+    provider: Provider = None,
+    at: At = HERE,
+    run_id: RunId = None,
+    settings: Set = None,
+    plan_file: PlanFile = None,
+    yes: Yes = False,
+    detach: Detach = False,
+    wait_timeout: WaitTimeout = None,
+    on_signal: OnSignal = "detach",
+    pull_to: PullTo = None,
+    verbose: SayMover = False,
+    json: Json = False,
+    args: Ours[list[str] | None] = None,
+    screen: Ours[Screen],
+) -> int:
+    """Stage, record and send. Unless detached, follow the logs to the end and exit by the outcome."""
+    cwd = Path.cwd()
+    chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
+    screen.interrupted = NO_RUN
+    seconds = parse_duration(wait_timeout, field="wait_timeout") if wait_timeout is not None else None
+    if plan_file is not None:
+        _nothing_but_a_plan(script, module, flags, args, provider, run_id)
+        from ..runs.submit import load_plan
+
+        planned = load_plan(Path(plan_file), settings=chosen, cwd=cwd)
+    else:
+        job = job_of(script, module, flags, args, cwd=cwd)
+        from ..runs.fallback import plan_with_fallbacks
+
+        planned = plan_with_fallbacks(job, settings=chosen, run_id=run_id, cwd=cwd)
+    at = _found_by(planned.store.url, at, chosen.store if plan_file is None else planned.store.url, cwd)
+    above = None if yes or json else chosen.confirm_above_usd
+    return carry_out(planned, at, seconds, on_signal, detach, pull_to, verbose, json, screen, ask_above=above)
+
+
+def carry_out(
+    planned: Plan,
+    at: Where,
+    timeout: float | None,
+    on_signal: str,
+    detach: bool,
+    pull_to: str | None,
+    verbose: bool,
+    json: bool,
+    screen: Screen,
+    *,
+    ask_above: float | None = None,
+) -> int:
+    """Send the plan and, unless detached, follow it to its end; ``at`` is where the next commands find its store.
+
+    ``ask_above``: ask on a terminal before a run is sent that may cost more US dollars; None: never ask.
+    """
+    screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
+    say_limits(planned.job, screen)
+    say_price(planned, screen)
+    say_advice(planned, screen)
+    for number, further in enumerate(planned.further, 2):
+        screen.talk(format.place(number, further.document()))
+        say_advice(further, screen)
+    if ask_above is not None and _is_declined(planned, ask_above, screen):
+        screen.talk("nothing was sent")
+        return EXIT_CODES["cancelled"]
+    with stoppable():
+        try:
+            run = _send(planned, verbose, screen)
+        except CloudtrainError as exc:
+            if exc.refusals:
+                screen.about["refusals"] = [dict(item) for item in exc.refusals]
+            raise
+        except KeyboardInterrupt:
+            return (_cancel if on_signal == "cancel" else _interrupted)(planned, at, json, screen)
+        if detach:
+            return _detached(run, at, json, screen)
+        try:
+            return _follow(run, at, timeout, on_signal, pull_to, json, screen)
+        except KeyboardInterrupt:  # between two steps of waiting
+            return stopped(run, run.run_id, at, on_signal, json, screen)
+
+
+def _is_declined(planned: Plan, above: float, screen: Screen) -> bool:
+    """Return whether a person at a terminal declines a run that may cost more than ``above`` US dollars.
+
+    Without a terminal, or without a known price, there is no question.
+    """
+    prices = [price for item in (planned, *planned.further) if (price := item.price()) is not None]
+    most = max((price["usd_for_hard_limit"] for price in prices), default=0.0)
+    if most <= above or not (sys.stdin is not None and sys.stdin.isatty() and screen.err.isatty()):
+        return False
+    screen.err.write(f"{planned.run_id} costs at most {most:,.0f} USD. Submit? [y/N] ")
+    screen.err.flush()
+    try:
+        return sys.stdin.readline().strip().lower() not in ("y", "yes")
+    except KeyboardInterrupt:
+        screen.talk("")
+        return True
+
+
+def _send(planned: Plan, verbose: bool, screen: Screen) -> Run:
+    from ..runs.fallback import submit_with_fallbacks as send
+
+    with screen.progress() as say:
+        moved = format.Moved("uploaded", say if screen.interactive else None)
+        run = send(planned, environ=os.environ, progress=say, moved=moved, note=screen.talk)
+    name = planned.provider_name
+    if planned.further:  # it may have been sent to another place
+        name = run.provider_name
+        screen.about |= {"run": run.url, "provider": name}
+    screen.talk(format.sent(planned.run_id, name, run.url, run.staged, pace=moved.pace, verbose=verbose))
+    return run
+
+
+def _cancel(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
+    """Stop a job after a signal that came while it was being sent."""
+    from ..runs.submit import run_of_plan
+
+    run = run_of_plan(planned)
+    try:
+        return stopped(run, run.run_id, at, "cancel", json, screen)
+    except NotFoundError:
+        return _stop(NO_RUN, "", EXIT_CODES["cancelled"], json, screen)
+
+
+def _interrupted(planned: Plan, at: Where, json: bool, screen: Screen) -> int:
+    """Report the state of a run after an interrupted submission: submitted, only recorded, or missing."""
+    from ..runs.submit import run_of_plan
+
+    run = run_of_plan(planned)
+    cancel = shlex.join(["cloudtrain", "cancel", run.run_id, *at.flags])
+    try:
+        is_known = _arrived(run)
+        result = run.result()
+        sent = result["native_id"] is not None
+    except NotFoundError:
+        return _stop(NO_RUN, "", EXIT_DETACHED, json, screen)
+    except CloudtrainError as exc:
+        known = shlex.join(["cloudtrain", "status", run.run_id, *at.flags])
+        why = f"interrupted; whether the run was submitted is not known: {exc}"
+        return _stop(why, f"to look, run: {known}", EXIT_DETACHED, json, screen)
+    if sent:
+        text, hint = "interrupted; the run was submitted and goes on", f"to stop it, run: {cancel}"
+    elif result["state"] in FINAL:
+        text, hint = f"interrupted; {format.state_line(result)}", ""
+    elif not is_known:
+        look = shlex.join(["cloudtrain", "status", run.run_id, *at.flags])
+        text, hint = "interrupted; whether the run was submitted is not known yet", f"to look, run: {look}"
+    else:
+        again = f"to send it, run the same command with --run-id {run.run_id}"
+        text, hint = "interrupted; the run is recorded and was not sent", f"{again}\nto drop it, run: {cancel}"
+    return _stop(text, hint, EXIT_DETACHED, json, screen)
+
+
+def _arrived(run: Run) -> bool:
+    """Wait a moment for an interrupted request to become a job of the platform. Return whether that is known."""
+    from ..runs.handover import cut_off
+
+    until = time.monotonic() + ARRIVAL
+    while time.monotonic() < until and cut_off(run.store, run.run_id, 0):
+        if run.result()["native_id"] is not None:
+            return True
+        time.sleep(0.2)
+    return not cut_off(run.store, run.run_id, 0)
+
+
+def _stop(text: str, hint: str, code: int, json: bool, screen: Screen) -> int:
+    """End a verb that a signal has stopped."""
+    screen.error(text, hint)
+    if json:
+        screen.emit({**screen.about, "error": text, "hint": hint, "exit_code": code})
+    return code
+
+
+def plan(
+    script: Script = None,
+    /,
+    *,
+    module: Module = None,
+    flags: Flags = NO_FLAGS,
+    provider: Provider = None,
+    at: At = HERE,
+    run_id: RunId = None,
+    settings: Set = None,
+    request: Request = False,
+    verbose: Verbose = False,
+    json: Json = False,
+    args: Ours[list[str] | None] = None,
+    screen: Ours[Screen],
+) -> int:
+    """Show the run's place, limits and price. --request, --json and a pipe have the exact request."""
+    cwd = Path.cwd()
+    chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
+    job = job_of(script, module, flags, args, cwd=cwd)
+    from ..runs.fallback import plan_with_fallbacks
+
+    planned = plan_with_fallbacks(job, settings=chosen, run_id=run_id, cwd=cwd, preview=True)
+    document = planned.document()
+    terminal = screen.out.isatty()
+    if json:
+        screen.emit(document, indent=2)
+    elif terminal and not request:
+        screen.data("\n\n".join([*([files_text(document)] if verbose else []), summary(document)]))
+    else:
+        screen.data(format.plan_text(document, verbose=verbose, terminal=terminal))
+    if run_id is None:
+        screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
+    if not terminal:
+        say_limits(planned.job, screen)
+    for text in (text for item in (planned, *planned.further) for text in item.warnings):
+        screen.talk(f"warning: {text}")
+    incomplete = [item for item in (planned, *planned.further) if item.missing]
+    for item in incomplete:
+        say_missing(item, chosen.file, screen)
+    if not incomplete:
+        if terminal and not (request or json):
+            screen.talk("to see the exact request: add --request")
+        save = "save this output" if json else "add --json > plan.json"
+        screen.talk(f"to send exactly this: {save}, then cloudtrain submit --plan plan.json")
+    return 0
+
+
+def say_missing(planned: Plan, file: str, screen: Screen) -> None:
+    """Warn of the settings that have placeholders in the plan, and print how to set them."""
+    from ..settings.needs import refusal
+
+    error = refusal(planned.provider_name, planned.missing, file=file)
+    screen.talk(f"warning: {error}; this plan cannot be sent")
+    screen.hint(error.hint)
+
+
+def settings_pairs(texts: list[str] | None) -> dict[str, str]:
+    """Return the values of ``--set`` by key. Raises `SpecError` for a text that is not KEY=VALUE."""
+    return pairs("--set", texts or (), field="settings")
+
+
+def _nothing_but_a_plan(
+    script: str | None,
+    module: str | None,
+    flags: JobFlags,
+    args: list[str] | None,
+    provider: str | None,
+    run_id: str | None,
+) -> None:
+    given = [*given_flags(flags)]
+    given += [name for name, value in (("script", script), ("-m", module), ("args", args)) if value is not None]
+    given += [name for name, value in (("provider", provider), ("run_id", run_id)) if value is not None]
+    if given:
+        raise SpecError(f"a saved plan is sent as it is; leave out {', '.join(given)}", field="plan")
+
+
+def say_limits(job: Job, screen: Screen) -> None:
+    """Print the default limits that apply, on one line."""
+    words = []
+    if job.max_runtime == DEFAULT_MAX_RUNTIME:
+        words.append(format.max_runtime(job.max_runtime, is_default=True))
+    if job.stall_timeout == DEFAULT_STALL_TIMEOUT:
+        words.append(format.stall_timeout(job.stall_timeout, is_default=True))
+    if words:
+        screen.talk(f"limits: {', '.join(words)}")
+
+
+def say_advice(planned: Plan, screen: Screen) -> None:
+    """Print a plan's warnings and notes."""
+    for text in planned.warnings:
+        screen.talk(f"warning: {text}")
+    for text in planned.notes:
+        screen.talk(f"note: {text}")
+
+
+def say_price(planned: Plan, screen: Screen) -> None:
+    """Print the highest cost; nothing if this machine is the platform and has no price."""
+    price, types = planned.price(), planned.request.instance_types
+    if price is not None or types:
+        screen.talk("price: " + format.price_text(price, types).removeprefix("price "))
+
+
+def _found_by(store: str, at: Where, meant: str, cwd: Path) -> Where:
+    """Return the flags with which the next commands find the store at the URL ``store``; none if they need no flag."""
+    from ..storage.local_disk import normalize
+
+    found = Where(profile=at.profile).settings(cwd=cwd).store
+    if meant == found or normalize(found, cwd=cwd) == store:
+        return dataclasses.replace(at, store=None)
+    return dataclasses.replace(at, store=at.store or store)
+
+
+def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
+    if json:
+        ended = run.store.result(run.run_id)  # a run that was sent before
+        state = ended["state"] if ended else "cancelled" if run.store.cancelled(run.run_id) else "pending"
+        code = ended["exit_code"] if ended else EXIT_CODES.get(state)
+        refusals = run._refusals(run.store.attempts(run.run_id)[-1:])
+        told = {"refusals": refusals} if refusals else {}
+        screen.emit({**screen.about, **_uploaded(run), "state": state, "exit_code": code, **told})
+    else:
+        screen.value(run.url)
+    screen.next(["logs", "-f", run.run_id], ["wait", run.run_id], ["cancel", run.run_id], where=at.flags)
+    return 0
+
+
+def _follow(
+    run: Run, at: Where, timeout: float | None, on_signal: str, pull_to: str | None, json: bool, screen: Screen
+) -> int:
+    """Print log lines until the end, then the outcome. Ctrl-C leaves the run alone."""
+    from ..runs.fallback import FallbackPolicy
+
+    write = screen.relay if json else screen.data
+    many = ranks(run.job.at(run.provider_name)) > 1
+    try:
+        result = run.wait(
+            timeout=timeout,
+            on_line=lambda line: write(log_line(line, many=many)),
+            on_status=format.Changes(screen.talk),
+            retry=FallbackPolicy(run, screen.talk),
+        )
+    except KeyboardInterrupt:
+        return stopped(run, run.run_id, at, on_signal, json, screen)
+    except (AuthError, LostContactError) as exc:
+        raise left(exc, run, run.run_id, at, screen) from None
+    return _finish(run, result, at, pull_to, json, screen)
+
+
+def _finish(run: Run, result: Mapping[str, Any], at: Where, pull_to: str | None, json: bool, screen: Screen) -> int:
+    code = int(result["exit_code"])
+    extra: dict[str, Any] = {}
+    screen.talk(format.outcome(result))
+    say_empty(run, result, screen)
+    if pull_to is not None:
+        try:
+            extra["pulled"] = pull_into(run, Path(pull_to), screen)
+        except CloudtrainError as exc:  # print the outcome of the run all the same
+            screen.talk(f"error: pull: {exc}")
+            code = code or exc.exit_code
+            extra |= {"error": f"pull: {exc}", "exit_code": code}
+    if json:
+        screen.emit({**result, **_uploaded(run), **extra})
+    screen.next(*after(result, run.run_id, pulled=pull_to is not None), where=at.flags)
+    return code
+
+
+def _uploaded(run: Run) -> dict[str, Any]:
+    """Return the bytes uploaded to a remote store, and their mover."""
+    return {"uploaded": dataclasses.asdict(run.staged)} if run.staged is not None and run.staged.mover else {}

@@ -1,0 +1,338 @@
+"""Checks run by `cloudtrain doctor`: settings, a trial plan, the provider's checks, and a round trip of the store.
+
+They create one small object in each store and delete it. `Doctor.places` yields each place that a job tries, with its
+checks. `prepared` makes the plan of the all-nodes job of ``doctor --job``, and `judged` reads its findings. `Grace`
+measures how long its nodes live after the stop signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import re
+import secrets
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import AuthError, CloudtrainError, NotFoundError, SpecError, StorageError
+from ..job.job import Job
+from ..provider_api import catalog
+from ..provider_api.checks import Check, failed, failure, ok, skipped
+from ..provider_api.protocol import Provider, Request, extras_of, needs_of
+from ..runs.fallback import where
+from ..runs.log_order import Line
+from ..runs.run import Run
+from ..runs.submit import Plan, make_plan
+from ..settings.needs import find_missing, missing_line, refusal
+from ..settings.settings import Settings
+from ..storage.files import Files, files
+from ..storage.local_disk import local_path, normalize
+from ..validate import without_secrets
+from . import node_check
+
+__all__ = ["PREFLIGHT", "CheckedPlace", "Doctor", "Grace", "expected_gpus", "judged", "prepared", "round_trip"]
+
+PREFLIGHT = "preflight.json"
+"""File that the job leaves among its artifacts."""
+SCRIPT = "doctor.py"
+MAX_RUNTIME = 900
+_KMS = re.compile(r"kms|encrypt", re.IGNORECASE)
+_NOBODY = re.compile(r"expired|(no|locate|find).{0,20} credentials", re.IGNORECASE)
+_ABSENT = re.compile(r"no ?such ?bucket|bucket( or container)? does not exist|container ?not ?found|there is no ", re.I)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedPlace:
+    """A provider (None if not set) and region where a job may run. Each check runs when it is taken."""
+
+    provider: str | None
+    region: str
+    checks: Iterator[Check]
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, [self.provider, self.region]))
+
+
+class Doctor:
+    """The checks of ``job``, or of a small job of the doctor with ``fields`` (flat Job fields: machine and image). With
+    ``provider`` None, the setting counts."""
+
+    def __init__(
+        self,
+        *,
+        provider: str | None,
+        store: str | None,
+        settings: Mapping[str, str],
+        fields: Mapping[str, Any],
+        cwd: Path,
+        profile: str | None = None,
+        job: Job | None = None,
+    ) -> None:
+        self._profile, self._name, self._store = profile, provider, store
+        self._given, self._fields, self._cwd, self._job = settings, dict(fields), cwd, job
+
+    def places(self) -> Iterator[CheckedPlace]:
+        """Yield each place that a job tries, in order. Unreadable settings give one place with a failed check."""
+        try:
+            chosen = Settings.load(
+                overrides=self._given, cwd=self._cwd, profile=self._profile, provider=self._name, store=self._store
+            )
+            found = chosen.candidates()
+        except CloudtrainError as exc:
+            yield CheckedPlace(provider=self._name, region="", checks=iter([failure("settings", exc)]))
+            return
+        for own in found:
+            yield CheckedPlace(provider=own.provider, region=where(own), checks=self._checks(own))
+
+    def _checks(self, settings: Settings) -> Iterator[Check]:
+        try:
+            made, moving = settings.make_provider(), settings.moving
+        except CloudtrainError as exc:
+            yield failure("settings", exc)
+            return
+        missing, imageless = self._missing(settings, made)
+        if missing:
+            yield failure("settings", refusal(made.name, missing, file=settings.file))
+            yield skipped("plan", missing_line(missing))
+            yield from itertools.islice(_own(made, "", None), 1)  # only the package check runs without the settings
+            return
+        yield ok("settings", f"provider {made.name}, store {without_secrets(settings.store)}")
+        store, planned = "", None
+        try:
+            store = normalize(settings.resolved(ask=True), cwd=self._cwd)
+        except CloudtrainError as exc:
+            yield failure("store", exc)
+            yield skipped("plan", "where the store is could not be told")
+        else:
+            if imageless:
+                yield skipped("plan", "no image is named; with --image it is planned and looked for")
+            else:
+                planned, found = self._planned(dataclasses.replace(settings, store=store))
+                yield found
+        stopped = False
+        for check in _own(made, store, planned):
+            yield check
+            stopped = stopped or (check.status == "failed" and check.name in ("sdk", "credentials"))
+        if not store:
+            return
+        if stopped and local_path(store) is None:
+            yield skipped("store", "neither SDK nor credentials to reach it with")
+            return
+        yield round_trip(files(store, storage=made.storage, moving=moving))
+
+    def _missing(self, settings: Settings, made: Provider) -> tuple[tuple[str, ...], bool]:
+        """Return the names of the missing settings, and whether the doctor's own job lacks only an image."""
+        image = self._fields.get("image")
+        job = self._job or Job.make(entry_point=SCRIPT, **({"image": image} if image else {}))
+        names = find_missing(settings, made, job.at(made.name))
+        needs = needs_of(type(made))
+        of_job = () if self._job else [name for name in names if "image" in (name, needs[name].instead)]
+        return tuple(name for name in names if name not in of_job), bool(of_job)
+
+    def _planned(self, settings: Settings) -> tuple[Plan | None, Check]:
+        """Return the plan of the job, by default one with one node, and the check of planning it."""
+        with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
+            Path(folder, SCRIPT).write_text("print('well')\n", encoding="utf-8")
+            fields = {"name": "doctor", **self._fields, "entry_point": SCRIPT, "source_dir": folder}
+            try:
+                job = self._job or Job.from_dict(fields)
+                planned = make_plan(job, settings=settings, cwd=self._cwd, preview=True)
+            except CloudtrainError as exc:
+                if self._job is None and getattr(exc, "field", "") == "image":
+                    return None, skipped("plan", "no image is named; with --image it is planned and looked for")
+                return None, failure("plan", exc)
+        kinds = ", ".join(planned.request.instance_types) or "this machine"
+        nodes = planned.job.resources.instance_count
+        return planned, ok("plan", f"{nodes} node{'' if nodes == 1 else 's'} on {kinds}")
+
+
+def _own(provider: Provider, store: str, planned: Plan | None) -> Iterator[Check]:
+    """Yield the provider's own checks, if it has any. ``store`` is empty if unknown."""
+    try:
+        yield from extras_of(provider).checks(store, planned.request if planned is not None else None)
+    except CloudtrainError as exc:
+        yield failure("provider", exc)
+
+
+# ------------------------------------------------------------------------------------------------------------ the store
+
+
+def round_trip(tree: Files) -> Check:
+    """Create an object exclusively, twice; then read, list and delete it. Nothing is left behind.
+
+    The object is directly below the store, and only the store's prefix is listed, so a List policy for that prefix is
+    enough.
+    """
+    key, data = f"doctor-{secrets.token_hex(8)}.json", secrets.token_hex(16).encode()
+    step, left = "create", False
+    try:
+        with _as_it_was(tree.url):
+            try:
+                tree.create(key, data)  # False too may mean success: the first answer may have been lost
+                left = True
+                step = "read"
+                back = tree.read(key)
+                if back != data:
+                    raise StorageError("what was read is not what was written")
+                step = "create again"
+                if tree.create(key, data + b"2") or tree.read(key) != data:
+                    why = "an object that exists was replaced: this store does not keep exclusive creation"
+                    raise StorageError(f"{why}, and two clients could start one run twice")
+                step = "list"
+                if key not in tree.names(""):
+                    raise StorageError("what was written is not in the list")
+                step = "delete"
+                tree.discard([key])  # does not list
+                left = tree.exists(key)
+                if left:
+                    raise StorageError("it is still there")
+            finally:
+                if step != "delete":  # also after a failed creation: it may have been carried out
+                    with contextlib.suppress(CloudtrainError, OSError):
+                        tree.discard([key])
+                        left = False
+    except FileNotFoundError as exc:
+        return _broken(tree, step, StorageError(f"there is no {exc.filename or tree.url}"), key if left else "")
+    except CloudtrainError as exc:
+        return _broken(tree, step, exc, key if left else "")
+    by = f" by {tree.mover}" if tree.mover else ""
+    return ok("store", f"{without_secrets(tree.url)}: created, read, listed and deleted an object{by}")
+
+
+def _broken(tree: Files, step: str, exc: CloudtrainError, left: str) -> Check:
+    rest = f" ({without_secrets(tree.url)}/{left} is left there)" if left else ""
+    return failed("store", f"{step}: {exc}{rest}", fix=_store_fix(tree, step, exc), code=exc.exit_code)
+
+
+def _store_fix(tree: Files, step: str, exc: CloudtrainError) -> str:
+    text, url = str(exc), without_secrets(tree.url)
+    if "exclusive" in text:
+        return "set store to one with conditional writes: S3, Azure Blob Storage, Cloud Storage, a local folder"
+    if local_path(tree.url) is not None:
+        return "free space there or let this user write to it, or set store to another place"
+    if _ABSENT.search(text):
+        return "make the bucket or container, or set store to one that is there"
+    if isinstance(exc, SpecError):
+        return failure("store", exc).fix
+    if _KMS.search(text):
+        return (
+            "let the caller use the key (to encrypt and decrypt), and set sse and sse_kms_key_id as the store demands"
+        )
+    if isinstance(exc, AuthError) and _NOBODY.search(text):
+        return "sign in again, or give this machine credentials for it"
+    if isinstance(exc, AuthError) and step.startswith("create"):
+        return (
+            f"let the caller write below {url} (see the provider's page in docs/); where what is not encrypted "
+            "is refused, set sse and sse_kms_key_id"
+        )
+    if isinstance(exc, AuthError):
+        return f"let the caller {step} below {url} (see the provider's page in docs/)"
+    return f"see that {url} can be reached from here, and try again"
+
+
+@contextmanager
+def _as_it_was(url: str) -> Iterator[None]:
+    """Remove the folders of a local store that did not exist before."""
+    path = local_path(url)
+    new = [] if path is None else [place for place in (path, *path.parents) if not place.exists()]
+    try:
+        yield
+    finally:
+        for place in new:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+
+
+# -------------------------------------------------------------------------------------------------- the all-nodes job
+
+
+@contextmanager
+def prepared(
+    settings: Settings, fields: Mapping[str, Any], *, run_id: str | None, cwd: Path, grace: bool = False
+) -> Iterator[Plan]:
+    """Yield the plan of the job that checks every node; its source exists until the block ends.
+
+    With ``grace`` the nodes then wait for a stop signal. A provider's attribute ``probe_ports`` may name ports to try.
+    """
+    ports = extras_of(settings.make_provider()).probe_ports
+    args = [*(["--ports", ",".join(map(str, ports))] if ports else []), *(["--grace"] if grace else [])]
+    with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
+        name = Path(node_check.__file__).name
+        Path(folder, name).write_bytes(Path(node_check.__file__).read_bytes())
+        given = {
+            "name": "doctor",
+            "max_runtime": MAX_RUNTIME,
+            **fields,
+            "entry_point": name,
+            "source_dir": folder,
+            "args": args,
+        }
+        yield make_plan(Job.from_dict(given), settings=settings, run_id=run_id, cwd=cwd)
+
+
+def expected_gpus(job: Job, provider: Provider, request: Request) -> int | None:
+    """Return the GPUs that a node must have; None if neither the job nor the table of machines says."""
+    if job.resources.gpu:
+        return job.resources.gpus[request.choice].count
+    named = request.instance_types[:1]
+    counts = {machine.gpu_count for machine in catalog.machines(provider.name) if machine.instance_type in named}
+    return counts.pop() if len(counts) == 1 else None  # one name may stand for machines with and without GPUs
+
+
+def judged(folder: Path, *, nodes: int, gpus: int | None) -> tuple[dict[str, Any], list[str]]:
+    """Return the job's findings, as pulled into ``folder``, and a line for each problem."""
+    path = folder / "artifacts" / PREFLIGHT
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as exc:
+        raise NotFoundError(f"the job has left no {PREFLIGHT} ({exc}); its logs say why") from None
+    try:
+        node_check.table(found)
+        return found, node_check.problems(found, nodes=nodes, gpus=gpus)
+    except (KeyError, TypeError, AttributeError, ValueError) as exc:
+        what = f"the job's {PREFLIGHT} is damaged ({type(exc).__name__}: {exc}); its logs say why"
+        raise NotFoundError(what) from None
+
+
+class Grace:
+    """A measurement of the time between the stop signal and the kill; it is called with each log line of ``run``.
+
+    Once the job has written its report, the run is cancelled. Then each node repeatedly prints the seconds since the
+    signal. ``seconds`` has the last such time of each node.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.asked, self._attempt = False, ""
+        self.seconds: dict[int, float] = {}
+
+    def __call__(self, line: Line) -> None:
+        if not self.asked and node_check.READY in line.text:
+            self._run.cancel()
+            self.asked, self._attempt = True, line.attempt
+        elif line.attempt and line.attempt == self._attempt and (found := node_check.SINCE.search(line.text)):
+            self.seconds[int(line.node)] = max(float(found[1]), self.seconds.get(int(line.node), 0.0))
+
+    def judged(self, nodes: int, reckoned: float) -> tuple[dict[str, Any], list[str]]:
+        """Return the measurements by node, and a line for each problem. ``reckoned`` is the seconds that cloudtrain
+        needs to mirror the rest and record the node's end; it then ends the node itself."""
+        exits = self._run.store.exits(self._run.run_id)
+        recorded = {int(record["node"]) for record in exits if record["attempt"] == self._attempt}
+        rows, wrong = {}, []
+        for node in range(nodes):
+            seconds = self.seconds.get(node)
+            rows[str(node)] = {"seconds": seconds, "recorded": node in recorded}
+            if seconds is None:
+                wrong.append(f"node {node} has not said that it got a stop signal; see its log")
+            elif node not in recorded:
+                lost = "what it saved last, and the record of its end, are lost"
+                wrong.append(
+                    f"node {node} was killed {seconds:.1f} s after SIGTERM, of {reckoned:g} s reckoned: {lost}"
+                )
+        return {"reckoned": reckoned, "nodes": rows}, wrong

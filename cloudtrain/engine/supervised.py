@@ -1,0 +1,426 @@
+"""Base of the providers whose nodes this machine starts: a detached supervisor and its folder.
+
+The Request of such a provider is a Simulation as JSON, with the provider's other fields in `body`. The supervisor
+starts it with the provider's engine. If the run's own folder is on this machine, the files are in its ``supervisor/``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from .. import errors
+from ..errors import LostContactError, NotFoundError, PlatformError, SpecError, StorageError, UnsupportedError
+from ..job.options import merge_options
+from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from ..provider_api.protocol import (
+    AttemptInfo,
+    Layout,
+    LogLine,
+    LogPage,
+    Provider,
+    ProviderExtras,
+    Request,
+    Status,
+    check_inputs,
+    context_of,
+)
+from ..validate import did_you_mean, url_scheme
+from . import boot_id, last_line
+
+if TYPE_CHECKING:
+    from ..job.job import Job
+
+__all__ = [
+    "PREEMPTED",
+    "STOP_GRACE",
+    "SupervisedProvider",
+    "check_readable",
+    "clear_containers",
+    "image_id",
+    "is_alive",
+    "refuse",
+]
+
+STOP_GRACE = 40.0
+"""Seconds between SIGTERM and SIGKILL: 30 for the script, as Kubernetes and Azure give, the rest to mirror its work."""
+PREEMPTED = 75
+"""Exit code of a node after a stop with notice (EX_TEMPFAIL). The supervisor starts the nodes again."""
+MAX_RESTARTS = 10
+OWNED = (
+    *("nodes.*.command", "nodes.*.mounts", "nodes.*.gpus", "nodes.*.workdir", "rules.time_limit", "rules.retries"),
+    *("rules.stop_grace", "rules.stop_signal", "rules.restart_on"),  # the node's own half knows no others
+    *("rules.preemptions", "rules.losses", "rules.primary", "rules.sync_lag", "rules.sync_marks"),  # rules of clouds
+)
+"""Fields that `options` cannot change in any such request."""
+_STUCK = re.compile(r"mirror: cannot copy checkpoint (?P<name>\S+) to .+: (?P<why>[^:\n]+); trying again")
+"""The line that a node's `cloudtrain.runtime.mirror` prints."""
+START_SECONDS = 60.0
+PAGE_BYTES = 1 << 20
+SCHEMES = frozenset({"file", "s3", "gs", "gcs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
+"""Schemes that the supervisor can fetch; ``file`` is this machine's own."""
+
+
+class SupervisedProvider(ProviderExtras):
+    """Base of such providers: all of the protocol but ``plan`` and ``node_environment``; see `Provider`.
+
+    A subclass names its engine in ``engine``. `check` checks what can be known before a start. `_clear` removes the
+    remains of a killed supervisor's run.
+    """
+
+    name: ClassVar[str]
+    engine: ClassVar[str]
+    schemes: ClassVar[frozenset[str]] = SCHEMES
+    retried_by: ClassVar[str] = "supervisor"
+    max_wait_by: ClassVar[str] = "platform"
+    min_poll_s: ClassVar[float] = 0.05  # one poll reads a few files
+    max_poll_s: ClassVar[float] = 0.05
+    settings: Any
+
+    def check(self, request: Request) -> None:
+        """Raise if this machine cannot start the request. The supervisor calls this first."""
+
+    def _clear(self, folder: Path) -> None:
+        """Remove the remaining nodes, if any, of the run whose supervisor worked in ``folder``."""
+
+    def principal(self) -> str:
+        """Return the owner of the processes."""
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        """Return no options: the supervisor, too, has only this machine's environment."""
+        return {}
+
+    # ---------------------------------------------------------------------------------------------------------- a plan
+
+    def _refuse(self, job: Job, layout: Layout, fields: Mapping[str, str]) -> None:
+        """Raise `UnsupportedError` if one of ``fields`` (dotted name: why) is set or an input cannot be read."""
+        for name, why in fields.items():
+            owner = job.resources if name.startswith("resources.") else job
+            if getattr(owner, name.rpartition(".")[2]) not in (None, False):
+                raise UnsupportedError(self.name, name, why)
+        for name, reference in job.secrets.items():
+            if not reference.startswith("env:"):
+                raise UnsupportedError(self.name, f"secrets.{name}", "only env:NAME can be read on this machine")
+        check_inputs(cast("type[Provider]", type(self)), layout.inputs)
+        for name, item in layout.inputs.items():
+            if item.shard:
+                raise UnsupportedError(self.name, f"inputs.{name}.shard", "every node reads the same files")
+            if item.mode == "mount" and url_scheme(item.url) != "file":
+                raise UnsupportedError(
+                    self.name, f"inputs.{name}.mode", "a remote input can only be copied; use mode copy"
+                )
+
+    def _mounts(self, layout: Layout, attempt: int, *, root: str = "") -> tuple[list[Mount], list[str]]:
+        """Return a node's mounts below ``root``, and the arguments with which `cloudtrain.pyz` finds them."""
+        mounts = [
+            Mount(url=layout.runtime, path=f"{root}cloudtrain.pyz", kind="mount"),
+            Mount(url=layout.code, path=f"{root}code.tar.gz", kind="mount"),
+            Mount(url=layout.context, path=f"{root}container/context.json", kind="mount"),
+            Mount(url=layout.key, path=f"{root}container/key", kind="mount"),
+            Mount(url=layout.live, path=f"{root}live", kind="sync"),
+        ]
+        words = [f"{root}cloudtrain.pyz", "run", "--context", f"{root}container/context.json"]
+        words += ["--attempt", str(attempt), "--path", f"code={root}code.tar.gz", "--path", f"live={root}live"]
+        if url_scheme(layout.run) == "file":
+            mounts.append(Mount(url=layout.direct, path=f"{root}checkpoints", kind="sync"))
+            words += ["--path", f"direct={root}checkpoints"]
+        for name, item in sorted(layout.inputs.items()):
+            kind = item.mode if item.mode != "auto" else "mount" if url_scheme(item.url) == "file" else "copy"
+            path = f"{root}inputs/{name}/{item.file}" if item.file else f"{root}inputs/{name}"
+            mounts.append(Mount(url=item.url, path=path, kind=kind))
+            words += ["--path", f"input.{name}={root}inputs/{name}"]
+        if layout.resume:
+            mounts.append(Mount(url=layout.resume, path=f"{root}resume", kind="mount"))
+            words += ["--path", f"resume={root}resume"]
+        return mounts, words
+
+    def _request(
+        self,
+        job: Job,
+        layout: Layout,
+        *,
+        attempt: int,
+        choice: int,
+        nodes: Sequence[NodeSpec],
+        body: Mapping[str, Any],
+        owned: Sequence[str],
+    ) -> Request:
+        """Return the request that starts ``nodes`` under the rules of all such providers; options merged last."""
+        from ..provider_api.limits import THIS_MACHINE, hard_limit
+
+        prices = getattr(self.settings, "prices", {})
+        seconds, notes = hard_limit(job, self.name, lambda _: [THIS_MACHINE], choice=choice, own=prices)
+        rules = LaunchRules(
+            time_limit=seconds,
+            retries=job.retries,
+            restart_on=(PREEMPTED,),
+            max_restarts=MAX_RESTARTS,
+            stop_grace=STOP_GRACE,
+        )
+        body = {**body, **LaunchSpec(nodes=nodes, rules=rules).to_dict()}
+        for name in job.options.get(self.name, {}):
+            if name not in body:
+                raise SpecError("no such field", field=f"options.{self.name}.{name}", hint=did_you_mean(name, body))
+        body = merge_options(body, job.options.get(self.name, {}), owned=[*OWNED, *owned], provider=self.name)
+        try:
+            LaunchSpec.from_dict({key: body[key] for key in ("nodes", "rules")})
+        except SpecError as exc:
+            raise SpecError(exc.message, field=f"options.{self.name}.{exc.field}", hint=exc.hint) from None
+        return Request(
+            provider=self.name,
+            operation="supervise",
+            body=body,
+            context=context_of(self.name, job, layout, processes=job.resources.processes(choice)),
+            run=layout.run,
+            attempt=attempt,
+            choice=choice,
+            notes=tuple(notes),
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- the run
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        if os.name != "posix":
+            raise UnsupportedError(self.name, "provider", "its supervisor needs Linux or macOS")
+        folder = self._folder(request.run)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            claimed = folder / "request.json"
+            if not claimed.exists():
+                _write(claimed, request.to_dict())
+        except OSError as exc:
+            raise StorageError(f"cannot write {folder}: {exc.strerror}") from None
+        if not (folder / "status.json").exists():
+            self._supervise(folder, secrets or {})
+        return self._native_id(folder)
+
+    def _supervise(self, folder: Path, secrets: Mapping[str, str]) -> None:
+        """Start the supervisor, detached; of several, the one that gets the folder's lock stays."""
+        begin = "import sys; sys.path.append(sys.argv.pop(1)); "
+        code = f"{begin}from cloudtrain.engine.supervisor import main; main(*sys.argv[1:])"
+        package = Path(__file__).resolve().parents[2]
+        with open(folder / "supervisor.log", "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(package), str(folder), self.engine],
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert process.stdin is not None
+        with process.stdin as pipe:
+            pipe.write(json.dumps(dict(secrets)).encode())
+        threading.Thread(target=process.wait, daemon=True).start()
+        deadline = time.monotonic() + START_SECONDS
+        while not (folder / "status.json").exists():
+            if process.poll() is not None and not (folder / "status.json").exists():
+                _raise_refusal(folder / "refused.json")
+                raise PlatformError(
+                    f"the supervisor did not start: {last_line(folder / 'supervisor.log') or 'it said nothing'}"
+                )
+            if time.monotonic() > deadline:
+                with contextlib.suppress(ProcessLookupError):  # it must not start the job after this error
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise PlatformError(f"the supervisor has not started within {START_SECONDS:.0f} s: see {folder}")
+            time.sleep(0.01)
+
+    def find(self, request: Request) -> str | None:
+        folder = self._folder(request.run)
+        return self._native_id(folder) if (folder / "status.json").exists() else None
+
+    def status(self, native_id: str) -> Status:
+        folder = _existing(native_id)
+        data = _read(folder / "status.json")
+        status = Status(
+            state=data["state"],
+            native=data["state"],
+            reason=data["reason"],
+            category=data["category"],
+            attempts=tuple(AttemptInfo(**item) for item in data["attempts"]),
+            started=data["started"],
+            finished=data["finished"],
+            url=folder.as_uri(),
+        )
+        return status if status.final or is_alive(folder) else self._abandoned(folder, status)
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        folder = _existing(native_id)
+        offsets = dict(cursor or {})
+        lines: list[LogLine] = []
+        more = False
+        for path in sorted((folder / "out").glob("*/node-*.log"), key=_attempt_order):
+            key = f"{path.parent.name}/{path.name}"
+            start = offsets.get(key, 0)
+            with open(path, "rb") as stream:
+                stream.seek(start)
+                data = stream.read(PAGE_BYTES)
+            whole = data[: data.rfind(b"\n") + 1]
+            for line in whole.splitlines(keepends=True):
+                text = line.decode("utf-8", "replace").rstrip("\n")
+                lines.append(LogLine(node=path.stem.removeprefix("node-"), text=text, id=f"{key}:{start}"))
+                start += len(line)
+            offsets[key] = start
+            more |= len(data) == PAGE_BYTES
+        return LogPage(lines=tuple(lines), cursor=offsets, more=more)
+
+    def stuck(self, native_id: str) -> dict[str, str]:
+        """Return each checkpoint that the newest attempt's nodes could not copy to the store, with the reason."""
+        logs = sorted((_existing(native_id) / "out").glob("*/node-*.log"), key=_attempt_order)
+        found: dict[str, str] = {}
+        for path in (each for each in logs if each.parent == logs[-1].parent):
+            with open(path, "rb") as stream:
+                stream.seek(max(0, path.stat().st_size - PAGE_BYTES))
+                said = stream.read().decode("utf-8", "replace")
+            found |= {match["name"]: match["why"] for match in _STUCK.finditer(said)}
+        return found
+
+    def cancel(self, native_id: str) -> None:
+        folder = _existing(native_id)
+        (folder / "cancel").touch()
+
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        return LaunchSpec.from_dict({key: request.body[key] for key in ("nodes", "rules")})
+
+    def _folder(self, run: str) -> Path:
+        """Return the supervisor's folder: below the run's own folder if that is on this machine."""
+        if run.startswith("file://"):
+            return Path(run.removeprefix("file://")) / "supervisor"
+        root = self.settings.state_dir or os.path.join(
+            os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "cloudtrain"
+        )
+        return Path(root) / hashlib.sha256(run.encode()).hexdigest()[:16]
+
+    def _native_id(self, folder: Path) -> str:
+        return f"{socket.gethostname()}:{folder}"
+
+    def _abandoned(self, folder: Path, status: Status) -> Status:
+        """Return status failed for a run whose supervisor died; raise `LostContactError` from another machine."""
+        data = _read(folder / "status.json")
+        if data["state"] in ("succeeded", "failed", "cancelled"):
+            return self.status(f"{data['host']}:{folder}")  # it ended between the two reads
+        if data["host"] != socket.gethostname():
+            raise LostContactError(f"this run is on the machine {data['host']}; ask there", passing=False)
+        self._clear(folder)
+        cancelled = (folder / "cancel").exists()
+        rebooted = data["boot"] and data["boot"] != boot_id()
+        reason = "this machine was restarted while the run went on" if rebooted else "the run's supervisor was killed"
+        return Status(
+            state="cancelled" if cancelled else "failed",
+            native="abandoned",
+            reason="cancelled by the user" if cancelled else reason,
+            category="cancelled" if cancelled else "infra",
+            attempts=status.attempts,
+            started=status.started,
+            finished=data["seen"],
+            url=status.url,
+        )
+
+
+def origin_tags(layout: Layout) -> dict[str, str]:
+    """Return the run's origin as tags of its nodes: the commit, and the page of the CI run."""
+    page = layout.origin.get("ci_url") or layout.origin.get("ci_run", "")
+    said = {"cloudtrain.revision": layout.origin.get("revision", ""), "cloudtrain.ci": page}
+    return {name: value for name, value in said.items() if value}
+
+
+def _existing(native_id: str) -> Path:
+    host, _, path = native_id.partition(":")
+    folder = Path(path)
+    if (folder / "status.json").exists():
+        return folder
+    if host != socket.gethostname():
+        raise LostContactError(f"this run is on the machine {host}; ask there", passing=False)
+    raise NotFoundError(f"no supervisor has ever written {folder}")
+
+
+def is_alive(folder: Path) -> bool:
+    """Return True if a supervisor holds the folder's lock."""
+    import fcntl
+
+    with open(folder / "lock", "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: concurrent callers do not block each other
+        except OSError:
+            return True
+    return False
+
+
+def image_id(simulation: LaunchSpec) -> str:
+    """Return this machine's id of the image that the nodes run. Raises the engine's errors."""
+    from .docker_api import connect
+
+    return str(connect().inspect_image(simulation.nodes[0].image)["Id"])
+
+
+def clear_containers(folder: Path) -> None:
+    """Remove the remaining containers of the run whose supervisor worked in ``folder``."""
+    from .docker_api import clear, connect, run_label
+
+    with contextlib.suppress(Exception):  # the run's end must be reported all the same
+        clear(connect(), run_label(_read(folder / "request.json")["run"]))
+
+
+def check_readable(mounts: Sequence[Mount], user: str, root: str) -> None:
+    """Raise `SpecError` for an input or checkpoint of this machine that ``user`` (``uid[:gid]``) may not read in place.
+
+    Only the mode of the file or folder itself counts: a mount needs no right to the folders above it.
+    """
+    from ..storage.local_disk import local_path
+
+    uid, _, gid = user.partition(":")
+    for mount in mounts:
+        place, _, rest = mount.path.removeprefix(root).partition("/")
+        path = local_path(mount.url) if mount.kind == "mount" and place in ("inputs", "resume") else None
+        if path is None or uid == "0" or not path.exists():
+            continue
+        found, wanted = path.stat(), 5 if path.is_dir() else 4
+        shift = 6 if found.st_uid == int(uid) else 3 if found.st_gid == int(gid or uid) else 0
+        if (found.st_mode >> shift) & wanted != wanted:
+            name = f"inputs.{rest.partition('/')[0]}" if place == "inputs" else "resume_from"
+            raise SpecError(f"the user {user} may not read {path}; allow it (chmod), or leave user unset", field=name)
+
+
+def refuse(path: Path, exc: errors.CloudtrainError) -> None:
+    """Write the supervisor's refusal of the request for its client."""
+    field, text = (exc.field, exc.message) if isinstance(exc, SpecError) else ("", str(exc))
+    kind = "SpecError" if isinstance(exc, SpecError) else type(exc).__name__
+    _write(path, {"kind": kind, "field": field, "text": text, "hint": exc.hint})
+
+
+def _raise_refusal(path: Path) -> None:
+    if path.exists():
+        said = _read(path)
+        path.unlink(missing_ok=True)
+        if said["kind"] == "SpecError":
+            raise SpecError(said["text"], field=said["field"], hint=said["hint"])
+        raise getattr(errors, said["kind"], PlatformError)(said["text"], hint=said["hint"])
+
+
+def _attempt_order(path: Path) -> tuple[int, int, str]:
+    k, _, r = path.parent.name.partition(".")
+    return int(k), int(r), path.name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_bytes())  # type: ignore[no-any-return]
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(data), encoding="utf-8")
+    os.replace(temporary, path)

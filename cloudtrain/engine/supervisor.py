@@ -1,0 +1,597 @@
+"""Supervise a run on this host: a process that starts a Simulation's nodes, applies its rules, and outlives the client.
+
+It owns one folder (``request.json``, ``lock``, ``status.json``, ``out/<attempt>/node-<n>.log``); the process with the
+lock is the supervisor. It writes the store's records there, and the client's information to ``status.json``. If the
+store is remote, it keeps ``live/`` in step with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import EXIT_CODES, CapacityError, CloudtrainError, SpecError, StorageError
+from ..job.job import Job
+from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
+from ..provider_api.protocol import AttemptInfo, Layout, Provider, Request
+from ..provider_api.registry import find_provider
+from ..runs.outcome import records_of, was_lost
+from ..runs.run import NOT_RETRIED, Run
+from ..runtime.checkpoints import COMMIT, complete, resumable_checkpoints
+from ..runtime.node import UNMIRRORED
+from ..storage.files import Files, TransferOptions, files
+from ..storage.local_disk import local_path
+from ..store.store import Store
+from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
+from .fault_injection import Injection, InjectionPlan
+from .node_folders import NodeFolders
+from .supervised import SupervisedProvider, refuse
+
+__all__ = ["Supervisor", "main"]
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.1
+HEARTBEAT_SECONDS = 5.0
+SYNC_SECONDS = 5.0
+PATIENCE_SECONDS = 1800.0
+"""Seconds that a store may be away before a finished run gives up on it."""
+FINISH_SECONDS = 600.0
+"""How long the other nodes may take to come down by themselves once one has failed."""
+LOST_SECONDS = 15.0
+"""The same once a peer has missed one of them."""
+UNMET_SECONDS = 3.0
+"""The same before the nodes have met: they would wait for it in vain."""
+RESTART_SECONDS = 1.0
+SIGNAL_SECONDS = 1.0
+"""Seconds between stop signals to a node: a Python that has just started has no handler yet."""
+KILLED = (137, 143)
+"""Exit codes of nodes that a platform itself ended, by SIGKILL or SIGTERM."""
+CHECKPOINTS = "checkpoints/"
+CANCELLED = ("cancelled", "cancelled", "cancelled by the user")
+
+
+def main(folder: str, engine: str) -> None:
+    """Run the supervisor of ``folder``, unless another one does already. Secrets come as JSON on stdin."""
+    secrets = json.load(sys.stdin)
+    import fcntl
+
+    with open(Path(folder) / "lock", "ab") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                # Another supervisor, which will write its status, or a brief reader.
+                if (Path(folder) / "status.json").exists():
+                    return
+                time.sleep(0.02)
+        os.set_inheritable(lock.fileno(), False)
+        supervisor = Supervisor(folder=Path(folder), engine=engine, secrets=secrets, environ=os.environ)
+        try:
+            supervisor.check()
+        except CloudtrainError as exc:
+            refuse(Path(folder) / "refused.json", exc)
+        else:
+            supervisor.run()
+
+
+class Supervisor:
+    """The supervisor of one run: every attempt, from ``request.json`` in ``folder`` to the final ``status.json``."""
+
+    def __init__(self, *, folder: Path, engine: str, secrets: Mapping[str, str], environ: Mapping[str, str]) -> None:
+        self.folder, self.secrets = folder, dict(secrets)
+        self.request = Request.from_dict(json.loads((folder / "request.json").read_bytes()))
+        self.engine: Engine = make_engine(engine, folder=folder, run=self.request.run, environ=environ)
+        store, _, self.run_id = self.request.run.rpartition("/runs/")
+        self.store = Store(store)
+        self.native_id = f"{socket.gethostname()}:{folder}"
+        self.attempts: list[dict[str, Any]] = []
+        self.spent = 0.0
+        self.drills = InjectionPlan(self.request.body.get("drills", ()))
+        self._lost: set[int] = set()
+        self._idle: list[Injection] = []
+        self._had: tuple[
+            str, ...
+        ] = ()  # the newest checkpoints as the nodes started, or at a drill that waited for one
+        self._again = ""
+        self.state: dict[str, Any] = {
+            "state": "running" if engine == "processes" else "pending",  # it may have to pull an image
+            "reason": "",
+            "category": "",
+            "started": time.time(),
+            "finished": None,
+            "host": socket.gethostname(),
+            "boot": boot_id(),
+            "pid": os.getpid(),
+        }
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """The record run.json, which never changes. Raises the store's errors."""
+        return self.store.run(self.run_id, needs=("provider", "settings", "job"))
+
+    @cached_property
+    def provider(self) -> Provider:
+        """The provider in run.json."""
+        return find_provider(self.record["provider"])(**self.record["settings"])
+
+    def check(self) -> None:
+        """Raise the error that keeps the run from starting at all: it then leaves no status."""
+        moving = {key: value for key, value in self.record.get("moving", {}).items() if key in TransferOptions._fields}
+        self.store = Store(self.store.url, moving=TransferOptions(**moving))
+        provider = self.provider
+        if isinstance(provider, SupervisedProvider) and not (self.folder / "status.json").exists():
+            provider.check(self.request)
+
+    def run(self) -> None:
+        """Run to the end. Never raises: an error becomes the run's reason."""
+        if (self.folder / "status.json").exists():
+            return  # a run is supervised once; its end, or its supervisor's, is on record
+        self._write_status()
+        mounts = _Mounts(folder=self.folder, store=self.store, run_id=self.run_id)
+        mounts.start_syncing()
+        try:
+            state, category, reason = self._all_attempts(mounts)
+        except CloudtrainError as exc:
+            state, category, reason = "failed", "infra", str(exc)
+        except Exception as exc:  # noqa: BLE001  the last line of defence of an unattended process
+            state, category, reason = "failed", "infra", f"the supervisor failed: {type(exc).__name__}: {exc}"
+            sys.stderr.write(reason + "\n")
+        if late := ", ".join(drill.words for drill in self.drills.left):
+            reason = "; ".join(filter(None, [reason, f"it had ended before {late}"]))
+        if idle := ", ".join(drill.words for drill in self._idle):
+            reason = "; ".join(filter(None, [reason, f"that node had ended before {idle}"]))
+        self.engine.clean()
+        try:
+            mounts.stop_syncing(self._patiently)
+        except CloudtrainError as exc:
+            kept = f"what it left is still in {mounts.live} on {socket.gethostname()}: {exc}"
+            reason = f"{reason}; {kept}" if reason else kept
+        self.state.update(state=state, category=category, reason=reason, finished=time.time())
+        self._patiently(self._write_final)
+        with contextlib.suppress(CloudtrainError):
+            Run(store=self.store, run_id=self.run_id).result()
+
+    def _write_status(self) -> None:
+        """Write the clients' status. If the disk fails now, the next write replaces it: no reason to end a run."""
+        with contextlib.suppress(StorageError):
+            self._write_final()
+
+    def _write_final(self) -> None:
+        self.state.update(attempts=self.attempts, seen=time.time())
+        temporary = self.folder / ".status.json"
+        try:
+            temporary.write_text(json.dumps(self.state), encoding="utf-8")
+            os.replace(temporary, self.folder / "status.json")
+        except OSError as exc:
+            raise StorageError(f"cannot write {self.folder}: {exc.strerror}") from None
+
+    def _patiently(self, work: Callable[[], T]) -> T:
+        """Retry ``work()`` while the store or the disk fails, for `PATIENCE_SECONDS` or until cancelled."""
+        deadline, pause = time.monotonic() + PATIENCE_SECONDS, 1.0
+        while True:
+            try:
+                return work()
+            except StorageError as exc:
+                if time.monotonic() > deadline or (self.folder / "cancel").exists():
+                    raise
+                sys.stderr.write(f"{exc}; trying again\n")
+                time.sleep(pause)
+                pause = min(pause * 2, 60.0)
+
+    # ------------------------------------------------------------------------------------------------------- attempts
+
+    def _all_attempts(self, mounts: _Mounts) -> tuple[str, str, str]:
+        """Return (state, category, reason) of the run."""
+        request, failures = self.request, []
+        while True:
+            simulation = self._patiently(lambda: self.provider).launch_spec(request)
+            state, category, reason = self._attempt(request, simulation, mounts)
+            if state != "failed" or category in NOT_RETRIED or request.attempt >= simulation.rules.retries:
+                return state, category, reason
+            failures.append((self._exception(mounts), self._patiently(partial(self._newest_checkpoint, mounts))))
+            if len(failures) > 1 and failures[-1] == failures[-2]:
+                return state, category, f"{reason}; the same failure twice with no new checkpoint between"
+            if self._cancelled(mounts):
+                return CANCELLED
+            request = self._patiently(partial(self._next, request))
+
+    def _cancelled(self, mounts: _Mounts) -> bool:
+        return (self.folder / "cancel").exists() or mounts.cancelled()
+
+    def _next(self, request: Request) -> Request:
+        """Return the request of the next attempt, recorded before any node starts."""
+        record = self.store.run(self.run_id)
+        job = Job.from_dict(record["job"]).at(record["provider"])
+        provider = self.provider
+        number = request.attempt + 1
+        following = provider.plan(job, Layout.from_dict(record["layout"]), attempt=number, choice=request.choice)
+        if not self.store.create_attempt(self.run_id, number, following) and following != self.store.attempt_request(
+            self.run_id, number
+        ):
+            raise CloudtrainError(f"attempt {number} was started by someone else")
+        self.store.write_submitted(self.run_id, number, self.native_id)
+        return following
+
+    def _attempt(self, request: Request, simulation: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str]:
+        """Run one attempt, with the platform's own restarts."""
+        rules, restart = simulation.rules, 0
+        left = {"codes": rules.max_restarts, "preempted": rules.preemptions, "lost": rules.losses}
+        most = dict(left)
+        while True:
+            if self._cancelled(mounts):
+                return CANCELLED
+            name = f"{request.attempt}.{restart}"
+            entry = {"number": name, "native_id": self.native_id, "started": time.time(), "ended": None, "reason": ""}
+            self.attempts.append(entry)
+            self._again, resumed = "", ""
+            try:
+                state, category, reason, resumed = self._start(name, simulation, mounts)
+            except (NodeError, SpecError, CapacityError, StorageError) as exc:
+                # The nodes cannot start: the attempt's end, like any other.
+                state, category, reason = "failed", _category_of(exc), str(exc)
+                if self._cancelled(mounts):
+                    state, category, reason = CANCELLED
+            if (remarks := self.engine.remarks()) and reason:
+                reason = f"{reason}; {remarks}"
+            entry.update(ended=time.time(), reason=reason or state, category=category, resumed_from=resumed)
+            self._write_status()
+            if not self._again:
+                return state, category, reason
+            left[self._again] -= 1
+            if left[self._again] < 0:
+                used = f"; {most[self._again]} restarts are used up" if most[self._again] else ""
+                return "failed", category, f"{reason}{used}"
+            restart += 1
+            time.sleep(RESTART_SECONDS)
+
+    def _start(self, name: str, simulation: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str, str]:
+        """Run one start of all nodes to its end; return (state, category, reason, resumed checkpoint)."""
+        self.engine.prepare(simulation, self._pending, lambda: self._cancelled(mounts))
+        wanted = [mount for node in simulation.nodes for mount in node.mounts]
+        local = self._patiently(lambda: mounts.fetch(wanted))
+        self.state.update(state="running", reason="")
+        self._write_status()
+        self._lost.clear()
+        self._had = self._newest_checkpoint(mounts) if self.drills.left else ()
+        folders = None
+        stopped = "preempted"  # nodes that never started leave nothing
+        if simulation.rules.sync_lag is not None:
+            run, lag = self.request.run, simulation.rules.sync_lag
+            marks, shared = simulation.rules.sync_marks, f"{run}/checkpoints"
+            folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=shared, lag=lag, marks=marks)
+            with self._on_disk():
+                simulation, local = folders.wired(simulation, local)
+        try:
+            nodes = self.engine.start(simulation, attempt=name, local=local, secrets=self.secrets)
+            if folders is not None:
+                folders.start()
+            try:
+                stopped = self._watch(nodes, simulation.rules, mounts, folders)
+            finally:
+                for node in nodes:
+                    node.kill()
+        finally:
+            if folders is not None:
+                with self._on_disk():
+                    folders.finish(outputs=stopped != "preempted" and not self._lost)
+        exits = self._exits(mounts)
+        resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
+        return *self._judge(nodes, simulation.rules, stopped, exits), resumed
+
+    @contextlib.contextmanager
+    def _on_disk(self) -> Iterator[None]:
+        """Raise `StorageError` for a full or broken disk of the nodes' folders."""
+        try:
+            yield
+        except OSError as exc:
+            raise StorageError(f"cannot keep the nodes' folders in {self.folder}: {exc}") from None
+
+    def _pending(self, reason: str) -> None:
+        """Set the run pending, with the reason for the wait."""
+        self.state.update(state="pending", reason=reason)
+        self._write_status()
+
+    def _watch(
+        self, nodes: Sequence[NodeHandle], rules: LaunchRules, mounts: _Mounts, folders: NodeFolders | None
+    ) -> str:
+        """Wait for all nodes to end; return why we ended them (``cancelled``, ``timeout``, ``peers``, or ``preempted``,
+        by a drill), else ""."""
+        began = time.monotonic()
+        stopped, stop_at, failed_at, told, beat = "", 0.0, 0.0, 0.0, began
+        patience, missed = UNMET_SECONDS, False
+        first: int | None = None  # the node that is told to stop before the others are
+        while any(node.poll() is None for node in nodes):
+            now = time.monotonic()
+            if not stopped:
+                stopped = self._reason_to_stop(self.spent + now - began, rules, mounts)
+                if not stopped and (first := self._drill(self.spent + now - began, nodes, mounts, folders)) is not None:
+                    stopped = "preempted"
+                if rules.primary is not None and nodes[rules.primary].poll() == 0:
+                    for node in nodes:
+                        node.kill()
+                if not stopped and not failed_at and any(node.poll() not in (None, 0) for node in nodes):
+                    failed_at = now
+                if not stopped and failed_at and now - failed_at > patience:
+                    if patience == UNMET_SECONDS and self._met():
+                        patience = FINISH_SECONDS
+                    else:
+                        stopped = "peers"
+                if failed_at and not missed and now - failed_at > LOST_SECONDS and (missed := self._missed(mounts)):
+                    for node in nodes:
+                        node.kill()
+                stop_at = now + rules.stop_grace
+            if stopped and now > stop_at:
+                for node in nodes:
+                    node.kill()
+            elif stopped and now - told > SIGNAL_SECONDS:
+                told = now
+                for number, node in enumerate(nodes):
+                    if first in (None, number) or nodes[first or 0].poll() is not None:
+                        node.signal(rules.stop_signal)
+            if now - beat > HEARTBEAT_SECONDS:
+                beat = now
+                self._write_status()
+            time.sleep(POLL_SECONDS)
+        self.spent += time.monotonic() - began
+        return stopped
+
+    def _drill(
+        self, seconds: float, nodes: Sequence[NodeHandle], mounts: _Mounts, folders: NodeFolders | None
+    ) -> int | None:
+        """Run the drill due after ``seconds`` of running; return the node whose machine it takes back, if any."""
+        drill = self.drills.due(seconds, lambda: self._newest_checkpoint(mounts) not in ((), self._had))
+        if drill is None:
+            return None
+        if drill.after is None:
+            self._had = self._newest_checkpoint(mounts)
+        sys.stderr.write(f"drill: {drill.words}\n")
+        if drill.kind == "preempt":
+            return drill.node
+        if nodes[drill.node].poll() is not None:
+            self._idle.append(drill)
+        else:
+            self._lost.add(drill.node)
+            if folders is not None:
+                folders.lose(drill.node)
+            nodes[drill.node].kill()
+        return None
+
+    def _met(self) -> bool:
+        """Return whether node 0 has started all nodes, which it prints before any rank's line."""
+        name = self.attempts[-1]["number"]
+        with contextlib.suppress(OSError), open(self.folder / "out" / name / "node-0.log", "rb") as stream:
+            return re.search(rb"cloudtrain: attempt \d+\.\d+:", stream.read(1 << 16)) is not None
+        return False
+
+    def _missed(self, mounts: _Mounts) -> bool:
+        """Return whether a node that has ended says that another one was lost: that one may stand still."""
+        return any(was_lost(record["failure"]) for record in self._exits(mounts))
+
+    def _exits(self, mounts: _Mounts) -> list[Mapping[str, Any]]:
+        """Return the exit records of the newest attempt so far.
+
+        Nodes number an attempt by what they find in live/, where a start that was cut short has left nothing.
+        """
+        last = self.attempts[-1]
+        return list(records_of(AttemptInfo(number=last["number"], started=last["started"]), mounts.exits()))
+
+    def _reason_to_stop(self, spent: float, rules: LaunchRules, mounts: _Mounts) -> str:
+        if self._cancelled(mounts):
+            return "cancelled"
+        return "timeout" if spent > rules.time_limit else ""
+
+    def _judge(
+        self, nodes: Sequence[NodeHandle], rules: LaunchRules, stopped: str, exits: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, str, str]:
+        """Return (state, category, reason) of one start of all nodes."""
+        codes = [node.poll() or 0 for node in nodes]
+        decided = next((r for r in exits if r["decided"]), None)
+        done = decided is not None and decided["outcome"] == "succeeded"
+        primary = rules.primary is not None and codes[rules.primary] == 0
+        # On some platforms, nodes exit with 0 after a stop signal.
+        if (done and not any(codes)) or (stopped in ("", "peers") and (primary or not any(codes))):
+            return "succeeded", "", ""
+        if stopped == "cancelled":
+            return CANCELLED
+        if stopped == "timeout":
+            unkept = (
+                remark for record in exits for remark in record["remarks"] if remark.startswith(UNMIRRORED + ": ")
+            )
+            if remark := next(unkept, ""):  # the script was done; only its store kept the node
+                return "failed", "storage", f"{remark}; max_runtime is used up"
+            if rules.time_limit == self._max_runtime():
+                return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
+            return "failed", "timeout", f"the limit of {rules.time_limit:.0f} s, less than max_runtime, is used up"
+        told = next((r["reason"] for r in exits if r["decided"] and r["outcome"] == "preempted"), "")
+        if stopped == "preempted":
+            self._again = "preempted"
+            return "failed", "preempted", told or "the platform took its machines back"
+        # A node's exit code, or a shell's code for a killed node.
+        ends = {n: 128 - code if code < 0 else code for n, code in enumerate(codes) if n not in self._lost}
+        if self._lost and not (rules.restart_on and set(ends.values()) - {0, *rules.restart_on, *KILLED}):
+            self._again = "lost"
+            return "failed", "infra", f"node {min(self._lost)} was lost"
+        if not set(ends.values()) - {0, *rules.restart_on}:
+            self._again = "codes"
+            if told or decided is None or decided["outcome"] != "failed":
+                return "failed", "preempted", told or "a node was told to stop"
+        silent = self._silent(nodes, exits)
+        record = next((r for r in exits if r["decided"] and r["outcome"] == "failed"), None)
+        record = record or next((r for r in exits if r["outcome"] == "failed"), None)
+        if record is not None and not (silent and was_lost(record["failure"])):
+            category = record["category"] if record["category"] in EXIT_CODES else "infra"
+            return "failed", category, record["reason"]
+        # Its peers report that it was lost; its own end is known here.
+        category, reason = silent or ("infra", "the nodes ended without a word")
+        return "failed", category, reason
+
+    def _silent(self, nodes: Sequence[NodeHandle], exits: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+        """Return (category, reason) of the first node that was killed whole: it left no record."""
+        told = {record["node"] for record in exits}
+        number = next((n for n, node in enumerate(nodes) if node.poll() and n not in told), None)
+        if number is None:
+            return None
+        node, code = nodes[number], nodes[number].poll() or 0
+        if node.trouble is not None:
+            return node.trouble[0], f"node {number}: {node.trouble[1]}"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        last = last_line(self.folder / "out" / self.attempts[-1]["number"] / f"node-{number}.log")
+        return "infra", f"node {number} {how}" + (f": {last}" if last else "")
+
+    def _exception(self, mounts: _Mounts) -> tuple[Any, ...]:
+        """Return the attempt's failure to compare with the next one's: the first rank may differ.
+
+        A kill from outside, or a lost node, says nothing of the script: it equals no other.
+        """
+        name = self.attempts[-1]["number"]
+        for record in mounts.exits():
+            if record["attempt"] == name and record["decided"] and (failure := record["failure"]):
+                place = (failure["exception"], failure["file"], failure["line"], failure["process_exit_code"])
+                killed = not failure["exception"] and failure["process_exit_code"] in (None, -signal.SIGKILL)
+                if not was_lost(failure) and (not killed or record["category"] == "oom"):
+                    return (record["category"], *place)
+        return (name,)
+
+    def _max_runtime(self) -> float:
+        """Return the job's own limit; a limit of money or GPU hours may be shorter."""
+        return Job.from_dict(self.record["job"]).at(self.record["provider"]).max_runtime
+
+    def _newest_checkpoint(self, mounts: _Mounts) -> tuple[str, ...]:
+        """Return the newest of each kind: mirrored, and written to the store by the script itself."""
+        mirrored = resumable_checkpoints(complete(mounts.live / "checkpoints"))[-1:]
+        return (*(str(item.folder) for item in mirrored), *(item.key for item in self.store.direct(self.run_id)[-1:]))
+
+
+class _Mounts:
+    """The local path of every mount's URL: its own or a copy's; ``live`` is kept in step."""
+
+    def __init__(self, *, folder: Path, store: Store, run_id: str) -> None:
+        self._folder, self._store, self._run_id = folder, store, run_id
+        self.live = local_path(f"{store.url}/runs/{run_id}/live") or folder / "live"
+        self._url = f"{store.url}/runs/{run_id}/live"
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._stop, self._told_to_stop = threading.Event(), False
+        self._thread: threading.Thread | None = None
+
+    def fetch(self, mounts: Iterable[Mount]) -> dict[str, Path]:
+        """Return local paths by URL. Remote ones are downloaded once; folders that nodes write to are created."""
+        out: dict[str, Path] = {}
+        for url, kind in {mount.url: mount.kind for mount in mounts}.items():
+            if url.endswith(f"/runs/{self._run_id}/live"):
+                out[url] = self.live
+            else:
+                out[url] = local_path(url) or self._download(url)
+            if kind == "sync":
+                out[url].mkdir(parents=True, exist_ok=True)
+        return out
+
+    def _download(self, url: str) -> Path:
+        parent, _, name = url.rpartition("/")
+        target = self._folder / "mounts" / _short(url) / name
+        whole = target.with_name(f".{name}.whole")
+        if not whole.exists():
+            moving = TransferOptions(mover=self._store.moving.mover)  # inputs are never written
+            source = files(parent, moving=moving)
+            if source.size(name) is not None:
+                source.download(name, target)
+            else:
+                files(url, moving=moving).download_tree("", target)
+            whole.touch()
+        return target
+
+    def exits(self) -> list[dict[str, Any]]:
+        """Return the exit records of all nodes so far, as the nodes wrote them."""
+        out = []
+        for path in sorted((self.live / "exit").glob("*.json")):
+            with contextlib.suppress(OSError, ValueError):
+                out.append(json.loads(path.read_bytes()))
+        return out
+
+    def cancelled(self) -> bool:
+        """Return whether the store forbids further attempts; for a remote store, as last read by the sync thread."""
+        if self._thread is not None:
+            return self._told_to_stop
+        return self._store.cancelled(self._run_id)
+
+    def start_syncing(self) -> None:
+        """Keep a remote store's ``live`` in step."""
+        if local_path(self._url) is None:
+            self._thread = threading.Thread(target=self._keep_in_step, name="sync", daemon=True)
+            self._thread.start()
+
+    def _keep_in_step(self) -> None:
+        target = files(self._url, moving=self._store.moving)
+        while not self._stop.wait(SYNC_SECONDS):
+            try:
+                self._told_to_stop = self._store.cancelled(self._run_id)
+                self._sync(target)
+            except Exception as exc:  # noqa: BLE001  a store may fail in many ways, and may be back in a minute
+                sys.stderr.write(f"live/ could not be synced: {exc}; trying again\n")
+
+    def stop_syncing(self, patiently: Callable[[Callable[[], None]], None]) -> None:
+        """Sync the store a last time. Raises `StorageError` if it stays away; ``live`` is then kept here."""
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._thread.join()
+        target = files(self._url, moving=self._store.moving)
+        patiently(lambda: self._sync(target))
+        # All of it is in the store now; only the nodes' output stays here.
+        shutil.rmtree(self.live, ignore_errors=True)
+        shutil.rmtree(self._folder / "mounts", ignore_errors=True)
+
+    def _sync(self, target: Files) -> None:
+        """Upload new and changed files; those that make others valid (commit.json) come last.
+
+        A checkpoint deleted here is deleted there, commit.json first, but never the last one, even after a disk
+        failure. So is a log segment whose node has others: it was merged into them.
+        """
+        changed, found = [], set()
+        below = (Path(folder, name) for folder, _, names in os.walk(self.live) for name in names)
+        for path in (path for path in below if path.is_file() and not path.match(".*.part")):
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                key = path.relative_to(self.live).as_posix()
+                found.add(key)
+                if self._sent.get(key) != (stat.st_size, stat.st_mtime_ns):
+                    changed.append((path.name == COMMIT, key, path, (stat.st_size, stat.st_mtime_ns)))
+        for _, key, path, state in sorted(changed):
+            with contextlib.suppress(FileNotFoundError):
+                target.upload(path, key)
+                self._sent[key] = state
+        folders = {key.rpartition("/")[0] for key in found if key.startswith("logs/")}
+        for key in [key for key in self._sent.keys() - found if key.rpartition("/")[0] in folders]:
+            target.remove(key)
+            del self._sent[key]
+        gone = [key for key in self._sent.keys() - found if key.startswith(CHECKPOINTS)]
+        if any(key.startswith(CHECKPOINTS) and key.endswith(f"/{COMMIT}") for key in found):
+            for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
+                target.remove(key)
+                del self._sent[key]
+
+
+def _category_of(exc: CloudtrainError) -> str:
+    """Return the category of a run whose nodes could not start."""
+    if isinstance(exc, NodeError):
+        return exc.category
+    return "image" if isinstance(exc, SpecError) else "capacity" if isinstance(exc, CapacityError) else "infra"
+
+
+def _short(url: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(url.encode()).hexdigest()[:16]

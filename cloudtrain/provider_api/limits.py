@@ -1,0 +1,139 @@
+"""Convert limits of money and GPU hours into seconds of running time, which a platform can enforce. Pure.
+
+``max_cost`` buys ``max_cost / (machines x price)`` hours, ``max_gpu_hours`` gives ``max_gpu_hours / GPUs``. The
+shortest of these and ``max_runtime`` is the hard limit of the native request. A run's choice of a GPU list is not known
+in advance. So the most expensive one, and the one with the most GPUs, set the limit for every choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SpecError, UnsupportedError
+from ..validate import is_price
+from . import catalog
+
+if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
+    from ..job.job import Job
+
+__all__ = ["THIS_MACHINE", "checked_prices", "gpus_per_node", "hard_limit"]
+
+THIS_MACHINE = "localhost"
+"""Name under which a machine that starts its nodes itself has a price; all nodes are on it."""
+LONGEST = 10**9
+"""Seconds; longer than any platform runs a job."""
+
+
+def checked_prices(prices: Any, provider: str) -> dict[str, float]:
+    """Return the setting ``prices``, sorted by name. Raises `SpecError` for a value that is not a price."""
+    values = prices.values() if isinstance(prices, Mapping) else [None]
+    if not all(is_price(value) for value in values):
+        raise SpecError("must be a table of US dollars an hour by machine, each above zero", field=f"{provider}.prices")
+    return dict(sorted(prices.items()))
+
+
+def gpus_per_node(provider: str, machine: str, job: Job, choice: int) -> int | None:
+    """Return the GPUs a node for the ``choice``-th GPU of the list, on ``machine``; None means unknown.
+
+    ``machine`` is a name of the price table: ``n1-standard-8+T4:1`` if its own name does not include the GPUs.
+    """
+    if job.resources.gpu:
+        return job.resources.gpus[choice].count
+    if machine == THIS_MACHINE:
+        return 0
+    name, plus, attached = machine.partition("+")
+    if plus:
+        return int(attached.rpartition(":")[2])
+    counts = {m.gpu_count for m in catalog.machines(provider) if m.instance_type == name}
+    return min(counts, default=None)  # the machine without GPUs, if the name stands for both
+
+
+def hard_limit(
+    job: Job,
+    provider: str,
+    names: Callable[[int], Sequence[str]],
+    *,
+    choice: int,
+    own: Mapping[str, float],
+    least: int = 1,
+    held: int = 0,
+) -> tuple[int, list[str]]:
+    """Return the seconds after which the platform must end the job, and notes for the user.
+
+    ``names(choice)`` are the machines possible for that GPU of the list, named as in ``own``, the account's prices. It
+    raises `SpecError` for a GPU that the provider lacks. ``least`` is the platform's shortest limit, ``held`` the
+    seconds of machines paid for after the job. Raises `UnsupportedError` if a price or a number of GPUs is unknown, and
+    `SpecError` for a limit below ``least``.
+    """
+    if job.max_cost is None and job.max_gpu_hours is None:
+        return job.max_runtime, []
+    found = list(_machines(job, names, choice))
+    count = 1 if found[0][1] == THIS_MACHINE else job.resources.instance_count
+    limits = {"max_runtime": (job.max_runtime, "")}
+    if job.max_cost is not None:
+        name, hourly = _dearest(provider, [name for _, name in found], own)
+        seconds = _whole(job.max_cost / hourly / count * 3600) - held
+        _check(seconds, least, "max_cost", f"does not pay for {_span(least)} of {count} x {name}")
+        what = f"max_cost {job.max_cost:g} USD buys {seconds} s of {count} x {name} at {hourly:g} USD an hour"
+        limits["max_cost"] = seconds, what
+    if job.max_gpu_hours is not None:
+        gpus = max(_known(provider, name, job, at) for at, name in found) * job.resources.instance_count
+        seconds = _whole(job.max_gpu_hours / gpus * 3600) - held
+        _check(seconds, least, "max_gpu_hours", f"is not enough for {_span(least)} of {gpus} GPUs")
+        limits["max_gpu_hours"] = seconds, f"max_gpu_hours {job.max_gpu_hours:g} is {seconds} s of {gpus} GPUs"
+    which = min(limits, key=lambda name: limits[name][0])
+    said = [f"{what}: that is the limit now" for name, (_, what) in limits.items() if name == which and what]
+    others = [what for name, (_, what) in limits.items() if name != which and what]
+    if which == "max_runtime":
+        said = [f"max_runtime {job.max_runtime} s is the limit now: {'; '.join(others)}"]
+    return limits[which][0], said
+
+
+def _machines(job: Job, names: Callable[[int], Sequence[str]], choice: int) -> Iterator[tuple[int, str]]:
+    """Yield (choice, machine) for every machine that the run may get."""
+    for at in range(max(1, len(job.resources.gpu))):
+        try:
+            found = names(at)
+        except SpecError:
+            if at == choice:
+                raise
+            continue  # no attempt gets it
+        yield from ((at, name) for name in found)
+
+
+def _dearest(provider: str, names: Sequence[str], own: Mapping[str, float]) -> tuple[str, float]:
+    """Return the most expensive machine by the account's own prices: other lists may be too low or differ by client."""
+    for name in names:
+        if name not in own:
+            known = catalog.price(provider, name)
+            near = f" ({known.usd_per_hour:g} is {known.source.partition(' (')[0]}, not your own)" if known else ""
+            how = f'set it: [{provider}.prices] "{name}" = US dollars an hour, or --set prices.{name}=USD'
+            raise UnsupportedError(provider, "max_cost", f"no price of {name} is known{near}; {how}")
+    name = max(names, key=lambda name: own[name])
+    return name, float(own[name])
+
+
+def _known(provider: str, name: str, job: Job, choice: int) -> int:
+    gpus = gpus_per_node(provider, name, job, choice)
+    if gpus is None:
+        why = f"how many GPUs {name} has is not known here; say gpu (NAME:COUNT), or use max_runtime"
+        raise UnsupportedError(provider, "max_gpu_hours", why)
+    if not gpus:
+        what = "the job asks for no GPU" if name == THIS_MACHINE else f"{name} has no GPU"
+        raise UnsupportedError(provider, "max_gpu_hours", f"{what}; ask for one with gpu, or use max_runtime")
+    return gpus
+
+
+def _whole(seconds: float) -> int:
+    """Round down to a possible limit: an amount of money may buy more seconds than fit into an integer."""
+    return int(min(seconds, LONGEST))
+
+
+def _check(seconds: int, least: int, field: str, why: str) -> None:
+    if seconds < least:
+        raise SpecError(why, field=field)
+
+
+def _span(seconds: int) -> str:
+    return "one second" if seconds == 1 else f"{seconds} s"

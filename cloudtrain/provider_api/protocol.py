@@ -1,0 +1,454 @@
+"""The border between cloudtrain and a platform: the Provider protocol and the values that cross it.
+
+A provider is one module (or folder) of `cloudtrain.providers` with the provider's name and a class ``Provider``. Third
+parties register theirs under the entry-point group ``cloudtrain.providers``. `plan`, `launch_spec` and
+`node_environment` are pure: no network, no credentials, no SDK. Everything here uses the standard library alone,
+because nodes run the same files in images that have nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+from ..errors import SpecError, UnsupportedError
+from ..validate import url_scheme
+from .launch_spec import LaunchSpec
+from .node import PROTOCOL, NodeEnvironment
+
+if TYPE_CHECKING:  # a node compiles all imports at each start, and does not need these
+    from ..job.job import Input, Job
+    from .checks import Check
+
+__all__ = [
+    "FINAL",
+    "STATES",
+    "AttemptInfo",
+    "Layout",
+    "LayoutInput",
+    "LogLine",
+    "LogPage",
+    "Need",
+    "Provider",
+    "ProviderExtras",
+    "Request",
+    "Status",
+    "check_inputs",
+    "check_needs",
+    "context_of",
+    "extras_of",
+    "extras_of_type",
+    "lacking",
+    "needs_of",
+    "python_command",
+    "recorded_settings",
+]
+
+
+STATES = ("pending", "running", "succeeded", "failed", "cancelled")
+FINAL = ("succeeded", "failed", "cancelled")
+
+
+# ---------------------------------------------------------------------------------------------------- parts of a plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutInput:
+    """The place of a channel's data for the nodes. ``file`` is the file's name if the channel is one file, else None.
+
+    ``source`` is the URL from which submission copies the data, if nodes cannot read that.
+    """
+
+    url: str
+    file: str | None = None
+    mode: str = "auto"
+    shard: bool = False
+    source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Every URL of one run, computed from hashes and the run id alone. Folders end without a slash.
+
+    ``origin`` (`provenance`) is for native tags and does not change the run. ``resume_source`` is the URL of the run
+    whose newest checkpoint submission copies to ``resume``, if nodes cannot read that.
+    """
+
+    store: str
+    run_id: str
+    code_digest: str
+    runtime_digest: str
+    inputs: Mapping[str, LayoutInput] = field(default_factory=dict)
+    resume: str | None = None
+    resume_source: str | None = None
+    origin: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def run(self) -> str:
+        return f"{self.store}/runs/{self.run_id}"
+
+    @property
+    def live(self) -> str:
+        return f"{self.run}/live"
+
+    @property
+    def native(self) -> str:
+        return f"{self.run}/native"
+
+    @property
+    def context(self) -> str:
+        return f"{self.run}/container/context.json"
+
+    @property
+    def key(self) -> str:
+        return f"{self.run}/container/key"
+
+    @property
+    def direct(self) -> str:
+        """Checkpoints that a script writes to the store itself."""
+        return f"{self.run}/checkpoints"
+
+    @property
+    def code(self) -> str:
+        return f"{self.store}/code/{self.code_digest}/code.tar.gz"
+
+    @property
+    def runtime(self) -> str:
+        return f"{self.store}/runtime/{self.runtime_digest}/cloudtrain.pyz"
+
+    def attempt(self, number: int) -> str:
+        return f"{self.run}/attempts/{number}"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Layout:
+        """Return a Layout from its plain form (`dataclasses.asdict`), as plans and run.json hold it."""
+        try:
+            return cls(**{**data, "inputs": {name: LayoutInput(**item) for name, item in data["inputs"].items()}})
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise SpecError(f"not a layout: {exc}", field="layout") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A request to a provider. ``body`` is JSON in the vendor CLI's own form, ``context`` is context.json.
+
+    ``instance_types`` are the platform's names of the machines that it may choose, best first; none if this machine
+    starts the nodes. ``notes`` are for the user, before it is sent.
+    """
+
+    provider: str
+    operation: str
+    body: Mapping[str, Any]
+    context: Mapping[str, Any]
+    run: str
+    attempt: int = 0
+    choice: int = 0
+    instance_types: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))  # type: ignore[no-any-return]
+
+    def next_choice(self, category: str) -> int:
+        """Return the index of the GPU to request next; lack of capacity rules out all machines of the request."""
+        return self.choice + (max(1, len(self.instance_types)) if category == "capacity" else 1)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Request:
+        try:
+            return cls(**{**data, **{name: tuple(data.get(name, ())) for name in ("instance_types", "notes")}})
+        except TypeError as exc:
+            raise SpecError(f"not a request: {exc}", field="request") from None
+
+
+# ---------------------------------------------------------------------------------------------- answers of a platform
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptInfo:
+    """One start of all nodes. ``number`` is ``k.r``; times are Unix seconds.
+
+    ``reason`` and ``category`` say why it ended, ``node`` and ``rank`` where that began. ``resumed_from`` is its
+    checkpoint. ``lost`` is the work that the next attempt repeated: ``{"seconds": s, "steps": n}``, each None if
+    unknown. The last attempt has lost nothing yet: None.
+    """
+
+    number: str
+    native_id: str = ""
+    started: float | None = None
+    ended: float | None = None
+    reason: str = ""
+    resumed_from: str = ""
+    category: str = ""
+    node: int | None = None
+    rank: int | None = None
+    lost: Mapping[str, float | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The platform's status of a run. ``native`` is its own word; times are Unix seconds.
+
+    ``billed_s`` is billed machine time, summed over nodes. ``saved`` is the part of the running time (0 to 1) that
+    preemptible machines did not cost, ``cost_usd`` an estimate. None means that the platform does not report it.
+    ``limit_s`` is the job's time limit in seconds. Only a platform sets it that reports neither a job's start nor
+    whether that limit ended it. `cloudtrain.runs.outcome.with_start` then completes the status by the nodes' records;
+    ``started`` of a running job is the latest possible start.
+    """
+
+    state: str
+    native: str = ""
+    reason: str = ""
+    category: str = ""
+    attempts: tuple[AttemptInfo, ...] = ()
+    started: float | None = None
+    finished: float | None = None
+    url: str = ""
+    instance_type: str = ""
+    billed_s: float | None = None
+    saved: float | None = None
+    cost_usd: float | None = None
+    limit_s: float | None = None
+
+    @property
+    def final(self) -> bool:
+        return self.state in FINAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogLine:
+    """One line of the platform's log. ``id`` is the platform's own key of it, for text without a number of ours."""
+
+    node: str
+    text: str
+    time: float | None = None
+    id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogPage:
+    """Some lines, and the cursor (JSON) to continue after them. ``more``: the next page is available now."""
+
+    lines: tuple[LogLine, ...]
+    cursor: Any
+    more: bool = False
+
+
+# ----------------------------------------------------------------------------------------------- a node's environment
+
+
+# ---------------------------------------------------------------------------------------------- launch data for engines
+
+
+# ------------------------------------------------------------------------------------------------------- the protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """A value that a provider needs to send any job: the metadata ``need`` of a field of its ``Settings``.
+
+    ``example`` is a value in the right form. ``find`` is a command that prints the right one, or names a page.
+    ``stand_in`` is a valid value for ``plan`` if there is none; default: ``missing-NAME``. The plan shows it as
+    ``shown``; default: ``<NAME>``. A job that has the field ``instead`` does not need the value.
+    """
+
+    example: str
+    find: str
+    stand_in: str = ""
+    shown: str = ""
+    instead: str = ""
+
+
+class ProviderExtras:
+    """Optional members of a provider, each with a default that does nothing. A provider inherits from it to have some.
+
+    * ``needs``: a `Need` by ``store`` or ``image`` that is no setting of the provider.
+    * ``sync_marks``: name endings of the files that the platform's agent puts into a run's folder (`SyncAgent.marks`).
+      `pull` skips such files.
+    * ``probe_ports``: ports of node 0 that ``doctor --job`` tries from the other nodes.
+    * ``object_mounts``: the folder below which nodes see an object store as files, and variables that name places in
+      it. A plan warns of appends there.
+    """
+
+    needs: ClassVar[Mapping[str, Need]] = {}
+    sync_marks: ClassVar[tuple[str, ...]] = ()
+    probe_ports: ClassVar[tuple[int, ...]] = ()
+    object_mounts: ClassVar[tuple[str, ...]] = ()
+
+    def check(self, request: Request) -> None:
+        """Raise an error if this machine can see that the request cannot be sent; then nothing is recorded."""
+
+    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
+        """Yield the provider's checks of ``doctor``, which create nothing. ``store`` is empty if unknown."""
+        return iter(())
+
+    def store_url(self, url: str, *, ask: bool) -> str:
+        """Return the URL that ``url``, whose scheme is the provider's name, stands for. ``ask``: use the network."""
+        return url
+
+    def principal(self) -> str | None:
+        """Return the identity that this machine calls as; None if it cannot be known."""
+        return None
+
+    def image_digest(self, request: Request) -> str | None:
+        """Return the digest of the image that nodes will run; None if it cannot be known."""
+        return None
+
+    def stuck(self, native_id: str) -> Mapping[str, str]:
+        """Return the checkpoints that nodes cannot copy to the store now, by name, each with the reason."""
+        return {}
+
+
+def extras_of(provider: Provider) -> ProviderExtras:
+    """Return the provider's optional members; defaults for a provider without `ProviderExtras`."""
+    return provider if isinstance(provider, ProviderExtras) else ProviderExtras()
+
+
+def extras_of_type(kind: type[Provider]) -> type[ProviderExtras]:
+    """Return the class-level members of `extras_of` for a provider's class."""
+    return kind if issubclass(kind, ProviderExtras) else ProviderExtras
+
+
+@runtime_checkable
+class Provider(Protocol):
+    """A platform to run on. It is made of its settings; every method is required. `ProviderExtras` has more members."""
+
+    name: ClassVar[str]
+    Settings: ClassVar[type[Any]]
+    #: URL schemes of inputs that its nodes read themselves; ``file`` means this machine's own files.
+    schemes: ClassVar[frozenset[str]]
+    #: Starter of attempt 1, 2, …: ``platform``, ``supervisor`` (on this host) or ``client`` (only while one waits).
+    retried_by: ClassVar[str]
+    #: The part that ends a wait for machines beyond ``max_wait``: ``platform``, or ``client`` (as above).
+    max_wait_by: ClassVar[str]
+    #: Shortest and longest seconds between two polls of a run.
+    min_poll_s: ClassVar[float]
+    max_poll_s: ClassVar[float]
+    #: An instance of ``Settings``, made of the constructor's keywords. A field with ``caller`` in its metadata is the
+    #: caller's identity. It is not recorded: each client uses its own. A field with ``place`` says where jobs run. Its
+    #: values hold no comma, so a text with commas is a list of them.
+    settings: Any
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        """Return the exact request. Pure: equal arguments give equal requests, with no network, credentials or SDK."""
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        """Send that very request and return the native id; idempotent on (run, attempt, choice).
+
+        ``secrets`` are the values of ``env:`` references, for providers whose nodes this machine starts.
+        """
+
+    def find(self, request: Request) -> str | None:
+        """Return the native id if the request was ever accepted. Never creates anything."""
+
+    def status(self, native_id: str) -> Status:
+        """Return the platform's current status. Raises `NotFoundError` for an unknown id."""
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        """Return one page from ``cursor`` (None: the beginning)."""
+
+    def cancel(self, native_id: str) -> None:
+        """Ask the platform to stop the job; idempotent, also after its end."""
+
+    def storage(self, url: str) -> Mapping[str, Any]:
+        """Return fsspec's options for a store at ``url``, with the account that this machine uses.
+
+        Empty if fsspec finds the credentials itself. Called once more after they have expired.
+        """
+
+    @staticmethod
+    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        """Return the node's environment, on the node. ``argv`` holds the ``--path`` pairs of the command line."""
+
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        """Return the nodes that the platform starts for the request. Pure."""
+
+
+def recorded_settings(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``values`` of the settings ``kind`` without those of the caller's identity."""
+    callers = {item.name for item in dataclasses.fields(kind) if item.metadata.get("caller")}
+    return {name: value for name, value in values.items() if name not in callers}
+
+
+# -------------------------------------------------------------------------------- pure parts of every provider's plan
+
+
+def context_of(provider: str, job: Job, layout: Layout, *, processes: int) -> dict[str, Any]:
+    """Return context.json: the script side of a job, the same for every provider and attempt."""
+    return {
+        "protocol": PROTOCOL,
+        "provider": provider,
+        "run_id": layout.run_id,
+        "run": layout.run,
+        "name": job.name,
+        "code_digest": layout.code_digest,
+        "nodes": job.resources.instance_count,
+        "processes": processes,
+        "launcher": job.launcher,
+        "entry_point": job.source.entry_point,
+        "requirements": job.source.requirements,
+        "args": list(job.args),
+        # Sorted, as in the recorded job: every attempt gets its flags in one order.
+        "hyperparameters": dict(sorted(job.hyperparameters.items())),
+        "hyperparameter_style": job.hyperparameter_style,
+        "env": dict(job.env),
+        "secrets": dict(job.secrets),
+        "inputs": {name: {"file": item.file} for name, item in layout.inputs.items()},
+        "stall_timeout": job.stall_timeout,
+        "debug_nccl": job.debug_nccl,
+        "checkpoint_paths": list(job.checkpoint_paths),
+        "keep_checkpoints": job.keep_checkpoints or 0,
+        "metrics": dict(job.metrics),
+        "max_outputs": job.max_outputs if job.outputs else 0,
+        "checkpoint_url": layout.direct,
+        "resume": layout.resume,
+        **({"resume_source": layout.resume_source} if layout.resume_source else {}),
+    }
+
+
+def python_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs Python with ``arguments`` in an image with a shell and some Python.
+
+    ``exec``: the node's first process is Python itself, which gets the platform's stop signal. Exit code 127 means that
+    the image has no Python.
+    """
+    find = "python=$(command -v python3 || command -v python)"
+    none = "{ echo 'cloudtrain: this image has no python3 and no python' >&2; exit 127; }"
+    return ["/bin/sh", "-c", f'{find} || {none}; exec "$python" "$@"', "cloudtrain", *arguments]
+
+
+def check_inputs(provider: type[Provider], inputs: Mapping[str, Input | LayoutInput]) -> None:
+    """Raise `UnsupportedError` for the first input whose URL scheme the provider's nodes cannot read."""
+    for name, item in inputs.items():
+        scheme = url_scheme(item.url) or "file"
+        if scheme not in provider.schemes:
+            known = ", ".join(f"{s}:" for s in sorted(provider.schemes))
+            raise UnsupportedError(provider.name, f"inputs.{name}", f"it cannot read {scheme}: URLs, only {known}")
+
+
+def needs_of(kind: type[Provider]) -> dict[str, Need]:
+    """Return the needs of the provider ``kind`` by name: ``store``, ``NAME.region`` of its settings, ``image``."""
+    stated = extras_of_type(kind).needs
+    own = {f"{kind.name}.{spec.name}": spec.metadata.get("need") for spec in dataclasses.fields(kind.Settings)}
+    found = {"store": stated.get("store"), **own, "image": stated.get("image")}
+    return {name: need for name, need in found.items() if need is not None}
+
+
+def lacking(kind: type[Provider], settings: Any, job: Job) -> tuple[str, ...]:
+    """Return the names of needs that ``settings`` of provider ``kind`` and ``job`` lack, except the store."""
+
+    def has(name: str, need: Need) -> bool:
+        own = job if name == "image" else settings
+        return bool(getattr(own, name.rpartition(".")[2]) or (need.instead and getattr(job, need.instead)))
+
+    return tuple(name for name, need in needs_of(kind).items() if name != "store" and not has(name, need))
+
+
+def check_needs(kind: type[Provider], settings: Any, job: Job) -> None:
+    """Raise `SpecError` for the first `lacking` need."""
+    for name in lacking(kind, settings, job):
+        need = needs_of(kind)[name]
+        raise SpecError("is not set", field=name, hint=f"for example {json.dumps(need.example)}: {need.find}")

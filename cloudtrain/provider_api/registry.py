@@ -1,0 +1,65 @@
+"""Find a provider by its name: a module of `cloudtrain.providers`, or a third party's entry point.
+
+This is one of two places that import a module by a name in a text: so no file but the provider's own names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import pkgutil
+import sys
+from typing import TYPE_CHECKING
+
+from ..errors import NotFoundError
+from ..validate import did_you_mean
+
+if TYPE_CHECKING:
+    from .protocol import Provider
+
+__all__ = ["find_provider", "provider_names", "suggested_provider"]
+
+ENTRY_POINTS = "cloudtrain.providers"
+
+
+def provider_names() -> tuple[str, ...]:
+    """Return the names of all available providers, the package's own and third parties'."""
+    from importlib.metadata import entry_points
+
+    path = importlib.import_module(ENTRY_POINTS).__path__
+    own = {module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_")}
+    return tuple(sorted(own | {ep.name for ep in entry_points(group=ENTRY_POINTS)}))
+
+
+def find_provider(name: str) -> type[Provider]:
+    """Return the provider class called ``name``. Raises `NotFoundError` with the nearest name."""
+    known = provider_names() if not name.replace("-", "_").isidentifier() else ()
+    if known:
+        why = f"{name!r} is not the name of a provider; there are {', '.join(known)}"
+        raise NotFoundError(why, field="provider", hint=suggested_provider(name))
+    for module in (f"{ENTRY_POINTS}.{name}", f"{ENTRY_POINTS}._{name}"):  # _: not for users
+        try:
+            return importlib.import_module(module).Provider  # type: ignore[no-any-return]
+        except ModuleNotFoundError as exc:
+            if exc.name != module:
+                raise
+    from importlib.metadata import entry_points  # slow, and rarely needed
+
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name == name:
+            return entry.load()  # type: ignore[no-any-return]
+    known, hint = provider_names(), suggested_provider(name)
+    raise NotFoundError(f"no provider {name!r}; there are {', '.join(known)}", field="provider", hint=hint)
+
+
+def suggested_provider(name: str) -> str:
+    """Return a hint for an unknown provider's name: the one that it may mean, by its ``ALIASES`` or a similar name.
+
+    ``ALIASES`` of a provider's module are other words for its platform, in lower case.
+    """
+    known = provider_names()
+    for other in known:
+        with contextlib.suppress(ImportError, AttributeError):  # a third party's that cannot be loaded has none
+            if name.lower() in getattr(sys.modules[find_provider(other).__module__], "ALIASES", ()):
+                return f"the provider is called {other!r}"
+    return did_you_mean(name, known)

@@ -1,0 +1,268 @@
+"""Call Azure over azure-core alone: the resource manager, the history of runs, and the blobs of logs.
+
+The signing pipeline calls the resource manager and the workspace's own service. The other bears no token, for addresses
+with a SAS and for discovery. Only a call that an expired token cost is tried again here; `submit` and `run` do the
+retries. If a host asks for a pause, no call goes to it until the pause ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from ...errors import CloudtrainError, ConflictError, LostContactError, NotFoundError, PlatformError, SpecError
+from ...job.job import run_tag
+from ...provider_api.protocol import Request
+from .clouds import cloud_of
+from .errors import refusal, translated
+from .names import TAG_BODY, TAG_RUN
+
+if TYPE_CHECKING:
+    from . import Settings
+
+__all__ = ["FINAL", "Account", "job_of", "named"]
+
+TIMEOUT = 30
+FINAL = frozenset({"Completed", "Failed", "Canceled"})
+"""NotResponding and Paused are not final: by the service a job may come back from them."""
+LONGEST_HOLD = 300.0
+_JOB = re.compile(
+    r"(?P<workspace>/subscriptions/[^/]+/resourceGroups/[^/]+/providers/[^/]+/workspaces/[^/]+)/jobs/(?P<name>[^/]+)",
+    re.IGNORECASE,
+)
+
+
+def job_of(native_id: str) -> tuple[str, str]:
+    """Return (path of the workspace, name) of a job's id; a bare name has an empty path."""
+    match = _JOB.fullmatch(native_id)
+    return (match["workspace"], match["name"]) if match else ("", native_id)
+
+
+def named(token: str) -> str | None:
+    """Return the owner of an Entra ID token: user name, else application id, else object id. None if there is none."""
+    try:
+        body = token.split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+        said = [claims.get(name) for name in ("upn", "unique_name", "preferred_username", "appid", "oid")]
+    except (IndexError, ValueError, AttributeError):
+        return None
+    return next((name for name in said if name and isinstance(name, str)), None)
+
+
+class Account:
+    """One workspace. If the service rejects the credential, each call renews it once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.cloud = settings, cloud_of(settings)
+        self.workspace = (
+            f"/subscriptions/{settings.subscription_id}/resourceGroups/{settings.resource_group}"
+            f"/providers/Microsoft.MachineLearningServices/workspaces/{settings.workspace_name}"
+        )
+        self._lock = threading.RLock()
+        self._credential: Any = None
+        self._signing: Any = None
+        self._plain: Any = None
+        self._services: dict[str, str] = {}
+        self._held: dict[str, float] = {}
+        self.details: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self.started: dict[str, Any] = {}
+        self.ran: set[str] = set()
+
+    # ---------------------------------------------------------------------------------------- credentials and pipelines
+
+    @property
+    def credential(self) -> Any:
+        """Return azure-identity's default chain: environment, managed identity, ``az login``, …"""
+        with self._lock:
+            if self._credential is None:
+                import logging
+
+                from azure.identity import DefaultAzureCredential
+
+                logging.getLogger("azure.identity").addHandler(logging.NullHandler())
+                own = self.cloud.metadata is not None
+                self._credential = DefaultAzureCredential(
+                    authority=self.cloud.authority, disable_instance_discovery=own
+                )
+            return self._credential
+
+    def forget(self) -> None:
+        """Drop the credential, so that the next call signs in again."""
+        with self._lock:
+            self._credential = self._signing = None
+
+    def _pipeline(self, *, signed: bool) -> Any:
+        from azure.core.pipeline import Pipeline
+        from azure.core.pipeline.policies import BearerTokenCredentialPolicy, UserAgentPolicy
+        from azure.core.pipeline.transport import RequestsTransport
+
+        with self._lock:
+            if signed and self._signing is None:
+                token = BearerTokenCredentialPolicy(self.credential, self.cloud.scope)
+                agent = UserAgentPolicy(base_user_agent="cloudtrain")
+                self._signing = Pipeline(self._transport(RequestsTransport), [agent, token])
+            if not signed and self._plain is None:
+                agent = UserAgentPolicy(base_user_agent="cloudtrain")
+                self._plain = Pipeline(self._transport(RequestsTransport), [agent])
+            return self._signing if signed else self._plain
+
+    @staticmethod
+    def _transport(kind: Any) -> Any:
+        return kind(connection_timeout=TIMEOUT, read_timeout=TIMEOUT)
+
+    # --------------------------------------------------------------------------------------------------------- one call
+
+    def call(self, method: str, url: str, *, what: str, body: Any = None) -> Any:
+        """Return the answer's JSON, called with the caller's token. Raises only cloudtrain's errors."""
+        for again in (False, True):
+            answer = self._send(method, url, what=what, signed=True, body=body)
+            if answer.status_code != 401 or again:
+                break
+            self.forget()
+        if answer.status_code >= 400:
+            raise self._refused(answer, what)
+        try:
+            return json.loads(answer.body() or b"null")
+        except ValueError:
+            raise PlatformError(f"{what}: the answer is not JSON") from None
+
+    def fetch(self, url: str, *, what: str, headers: Mapping[str, str] | None = None, stream: bool = False) -> Any:
+        """Return the answer, of any status, of an address that needs no token. No token is sent."""
+        return self._send("GET", url, what=what, signed=False, headers=headers, stream=stream)
+
+    def _send(self, method: str, url: str, *, what: str, signed: bool, **more: Any) -> Any:
+        host = urlsplit(url).netloc
+        if (left := self._held.get(host, 0.0) - time.monotonic()) > 0:
+            raise LostContactError(f"{what}: {host} asks for {left:.0f} s more before the next call")
+        with translated(what):
+            from azure.core.rest import HttpRequest
+
+            request = HttpRequest(method, url, json=more.get("body"), headers=dict(more.get("headers") or {}))
+            pipeline = self._pipeline(signed=signed)
+            answer = pipeline.run(request, stream=more.get("stream", False)).http_response
+        if answer.status_code in (429, 503):
+            with contextlib.suppress(ValueError):
+                wait = float(answer.headers.get("Retry-After") or 0)
+                self._held[host] = time.monotonic() + min(wait, LONGEST_HOLD)
+        return answer
+
+    @staticmethod
+    def _refused(answer: Any, what: str) -> CloudtrainError:
+        try:
+            error = json.loads(answer.body()).get("error") or {}
+        except (ValueError, AttributeError):
+            error = {}
+        return refusal(answer.status_code, str(error.get("code") or ""), str(error.get("message") or ""), what=what)
+
+    def url(self, path: str, *, version: str = "") -> str:
+        """Return a resource manager URL. ``version`` of its API is by default the settings'."""
+        return f"{self.cloud.resource_manager}{quote(path)}?api-version={version or self.settings.api_version}"
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    def job(self, native_id: str) -> dict[str, Any]:
+        """Return the job as the resource manager has it. Raises `NotFoundError`."""
+        workspace, name = job_of(native_id)
+        told: dict[str, Any] = self.call("GET", self.url(f"{workspace or self.workspace}/jobs/{name}"), what="get job")
+        return told
+
+    def find(self, request: Request) -> str | None:
+        """Return the id of the request's job, if it was ever created."""
+        try:
+            return self.claimed(request)
+        except ConflictError:
+            return None
+
+    def claimed(self, request: Request) -> str | None:
+        """Return the same. Raises `ConflictError` if the job of that name belongs to another user or request."""
+        name = request.body["name"]
+        try:
+            told = self.job(name)
+        except NotFoundError:
+            return None
+        tags = told["properties"].get("tags") or {}
+        if tags.get(TAG_RUN) != run_tag(request.run):
+            raise ConflictError(f"Azure ML has a job {name} of somebody else's; choose another id", field="run_id")
+        if tags.get(TAG_BODY) != request.body["tags"].get(TAG_BODY):
+            why = f"Azure ML has a job {name} of an earlier run of that id, which was another job; choose another id"
+            raise ConflictError(why, field="run_id")
+        return self.native_id(name)
+
+    def native_id(self, name: str) -> str:
+        """Return the resource manager's id, which stays valid if the settings change."""
+        return f"{self.workspace}/jobs/{name}"
+
+    def cancel(self, native_id: str) -> None:
+        """Request the cancellation. A job that has ended stays as it is."""
+        workspace, name = job_of(native_id)
+        try:
+            self.call("POST", self.url(f"{workspace or self.workspace}/jobs/{name}/cancel"), what="cancel job")
+        except NotFoundError:
+            raise
+        except SpecError:
+            if self.job(native_id)["properties"]["status"] not in (*FINAL, "CancelRequested"):
+                raise
+
+    def check_compute(self, name: str) -> str:
+        """Return the size of a cluster's machines. Raises `SpecError` when there is none of that name."""
+        return str(self.compute(name).get("vmSize") or "")
+
+    def compute(self, name: str) -> Mapping[str, Any]:
+        """Return a cluster's properties, as ``vmSize`` and ``vmPriority``. Raises `SpecError` for an unknown name."""
+        try:
+            told = self.call("GET", self.url(f"{self.workspace}/computes/{name}"), what="get compute")
+        except NotFoundError:
+            how = "to see the clusters, run: az ml compute list -o table\nor leave it out, for serverless compute"
+            raise SpecError(f"the workspace has no cluster {name!r}", field="azureml.compute", hint=how) from None
+        found: Mapping[str, Any] = (told.get("properties") or {}).get("properties") or {}
+        return found
+
+    def datastore(self, name: str) -> Mapping[str, Any]:
+        """Return a datastore's properties: ``accountName``, ``containerName`` (``filesystem``), ``endpoint``."""
+        try:
+            told = self.call("GET", self.url(f"{self.workspace}/datastores/{name}"), what="get datastore")
+        except NotFoundError:
+            how = "to see the datastores, run: az ml datastore list -o table"
+            raise SpecError(f"the workspace has no datastore {name!r}", field="azureml.datastore", hint=how) from None
+        found: Mapping[str, Any] = told["properties"]
+        return found
+
+    # ---------------------------------------------------------------------------------------------------------- history
+
+    def run_details(self, native_id: str) -> Mapping[str, Any]:
+        """Return the run's history: status, times, error, and the logs' addresses. Kept for `pages`."""
+        workspace, name = job_of(native_id)
+        workspace = workspace or self.workspace
+        url = f"{self._service(workspace)}/history/v1.0{quote(workspace)}/runs/{quote(name)}/details"
+        told: Mapping[str, Any] = self.call("GET", url, what="get run")
+        self.details[native_id] = (time.monotonic(), told)
+        return told
+
+    def _service(self, workspace: str) -> str:
+        """Return the workspace's own service, which its discovery URL names."""
+        if workspace not in self._services:
+            told = self.call("GET", self.url(workspace), what="get workspace")
+            self._services[workspace] = self.discovered(told["properties"]["discoveryUrl"])
+        return self._services[workspace]
+
+    def discovered(self, url: str) -> str:
+        """Return the service in a discovery URL's answer, by azure-ai-ml's key. Raises `PlatformError` for none."""
+        answer = self.fetch(url, what="discover the workspace")
+        if answer.status_code >= 400:
+            raise self._refused(answer, "discover the workspace")
+        try:
+            found = json.loads(answer.body())
+        except ValueError:
+            found = None
+        named = (found.get("api") or found.get("history")) if isinstance(found, dict) else ""
+        service = str(named or "").rstrip("/")
+        if not service.startswith("https://"):
+            raise PlatformError(f"the workspace's discovery names no https service of runs: {service!r}")
+        return service

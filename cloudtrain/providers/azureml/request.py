@@ -1,0 +1,454 @@
+"""Make the command job of a Job, as ``az ml job create -f`` takes it. Pure: no network, no credentials, no SDK."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import SpecError, UnsupportedError
+from ...job.job import job_name, run_tag
+from ...job.options import merge_options
+from ...provider_api import catalog
+from ...provider_api.limits import checked_prices, hard_limit
+from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
+from ...validate import choice_of, url_scheme
+from .clouds import cloud_of
+from .names import (
+    LIVE,
+    NAME,
+    NODES,
+    OWN_INPUTS,
+    RESUME,
+    TAG_ATTEMPT,
+    TAG_BODY,
+    TAG_CI,
+    TAG_GPU,
+    TAG_NAME,
+    TAG_REVISION,
+    TAG_RUN,
+    TAG_RUN_ID,
+)
+from .urls import FSSPEC, Blob, check_url, datastore_uri, for_job, storage
+from .validate import check_document, check_options
+
+if TYPE_CHECKING:
+    from ...job.job import Job
+    from ...provider_api.catalog import Machine
+    from ...provider_api.protocol import LayoutInput
+    from . import Settings
+
+__all__ = ["checked", "input_name", "is_environment", "plan"]
+
+OPERATION = "az ml job create"
+SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
+TAG_COUNT = 42
+"""Azure allows a resource 50 tags, eight of ours among them; unverified for jobs."""
+TAG_KEY, TAG_VALUE = re.compile(r"[^<>%&\\?/\x00-\x1f]{1,512}"), 256
+"""A resource's limits again: the pattern of a tag's name, and the characters of its value."""
+TIMEOUT = 60
+"""Shortest time limit: by azure-ai-ml, a sweep's limit below 60 becomes 60 days (``job_limits.py``)."""
+LONGEST, LONGEST_LOW = 21 * 86400, 7 * 86400
+"""Longest run of a job in seconds, and on low-priority machines (Azure's page how-to-manage-quotas)."""
+MOST_NODES = 100
+"""Nodes of one MPI job and of a cluster with RDMA, by the same page. More need one placement group."""
+SHM_GIB = 16
+"""Shared memory on a cluster (its machines are unknown); else half of the memory. Azure ML's own default is 2g."""
+FIRST = "Standard_DS3_v2"
+FAMILIES = ("Standard_D", "Standard_E", "Standard_F")
+ACCELERATED = re.compile(r"standard_n[cdgpv]", re.IGNORECASE)
+FORM = re.compile(
+    r"(standard|basic)_[a-z]+\d+(-\d+)?[a-z0-9]*(_(?!v\d{1,2}(_|$))[a-z0-9]+)*(_v1?\d)?(_promo)?", re.IGNORECASE
+)
+"""Series, cores, features and version: Azure's page of conventions for names of virtual machines."""
+JOB_TIERS, PRIORITIES = ("spot", "basic", "standard", "premium"), ("low", "medium", "high")
+IDENTITIES = ("aml_token", "user_identity", "managed_identity")
+_REGISTERED = re.compile(r"azureml:(?!//)|azureml://.+/data/[^/]+/(versions|labels)/[^/]+$")
+"""A data asset of the workspace or a registry; no path."""
+_SCOPE = re.compile(r"/subscriptions/([^/]+)/resourceGroups/([^/]+)/providers/[^/]+/workspaces/([^/]+)/?", re.I)
+CONFIGS = tuple(f"{folder}{name}.json" for folder in (".azureml/", "aml_config/", "") for name in ("config", "project"))
+"""Files where Azure ML's own SDK looks for its settings, here and in every folder above."""
+WORKSPACE = ("subscription_id", "resource_group", "workspace_name")
+OWNED = (
+    *("$schema", "type", "name", "command", "code", "environment", "compute", "distribution", "inputs", "outputs"),
+    *("limits", "queue_settings", "identity", "tags", "experiment_name", f"environment_variables.{NODES}"),
+    *(f"resources.{name}" for name in ("instance_type", "instance_count", "shm_size")),
+)
+"""Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def checked(settings: Settings) -> Settings:
+    """Return ``settings`` with their workspace, checked. Raises `SpecError`."""
+    for name, choices in (("job_tier", JOB_TIERS), ("priority", PRIORITIES)):
+        if value := getattr(settings, name):
+            choice_of(value, choices, f"azureml.{name}")
+    kind = settings.identity.partition(":")[0]
+    if settings.identity:
+        choice_of(kind, IDENTITIES, "azureml.identity")
+    if not re.fullmatch(r"\w*|managed_identity:[\w-]+", settings.identity):
+        raise SpecError("write managed_identity:CLIENT-ID, or the kind alone", field="azureml.identity")
+    if settings.environment and not is_environment(settings.environment):
+        why = f"{settings.environment!r} is no environment: azureml:NAME:VERSION, azureml:NAME@latest or azureml://…"
+        raise SpecError(why, field="azureml.environment")
+    if settings.compute and not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{1,31}", settings.compute):
+        raise SpecError(f"{settings.compute!r} is not the name of a cluster", field="azureml.compute")
+    if settings.compute and settings.job_tier:
+        raise SpecError("is for serverless compute: a cluster has a tier of its own", field="azureml.job_tier")
+    if not re.fullmatch(r"[A-Za-z0-9_]+", settings.datastore):
+        raise SpecError(f"{settings.datastore!r} is not the name of a datastore", field="azureml.datastore")
+    cloud_of(settings)
+    found = {} if any(getattr(settings, name) for name in WORKSPACE) else _config(Path.cwd())
+    return dataclasses.replace(
+        settings,
+        cloud_metadata=dict(sorted(settings.cloud_metadata.items())),
+        prices=checked_prices(settings.prices, NAME),
+        **found,
+    )
+
+
+def is_environment(text: str) -> bool:
+    """Return True if ``text`` names an environment of a workspace or registry, and no image."""
+    return bool(re.fullmatch(r"azureml:(//registries/[^/\s]+/environments/\S+|[^/\s]\S*|/subscriptions/\S+)", text))
+
+
+def _config(folder: Path) -> dict[str, str]:
+    """Return the workspace in Azure ML's own file, empty without one. A file that names no workspace is skipped."""
+    for place in (folder, *folder.parents):
+        for name in CONFIGS:
+            try:
+                told = json.loads((place / name).read_bytes())
+            except (OSError, ValueError):
+                continue
+            scope = _SCOPE.fullmatch(str(told.get("Scope"))) if isinstance(told, dict) else None
+            if scope is not None:  # the SDK too prefers it
+                return dict(zip(WORKSPACE, scope.groups(), strict=True))
+            if isinstance(told, dict) and all(isinstance(told.get(key), str) for key in WORKSPACE):
+                return {key: told[key] for key in WORKSPACE}
+    return {}
+
+
+def _check_account(settings: Settings, store: str) -> None:
+    check_url(store, "store")
+    if url_scheme(store) not in FSSPEC or not Blob.parse(store).container:
+        hint = 'add to cloudtrain.toml: store = "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX"'
+        raise UnsupportedError(NAME, "store", f"its nodes read a container of Azure Storage, not {store}", hint=hint)
+    storage(store, cloud_of(settings), {})
+    for name in WORKSPACE:
+        if not re.fullmatch(r"[\w().-]{1,90}", getattr(settings, name)):
+            raise SpecError(f"{getattr(settings, name)!r} is no such name", field=f"azureml.{name}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def input_name(channel: str) -> str:
+    """Return a channel's name as an input's. Channel names never differ by this alone."""
+    return channel.replace("-", "_")
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
+    """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
+    from . import Provider
+
+    check_needs(Provider, settings, job)
+    _check_account(settings, layout.store)
+    check_inputs(Provider, layout.inputs)
+    _check_secrets(job)
+    instance_type, known = _machine(settings, job, choice)
+    notes = (
+        [f"{instance_type} was retired on {known.retired}: no machine may ever come"] if known and known.retired else []
+    )
+    priced = instance_type or settings.compute  # a cluster has a price under its own name
+    timeout = _timeout(settings, job, choice, notes)
+    inputs, paths = _inputs(settings, layout)
+    count = job.resources.instance_count
+    body: dict[str, Any] = {
+        "$schema": SCHEMA,
+        "type": "command",
+        "name": job_name(layout.run, attempt, choice),
+        "display_name": layout.run_id,
+        "experiment_name": settings.experiment_name or job.name,
+        "command": _command(attempt, paths),
+        "environment": _environment(settings, job),
+        "environment_variables": {NODES: str(count), **_identity_variables(settings)},
+        "inputs": inputs,
+        "outputs": {LIVE: _output(settings, layout.live)},
+        "resources": {
+            **({"instance_type": instance_type} if instance_type else {}),
+            "instance_count": count,
+            "shm_size": f"{job.resources.shm_gb or _shm(known)}g",
+        },
+        "limits": {"timeout": timeout},
+        "tags": {**_tags(job, layout, attempt), **_asked(settings, job)},
+        **dict(_switches(settings, job, notes)),
+    }
+    options = job.options.get(NAME, {})
+    check_options(options, body)
+    body = merge_options(body, options, owned=OWNED, provider=NAME)
+    check_document(body, serverless=not settings.compute)
+    body["tags"][TAG_BODY] = _digest(body)
+    return Request(
+        provider=NAME,
+        operation=OPERATION,
+        body=body,
+        context=context_of(NAME, job, layout, processes=_processes(job, choice, known)),
+        run=layout.run,
+        attempt=attempt,
+        choice=choice,
+        instance_types=(priced,),
+        notes=tuple(notes),
+    )
+
+
+def _check_secrets(job: Job) -> None:
+    for name, reference in job.secrets.items():
+        field, (scheme, _, rest) = f"secrets.{name}", reference.partition(":")
+        if scheme == "env":
+            how = f'az keyvault secret set --vault-name VAULT --name {rest.replace("_", "-")} --value "${rest}"'
+            raise UnsupportedError(NAME, field, f"values of this machine do not travel; create it there: {how}")
+        if scheme != "azure":
+            raise UnsupportedError(NAME, field, "its nodes fetch azure:VAULT/NAME only, a secret of Key Vault")
+        if not re.fullmatch(r"[A-Za-z0-9.:-]+/[A-Za-z0-9-]{1,127}(/[0-9a-f]{32})?", rest):
+            raise SpecError(f"{rest!r} is not VAULT/NAME, or VAULT/NAME/VERSION", field=field)
+
+
+# ------------------------------------------------------------------------------------------------------------- machines
+
+
+def _machine(settings: Settings, job: Job, choice: int) -> tuple[str, Machine | None]:
+    """Return the instance type, empty on a cluster, and its entry in the catalogue."""
+    wanted = job.resources
+    if wanted.disk_gb:
+        raise UnsupportedError(
+            NAME, "resources.disk_gb", "a machine has the disk of its size, and no more can be added"
+        )
+    if settings.compute:
+        _check_cluster(settings, job)
+        return "", None
+    if wanted.instance_type:
+        return _pinned(job, choice)
+    if wanted.gpu:
+        found = catalog.for_gpu(NAME, wanted.gpus[choice], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+    elif wanted.cpus or wanted.memory_gb:
+        found = catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+    else:
+        return FIRST, catalog.machine(NAME, FIRST)
+    return found.instance_type, found
+
+
+def _check_cluster(settings: Settings, job: Job) -> None:
+    """Raise `UnsupportedError` for fields that a cluster fixes already. ``gpu`` sets the ranks a node."""
+    wanted, whose = job.resources, f"cluster {settings.compute} has one size of machines; leave it out, or the setting"
+    for name in ("instance_type", "spot", "cpus", "memory_gb"):
+        if getattr(wanted, name):
+            raise UnsupportedError(NAME, f"resources.{name}", f"{whose} compute")
+    if len(wanted.gpu) > 1:
+        raise UnsupportedError(NAME, "resources.gpu", f"cluster {settings.compute} has one kind of GPU: name that one")
+
+
+def _pinned(job: Job, choice: int) -> tuple[str, Machine | None]:
+    wanted, name = job.resources, str(job.resources.instance_type)
+    known = next((m for m in catalog.machines(NAME) if m.instance_type.lower() == name.lower()), None)
+    if known is None:
+        catalog.check_name(NAME, name, FORM, prefix="Standard_")
+        if ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
+            why = f"how many GPUs {name} has is not known here: say how many processes"
+            raise SpecError(why, field="resources.nproc_per_node")
+        return name, None
+    name = known.instance_type
+    for field, asked in (("cpus", wanted.cpus), ("memory_gb", wanted.memory_gb)):
+        if not known.has(**{"cpus": None, "memory_gb": None, field: asked}):
+            why = f"{name} has {known.vcpus} cores and {known.memory_gib or 0:g} GiB; leave one of the two out"
+            raise UnsupportedError(NAME, f"resources.{field}", why)
+    gpu = wanted.gpus[choice] if wanted.gpu else None
+    if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
+        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}; leave one of the two out"
+        raise UnsupportedError(NAME, "resources.gpu", why)
+    return name, known
+
+
+def _processes(job: Job, choice: int, known: Machine | None) -> int:
+    """Return the ranks a node. The catalogue has the GPUs of a pinned instance type."""
+    if job.resources.nproc_per_node or job.resources.gpu or known is None:
+        return job.resources.processes(choice)
+    return known.gpu_count or 1
+
+
+def _shm(known: Machine | None) -> int:
+    return max(1, int(known.memory_gib / 2)) if known is not None and known.memory_gib else SHM_GIB
+
+
+def _environment(settings: Settings, job: Job) -> str | dict[str, str]:
+    if job.image and not job.image.startswith("azureml:"):
+        return {"image": job.image}
+    if job.image and not is_environment(job.image):
+        raise UnsupportedError(NAME, "image", f"{job.image!r} is no environment: azureml:NAME:VERSION or azureml://…")
+    return job.image or settings.environment
+
+
+# ------------------------------------------------------------------------------------------------------ parts of a body
+
+
+def _command(attempt: int, paths: Mapping[str, str]) -> str:
+    """Return one shell line of words that starts the runtime. Paths are filled in only here.
+
+    Each ``exec`` is needed: a shell that forwards no signals (dash) would get the stop signal. Backquotes, not
+    ``$(…)``: clusters of Kubernetes fill that in themselves.
+    """
+    find = 'exec `command -v python3 || command -v python || echo this-image-has-no-python3` "$@"'
+    pyz, context = (_placeholder("inputs", OWN_INPUTS[word]) for word in ("runtime", "container"))
+    words = ["exec", "/bin/sh", "-c", find, "cloudtrain", f"{pyz}/cloudtrain.pyz", "run"]
+    words += ["--context", f"{context}/context.json", "--attempt", str(attempt)]
+    for name, path in paths.items():
+        words += ["--path", f"{name}={path}"]
+    return shlex.join(words)
+
+
+def _inputs(settings: Settings, layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the job's inputs, and the runtime's paths to them: ``file.x`` is the path of a channel's one file."""
+    code, runtime, container = layout.code, layout.runtime, layout.context
+    inputs, paths = {}, {"code": _placeholder("inputs", OWN_INPUTS["code"]) + "/code.tar.gz"}
+    for word, url in (("container", container), ("runtime", runtime), ("code", code)):
+        inputs[OWN_INPUTS[word]] = _own(settings, url.rpartition("/")[0])
+    paths["live"] = _placeholder("outputs", LIVE)
+    if layout.resume:
+        if url_scheme(layout.resume) not in FSSPEC:
+            raise UnsupportedError(NAME, "resume_from", f"its nodes read a container of Azure, not {layout.resume}")
+        path = for_job(layout.resume, store=layout.store, datastore=settings.datastore, field="resume_from")
+        inputs[RESUME] = {"type": "uri_folder", "mode": "ro_mount", "path": f"{path}/"}
+        paths["resume"] = _placeholder("inputs", RESUME)
+    for channel, item in layout.inputs.items():
+        name, field = input_name(channel), f"inputs.{channel}"
+        if name.lower() in (*OWN_INPUTS.values(), RESUME, LIVE):
+            raise UnsupportedError(NAME, field, "an input of that name is cloudtrain's own; choose another")
+        inputs[name] = _channel(settings, layout, item, field)
+        paths[f"{'file' if item.file else 'input'}.{channel}"] = _placeholder("inputs", name)
+    return inputs, paths
+
+
+def _placeholder(kind: str, name: str) -> str:
+    return f"${{{{{kind}.{name}}}}}"
+
+
+def _own(settings: Settings, url: str) -> dict[str, str]:
+    path = datastore_uri(settings.datastore, Blob.parse(url).path)
+    return {"type": "uri_folder", "mode": "download", "path": f"{path}/"}
+
+
+def _output(settings: Settings, url: str) -> dict[str, str]:
+    path = datastore_uri(settings.datastore, Blob.parse(url).path)
+    return {"type": "uri_folder", "mode": "rw_mount", "path": f"{path}/"}
+
+
+def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) -> dict[str, str]:
+    if item.shard:
+        raise UnsupportedError(NAME, f"{field}.shard", "every node of a command job sees a whole input")
+    path = for_job(item.url, store=layout.store, datastore=settings.datastore, field=field)
+    # A mount gains nothing for one file. A folder is mounted unless asked, as by Azure ML itself.
+    mode = {"copy": "download", "mount": "ro_mount"}.get(item.mode, "download" if item.file else "ro_mount")
+    registered = _REGISTERED.match(path)
+    kind = "uri_file" if item.file else "uri_folder"
+    return {"type": kind, "mode": mode, "path": path if item.file or registered else f"{path}/"}
+
+
+def _timeout(settings: Settings, job: Job, choice: int, notes: list[str]) -> int:
+    """Return the hard limit in seconds of running time."""
+    if job.max_runtime < TIMEOUT:
+        raise UnsupportedError(NAME, "max_runtime", f"a job's time limit is at least {TIMEOUT} s")
+    low = _tier(settings, job) == "spot"
+    if job.max_runtime > (longest := LONGEST_LOW if low else LONGEST):
+        where, days = " on low-priority machines" if low else "", longest // 86400
+        raise UnsupportedError(
+            NAME, "max_runtime", f"Azure ML ends a job{where} after {days} days; say {days}d or less"
+        )
+    seconds, said = hard_limit(
+        job,
+        NAME,
+        lambda at: [_machine(settings, job, at)[0] or settings.compute],
+        choice=choice,
+        own=settings.prices,
+        least=TIMEOUT,
+    )
+    notes += said
+    return seconds
+
+
+def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
+    for key in job.tags:
+        if key.lower().startswith("cloudtrain."):
+            raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
+        if not TAG_KEY.fullmatch(key):
+            raise SpecError("a tag's name has 512 characters at most, and none of < > % & \\ ? /", field=f"tags.{key}")
+        if len(job.tags[key]) > TAG_VALUE:
+            raise SpecError(f"has {len(job.tags[key])} characters, at most {TAG_VALUE}", field=f"tags.{key}")
+    if len(job.tags) > TAG_COUNT:
+        raise SpecError(f"has {len(job.tags)} entries, at most {TAG_COUNT}", field="tags")
+    own = {TAG_RUN: run_tag(layout.run), TAG_RUN_ID: layout.run_id, TAG_ATTEMPT: str(attempt), TAG_NAME: job.name}
+    origin = {TAG_REVISION: layout.origin.get("revision", "")[:TAG_VALUE], TAG_CI: _page(layout.origin)}
+    return {**own, **{key: text for key, text in origin.items() if text}, **dict(sorted(job.tags.items()))}
+
+
+def _page(origin: Mapping[str, str]) -> str:
+    """Return the CI run's page, or its number if the page is too long for a tag's value."""
+    page = origin.get("ci_url", "")
+    return page if page and len(page) <= TAG_VALUE else origin.get("ci_run", "")[:TAG_VALUE]
+
+
+def _asked(settings: Settings, job: Job) -> dict[str, str]:
+    return {TAG_GPU: job.resources.gpu[0]} if settings.compute and job.resources.gpu else {}
+
+
+def _switches(settings: Settings, job: Job, notes: list[str]) -> Iterator[tuple[str, Any]]:
+    if settings.compute:
+        yield "compute", f"azureml:{settings.compute}"
+        if job.resources.gpu:
+            notes.append(f"resources.gpu: cluster {settings.compute} decides on the machine; it says the ranks a node")
+        elif not job.resources.nproc_per_node:
+            how = "say gpu, or nproc_per_node, for one a GPU"
+            notes.append(f"each node of cluster {settings.compute} gets one rank, whatever GPUs it has; {how}")
+    if job.resources.instance_count > 1:
+        yield "distribution", {"type": "pytorch", "process_count_per_instance": 1}
+        if job.resources.instance_count > MOST_NODES:
+            notes.append(f"Azure ML limits a job of several nodes to {MOST_NODES} nodes; ask its support for more")
+    tier = _tier(settings, job)
+    if tier == "spot":
+        who = "a waiting client or cloudtrain reconcile starts the next attempt" if job.retries else "set retries"
+        notes.append(f"spot: a machine that is taken back may fail the job rather than restart it; {who}")
+    queue = {name: value for name, value in (("job_tier", tier), ("priority", settings.priority)) if value}
+    if queue:
+        yield "queue_settings", queue
+    if job.secrets and not settings.identity and not settings.compute:
+        why = 'the workspace\'s own, such as identity = "managed_identity"'
+        notes.append(f"secrets: a serverless job has no managed identity unless azureml.identity names one; {why}")
+    if settings.identity:
+        kind, _, client = settings.identity.partition(":")
+        yield "identity", {"type": kind, **({"client_id": client} if client else {})}
+
+
+def _tier(settings: Settings, job: Job) -> str:
+    """Return the tier of serverless machines, empty for Azure ML's own default."""
+    if job.resources.spot and settings.job_tier not in ("", "spot"):
+        why = f"is {settings.job_tier}, and the job asks for spot machines; leave one out"
+        raise SpecError(why, field="azureml.job_tier")
+    return "spot" if job.resources.spot else settings.job_tier
+
+
+def _identity_variables(settings: Settings) -> dict[str, str]:
+    """Return the only variable by which Azure's SDKs find a user's managed identity (azure-sdk-for-python #31071)."""
+    client = settings.identity.partition(":")[2]
+    return {"AZURE_CLIENT_ID": client} if client else {}

@@ -1,0 +1,262 @@
+"""Call AWS over boto3, and translate its exceptions. Only an expired session's call is retried: `submit` and `run`
+retry the rest."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...errors import (
+    AuthError,
+    CapacityError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    NotFoundError,
+    PlatformError,
+    QuotaError,
+    SpecError,
+)
+from ...job.job import run_tag
+from ...provider_api.protocol import Request
+from ...storage.extras import translated
+from .caller import sign_in
+from .names import TAG_RUN
+from .request import FIELDS
+
+if TYPE_CHECKING:
+    from . import Settings
+
+__all__ = ["Account", "error_of", "job_of"]
+
+TIMEOUT = 30
+FINAL = ("Completed", "Failed", "Stopped")
+_ARN = re.compile(r"arn:aws[a-z-]*:sagemaker:(?P<region>[a-z0-9-]+):\d{12}:training-job/(?P<name>.+)")
+
+EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
+STALE = EXPIRED | {"InvalidAccessKeyId", "InvalidClientTokenId", "UnrecognizedClientException"}
+"""Error codes of a session whose keys were replaced after it read them."""
+CODES: Mapping[str, type[CloudtrainError]] = {
+    **dict.fromkeys(EXPIRED, AuthError),
+    **dict.fromkeys(
+        (
+            *("AccessDenied", "AccessDeniedException", "AuthFailure", "IncompleteSignature", "InvalidClientTokenId"),
+            *("InvalidSignatureException", "MissingAuthenticationToken", "MissingAuthenticationTokenException"),
+            *("NotAuthorized", "OptInRequired", "SignatureDoesNotMatch", "UnrecognizedClientException"),
+            *("UnauthorizedOperation", "InvalidAccessKeyId"),
+        ),
+        AuthError,
+    ),
+    **dict.fromkeys(
+        (
+            *("InternalError", "InternalFailure", "InternalServerError", "InternalServerException", "LimitExceeded"),
+            *("PriorRequestNotComplete", "RequestLimitExceeded", "RequestThrottled", "RequestThrottledException"),
+            *("RequestTimeout", "RequestTimeoutException", "ServiceUnavailable", "ServiceUnavailableException"),
+            *("SlowDown", "Throttling", "ThrottledException", "ThrottlingException", "TooManyRequestsException"),
+        ),
+        LostContactError,
+    ),
+    "ResourceLimitExceeded": QuotaError,
+    "ResourceInUse": ConflictError,
+    "ResourceNotFound": NotFoundError,
+    **dict.fromkeys(
+        ("ResourceNotFoundException", "NoSuchEntity", "ImageNotFoundException", "RepositoryNotFoundException"),
+        NotFoundError,
+    ),
+    "InvalidParameterException": SpecError,
+    "ValidationException": SpecError,
+}
+"""Error class of each AWS code. Any other code is the platform's failure, or with status 5xx a passing one."""
+#: Messages of a ValidationException that mean another error.
+_SAID: tuple[tuple[re.Pattern[str], type[CloudtrainError]], ...] = (
+    (re.compile(r"resource not found|not find (the )?training job", re.I), NotFoundError),
+    (re.compile(r"assume (the )?role|not authorized|access ?denied|PassRole", re.I), AuthError),
+)
+_CONSTRAINT = re.compile(r"Value .*? at '([A-Za-z.]+)[^']*' failed to satisfy constraint", re.S)
+_LIST = re.compile(r"\[[^\]]{80,}\]")
+_QUOTA = re.compile(r"service limit '([^']+)'")
+HELP: Mapping[str, str] = {
+    "region": "choose another region or type: aws ec2 describe-instance-type-offerings lists those of a region",
+    "quota": "ask for more: aws service-quotas list-service-quotas --service-code sagemaker",
+    "expired": "sign in again (aws sso login, or new keys); what was submitted goes on",
+    "none": "sign in (aws configure, aws sso login), or set profile",
+    "policy": "let the caller's policy allow that; docs/sagemaker.md has one",
+    "role": "let the caller pass it (iam:PassRole) and SageMaker assume it (its trust policy); see docs/sagemaker.md",
+}
+
+
+def job_of(native_id: str) -> tuple[str, str]:
+    """Return (region, name) of a job's ARN; a bare name has an empty region."""
+    match = _ARN.fullmatch(native_id)
+    return (match["region"], match["name"]) if match else ("", native_id)
+
+
+def error_of(exc: Exception) -> CloudtrainError | None:
+    """Return the error for one of boto3's exceptions, or None for any other: the provider's whole table."""
+    import boto3.exceptions
+    import botocore.exceptions as known
+
+    text = " ".join(str(exc).split())
+    if isinstance(exc, known.ClientError):
+        return _refusal(exc)
+    if isinstance(exc, known.ProfileNotFound):
+        return SpecError(f"{text}; aws configure list-profiles names those there are", field="sagemaker.profile")
+    if isinstance(exc, known.NoRegionError):
+        return SpecError("is not set; give it, or set AWS_REGION", field="sagemaker.region")
+    if isinstance(exc, known.ParamValidationError):
+        return SpecError(f"the installed boto3 does not know this request: {text}; update boto3", field="options")
+    if isinstance(exc, (known.UnauthorizedSSOTokenError, known.SSOTokenLoadError, known.TokenRetrievalError)):
+        return AuthError(f"{text}: {HELP['expired']}")
+    if isinstance(exc, (known.NoCredentialsError, known.PartialCredentialsError)):
+        return AuthError(f"no AWS credentials: {HELP['none']}")
+    if isinstance(exc, (known.CredentialRetrievalError, known.NoAuthTokenError, known.RefreshWithMFAUnsupportedError)):
+        return AuthError(f"{text}: {HELP['none']}")
+    if isinstance(exc, (known.HTTPClientError, known.ConnectionError)):
+        return LostContactError(f"AWS does not answer: {text}")
+    if isinstance(exc, (known.BotoCoreError, boto3.exceptions.Boto3Error)):
+        return PlatformError(f"{type(exc).__name__}: {text}")
+    return None
+
+
+def _refusal(exc: Any) -> CloudtrainError:
+    error = exc.response.get("Error", {})
+    code, message = str(error.get("Code", "")), " ".join(str(error.get("Message", "")).split())
+    status = exc.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    kind: type[CloudtrainError] | None = CODES.get(code)
+    if code == "ValidationException":
+        kind = next((other for pattern, other in _SAID if pattern.search(message)), SpecError)
+    if kind is QuotaError and "not available in this region" in message:
+        kind = CapacityError  # no quota brings the machine there: a fallback moves on
+    if kind is None:
+        kind = LostContactError if status >= 500 or status == 429 else PlatformError
+    text = f"{exc.operation_name}: {message or code or f'status {status}'}"
+    if kind is SpecError:
+        return _blamed(text)
+    if kind is AuthError and "not authorized to perform" in message and "PassRole" not in message:
+        text = f"{text} ({code}): {HELP['policy']}"
+    elif kind is AuthError:
+        role = "PassRole" in message or "role" in message.lower()
+        text = f"{text} ({code}): {HELP['expired' if code in EXPIRED else 'role' if role else 'none']}"
+    elif kind is CapacityError:
+        text = f"{text}: {HELP['region']}"
+    elif kind is QuotaError:
+        named = _QUOTA.search(message)
+        text = f"{text}: {HELP['quota']}" + (f" (quota {named[1]!r})" if named else "")
+    elif kind is LostContactError:
+        text = f"AWS does not answer now: {code}: {message}"
+    return kind(text)
+
+
+def _blamed(text: str) -> SpecError:
+    """Return the error with our field for the field that AWS names, without AWS's list of allowed values."""
+    said = _CONSTRAINT.search(text)
+    path = ".".join(part[:1].upper() + part[1:] for part in said[1].split(".")) if said else ""
+    parts = path.split(".")
+    known = (FIELDS.get(".".join(parts[:end])) for end in range(len(parts), 0, -1))
+    return SpecError(_LIST.sub("[...]", text), field=next(filter(None, known), ""))
+
+
+class Account:
+    """One session, and its clients by service and region. A session with rejected credentials is replaced."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._session: Any = None
+        self._clients: dict[tuple[str, str], Any] = {}
+        self._lock = threading.RLock()
+
+    # ------------------------------------------------------------------------------------------------------- one call
+
+    def call(self, service: str, operation: str, *, region: str = "", **arguments: Any) -> Any:
+        """Return the answer. Raises only cloudtrain's errors."""
+        try:
+            return self._call(service, operation, region or self.settings.region, arguments)
+        except AuthError as exc:
+            if not any(code in str(exc) for code in STALE):
+                raise
+            with self._lock:
+                self._session, self._clients = None, {}
+            return self._call(service, operation, region or self.settings.region, arguments)
+
+    def _call(self, service: str, operation: str, region: str, arguments: Mapping[str, Any]) -> Any:
+        with translated(error_of, needs="boto3", extra="sagemaker"):
+            return getattr(self._client(service, region), operation)(**arguments)
+
+    def _client(self, service: str, region: str) -> Any:
+        with self._lock:
+            if (service, region) not in self._clients:
+                from botocore.config import Config
+
+                if not region:
+                    raise SpecError("is not set; give it, or set AWS_REGION", field="sagemaker.region")
+                config = Config(
+                    connect_timeout=TIMEOUT,
+                    read_timeout=TIMEOUT,
+                    retries={"total_max_attempts": 1},
+                    user_agent_extra="cloudtrain",
+                )
+                self._session = self._session or sign_in(self.settings, region)
+                self._clients[service, region] = self._session.client(service, region_name=region, config=config)
+            return self._clients[service, region]
+
+    def bucket_region(self, name: str) -> str:
+        """Return a bucket's region, which a refusal names too. Empty if unnamed. Raises `NotFoundError`."""
+        from botocore.exceptions import ClientError
+
+        with translated(error_of, needs="boto3", extra="sagemaker"):
+            try:
+                answer: Any = self._client("s3", self.settings.region).head_bucket(Bucket=name)
+            except ClientError as exc:
+                answer = exc.response
+                if str(answer.get("Error", {}).get("Code")) in ("404", "NoSuchBucket"):
+                    raise NotFoundError(f"there is no bucket {name}", field="store") from None
+        told = answer["ResponseMetadata"].get("HTTPHeaders") or {}
+        return str(told.get("x-amz-bucket-region") or "")
+
+    # ---------------------------------------------------------------------------------------------------- training jobs
+
+    def create(self, request: Request) -> str:
+        """Return the ARN of this request's one job. Raises `ConflictError` if another run's job has its name."""
+        try:
+            return str(self.call("sagemaker", "create_training_job", **request.body)["TrainingJobArn"])
+        except ConflictError:
+            found = self.find(request)
+            if found is None:
+                name = request.body["TrainingJobName"]
+                raise ConflictError(
+                    f"SageMaker has a training job {name} of somebody else's; choose another id", field="run_id"
+                ) from None
+            return found
+
+    def find(self, request: Request) -> str | None:
+        """Return the ARN of the request's job, if it was ever created."""
+        try:
+            arn = str(self.describe(request.body["TrainingJobName"])["TrainingJobArn"])
+        except NotFoundError:
+            return None
+        return arn if self._tags(arn).get(TAG_RUN) == run_tag(request.run) else None
+
+    def _tags(self, arn: str) -> dict[str, str]:
+        answer = self.call("sagemaker", "list_tags", ResourceArn=arn, MaxResults=100)
+        return {tag["Key"]: tag["Value"] for tag in answer["Tags"]}
+
+    def describe(self, native_id: str) -> dict[str, Any]:
+        """Call DescribeTrainingJob. Raises `NotFoundError`, also for a job that is being deleted."""
+        region, name = job_of(native_id)
+        told: dict[str, Any] = self.call("sagemaker", "describe_training_job", region=region, TrainingJobName=name)
+        if told["TrainingJobStatus"] == "Deleting":
+            raise NotFoundError(f"SageMaker is deleting the training job {name}", field="run")
+        return told
+
+    def stop(self, native_id: str) -> None:
+        """Call StopTrainingJob. A job that has ended stays as it is."""
+        region, name = job_of(native_id)
+        try:
+            self.call("sagemaker", "stop_training_job", region=region, TrainingJobName=name)
+        except NotFoundError:
+            raise
+        except SpecError:
+            if self.describe(native_id)["TrainingJobStatus"] not in (*FINAL, "Stopping"):
+                raise

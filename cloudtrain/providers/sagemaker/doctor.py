@@ -1,0 +1,299 @@
+"""Check an AWS account for ``doctor``: caller, role, bucket, permissions, quotas, keys, image. Nothing is created.
+
+The calls are documented. The answers of a real account are unverified.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from ...errors import AuthError, NotFoundError, QuotaError, SpecError, StorageError
+from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
+from ...validate import url_scheme
+from .network import network_check
+
+if TYPE_CHECKING:
+    from ...provider_api.protocol import Request
+    from .api import Account
+
+__all__ = ["ACTIONS", "PRINCIPAL", "checks"]
+
+PRINCIPAL = "sagemaker.amazonaws.com"
+ACTIONS = (
+    *("sagemaker:CreateTrainingJob", "sagemaker:DescribeTrainingJob", "sagemaker:StopTrainingJob"),
+    *("sagemaker:ListTags", "sagemaker:AddTags"),
+)
+"""Actions of a submit, a wait and a cancel."""
+OUTPUT_KEY = ("kms:Encrypt", "kms:Decrypt", "kms:GenerateDataKey")
+VOLUME_KEY = ("kms:CreateGrant",)
+"""Actions that a job's role needs on its request's keys: the text of CreateTrainingJob, and S3's of SSE-KMS."""
+LOGS = "logs:FilterLogEvents"
+PASS = "iam:PassRole"
+PAGES = 60
+"""Pages of a hundred quotas each; SageMaker has over a thousand."""
+_ASSUMED = re.compile(r"arn:(aws[a-z-]*):sts::(\d{12}):assumed-role/([^/]+)/.*")
+_ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/(?:.*/)?(?P<name>[^/]+)")
+_IMAGE = re.compile(
+    r"(?P<account>\d{12})\.dkr\.ecr(?:-fips)?\.(?P<region>[a-z0-9-]+)\.[a-z0-9.-]+/(?P<name>[^:@]+)(?P<tag>[:@].+)?"
+)
+
+
+def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
+    """Yield the checks of `doctor`."""
+    yield (found := installed(("boto3", "s3fs"), extra="sagemaker"))
+    if found.status != "ok":
+        return
+    who: dict[str, Any] = {}
+    yield from tried("credentials", lambda: _caller(account, who))
+    if not who:
+        return
+    yield from tried("bucket", lambda: _bucket(account, store))
+    yield from tried("role", lambda: _role(account, str(account.settings.role)), extra=True)
+    yield from tried("permissions", lambda: _permissions(account, str(who["Arn"])), extra=True)
+    if request is None:
+        yield skipped("quota", "there is no plan, so no machine is named")
+        yield skipped("limits", "there is no plan")
+        yield skipped("image", "there is no plan")
+        return
+    body = request.body
+    yield from tried("quota", lambda: _quotas(account, body), extra=True)
+    if "KmsKeyId" in body["OutputDataConfig"] or "VolumeKmsKeyId" in body["ResourceConfig"]:
+        yield from tried("keys", lambda: _keys(account, body), extra=True)
+    if "VpcConfig" in body:
+        yield from tried("network", lambda: network_check(account, body), extra=True)
+    image = str(request.body["AlgorithmSpecification"]["TrainingImage"])
+    yield from tried("image", lambda: _image(account, image, str(who["Account"])), extra=True)
+
+
+def _caller(account: Account, who: dict[str, Any]) -> Check:
+    who |= account.call("sts", "get_caller_identity")
+    return ok("credentials", f"{who['Arn']}, account {who['Account']}, region {account.settings.region}")
+
+
+def _bucket(account: Account, store: str) -> Check:
+    if not store:
+        return skipped("bucket", "where the store is could not be told")
+    if url_scheme(store) != "s3":
+        fix = 'add to cloudtrain.toml: store = "s3://BUCKET/PREFIX", a bucket in the jobs\' region'
+        return failed("bucket", f"its nodes see S3, not {store}", fix=fix, code=SpecError.exit_code)
+    name, wanted = urlsplit(store).netloc, account.settings.region
+    try:
+        there = account.bucket_region(name)
+    except NotFoundError:
+        fix = f"make it: aws s3 mb s3://{name} --region {wanted}; or set store to another"
+        return failed("bucket", f"there is no bucket {name}", fix=fix, code=StorageError.exit_code)
+    if not there:
+        return unknown("bucket", f"AWS does not say in which region {name} is")
+    if there != wanted:
+        fix = f"set sagemaker.region to {there}, or make a bucket in {wanted}: aws s3 mb s3://NAME --region {wanted}"
+        return failed("bucket", f"{name} is in {there}, the jobs are in {wanted}", fix=fix, code=SpecError.exit_code)
+    return ok("bucket", f"{name} is in {there}, as the jobs are")
+
+
+def _role(account: Account, arn: str) -> Check:
+    match = _ROLE.fullmatch(arn)
+    if match is None:
+        fix = "set sagemaker.role to the ARN of the role that jobs run as (docs/sagemaker.md makes one)"
+        return failed("role", f"{arn!r} is not the ARN of a role", fix=fix, code=SpecError.exit_code)
+    try:
+        role = account.call("iam", "get_role", RoleName=match["name"])["Role"]
+    except NotFoundError:
+        fix = "make the role (docs/sagemaker.md), or set sagemaker.role to one that there is"
+        return failed("role", f"there is no role {match['name']} in this account", fix=fix, code=AuthError.exit_code)
+    if str(role["Arn"]) != arn:
+        fix = f"set sagemaker.role to {role['Arn']}"
+        return failed("role", f"the role of that name is {role['Arn']}", fix=fix, code=AuthError.exit_code)
+    trust = role.get("AssumeRolePolicyDocument") or {}
+    trust = json.loads(unquote(trust)) if isinstance(trust, str) else trust
+    if not _trusts(trust):
+        fix = f"add it to the role's trust policy: Principal Service {PRINCIPAL}, Action sts:AssumeRole"
+        return failed("role", f"{match['name']} cannot be assumed by SageMaker", fix=fix, code=AuthError.exit_code)
+    return ok("role", f"{match['name']} is there, and SageMaker may assume it")
+
+
+def _trusts(policy: Mapping[str, Any]) -> bool:
+    """Return True if a trust policy lets SageMaker in. Its conditions are not judged."""
+    for statement in _list(policy.get("Statement")):
+        services = _list(
+            (statement.get("Principal") or {}).get("Service") if statement.get("Principal") != "*" else "*"
+        )
+        actions = [action.lower() for action in _list(statement.get("Action"))]
+        allowed = statement.get("Effect") == "Allow" and {"sts:assumerole", "sts:*", "*"} & set(actions)
+        if allowed and (PRINCIPAL in services or "*" in services):
+            return True
+    return False
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _permissions(account: Account, arn: str) -> Iterator[Check]:
+    """Check by IAM's own simulator, for the session's user or role. (The simulator finds no role in a path.)"""
+    match = _ASSUMED.fullmatch(arn)
+    source = f"arn:{match[1]}:iam::{match[2]}:role/{match[3]}" if match else arn
+    if source.endswith(":root"):
+        yield ok("permissions", "the root user of the account may do anything; use another one")
+        return
+    region, number = account.settings.region, source.split(":")[4]
+    partition = source.split(":")[1]
+    asked = [
+        (list(ACTIONS), f"arn:{partition}:sagemaker:{region}:{number}:training-job/doctor"),
+        ([LOGS], f"arn:{partition}:logs:{region}:{number}:log-group:/aws/sagemaker/TrainingJobs:*"),
+        ([PASS], str(account.settings.role)),
+    ]
+    denied = [action for actions, resource in asked for action in _denied(account, source, actions, resource)]
+    if denied:
+        fix = f"let the policy of {source} allow {', '.join(denied)} (docs/sagemaker.md has one)"
+        yield failed("permissions", f"not allowed: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
+    else:
+        yield ok("permissions", f"IAM's simulator allows {len(ACTIONS)} actions, {LOGS} and {PASS}")
+
+
+def _denied(account: Account, source: str, actions: Sequence[str], resource: str) -> list[str]:
+    """Return those of ``actions`` that IAM's simulator refuses to the user or role ``source``."""
+    entry = {"ContextKeyName": "iam:PassedToService", "ContextKeyValues": [PRINCIPAL], "ContextKeyType": "string"}
+    told = account.call(
+        "iam",
+        "simulate_principal_policy",
+        PolicySourceArn=source,
+        ActionNames=list(actions),
+        ResourceArns=[resource],
+        ContextEntries=[entry],
+    )
+    return [str(r["EvalActionName"]) for r in told["EvaluationResults"] if r["EvalDecision"] != "allowed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limit:
+    """A quota that the job needs: its name in Service Quotas (a pattern), and the amount of ``unit`` requested."""
+
+    name: str
+    asked: int
+    unit: str = "at a time"
+
+
+def _machine_limits(body: Mapping[str, Any]) -> list[_Limit]:
+    """Return the quotas of the job's machine. A quota does not show how many run now."""
+    resources = body["ResourceConfig"]
+    wanted = resources.get("InstancePreferences", [resources])
+    kind, count = re.escape(str(wanted[0]["InstanceType"])), int(wanted[0].get("InstanceCount", 1))
+    found = [_Limit(name=f"{kind} for {_usage(body)} usage", asked=count)]
+    if resources.get("KeepAlivePeriodInSeconds"):
+        found.append(_Limit(name=f"{kind} for training warm pool usage", asked=count))
+    return found
+
+
+def _account_limits(body: Mapping[str, Any]) -> list[_Limit]:
+    """Return the quotas that hold for all machines alike."""
+    resources, usage = body["ResourceConfig"], _usage(body)
+    count = int(resources.get("InstancePreferences", [resources])[0].get("InstanceCount", 1))
+    seconds = int(body["StoppingCondition"]["MaxRuntimeInSeconds"])
+    return [
+        _Limit(name="Longest run time for a training job", asked=seconds, unit="s"),
+        _Limit(name=f"Maximum (number of )?instances per {usage}", asked=count, unit="nodes"),
+        _Limit(name=f"Number of instances across all {usage}s", asked=count),
+        _Limit(name="(Maximum )?Size of EBS volume for a training job.*", asked=resources["VolumeSizeInGB"], unit="GB"),
+    ]
+
+
+def _usage(body: Mapping[str, Any]) -> str:
+    return "spot training job" if body.get("EnableManagedSpotTraining") else "training job"
+
+
+def _quotas(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
+    """Check the quotas of the machine and of the account by one listing."""
+    limits = {"quota": _machine_limits(body), "limits": _account_limits(body)}
+    listed = _listed(account, [limit.name for found in limits.values() for limit in found])
+    for name, found in limits.items():
+        yield _judged(name, found, listed, account.settings.region)
+
+
+def _listed(account: Account, names: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """Return the quotas whose names match, each by its pattern. Stops once it has all."""
+    found: dict[str, Mapping[str, Any]] = {}
+    token = ""
+    for _ in range(PAGES):
+        more = {"NextToken": token} if token else {}
+        told = account.call("service-quotas", "list_service_quotas", ServiceCode="sagemaker", MaxResults=100, **more)
+        for quota in told["Quotas"]:
+            name = next((n for n in names if re.fullmatch(n, quota["QuotaName"], re.IGNORECASE)), None)
+            if name is not None:
+                found[name] = quota
+        token = told.get("NextToken") or ""
+        if not token or len(found) == len(names):
+            break
+    return found
+
+
+def _judged(name: str, limits: Sequence[_Limit], listed: Mapping[str, Mapping[str, Any]], region: str) -> Check:
+    lines, short = [], []
+    for limit in limits:
+        quota = listed.get(limit.name)
+        if quota is None:
+            continue
+        line = f"{quota['QuotaName']}: {int(quota['Value'])} {limit.unit}, {limit.asked} asked for"
+        lines.append(line)
+        if quota["Value"] < limit.asked:
+            ask = "aws service-quotas request-service-quota-increase --service-code sagemaker"
+            wanted = f"--quota-code {quota['QuotaCode']} --desired-value {limit.asked} --region {region}"
+            short.append((line, f"{ask} {wanted}"))
+    if short:
+        fix = "; ".join(command for _, command in short)
+        return failed(name, "; ".join(line for line, _ in short), fix=fix, code=QuotaError.exit_code)
+    if not lines:
+        known = limits[0].name.replace("\\", "")
+        return unknown(name, f"Service Quotas lists none called {known!r}")
+    return ok(name, "; ".join(lines))
+
+
+def _keys(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
+    """Check, by IAM's simulator, that the job's role may use the keys of KMS. A key's own policy may still refuse."""
+    given = (
+        (body["OutputDataConfig"].get("KmsKeyId"), OUTPUT_KEY),
+        (
+            body["ResourceConfig"].get("VolumeKmsKeyId"),
+            VOLUME_KEY,
+        ),
+    )
+    denied = [
+        action
+        for key, actions in given
+        if key
+        for action in _denied(account, str(body["RoleArn"]), actions, key if key.startswith("arn:") else "*")
+    ]
+    if denied:
+        role = str(body["RoleArn"]).rpartition("/")[2]
+        fix = f"let the policy of role {role} allow {', '.join(denied)} (docs/sagemaker.md has the statement)"
+        yield failed("keys", f"the role may not: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
+    else:
+        yield ok("keys", "IAM's simulator lets the role use the keys; a key's own policy may still refuse")
+
+
+def _image(account: Account, image: str, own: str) -> Check:
+    match = _IMAGE.fullmatch(image)
+    if match is None:
+        return unknown("image", f"{image} is in no registry of ECR, and nobody here can ask it")
+    if match["account"] != own:
+        return unknown("image", f"{image} is another account's ({match['account']}), which does not tell")
+    tag = (match["tag"] or ":latest").partition("@")
+    which = {"imageDigest": tag[2]} if tag[1] else {"imageTag": tag[0].lstrip(":")}
+    try:
+        told = account.call(
+            "ecr",
+            "describe_images",
+            region=match["region"],
+            registryId=match["account"],
+            repositoryName=match["name"],
+            imageIds=[which],
+        )
+    except NotFoundError:
+        fix = f"push it: docker push {image}; or name another with --image"
+        return failed("image", f"ECR has no {image}", fix=fix, code=SpecError.exit_code)
+    size = int((told["imageDetails"] or [{}])[0].get("imageSizeInBytes") or 0)
+    return ok("image", f"ECR has {image}" + (f", {size / (1 << 30):.1f} GiB" if size else ""))

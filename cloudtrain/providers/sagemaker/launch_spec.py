@@ -1,0 +1,122 @@
+"""Predict SageMaker's containers for a request, as data for an engine, a World and the contract suite. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ...provider_api import catalog
+from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
+from ...provider_api.protocol import Request
+from .names import GRACE, INPUTS, MARK, NAME, ROOT
+
+__all__ = ["launch_spec"]
+
+GROUP = "homogeneousCluster"
+INTERFACE = "eth0"
+GIB = 1 << 30
+PREEMPTIONS = 1000
+"""Restarts of managed spot training: it restarts until max_wait ends, which a Simulation lacks."""
+SYNC_LAG = 2.0
+"""Seconds that a file of the checkpoint folder must be old before it is sent; unverified: no document gives them."""
+
+
+def launch_spec(request: Request, *, region: str) -> LaunchSpec:
+    """Return one container an instance, named ``algo-1``, ``algo-2``, …"""
+    body = request.body
+    config, job = body["ResourceConfig"], body["TrainingJobName"]
+    first = (config.get("InstancePreferences") or [config])[0]
+    hosts = [f"algo-{number}" for number in range(1, first["InstanceCount"] + 1)]
+    machine = catalog.machine(NAME, first["InstanceType"])
+    specification = body["AlgorithmSpecification"]
+    account = body["RoleArn"].split(":")[4]
+    environment = {
+        **body.get("Environment", {}),
+        "TRAINING_JOB_NAME": job,
+        "TRAINING_JOB_ARN": f"arn:aws:sagemaker:{region}:{account}:training-job/{job}",
+        "AWS_REGION": region,
+    }
+    specs = [
+        NodeSpec(
+            image=specification["TrainingImage"],
+            platform="linux/arm64" if machine is not None and machine.arch == "arm64" else "linux/amd64",
+            entrypoint=specification["ContainerEntrypoint"],
+            command=specification["ContainerArguments"],
+            env=environment,
+            mounts=_mounts(body),
+            files=_files(body, host, hosts, first["InstanceType"]),
+            hostname=host,
+            gpus=machine.gpu_count if machine is not None else 0,
+            cpus=machine.vcpus if machine is not None else None,
+            memory=int(machine.memory_gib * GIB) if machine is not None and machine.memory_gib else None,
+        )
+        for host in hosts
+    ]
+    stopping = body["StoppingCondition"]
+    rules = LaunchRules(
+        time_limit=stopping["MaxRuntimeInSeconds"],
+        max_restarts=body.get("RetryStrategy", {}).get("MaximumRetryAttempts", 0),
+        preemptions=PREEMPTIONS,
+        losses=body.get("RetryStrategy", {}).get("MaximumRetryAttempts", 0),
+        sync_lag=SYNC_LAG,
+        sync_marks=MARK,
+        stop_grace=GRACE,
+    )
+    return LaunchSpec(nodes=specs, rules=rules)
+
+
+def _mounts(body: Mapping[str, Any]) -> list[Mount]:
+    checkpoints, output = body["CheckpointConfig"], body["OutputDataConfig"]["S3OutputPath"].rstrip("/")
+    found = [Mount(url=checkpoints["S3Uri"].rstrip("/"), path=checkpoints["LocalPath"], kind="sync")]
+    for channel in body["InputDataConfig"]:
+        path, source = f"{INPUTS}/{channel['ChannelName']}", channel["DataSource"]
+        if "FileSystemDataSource" in source:
+            system = source["FileSystemDataSource"]
+            scheme = "efs" if system["FileSystemType"] == "EFS" else "fsx"
+            url = f"{scheme}://{system['FileSystemId']}{system['DirectoryPath']}"
+            found.append(Mount(url=url.rstrip("/"), path=path, kind="mount"))
+            continue
+        url = source["S3DataSource"]["S3Uri"]
+        kind = "mount" if channel["InputMode"] == "FastFile" else "copy"
+        if url.endswith("/"):
+            found.append(Mount(url=url.rstrip("/"), path=path, kind=kind))
+        else:
+            found.append(Mount(url=url, path=f"{path}/{url.rpartition('/')[2]}", kind=kind))
+    job = body["TrainingJobName"]
+    found.append(Mount(url=f"{output}/{job}/output/model", path=f"{ROOT}/model", kind="sync"))
+    found.append(Mount(url=f"{output}/{job}/output/data", path=f"{ROOT}/output/data", kind="sync"))
+    return found
+
+
+def _files(body: Mapping[str, Any], host: str, hosts: list[str], instance_type: str) -> dict[str, str]:
+    """Return the three files that every container has. Their ``hosts`` are sorted as text (algo-1, algo-10, algo-2)."""
+    inputs = {
+        channel["ChannelName"]: {
+            "TrainingInputMode": channel["InputMode"],
+            "RecordWrapperType": "None",
+            **({"ContentType": channel["ContentType"]} if "ContentType" in channel else {}),
+            **_distribution(channel["DataSource"]),
+        }
+        for channel in body["InputDataConfig"]
+    }
+    group = {"instance_group_name": GROUP, "instance_type": instance_type, "hosts": sorted(hosts)}
+    resources = {
+        "current_host": host,
+        "current_instance_type": instance_type,
+        "current_group_name": GROUP,
+        "hosts": sorted(hosts),
+        "instance_groups": [group],
+        "network_interface_name": INTERFACE,
+    }
+    tables = {
+        "hyperparameters": body.get("HyperParameters", {}),
+        "inputdataconfig": inputs,
+        "resourceconfig": resources,
+    }
+    return {f"{ROOT}/input/config/{name}.json": json.dumps(table) for name, table in tables.items()}
+
+
+def _distribution(source: Mapping[str, Any]) -> dict[str, str]:
+    told = source.get("S3DataSource", {}).get("S3DataDistributionType")
+    return {"S3DistributionType": told} if told else {}

@@ -1,0 +1,577 @@
+"""Make the CreateTrainingJob request of a Job. Pure: no network, no credentials, no SDK."""
+
+from __future__ import annotations
+
+import configparser
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...errors import SpecError, UnsupportedError
+from ...job.job import job_name, run_tag
+from ...job.options import merge_options
+from ...provider_api import catalog
+from ...provider_api.limits import checked_prices, hard_limit
+from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
+from ...validate import url_scheme
+from .images import check_image, default_image, images
+from .names import (
+    CHANNELS,
+    CONTEXT,
+    FAILURE,
+    FAILURE_VARIABLE,
+    INPUTS,
+    LIVE,
+    NAME,
+    RESUME,
+    TAG_ATTEMPT,
+    TAG_CI,
+    TAG_NAME,
+    TAG_REVISION,
+    TAG_RUN,
+    TAG_RUN_ID,
+)
+from .validate import Blame, check
+
+if TYPE_CHECKING:
+    from ...job.job import Job
+    from ...provider_api.catalog import Machine
+    from . import Settings
+
+__all__ = ["checked", "plan"]
+
+OPERATION = "CreateTrainingJob"
+CHANNEL_COUNT, TAG_COUNT, PREFERENCES = 20, 44, 5
+"""Upper limits. TAG_COUNT is the platform's 50 less cloudtrain's six, some of which may be absent."""
+MAX_RUNTIME = 28 * 86400
+DEFAULT_RUNTIME, DEFAULT_NODES, DEFAULT_VOLUME_GB = 5 * 86400, 20, 1024
+"""Default quotas of an account: Service Quotas, applied values of a new account, January 2026."""
+PENDING = (1800, 28 * 86400)
+"""Least and most seconds of MaxPendingTimeInSeconds."""
+SPOT_WAIT = 86400
+"""Default wait of a spot job for machines, in seconds, in sum."""
+VOLUME_GB, MOST_VOLUME_GB = 30, 1024
+"""Least and most default disk: the value of SageMaker's own SDK, and the quota of a new account."""
+COPIES = 4
+"""Checkpoints that fit on the default volume: `KEPT` in live/, and the one that the script writes."""
+KEPT = 3
+"""Checkpoints that a spot job keeps by default. Isolated nodes download all of them at each restart."""
+PLATFORM_RETRIES = 3
+"""Restarts by SageMaker itself after a failure of its own. Our ``retries`` are attempts."""
+NEVER_STARTED = "never started: no python 3.10"
+FIRST = "ml.m5.xlarge"
+FAMILIES = ("ml.m5.", "ml.c5.", "ml.r5.")
+"""Families searched for cores and memory: they are in every region."""
+ACCELERATED = re.compile(r"ml\.(p|g|trn)\d")
+FORM = re.compile(r"ml\.[a-z]+\d+[a-z]*(-[a-z0-9]+)?\.(nano|micro|small|medium|large|metal|\d*xlarge)(-\w+)?")
+"""Family and size, as in every TrainingInstanceType of botocore's model."""
+ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")
+VALUE = re.compile(r"[\w .:/=+@-]{1,256}")
+"""Legal values of a tag; the model allows other kinds of spaces too."""
+OWNED = (
+    *("TrainingJobName", "RoleArn", "Tags", "StoppingCondition", "CheckpointConfig", "EnableManagedSpotTraining"),
+    *("VpcConfig", "EnableNetworkIsolation", "EnableInterContainerTrafficEncryption", "ServerlessJobConfig"),
+    f"Environment.{FAILURE_VARIABLE}",
+    *(
+        f"AlgorithmSpecification.{name}"
+        for name in ("TrainingImage", "AlgorithmName", "TrainingInputMode", "ContainerEntrypoint", "ContainerArguments")
+    ),
+    *(
+        f"InputDataConfig.*.{name}"
+        for name in ("ChannelName", "DataSource", "InputMode", "CompressionType", "RecordWrapperType")
+    ),
+    *(f"OutputDataConfig.{name}" for name in ("S3OutputPath", "KmsKeyId")),
+    *(
+        f"ResourceConfig.{name}"
+        for name in (
+            *("InstanceType", "InstanceCount", "InstanceGroups", "InstancePreferences", "VolumeSizeInGB"),
+            *("VolumeKmsKeyId", "KeepAlivePeriodInSeconds"),
+        )
+    ),
+)
+"""Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def checked(settings: Settings) -> Settings:
+    """Return ``settings`` with their region, checked. Raises `SpecError`."""
+    if bool(settings.subnets) != bool(settings.security_group_ids):
+        missing = "security_group_ids" if settings.subnets else "subnets"
+        raise SpecError("a VPC takes both subnets and security_group_ids", field=f"sagemaker.{missing}")
+    region = settings.region or _region(settings.profile, os.environ)
+    catalog.check_region("sagemaker.region", region, tuple(images()["registries"]))
+    return dataclasses.replace(
+        settings,
+        region=region,
+        subnets=tuple(settings.subnets),
+        security_group_ids=tuple(settings.security_group_ids),
+        prices=checked_prices(settings.prices, NAME),
+    )
+
+
+def _region(profile: str, environ: Mapping[str, str]) -> str:
+    """Return the profile's region, else the environment's (boto3 ignores AWS_REGION), else the default profile's."""
+    there = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or ""
+    if profile:
+        return _profile_region(profile, environ) or there
+    return there or _profile_region(environ.get("AWS_PROFILE") or "default", environ)
+
+
+def _profile_region(profile: str, environ: Mapping[str, str]) -> str:
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read(os.path.expanduser(environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), encoding="utf-8")
+    except (configparser.Error, UnicodeDecodeError):
+        return ""  # the SDK reports the error if it needs the file
+    section = "default" if profile == "default" else f"profile {profile}"
+    return parser.get(section, "region", fallback="").strip()
+
+
+def _check_account(settings: Settings, store: str) -> None:
+    if url_scheme(store) != "s3":
+        hint = 'add to cloudtrain.toml: store = "s3://BUCKET/PREFIX"'
+        raise UnsupportedError(NAME, "store", f"its nodes read s3:// only, not {store}", hint=hint)
+    if not ROLE.fullmatch(settings.role):
+        name = settings.role.rpartition("/")[2]
+        how = f"to look up the ARN, run: aws iam get-role --role-name {name} --query Role.Arn --output text"
+        raise SpecError(f"{settings.role!r} is not an ARN", field="sagemaker.role", hint=how)
+
+
+# ---------------------------------------------------------------------------------------------------------------- names
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
+    """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
+    from . import Provider
+
+    check_needs(Provider, settings, job)
+    _check_account(settings, layout.store)
+    check_inputs(Provider, layout.inputs)
+    _check_secrets(settings, job)
+    if job.resources.shm_gb:
+        raise UnsupportedError(NAME, "resources.shm_gb", "the size of /dev/shm is SageMaker's own; use fewer workers")
+    types = _instance_types(job, choice)
+    known = [found for name in types if (found := catalog.machine(NAME, name)) is not None]
+    arch = known[0].arch if known else "x86_64"
+    _check_unknown(job, [name for name in types if catalog.machine(NAME, name) is None])
+    gpu = any(m.gpu for m in known) or bool(job.resources.gpu) or any(map(ACCELERATED.match, types))
+    image = _image(settings, job, gpus=[m.gpu for m in known if m.gpu], accelerated=gpu, arch=arch)
+    channels = _channels(layout)
+    notes: list[str] = []
+    stopping, bounded = _stopping(settings, job, types, choice)
+    notes += bounded
+    tags = _tags(job, layout, attempt)
+    specification: dict[str, Any] = {"TrainingImage": image, "TrainingInputMode": "File", **_command(attempt)}
+    if not check_image(image, region=settings.region, arch=arch, in_vpc=bool(settings.subnets), provider=NAME):
+        specification["TrainingImageConfig"] = {"TrainingRepositoryAccessMode": "Vpc"}
+    body: dict[str, Any] = {
+        "TrainingJobName": job_name(layout.run, attempt, choice),
+        "RoleArn": settings.role,
+        "AlgorithmSpecification": specification,
+        "InputDataConfig": channels,
+        "OutputDataConfig": {"S3OutputPath": f"{layout.native}/", "CompressionType": "NONE"},
+        "ResourceConfig": _resources(settings, job, types, known),
+        "StoppingCondition": stopping,
+        "CheckpointConfig": {"S3Uri": f"{layout.live}/", "LocalPath": LIVE},
+        "RetryStrategy": {"MaximumRetryAttempts": PLATFORM_RETRIES},
+        "Environment": {FAILURE_VARIABLE: FAILURE},
+        "Tags": [{"Key": key, "Value": value} for key, value in tags.items()],
+        **_switches(settings, job),
+    }
+    if settings.output_kms_key:
+        body["OutputDataConfig"]["KmsKeyId"] = settings.output_kms_key
+    options = job.options.get(NAME, {})
+    body = merge_options(body, options, owned=OWNED, provider=NAME)
+    kept = _kept(job)
+    notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
+    blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
+    check(body, blame)
+    _check_rules(settings, job, layout, body, known)
+    notes += _warnings(body)
+    return Request(
+        provider=NAME,
+        operation=OPERATION,
+        body=body,
+        context={**context_of(NAME, job, layout, processes=_processes(job, choice, known)), "keep_checkpoints": kept},
+        run=layout.run,
+        attempt=attempt,
+        choice=choice,
+        instance_types=tuple(types),
+        notes=tuple(notes),
+    )
+
+
+def _check_secrets(settings: Settings, job: Job) -> None:
+    for name, reference in job.secrets.items():
+        field, (scheme, _, rest) = f"secrets.{name}", reference.partition(":")
+        if scheme == "env":
+            how = f'aws secretsmanager create-secret --region {settings.region} --name {rest} --secret-string "${rest}"'
+            raise UnsupportedError(NAME, field, f"values of this machine do not travel; create it there: {how}")
+        if scheme != "aws":
+            raise UnsupportedError(NAME, field, "its nodes fetch aws:ARN only, a secret of Secrets Manager or SSM")
+        if not re.fullmatch(r"arn:aws[a-z-]*:(secretsmanager|ssm):[a-z0-9-]+:\d{12}:(secret:|parameter/).+", rest):
+            raise SpecError(f"{rest!r} is no ARN of a secret or parameter", field=field)
+        if settings.enable_network_isolation:
+            raise UnsupportedError(NAME, field, "under network isolation a container reaches no secret")
+
+
+# ------------------------------------------------------------------------------------------------------------- machines
+
+
+def _instance_types(job: Job, choice: int) -> list[str]:
+    """Return the job's instance types, best first; several only if SageMaker itself can choose between them."""
+    wanted = job.resources
+    if wanted.instance_type:
+        return [_pinned(job, choice)]
+    if not wanted.gpu:
+        if not wanted.cpus and not wanted.memory_gb:
+            return [FIRST]
+        return [catalog.for_cpus(NAME, FAMILIES, cpus=wanted.cpus, memory_gb=wanted.memory_gb).instance_type]
+    first = wanted.gpus[choice]
+    # All of them share one context: as many ranks, and no spot, which has no preferences.
+    same = wanted.gpus[choice:] if not wanted.spot else (first,)
+    found: dict[str, None] = {}
+    arch = ""
+    for gpu in same:
+        if gpu.count != first.count:
+            break
+        machine = catalog.for_gpu(NAME, gpu, cpus=wanted.cpus, memory_gb=wanted.memory_gb)
+        if found and machine.arch != arch:  # one job has one image
+            break
+        arch = machine.arch
+        found[machine.instance_type] = None
+    return list(found)[:PREFERENCES]
+
+
+def _pinned(job: Job, choice: int) -> str:
+    wanted, name = job.resources, str(job.resources.instance_type)
+    known = catalog.machine(NAME, name)
+    if known is None:
+        catalog.check_name(NAME, name, FORM, prefix="ml.")
+        return name
+    for field, asked in (("cpus", wanted.cpus), ("memory_gb", wanted.memory_gb)):
+        if not known.has(**{"cpus": None, "memory_gb": None, field: asked}):
+            why = f"{name} has {known.vcpus} cores and {known.memory_gib or 0:g} GiB; leave one of the two out"
+            raise UnsupportedError(NAME, f"resources.{field}", why)
+    gpu = wanted.gpus[choice] if wanted.gpu else None
+    if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
+        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}; leave one of the two out"
+        raise UnsupportedError(NAME, "resources.gpu", why)
+    return name
+
+
+def _processes(job: Job, choice: int, known: Sequence[Machine]) -> int:
+    """Return the ranks a node. The catalogue has the GPUs of a pinned instance type."""
+    if job.resources.nproc_per_node or job.resources.gpu or not known:
+        return job.resources.processes(choice)
+    return known[0].gpu_count or 1
+
+
+def _check_unknown(job: Job, types: Sequence[str]) -> None:
+    """Raise `SpecError` if a machine is not in the catalogue and the job does not give its facts."""
+    name = next(filter(ACCELERATED.match, types), None)
+    if name is None:
+        return
+    if not (job.resources.nproc_per_node or job.resources.gpu):
+        why = f"how many accelerators {name} has is not known here: say how many processes"
+        raise SpecError(why, field="resources.nproc_per_node")
+    if not job.image and name.startswith("ml.trn"):
+        raise SpecError(f"{name} needs an image with AWS Neuron; give one", field="image")
+
+
+def _resources(settings: Settings, job: Job, types: Sequence[str], known: Sequence[Machine]) -> dict[str, Any]:
+    count = job.resources.instance_count
+    config: dict[str, Any] = {}
+    if len(types) == 1:
+        config.update(InstanceType=types[0], InstanceCount=count)
+    else:
+        config["InstancePreferences"] = [{"InstanceType": name, "InstanceCount": count} for name in types]
+    config["VolumeSizeInGB"] = job.resources.disk_gb or max(map(_volume, known), default=VOLUME_GB)
+    if settings.volume_kms_key:
+        config["VolumeKmsKeyId"] = settings.volume_kms_key
+    if settings.keep_alive_period:
+        config["KeepAlivePeriodInSeconds"] = settings.keep_alive_period
+    return config
+
+
+def _volume(machine: Machine) -> int:
+    """Return the GB of disk for the machine's checkpoints. A machine with its own disks needs no more.
+
+    The state of a training is at most as large as the memory of the GPUs. Without GPUs it is a part of the memory.
+    """
+    if machine.disk_gb is not None:
+        return VOLUME_GB
+    gpus = COPIES * machine.gpu_count * (machine.gpu_memory_gib or 0)
+    return min(VOLUME_GB + math.ceil(gpus or machine.memory_gib or 0), MOST_VOLUME_GB)
+
+
+def _kept(job: Job) -> int:
+    """Return the number of checkpoints to keep (0: all)."""
+    if job.keep_checkpoints is not None:
+        return job.keep_checkpoints
+    return KEPT if job.resources.spot else 0
+
+
+def _restart_notes(job: Job, kept: int, *, isolated: bool) -> list[str]:
+    """Return a note on the downloads of each restart. ``isolated`` nodes cannot archive checkpoints."""
+    if not job.resources.spot and not job.retries:
+        return []
+    which = "the newest checkpoint and what pointers name"
+    if isolated:
+        default = " (default; keep_checkpoints)" if job.keep_checkpoints is None else " (keep_checkpoints)"
+        which = (f"{kept} kept checkpoints" if kept else "every checkpoint so far") + default
+    return [f"each restart downloads to every node: {which}, artifacts, outputs, metrics and logs of all nodes"]
+
+
+def _image(settings: Settings, job: Job, *, gpus: Sequence[str], accelerated: bool, arch: str) -> str:
+    if job.image:
+        return job.image
+    if arch != "x86_64":
+        raise SpecError("AWS's PyTorch images are for x86-64; give one for linux/arm64", field="image")
+    version = settings.framework_version
+    return default_image(settings.region, gpus=gpus, accelerated=accelerated, version=version)
+
+
+# ------------------------------------------------------------------------------------------------------ parts of a body
+
+
+def _command(attempt: int) -> dict[str, list[str]]:
+    """Return the container's command. Python becomes its first process, which gets SIGTERM.
+
+    The line writes the failure file first: it gives the cause if there is no Python. Python removes it before all else.
+    Its path comes in the environment, for want of room here. Backquotes, not ``$(…)``: SageMaker's own local mode puts
+    this into a compose file, where ``$`` means something. Terse: an argument has at most 256 characters.
+    """
+    python = "`command -v python3||command -v python||echo no-python3`"
+    pyz = f"{INPUTS}/{CHANNELS['runtime']}/cloudtrain.pyz"
+    line = f"echo {NEVER_STARTED} >{FAILURE};exec {python} {pyz} run --context {CONTEXT} --attempt {attempt}"
+    return {"ContainerEntrypoint": ["/bin/sh", "-c"], "ContainerArguments": [line]}
+
+
+def _channels(layout: Layout) -> list[dict[str, Any]]:
+    folders = {
+        "container": layout.context.rpartition("/")[0],
+        "runtime": layout.runtime.rpartition("/")[0],
+        "code": layout.code.rpartition("/")[0],
+    }
+    channels = [_s3(CHANNELS[word], f"{url}/") for word, url in folders.items()]
+    if layout.resume:
+        if url_scheme(layout.resume) != "s3":
+            raise UnsupportedError(NAME, "resume_from", f"its nodes read s3:// only, not {layout.resume}")
+        channels.append(_s3(RESUME, f"{layout.resume}/", mode="FastFile"))  # a node reads one of the checkpoints there
+    for name, item in layout.inputs.items():
+        field = f"inputs.{name}"
+        if name in (*CHANNELS.values(), RESUME):
+            raise UnsupportedError(NAME, field, "a channel of that name is cloudtrain's own; choose another")
+        if url_scheme(item.url) in ("fsx", "efs"):
+            channels.append(_file_system(name, item.url, mode=item.mode, shard=item.shard))
+            continue
+        if item.file and item.mode == "mount":
+            folder = item.url.rpartition("/")[0]
+            why = f"FastFile mounts folders, not one object; use mode copy, or name the folder {folder}/"
+            raise UnsupportedError(NAME, f"{field}.mode", why)
+        # Without the closing slash the prefix would match neighbouring folders too.
+        uri = item.url if item.file else f"{item.url.rstrip('/')}/"
+        mode = {"mount": "FastFile"}.get(item.mode, "File")
+        channels.append(_s3(name, uri, mode=mode, shard=item.shard))
+    if len(channels) > CHANNEL_COUNT:
+        most = CHANNEL_COUNT - (len(channels) - len(layout.inputs))
+        raise UnsupportedError(NAME, "inputs", f"a job has at most {most} channels besides cloudtrain's own")
+    return channels
+
+
+def _s3(name: str, uri: str, *, mode: str = "File", shard: bool = False) -> dict[str, Any]:
+    source = {
+        "S3DataType": "S3Prefix",
+        "S3Uri": uri,
+        "S3DataDistributionType": "ShardedByS3Key" if shard else "FullyReplicated",
+    }
+    return {"ChannelName": name, "InputMode": mode, "DataSource": {"S3DataSource": source}}
+
+
+def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, Any]:
+    """Return the channel of ``efs://fs-0123abcd/folder`` or ``fsx://fs-0123abcd/mount-name/folder``, read-only."""
+    if shard:
+        raise UnsupportedError(NAME, f"inputs.{name}.shard", "every node sees a whole file system")
+    if mode == "copy":
+        raise UnsupportedError(NAME, f"inputs.{name}.mode", "a file system is mounted, never copied")
+    system, _, path = url.partition("://")[2].partition("/")
+    source = {
+        "FileSystemId": system,
+        "FileSystemType": "EFS" if url_scheme(url) == "efs" else "FSxLustre",
+        "FileSystemAccessMode": "ro",
+        "DirectoryPath": f"/{path.rstrip('/')}",
+    }
+    return {"ChannelName": name, "InputMode": "File", "DataSource": {"FileSystemDataSource": source}}
+
+
+def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int) -> tuple[dict[str, int], list[str]]:
+    """Return the hard limits, and notes on them. A warm pool is paid for too."""
+    if job.max_runtime > MAX_RUNTIME:
+        raise UnsupportedError(NAME, "max_runtime", "a training job runs for at most 28 days")
+    runtime, notes = hard_limit(
+        job,
+        NAME,
+        lambda at: _instance_types(job, at),
+        choice=choice,
+        own=settings.prices,
+        held=settings.keep_alive_period,
+    )
+    condition = {"MaxRuntimeInSeconds": runtime}
+    if job.resources.spot:
+        if job.max_wait is None:
+            notes.append(f"spot: waits for machines for at most {SPOT_WAIT // 3600} h in sum (max_wait)")
+        condition["MaxWaitTimeInSeconds"] = runtime + (job.max_wait or SPOT_WAIT)
+    elif job.max_wait is not None:
+        if not all(ACCELERATED.match(name) for name in types):
+            why = "SageMaker limits the wait for spot and accelerated machines only"
+            raise UnsupportedError(NAME, "max_wait", why)
+        if not PENDING[0] <= job.max_wait <= PENDING[1]:
+            raise UnsupportedError(NAME, "max_wait", "it must be between 30 minutes and 28 days")
+        condition["MaxPendingTimeInSeconds"] = job.max_wait
+    return condition, notes
+
+
+def _warnings(body: Mapping[str, Any]) -> list[str]:
+    """Return a note for each part of ``body`` that an account's quotas, or its warm pools, may not serve."""
+    resources = body["ResourceConfig"]
+    count = int(resources.get("InstancePreferences", [resources])[0]["InstanceCount"])
+    asked = {
+        f"max_runtime is above {DEFAULT_RUNTIME // 86400} days": body["StoppingCondition"]["MaxRuntimeInSeconds"]
+        > DEFAULT_RUNTIME,
+        f"{count} nodes are above {DEFAULT_NODES} a job": count > DEFAULT_NODES,
+        f"disk_gb is above {DEFAULT_VOLUME_GB} GB": resources["VolumeSizeInGB"] > DEFAULT_VOLUME_GB,
+    }
+    why = "an account's quota until you ask for more; cloudtrain doctor looks it up"
+    notes = [f"{what}, {why}" for what, above in asked.items() if above]
+    if "KeepAlivePeriodInSeconds" in resources and "InstancePreferences" in resources:
+        why = "AWS does not say whether a warm pool serves a list of machines"
+        notes.append(f"keep_alive_period: {why}; name one GPU to have the next job find it")
+    return notes
+
+
+def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
+    for key in job.tags:
+        if key.lower().startswith(("aws:", "cloudtrain:")):
+            raise SpecError("tags that begin with aws: or cloudtrain: are not yours to set", field=f"tags.{key}")
+    own = {
+        TAG_RUN: run_tag(layout.run),
+        TAG_RUN_ID: layout.run_id,
+        TAG_ATTEMPT: str(attempt),
+        TAG_NAME: job.name,
+    }
+    if len(job.tags) > TAG_COUNT:
+        raise SpecError(f"has {len(job.tags)} entries, at most {TAG_COUNT}", field="tags")
+    return {**own, **_origin(layout.origin), **dict(sorted(job.tags.items()))}
+
+
+def _origin(origin: Mapping[str, str]) -> dict[str, str]:
+    """Return the run's origin, if a tag's value can hold it: no URL with a query."""
+    pages = [text for key in ("ci_url", "ci_run") if (text := origin.get(key, "")) and VALUE.fullmatch(text)]
+    said = {TAG_REVISION: origin.get("revision", ""), TAG_CI: next(iter(pages), "")}
+    return {key: text for key, text in said.items() if VALUE.fullmatch(text)}
+
+
+def _switches(settings: Settings, job: Job) -> dict[str, Any]:
+    switches: dict[str, Any] = {}
+    if settings.subnets:
+        switches["VpcConfig"] = {
+            "SecurityGroupIds": list(settings.security_group_ids),
+            "Subnets": list(settings.subnets),
+        }
+    if settings.enable_network_isolation:
+        switches["EnableNetworkIsolation"] = True
+    if settings.encrypt_inter_container_traffic:
+        switches["EnableInterContainerTrafficEncryption"] = True
+    if job.resources.spot:
+        switches["EnableManagedSpotTraining"] = True
+    if settings.debug_shell:
+        switches["RemoteDebugConfig"] = {"EnableRemoteDebug": True}
+    return switches
+
+
+# ----------------------------------------------------------------------------------------------------- fields and rules
+
+
+FIELDS = {
+    "TrainingJobName": "run_id",
+    "RoleArn": "sagemaker.role",
+    "AlgorithmSpecification.TrainingImage": "image",
+    "InputDataConfig": "store",
+    "OutputDataConfig.S3OutputPath": "store",
+    "OutputDataConfig.KmsKeyId": "sagemaker.output_kms_key",
+    "CheckpointConfig": "store",
+    "ResourceConfig.InstanceType": "resources.instance_type",
+    "ResourceConfig.InstanceCount": "resources.instance_count",
+    "ResourceConfig.InstancePreferences": "resources.gpu",
+    "ResourceConfig.VolumeSizeInGB": "resources.disk_gb",
+    "ResourceConfig.VolumeKmsKeyId": "sagemaker.volume_kms_key",
+    "ResourceConfig.KeepAlivePeriodInSeconds": "sagemaker.keep_alive_period",
+    "StoppingCondition.MaxRuntimeInSeconds": "max_runtime",
+    "StoppingCondition.MaxWaitTimeInSeconds": "max_wait",
+    "StoppingCondition.MaxPendingTimeInSeconds": "max_wait",
+    "VpcConfig.Subnets": "sagemaker.subnets",
+    "VpcConfig.SecurityGroupIds": "sagemaker.security_group_ids",
+}
+"""The user's field of each part of a request, by its path."""
+
+
+def _fields(body: Mapping[str, Any], job: Job, tags: Mapping[str, str]) -> dict[str, str]:
+    fields = dict(FIELDS)
+    for number, channel in enumerate(body["InputDataConfig"]):
+        name = channel["ChannelName"]
+        if name in job.inputs:
+            fields[f"InputDataConfig.{number}"] = f"inputs.{name}"
+        elif name == RESUME:
+            fields[f"InputDataConfig.{number}"] = "resume_from"
+    for number, key in enumerate(tags):
+        if key in job.tags:
+            fields[f"Tags.{number}"] = f"tags.{key}"
+    return fields
+
+
+_CONFIG = "AlgorithmSpecification.TrainingImageConfig"
+
+
+def _check_rules(
+    settings: Settings, job: Job, layout: Layout, body: Mapping[str, Any], known: Sequence[Machine]
+) -> None:
+    """Check the rules that botocore's model lacks."""
+    if settings.keep_alive_period and job.resources.spot:
+        raise SpecError("a warm pool is for machines on demand, not for spot", field="sagemaker.keep_alive_period")
+    if settings.debug_shell and settings.enable_network_isolation:
+        raise SpecError("no shell reaches a container under network isolation", field="sagemaker.debug_shell")
+    for name, item in layout.inputs.items():
+        if url_scheme(item.url) in ("fsx", "efs") and not settings.subnets:
+            raise SpecError("a file system is reached in its VPC: set subnets", field=f"inputs.{name}")
+        if item.shard and item.file:
+            raise UnsupportedError(NAME, f"inputs.{name}.shard", "one file is one shard")
+    for machine in known:
+        if machine.disk_gb is None:
+            continue
+        if settings.volume_kms_key:
+            why = f"{machine.instance_type} encrypts its own disks; leave it out"
+            raise SpecError(why, field="sagemaker.volume_kms_key")
+        if (job.resources.disk_gb or 0) > machine.disk_gb:
+            why = f"{machine.instance_type} has {machine.disk_gb} GB of its own, and no more can be added"
+            raise UnsupportedError(NAME, "resources.disk_gb", why)
+    resources, spot = body["ResourceConfig"], job.resources.spot
+    for name in ("TrainingPlanArn", "InstancePlacementConfig"):
+        if name in resources and (spot or "InstancePreferences" in resources):
+            why = "is neither for spot machines nor for a list of GPUs; pin instance_type"
+            raise SpecError(why, field=f"options.{NAME}.ResourceConfig.{name}")
+    config = body["AlgorithmSpecification"].get("TrainingImageConfig", {})
+    in_vpc = config.get("TrainingRepositoryAccessMode") == "Vpc"
+    if config and not (in_vpc and settings.subnets):
+        raise SpecError("is for an image that is reached in a VPC: set subnets", field=f"options.{NAME}.{_CONFIG}")
+    for key in body["Environment"]:
+        if key.startswith("CLOUDTRAIN_") and key != FAILURE_VARIABLE:
+            raise SpecError("is set by cloudtrain itself", field=f"options.{NAME}.Environment.{key}")

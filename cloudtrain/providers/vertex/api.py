@@ -1,0 +1,407 @@
+"""Call Google Cloud: jobs are created through Google's own client, all else is documented REST over google-auth.
+
+Importing that client costs most of a second, and a status does not need it. It has no retries and no time-outs of its
+own; this module adds time-outs. Only a call that an expired token cost is tried again here (google-auth's session does
+that once); `submit` and `run` do the retries. If a service asks for a pause, no call goes to it until the pause ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from ...errors import (
+    AuthError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    NotFoundError,
+    SpecError,
+)
+from ...job.job import run_tag
+from ...provider_api.protocol import Request
+from ...validate import unix_seconds
+from .claims import LEASE, Claim
+from .errors import CONSUMER, LOOK, answered, decoded, refusal, translated
+from .names import GCS, LABEL_JOB, LABEL_REQUEST, LABEL_RUN
+
+if TYPE_CHECKING:
+    from . import Settings
+
+__all__ = [
+    "FINAL",
+    "Account",
+    "credentials",
+    "endpoint",
+    "job_of",
+    "logging_endpoint",
+    "storage_endpoint",
+]
+
+TIMEOUT = 60
+"""Seconds of one call."""
+SCOPE = "https://www.googleapis.com/auth/cloud-platform"
+FINAL = frozenset(
+    f"JOB_STATE_{word}" for word in ("SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED", "PARTIALLY_SUCCEEDED")
+)
+LONGEST_HOLD = 300.0
+FIRST_HOLD = 5.0
+"""Pause in seconds if a service throttles and gives no time."""
+SETTLE = 5.0
+"""Seconds after a creation whose answer was lost, in which the job may not be in the list yet; unverified."""
+_JOB = re.compile(r"projects/(?P<project>[^/]+)/locations/(?P<location>[^/]+)/customJobs/(?P<id>[^/]+)")
+_PATH = re.compile(rf"(?P<name>[^=]+)={GCS}/(?P<bucket>[^/]+)(/.*)?", re.DOTALL)
+_OVERRIDE = "CLOUDSDK_API_ENDPOINT_OVERRIDES_"
+"""Prefix of gcloud's own variables for another endpoint: gcloud topic endpoint-override."""
+
+
+def job_of(native_id: str) -> tuple[str, str, str]:
+    """Return (project, location, id) of a job's resource name. Raises `NotFoundError` for another text."""
+    match = _JOB.fullmatch(native_id)
+    if match is None:
+        raise NotFoundError(f"{native_id!r} is not projects/P/locations/L/customJobs/ID", field="run")
+    return match["project"], match["location"], match["id"]
+
+
+class Account:
+    """One project and location."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._lock = threading.RLock()
+        self._session: Any = None
+        self._own_quota = True
+        self._clients: dict[str, Any] = {}
+        self._held: dict[str, float] = {}
+        self._unsure: dict[str, float] = {}
+        self._claims: dict[str, Claim] = {}
+        self._places: dict[str, tuple[str, str]] = {}
+        self.ended: dict[str, float] = {}
+        """Time at which a finished job ended, on the clock of `time.monotonic`."""
+        self.alive: dict[str, float] = {}
+        """Time at which a poll last found a job not ended, on that clock."""
+
+    # ------------------------------------------------------------------------------------------ credentials and clients
+
+    @property
+    def session(self) -> Any:
+        """Return google-auth's session, with the application default credentials.
+
+        Its calls are counted against our own project. A user's credentials often name another one, in which the API is
+        off (python-aiplatform #2563). If the caller may not do that, `rest` does without.
+        """
+        with self._lock:
+            if self._session is None:
+                from google.auth.transport.requests import AuthorizedSession
+
+                self._session = AuthorizedSession(credentials(self.settings.project if self._own_quota else ""))
+            return self._session
+
+    def _forget(self) -> None:
+        """Drop the session, so that the next call signs in again."""
+        with self._lock:
+            self._session, self._clients = None, {}
+
+    def _client(self, location: str) -> Any:
+        """Return Google's client of the jobs in ``location``, over REST: it goes through proxies, and needs no grpc."""
+        with self._lock:
+            if location not in self._clients:
+                from google.cloud.aiplatform_v1.services.job_service import JobServiceClient
+                from google.cloud.aiplatform_v1.services.job_service.transports.rest import JobServiceRestTransport
+
+                url = urlsplit(_jobs_endpoint(location))
+                transport = JobServiceRestTransport(
+                    host=url.netloc, url_scheme=url.scheme, credentials=self.session.credentials
+                )
+                self._clients[location] = JobServiceClient(transport=transport)
+            return self._clients[location]
+
+    @contextlib.contextmanager
+    def _calling(self, service: str, what: str) -> Iterator[None]:
+        """Guard one call: raise before it while the service is held, and translate its errors."""
+        if (left := self.held(service)) > 0:
+            raise LostContactError(f"{what}: Google Cloud asks for {left:.0f} s more before the next call")
+        with translated(what):
+            try:
+                yield
+            except Exception as exc:  # recorded here, and raised unchanged
+                self._hold(service, getattr(exc, "response", None))
+                if type(exc).__name__ == "RefreshError":  # google-auth's, which may be absent
+                    self._forget()
+                raise
+
+    def _hold(self, service: str, answer: Any) -> None:
+        """Hold the service after 429, and after 503 with a time."""
+        status, headers = getattr(answer, "status_code", 0), getattr(answer, "headers", {})
+        told = re.fullmatch(r"\d+(\.\d+)?", str(headers.get("Retry-After") or ""))
+        if status == 429 or (status == 503 and told):
+            wait = float(told[0]) if told else FIRST_HOLD
+            self._held[service] = time.monotonic() + min(wait, LONGEST_HOLD)
+
+    def held(self, service: str) -> float:
+        """Return the seconds for which ``service`` is held; 0 or less if it is not."""
+        return self._held.get(service, 0.0) - time.monotonic()
+
+    def rest(self, service: str, method: str, url: str, *, what: str, body: Any = None, **more: Any) -> Any:
+        """Return the answer to a call over REST (requests' Response). Raises only cloudtrain's errors."""
+        with self._calling(service, what):
+            answer = self.session.request(method, url, json=body, timeout=TIMEOUT, **more)
+        if answer.status_code >= 400:
+            self._hold(service, answer)
+            message, reason, metadata = answered(answer.content)
+            if self._own_quota and CONSUMER.search(f"{reason} {message}"):
+                self._own_quota = False
+                self._forget()
+                return self.rest(service, method, url, what=what, body=body, **more)
+            raise refusal(answer.status_code, message, what=what, reason=reason, metadata=metadata)
+        return answer
+
+    # ------------------------------------------------------------------------------------------------------------- jobs
+
+    def _ask(self, method: str, name: str, *, what: str, **more: Any) -> dict[str, Any]:
+        """Return the JSON of a job, or of a list of jobs; ``name`` is a resource name, or begins with one."""
+        url = f"{_jobs_endpoint(name.split('/')[3])}/v1/{name}"
+        return decoded(self.rest("jobs", method, url, what=what, **more), what=what)
+
+    def job(self, native_id: str) -> dict[str, Any]:
+        """Return the CustomJob in JSON. Raises `NotFoundError`."""
+        job_of(native_id)
+        told = self._ask("GET", native_id, what="get job")
+        if told.get("state") not in FINAL:
+            self.alive[native_id] = time.monotonic()
+        elif native_id not in self.ended:
+            from .status import over_for
+
+            # If we saw the job alive, the monotonic clock is enough: this machine's wall clock may be fast.
+            self.ended[native_id] = time.monotonic() - (0.0 if native_id in self.alive else over_for(told))
+        return told
+
+    def find(self, request: Request) -> str | None:
+        """Return the resource name of the request's job, if it was ever created."""
+        try:
+            return self.claimed(request)
+        except ConflictError:
+            return None
+
+    def claimed(self, request: Request) -> str | None:
+        """Return the same, the oldest of several. Raises `ConflictError` if the labelled job was another request."""
+        name = request.body["displayName"]
+        parent = _parent(request)
+        query = {"filter": f'labels.{LABEL_JOB}="{name}"', "pageToken": ""}
+        jobs, more = list[dict[str, Any]](), True
+        while more:
+            told = self._ask("GET", f"{parent}/customJobs", what="list jobs", params=query)
+            jobs += told.get("customJobs") or ()
+            query["pageToken"] = told.get("nextPageToken") or ""
+            more = bool(query["pageToken"])
+        ours = [job for job in jobs if (job.get("labels") or {}).get(LABEL_RUN) == run_tag(request.run)]
+        found = sorted(ours, key=lambda job: (unix_seconds(job["createTime"]), job["name"]))
+        if not found:
+            return None
+        labels = found[0]["labels"]
+        if labels.get(LABEL_REQUEST) != request.body["labels"][LABEL_REQUEST]:
+            why = f"Vertex AI has a job {name} of an earlier run of that id, which was another job; choose another id"
+            raise ConflictError(why, field="run_id")
+        return str(found[0]["name"])
+
+    def create(self, request: Request) -> str:
+        """Return the resource name of the one job of this request.
+
+        The API takes no id from its caller. So a client first claims the creation in the store and looks for the job.
+        All slow steps come before the claim.
+        """
+        name, parent = request.body["displayName"], _parent(request)
+        self._check_buckets(request)
+        send, claim = self._prepared(request), self._claim(request)
+        deadline = time.monotonic() + 2 * LEASE
+        while True:
+            if (found := self._found(request)) is not None:
+                return found
+            if claim.take():
+                break
+            if time.monotonic() > deadline:
+                raise LostContactError(f"another client has been creating {name} for too long")
+            time.sleep(1.0)
+        try:
+            ours = send()
+        except LostContactError:
+            raise
+        except CloudtrainError as exc:
+            if name in self._unsure:  # it may be our own first job that uses the quota
+                why = f"{exc}; whether an earlier call has created the job is not known: look in {parent}"
+                raise LostContactError(why) from None
+            with contextlib.suppress(CloudtrainError):
+                claim.drop()
+            raise
+        return self._first(request, ours)
+
+    def _first(self, request: Request, ours: str) -> str:
+        """Return the job that counts. A client that slept for longer than its lease may have come second."""
+        try:
+            first = self.claimed(request)
+        except CloudtrainError:  # ours exists even if the search fails
+            return ours
+        if first is None or job_of(first)[2] == job_of(ours)[2]:
+            return ours
+        self.cancel(ours)
+        return first
+
+    def _found(self, request: Request) -> str | None:
+        """Return `claimed`. After a lost answer, keep asking for `SETTLE` seconds."""
+        since = self._unsure.get(request.body["displayName"])
+        while True:
+            found = self.claimed(request)
+            if found is not None or since is None or time.monotonic() - since > SETTLE:
+                return found
+            time.sleep(0.5)
+
+    def _prepared(self, request: Request) -> Callable[[], str]:
+        """Prepare the creation up to its one call: the import of Google's client alone can take ten seconds."""
+        name, parent = request.body["displayName"], _parent(request)
+        with translated("create job"):
+            from google.cloud.aiplatform_v1.types import CustomJob
+            from google.protobuf import json_format
+
+            job = CustomJob.wrap(json_format.ParseDict(dict(request.body), CustomJob.pb(CustomJob())))
+            self._client(parent.split("/")[3])
+
+        def send() -> str:
+            client = self._client(parent.split("/")[3])  # the search for the job may have changed the sign-in
+            with self._calling("jobs", "create job"):
+                try:
+                    made = str(client.create_custom_job(parent=parent, custom_job=job, timeout=TIMEOUT).name)
+                    if not _JOB.fullmatch(made):
+                        raise ValueError(f"no job has the name {made!r}")
+                    return made
+                except Exception as exc:  # raised unchanged; after some of them a job may exist
+                    if _open(exc):
+                        self._unsure[name] = time.monotonic()
+                    if isinstance(exc, (json_format.ParseError, ValueError)) or getattr(exc, "code", 0) == 409:
+                        text = " ".join(str(exc).split())[:300]
+                        raise LostContactError(f"create job: the answer tells of no job: {text}") from None
+                    raise
+
+        return send
+
+    def cancel(self, native_id: str) -> None:
+        """Request the cancellation. A job that has ended stays as it is."""
+        job_of(native_id)
+        try:
+            self._ask("POST", f"{native_id}:cancel", what="cancel job", body={})
+        except NotFoundError:
+            raise
+        except SpecError:
+            if self.job(native_id).get("state") not in (*FINAL, "JOB_STATE_CANCELLING"):
+                raise
+
+    # ---------------------------------------------------------------------------------------------------- Cloud Storage
+
+    def _claim(self, request: Request) -> Claim:
+        name = f"{request.run}/attempts/{request.attempt}/sending-{request.choice}.json"
+        return self._claims.setdefault(name, Claim(name, partial(self.rest, "storage"), endpoint=storage_endpoint()))
+
+    def _check_buckets(self, request: Request) -> None:
+        """Raise `SpecError` for a bucket that the jobs cannot use. Jobs mount buckets of one region.
+
+        The store's must be in the jobs' own: other regions are slow and cost money. Others may be in any single region.
+        """
+        store, location = urlsplit(request.run).netloc, _parent(request).split("/")[3]
+        there, kind = self.place(store, missing=True)
+        if kind != "region":
+            why = f"gs://{store} is a {kind} bucket ({there}), which no job can mount"
+            raise SpecError(f"{why}; make one in {location}: {_make(location)}", field="store")
+        if there not in (location, ""):
+            why = f"gs://{store} is in {there}, and the jobs are in {location}"
+            raise SpecError(f"{why}; set vertex.location, or make a bucket there: {_make(location)}", field="store")
+        for field, bucket in _others(request):
+            there, kind = self.place(bucket)
+            if kind != "region":
+                why = f"gs://{bucket} is a {kind} bucket ({there}), which no job can mount"
+                raise SpecError(f"{why}; copy what is needed into one in {location}", field=field)
+
+    def place(self, bucket: str, *, missing: bool = False) -> tuple[str, str]:
+        """Return (location, kind) of a bucket; ("", "region") if the caller may not look at it."""
+        if bucket not in self._places:
+            what = f"{LOOK} gs://{bucket}"
+            try:
+                url = f"{storage_endpoint()}/storage/v1/b/{bucket}?fields=location,locationType"
+                told = decoded(self.rest("storage", "GET", url, what=what), what=what)
+            except NotFoundError:
+                if missing:
+                    raise SpecError(f"there is no bucket {bucket}", field="store") from None
+                return "", "region"
+            except AuthError:
+                return "", "region"  # a caller with write access may lack read access to the bucket's metadata
+            where, kind = str(told.get("location") or "").lower(), str(told.get("locationType") or "region")
+            self._places[bucket] = where, kind
+        return self._places[bucket]
+
+
+def _others(request: Request) -> list[tuple[str, str]]:
+    """Return (field, bucket) of a job's reads outside the store, by the paths of its command line."""
+    words = request.body["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]["args"]
+    told = [_PATH.fullmatch(word) for before, word in pairwise(words) if before == "--path"]
+    rows = [(match["name"], match["bucket"]) for match in told if match]
+    fields = [("resume_from" if name == "resume" else f"inputs.{name.partition('.')[2]}", at) for name, at in rows]
+    return [(field, bucket) for field, bucket in fields if bucket != urlsplit(request.run).netloc]
+
+
+def _open(exc: Exception) -> bool:
+    """Return True if the job may exist although its creation raised this. An answer of 4xx rules that out."""
+    from google.auth.exceptions import GoogleAuthError
+
+    status = getattr(exc, "code", None)
+    return not isinstance(exc, GoogleAuthError) and not (
+        isinstance(status, int) and 400 <= status < 500 and status != 408
+    )
+
+
+def credentials(quota_project: str = "") -> Any:
+    """Return the application default credentials: a named file, gcloud's, or the machine's. Raises `AuthError`.
+
+    If GOOGLE_CLOUD_QUOTA_PROJECT is not set, calls are counted against ``quota_project`` (empty: as the file says).
+    """
+    with translated("sign in"):
+        import google.auth
+
+        # Silence its warnings about background requests (allowedLocations).
+        logging.getLogger("google.auth").addHandler(logging.NullHandler())
+        own = None if os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT") else quota_project or None
+        return google.auth.default(scopes=[SCOPE], quota_project_id=own)[0]
+
+
+def endpoint(service: str, public: str) -> str:
+    """Return a service's endpoint: ``public``, unless gcloud's own variable names another."""
+    return (os.environ.get(_OVERRIDE + service) or public).rstrip("/")
+
+
+def _jobs_endpoint(location: str) -> str:
+    return endpoint("AIPLATFORM", f"https://{location}-aiplatform.googleapis.com")
+
+
+def logging_endpoint() -> str:
+    """Return the endpoint of Cloud Logging."""
+    return endpoint("LOGGING", "https://logging.googleapis.com")
+
+
+def storage_endpoint() -> str:
+    """Return the endpoint of Cloud Storage, by the variable that gcsfs reads too."""
+    return (os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com").rstrip("/")
+
+
+def _make(location: str) -> str:
+    return f"gcloud storage buckets create gs://NAME --location={location}"
+
+
+def _parent(request: Request) -> str:
+    """Return the parent of the request's job. The settings may have changed since the plan."""
+    return request.operation.removeprefix("POST v1/").removesuffix("/customJobs")

@@ -1,0 +1,228 @@
+"""Check a project for ``doctor``: caller, API, bucket, permissions, service account, quota, image.
+
+Nothing is created. The calls are documented. The answers of a real project are unverified.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from ...errors import AuthError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
+from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
+from ...validate import url_scheme
+from .api import endpoint
+from .errors import AGENT, HELP, decoded, pull_hint, translated
+from .quotas import metrics
+
+if TYPE_CHECKING:
+    from ...provider_api.protocol import Request
+    from .api import Account
+
+__all__ = ["PERMISSIONS", "checks"]
+
+PERMISSIONS = (
+    *(f"aiplatform.customJobs.{word}" for word in ("create", "get", "list", "cancel")),
+    "logging.logEntries.list",
+)
+"""Permissions of a submit, a wait, a follower and a cancel in the project."""
+ACT_AS = "iam.serviceAccounts.actAs"
+_SERVICE = "aiplatform.googleapis.com"
+PAGES = 20
+_IMAGE = re.compile(
+    r"(?P<location>[a-z0-9-]+)-docker\.pkg\.dev/(?P<project>[^/]+)/(?P<repository>[^/]+)/(?P<name>[^:@]+)"
+    r"(?::(?P<tag>[^@]+))?(?:@(?P<digest>sha256:\w+))?"
+)
+
+
+def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
+    """Yield the checks of `doctor`."""
+    yield (found := installed(("google-cloud-aiplatform", "gcsfs", "requests"), extra="vertex"))
+    if found.status != "ok":
+        return
+    who: dict[str, Any] = {}
+    yield from tried("credentials", lambda: _caller(account, who))
+    if not who:
+        return
+    yield from tried("api", lambda: _api(account))
+    yield from tried("bucket", lambda: _bucket(account, store))
+    yield from tried("permissions", lambda: _permissions(account), extra=True)
+    yield from tried("service account", lambda: _service_account(account), extra=True)
+    if request is None:
+        yield skipped("quota", "there is no plan, so no machine is named")
+        yield skipped("image", "there is no plan")
+        return
+    yield from tried("quota", lambda: _quota(account, request.body["jobSpec"]), extra=True)
+    image = str(request.body["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]["imageUri"])
+    yield from tried("image", lambda: _image(account, image), extra=True)
+
+
+def _caller(account: Account, who: dict[str, Any]) -> Check:
+    """Check the sign-in by a new token: a revoked key gets none."""
+    with translated("sign in"):
+        import requests
+        from google.auth.transport.requests import Request as Transport
+
+        found = account.session.credentials
+        with requests.Session() as session:
+            found.refresh(Transport(session))
+    who["name"] = getattr(found, "service_account_email", "") or getattr(found, "account", "") or "a user"
+    settings = account.settings
+    return ok("credentials", f"{who['name']}, project {settings.project}, location {settings.location}")
+
+
+def _get(account: Account, service: str, url: str, *, what: str, body: Any = None, **query: Any) -> dict[str, Any]:
+    method = "GET" if body is None else "POST"
+    return decoded(account.rest(service, method, url, what=what, body=body, params=query), what=what)
+
+
+def _api(account: Account) -> Check:
+    """Check that a list of jobs is answered: the API is on, the project and location are right."""
+    settings = account.settings
+    for name in ("project", "location"):
+        if not getattr(settings, name):
+            raise SpecError("is not set", field=f"vertex.{name}")
+    url = f"{endpoint('AIPLATFORM', f'https://{settings.location}-{_SERVICE}')}/v1/projects/{settings.project}"
+    url += f"/locations/{settings.location}/customJobs"
+    _get(account, "jobs", url, what="list jobs", pageSize=1)
+    return ok("api", f"Vertex AI answers for {settings.project} in {settings.location}")
+
+
+def _bucket(account: Account, store: str) -> Check:
+    if not store:
+        return skipped("bucket", "where the store is could not be told")
+    wanted = account.settings.location
+    make = f"gcloud storage buckets create gs://NAME --location={wanted}"
+    if url_scheme(store) != "gs":
+        fix = f'add to cloudtrain.toml: store = "gs://BUCKET/PREFIX", a bucket in {wanted}'
+        return failed("bucket", f"its nodes see Cloud Storage, not {store}", fix=fix, code=SpecError.exit_code)
+    name = urlsplit(store).netloc
+    try:
+        there, kind = account.place(name, missing=True)
+    except SpecError:
+        fix = f"make it ({make}), or set store to another"
+        return failed("bucket", f"there is no bucket {name}", fix=fix, code=StorageError.exit_code)
+    if not there:
+        return unknown("bucket", f"the caller may not look where {name} is (storage.buckets.get)")
+    if kind != "region":
+        fix = f"jobs mount a bucket of one region alone; {make}"
+        return failed("bucket", f"{name} is a {kind} bucket ({there})", fix=fix, code=SpecError.exit_code)
+    if there != wanted:
+        fix = f"set vertex.location to {there}, or {make}"
+        return failed("bucket", f"{name} is in {there}, the jobs are in {wanted}", fix=fix, code=SpecError.exit_code)
+    return ok("bucket", f"{name} is in {there}, as the jobs are")
+
+
+def _permissions(account: Account) -> Check:
+    base = endpoint("CLOUDRESOURCEMANAGER", "https://cloudresourcemanager.googleapis.com")
+    url = f"{base}/v1/projects/{account.settings.project}:testIamPermissions"
+    body = {"permissions": list(PERMISSIONS)}
+    told = _get(account, "projects", url, what="test permissions", body=body)
+    denied = [name for name in PERMISSIONS if name not in (told.get("permissions") or [])]
+    if denied:
+        fix = HELP["log" if denied == ["logging.logEntries.list"] else "role"]
+        return failed("permissions", f"not allowed: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
+    return ok("permissions", f"the project allows the caller {len(PERMISSIONS)} actions")
+
+
+def _service_account(account: Account) -> Check:
+    email = account.settings.service_account
+    if not email:
+        return skipped("service account", "none is set: jobs run as Vertex AI's own agent, which reads no secrets")
+    url = f"{endpoint('IAM', 'https://iam.googleapis.com')}/v1/projects/-/serviceAccounts/{quote(email)}"
+    try:
+        told = _get(account, "iam", url, what="get service account")
+    except NotFoundError:
+        fix = "gcloud iam service-accounts list names those there are; docs/vertex.md makes one"
+        return failed("service account", f"there is no {email}", fix=fix, code=AuthError.exit_code)
+    if told.get("disabled"):
+        fix = f"gcloud iam service-accounts enable {email}"
+        return failed("service account", f"{email} is disabled", fix=fix, code=AuthError.exit_code)
+    granted = _get(account, "iam", f"{url}:testIamPermissions", what="test permissions", body={"permissions": [ACT_AS]})
+    if ACT_AS not in (granted.get("permissions") or []):
+        fix = f"{HELP['act']} {email}"
+        return failed("service account", f"the caller may not act as {email}", fix=fix, code=AuthError.exit_code)
+    return ok("service account", f"the caller may act as {email}")
+
+
+def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:
+    """Check the limit in the region by the Cloud Quotas API, which does not report the use."""
+    wanted, settings = metrics(spec), account.settings
+    if spec.get("persistentResourceId"):
+        yield skipped("quota", "the machines are those of a persistent resource, which has its quota already")
+        return
+    if not wanted:
+        yield unknown("quota", f"which quota {spec['workerPoolSpecs'][0]['machineSpec']['machineType']} counts against")
+        return
+    base = endpoint("CLOUDQUOTAS", "https://cloudquotas.googleapis.com")
+    url = f"{base}/v1/projects/{settings.project}/locations/global/services/{_SERVICE}/quotaInfos"
+    limits, token = dict[str, int | None](), ""
+    for _ in range(PAGES):
+        more = {"pageToken": token} if token else {}
+        told = _get(account, "quotas", url, what="list quotas", pageSize=500, **more)
+        for info in told.get("quotaInfos") or []:
+            metric = str(info.get("metric") or "").partition("/")[2]
+            if metric in wanted:
+                limits[metric] = _limit(info, settings.location)
+        token = told.get("nextPageToken") or ""
+        if not token:
+            break
+    rows = [_limited(metric, count, limits.get(metric), settings.location) for metric, count in wanted.items()]
+    yield from sorted(rows, key=lambda row: row.status == "failed")
+
+
+def _limited(metric: str, count: int, limit: int | None, location: str) -> Check:
+    if limit is None:
+        return unknown("quota", f"Cloud Quotas tells no limit of {metric} in {location}")
+    if 0 <= limit < count:
+        fix = f"ask for {count} of {metric} in {location} (IAM & Admin, Quotas), or choose another machine"
+        return failed("quota", f"{metric}: {limit}, the job takes {count}", fix=fix, code=QuotaError.exit_code)
+    return ok("quota", f"{metric}: {'no limit' if limit < 0 else limit}, the job takes {count}")
+
+
+def _limit(info: Mapping[str, Any], location: str) -> int | None:
+    """Return the region's limit, else that of all regions without their own."""
+    general = None
+    for item in info.get("dimensionsInfos") or []:
+        value = (item.get("details") or {}).get("value")
+        region = (item.get("dimensions") or {}).get("region")
+        if value is None:
+            continue
+        if region == location or (region is None and location in (item.get("applicableLocations") or [])):
+            return int(value)
+        if region is None:
+            general = int(value)
+    return general
+
+
+def _image(account: Account, image: str) -> Check:
+    match = _IMAGE.fullmatch(image)
+    if match is None:
+        return unknown("image", f"{image} is not in Artifact Registry, and nobody here can ask its registry")
+    base = endpoint("ARTIFACTREGISTRY", "https://artifactregistry.googleapis.com")
+    url = f"{base}/v1/projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
+    url += f"/packages/{quote(match['name'], safe='')}"
+    url += f"/versions/{match['digest']}" if match["digest"] else f"/tags/{match['tag'] or 'latest'}"
+    try:
+        _get(account, "images", url, what="get image")
+    except NotFoundError:
+        fix = f"push it: docker push {image}; or name another with --image"
+        return failed("image", f"Artifact Registry has no {image}", fix=fix, code=SpecError.exit_code)
+    agent = _agent(account)
+    if match["project"] == account.settings.project:
+        return ok("image", f"Artifact Registry has {image}; jobs pull it as {agent}")
+    where = f"projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
+    told = f"Artifact Registry has {image}, in another project; whether jobs may pull it is not known"
+    return unknown("image", f"{told}: {pull_hint(where, agent)}")
+
+
+def _agent(account: Account) -> str:
+    """Return the account that pulls images for jobs. If the caller may not look, its number is a placeholder."""
+    base = endpoint("CLOUDRESOURCEMANAGER", "https://cloudresourcemanager.googleapis.com")
+    try:
+        told = _get(account, "projects", f"{base}/v1/projects/{account.settings.project}", what="get project")
+    except CloudtrainError:
+        told = {}
+    return AGENT.format(told.get("projectNumber") or "PROJECT_NUMBER")

@@ -1,0 +1,420 @@
+"""Make the CustomJob of a Job, as Vertex AI's API takes it. Pure: no network, no credentials, no SDK."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import SpecError, UnsupportedError
+from ...job.job import job_name, run_tag
+from ...job.options import merge_options
+from ...provider_api import catalog
+from ...provider_api.limits import checked_prices, hard_limit
+from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
+from ...validate import choice_of, url_scheme
+from .fabric import TRANSPORTS
+from .machines import (
+    DISK_LIMITS_GB,
+    FLEXIBLE,
+    LOCATIONS,
+    advice,
+    machine_of,
+    machine_spec,
+    notes_of,
+    priced,
+    unavailable,
+)
+from .names import (
+    FABRIC_PATH,
+    GCS,
+    GRACE_PATH,
+    LABEL_ATTEMPT,
+    LABEL_CI,
+    LABEL_JOB,
+    LABEL_NAME,
+    LABEL_REQUEST,
+    LABEL_REVISION,
+    LABEL_RUN,
+    LABEL_RUN_ID,
+    NAME,
+    NFS,
+    NODES,
+    grace_of,
+)
+from .validate import check_body
+
+if TYPE_CHECKING:
+    from ...job.job import Job
+    from ...provider_api.catalog import Machine
+    from ...provider_api.protocol import LayoutInput
+    from . import Settings
+
+__all__ = ["checked", "mounted", "parent_of", "plan"]
+
+LABEL_COUNT, VALUE_LENGTH = 56, 63
+"""Upper limits. LABEL_COUNT is the platform's 64 labels less our own eight; VALUE_LENGTH the characters of a value."""
+DISK_GB = 100
+"""Default boot disk, as by the API itself. Its type is the machine's: not every machine has pd-ssd."""
+STRATEGIES = ("STANDARD", "FLEX_START")
+AFFINITIES: Mapping[str, str] = {"any": "ANY_RESERVATION", "none": "NO_RESERVATION"}
+"""The reservationAffinityType of each word that ``reservation`` may be; any other text names one reservation."""
+FLEX_SECONDS = 7 * 86400
+"""Longest timeout of a job on FLEX_START: Vertex AI's page on the Dynamic Workload Scheduler."""
+_PATTERNS: Mapping[str, tuple[str, str]] = {
+    "project": (r"[a-z0-9][a-z0-9.:-]{0,62}", "is not a project's id; gcloud projects list names those there are"),
+    "location": (r"[a-z]+-[a-z]+\d+", "is not one region, like europe-west4: a run's store is one bucket, in one"),
+    "service_account": (r"[^@\s/]+@[^@\s/]+", "is not the e-mail address of a service account"),
+    "network": (r"projects/\d+/global/networks/[a-z0-9-]+", "is not projects/NUMBER/global/networks/NAME"),
+    "tensorboard": (
+        r"projects/[^/\s]+/locations/[^/\s]+/tensorboards/\d+",
+        "is not projects/P/locations/L/tensorboards/NUMBER",
+    ),
+    "encryption_key": (
+        r"projects/[^/\s]+/locations/[^/\s]+/keyRings/[^/\s]+/cryptoKeys/[^/\s]+",
+        "is not projects/P/locations/L/keyRings/R/cryptoKeys/K",
+    ),
+    "persistent_resource_id": (r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", "is not the id of a persistent resource"),
+    "reservation": (
+        r"any|none|projects/[^/\s]+/zones/[^/\s]+/reservations/[^/\s]+",
+        "is not any, none or projects/P/zones/Z/reservations/R",
+    ),
+}  # fmt: skip
+_POOL = "jobSpec.workerPoolSpecs.*"
+OWNED = (
+    *("displayName", "labels", "encryptionSpec"),
+    *(
+        f"jobSpec.{name}"
+        for name in (
+            *("serviceAccount", "network", "baseOutputDirectory", "tensorboard", "enableWebAccess"),
+            *("persistentResourceId", "scheduling.timeout", "scheduling.restartJobOnWorkerRestart"),
+            *("scheduling.strategy", "scheduling.maxWaitDuration"),
+        )
+    ),
+    *(
+        f"{_POOL}.{name}"
+        for name in (
+            *("replicaCount", "machineSpec.machineType", "machineSpec.acceleratorType"),
+            *("machineSpec.acceleratorCount", "machineSpec.reservationAffinity", "diskSpec.bootDiskSizeGb"),
+            *("containerSpec.imageUri", "containerSpec.command", "containerSpec.args"),
+        )
+    ),
+)
+"""Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
+_BUCKET = re.compile(r"gs://[a-z0-9]([a-z0-9._-]{0,220}[a-z0-9])?(/.*)?", re.DOTALL)
+_AMISS = re.compile(r"[\x00-\x1f\x7f?#*\[\]]|\$\(")
+"""Characters that a mounted bucket's path cannot hold, or a command could take for a variable."""
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def checked(settings: Settings) -> Settings:
+    """Return ``settings``, checked. Raises `SpecError`."""
+    for name, (pattern, why) in _PATTERNS.items():
+        value = getattr(settings, name)
+        if value and not (isinstance(value, str) and re.fullmatch(pattern, value)):
+            raise SpecError(f"{value!r} {why}", field=f"{NAME}.{name}")
+    catalog.check_region(f"{NAME}.location", settings.location, LOCATIONS)
+    if settings.strategy:
+        choice_of(settings.strategy, STRATEGIES, f"{NAME}.strategy")
+    if settings.strategy == "FLEX_START" and _reserved(settings):
+        raise SpecError("FLEX_START takes none of a reservation's machines; leave one out", field=f"{NAME}.strategy")
+    if settings.persistent_resource_id and _reserved(settings):
+        why = "a job on a persistent resource cannot use a reservation; leave one of the two out"
+        raise SpecError(why, field=f"{NAME}.reservation")
+    if settings.tensorboard and not settings.service_account:
+        raise SpecError("a job with a tensorboard needs one", field=f"{NAME}.service_account")
+    if isinstance(settings.log_drain, bool) or not isinstance(settings.log_drain, int) or settings.log_drain < 0:
+        raise SpecError("must be a whole number of seconds", field=f"{NAME}.log_drain")
+    return dataclasses.replace(settings, prices=checked_prices(settings.prices, NAME))
+
+
+def _reserved(settings: Settings) -> bool:
+    """Return True if jobs take machines of a reservation."""
+    return settings.reservation not in ("", "none")
+
+
+def _affinity(settings: Settings) -> dict[str, Any]:
+    """Return the setting's reservationAffinity, in the API's words: Google's page on reservations with training."""
+    if settings.reservation in AFFINITIES:
+        return {"reservationAffinityType": AFFINITIES[settings.reservation]}
+    return {
+        "reservationAffinityType": "SPECIFIC_RESERVATION",
+        "key": "compute.googleapis.com/reservation-name",
+        "values": [settings.reservation],
+    }
+
+
+def _check_account(settings: Settings, store: str) -> None:
+    if url_scheme(store) != "gs" or not _BUCKET.fullmatch(store):
+        hint = 'add to cloudtrain.toml: store = "gs://BUCKET/PREFIX", a bucket in the job\'s region'
+        raise UnsupportedError(NAME, "store", f"its nodes see Cloud Storage, not {store}", hint=hint)
+    _check_url(store, "store")
+
+
+def _check_url(url: str, field: str) -> None:
+    if amiss := _AMISS.search(url):
+        raise UnsupportedError(NAME, field, f"its URL holds {amiss[0]!r}: rename it")
+
+
+def parent_of(settings: Settings) -> str:
+    """Return the jobs' parent, in the API's words."""
+    return f"projects/{settings.project}/locations/{settings.location}"
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: int) -> Request:
+    """Return the request; see `cloudtrain.provider_api.protocol.Provider.plan`."""
+    from . import Provider
+
+    check_needs(Provider, settings, job)
+    _check_account(settings, layout.store)
+    check_inputs(Provider, layout.inputs)
+    _check_secrets(settings, job)
+    if job.resources.shm_gb:
+        why = "no field of a custom job sets the size of /dev/shm; use fewer DataLoader workers"
+        raise UnsupportedError(NAME, "resources.shm_gb", why)
+    machine = machine_of(job, choice)
+    notes = notes_of(machine, job.resources.instance_count)
+    name = job_name(layout.run, attempt, choice)
+    spec: dict[str, Any] = {
+        "workerPoolSpecs": _pools(settings, job, layout, machine, attempt),
+        "scheduling": _scheduling(settings, job, machine, choice, notes),
+        "baseOutputDirectory": {"outputUriPrefix": layout.native},
+        **_switches(settings),
+    }
+    body: dict[str, Any] = {"displayName": name, "jobSpec": spec, "labels": _labels(job, layout, attempt, name)}
+    if settings.encryption_key:
+        body["encryptionSpec"] = {"kmsKeyName": settings.encryption_key}
+    body = merge_options(body, job.options.get(NAME, {}), owned=OWNED, provider=NAME)
+    check_body(body)
+    if body["jobSpec"]["scheduling"].get("disableRetries"):  # the API forces that, too
+        del body["jobSpec"]["scheduling"]["restartJobOnWorkerRestart"]
+    body["labels"][LABEL_REQUEST] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+    return Request(
+        provider=NAME,
+        operation=f"POST v1/{parent_of(settings)}/customJobs",
+        body=body,
+        context=context_of(NAME, job, layout, processes=_processes(job, choice, machine)),
+        run=layout.run,
+        attempt=attempt,
+        choice=choice,
+        instance_types=(priced(machine),),
+        notes=tuple(notes),
+    )
+
+
+def _check_secrets(settings: Settings, job: Job) -> None:
+    for name, reference in job.secrets.items():
+        field, (scheme, _, rest) = f"secrets.{name}", reference.partition(":")
+        if scheme == "env":
+            how = f'printf %s "${rest}" | gcloud secrets create {rest} --data-file=-'
+            raise UnsupportedError(NAME, field, f"values of this machine do not travel; create it there: {how}")
+        if scheme != "gcp":
+            raise UnsupportedError(NAME, field, "its nodes fetch gcp:projects/P/secrets/S only, of Secret Manager")
+        if not re.fullmatch(r"projects/[\w.:-]+/secrets/[\w-]{1,255}(/versions/(latest|[\w-]+))?", rest, re.ASCII):
+            raise SpecError(f"{rest!r} is not projects/P/secrets/S, or projects/P/secrets/S/versions/V", field=field)
+        if not settings.service_account:
+            why = f"is not set, and {field} is read as it: Vertex's own account reads no secrets"
+            raise SpecError(why, field=f"{NAME}.service_account")
+
+
+def _processes(job: Job, choice: int, machine: Machine) -> int:
+    """Return the ranks a node. The catalogue has the GPUs of a pinned machine."""
+    if job.resources.nproc_per_node or job.resources.gpu:
+        return job.resources.processes(choice)
+    return machine.gpu_count or 1
+
+
+# ------------------------------------------------------------------------------------------------------ parts of a body
+
+
+def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attempt: int) -> list[dict[str, Any]]:
+    """Return the pools: one primary, and all others. Source: Vertex AI's page on distributed training."""
+    count = job.resources.instance_count
+    words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(job, layout, machine, attempt)])
+    spec = machine_spec(machine)
+    if settings.reservation:
+        spec["reservationAffinity"] = _affinity(settings)
+    pool: dict[str, Any] = {
+        "machineSpec": spec,
+        "replicaCount": "1",
+        "diskSpec": {"bootDiskSizeGb": _disk_gb(job)},
+        "containerSpec": {
+            "imageUri": job.image,
+            "command": words[:4],
+            "args": words[4:],
+            "env": [{"name": NODES, "value": str(count)}],
+        },
+    }
+    if mounts := _file_systems(settings, layout):
+        pool["nfsMounts"] = mounts
+    pools = [pool] if count == 1 else [pool, {**pool, "replicaCount": str(count - 1)}]
+    copied: list[dict[str, Any]] = json.loads(json.dumps(pools))  # the pools share no objects
+    return copied
+
+
+def _disk_gb(job: Job) -> int:
+    size, (least, most) = job.resources.disk_gb or DISK_GB, DISK_LIMITS_GB
+    if not least <= size <= most:
+        raise UnsupportedError(NAME, "resources.disk_gb", f"a boot disk has {least} to {most} GB, not {size}")
+    return size
+
+
+@cache
+def _bootstrap() -> str:
+    return Path(__file__).with_name("bootstrap.py").read_text(encoding="utf-8")
+
+
+def mounted(url: str) -> str:
+    """Return a container's path of a gs:// URL."""
+    return f"{GCS}/{url.removeprefix('gs://')}"
+
+
+def _arguments(job: Job, layout: Layout, machine: Machine, attempt: int) -> list[str]:
+    """Return the runtime's arguments. `prepare` copies the inputs ``copy`` and ``copyfile`` to local disk first."""
+    paths = {"code": mounted(layout.code), "live": mounted(layout.live)}
+    if job.resources.spot:
+        paths[GRACE_PATH] = str(grace_of("SPOT"))
+    if job.resources.instance_count > 1 and (transport := TRANSPORTS.get(machine.accelerator)):
+        paths[FABRIC_PATH] = transport
+    if layout.resume:
+        if url_scheme(layout.resume) != "gs":
+            raise UnsupportedError(NAME, "resume_from", f"its nodes see gs:// only, not {layout.resume}")
+        _check_url(layout.resume, "resume_from")
+        paths["resume"] = mounted(layout.resume)
+    for name, item in layout.inputs.items():
+        kind, path = _channel(name, item)
+        paths[f"{kind}.{name}"] = path
+    words = ["run", "--context", mounted(layout.context), "--attempt", str(attempt)]
+    return words + [word for name, path in paths.items() for word in ("--path", f"{name}={path}")]
+
+
+def _channel(name: str, item: LayoutInput) -> tuple[str, str]:
+    """Return an input's kind, and its path on the node."""
+    field = f"inputs.{name}"
+    if item.shard:
+        raise UnsupportedError(NAME, f"{field}.shard", "every node sees a whole input")
+    _check_url(item.url, field)
+    if url_scheme(item.url) == "nfs":
+        if item.mode == "copy":
+            raise UnsupportedError(NAME, f"{field}.mode", "a file system is mounted, never copied")
+        return "input", f"{NFS}/{name}"
+    path = mounted(item.url.rstrip("/"))
+    if item.mode == "copy":
+        return "copyfile" if item.file else "copy", path
+    return "file" if item.file else "input", path
+
+
+def _file_systems(settings: Settings, layout: Layout) -> list[dict[str, str]]:
+    """Return ``nfs://server/path`` inputs as mounts."""
+    found = []
+    for name, item in layout.inputs.items():
+        if url_scheme(item.url) != "nfs":
+            continue
+        server, _, path = item.url.partition("://")[2].partition("/")
+        if not server or not path:
+            raise SpecError(f"{item.url!r} is not nfs://SERVER/PATH", field=f"inputs.{name}")
+        if not settings.network:
+            raise SpecError("a file system is reached in its VPC: set vertex.network", field=f"inputs.{name}")
+        found.append({"server": server, "path": f"/{path.rstrip('/')}", "mountPoint": name})
+    return found
+
+
+def _scheduling(settings: Settings, job: Job, machine: Machine, choice: int, notes: list[str]) -> dict[str, Any]:
+    seconds, said = hard_limit(job, NAME, lambda at: [_priced(settings, job, at)], choice=choice, own=settings.prices)
+    notes += said
+    strategy = _strategy(settings, job, machine, notes)
+    if strategy == "FLEX_START" and seconds > FLEX_SECONDS:
+        raise UnsupportedError(NAME, "max_runtime", "a job on FLEX_START runs for at most 7 days")
+    _check_machine(settings, job, machine, strategy)
+    notes += advice(machine, strategy=strategy, reserved=_reserved(settings), location=settings.location)
+    scheduling: dict[str, Any] = {"timeout": f"{seconds}s", "restartJobOnWorkerRestart": True}
+    if strategy:
+        scheduling["strategy"] = strategy
+    if strategy == "FLEX_START" and job.max_wait is not None:
+        scheduling["maxWaitDuration"] = f"{job.max_wait}s"
+    return scheduling
+
+
+def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) -> str:
+    """Return the strategy of the request. Empty is the service's own: STANDARD."""
+    if job.resources.spot:
+        for name, given in (("strategy", settings.strategy), ("reservation", _reserved(settings))):
+            if given:
+                raise SpecError("the job asks for spot machines; leave one of the two out", field=f"{NAME}.{name}")
+        notes.append("spot: Vertex AI itself starts the job again, up to six times, when its machines are taken back")
+        return "SPOT"
+    flexible = machine.accelerator in FLEXIBLE
+    if settings.strategy == "FLEX_START" and not flexible:
+        has = f"{machine.instance_type} has {machine.gpus or 'no GPU'}"
+        raise SpecError(f"FLEX_START is for L4, A100, H100, H200 and B200; {has}", field=f"{NAME}.strategy")
+    if settings.strategy:
+        return settings.strategy
+    if job.max_wait is not None and flexible and not _reserved(settings) and not settings.persistent_resource_id:
+        notes.append(
+            "max_wait: asks by FLEX_START, which waits for the machines of all nodes, then runs 7 days at most"
+        )
+        return "FLEX_START"
+    return ""
+
+
+def _priced(settings: Settings, job: Job, choice: int) -> str:
+    """Return the price name of the listed GPU's machine. Raises `SpecError` for a machine that the job cannot have."""
+    machine = machine_of(job, choice)
+    _check_machine(settings, job, machine, _strategy(settings, job, machine, []))
+    return priced(machine)
+
+
+def _check_machine(settings: Settings, job: Job, machine: Machine, strategy: str) -> None:
+    """Raise `UnsupportedError` for a machine that cannot be had that way."""
+    if why := unavailable(machine, strategy=strategy, reserved=_reserved(settings)):
+        raise UnsupportedError(NAME, "resources.gpu" if job.resources.gpu else "resources.instance_type", why)
+
+
+def _switches(settings: Settings) -> dict[str, Any]:
+    names = {
+        "serviceAccount": settings.service_account,
+        "network": settings.network,
+        "tensorboard": settings.tensorboard,
+        "persistentResourceId": settings.persistent_resource_id,
+        "enableWebAccess": settings.debug_shell,
+    }
+    return {name: value for name, value in names.items() if value}
+
+
+def _labels(job: Job, layout: Layout, attempt: int, name: str) -> dict[str, str]:
+    """Return our labels, then the job's tags, which have a smaller alphabet here."""
+    own = {
+        LABEL_RUN: run_tag(layout.run),
+        LABEL_RUN_ID: layout.run_id,
+        LABEL_ATTEMPT: str(attempt),
+        LABEL_JOB: name,
+        LABEL_NAME: job.name,
+    }
+    for key, value in job.tags.items():
+        field = f"tags.{key}"
+        if key.startswith(("cloudtrain-", "goog")):
+            raise SpecError("labels that begin with cloudtrain- or goog are not yours to set", field=field)
+        if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", key) or not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
+            why = "a label, and its value, is lower-case letters, digits, _ and -, 63 at most; it begins with a letter"
+            raise SpecError(why, field=field)
+    if len(job.tags) > LABEL_COUNT:
+        raise SpecError(f"has {len(job.tags)} entries, at most {LABEL_COUNT}", field="tags")
+    return {**own, **_origin(layout.origin), **dict(sorted(job.tags.items()))}
+
+
+def _origin(origin: Mapping[str, str]) -> dict[str, str]:
+    """Return the run's origin, in a label's alphabet and length."""
+    commit, dash, dirty = origin.get("revision", "").partition("-")
+    page = "-".join(filter(None, (origin.get("ci"), origin.get("ci_run"))))
+    said = {LABEL_REVISION: commit[: VALUE_LENGTH - len(dash + dirty)] + dash + dirty, LABEL_CI: page}
+    return {key: re.sub(r"[^a-z0-9_-]", "-", text.lower())[:VALUE_LENGTH] for key, text in said.items() if text}

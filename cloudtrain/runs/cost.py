@@ -1,0 +1,139 @@
+"""Compute a run's use so far: machine time, GPU hours, and money if a price is known. Pure.
+
+The platform's own figures come first. Otherwise an attempt counts from its start to its end. Without an end it counts
+until the next attempt's start, the end of its native job, or now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ..job.job import Job
+from ..provider_api import catalog
+from ..provider_api.limits import THIS_MACHINE, gpus_per_node
+from ..provider_api.protocol import AttemptInfo, Request, Status
+
+__all__ = ["Account", "cost_of", "seconds_of"]
+
+NEVER_RAN = frozenset({"cancelled", "capacity", "quota"})
+"""Categories of an attempt that had no machines, unless its nodes or a client know of a start."""
+
+Spans = Sequence[tuple[float | None, float | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Used:
+    """Use by one native job; None means unknown."""
+
+    usd: float | None = None
+    date: str = ""
+    gpu_hours: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """An account: it runs ``job`` (as ``provider`` runs it), with its ``prices``, in its ``region``."""
+
+    job: Job
+    provider: str
+    prices: Mapping[str, float] | None = None
+    region: str = ""
+
+
+def seconds_of(spans: Spans, now: float) -> float:
+    """Return the running time of attempts, oldest first, from start (None: never started) to end (None: unknown)."""
+    total = 0.0
+    for number, (start, end) in enumerate(spans):
+        if start is None:
+            continue
+        if end is None:
+            end = next((later for later, _ in spans[number + 1 :] if later is not None), now)
+        total += max(0.0, end - start)
+    return total
+
+
+def cost_of(
+    account: Account,
+    said: Mapping[str, Status],
+    attempts: Sequence[AttemptInfo],
+    request_of: Callable[[str], Request | None],
+    now: float,
+) -> dict[str, Any]:
+    """Return the ``cost`` of a result, over all attempts; None for each value that would be a guess.
+
+    ``said`` is the platform's status by native id, oldest first. ``request_of(native)`` is the request sent. ``now`` is
+    Unix seconds. ``saved`` is the newest attempt's.
+    """
+    used = []
+    for native, status in said.items():
+        spans = [(info.started, info.ended) for info in attempts if info.native_id == native]
+        used.append(_used(account, status, spans, partial(request_of, native), now))
+    dates = sorted({item.date for item in used if item.date})
+    return {
+        "limit_usd": account.job.max_cost,
+        "limit_gpu_hours": account.job.max_gpu_hours,
+        "estimate_usd": _total([item.usd for item in used]),
+        "priced_on": dates[0] if dates else None,
+        "gpu_hours": _total([item.gpu_hours for item in used]),
+        "billed_s": _total([status.billed_s for status in said.values()]),
+        "saved": [*said.values()][-1].saved if said else None,
+    }
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(sum(known), 4) if known and len(known) == len(values) else None
+
+
+def _used(
+    account: Account, status: Status, spans: Spans, request_of: Callable[[], Request | None], now: float
+) -> _Used:
+    began = any(start is not None for start, _ in spans)
+    if status.final and not began and status.started is None:
+        if not status.native:
+            return _Used()  # the platform has forgotten it, and no node left a record
+        if status.limit_s is not None and status.category not in NEVER_RAN:
+            return _Used()  # it may have had machines, and the platform does not report its start
+    until = status.finished if status.final and status.finished is not None else now
+    seconds = seconds_of(spans if began else [(status.started, status.finished)], until)
+    nodes = account.job.resources.instance_count
+    ran = seconds * nodes / 3600
+    hours = ran if status.billed_s is None else status.billed_s / 3600
+    names, choice = _machines(account.job, status, request_of)
+    gpu_hours = None
+    gpus = [gpus_per_node(account.provider, name, account.job, choice) for name in names]
+    known = [count for count in gpus if count is not None]
+    if known and len(known) == len(gpus):
+        gpu_hours = max(ran, hours) * max(known)  # spot bills less than the job ran
+    if status.cost_usd is not None and (status.cost_usd or not ran):  # a cost of 0 for time that ran is no answer
+        return _Used(usd=status.cost_usd, gpu_hours=gpu_hours)
+    if status.final and not hours:
+        return _Used(usd=0.0, gpu_hours=gpu_hours)
+    dearest = _dearest(account, names)
+    if dearest is None:
+        return _Used(gpu_hours=gpu_hours)
+    machines = hours / nodes if names == (THIS_MACHINE,) else hours  # all nodes share this machine
+    return _Used(usd=machines * dearest.usd_per_hour, date=dearest.date, gpu_hours=gpu_hours)
+
+
+def _machines(job: Job, status: Status, request_of: Callable[[], Request | None]) -> tuple[tuple[str, ...], int]:
+    """Return the machine in use, else the requested ones; and the index of the GPU in the list, where that matters."""
+    told = status.instance_type
+    if told and len({gpu.count for gpu in job.resources.gpus}) <= 1:
+        return (told,), 0
+    request = request_of()
+    if request is None:
+        return (told,) if told else (), 0
+    return ((told,) if told else tuple(request.instance_types) or (THIS_MACHINE,)), request.choice
+
+
+def _dearest(account: Account, names: Sequence[str]) -> catalog.Price | None:
+    """Return the highest price: the account's own or the very service's; None if one of the machines has neither."""
+    found = [catalog.price(account.provider, name, account.prices, region=account.region) for name in names]
+    known = [price for price in found if price is not None and price.of_service]
+    if not known or len(known) < len(found):
+        return None
+    return max(known, key=lambda price: price.usd_per_hour)

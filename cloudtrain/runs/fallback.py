@@ -1,0 +1,371 @@
+"""Try a job in several regions, projects or clouds, in order, if one lacks machines.
+
+Each place has a run of its own in its own store, with the same id. `moves` decides when a run may move on, and how
+another client continues from the records. `submit_with_fallbacks` loops around sending,
+`FallbackPolicy` around waiting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import (
+    CapacityError,
+    CloudtrainError,
+    ConflictError,
+    LostContactError,
+    QuotaError,
+    SpecError,
+    StorageError,
+)
+from ..job.bundle import Bundle
+from ..job.job import Job, Source
+from ..provider_api.protocol import Layout
+from ..settings.settings import Settings
+from ..storage.files import Progress
+from ..store import runtime_zip
+from ..store.store import Store, next_of
+from ..validate import without_secrets
+from .handover import NO_MACHINES, decide, newer_attempt_exists, region_of_provider
+from .retry import Retry, error_of
+from .run import Run
+from .submit import Plan, later_choices, link_fallbacks, run_of_plan, with_recorded_origin, with_resume_warning
+from .submit import make_plan as plan_of
+from .submit import submit as send
+
+__all__ = ["FallbackPolicy", "name_of", "only_first", "plan_with_fallbacks", "submit_with_fallbacks", "where"]
+
+
+def plan_with_fallbacks(
+    job: Job,
+    *,
+    settings: Settings,
+    run_id: str | None = None,
+    cwd: Path,
+    preview: bool = False,
+) -> Plan:
+    """Return the plan of ``job`` in the first place of ``settings``, with the plans of the others (``further``).
+
+    Works as `runs.submit.make_plan`, and with ``preview`` is as pure. Otherwise the store of a run to resume from
+    is asked for that run's newest place. Errors of a later place are raised now, not when its turn comes.
+    """
+    from .resume import is_bare
+
+    plans: list[Plan] = []
+    for place, own in enumerate(settings.candidates()):
+        try:
+            plans.append(plan_of(job, settings=own, run_id=run_id, cwd=cwd, preview=preview, follows=not preview))
+        except SpecError as exc:
+            if not place:
+                raise
+            why = f"{exc.message} (in {_named(own)}, which is to follow)"
+            raise SpecError(why, field=exc.field, hint=exc.hint) from None
+        run_id = run_id or (None if preview else plans[0].run_id)
+        if not place and (resumed := job.resume_from) and is_bare(resumed):  # a run of the first place's store
+            job = job.replace(resume_from=f"{plans[0].store.url}/runs/{resumed}")
+    return link_fallbacks(plans)
+
+
+def only_first(settings: Settings) -> tuple[Settings, str]:
+    """Return the settings of the first place, and a line that says so; empty if there is only one place.
+
+    Raises `SpecError` as `Settings.candidates` does.
+    """
+    places = settings.candidates()
+    if len(places) == 1:
+        return places[0], ""
+    first, *others = map(_named, places)
+    return places[0], f"this is the first of {len(places)} places, {first}; not looked at: {', '.join(others)}"
+
+
+def where(settings: Settings) -> str:
+    """Return a place before planning: a region ("" if none is set), or the store if no provider can be made."""
+    try:
+        return region_of_provider(settings.make_provider())
+    except CloudtrainError:
+        return without_secrets(settings.store)
+
+
+def _named(settings: Settings) -> str:
+    """Return the name of a place for people."""
+    return " ".join(filter(None, [settings.provider, where(settings)]))
+
+
+def name_of(plan: Plan) -> str:
+    """Return the name of a plan's place for people: provider and region."""
+    return " ".join(filter(None, [plan.provider_name, region_of_provider(plan.provider)]))
+
+
+def submit_with_fallbacks(
+    plan: Plan,
+    *,
+    environ: Mapping[str, str],
+    progress: Callable[[str], None] | None = None,
+    moved: Progress | None = None,
+    note: Callable[[str], None] | None = None,
+) -> Run:
+    """Send the plan; if a place has no machines, its next GPU or the next place. Return the run that was accepted.
+
+    Works as `runs.submit.submit`; the same plan again continues where the last client stopped. ``note`` gets each
+    refusal. If all refuse, raises the last refusal with the earlier ones in its message and as its ``refusals``.
+    """
+    say = note or progress or (lambda _: None)
+    if not plan.further and len(plan.job.resources.gpu) < 2:
+        return send(plan, environ=environ, progress=progress, moved=moved)
+    plans = (plan, *plan.further)
+    newest = _newest(plans)
+    try:
+        run = send(newest, environ=environ, progress=progress, moved=moved)
+    except (CapacityError, QuotaError) as exc:
+        run = run_of_plan(newest)
+        refused = _refused(run)
+        if refused is None:
+            raise  # without a record of the refusal nothing can follow
+        over = run.store.result(run.run_id) is not None
+        if over and next_of(run.store, run.run_id) is None:  # else another client has moved it on
+            raise _nowhere(run, refused, hint=exc.hint) from None
+        say(f"{name_of(newest)} refused it: {exc}")
+    onward = FallbackPolicy(run, say, environ=environ, plans=plans, progress=progress, moved=moved)
+    while True:
+        if (refused := _refused(run)) is not None:
+            result = run.result()
+            if _refused(run) is None:  # it was accepted after all
+                continue
+            if not (run._may_retry(result) or run._may_move(result)) or not onward(result):
+                raise _nowhere(run, refused)
+        elif (unsent := _unsent(run)) is None:
+            return run
+        else:
+            onward.send(unsent)
+            if _unsent(run) == unsent:
+                raise LostContactError(
+                    f"attempt {unsent} is not sent; the same command with --run-id {run.run_id} is to"
+                )
+
+
+def _newest(plans: Sequence[Plan]) -> Plan:
+    """Return the plan of the run's newest place. Raises `ConflictError` if another job has the id."""
+    for plan, following in itertools.pairwise(plans):
+        noted = next_of(plan.store, plan.run_id)
+        if noted is None:
+            return plan
+        with_recorded_origin(plan)
+        if noted["run"] != following.run_url:
+            raise ConflictError(f"{plan.run_id!r} went on to {noted['run']}; choose another id", field="run_id")
+    return plans[-1]
+
+
+def _unsent(run: Run) -> int | None:
+    """Return the newest attempt if it is recorded but has no outcome; else None."""
+    store, run_id = run.store, run.run_id
+    newest = max(store.attempts(run_id), default=0)
+    known = any(look(run_id, newest) is not None for look in (store.submitted, store.refused))
+    return None if known or store.cancelled(run_id) or store.result(run_id) is not None else newest
+
+
+def _refused(run: Run) -> dict[str, Any] | None:
+    """Return the refusal of the newest attempt, if it was refused and the run has no other outcome."""
+    store, run_id = run.store, run.run_id
+    newest, ended = max(store.attempts(run_id), default=0), store.result(run_id)
+    if store.submitted(run_id, newest) is not None or store.cancelled(run_id) or (ended and ended["native_id"]):
+        return None
+    return store.refused(run_id, newest)
+
+
+def _nowhere(run: Run, refused: Mapping[str, Any], hint: str = "") -> CloudtrainError:
+    """Return the error of a job that every region and provider refused."""
+    refusals = run._refusals(())
+    before = [_told(item) for item in refusals[:-1]]
+    reason = str(refused["reason"]) + (f" (before that, {'; '.join(before)})" if before else "")
+    error = error_of(str(refused["category"]))(reason, hint=hint)
+    error.refusals = tuple(refusals)
+    return error
+
+
+def _told(refusal: Mapping[str, Any]) -> str:
+    where = " ".join(filter(None, [refusal["provider"], refusal["place"], refusal["gpu"]]))
+    return f"{where}: {refusal['reason']}"
+
+
+class FallbackPolicy(Retry):
+    """A `Retry` that moves the run, and its handle, to the next place if no further attempt can have machines.
+
+    ``plans`` are those of the submitting client. Any other client makes the next plan from the records, and copies code
+    and data from the store that is left. ``progress`` and ``moved`` are called as files are staged.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        say: Callable[[str], None] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        plans: Sequence[Plan] = (),
+        progress: Callable[[str], None] | None = None,
+        moved: Progress | None = None,
+    ) -> None:
+        self._plans, self._progress, self._moved = {plan.run_url: plan for plan in plans}, progress, moved
+        run._lead()
+        super().__init__(run, say, environ=environ)
+        self.begin()
+
+    def __call__(self, result: Mapping[str, Any]) -> bool:
+        """Start another attempt, here or in the next place; False when none should follow."""
+        run = self._run
+        if run._lead():
+            self.begin()
+            return True
+        newest = max(run.store.attempts(run.run_id))
+        request, moves = run.store.attempt_request(run.run_id, newest), run._may_move(result)
+        if moves and newer_attempt_exists(run.store, run.run_id, newest, result):
+            return True
+        # If no GPU of the list is left, another attempt here would request unavailable machines again.
+        here = not moves or (request is not None and run._has_another(request, result["category"]))
+        if here and run._may_retry(dict(result)) and super().__call__(result):
+            return True
+        return moves and (self._is_alive(newest, result) or self._move(result))
+
+    def _move(self, result: Mapping[str, Any]) -> bool:
+        run = self._run
+        refusals = list(result.get("refusals") or ())
+        for row in result["attempts"]:  # accepted, but ended without machines
+            request = run.store.attempt_request(run.run_id, int(str(row["number"]).partition(".")[0]))
+            if row["category"] in NO_MACHINES and request is not None:
+                refusals.append(run._refusal(row, request.choice))
+        if not refusals:
+            request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
+            refusals.append(run._refusal(result, request.choice if request is not None else 0))
+        from ..store.remote_inputs import PreviousPlace
+
+        left = PreviousPlace(run.store, Layout.from_dict(run.record["layout"]))
+        plan = dataclasses.replace(self._following(), refusals=tuple(refusals), left=left)
+        self._say(f"{_told(refusals[-1])}; going on to {name_of(plan)}")
+
+        def leave() -> None:
+            reason = f"{result['reason']}; it went on to {plan.run_url}"
+            if not decide(run.store, run.run_id, plan.run_url, run._kept({**result, "reason": reason})):
+                raise ConflictError(f"{run.url} went on elsewhere", field="run_id")
+            if run.store.cancelled(run.run_id):  # the cancelling client looks here next, so one of the two acts
+                plan.store.cancel(plan.run_id)
+
+        try:
+            self._send_plan(plan, decide=leave)
+        finally:
+            run._lead()
+        return True
+
+    def begin(self) -> None:
+        """Start the run in its new place if the client that moved it there has died."""
+        run = self._run
+        if run._led and not run.store.attempts(run.run_id) and not run.store.cancelled(run.run_id):
+            self._say(f"starting it in {run.store.url}, to which it had come")
+            self._send_plan(self._recorded(run.record, run._fallbacks))
+            run._lead()
+
+    def _send_plan(self, plan: Plan, decide: Callable[[], object] | None = None) -> None:
+        """Send the plan; report a refusal for lack of machines."""
+        try:
+            send(plan, environ=self._environ, progress=self._progress, moved=self._moved, decide=decide)
+        except (CapacityError, QuotaError) as exc:
+            self._say(f"{name_of(plan)} refused it: {exc}")
+
+    # -------------------------------------------------------------------------------------- the next place, as recorded
+
+    def _following(self) -> Plan:
+        """Return the plan of the next place."""
+        (record, *rest) = self._run._fallbacks
+        return self._plans.get(str(record["run"])) or self._recorded(record, rest)
+
+    def _recorded(self, record: Mapping[str, Any], rest: Sequence[Mapping[str, Any]]) -> Plan:
+        """Return the plan of a place made from its record alone; ``rest`` are the places after it."""
+        settings = self._run._settings
+        provider = settings.provider_of(record)
+        layout, job = Layout.from_dict(record["layout"]), Job.from_dict(record["job"])
+        store = Store(layout.store, storage=provider.storage, moving=settings.moving)
+        runtime = partial(self._held, f"runtime/{layout.runtime_digest}/cloudtrain.pyz")
+        plan = Plan(
+            job=job,
+            source=Source(path=".", entry_point=record["code"]["entry_point"]),
+            provider=provider,
+            store=store,
+            bundle=_Kept(
+                root=Path(),
+                entry_point=record["code"]["entry_point"],
+                files=(),
+                git=record["code"]["git"],
+                known=record["code"],
+                fetch=partial(self._held, f"code/{layout.code_digest}/code.tar.gz"),
+            ),
+            layout=layout,
+            request=with_resume_warning(provider.plan(job, layout), layout),
+            later=later_choices(provider, job, layout),
+            settings=settings,
+            rest=tuple(rest),
+            first=str(self._run.record.get("first") or self._run.url),
+            refusals=tuple(record.get("refusals") or ()),
+            runtime=None if runtime_zip.digest(type(provider)) == layout.runtime_digest else runtime,
+        )
+        try:
+            for name, item in layout.inputs.items():
+                if item.source is None and item.url.startswith(f"{layout.store}/data/"):
+                    self._bring(item.url.removeprefix(f"{layout.store}/data/").partition("/")[0], store, name)
+        except BaseException:
+            store.withdraw(plan.run_id)
+            raise
+        return plan
+
+    def _held(self, key: str) -> bytes:
+        """Return the previous place's content of ``key``. Raises `StorageError` if missing: this cloudtrain differs
+        from the submitter's, and a third-party provider needs a runtime of its own."""
+        run = self._run
+        try:
+            return run.store.files.read(key)
+        except FileNotFoundError:
+            why = f"{run.store.url}/{key} is not there, from where it was to be brought on; submit the same job again"
+            raise StorageError(f"{why} with --run-id {run.run_id}, by the same version of cloudtrain") from None
+
+    def _bring(self, digest: str, store: Store, name: str) -> None:
+        """Copy a data tree from this run's store into ``store`` and check each digest, unless it is complete there."""
+        old, manifest = self._run.store, f"data/manifests/{digest}.json"
+        store.announce(self._run.run_id, [digest], say=self._say)  # from here on no client deletes the tree
+        if store.files.exists(manifest):
+            return
+        listed = old.record(manifest)
+        if listed is None:
+            why = f"is not in {old.url}, from which it was to be brought to {store.url}; submit the same job again"
+            raise StorageError(f"inputs.{name}: {why} with --run-id {self._run.run_id} where the data is")
+        self._say(f"copying {name} to {store.url}")
+        with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
+            for path, item in sorted(listed["files"].items()):
+                here = Path(folder, hashlib.sha256(path.encode()).hexdigest())
+                old.files.download(f"data/{digest}/{path}", here, sha256=item["sha256"], size=item["size"])
+                store.files.upload(here, f"data/{digest}/{path}", progress=self._moved)
+                os.unlink(here)
+        store.files.write(manifest, old.files.read(manifest))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kept(Bundle):
+    """A bundle in a store: ``known`` is its entry in run.json, ``fetch`` returns its archive."""
+
+    known: Mapping[str, Any]
+    fetch: Callable[[], bytes]
+
+    @property
+    def size(self) -> int:
+        return int(self.known["bytes"])
+
+    @property
+    def digest(self) -> str:
+        return str(self.known["digest"])
+
+    def archive(self) -> bytes:
+        return self.fetch()

@@ -1,0 +1,207 @@
+"""Read metrics, last lines and signs of life that a run's nodes have left in its store so far.
+
+Made for repeated looks: unchanged files are not read twice, and long logs only at their end. No platform is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..provider_api.protocol import AttemptInfo, LogLine
+from ..runtime.segments import Span, distinct, span_of
+from ..storage.files import Entry, parallel
+from ..storage.local_disk import safe
+from ..store.store import Store, run_folder
+from .log_order import Line, attempt_key, parse_line
+from .metrics import json_rows
+from .outcome import with_exits
+
+__all__ = ["LiveRunReader", "NodeData", "printable"]
+
+SEGMENTS, BYTES = 40, 4 << 20
+"""Most segments to read of a node for lines of one rank, and bytes before the last of them. A merged segment has
+several MiB."""
+_METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
+LOOKS = 5
+"""Most listings of a node's segments while the node merges them."""
+_SEGMENT = re.compile(r"node-(\d+)/([^/]+)")
+_ATTEMPT = re.compile(r"\d+\.\d+")
+_NAMED = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl|\.json)?")
+#: Terminals obey these, and people print them unintentionally: colours of a progress bar, titles, bells.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
+_CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeData:
+    """One node of an attempt. ``seen`` is its last write (Unix seconds by the store's clock), or None.
+
+    None means that it has written nothing yet, or that the store has no times. ``outcome`` is from its exit record.
+    """
+
+    number: int
+    seen: float | None = None
+    outcome: str = ""
+
+
+class LiveRunReader:
+    """A reader of one run. Methods raise the errors of its `Store`; files deleted meanwhile count as missing."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id = store, run_id
+        self._live = f"{run_folder(run_id)}/live"
+        self._rows: dict[str, tuple[str, list[dict[str, Any]]]] = {}
+        self._segments: dict[str, tuple[str, list[Line]]] = {}
+        self.begun: frozenset[str] = frozenset()
+        """The attempts with a start record at the last `infos`."""
+
+    def attempts(self) -> list[str]:
+        """Return the numbers of all attempts that have left anything, oldest first."""
+        found: set[str] = set()
+        for folder in ("attempts", "logs", "metrics"):
+            names = self._store.files.names(f"{self._live}/{folder}")
+            found |= {match[1] for name in names if (match := _NAMED.fullmatch(name))}
+        return sorted(found, key=attempt_key)
+
+    def infos(self, told: Sequence[AttemptInfo] = ()) -> list[AttemptInfo]:
+        """Return every attempt known to the nodes or given by the platform, oldest first, with the facts of both."""
+        exits, starts = self._store.exits(self._run_id), self._store.starts(self._run_id)
+        before = {str(record.get("attempt")): record for record in starts}
+        self.begun = frozenset(before)
+        after = {str(record["after"]): record for record in starts if record.get("after")}
+        known = {info.number: info for info in told}
+        numbers = {*known, *before, *(str(record.get("attempt")) for record in exits), *self.attempts()}
+        return [
+            with_exits(
+                known.get(number, AttemptInfo(number=number)),
+                [record for record in exits if record.get("attempt") == number],
+                before=before.get(number, {}),
+                after=after.get(number, {}),
+            )
+            for number in sorted(numbers, key=attempt_key)
+            if _ATTEMPT.fullmatch(number)
+        ]
+
+    def metrics(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the rows of each attempt that has any, oldest first."""
+        root = f"{self._live}/metrics"
+        found = [
+            (attempt_key(match[1]), int(match[2]), match[1], key, entry.version)
+            for key, entry in self._store.files.entries(root).items()
+            if (match := _METRICS.fullmatch(key[len(root) + 1 :]))
+        ]
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for _, _, attempt, key, version in sorted(found):
+            rows.setdefault(attempt, []).extend(self._read_rows(key, version))
+        return {attempt: some for attempt, some in rows.items() if some}
+
+    def _read_rows(self, key: str, version: str) -> list[dict[str, Any]]:
+        known = self._rows.get(key)
+        if known is None or known[0] != version:
+            try:
+                known = version, json_rows(self._store.files.read(key))
+            except FileNotFoundError:
+                return []
+            self._rows[key] = known
+        return known[1]
+
+    def nodes(self, attempt: str, expected: int = 0) -> list[NodeData]:
+        """Return the nodes of an attempt, at least ``expected``, each with its last write of a line or metric."""
+        signs: dict[int, float | None] = dict.fromkeys(range(expected))
+        for node, segments in self._index(attempt).items():
+            own = [entry.modified for span, _, entry in segments if not span.last]
+            signs[node] = max(own or [self._merged(attempt, segments)]) or None
+        root = f"{self._live}/metrics"
+        for key, entry in self._store.files.entries(root).items():
+            match = _METRICS.fullmatch(key[len(root) + 1 :])
+            if match and match[1] == attempt:
+                signs[int(match[2])] = max(signs.get(int(match[2])) or 0.0, entry.modified) or None
+        ended = {
+            int(record["node"]): record for record in self._store.exits(self._run_id) if record["attempt"] == attempt
+        }
+        for number, record in ended.items():
+            signs[number] = max(signs.get(number) or 0.0, record.get("ended") or 0.0) or None
+        return [
+            NodeData(number=number, seen=signs[number], outcome=str(ended.get(number, {}).get("outcome") or ""))
+            for number in sorted(signs)
+        ]
+
+    def _merged(self, attempt: str, segments: Sequence[_Segment]) -> float:
+        """Return when a node was last alive if all its segments are merged.
+
+        The next attempt merges them, and an object store dates them by that. So its start is the latest time.
+        """
+        after = [
+            float(record["started"])
+            for record in self._store.starts(self._run_id)
+            if record.get("started") and attempt_key(str(record.get("attempt"))) > attempt_key(attempt)
+        ]
+        return min([max((entry.modified for _, _, entry in segments), default=0.0), *after])
+
+    def lines(
+        self, attempt: str, count: int, *, keep: Callable[[Line], bool] = lambda line: True
+    ) -> dict[int, list[Line]]:
+        """Return the last ``count`` lines of each node of an attempt that ``keep`` accepts, by node."""
+        index = self._index(attempt)
+        here = {key for segments in index.values() for _, key, _ in _last(segments)}
+        self._segments = {key: known for key, known in self._segments.items() if key in here}
+        found = parallel(lambda node: self._newest(attempt, node, index[node], count, keep), [*index])
+        return {node: lines for node, lines in sorted(zip(index, found, strict=True)) if lines}
+
+    def _newest(
+        self, attempt: str, node: int, segments: Sequence[_Segment], count: int, keep: Callable[[Line], bool]
+    ) -> list[Line]:
+        """Read the end of one node's log; list again if a segment was merged into another one."""
+        for _ in range(LOOKS):
+            try:
+                return self._tail(segments, count, keep)
+            except FileNotFoundError:
+                segments = self._index(attempt, f"/node-{node}").get(node, ())
+        return []
+
+    def _tail(self, segments: Sequence[_Segment], count: int, keep: Callable[[Line], bool]) -> list[Line]:
+        found: list[Line] = []
+        for _, key, entry in _last(segments):
+            found = [line for line in self._read_lines(key, entry) if keep(line)] + found
+            if len(found) >= count:
+                break
+        return found[-count:] if count else []
+
+    def _read_lines(self, key: str, entry: Entry) -> list[Line]:
+        known = self._segments.get(key)
+        if known is None or known[0] != entry.version:
+            text = self._store.files.read(key).decode("utf-8", "replace")
+            known = entry.version, [parse_line(LogLine(node="", text=line)) for line in text.split("\n") if line]
+            self._segments[key] = known
+        return known[1]
+
+    def _index(self, attempt: str, below: str = "") -> dict[int, list[_Segment]]:
+        """Return the segments of each node of an attempt: their lines, key, entry."""
+        root = f"{self._live}/logs/{attempt}"
+        index: dict[int, list[tuple[Span, tuple[str, Entry]]]] = {}
+        for key, entry in self._store.files.entries(root + below).items():
+            name = key[len(root) + 1 :]
+            if safe(name) and (match := _SEGMENT.fullmatch(name)) and (span := span_of(match[2])):
+                index.setdefault(int(match[1]), []).append((span, (key, entry)))
+        return {node: [(span, *item) for span, item in distinct(found)] for node, found in index.items()}
+
+
+_Segment = tuple[Span, str, Entry]
+
+
+def _last(segments: Sequence[_Segment]) -> Iterator[_Segment]:
+    """Yield the newest segments of a node, newest first, within `SEGMENTS` and `BYTES`."""
+    size = 0
+    for segment in sorted(segments, reverse=True)[:SEGMENTS]:
+        if size >= BYTES:
+            return
+        yield segment
+        size += segment[2].size
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without terminal escapes, control and bidirectional characters, for one line."""
+    return _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _ESCAPES.sub("", text.expandtabs(4)))

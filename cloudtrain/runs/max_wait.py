@@ -1,0 +1,65 @@
+"""End an attempt that waits too long for machines, if no platform does: one client decides, for all clients.
+
+The decision is a record of the attempt, created before the cancel. If the deciding client dies in between, the next one
+cancels. The run then ends by that record, not as cancelled by a user.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..provider_api.protocol import Status
+from ..store.store import Store
+from ..validate import duration
+from .log_order import attempt_key
+
+__all__ = ["MaxWait"]
+
+AGAIN_SECONDS = 60.0
+"""Seconds that a cancelled attempt has to end before it is cancelled again."""
+
+
+class MaxWait:
+    """The rule for one run; ``limit`` is seconds, None for no limit. ``clock`` gives Unix seconds, which the records
+    have; this process measures its own waits by the monotonic clock."""
+
+    def __init__(self, *, store: Store, run_id: str, limit: int | None, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._run_id, self._limit, self._clock = store, run_id, limit, clock
+        self._ticks = time.monotonic if clock is time.time else clock
+        self._due: dict[tuple[int, int], float] = {}
+
+    def ends(self, attempt: int, status: Status) -> str:
+        """Return the reason to cancel ``attempt`` now, given its ``status``; empty if there is none.
+
+        Reads the store only once an attempt may be due. Raises the store's errors.
+        """
+        if self._limit is None or status.state != "pending":
+            return ""
+        key = (attempt, len(status.attempts))
+        if self._ticks() <= self._due.get(key, -1.0):
+            return ""
+        # Only the newest attempt counts, and one that a user cancelled ends as cancelled.
+        if attempt < max(self._store.attempts(self._run_id)) or self._store.cancelled(self._run_id):
+            return ""
+        left = self._since(attempt, status) + self._limit - self._clock()
+        if left >= 0:
+            self._due[key] = self._ticks() + left
+            return ""
+        reason = f"no machines within max_wait ({duration(self._limit)})"
+        self._store.expire(self._run_id, attempt, reason)
+        self._due[key] = self._ticks() + AGAIN_SECONDS
+        return reason
+
+    def _since(self, attempt: int, status: Status) -> float:
+        """Return in Unix seconds since when the attempt waits: its submission, or the loss of its machines."""
+        begun = [info for info in status.attempts if info.started is not None]
+        known = [r for r in self._store.starts(self._run_id) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
+        starts = max(len(begun), len(known))
+        # Its nodes may have no record yet: use the platform's, or that of a client that saw it running.
+        seen = status.started is not None or self._store.seen_running(self._run_id, attempt) is not None
+        if starts or seen:
+            lost = begun[-1].ended if begun else None
+            return self._store.waits_since(self._run_id, attempt, starts, self._clock()) if lost is None else lost
+        submitted = self._store.submitted(self._run_id, attempt)
+        return float(submitted["time"]) if submitted else self._clock()

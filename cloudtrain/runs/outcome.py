@@ -1,0 +1,364 @@
+"""Decide how a run ended, from the platform's status and the nodes' exit records; make result.json's rows. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+from ..errors import EXIT_CODES, CloudtrainError
+from ..provider_api.protocol import FINAL, AttemptInfo, Status
+from ..runtime.checkpoint_names import step_of
+from .log_order import attempt_key
+
+__all__ = [
+    "CANCELLING",
+    "LIST_FIELDS",
+    "Verdict",
+    "attempt_info",
+    "attempt_row",
+    "attempts_of",
+    "attempts_within",
+    "began_at",
+    "first_line",
+    "iso_time",
+    "newest_records",
+    "one_line",
+    "public_result",
+    "records_of",
+    "root_record",
+    "status_of",
+    "unix_time",
+    "verdict_of",
+    "was_lost",
+    "with_exits",
+    "with_start",
+    "without_machines",
+]
+
+#: Categories that the platform knows better than its nodes; the nodes know all others better.
+PLATFORM_DECIDES = frozenset({"cancelled", "timeout", "capacity", "quota", "auth", "image", "preempted"})
+#: Categories that a platform may give to a job whose time was up, in addition to a cancel.
+ENDED_BY_LIMIT = frozenset({"capacity", "infra", "preempted", "timeout"})
+#: Seconds by which a node's recorded start may be later than the platform's.
+LEAST_SLACK, MOST_SLACK = 5.0, 120.0
+FAILURE_FIELDS = ("node", "rank", "exception", "file", "line", "traceback", "process_exit_code")
+#: Prefix of the reason of a run that was cancelled and has not ended yet.
+CANCELLING = "cancelling since"
+#: Fields of result.json for `list_runs`, not part of the result.
+LIST_FIELDS = ("name", "created")
+
+Record = Mapping[str, Any]
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The state or the end of an attempt; ``reason`` is one line."""
+
+    state: str
+    category: str = ""
+    reason: str = ""
+    failure: dict[str, Any] | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        if self.state == "succeeded":
+            return 0
+        return EXIT_CODES.get(self.category, CloudtrainError.exit_code) if self.state in FINAL else None
+
+
+def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
+    """Return the verdict of the platform and the exit records of the newest attempt together."""
+    said = Verdict(state=status.state, category=status.category, reason=first_line(status.reason))
+    if status.state == "cancelled":
+        return replace(said, category="cancelled", reason=said.reason or "cancelled")
+    root = root_record(records)
+    told = _told(root) if root is not None else None
+    if status.state == "succeeded":
+        return told if told is not None and root is not None and root.get("decided") else replace(said, category="")
+    only_told = told is not None and told.category == "preempted" and status.category not in ("", "preempted")
+    if not status.final or status.category in PLATFORM_DECIDES or told is None or only_told:
+        blank = status.final and not said.reason
+        return replace(said, reason=f"the platform says {status.native or 'it failed'}") if blank else said
+    # For user errors a platform only has an exit code.
+    vague = told.category == "" or (told.category == "infra" and status.category not in ("", "user_error"))
+    reason = said.reason if told.reason in said.reason else told.reason
+    if said.reason and reason == told.reason and was_lost(told.failure):
+        # Its peers only know that it is lost; the platform may know why.
+        same = said.reason.split()[:2] == told.reason.split()[:2]
+        reason = said.reason if same else f"{told.reason}; the platform: {said.reason}"
+    return replace(told, category=status.category or told.category if vague else told.category, reason=reason)
+
+
+def began_at(attempt: int, starts: Sequence[Record], exits: Sequence[Record]) -> float | None:
+    """Return when a node of start ``attempt`` first ran, by the nodes' own records (Unix seconds), or None."""
+    own = [r for r in (*starts, *exits) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
+    return min((float(r["started"]) for r in own if r.get("started")), default=None)
+
+
+def with_start(status: Status, began: float | None, *, ran: float, stopped: bool) -> Status:
+    """Complete the status of a platform that does not report when a job began to run (`Status.limit_s` is set).
+
+    ``began`` is Unix seconds, None if no node and no client knows of a start. ``ran`` is the running time of all starts
+    of the job in seconds, without the waits between them. ``stopped``: cloudtrain asked the platform to cancel it. The
+    time limit ended a job that ran for so long, under any name that the platform gives that.
+    """
+    if status.limit_s is None:
+        return status
+    status = replace(status, started=began)
+    slack = max(LEAST_SLACK, min(MOST_SLACK, status.limit_s / 10)) if status.limit_s else 0.0
+    ended = status.state == "cancelled" or (status.state == "failed" and status.category in ENDED_BY_LIMIT)
+    if stopped or not ended or began is None or ran < (status.limit_s or 0.0) - slack:
+        return status
+    said = first_line(status.reason) if status.state == "failed" and status.category != "capacity" else ""
+    reason = "max_runtime is used up" + (f": {said}" if said else "")
+    return replace(status, state="failed", category="timeout", reason=reason)
+
+
+def without_machines(status: Status, reason: str) -> Status:
+    """Return ``status`` of an attempt that a client cancelled for lack of machines, with category capacity and
+    ``reason``. Platforms with such a limit report the same."""
+    attempts = status.attempts
+    if attempts:
+        attempts = (*attempts[:-1], replace(attempts[-1], reason=reason, category="capacity"))
+    return replace(status, state="failed", category="capacity", reason=reason, attempts=attempts)
+
+
+def _told(root: Record) -> Verdict | None:
+    """Return the failure in a record, or None."""
+    failure = root.get("failure")
+    if root["outcome"] == "succeeded" or (root["outcome"] == "stopped" and not failure):
+        return None
+    public = {name: failure.get(name) for name in FAILURE_FIELDS} if failure else None
+    default = "preempted" if root["outcome"] == "preempted" else "user_error" if failure else ""
+    return Verdict(
+        state="failed", category=root.get("category") or default, reason=_reason(root, public), failure=public
+    )
+
+
+def root_record(records: Sequence[Record]) -> Record | None:
+    """Return the record that explains the attempt's end: the decided one, else that of the node that failed first."""
+    decided = [r for r in records if r.get("decided") and (r["outcome"] != "stopped" or r.get("failure"))]
+    if decided:
+        return decided[0]
+    return min((r for r in records if r["outcome"] == "failed"), key=_failed_at, default=None)
+
+
+def _failed_at(record: Record) -> float:
+    stamp = (record.get("failure") or {}).get("time_ns")
+    return stamp / 1e9 if stamp is not None else record.get("ended") or float("inf")
+
+
+def was_lost(failure: Record | None) -> bool:
+    """Return whether a failure says only that a node is gone, as its peers saw it."""
+    return failure is not None and failure["rank"] is None and str(failure["exception"] or "").startswith("was lost")
+
+
+def records_of(info: AttemptInfo, exits: Sequence[Record], starts: Sequence[Record] | None = None) -> list[Record]:
+    """Return the attempt's exit records. ``starts`` are the nodes' start records, None if the caller has none.
+
+    A platform may start a failed container again before it ends the job. The nodes of such an attempt leave no start
+    record and decide nothing, so the failure that was decided just before it counts. A platform may also count starts
+    that never reached our runtime, which then numbered the attempt lower. So records of the same k that ended after the
+    platform's attempt began are its records too.
+    """
+    own = [r for r in exits if r["attempt"] == info.number]
+    if any(r.get("decided") for r in own):
+        return own
+    k = attempt_key(info.number)[:1]
+    ghost = own and all(r["outcome"] == "stopped" for r in own)
+    if ghost and starts is not None and not any(r["attempt"] == info.number for r in starts):
+        decided = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k and r.get("decided")]
+        before = newest_records(decided)
+        if any(r["outcome"] == "failed" and not r.get("lost") for r in before):
+            return before
+    if own or info.started is None:
+        return own
+    since = [r for r in exits if attempt_key(str(r["attempt"]))[:1] == k and (r.get("ended") or 0) >= info.started]
+    return newest_records(since)
+
+
+def newest_records(records: Sequence[Record]) -> list[Record]:
+    """Return the records of the newest attempt among them."""
+    newest = max((attempt_key(str(r["attempt"])) for r in records), default=())
+    return [r for r in records if attempt_key(str(r["attempt"])) == newest]
+
+
+def _reason(record: Record, failure: Record | None) -> str:
+    """Return one line naming rank, node, exception and place; the node's own if it already does."""
+    told = first_line(str(record.get("reason") or ""))
+    if failure is None or f"node {failure['node']}" in told:
+        return told
+    rank, code = failure["rank"], failure["process_exit_code"]
+    who = f"node {failure['node']}" if rank is None else f"rank {rank} on node {failure['node']}"
+    if failure["exception"]:
+        name = str(failure["file"] or "").replace("\\", "/").rpartition("/")[2]
+        place = f" ({name}:{failure['line']})" if name else ""
+        return f"{who} raised {first_line(str(failure['exception']))}{place}"
+    if told or code is None:
+        return f"{who}: {told or 'ended without a word'}"
+    return f"{who} was killed by {_signal(-code)}" if code < 0 else f"{who} exited with code {code}"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def first_line(text: str) -> str:
+    """Return the first line with text, stripped."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def one_line(exc: Exception) -> str:
+    """Return an exception in one line, with its type unless it is one of ours."""
+    text = first_line(str(exc))
+    return text if isinstance(exc, CloudtrainError) and text else f"{type(exc).__name__}: {text}"
+
+
+# ------------------------------------------------------------------------------------------------------------ records
+
+
+def attempts_of(
+    statuses: Mapping[str, Status], natives: Mapping[int, str], exits: Sequence[Record], starts: Sequence[Record]
+) -> list[AttemptInfo]:
+    """Return every attempt known to the platform or a node, oldest first.
+
+    ``statuses`` are by native id, ``natives`` by attempt, ``exits`` and ``starts`` the nodes' records.
+    """
+    before = {str(record["attempt"]): record for record in starts}
+    known = {*before, *(str(record["attempt"]) for record in exits)}
+    infos: dict[str, AttemptInfo] = {}
+    told: set[str] = set()
+    for k, native in sorted(natives.items(), reverse=True):
+        if native in told:  # one native job may hold several attempts
+            continue
+        told.add(native)
+        said = statuses[native]
+        for info in said.attempts or attempts_within(k, said, known, {str(r["attempt"]) for r in exits}):
+            infos.setdefault(info.number, replace(info, native_id=info.native_id or native))
+    after = {str(record["after"]): record for record in before.values() if record.get("after")}
+    for number in {*infos, *known}:
+        native = natives.get(attempt_key(number)[0] if attempt_key(number) else -1, "")
+        info = infos.get(number, AttemptInfo(number=number, native_id=native))
+        records = [r for r in exits if r["attempt"] == number]
+        infos[number] = with_exits(info, records, before=before.get(number, {}), after=after.get(number, {}))
+    return sorted(infos.values(), key=lambda info: attempt_key(info.number))
+
+
+def attempts_within(
+    attempt: int, status: Status, known: Iterable[str], exited: Collection[str] = ()
+) -> tuple[AttemptInfo, ...]:
+    """Return the attempts of a native job whose platform reports none; ``known`` are the nodes' numbers.
+
+    The job's start is that of the first one, its end and reason those of the last. If the platform does not report when
+    the job ran (`Status.limit_s`), it may have waited for machines at the end. Then the recorded end of an attempt in
+    ``exited`` counts.
+    """
+    numbers = sorted({n for n in known if attempt_key(n)[:1] == (attempt,)} | {f"{attempt}.0"}, key=attempt_key)
+    rows = [AttemptInfo(number=number) for number in numbers]
+    rows[0] = replace(rows[0], started=status.started)
+    if status.final:
+        category = status.category if status.category in PLATFORM_DECIDES else ""
+        rows[-1] = replace(rows[-1], reason=first_line(status.reason), category=category)
+    if status.limit_s is None or rows[-1].number not in exited:
+        rows[-1] = replace(rows[-1], ended=status.finished)
+    return tuple(rows)
+
+
+def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, after: Record) -> AttemptInfo:
+    """Return ``info`` completed by its nodes' exit records and node 0's remarks.
+
+    ``before`` is its own start record, ``after`` that of the following attempt; each may be empty.
+    """
+    root = root_record(records)
+    told = _told(root) if root is not None else None
+    remarks = root.get("remarks", []) if root is not None else []
+    reason = told.reason if told is not None else ""
+    where = (told.failure if told is not None else None) or _notice(root) or {}
+    resumed = next((r["resumed_from"] for r in records if r.get("resumed_from")), "")
+    begins = [r["started"] for r in [*records, before] if r.get("started")]
+    return replace(
+        info,
+        started=info.started or min(begins, default=None),
+        ended=info.ended or max((r["ended"] for r in records if r.get("ended")), default=after.get("started")),
+        reason="; ".join(filter(None, [info.reason if reason in info.reason else reason, *remarks])),
+        resumed_from=info.resumed_from or resumed or before.get("resumed_from") or "",
+        category=info.category or (told.category if told is not None else ""),
+        node=info.node if info.node is not None else where.get("node"),
+        rank=info.rank if info.rank is not None else where.get("rank"),
+        lost=after.get("lost"),
+    )
+
+
+def _notice(root: Record | None) -> Record | None:
+    """Return the node that got a stop signal, if the attempt ended for that."""
+    return {"node": root["told"]} if root is not None and root.get("told") is not None else None
+
+
+def attempt_row(info: AttemptInfo) -> dict[str, Any]:
+    """Return an attempt as result.json has it."""
+    return {
+        "number": info.number,
+        "native_id": info.native_id,
+        "started": iso_time(info.started),
+        "ended": iso_time(info.ended),
+        "reason": first_line(info.reason),
+        "category": info.category or None,
+        "node": info.node,
+        "rank": info.rank,
+        "resumed_from": info.resumed_from,
+        "resumed_step": step_of(info.resumed_from),
+        "lost": dict(info.lost) if info.lost else None,
+    }
+
+
+def attempt_info(row: Record) -> AttemptInfo:
+    """Return the attempt of a row, the inverse of `attempt_row`."""
+    return AttemptInfo(
+        number=str(row["number"]),
+        native_id=row.get("native_id") or "",
+        started=unix_time(row.get("started")),
+        ended=unix_time(row.get("ended")),
+        reason=row.get("reason") or "",
+        resumed_from=row.get("resumed_from") or "",
+        category=row.get("category") or "",
+        node=row.get("node"),
+        rank=row.get("rank"),
+        lost=row.get("lost"),
+    )
+
+
+def status_of(result: Record) -> Status:
+    """Return the Status of a result.json."""
+    attempts = tuple(attempt_info(row) for row in result.get("attempts") or ())
+    return Status(
+        state=result["state"],
+        category=result.get("category") or "",
+        reason=result.get("reason") or "",
+        attempts=attempts,
+        started=attempts[0].started if attempts else None,
+        finished=attempts[-1].ended if attempts else None,
+    )
+
+
+def public_result(stored: Record) -> Result:
+    """Return a stored result without the fields for `list`."""
+    return {key: value for key, value in stored.items() if key not in LIST_FIELDS}
+
+
+def iso_time(seconds: float | None) -> str | None:
+    """Return Unix seconds as ISO 8601 in UTC, to the millisecond."""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def unix_time(text: str | None) -> float | None:
+    """Return the Unix seconds of ISO 8601 text, the inverse of `iso_time`."""
+    return None if text is None else datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()

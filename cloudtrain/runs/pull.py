@@ -1,0 +1,717 @@
+"""Bring a run's results into one local folder: verified, and never twice."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConflictError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
+from ..job.own_files import PULL_STATE
+from ..provider_api.protocol import Status, extras_of_type
+from ..provider_api.registry import find_provider
+from ..runtime.checkpoint_names import METADATA, newer_than_metadata
+from ..runtime.segments import Span, distinct, span_of
+from ..storage.digest_cache import DigestCache, stat_key
+from ..storage.files import Progress, files, parallel
+from ..storage.local_disk import inside, local_path, safe
+from ..storage.replace_folder import aside, discard, files_below, prune, swap, take, tidy
+from ..store.checkpoint import Checkpoint, newest_checkpoint, numbers_of, resumable
+from ..store.store import Store, expect, run_folder, to_json
+from ..validate import did_you_mean, json_loads
+from .metrics import json_rows, merge_metrics
+
+__all__ = ["PULL_KINDS", "PullReport", "merge_metrics", "newest_pulled", "parse_selection", "pull"]
+
+PULL_KINDS = ("checkpoints", "artifacts", "outputs", "logs", "metrics")
+"""Kinds that `pull` can fetch. Artifacts include the platform's own files; result.json and run.json always come. For
+checkpoints also ``checkpoints:latest``, ``checkpoints:best``, ``checkpoints:step=N``, and ``checkpoints:all``, which is
+the same as ``checkpoints``: the newest of each name."""
+EVERY = 5.0
+"""Seconds between two looks at an unfinished run."""
+PATIENCE = 600.0
+"""Seconds without an answer before contact with a platform, or a remote store, counts as lost."""
+
+_PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
+ANOTHER_SECONDS = 60.0
+"""How long a pull waits for another one that fills the same folder."""
+_SAVED = 2.0  # seconds after which what has come is written down, for a pull that is killed
+_OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
+"""Errors of this machine's disk, which waiting for a remote store does not cure."""
+TRIES = 3  # for a checkpoint, or a log, that changes while it is fetched
+_SEGMENT = re.compile(r"(\d+\.\d+)/(node-\d+)/([^/]+)")
+_METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
+_NODE = re.compile(r"node-(\d+)/(.+)")
+_CHOICE = re.compile(r"latest|best|all|step=\d+")
+_BEST = re.compile(r"(?:.*[-_.])?best(?:[-_.=].*)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PullReport:
+    """The outcome of a pull into ``folder``. ``files`` are relative paths; ``transferred`` is bytes moved by ``mover``.
+
+    ``refused`` are keys whose names could lead outside the folder here; they stay in the store. ``missing`` are
+    requested checkpoints that do not exist, as requested: ``best``.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    transferred: int
+    checkpoints: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+    mover: str = ""
+    missing: tuple[str, ...] = ()
+
+
+def parse_selection(what: str | Iterable[str]) -> dict[str, list[str]]:
+    """Return the kinds of `PULL_KINDS` to pull, with the choices of checkpoints. Raises `SpecError`."""
+    found: dict[str, list[str]] = {}
+    for text in [what] if isinstance(what, str) else what:
+        for part in text.split(","):
+            word, colon, choice = part.strip().partition(":")
+            if _CHOICE.fullmatch(part.strip()):
+                raise SpecError(
+                    f"{part.strip()!r} does not say of what", field="what", hint=f"write checkpoints:{part}"
+                )
+            if word not in PULL_KINDS:
+                near = did_you_mean(word, PULL_KINDS)
+                raise SpecError(f"{word!r} is none of {', '.join(PULL_KINDS)}", field="what", hint=near)
+            if colon and (word != "checkpoints" or not _CHOICE.fullmatch(choice)):
+                hint = "write checkpoints:latest, :best, :step=N or :all"
+                raise SpecError(f"{part.strip()!r} names no checkpoints", field="what", hint=hint)
+            found.setdefault(word, []).append(choice or "all")
+    return found
+
+
+def pull(
+    store: Store,
+    run_id: str,
+    folder: Path,
+    *,
+    what: str | Iterable[str] = PULL_KINDS,
+    along: Iterable[Status] | None = None,
+    on_pull: Callable[[PullReport], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    progress: Progress | None = None,
+) -> PullReport:
+    """Bring the run's results into ``folder``, except files that are there already and right.
+
+    Checkpoints are the newest complete one of each name and those that a script wrote to the store itself. All nodes'
+    files come together, checked against their digests. A pointer to one (``best``) is a file with its name. If two
+    nodes wrote a file differently, the later one's is kept under ``node-<n>/``. Checkpoints appear whole or not at all.
+
+    ``along`` are the statuses of an unfinished run: new results are brought while they come, and once more after the
+    last. ``on_pull`` gets the report each time that something came. Without ``along``, a checkpoint requested by
+    ``latest``, ``best`` or ``step=N`` must exist. Raises `NotFoundError` for an unknown run or checkpoint,
+    `DigestError` for damaged content, which is not kept.
+    """
+    wanted, marks = parse_selection(what), _marks_of(str(store.run(run_id).get("provider")))
+    with _alone(folder):
+        return _pull(store, run_id, folder, wanted, marks, along, on_pull, clock, progress)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other pull of this machine fills ``folder``, and keep others out; where locks are to be had.
+
+    `ConflictError` when it has waited for `ANOTHER_SECONDS`: the other one may follow a run.
+    """
+    with contextlib.ExitStack() as stack:
+        deadline = time.monotonic() + ANOTHER_SECONDS
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            folder.mkdir(parents=True, exist_ok=True)
+            number = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, number)
+            while True:
+                try:
+                    fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        raise ConflictError(
+                            f"another pull fills {folder}", hint="wait for its end, or name another folder with --out"
+                        ) from None
+                    time.sleep(0.1)
+        yield
+
+
+def _pull(
+    store: Store,
+    run_id: str,
+    folder: Path,
+    wanted: Mapping[str, Sequence[str]],
+    marks: tuple[str, ...],
+    along: Iterable[Status] | None,
+    on_pull: Callable[[PullReport], None] | None,
+    clock: Callable[[], float],
+    progress: Progress | None,
+) -> PullReport:
+    work = _Pull(store=store, run_id=run_id, folder=folder, progress=progress, marks=marks)
+    if along is None:
+        return work.once(wanted, strict=True)
+    looked, failing = float("-inf"), None
+    for status in _patient(along, lambda: work.once(wanted)):
+        if status.final or abs(clock() - looked) < EVERY:
+            continue
+        before = work.moved
+        try:
+            report = work.once(wanted)
+            failing = None
+            if on_pull is not None and work.moved > before:
+                on_pull(report)
+        except StorageError as exc:
+            failing = clock() if failing is None else failing
+            gone = isinstance(exc.__cause__, FileNotFoundError)
+            ours = isinstance(exc, DigestError) or getattr(exc.__cause__, "errno", None) in _OURS
+            passing = gone or (not ours and local_path(store.url) is None)
+            if not passing or clock() - failing >= PATIENCE:
+                raise
+        looked = clock()
+    return work.once(wanted)
+
+
+def _marks_of(provider: str) -> tuple[str, ...]:
+    """Return the name endings of the platform's own files; none if the provider is not installed here."""
+    try:
+        return extras_of_type(find_provider(provider)).sync_marks
+    except (NotFoundError, ImportError):
+        return ()
+
+
+def _patient(along: Iterable[Status], last: Callable[[], object]) -> Iterator[Status]:
+    """Yield ``along``. If contact with the platform is lost, call ``last``, as the store may answer; then raise."""
+    try:
+        yield from along
+    except LostContactError:
+        with contextlib.suppress(StorageError):
+            last()
+        raise
+
+
+#: The sources of one local file: [key, bytes, version or SHA-256] each. JSON, so a list.
+_Sources = list[list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    key: str
+    size: int
+    mark: str
+    sha256: str | None = None
+    modified: float = 0.0
+
+    @property
+    def json(self) -> list[Any]:
+        return [self.key, self.size, self.mark]
+
+
+class _Pull:
+    """One pull of one run. The folder records the source of each file, by relative path.
+
+    A recorded file is right if it still has its digest and its sources are unchanged.
+    """
+
+    def __init__(
+        self, *, store: Store, run_id: str, folder: Path, progress: Progress | None, marks: tuple[str, ...]
+    ) -> None:
+        self.store, self.files, self.progress, self.jobs = store, store.files, progress, store.moving.concurrency
+        self.run, self.marks = run_folder(run_id), marks
+        self.folder = Path(os.path.abspath(folder))
+        self.out = files(str(self.folder))
+        self.lock = threading.Lock()
+        self.moved = 0
+        self.placed: set[str] = set()
+        self.names: list[str] = []
+        self.refused: list[str] = []
+        self.missing: list[str] = []
+        self.origin = f"{store.url}/{self.run}"
+        self.known: dict[str, dict[str, Any]] = {}
+        self.states: list[str] = []  # names of the checkpoints that a training can resume from, newest first
+        self.digests = DigestCache(folder)
+        self.sure: dict[str, list[int]] = {}  # stat values of files that this process wrote or read
+        self.saved = time.monotonic()
+        self._take_over()
+
+    def once(self, wanted: Mapping[str, Sequence[str]], *, strict: bool = False) -> PullReport:
+        """Bring new results once. ``strict``: if a requested checkpoint is missing, nothing comes."""
+        self.placed, self.names, self.refused, self.missing = set(), [], [], []
+        try:
+            if "checkpoints" in wanted:
+                self.checkpoints(wanted["checkpoints"], strict=strict)
+            for word in ("artifacts", "outputs"):
+                if word in wanted:
+                    self.written(word)
+            if "artifacts" in wanted:
+                self.native()
+            for word, bring in (("logs", self.logs), ("metrics", self.metrics)):
+                if word in wanted:
+                    bring()
+            self.records()
+        except FileNotFoundError as exc:
+            raise StorageError(f"{exc.filename or exc} went away while it was pulled; pull again") from exc
+        finally:
+            self.remember()
+        return self.report()
+
+    # ------------------------------------------------------------------------------------------------------- selection
+
+    def checkpoints(self, choices: Sequence[str], *, strict: bool) -> None:
+        run_id = self.run.removeprefix("runs/")
+        mirrored, written = self.store.checkpoints(run_id), self.store.direct(run_id)
+        pointers = self.store.pointers(run_id)
+        states = [item.name for item in reversed(_by_age(resumable(mirrored), written))]
+        self.states = [*dict.fromkeys([*states, *self.states])]
+        tidy(self.folder / "checkpoints", {item.name for item in [*mirrored, *written]})
+        wanted = self._wanted(choices, mirrored, written, pointers)
+        if strict and self.missing:
+            there = ", ".join(dict.fromkeys(item.name for item in [*mirrored, *written])) or "none complete yet"
+            raise NotFoundError(f"no checkpoint is {' or '.join(self.missing)}; there are: {there}", field="what")
+        newest = {item.name: item for item in mirrored if item.name in wanted}
+        direct = {item.name: item for item in written if item.name in wanted}
+        merged = {name: _merge_nodes(item) for name, item in newest.items()}
+        self._expect(*[(f"checkpoints/{path}", source) for some in merged.values() for path, source in some.items()])
+        for name, item in newest.items():
+            if name in direct and direct[name].saved > item.saved:
+                continue
+            try:
+                self._checkpoint(name, merged[name])
+            except FileNotFoundError:
+                now = {other.name: other for other in self.store.checkpoints(run_id)}
+                if now.get(name) == item:
+                    raise
+                if name in now and now[name].files == item.files:  # the run has moved it meanwhile
+                    self._checkpoint(name, _merge_nodes(now[name]))
+                else:
+                    tidy(self.folder / "checkpoints", set(now))
+                    continue  # the run has removed it meanwhile: it keeps newer ones
+            self.names.append(name)
+        for name in sorted(direct.keys() - set(self.names)):
+            if self._direct(name):
+                self.names.append(name)
+            elif strict:
+                raise StorageError(f"checkpoint {name} is written over while it is pulled, {TRIES} times; pull again")
+        for name, target in pointers.items():
+            if target in self.names and name not in self.names and safe(name):
+                text = f"{target}\n".encode()
+                mark = hashlib.sha256(text).hexdigest()
+                source = _Source(key=f"{self.run}/live/pointers", size=len(text), mark=mark, sha256=mark)
+                if not self._fresh(f"checkpoints/{name}", [source]):
+                    self._write(f"checkpoints/{name}", text, [source])
+
+    def _wanted(
+        self,
+        choices: Sequence[str],
+        mirrored: Sequence[Checkpoint],
+        direct: Sequence[Checkpoint],
+        pointers: Mapping[str, str],
+    ) -> set[str]:
+        """Return the names of the checkpoints that ``choices`` select."""
+        there = {item.name: item for item in sorted([*mirrored, *direct], key=lambda item: item.saved)}
+        wanted: set[str] = set()
+        for choice in dict.fromkeys(choices):
+            if choice == "all":
+                wanted |= set(there)
+                continue
+            if choice == "latest":
+                found = [item.name for item in [newest_checkpoint(mirrored, direct)] if item is not None]
+            elif choice == "best":
+                pointed = [pointers[name] for name in pointers if _BEST.fullmatch(name) and pointers[name] in there]
+                found = pointed or [name for name in there if _BEST.fullmatch(name)][-1:]
+            else:
+                found = [name for name, item in there.items() if item.step == int(choice.partition("=")[2])]
+            wanted |= set(found)
+            self.missing += [] if found else [choice]
+        return wanted
+
+    def _direct(self, name: str) -> bool:
+        """Fetch a checkpoint that the script wrote to the store itself, whole and of one version; False: none.
+
+        The script may overwrite it at any time, and it has no digests: it counts if it is the same before and after.
+        """
+        for _ in range(TRIES):
+            found = self._below(f"checkpoints/{name}")
+            times = {path: source.modified for path, source in found}
+            if METADATA not in times or newer_than_metadata(times):
+                return False
+            parts = {f"{name}/{path}": source for path, source in found}
+            with contextlib.suppress(FileNotFoundError, DigestError):  # it is gone, or of another size
+                self._checkpoint(name, parts, still=lambda: self._below(f"checkpoints/{name}") == found)  # noqa: B023
+                return True
+        return False
+
+    def written(self, word: str) -> None:
+        """Bring the files of all nodes below ``live/<word>``, and remove local files that the script has removed."""
+        groups: dict[str, list[tuple[int, _Source]]] = {}
+        for name, source in self._below(f"live/{word}"):
+            match = _NODE.fullmatch(name)
+            node, path = (int(match[1]), match[2]) if match else (-1, name)
+            groups.setdefault(f"{word}/{path}", []).append((node, source))
+        self._expect(*[(path, source) for path, some in groups.items() for _, source in some[:1]])
+        parallel(lambda path: self._written(path, sorted(groups[path], key=lambda p: p[0])), [*groups], jobs=self.jobs)
+        if word == "outputs":
+            kept = {f"{word}/node-{node}/{path[len(word) + 1 :]}" for path, some in groups.items() for node, _ in some}
+            for path in [path for path in self.known if path.startswith(f"{word}/")]:
+                if path not in groups and path not in kept:
+                    self._drop(path)
+
+    def native(self) -> None:
+        found = self._below("native")
+        self._expect(*[(f"native/{name}", source) for name, source in found])
+        parallel(lambda pair: self._fetch_growing(f"native/{pair[0]}", pair[1]), found, jobs=self.jobs)
+
+    def logs(self) -> None:
+        for path, segments in self._segments().items():
+            for left in range(TRIES - 1, -1, -1):
+                try:
+                    self._log(path, segments)
+                    break
+                except FileNotFoundError:  # merged into another segment since the listing
+                    if not left:
+                        raise
+                    node = path.removeprefix("logs").removesuffix(".log")
+                    segments = self._segments(node).get(path) or segments
+
+    def _segments(self, below: str = "") -> dict[str, list[_Source]]:
+        """Return the log segments in order, by the file that they make."""
+        groups: dict[str, list[tuple[Span, _Source]]] = {}
+        for name, source in self._below("live/logs", below):
+            if (match := _SEGMENT.fullmatch(name)) and (span := span_of(match[3])):
+                groups.setdefault(f"logs/{match[1]}/{match[2]}.log", []).append((span, source))
+        return {path: [source for _, source in distinct(found)] for path, found in groups.items()}
+
+    def metrics(self) -> None:
+        found = [
+            ((*numbers_of(match[1]), int(match[2])), source)
+            for name, source in self._below("live/metrics")
+            if (match := _METRICS.fullmatch(name))
+        ]
+        found.sort(key=lambda pair: pair[0])
+        sources = [source for _, source in found]
+        if not found or self._fresh("metrics.jsonl", sources):
+            return
+        attempts: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+        for (*attempt, _node), source in found:
+            attempts.setdefault(tuple(attempt), []).extend(json_rows(self._read(source)))
+        text = "".join(json.dumps(row) + "\n" for row in merge_metrics(attempts.values()))
+        self._write("metrics.jsonl", text.encode(), sources)
+
+    def records(self) -> None:
+        for name in ("run.json", "result.json"):
+            size = self.files.size(f"{self.run}/{name}")
+            if size is None:
+                continue
+            data = self.files.read(f"{self.run}/{name}")
+            source = _Source(key=f"{self.run}/{name}", size=len(data), mark=hashlib.sha256(data).hexdigest())
+            if not self._fresh(name, [source]):
+                self._count(source.key, len(data))
+                self._write(name, data, [source])
+
+    # --------------------------------------------------------------------------------------------------------- transfer
+
+    def _below(self, prefix: str, below: str = "") -> list[tuple[str, _Source]]:
+        """Return all files below ``prefix``, or its part ``below``, by their paths below ``prefix``."""
+        root = f"{self.run}/{prefix}"
+        found = []
+        for key, entry in self.files.entries(root + below).items():
+            name = key[len(root) + 1 :]
+            if name.endswith(self.marks):
+                continue
+            if safe(name):
+                found.append((name, _Source(key=key, size=entry.size, mark=entry.version, modified=entry.modified)))
+            else:
+                self.refused.append(key)
+        return found
+
+    def _checkpoint(self, name: str, parts: Mapping[str, _Source], still: Callable[[], bool] = lambda: True) -> None:
+        """Fetch one checkpoint; a folder is built beside its place and moved there when complete (`swap`).
+
+        Right files are reused, and files that no pull wrote are kept. Raises `FileNotFoundError` if the checkpoint is
+        gone; ``still`` checks at the end that it is unchanged.
+        """
+        final = f"checkpoints/{name}"
+        targets = {path: inside(self.folder, f"checkpoints/{path}") for path in parts}
+        tree = [path for path in parts if path.startswith(f"{name}/")]
+        here = {path for path in tree if self._right(f"checkpoints/{path}", parts[path])}
+        before = {
+            path for path in self.known if path.startswith(f"{final}/") and path[len("checkpoints/") :] not in parts
+        }
+        stale = {path for path in before if self._intact(path)}
+        if tree and (len(here) < len(tree) or stale):
+            place = inside(self.folder, final)
+            beside = {path: aside(place) / path[len(name) + 1 :] for path in tree}
+            ours = {targets[path] for path in tree} | {inside(self.folder, path) for path in stale}
+            theirs = [path for path in files_below(place) if path not in ours]
+            # A file without a digest may be of any version.
+            prune(aside(place), {beside[path] for path in tree if parts[path].sha256 is not None})
+            for path in here:
+                take(targets[path], beside[path])
+            bring = [path for path in tree if path not in here]
+            took = parallel(lambda path: (path, self._bring(beside[path], parts[path])), bring, jobs=self.jobs)
+            if not still():
+                discard(aside(place))
+                raise FileNotFoundError(name)
+            for item in theirs:
+                if not os.path.lexists(target := aside(place) / item.relative_to(place)):
+                    take(item, target)
+            swap(place)
+            for path, digest in took:
+                self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
+        rest = [path for path in parts if path not in tree]
+        parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), rest, jobs=self.jobs)
+        for path in tree:
+            self._trust(f"checkpoints/{path}")
+        with self.lock:
+            for path in before:
+                self.known.pop(path, None)
+                self.placed.discard(path)
+
+    def _right(self, path: str, source: _Source) -> bool:
+        """Return whether the file is here with the content of ``source``, and record it."""
+        if self._fresh(path, [source]):
+            return True
+        if source.sha256 is None or not self._already(inside(self.folder, path), source):
+            return False
+        self._remember(path, [source], source.sha256, source.size)
+        return True
+
+    def _written(self, first: str, versions: Sequence[tuple[int, _Source]]) -> None:
+        """Fetch one path of all nodes; equal content is kept once."""
+        word, _, path = first.partition("/")
+        same = self.known.get(first, {}).get("same", [])  # sources found equal, and their digest
+        if not self._fetch_growing(first, versions[0][1]):
+            return
+        kept = self.known[first]
+        with self.lock:
+            kept["same"] = same
+        for node, source in versions[1:]:
+            if [*source.json, kept["sha256"]] in same:
+                continue
+            other = f"{word}/node-{node}/{path}"
+            if self._fetch_growing(other, source) and self.known[other]["sha256"] == kept["sha256"]:
+                self._drop(other)
+                with self.lock:
+                    same.append([*source.json, kept["sha256"]])
+
+    def _log(self, path: str, segments: Sequence[_Source]) -> None:
+        """Join the segments; unchanged ones are taken from the local file."""
+        if self._fresh(path, segments):
+            return
+        old: _Sources = self.known.get(path, {}).get("sources", [])
+        same = 0
+        if self._intact(path):
+            while same < min(len(old), len(segments)) and old[same] == segments[same].json:
+                same += 1
+        head = self.out.read(path)[: sum(source.size for source in segments[:same])] if same else b""
+        pieces = parallel(self._read, segments[same:], jobs=self.jobs)
+        # A segment that has grown since the listing is kept whole: its size is the size read.
+        read = [_Source(key=s.key, size=len(d), mark=s.mark) for s, d in zip(segments[same:], pieces, strict=True)]
+        self._write(path, head + b"".join(pieces), [*segments[:same], *read])
+
+    def _fetch(self, path: str, source: _Source) -> None:
+        if not self._fresh(path, [source]):
+            self._remember(path, [source], self._bring(inside(self.folder, path), source), source.size)
+            self._trust(path)
+
+    def _bring(self, target: Path, source: _Source) -> str:
+        """Fetch one file, unless it is here already; return its digest."""
+        if not self._already(target, source):
+            self.files.download(source.key, target, sha256=source.sha256, size=source.size, progress=self._count)
+        return source.sha256 or self.digests.of(target)
+
+    def _fetch_growing(self, path: str, source: _Source) -> bool:
+        """Fetch a file that may be rewritten at any time: then its current content, which later pulls check again.
+
+        Return False if it is gone.
+        """
+        target = inside(self.folder, path)
+        try:
+            try:
+                self._fetch(path, source)
+                return True
+            except DigestError:
+                self.files.download(source.key, target, progress=self._count)
+        except FileNotFoundError:
+            return False
+        again = _Source(key=source.key, size=target.stat().st_size, mark="")
+        self._remember(path, [again], self.digests.of(target), again.size)
+        self._trust(path)
+        return True
+
+    def _already(self, target: Path, source: _Source) -> bool:
+        if source.sha256 is None or target.is_symlink() or not target.is_file():
+            return False
+        return target.stat().st_size == source.size and self.digests.of(target) == source.sha256
+
+    def _read(self, source: _Source) -> bytes:
+        data = self.files.read(source.key)
+        self._count(source.key, len(data))
+        return data
+
+    def _write(self, path: str, data: bytes, sources: Sequence[_Source]) -> None:
+        inside(self.folder, path)
+        self.out.write(path, data)
+        self._remember(path, sources, hashlib.sha256(data).hexdigest(), len(data))
+        self._trust(path)
+
+    def _drop(self, path: str) -> None:
+        """Remove a file that an earlier pull brought, unless it was changed since."""
+        if self._intact(path):
+            self.out.remove(path)
+        with self.lock:
+            self.known.pop(path, None)
+            self.placed.discard(path)
+
+    def _fresh(self, path: str, sources: Sequence[_Source]) -> bool:
+        known = self.known.get(path)
+        if known is None or known["sources"] != [source.json for source in sources] or not self._intact(path):
+            return False
+        with self.lock:
+            self.placed.add(path)
+        return True
+
+    def _intact(self, path: str) -> bool:
+        known, target = self.known.get(path), inside(self.folder, path)
+        if known is None or target.is_symlink() or not target.is_file():
+            return False
+        status = target.stat()
+        if self.sure.get(path) == stat_key(status):
+            return True
+        if status.st_size != known["size"] or self.digests.of(target) != known["sha256"]:
+            return False
+        self.sure[path] = stat_key(status)
+        return True
+
+    def _trust(self, path: str) -> None:
+        """Trust a new file while its stat values stay the same."""
+        target = inside(self.folder, path)
+        if target.is_file() and not target.is_symlink():
+            self.sure[path] = stat_key(target.stat())
+
+    # --------------------------------------------------------------------------------------------------------- memory
+
+    def _expect(self, *found: tuple[str, _Source]) -> None:
+        """Report the expected downloads to the progress: files that are not recorded with these sources."""
+        known = {path: item["sources"] for path, item in self.known.items()}
+        expect(self.progress, [source.size for path, source in found if known.get(path) != [source.json]])
+
+    def _count(self, key: str, more: int) -> None:
+        with self.lock:
+            self.moved += more
+        if self.progress:
+            self.progress(key, more)
+
+    def _remember(self, path: str, sources: Sequence[_Source], sha256: str, size: int) -> None:
+        with self.lock:
+            self.known[path] = {"sources": [source.json for source in sources], "sha256": sha256, "size": size}
+            self.placed.add(path)
+            if time.monotonic() - self.saved >= _SAVED:
+                self._save()
+
+    def _take_over(self) -> None:
+        """Claim the folder for this run. Raises `SpecError` if other files have the names that we would write.
+
+        Unchanged files of an earlier pull of another run are removed: runs do not mix.
+        """
+        if self.folder.is_file():
+            raise SpecError(f"{self.folder} is a file; name a folder", field="folder")
+        try:
+            state = json_loads(self.out.read(PULL_STATE))
+            known, same = dict(state["files"]), state["run"] == self.origin
+            known = {path: item for path, item in known.items() if {"sources", "sha256", "size"} <= set(item)}
+            states = [str(name) for name in state.get("states", ())] if same else []
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            foreign = [name for name in _PLACES if (self.folder / name).exists()]
+            if foreign and not self._ours():
+                raise SpecError(
+                    f"{self.folder} has a {foreign[0]} that no pull has put there; name another folder", field="folder"
+                ) from None
+            known, states, same = {}, [], True
+        if known or not self.folder.exists() or not any(self.folder.iterdir()):
+            self.out.create(".gitignore", b"*\n")
+        self.known, self.states = known, states
+        if not same:
+            for path in [path for path in known if safe(path) and self._intact(path)]:
+                self.out.remove(path)
+            self.known = {}
+        self.remember()  # from here on the folder is marked as a pull's
+
+    def _ours(self) -> bool:
+        """Return whether run.json shows that the folder, without a pull's record, was pulled from this run."""
+        try:
+            return bool(json_loads((self.folder / "run.json").read_bytes())["run"] == self.origin)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def remember(self) -> None:
+        """Save the record, also after a failure: files that came are not fetched again."""
+        with self.lock:
+            self._save()
+        self.digests.keep()
+
+    def _save(self) -> None:
+        self.out.write(PULL_STATE, to_json({"run": self.origin, "files": self.known, "states": self.states}))
+        self.saved = time.monotonic()
+
+    def report(self) -> PullReport:
+        """Return the report of this pull."""
+        return PullReport(
+            folder=self.folder,
+            files=tuple(sorted(self.placed)),
+            transferred=self.moved,
+            checkpoints=tuple(self.names),
+            refused=tuple(self.refused),
+            mover=self.files.mover,
+            missing=tuple(self.missing),
+        )
+
+
+def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
+    """Return the URL of the run that `pull` brought into ``folder``, and its newest checkpoint there, or None.
+
+    Return None for a folder that no pull has filled.
+    """
+    try:
+        state = json.loads((folder / PULL_STATE).read_bytes())
+        names = [str(name) for name in state.get("states", ())]
+        found = [path for name in names if safe(name) and (path := folder / "checkpoints" / name).exists()]
+        return str(state["run"]), next(iter(found), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _by_age(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return both kinds of checkpoints, oldest first; each is in that order already."""
+    return sorted([*mirrored, *direct], key=lambda item: item.saved) if direct else [*mirrored]
+
+
+def _merge_nodes(item: Checkpoint) -> dict[str, _Source]:
+    """Return the sources of a checkpoint by path relative to the checkpoint folder, all nodes' files as one tree."""
+    placed: dict[str, _Source] = {}
+    nodes = {path: _NODE.fullmatch(path) for path in item.files}
+    for path in sorted(item.files, key=lambda p: (int(match[1]) if (match := nodes[p]) else -1, p)):
+        size, digest = item.files[path]
+        match = nodes[path]
+        node, rest = (match[1], match[2]) if match else ("0", path)
+        source = _Source(key=f"{item.key}/{path}", size=size, mark=digest, sha256=digest)
+        target = _in_checkpoint(item.name, rest)
+        while target in placed and placed[target].sha256 != digest:
+            rest = f"node-{node}/{rest.removeprefix(item.name + '/')}"
+            target = _in_checkpoint(item.name, rest) if "/" in target else rest
+        placed.setdefault(target, source)
+    return placed
+
+
+def _in_checkpoint(name: str, path: str) -> str:
+    """Return ``path`` below the checkpoint ``name``: nodes list their files with the name in front."""
+    return path if path == name or path.startswith(f"{name}/") else f"{name}/{path}"

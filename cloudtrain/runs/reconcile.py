@@ -1,0 +1,122 @@
+"""Do once what a waiting client would do, for one run or for all unfinished runs of a store.
+
+Nothing is kept between two calls: creating a record in the store is the decision. So any number of clients may
+reconcile at once, die anywhere, and begin again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import CloudtrainError, LostContactError, NotFoundError
+from ..job.job import is_run_id
+from ..settings.settings import NO_SETTINGS, Settings
+from ..storage.local_disk import local_path, normalize
+from ..store.store import Store
+from ..validate import url_scheme
+from .fallback import FallbackPolicy
+from .listing import recorded_runs
+from .log_sources import ASK_SECONDS, patiently
+from .outcome import one_line
+from .run import Run, open_run
+
+__all__ = ["reconcile", "reconcile_run", "reconcile_store"]
+
+Row = dict[str, Any]
+Say = Callable[[str], None]
+
+_STANDS: Row = {"state": "unknown", "category": None, "reason": ""}
+
+
+def reconcile(
+    target: str | None, *, settings: Settings, cwd: Path, environ: Mapping[str, str], say: Say | None = None
+) -> list[Row]:
+    """Run `reconcile_run` or `reconcile_store` on ``target``; None: the setting's store.
+
+    A run is an id in the setting's store, or the URL or path of a run folder; any other URL or path is a store.
+    ``environ`` has the values of ``env:`` references. Raises `NotFoundError` if there is no such run or folder.
+    """
+    if target is None:
+        places = {normalize(own.resolved(), cwd=cwd): own for own in reversed(settings.places())}
+        found = [reconcile_store(url, environ=environ, say=say, settings=own) for url, own in reversed(places.items())]
+        return list({row["run"]: row for rows in found for row in rows}.values())
+    if _is_store(target, cwd):
+        url = normalize(settings.resolved(target), cwd=cwd)
+        return reconcile_store(url, environ=environ, say=say, settings=settings)
+    place = settings.store if url_scheme(target) else settings.resolved()
+    run = open_run(settings.resolved(target), store_url=place, cwd=cwd, settings=settings)
+    return [reconcile_run(run, environ=environ, say=say)]
+
+
+def _is_store(target: str, cwd: Path) -> bool:
+    parent, _, name = target.replace(os.sep, "/").rstrip("/").rpartition("/")
+    if url_scheme(target) or parent:
+        return parent.rpartition("/")[2] != "runs"
+    return (cwd / name / "runs").is_dir() or not is_run_id(name)
+
+
+def reconcile_run(run: Run, *, environ: Mapping[str, str], say: Say | None = None) -> Row:
+    """Reconcile one run, and return its row: the run, its state, what was ``done``.
+
+    Raises nothing: a failure is ``error``, in one line, with its ``exit_code``, else 0.
+    """
+    return _row(run, environ, say, ASK_SECONDS)[0]
+
+
+def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float) -> tuple[Row, Exception | None]:
+    done: list[str] = []
+
+    def told(text: str) -> None:
+        done.append(text)
+        if say is not None:
+            say(f"{run.run_id}: {text}")
+
+    row = {"run": run.url, "run_id": run.run_id, "provider": None, **_STANDS, "done": done, "error": None}
+    try:
+        row["provider"] = run.provider_name
+        result = patiently(partial(_once, run, told, environ), seconds=patience)
+    except Exception as exc:  # noqa: BLE001 - one unreadable run must not stop the others
+        return {**row, "error": one_line(exc), "exit_code": _code(exc)}, exc
+    now = {"run": run.url, "provider": run.provider_name}  # it may have moved to another place
+    return {**row, **now, **{key: result[key] for key in _STANDS}, "exit_code": 0}, None
+
+
+def _once(run: Run, say: Say, environ: Mapping[str, str]) -> dict[str, Any]:
+    return run.reconcile(retry=FallbackPolicy(run, say, environ=environ), say=say)
+
+
+def _code(exc: Exception) -> int:
+    return exc.exit_code if isinstance(exc, CloudtrainError) else CloudtrainError.exit_code
+
+
+def reconcile_store(
+    store: Store | str, *, environ: Mapping[str, str], say: Say | None = None, settings: Settings = NO_SETTINGS
+) -> list[Row]:
+    """Run `reconcile_run` on every run of the store without a result, in order of ids.
+
+    A run that only another machine knows is named in ``error``, but its ``exit_code`` is 0. Raises `NotFoundError` for
+    a folder that does not exist, and the errors of listing the store. ``settings`` have this machine's identity, and
+    open the store at a URL.
+    """
+    url = normalize(store, cwd=Path.cwd()) if isinstance(store, str) else store.url
+    path = local_path(url)
+    if path is not None and not path.is_dir():
+        raise NotFoundError(f"there is no store at {path}", field="store")
+    rows: list[Row] = []
+    silent: set[int] = set()
+    for seen, run in recorded_runs(store, settings):
+        if isinstance(run, Exception):
+            row = {"run": f"{url}/runs/{seen['run_id']}", "run_id": seen["run_id"], "provider": seen["provider"]}
+            rows.append({**row, **_STANDS, "done": [], "error": one_line(run), "exit_code": _code(run)})
+        elif run is not None:
+            # One pause for a platform that does not answer, not one for each of its runs.
+            row, exc = _row(run, environ, say, 0 if id(run.provider) in silent else ASK_SECONDS)
+            if isinstance(exc, LostContactError):
+                silent |= {id(run.provider)} if exc.passing else set()
+                row["exit_code"] = row["exit_code"] if exc.passing else 0
+            rows.append(row)
+    return rows

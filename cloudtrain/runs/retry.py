@@ -1,0 +1,289 @@
+"""Start further attempts from a waiting client after a failure, if the platform does not.
+
+`Retry` sends attempts that an earlier client recorded but never sent. It starts the next attempt with the rest of the
+Job's limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import (
+    AuthError,
+    CapacityError,
+    CloudtrainError,
+    LostContactError,
+    NotFoundError,
+    PlatformError,
+    QuotaError,
+    SpecError,
+)
+from ..job.job import Job
+from ..provider_api.protocol import Layout, Request
+from ..storage.local_disk import local_path
+from ..store.store import Store, next_of
+from ..validate import did_you_mean
+from .cost import seconds_of
+from .handover import NO_MACHINES, REFUSALS, newer_attempt_exists, sending, settle_refusal
+from .log_sources import patiently
+from .outcome import unix_time, was_lost
+from .run import Run
+
+__all__ = [
+    "REFUSALS",
+    "UNSENT_SECONDS",
+    "Retry",
+    "category_of",
+    "deliver",
+    "error_of",
+    "secret_values",
+    "write_context",
+]
+
+UNSENT_SECONDS = 60.0
+"""Seconds that a client has from recording an attempt to sending it; as long as `patiently` asks."""
+_KINDS: Mapping[str, type[CloudtrainError]] = {
+    "quota": QuotaError,
+    "capacity": CapacityError,
+    "spec": SpecError,
+    "auth": AuthError,
+}
+KILLED = 9
+"""SIGKILL; not every client's system has the name."""
+
+
+def write_context(store: Store, layout: Layout, run_id: str) -> None:
+    """Write the context of the newest attempt, even if a slower client wrote another one meanwhile."""
+    while True:
+        newest = max(store.attempts(run_id))
+        request = store.attempt_request(run_id, newest)
+        # Another GPU may mean another number of ranks; most attempts have the same context.
+        if request is not None and store.context(layout) != request.context:
+            store.write_container(layout, request.context, secrets.token_bytes(32))
+        if max(store.attempts(run_id)) == newest:
+            return
+
+
+def _send_unless_cancelled(run: Run, request: Request, values: Mapping[str, str]) -> str | None:
+    """Send ``request`` and return its native id; for a cancelled run return the id if it was sent before, else None.
+
+    Called again after a lost answer, it checks again: nothing starts once the user knows that the run was cancelled or
+    refused.
+    """
+    store = run.store
+    over = store.refused(run.run_id, request.attempt) is not None or store.result(run.run_id) is not None
+    if over or store.cancelled(run.run_id):
+        return run.provider.find(request)
+    return run.provider.submit(request, values)
+
+
+def deliver(run: Run, request: Request, values: Mapping[str, str]) -> str | None:
+    """Send the request of an attempt, and record its native id.
+
+    Return None if it was refused before, or cancelled before it was sent. Raises the errors of sending.
+    """
+    store, attempt = run.store, request.attempt
+    with sending(store, run.run_id, attempt):
+        if store.refused(run.run_id, attempt) is not None:
+            return None
+        native = patiently(partial(_send_unless_cancelled, run, request, values))
+        if native is None:
+            return None
+        store.write_submitted(run.run_id, attempt, native)
+    more = run._follows(request, "capacity") or run._follows(request, "quota")
+    left = more and (next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > attempt)
+    ended = store.result(run.run_id)
+    if left or store.cancelled(run.run_id) or (ended is not None and ended["native_id"] is None):
+        with contextlib.suppress(NotFoundError):  # cancelled, or recorded as refused, while it was being sent
+            patiently(partial(run.provider.cancel, native))
+    return native
+
+
+class Retry:
+    """The retry policy of a waiting client after a failed attempt, if clients start the next one.
+
+    Creating it sends an attempt that an earlier client recorded but never sent; `resend` does so for a client that dies
+    later. ``environ`` has the values of ``env:`` references. Two failures in a row with the same exception and no new
+    checkpoint between end the run, on any client. ``max_runtime``, ``max_cost`` and ``max_gpu_hours`` are sums over
+    attempts. ``clock`` gives Unix seconds.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        say: Callable[[str], None] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._run, self._say, self._clock = run, say or (lambda _: None), clock
+        self._environ = os.environ if environ is None else environ
+        self._due: dict[tuple[str, int], float] = {}
+        attempts = run.store.attempts(run.run_id)
+        if attempts and run.store.result(run.run_id) is None:
+            self.send(max(attempts))
+
+    def begin(self) -> None:
+        """Do nothing: a run without fallbacks has no next place."""
+
+    def resend(self, attempt: int, now: float) -> None:
+        """Send the newest attempt if it has been recorded but unsent for `UNSENT_SECONDS` of the caller's clock
+        (``now``, seconds): its client has died. Raises the errors of sending."""
+        key = (self._run.url, attempt)
+        if now >= self._due.setdefault(key, now + UNSENT_SECONDS):
+            self._due[key] = now + UNSENT_SECONDS
+            self.send(attempt)
+
+    def send(self, number: int) -> None:
+        """Send the newest attempt if it is recorded and has no outcome. Raises the errors of sending."""
+        run, store = self._run, self._run.store
+        if store.submitted(run.run_id, number) is not None or store.refused(run.run_id, number) is not None:
+            return
+        request = store.attempt_request(run.run_id, number)
+        if store.cancelled(run.run_id):
+            run.cancel()  # it may have been sent nevertheless
+        elif request is not None and self._is_ours(number):
+            self._say(f"sending attempt {number}, which was recorded and never sent")
+            self._send(request, secret_values(run.job, self._environ) if not number else {})
+
+    def _is_ours(self, attempt: int) -> bool:
+        """Return whether this client may send it. Nodes that a machine starts are its own, and with a remote store no
+        other machine sees if they run."""
+        if self._run.provider.retried_by == "supervisor":
+            return attempt == 0 and local_path(self._run.store.url) is not None
+        return attempt == 0 or self._run.provider.retried_by == "client"
+
+    def __call__(self, result: Mapping[str, Any]) -> bool:
+        """Start another attempt; False if none should follow, or the run was cancelled."""
+        run, store = self._run, self._run.store
+        newest = max(store.attempts(run.run_id))
+        if newer_attempt_exists(store, run.run_id, newest, result):
+            return True
+        if self._is_alive(newest, result):
+            return True
+        checkpoint = run.checkpoint()
+        failure = {"exception": _exception(result), "checkpoint": checkpoint.key if checkpoint is not None else None}
+        failure = store.write_ended(run.run_id, newest, failure)
+        elsewhere = result["category"] in NO_MACHINES
+        if not elsewhere and failure["exception"] and newest and store.ended(run.run_id, newest - 1) == failure:
+            self._say("the same failure twice with no new checkpoint between: no further attempt")
+            return False
+        last = store.attempt_request(run.run_id, newest)
+        job, why = _left(run.job.at(run.provider_name), result, self._clock())
+        if store.result(run.run_id) is not None:
+            return True  # another client, with other records of the nodes, has ended the run
+        if last is None or job is None or store.cancelled(run.run_id):
+            if why:
+                self._say(f"no further attempt: {why}")
+            return False
+        gpus = job.resources.gpu
+        following = last.next_choice(result["category"])
+        choice = (following if following < len(gpus) else 0) if elsewhere else last.choice
+        try:
+            request = run.provider.plan(job, self._layout, attempt=newest + 1, choice=choice)
+        except SpecError as exc:
+            self._say(f"no further attempt: {exc}")
+            return False
+        if store.create_attempt(run.run_id, newest + 1, request):
+            self._say(f"starting attempt {newest + 1}" + (f" with GPU {gpus[choice]}" if elsewhere and gpus else ""))
+            try:
+                self._send(request)
+            except LostContactError as exc:
+                if not exc.passing:
+                    raise
+                self._say(f"attempt {newest + 1} could not be sent yet: {exc}")  # `resend` or the next client sends it
+        return True  # or another client has started it
+
+    def _is_alive(self, attempt: int, result: Mapping[str, Any]) -> bool:
+        """Return whether an attempt that ended as ``result``, by a refusal, was accepted nevertheless: another client
+        or an earlier call sent it."""
+        run, store = self._run, self._run.store
+        noted = store.submitted(run.run_id, attempt)
+        if store.refused(run.run_id, attempt) is None or (noted and noted["native_id"] == result["native_id"]):
+            return False
+        settle_refusal(store, run.run_id, attempt, say=self._say)
+        request = store.attempt_request(run.run_id, attempt)
+        if store.submitted(run.run_id, attempt) is None and request is not None:
+            native = patiently(partial(run.provider.find, request))
+            if native is None:
+                return False
+            store.write_submitted(run.run_id, attempt, native)
+        return True
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout.from_dict(self._run.record["layout"])
+
+    def _send(self, request: Request, values: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Send a request and record a refusal, so that the run does not wait for that attempt."""
+        run = self._run
+        write_context(run.store, self._layout, run.run_id)
+        if max(run.store.attempts(run.run_id)) > request.attempt:
+            return  # another client sent it, saw it fail and has continued
+        try:
+            deliver(run, request, values)
+        except REFUSALS as exc:
+            run.store.write_refused(run.run_id, request.attempt, category=category_of(exc), reason=str(exc))
+            self._say(f"attempt {request.attempt} was refused: {exc}")
+
+
+def category_of(exc: Exception) -> str:
+    """Return the category of an attempt that a provider refused with ``exc``."""
+    return next((category for category, kind in _KINDS.items() if isinstance(exc, kind)), "infra")
+
+
+def error_of(category: str) -> type[CloudtrainError]:
+    """Return the error class for a refusal of ``category``, the inverse of `category_of`."""
+    return _KINDS.get(category, PlatformError)
+
+
+def _exception(result: Mapping[str, Any]) -> str:
+    """Return a text to compare with the next attempt's failure. Empty if the failure says nothing of the script: a
+    preemption, a kill from outside, a lost node."""
+    failure = result.get("failure") or {}
+    killed = failure and not failure["exception"] and failure["process_exit_code"] in (None, -KILLED)
+    if result["category"] == "preempted" or was_lost(failure or None) or (killed and result["category"] != "oom"):
+        return ""
+    code = failure.get("process_exit_code")  # the reason may quote a line of the script, which differs each time
+    return str(
+        failure.get("exception") or (f"exit code {code}" if code else result.get("reason")) or result["category"]
+    )
+
+
+def _left(job: Job, result: Mapping[str, Any], now: float) -> tuple[Job | None, str]:
+    """Return the job with the rest of its limits; or None and the reason, if none is left or that is unknown."""
+    spans = [(unix_time(a.get("started")), unix_time(a.get("ended"))) for a in result["attempts"]]
+    left: dict[str, Any] = {"max_runtime": int(job.max_runtime - seconds_of(spans, now))}
+    if left["max_runtime"] < 1:
+        return None, "max_runtime is used up"
+    for name, told in (("max_cost", "estimate_usd"), ("max_gpu_hours", "gpu_hours")):
+        most = getattr(job, name)
+        if most is None:
+            continue
+        spent = result["cost"][told] if result["attempts"] or result["native_id"] else 0.0  # all were refused
+        if spent is None:
+            return None, f"nobody knows what is left of {name}"
+        if spent >= most:
+            return None, f"{name} is used up"
+        left[name] = most - spent
+    return job.replace(**left), ""
+
+
+def secret_values(job: Job, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of the ``env:`` references by variable. Raises `SpecError` for an unset variable."""
+    values = {}
+    for name, reference in job.secrets.items():
+        scheme, _, variable = reference.partition(":")
+        if scheme == "env":
+            if variable not in environ:
+                near = did_you_mean(variable, environ) or f"set it first: export {variable}=VALUE"
+                raise SpecError(f"{variable} is not set here", field=f"secrets.{name}", hint=near)
+            values[variable] = environ[variable]
+    return values

@@ -1,0 +1,852 @@
+"""The handle of a run, made from the URL of its run folder: status, logs, wait, pull, cancel and the result.
+
+It reads the platform's status and the exit records of nodes in ``live/exit`` (which rank failed first, and why). Once
+the run is final, ``result.json`` decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from ..errors import AuthError, CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
+from ..job.job import check_run_id
+from ..provider_api import catalog
+from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Status, extras_of
+from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
+from ..storage.files import Progress
+from ..storage.local_disk import local_path
+from ..store.checkpoint import Checkpoint
+from ..store.store import Staged, Store
+from ..validate import did_you_mean, parse_since, url_scheme, whole_number
+from .cost import Account, cost_of, seconds_of
+from .handover import NO_MACHINES, NOT_RETRIED, HandoverMixin, forget, in_flight, newer_attempt_exists
+from .log_order import Line, attempt_key
+from .log_sources import Contact, Tail, last_lines, patiently, written_since
+from .max_wait import MaxWait
+from .metrics import merge_metrics
+from .outcome import (
+    CANCELLING,
+    attempt_row,
+    attempts_of,
+    began_at,
+    iso_time,
+    newest_records,
+    public_result,
+    records_of,
+    root_record,
+    status_of,
+    verdict_of,
+    with_start,
+    without_machines,
+)
+from .pull import PATIENCE, PULL_KINDS, PullReport, pull
+
+__all__ = [
+    "NEXT_SECONDS",
+    "NOT_RETRIED",
+    "NO_MACHINES",
+    "AttemptPolicy",
+    "Run",
+    "StatusListener",
+    "newer_attempt_exists",
+    "open_run",
+]
+
+FIRST_POLL = 0.1
+NEXT_SECONDS = 120.0
+"""Seconds that a read-only client waits for another client to start the next attempt."""
+T = TypeVar("T")
+Record = Mapping[str, Any]
+Result = dict[str, Any]
+
+
+@runtime_checkable
+class AttemptPolicy(Protocol):
+    """The further attempts that a waiting client starts."""
+
+    def __call__(self, result: Result) -> bool:
+        """Start another attempt after a failed one with this result. Return False if none should follow."""
+
+    def begin(self) -> None:
+        """Start the run in the place to which a client has moved it."""
+
+    def resend(self, attempt: int, now: float) -> None:
+        """Send the recorded attempt of a client that died. ``now`` is in seconds of the caller's clock."""
+
+
+@runtime_checkable
+class StatusListener(Protocol):
+    """A listener to statuses that may ask for every look at the run, also those without a change."""
+
+    every: bool
+
+    def __call__(self, status: Status) -> None:
+        """Take a status."""
+
+
+class _RetryOnly:
+    """The policy of a plain function: it starts attempts, and cares for no other client's."""
+
+    def __init__(self, retry: Callable[[Result], bool]) -> None:
+        self._retry = retry
+
+    def __call__(self, result: Result) -> bool:
+        return self._retry(result)
+
+    def begin(self) -> None:
+        """Do nothing: the next look sees the run in its new place."""
+
+    def resend(self, attempt: int, now: float) -> None:
+        """Do nothing."""
+
+
+def _policy_of(retry: Callable[[Result], bool] | None) -> AttemptPolicy | None:
+    return retry if retry is None or isinstance(retry, AttemptPolicy) else _RetryOnly(retry)
+
+
+class Run(HandoverMixin):
+    """A handle of one run, from `Estimator.fit` or `Estimator.attach`.
+
+    Every method works from any machine that can read the store, and raises `NotFoundError` if there is no such run.
+    """
+
+    # Making it reads nothing; ``provider`` is made from run.json when first needed. ``clock`` gives Unix seconds.
+    # ``staged`` is what `submit` uploaded for it, None on a handle that was opened later.
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        run_id: str,
+        provider: Provider | None = None,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+        staged: Staged | None = None,
+        settings: Settings = NO_SETTINGS,
+    ) -> None:
+        self.store, self.run_id, self.staged, self._settings = store, run_id, staged, settings
+        self._provider, self._clock, self._sleep = provider, clock, sleep
+        self._ticks = time.monotonic if clock is time.time else clock  # of waits: a clock of the machine may step
+        self._record: dict[str, Any] | None = None
+        self._natives: dict[int, str] = {}
+        self._refused: set[int] = set()  # refused attempts that another one has followed
+        self._unsent: int | None = None  # the newest attempt, if it was last seen recorded but not submitted
+        self._max_wait: MaxWait | None = None
+        self._over: dict[int, float] = {}  # when each attempt was first seen over
+        self._retried: dict[int, bool] = {}  # for each attempt that is over, if another may follow
+        self._began: dict[int, float] = {}  # start of each attempt, if the platform does not report it
+
+    def __repr__(self) -> str:
+        return f"Run({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The URL of the run folder: enough to find the run again from any machine."""
+        return f"{self.store.url}/runs/{self.run_id}"
+
+    def _check(self) -> None:
+        if not self.record:
+            raise NotFoundError(f"no run at {self.url}", field="run")
+
+    # ---------------------------------------------------------------------------------------------------------- status
+
+    def status(self) -> Status:
+        """Return the platform's current status of the run.
+
+        Raises the provider's errors, and `LostContactError` if the platform does not answer.
+        """
+        self._lead()
+        return self._current()[0]
+
+    def checkpoint(self) -> Checkpoint | None:
+        """Return the newest complete checkpoint, or None."""
+        return self.store.newest_checkpoint(self.run_id)
+
+    def result(self) -> Result:
+        """Return the object that ``cloudtrain status --json`` prints: state, reason, attempts, checkpoint, cost.
+
+        Once the run is over it is stored as ``result.json``, and the platform is not asked again.
+        """
+        self._lead()
+        stored = self.store.result(self.run_id)
+        if stored is not None:
+            return public_result(stored)
+        return self._conclude(*self._live())
+
+    def _current(self) -> tuple[Status, dict[int, str]]:
+        """Return the status from result.json, else from the platform; and the native ids by attempt, oldest first."""
+        result = self.store.result(self.run_id)
+        if result is None:
+            return self._live()
+        noted = {k: self.store.submitted(self.run_id, k) for k in sorted(self.store.attempts(self.run_id))}
+        return status_of(result), {k: str(item["native_id"]) for k, item in noted.items() if item}
+
+    def _live(self) -> tuple[Status, dict[int, str]]:
+        """Return the platform's status of the newest submitted attempt, and all native ids."""
+        recorded, self._unsent = self.store.attempts(self.run_id), None
+        natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
+        last = max(recorded, default=0)
+        refused = None if last in natives else self._refused_status(last)
+        if refused is not None and self._native(last) is not None:
+            return self._live()  # another client was sending it meanwhile
+        if not natives:
+            return self._unsubmitted(last, refused), natives
+        newest = max(natives)
+        status = self._told(newest, self._ask(newest, natives[newest]))
+        if status.final and newest < last and not self.store.cancelled(self.run_id):
+            if refused is not None:
+                finished = status.finished if refused.final else None
+                return replace(refused, finished=finished, reason=f"attempt {last} was {refused.reason}"), natives
+            self._unsent = last
+            reason = f"attempt {last} is recorded but not submitted yet; the last one: {status.reason or 'ended'}"
+            status = replace(status, state="pending", reason=reason, category="", finished=None)
+        return status, natives
+
+    def _native(self, attempt: int) -> str | None:
+        """Return the native id of an attempt; if its client crashed before recording it, ask the platform."""
+        if attempt in self._refused:
+            return None
+        if attempt not in self._natives:
+            submitted = self.store.submitted(self.run_id, attempt)
+            native = str(submitted["native_id"]) if submitted else self._found(attempt)
+            if native is None:
+                return None
+            self._natives[attempt] = native
+        return self._natives[attempt]
+
+    def _found(self, attempt: int) -> str | None:
+        request = self.store.attempt_request(self.run_id, attempt)
+        native = self._patiently(lambda: self.provider.find(request)) if request is not None else None
+        if native is not None:
+            self.store.write_submitted(self.run_id, attempt, native)
+        elif self.store.refused(self.run_id, attempt) and self.store.attempt_request(self.run_id, attempt + 1):
+            self._refused.add(attempt)
+        return native
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        return patiently(call, clock=self._ticks, sleep=self._sleep)
+
+    def _refused_status(self, attempt: int) -> Status | None:
+        """Return the status of a refused attempt, else None: it is over, unless a client may still be sending it. The
+        platform must be asked afterwards: a job found then was accepted nevertheless."""
+        refused = self.store.refused(self.run_id, attempt)
+        if refused is None:
+            return None
+        reason = f"refused: {refused['reason']}"
+        if in_flight(self.store, self.run_id, attempt, clock=self._clock, sleep=self._sleep):
+            return Status(state="pending", reason=f"{reason}; another client may be sending it")
+        return Status(state="failed", category=refused["category"], reason=reason)
+
+    def _unsubmitted(self, last: int, refused: Status | None) -> Status:
+        self._check()
+        if self.store.cancelled(self.run_id):
+            return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
+        if refused is not None:
+            return refused
+        if (last or self._led) and self.provider.retried_by != "supervisor":
+            self._unsent = last  # a waiting client sends it
+        reason = f"recorded but never submitted; submit the same job again with --run-id {self.run_id}, or cancel it"
+        return Status(state="pending", reason=reason)
+
+    def _ask(self, attempt: int, native: str) -> Status:
+        """Return the provider's status; if it no longer knows the job, one made of the nodes' records."""
+        try:
+            return self.provider.status(native)
+        except NotFoundError:
+            records = [r for r in self.store.exits(self.run_id) if attempt_key(str(r["attempt"]))[:1] == (attempt,)]
+            root = root_record(newest_records(records))
+            if root is None or not root.get("decided"):
+                raise
+            state = "succeeded" if root["outcome"] == "succeeded" else "failed"
+            return Status(state=state, native="gone", reason="the platform no longer knows the job")
+
+    def _told(self, attempt: int, status: Status, exits: Sequence[Record] | None = None) -> Status:
+        """Return the platform's status of an attempt, as expired if a client stopped it for lack of machines."""
+        cancelled = status.state == "cancelled" and self.store.cancelled(self.run_id)
+        by_us = status.state == "cancelled" and not cancelled
+        expired = self.store.expired(self.run_id, attempt) if by_us else None
+        if status.limit_s is not None and status.state != "pending":
+            status = self._with_start(attempt, status, exits, stopped=cancelled or expired is not None)
+        return without_machines(status, str(expired["reason"])) if expired else status
+
+    def _with_start(self, attempt: int, status: Status, exits: Sequence[Record] | None, *, stopped: bool) -> Status:
+        """Return ``status`` with the time at which the attempt began to run, and as a timeout if it was one.
+
+        The nodes' records have the start. Without one, a client's first sight of the running attempt counts, by the
+        platform's clock if it has times. That client records it, unless it may only read.
+        """
+        store, run_id, sight = self.store, self.run_id, status.started
+        if not status.final and attempt in self._began:
+            return replace(status, started=self._began[attempt])
+        starts = store.starts(run_id)
+        exits = (store.exits(run_id) if exits is None else exits) if status.final else ()
+        began = began_at(attempt, starts, exits)
+        if began is not None:
+            self._began[attempt] = began
+        elif status.final:
+            began = store.seen_running(run_id, attempt)
+        else:
+            began = self._clock() if sight is None else sight
+            with contextlib.suppress(AuthError, StorageError):
+                began = store.runs_since(run_id, attempt, began)
+        ran = 0.0
+        if status.final:
+            rows = attempts_of({"": replace(status, started=began)}, {attempt: ""}, exits, starts)
+            spans = [(row.started, row.ended) for row in rows if attempt_key(row.number)[:1] == (attempt,)]
+            ran = seconds_of(spans, status.finished or self._clock())
+        return with_start(status, began, ran=ran, stopped=stopped)
+
+    def _expire(self, status: Status, natives: Mapping[int, str]) -> str:
+        """Cancel an attempt that waits beyond ``max_wait`` for machines, if no platform does; return the reason."""
+        if self.provider.max_wait_by != "client" or not natives:
+            return ""
+        if self._max_wait is None:
+            limit = self.job.at(self.provider_name).max_wait
+            self._max_wait = MaxWait(store=self.store, run_id=self.run_id, limit=limit, clock=self._clock)
+        if reason := self._max_wait.ends(max(natives), status):
+            with contextlib.suppress(NotFoundError):
+                self._patiently(partial(self.provider.cancel, natives[max(natives)]))
+        return reason
+
+    # ------------------------------------------------------------------------------------------------------ the result
+
+    def _conclude(self, status: Status, natives: Mapping[int, str]) -> Result:
+        """Return the result of ``status`` and the exit records, and keep it if nothing can follow it."""
+        result = self._compute(status, natives)
+        while result["state"] in FINAL and not self._may_go_on(result):
+            if not self._is_late(result):
+                return self._keep(result)
+            result = self._compute(*self._live())
+        return result
+
+    def _is_late(self, result: Result) -> bool:
+        """Return whether another client has meanwhile followed up the attempt of ``result``."""
+        if self.provider.retried_by != "client":
+            return False
+        newest = max(self.store.attempts(self.run_id), default=0)
+        if not self.store.cancelled(self.run_id):
+            return newer_attempt_exists(self.store, self.run_id, newest, result)
+        # An attempt recorded but unsent before a cancel is never sent.
+        return (native := self._native(newest)) is not None and native != result["native_id"]
+
+    def _compute(self, status: Status, natives: Mapping[int, str]) -> Result:
+        exits = self.store.exits(self.run_id)
+        newest = natives[max(natives)] if natives else ""
+        last = {native: k for k, native in natives.items()}
+        said = {
+            native: status if native == newest else self._old_status(k, native, exits) for native, k in last.items()
+        }
+        starts = self.store.starts(self.run_id)
+        attempts = attempts_of(said, natives, exits, starts)
+        verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
+        refusals, reason = self._refusals(natives), verdict.reason
+        if not status.final and (since := self.store.cancelled_since(self.run_id)) is not None:
+            reason = "; ".join(filter(None, [f"{CANCELLING} {iso_time(since)}", reason]))
+        if status.state == "running":
+            reason = "; ".join(filter(None, [reason, self.waiting()]))
+        return {
+            "run": self.url,
+            "run_id": self.run_id,
+            "provider": self.provider_name,
+            "native_id": natives[max(natives)] if natives else None,
+            "state": verdict.state,
+            "category": verdict.category or None,
+            "exit_code": verdict.exit_code,
+            "reason": reason,
+            "failure": verdict.failure,
+            "attempts": [attempt_row(info) for info in attempts],
+            "checkpoint": self._checkpoint_row(final=status.final),
+            "cost": self._cost(said, natives, attempts),
+            **({"refusals": refusals} if refusals else {}),
+        }
+
+    def _cost(
+        self, said: Mapping[str, Status], natives: Mapping[int, str], attempts: Sequence[AttemptInfo]
+    ) -> dict[str, Any]:
+        def request_of(native: str) -> Request | None:
+            first = min(k for k, known in natives.items() if known == native)
+            return self.store.attempt_request(self.run_id, first)
+
+        settings, name = getattr(self.provider, "settings", None), self.provider_name
+        prices, region = getattr(settings, "prices", None), catalog.region_of(settings)
+        account = Account(job=self.job.at(name), provider=name, prices=prices, region=region)
+        return cost_of(account, said, attempts, request_of, self._clock())
+
+    def _old_status(self, attempt: int, native: str, exits: Sequence[Record]) -> Status:
+        """Return an earlier attempt's status; a platform that forgot it or does not answer is not an error here."""
+        try:
+            return self._told(attempt, self._patiently(lambda: self.provider.status(native)), exits)
+        except CloudtrainError:
+            return Status(state="failed")
+
+    def waiting(self) -> str:
+        """Return the checkpoints that wait to be copied to the store, and why: ``2 checkpoints wait: No space left …``.
+
+        Empty if none waits, or the provider cannot tell: only one with its nodes' logs on this machine can.
+        """
+        said = extras_of(self.provider).stuck(self._natives[max(self._natives)]) if self._natives else {}
+        if not said:
+            return ""
+        there = {item.name for item in self.store.checkpoints(self.run_id)}
+        left = [name for name in said if name not in there]
+        words = f"{len(left)} checkpoint{'s wait' if len(left) > 1 else ' waits'}"
+        place = local_path(self.store.url) or self.store.url
+        return f"{words}: {said[left[-1]]} on {place}" if left else ""
+
+    def _checkpoint_row(self, *, final: bool) -> dict[str, Any] | None:
+        newest = self.checkpoint()
+        if newest is None:
+            return None
+        row: dict[str, Any] = {"name": newest.name, "step": newest.step, "committed": iso_time(newest.committed)}
+        if not final:
+            row["age_s"] = round(self._clock() - newest.committed, 1)
+        return row
+
+    def _may_go_on(self, result: Result) -> bool:
+        """Return whether a waiting client may start another attempt after a failure, here or in another place."""
+        return self._may_retry(result) or self._may_move(result)
+
+    def _kept(self, result: Result) -> Result:
+        """Return ``result`` as result.json has it."""
+        return {**result, "name": self.job.name, "created": self.record.get("created")}
+
+    def _keep(self, result: Result) -> Result:
+        stored = self.store.write_result(self.run_id, self._kept(result))
+        with contextlib.suppress(AuthError, StorageError):
+            forget(self.store, self.run_id)
+        return public_result(stored)
+
+    # ------------------------------------------------------------------------------------------ logs, metrics, waiting
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the rows of the script's metrics file, over all attempts as one history.
+
+        An attempt replaces earlier attempts' rows from its own first step on, so each step occurs once.
+        """
+        self._check()
+        self._lead()
+        from .live_data import LiveRunReader
+
+        return merge_metrics(LiveRunReader(self.store, self.run_id).metrics().values())
+
+    def report(self, path: str | Path = ".") -> Path:
+        """Write one HTML page about the run, which opens without a network. Return its path.
+
+        ``path`` is a file or a folder; in a folder the file is ``<run id>.html``. Raises `SpecError` if there is no
+        such folder.
+        """
+        # Imported by name: the page stands above the run that it shows, and only this method loads it.
+        page: Path = import_module("cloudtrain.report.report").write(self, Path(path))[0]
+        return page
+
+    def logs(
+        self,
+        *,
+        follow: bool = False,
+        n: int | None = None,
+        since: str | timedelta | datetime | None = None,
+        node: int | None = None,
+        rank: int | None = None,
+        times: bool = True,
+        poll: float | None = None,
+        patience: float = PATIENCE,
+    ) -> Iterator[Line]:
+        """Yield the log lines of all nodes, each once and in order for each node.
+
+        ``follow``
+            continue until the run has ended. ``n`` then counts the lines that exist at the start.
+        ``n``
+            the last ``n`` lines only, by their times.
+        ``since``
+            lines of at most this age (``"10m"``, a timedelta), or since a time (ISO text, a datetime; UTC).
+        ``node``, ``rank``
+            lines of this node, of this global rank.
+        ``times``
+            fill `Line.time` from the nodes' own copy of the log, if the platform's log has no times.
+        ``poll``
+            most seconds between two looks at the platform (default: the provider's).
+        ``patience``
+            if the platform has not answered for so many seconds, yield the nodes' own copy and raise
+            `LostContactError`. Without ``follow`` the copy is used at once.
+
+        Raises `SpecError` for an impossible rank, node or time, `NotFoundError` if there is no such run.
+        """
+        count = None if n is None else whole_number(n, "n", least=0)
+        moment = None if since is None else parse_since(since, self._clock(), field="since")
+        self._check_part("node", node)
+        self._check_part("rank", rank)
+        found = self._lines(self._tail(patience), follow, times or since is not None or bool(n), poll, patience)
+        lines = (
+            line
+            for line in found
+            if line is None or ((node is None or str(line.node) == str(node)) and (rank is None or line.rank == rank))
+        )
+        return last_lines(lines if moment is None else written_since(lines, moment), count)
+
+    def _check_part(self, kind: str, number: int | None) -> None:
+        """Raise `NotFoundError` for a number that no node or rank of the run has."""
+        if number is None:
+            return
+        wanted = self.job.at(self.provider_name)
+        count = wanted.resources.instance_count
+        if kind == "rank" and wanted.launcher == "torchrun":
+            count *= max(wanted.resources.processes(i) for i in range(max(1, len(wanted.resources.gpu))))
+        if not 0 <= number < count:
+            there = f"{kind}s are 0 to {count - 1}" if count > 1 else f"the only {kind} is 0"
+            raise NotFoundError(f"no {kind} {number}; {there}", hint=f"use --{kind} 0, or leave it out for all {kind}s")
+
+    def _lines(
+        self, tail: Tail, follow: bool, times: bool, poll: float | None, patience: float
+    ) -> Iterator[Line | None]:
+        """Yield log lines; None once the existing ones have been given, if more may follow."""
+        over = looked = False
+        if follow:
+            for event in self._events(tail=tail, poll=poll, patience=patience, deadline=None):
+                if isinstance(event, Line):
+                    yield tail.dated(event, over=over) if times else event
+                    continue
+                over = event.final
+                if looked and not tail.more:
+                    yield None
+                looked = True
+            return
+        self._check()
+        natives: dict[int, str] = {}
+        try:
+            status, natives = self._current()
+            over = status.final
+        except LostContactError as exc:
+            yield from tail.give_up(exc)
+        for line in tail.end(natives):
+            yield tail.dated(line, over=over) if times else line
+
+    def reconcile(
+        self, *, retry: Callable[[Result], bool] | None = None, say: Callable[[str], None] = lambda _: None
+    ) -> Result:
+        """Do once what `wait` does all the time; return the current result.
+
+        Stops an attempt that has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another, and
+        keeps the result of a finished run. Any number of clients may do so at once. Raises the errors of `status`.
+        """
+        self._lead()
+        stored = self.store.result(self.run_id)
+        if stored is not None:
+            return public_result(stored)
+        status, natives = self._live()
+        if not status.final and self.store.cancelled(self.run_id):
+            self.cancel()  # the cancelling client may have died before it asked
+            say("asked the platform again to stop it")
+            status, natives = self._live()
+        elif reason := self._expire(status, natives):
+            say(f"stopping attempt {max(natives)}: {reason}")
+            status, natives = self._live()
+        policy = _policy_of(retry)
+        result = self._settled(self._conclude(status, natives), policy)
+        while result is None:
+            result = self._settled(self.result(), policy)
+        if self.store.result(self.run_id) is not None:
+            say(f"closed: {result['state']}")
+        return result
+
+    def _settled(self, result: Result, retry: AttemptPolicy | None) -> Result | None:
+        """Return the result, and keep it if no attempt will follow; None if another attempt has begun."""
+        if result["state"] not in FINAL:
+            return result
+        if self._lead():  # a client has moved it to another place
+            if retry is not None:
+                retry.begin()
+            return None
+        if retry is None:
+            return result
+        stored = self.store.result(self.run_id)
+        if stored is not None:  # the client that kept it found that nothing follows
+            return public_result(stored)
+        if (self._may_go_on(result) and retry(result)) or self._is_late(result):
+            return None
+        return self._keep(result)
+
+    def wait(
+        self,
+        *,
+        timeout: float | None = None,
+        on_line: Callable[[Line], None] | None = None,
+        on_status: Callable[[Status], None] | None = None,
+        retry: Callable[[Result], bool] | None = None,
+        poll: float | None = None,
+        patience: float = PATIENCE,
+    ) -> Result:
+        """Wait until the run has ended; return its result, the object of ``result.json``.
+
+        ``timeout``
+            raise `LostContactError` after so many seconds. The run continues, as it does after Ctrl-C.
+        ``on_line``
+            called with each log line, a `Line`.
+        ``on_status``
+            called with each change of the `Status`.
+        ``retry``
+            called with the result of a failed attempt, if the platform itself does not retry. It returns True if it has
+            started another attempt. `Estimator.fit` passes one; without it no attempt is started.
+        ``poll``
+            most seconds between two looks at the platform (default: the provider's).
+        ``patience``
+            raise `LostContactError` if the platform has not answered for so many seconds.
+
+        While it waits, it stops an attempt that waits for machines longer than the job's ``max_wait``, if the platform
+        has no such limit. A failed run raises nothing: look at ``result["state"]``.
+        """
+        policy, every_look = _policy_of(retry), isinstance(on_status, StatusListener) and on_status.every
+        deadline = None if timeout is None else self._ticks() + timeout
+        self._lead()
+        tail: Tail | None = None
+        while True:
+            if on_line is not None and (tail is None or tail.store is not self.store):  # another place has other lines
+                tail = self._tail(patience)
+            last: Status | None = None
+            for event in self._events(
+                tail=tail, poll=poll, patience=patience, deadline=deadline, acts=True, retry=policy
+            ):
+                if isinstance(event, Status):
+                    if on_status is not None and (event != last or every_look):
+                        on_status(event)
+                    last = event
+                elif on_line is not None:
+                    on_line(event)
+            result = self._settled(self.result() if last is None else self._ended(last), policy)
+            if result is not None and result["state"] in FINAL:
+                return result
+
+    def _tail(self, patience: float) -> Tail:
+        return Tail(
+            store=self.store,
+            run_id=self.run_id,
+            provider=lambda: self.provider,
+            clock=self._ticks,
+            now=self._clock,
+            patience=patience,
+        )
+
+    def _ended(self, status: Status) -> Result:
+        stored = self.store.result(self.run_id)
+        return (
+            public_result(stored) if stored is not None else self._conclude(status, dict(sorted(self._natives.items())))
+        )
+
+    def _events(
+        self,
+        *,
+        tail: Tail | None,
+        poll: float | None,
+        patience: float,
+        deadline: float | None,
+        acts: bool = False,
+        retry: AttemptPolicy | None = None,
+    ) -> Iterator[Status | Line]:
+        """Yield statuses and lines until the run has ended; the final status comes before the last lines.
+
+        ``acts``: also stop an attempt that waits too long for machines, and send a dead client's recorded attempt by
+        ``retry``. Without it, an attempt that may be followed is not over.
+        """
+        longest = self.provider.max_poll_s if poll is None else poll
+        contact = Contact(clock=self._ticks, patience=patience)
+        first = min(max(FIRST_POLL, self.provider.min_poll_s), longest)
+        due, every, pause = self._ticks(), first, first
+        status, natives = Status(state="pending"), dict[int, str]()
+        sends = retry is not None and not isinstance(retry, _RetryOnly)
+        while True:
+            if self._ticks() >= due:
+                with self._listening(contact):
+                    found, natives = self._current()
+                    status = found if acts else self._between(found, natives)
+                    if acts:
+                        self._expire(status, natives)
+                        if self._unsent is not None and not status.final and retry is not None:
+                            retry.resend(self._unsent, self._ticks())
+                    yield status
+                    if (
+                        not status.final
+                        and not (sends and self._unsent is not None)
+                        and (not natives or self._unsent is not None)
+                    ):
+                        raise LostContactError(status.reason)  # no client may ever send it
+                every = min(longest, every * 1.25)
+                due = self._ticks() + every
+            if status.final:
+                yield from tail.end(natives) if tail is not None else ()
+                return
+            if tail is not None:
+                with self._listening(contact, resets=False):
+                    yield from tail.round(natives)
+            if contact.lost:
+                with contextlib.suppress(StorageError):  # the store itself may not answer
+                    yield from tail.rest() if tail is not None else ()
+                raise self._gone(contact, patience)
+            if deadline is not None and self._ticks() >= deadline:
+                raise LostContactError(f"run {self.run_id} has not ended in the time given; it goes on: {self.url}")
+            pause = first if tail is not None and tail.flowing else min(longest, pause * 2)
+            wait = 0.0 if tail is not None and tail.more else pause if tail is not None else longest
+            until = min(self._ticks() + wait, due, due if deadline is None else deadline)
+            if until > self._ticks():
+                self._sleep(until - self._ticks())
+
+    def _between(self, status: Status, natives: Mapping[int, str]) -> Status:
+        """Return ``status`` for a read-only client: pending while another client may soon begin the next attempt."""
+        if not status.final or self.provider.retried_by != "client" or self.store.result(self.run_id) is not None:
+            return status
+        newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
+        since = self._over[newest] = min(self._over.get(newest, now), now)
+        since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
+        if now - since >= NEXT_SECONDS or not self._may_be_followed(newest, status, natives):
+            return status
+        reason = f"attempt {newest} ended: {status.reason or status.native}; another one may follow"
+        return replace(status, state="pending", reason=reason, category="", finished=None)
+
+    def _may_be_followed(self, newest: int, status: Status, natives: Mapping[int, str]) -> bool:
+        """Return whether a waiting client may still retry it. The costly part is computed once an attempt."""
+        if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
+            return False
+        if newest not in self._retried:
+            self._retried[newest] = self._may_retry(self._compute(status, natives))
+        return self._retried[newest] and not self.store.cancelled(self.run_id)
+
+    @contextlib.contextmanager
+    def _listening(self, contact: Contact, *, resets: bool = True) -> Iterator[None]:
+        """Report an answer, or a transient error, to ``contact``; others are raised."""
+        try:
+            yield
+        except LostContactError as exc:
+            contact.heard(exc)
+        except StorageError as exc:
+            # A network failure silences the platform and a remote store alike; a local disk does not come back.
+            if isinstance(exc, DigestError) or local_path(self.store.url) is not None:
+                raise
+            contact.heard(exc)
+        else:
+            if resets:
+                contact.heard(None)
+
+    def _gone(self, contact: Contact, patience: float) -> CloudtrainError:
+        kind = LostContactError if isinstance(contact.error, LostContactError) else StorageError
+        return kind(f"{contact.error} (for {patience:.0f} s now; what was submitted goes on: {self.url})")
+
+    # ------------------------------------------------------------------------------------------------- pull and cancel
+
+    def pull(
+        self,
+        folder: str | Path,
+        *,
+        what: str | Iterable[str] = PULL_KINDS,
+        follow: bool = False,
+        on_pull: Callable[[PullReport], None] | None = None,
+        progress: Progress | None = None,
+    ) -> PullReport:
+        """Copy the run's results into ``folder``, verified; existing files are not copied again.
+
+        ``what``
+            some of ``checkpoints``, ``artifacts``, ``logs`` and ``metrics`` (default: all four). One checkpoint is
+            ``checkpoints:latest``, ``checkpoints:best`` or ``checkpoints:step=N``.
+        ``follow``
+            bring new results repeatedly, until the run has ended.
+        ``on_pull``
+            called with a `PullReport` each time that something came.
+        ``progress``
+            called with a file's key and a number of bytes, as they come.
+
+        Raises `StorageError`, `DigestError` for damaged content, `NotFoundError` for a missing checkpoint, `SpecError`
+        for an unknown word in ``what``, and with ``follow`` the errors of `logs`.
+        """
+        bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
+        return bring(along=self._along() if follow else None, clock=self._ticks)
+
+    def _along(self) -> Iterator[Status]:
+        """Yield statuses until the run has ended, and keep its result then, or leave that to the next client."""
+        events = self._events(tail=None, poll=None, patience=PATIENCE, deadline=None)
+        for last in (event for event in events if isinstance(event, Status)):
+            yield last
+        with contextlib.suppress(LostContactError, StorageError):
+            self._ended(last)
+
+    def cancel(self) -> None:
+        """Ask the platform to stop the run, and forbid further attempts. It does not wait for the end.
+
+        A finished run stays as it is, and a second call changes nothing. Every attempt is asked to stop, then the first
+        error, if any, is raised.
+        """
+        self._check()
+        self._lead()
+        if self._is_over():
+            return
+        errors: list[CloudtrainError] = []
+        try:
+            self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
+        except StorageError as exc:  # such as a full store; a supervisor that is told to stop starts none either
+            errors += [exc] if self.provider.retried_by != "supervisor" else []
+        for k in self.store.attempts(self.run_id):
+            try:
+                native = self._native(k)
+                if native is not None:
+                    self._patiently(partial(self.provider.cancel, native))
+            except NotFoundError:
+                continue  # the platform does not know it, so it does not run
+            except CloudtrainError as exc:
+                errors.append(exc)
+        if self._lead():  # the client that moved the run may not have seen the cancel
+            self.cancel()
+        if errors:
+            raise errors[0]
+
+    def _is_over(self) -> bool:
+        """Return whether nothing is left to cancel; False if the platform does not answer."""
+        if self.store.result(self.run_id) is not None:
+            return True
+        try:
+            status, natives = self._live()
+            return status.final and not self._may_go_on(self._compute(status, natives))
+        except CloudtrainError:
+            return False
+
+
+# ------------------------------------------------------------------------------------------------------- finding runs
+
+
+def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Settings = NO_SETTINGS) -> Run:
+    """Return the run ``ref``: the URL or local path of a run folder, or a run's id in the store at ``store_url``.
+
+    ``settings`` have this machine's identity. Raises `NotFoundError` with the nearest id if there is none.
+    """
+    ref = (ref if url_scheme(ref) else ref.replace(os.sep, "/")).rstrip("/") or ref
+    if url_scheme(ref) or "/" in ref:
+        parent, _, run_id = ref.rpartition("/")
+        place, _, runs = parent.rpartition("/")
+        if runs != "runs":
+            raise NotFoundError(f"{ref!r} is not the URL of a run folder, <store>/runs/<run id>", field="run")
+        where = place or ("." if parent == "runs" else "/")
+    else:
+        where, run_id = store_url, ref
+
+    def read(caller: StoreCredentials) -> tuple[Run, StoreCredentials]:
+        run = Run(store=Store(where, cwd=cwd, storage=caller, moving=settings.moving), run_id=run_id, settings=settings)
+        try:
+            check_run_id(run_id)
+            run._check()
+        except SpecError as exc:
+            if not isinstance(exc, NotFoundError) and exc.field != "run_id":
+                raise
+            near = did_you_mean(run_id, run.store.runs())
+            raise NotFoundError(f"no run {run_id!r} in {run.store.url}", field="run", hint=near) from None
+        return run, caller
+
+    run, asked = settings.let_in(where, read)
+    with contextlib.suppress(CloudtrainError):  # files can be pulled without the provider too
+        run._lead()
+        if local_path(run.store.url) is None and (own := asked.own(run.store.url, run.provider)) is not None:
+            run.store = Store(run.store.url, storage=own, moving=settings.moving)
+    return run

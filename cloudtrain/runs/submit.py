@@ -1,0 +1,732 @@
+"""Turn a Job into a Run: make the plan, show it, send exactly it.
+
+`make_plan` only reads files. `submit` uploads what the store lacks and records the intent (``run.json``, then
+``attempts/0/request.json``, both created exclusively). Only then does the provider act. A crash between any two steps
+leaves nothing, or a record from which the same command, or `attach`, continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import html
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import _version
+from ..errors import (
+    AuthError,
+    CloudtrainError,
+    ConflictError,
+    SpecError,
+    StorageError,
+    scrubbed,
+)
+from ..job.entry_point import check_script
+from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
+from ..job.provenance import digest_of, in_background, origin_of
+from ..provider_api import catalog
+from ..provider_api.limits import THIS_MACHINE
+from ..provider_api.protocol import Layout, Provider, Request, extras_of, extras_of_type, recorded_settings
+from ..provider_api.registry import provider_names, suggested_provider
+from ..settings.needs import find_missing, refusal, stand_ins, with_placeholders
+from ..settings.settings import NO_SETTINGS, Settings
+from ..storage.files import Progress
+from ..storage.local_disk import local_path
+from ..store import runtime_zip
+from ..store.store import LocalTree, Staged, Store
+from ..validate import json_loads, url_scheme, without_secrets
+from .handover import REFUSALS, settle_refusal
+from .retry import category_of, deliver, error_of, secret_values, write_context
+from .run import Run
+from .summary import summary
+from .warnings import append_cautions, cautions, gpu_memory_texts, memory_notes, total_gpus
+
+if TYPE_CHECKING:
+    from ..job.bundle import Bundle
+    from ..store.remote_inputs import PreviousPlace
+
+__all__ = [
+    "Plan",
+    "later_choices",
+    "link_fallbacks",
+    "load_plan",
+    "make_plan",
+    "run_of_plan",
+    "submit",
+    "with_recorded_origin",
+    "with_resume_warning",
+]
+
+MIB = 1 << 20
+MOST_NAMED = 8
+"""Files and fields that an error names; it counts the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A complete plan; `document` is the output of ``plan --json``.
+
+    ``job`` is as this provider runs it, ``later`` are the requests of further GPUs of its list. ``node_half`` is the
+    provider whose code the nodes need, if that is not ``provider``; ``settings`` have the identity for other stores.
+    ``further`` are the plans of the places to try if this one has no machines, ``rest`` such plans from run.json.
+    ``first`` is the URL of the run in the first place, on any other; ``refusals`` are those of earlier places. ``left``
+    is the place before, which may have the run's copies; ``runtime`` gives cloudtrain.pyz if it is not built here.
+    ``missing`` names the settings that are not set: `layout` and `request` then hold stand-ins, `document` shows
+    placeholders, and `submit` refuses the plan.
+    """
+
+    job: Job
+    source: Source
+    provider: Provider
+    store: Store
+    bundle: Bundle
+    layout: Layout
+    request: Request
+    later: tuple[Request, ...] = ()
+    trees: tuple[LocalTree, ...] = ()
+    preview: bool = False
+    max_code_mb: int = 50
+    node_half: type[Provider] | None = None
+    settings: Settings = dataclasses.field(default=NO_SETTINGS, compare=False, repr=False)
+    further: tuple[Plan, ...] = ()
+    rest: tuple[Mapping[str, Any], ...] = ()
+    first: str = ""
+    refusals: tuple[Mapping[str, Any], ...] = ()
+    left: PreviousPlace | None = None
+    runtime: Callable[[], bytes] | None = None
+    missing: tuple[str, ...] = ()
+
+    @property
+    def provider_name(self) -> str:
+        return self.provider.name
+
+    @property
+    def run_id(self) -> str:
+        return self.layout.run_id
+
+    @property
+    def run_url(self) -> str:
+        return self.layout.run
+
+    def __repr__(self) -> str:
+        return f"Plan({self.run_url!r}, provider={self.provider_name!r})"
+
+    def __str__(self) -> str:
+        return "\n".join([summary(self.document()), *(f"warning: {text}" for text in self.warnings)])
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a notebook shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings of wasted money, an exposed secret, or code that ships by mistake."""
+        found = [*self.bundle.warnings, *cautions(self.job, self.request)]
+        if places := extras_of_type(self.node_half or type(self.provider)).object_mounts:
+            scripts = [(file.path, self.bundle.disk(file.path)) for file in self.bundle.files if not file.link]
+            found += append_cautions([item for item in scripts if item[0].endswith(".py")], places)
+        machines = self.request.instance_types
+        if machines and total_gpus(self.job, self.request) != 0 and self.price() is None:
+            found.append(f"no price of {machines[0]} is known, so nothing says what this run may cost")
+        return tuple(found)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the user that are not warnings."""
+        return (*self.request.notes, *memory_notes(self.job, self.request))
+
+    def document(self) -> dict[str, Any]:
+        """Return plain JSON; equal plans give equal documents. Sizes are bytes, times seconds. Missing settings have
+        placeholders."""
+        return self._placed() | ({"fallbacks": [plan._placed() for plan in self.further]} if self.further else {})
+
+    def _placed(self) -> dict[str, Any]:
+        document: dict[str, Any] = with_placeholders(self._document(), self.provider_name, self.missing)
+        return document
+
+    def _document(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "run": self.run_url,
+            "provider": self.provider_name,
+            "missing": list(self.missing),
+            "settings": recorded_settings(type(self.provider).Settings, dataclasses.asdict(self.provider.settings)),
+            "job": self.job.to_dict(),
+            "job_digest": self.job.digest,
+            "source": dataclasses.asdict(self.source),
+            "code": self._code(),
+            "runtime": {"digest": self.layout.runtime_digest, "url": self.layout.runtime},
+            "inputs": {name: dataclasses.asdict(item) for name, item in self.layout.inputs.items()},
+            "resources": self._resources(),
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+            "limits": self._limits(),
+            "retries": {"count": self.job.retries, "by": self.provider.retried_by},
+            "disk": self._disk(),
+            "layout": dataclasses.asdict(self.layout),
+            "request": self.request.to_dict(),
+        }
+
+    def _code(self) -> dict[str, Any]:
+        return {
+            "root": str(self.bundle.root),
+            "entry_point": self.bundle.entry_point,
+            "digest": self.bundle.digest,
+            "url": self.layout.code,
+            "bytes": self.bundle.size,
+            "files": [{"path": f.path, "bytes": f.size, "mode": f"{f.mode:04o}"} for f in self.bundle.files],
+            "excluded": [{"path": e.path, "rule": e.rule} for e in self.bundle.excluded],
+            "git": self.bundle.git,
+            "warnings": list(self.bundle.warnings),
+        }
+
+    def _resources(self) -> dict[str, Any]:
+        wanted = self.job.resources
+        return {
+            "instance_count": wanted.instance_count,
+            "instance_type": wanted.instance_type,
+            "gpu": list(wanted.gpu),
+            "nproc_per_node": self.request.context["processes"],
+            "ranks": wanted.instance_count * int(self.request.context["processes"]),
+            "gpus": total_gpus(self.job, self.request),
+            "gpu_names": list(
+                dict.fromkeys(n for r in (self.request, *self.later) for n in gpu_memory_texts(self.job, r))
+            ),
+            "instance_types": list(self.request.instance_types),
+            "price": self.price(),
+        }
+
+    @property
+    def hard_limit(self) -> float:
+        """Seconds of running time after which the platform itself ends the run, by the request."""
+        return self.provider.launch_spec(self.request).rules.time_limit
+
+    def price(self) -> dict[str, Any] | None:
+        """Return the most that all nodes cost on demand until the hard limit, on the most expensive possible machine of
+        any choice; None if one has no price."""
+        settings = self.provider.settings
+        region = catalog.region_of(settings)
+        names = dict.fromkeys(name for request in (self.request, *self.later) for name in request.instance_types)
+        machines = self.job.resources.instance_count if names else 1  # else all nodes share this machine
+        own = getattr(settings, "prices", None)
+        found = {name: catalog.price(self.provider_name, name, own, region=region) for name in names or [THIS_MACHINE]}
+        known = {name: price for name, price in found.items() if price is not None}
+        if len(known) < len(found):
+            return None
+        name, dearest = max(known.items(), key=lambda item: item[1].usd_per_hour)
+        hourly = dearest.usd_per_hour * machines
+        return {
+            "usd_per_hour": round(hourly, 4),
+            "usd_for_hard_limit": round(hourly * self.hard_limit / 3600, 2),
+            "machines": machines,
+            "hard_limit_s": self.hard_limit,
+            "is_estimate": True,
+            "instance_type": name,
+            "own": all(price.own for price in known.values()),
+            "of_service": dearest.of_service,
+            "source": dearest.source,
+            "date": dearest.date or None,
+        }
+
+    def _limits(self) -> dict[str, Any]:
+        return {
+            "hard_limit_s": self.hard_limit,
+            "max_runtime_s": self.job.max_runtime,
+            "max_runtime_is_default": self.job.max_runtime == DEFAULT_MAX_RUNTIME,
+            "max_wait_s": self.job.max_wait,
+            "max_wait_by": self.provider.max_wait_by,
+            "max_cost_usd": self.job.max_cost,
+            "max_gpu_hours": self.job.max_gpu_hours,
+            "stall_timeout_s": self.job.stall_timeout or None,
+            "stall_timeout_is_default": self.job.stall_timeout == DEFAULT_STALL_TIMEOUT,
+            "max_code_bytes": self.max_code_mb * MIB,
+        }
+
+    def _disk(self) -> dict[str, Any]:
+        """Return a node's known disk needs: code, copied inputs, and the number of checkpoints (kept, being copied,
+        being written). None: all."""
+        copied = sum(tree.bytes for tree in self.trees)
+        kept = int(self.request.context["keep_checkpoints"])
+        return {"code_bytes": self.bundle.size, "input_bytes": copied, "checkpoints": kept + 2 if kept else None}
+
+
+def make_plan(
+    job: Job,
+    *,
+    settings: Settings,
+    provider: str | None = None,
+    run_id: str | None = None,
+    cwd: Path,
+    preview: bool = False,
+    follows: bool = False,
+) -> Plan:
+    """Return the plan of ``job`` on ``provider`` (default: the setting). Reads files; no network, credentials or SDK.
+
+    With ``preview`` and no ``run_id`` the id is ``<name>-plan``, else a new one; a missing setting gets a placeholder.
+    ``follows``: ask the store of the run to resume from for its newest place, not only this machine's files. Raises
+    `SpecError`, which names every missing setting, `UnsupportedError` and `StorageError`.
+    """
+    chosen = settings.make_provider(provider)
+    _check_names(job)
+    job = job.at(chosen.name)
+    missing = find_missing(settings, chosen, job)
+    if missing and not preview:
+        raise refusal(chosen.name, missing, file=settings.file)
+    filled, planner, whole = stand_ins(settings, chosen.name, job, missing) if missing else (settings, chosen, job)
+    store = Store(filled.resolved(ask=not preview), cwd=cwd, storage=chosen.storage, moving=settings.moving)
+    bundle = _built(job.source, store, settings, cwd)
+    if job.launcher != "command" and bundle.entry_point:
+        check_script(bundle.root, bundle.entry_point)
+    inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
+    if run_id is not None:
+        check_run_id(run_id)
+    layout = store.layout(
+        run_id=run_id or (f"{job.name[:35].rstrip('-')}-plan" if preview else new_run_id(job.name)),
+        code_digest=bundle.digest,
+        runtime_digest=runtime_zip.digest(type(chosen)),
+        inputs=inputs,
+        origin=origin_of(bundle.git, os.environ),
+    )
+    layout = _resumed(layout, job.resume_from, store, chosen, settings, cwd, ask=not preview, follows=follows)
+    dependencies = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
+    source = dataclasses.replace(
+        job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=dependencies
+    )
+    # As it is recorded: the script relative to the code, and no folder of this machine.
+    recorded = {"entry_point": bundle.entry_point, "source_dir": None, "dependencies": (), "exclude": ()}
+    job, whole = job.replace(**recorded), whole.replace(**recorded)
+    return Plan(
+        job=job,
+        source=source,
+        provider=chosen,
+        store=store,
+        bundle=bundle,
+        layout=layout,
+        request=with_resume_warning(planner.plan(whole, layout), layout),
+        later=later_choices(planner, whole, layout),
+        trees=tuple(trees),
+        preview=preview and run_id is None,
+        max_code_mb=settings.max_code_mb,
+        settings=settings,
+        missing=missing,
+    )
+
+
+def with_resume_warning(request: Request, layout: Layout) -> Request:
+    """Return ``request`` with notes about a checkpoint from outside the store: the risk of loading it, and its copy."""
+    given = layout.resume_source or layout.resume
+    if given is None or given.startswith(f"{layout.store}/runs/"):
+        return request
+    why = "is outside this store: who can write there can run code in this job, as torch.load unpickles what it loads"
+    notes = [f"resume_from {scrubbed(given)} {why}"]
+    if layout.resume_source:
+        notes += [f"its newest complete checkpoint is copied to {layout.resume}, through this machine, when it is sent"]
+    return dataclasses.replace(request, notes=(*request.notes, *notes))
+
+
+def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request, ...]:
+    """Return the requests of every GPU of the list but the first, less those that the provider refuses.
+
+    Raises `SpecError` for one that a limit forbids, so that this shows before the first fails.
+    """
+    found = []
+    for choice in range(1, len(job.resources.gpu)):
+        try:
+            found.append(provider.plan(job, layout, choice=choice))
+        except SpecError as exc:
+            if exc.field in ("max_cost", "max_gpu_hours"):
+                raise
+    return tuple(found)
+
+
+def _resumed(
+    layout: Layout,
+    given: str | None,
+    store: Store,
+    provider: Provider,
+    settings: Settings,
+    cwd: Path,
+    *,
+    ask: bool,
+    follows: bool,
+) -> Layout:
+    """Return ``layout`` with the folder URL of ``resume_from``, and the URL that it is a copy of, if any.
+
+    The folder is a run's complete checkpoints, in the run's newest place, or the user's own.
+    """
+    if given is None:
+        return layout
+    from ..store.resume_copy import place_for
+    from .resume import checkpoints_url
+
+    url = checkpoints_url(given, store=store, settings=settings, cwd=cwd, ask=ask, follows=follows)
+    there = place_for(url, store, provider.schemes)
+    return dataclasses.replace(layout, resume=there or url, resume_source=url if there else None)
+
+
+def _check_resumed(url: str | None, settings: Settings) -> None:
+    """Raise `SpecError` if the run that a saved plan resumes from has moved to another place."""
+    from ..store.resume_copy import followed
+
+    if url and (now := followed(url, settings, ask=True)) != url:
+        raise SpecError(f"{url} went on to {now}; plan again with that", field="resume_from")
+
+
+def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
+    """Return the plan of a saved ``plan --json``, checked against its code.
+
+    Raises `SpecError` if the file is not a plan, or the source or cloudtrain itself has changed.
+    """
+    try:
+        data = json_loads(path.read_bytes())
+        told = [data, *data.get("fallbacks", ())]
+    except (OSError, ValueError, AttributeError, TypeError) as exc:
+        raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
+    return link_fallbacks([_loaded(item, path, settings=settings, cwd=cwd) for item in told])
+
+
+def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Path) -> Plan:
+    """Return one of the plans in the file at ``path``."""
+    try:
+        job, layout, request = (
+            Job.from_dict(data["job"]),
+            Layout.from_dict(data["layout"]),
+            Request.from_dict(data["request"]),
+        )
+        source = Source(**data["source"])
+        missing = tuple(data.get("missing", ()))
+        if missing:
+            raise refusal(data["provider"], missing, file=settings.file)
+        chosen = settings.make_provider(data["provider"], **data["settings"])
+    except (ValueError, KeyError, TypeError) as exc:
+        raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
+    store = Store(layout.store, storage=chosen.storage, moving=settings.moving)
+    bundle = _built(source, store, settings, cwd, path)
+    if bundle.digest != layout.code_digest:
+        raise SpecError(f"the code in {source.path} has changed since it was planned; plan again", field="plan")
+    if runtime_zip.digest(type(chosen)) != layout.runtime_digest:
+        raise SpecError("it was made by another version of cloudtrain; plan again", field="plan")
+    inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
+    if inputs != dict(layout.inputs):
+        raise SpecError("an input has changed since it was planned; plan again", field="plan")
+    _check_resumed(layout.resume_source or layout.resume, settings)
+    return Plan(
+        job=job,
+        source=source,
+        provider=chosen,
+        store=store,
+        bundle=bundle,
+        layout=layout,
+        request=request,
+        later=later_choices(chosen, job, layout),
+        trees=tuple(trees),
+        max_code_mb=settings.max_code_mb,
+        settings=settings,
+    )
+
+
+def _built(source: Source, store: Store, settings: Settings, cwd: Path, *files: Path) -> Bundle:
+    """Return the bundle, without the store and ``files`` in the source, or the files that this process writes to."""
+    from ..job.bundle import build_bundle
+
+    home, most = local_path(store.url), settings.max_code_mb * MIB
+    return build_bundle(
+        source, cwd=cwd, max_bytes=most, never=[home] if home else [], outputs=_identities(1, 2, *files)
+    )
+
+
+def link_fallbacks(plans: Sequence[Plan]) -> Plan:
+    """Return the first of ``plans``, with the others to follow if it has no machines. Raises `SpecError` if two have
+    one run URL."""
+    taken = [plan.run_url for plan in plans]
+    for url in taken:
+        if taken.count(url) > 1:
+            why = f"{without_secrets(url.rpartition('/runs/')[0])} is that of two places; each needs one of its own"
+            raise SpecError(why, field="store")
+    whole = list(plans)
+    for number in reversed(range(len(whole))):  # each has those that follow it
+        first, further = taken[0] if number else "", tuple(whole[number + 1 :])
+        whole[number] = dataclasses.replace(whole[number], first=first, further=further)
+    return whole[0]
+
+
+def _check_names(job: Job) -> None:
+    """Raise `SpecError` for an unknown provider in ``on`` or ``options`` with a similar name to a known one."""
+    known = provider_names()
+    for field, table in (("on", job.on), ("options", job.options)):
+        for name in table:
+            if name not in known and (near := suggested_provider(name)):
+                raise SpecError(f"no provider {name!r}", field=field, hint=near)
+
+
+def _identities(*files: int | Path) -> list[tuple[int, int]]:
+    """Return ``(st_dev, st_ino)`` of the regular files among ``files``: open descriptors or paths."""
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            status = os.stat(file)
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_dev, status.st_ino))
+    return found
+
+
+def submit(
+    plan: Plan,
+    *,
+    environ: Mapping[str, str],
+    progress: Callable[[str], None] | None = None,
+    moved: Progress | None = None,
+    decide: Callable[[], object] | None = None,
+) -> Run:
+    """Stage, record and send, in the plan's own place alone. Submitting the same plan again gives the same run.
+
+    ``progress`` is called with each step, ``moved`` with each upload, as in `Store.stage`. ``decide`` is called once
+    the run is recorded, before it can start. Raises `ConflictError` if another job has the run id, and the errors of
+    storage and provider. A provider's refusal ends the run, unless another request may follow.
+    """
+    for each in (plan, *plan.further):
+        if each.missing:
+            raise refusal(each.provider_name, each.missing, file=each.settings.file)
+    values = secret_values(plan.job, environ)
+    say = progress or (lambda _: None)
+    known = with_recorded_origin(plan)
+    if known is not None:
+        _check_not_refused(run_of_plan(known), say)
+    elif not plan.first:  # a run that continues from other places records its refusals
+        _check_this_machine(plan)
+    told = _origin(plan) if known is None else dict[str, Any]
+    plan = known or plan
+    staged = _staged(plan, say, moved)
+    say("recording the run")
+    if not plan.store.create_run(plan.layout, {**_record(plan), "origin": told()}):
+        plan = with_recorded_origin(plan) or plan
+    if decide is not None:
+        decide()
+    # Not before the id is known to be ours: another job's context must never be overwritten.
+    if not plan.store.attempts(plan.run_id):  # nor that of our later attempt
+        plan.store.write_container(plan.layout, plan.request.context, secrets.token_bytes(32))
+    if not plan.store.create_attempt(plan.run_id, 0, plan.request):
+        write_context(plan.store, plan.layout, plan.run_id)
+        there = plan.store.attempt_request(plan.run_id, 0)
+        if there is not None and there.to_dict() != plan.request.to_dict():
+            raise _recorded_otherwise(plan)
+    run = run_of_plan(plan, staged)
+    request = _to_send(plan)
+    if request is None:
+        return run
+    say(f"submitting to {plan.provider_name}")
+    try:
+        native = deliver(run, request, values)
+    except (AuthError, *REFUSALS) as exc:
+        # The submitter gets an error, so no other client may send it later.
+        with contextlib.suppress(CloudtrainError):
+            reason = str(exc)
+            plan.store.write_refused(plan.run_id, request.attempt, category=category_of(exc), reason=reason)
+            settle_refusal(plan.store, plan.run_id, request.attempt, say=say)
+            if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows
+                return run  # it was accepted nevertheless
+        raise
+    if native is None:
+        _check_not_refused(run, say)
+    return run
+
+
+def _check_this_machine(plan: Plan) -> None:
+    """Raise the provider's errors about sending the plan from this machine, not the plans that may follow."""
+    from ..storage.fsspec_pool import open_url
+
+    extras_of(plan.provider).check(plan.request)
+    if "file" not in plan.provider.schemes:
+        return
+    for name, item in plan.layout.inputs.items():  # this machine copies each to its nodes
+        if item.source is None and url_scheme(item.url) != "file":
+            try:
+                open_url(item.url, {}, most=1)
+            except SpecError as exc:
+                raise SpecError(exc.message, field=f"inputs.{name}", hint=exc.hint) from None
+
+
+def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
+    """Raise the error of a refused run that is over: its id is used up. Keep its result if there is none yet."""
+    store, run_id = run.store, run.run_id
+    newest = max(store.attempts(run_id), default=0)
+    if store.refused(run_id, newest) is None:
+        return
+    if store.result(run_id) is None:
+        settle_refusal(store, run_id, newest, say=say)
+        run.result()
+    ended = store.result(run_id)
+    if ended is not None and ended["state"] == "failed" and ended["native_id"] is None:
+        hint = f"run {run_id} is over; to send the job again, choose another --run-id"
+        raise error_of(str(ended["category"]))(f"run {run_id} has ended: {ended['reason']}", hint=hint)
+
+
+def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> Staged:
+    """Upload what the store lacks; return the amounts."""
+    say("uploading what the store lacks")
+    zipped = plan.runtime or partial(runtime_zip.build, plan.node_half or type(plan.provider))
+    staged = plan.store.stage(
+        plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say
+    )
+    return dataclasses.replace(staged, data_bytes=staged.data_bytes + _copied(plan, moved, say))
+
+
+def run_of_plan(plan: Plan, staged: Staged | None = None) -> Run:
+    """Return the run of ``plan``; ``staged`` is what was uploaded for it."""
+    return Run(store=plan.store, run_id=plan.run_id, provider=plan.provider, settings=plan.settings, staged=staged)
+
+
+def _copied(plan: Plan, moved: Progress | None, say: Callable[[str], None]) -> int:
+    """Copy a new run's inputs that its nodes cannot read into the store; return the bytes that moved."""
+    layout, store = plan.layout, plan.store
+    sources = layout.resume_source or any(item.source for item in layout.inputs.values())
+    if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
+        return 0
+    from ..store.remote_inputs import bring
+    from ..store.resume_copy import carry
+
+    try:
+        copied = bring(store, layout, left=plan.left, progress=moved, say=say)
+        return copied + carry(store, layout, settings=plan.settings, left=plan.left, progress=moved, say=say)
+    except BaseException:
+        store.withdraw(plan.run_id)
+        raise
+
+
+def _record(plan: Plan) -> dict[str, Any]:
+    following: list[Mapping[str, Any]] = [*(_told(item) for item in plan.further)] or [*plan.rest]
+    extra = {"fallbacks": following, "first": plan.first, "refusals": list(plan.refusals)}
+    return {
+        "protocol": 1,
+        "version": _version.__version__,
+        "created": time.time(),
+        **_told(plan),
+        **{key: value for key, value in extra.items() if value},
+    }
+
+
+def _told(plan: Plan) -> dict[str, Any]:
+    """Return the entries of run.json about a plan itself."""
+    document = plan.document()
+    return {
+        **{key: document[key] for key in ("run_id", "run", "provider", "settings", "job", "job_digest", "layout")},
+        "code": {key: document["code"][key] for key in ("digest", "entry_point", "bytes", "git")},
+        "runtime": plan.layout.runtime_digest,
+        "moving": plan.store.moving._asdict(),
+    }
+
+
+def _to_send(plan: Plan) -> Request | None:
+    """Return the request of the first attempt; None if it was sent or refused, or the run has ended.
+
+    The platform may have forgotten a sent one, and another machine's platform does not know it. A waiting client sends
+    further attempts.
+    """
+    store, run_id = plan.store, plan.run_id
+    known = any(look(run_id, 0) is not None for look in (store.submitted, store.refused))
+    over = known or store.cancelled(run_id) or store.result(run_id) is not None
+    return None if over or max(store.attempts(run_id), default=0) else plan.request
+
+
+def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:
+    """Start asking for the caller's identity and the image's digest; the returned function gives the origin record.
+
+    It is not part of the plan: the provider learns it from its first call.
+    """
+    image = getattr(plan.provider.settings, "image", "") or plan.job.image  # a rehearsal may run another one
+    extras = extras_of(plan.provider)
+    principal = in_background(extras.principal)
+    digest = in_background(partial(extras.image_digest, plan.request) if digest_of(image) is None else None)
+    return lambda: {
+        **plan.layout.origin,
+        "principal": principal(),
+        "image": image,
+        "image_digest": digest_of(image) or digest(),
+    }
+
+
+def with_recorded_origin(plan: Plan) -> Plan | None:
+    """Return the plan with the recorded origin, from which its run continues; None for a new run.
+
+    The native tags include the origin, and a repeated CI step must find its run, not start a second one. Raises
+    `ConflictError` if the run id belongs to any other plan.
+    """
+    if not plan.store.files.exists(f"runs/{plan.run_id}/run.json"):
+        return None
+    record = plan.store.run(plan.run_id, needs=("job_digest", "code", "provider", "layout"))
+    ours: tuple[Any, ...] = (plan.job.digest, plan.layout.code_digest, plan.provider_name)
+    if (record["job_digest"], record["code"].get("digest"), record["provider"]) != ours:
+        raise _of_another_job(plan, record)
+    layout = Layout.from_dict(record["layout"])
+    following = [item.run_url for item in plan.further] or [item["run"] for item in plan.rest]
+    there = [item["run"] for item in record.get("fallbacks", ())]
+    if layout != plan.layout or (there, record.get("first", "")) != (following, plan.first):
+        raise _recorded_otherwise(plan, layout)
+    if layout.origin == plan.layout.origin:  # a saved plan is sent as it was saved
+        return plan
+    request = with_resume_warning(plan.provider.plan(plan.job, layout), layout)
+    later = later_choices(plan.provider, plan.job, layout)
+    return dataclasses.replace(plan, layout=layout, request=request, later=later)
+
+
+def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
+    """Return the error of a run id that another job has, naming the differences that the store still shows."""
+    words = []
+    if record["provider"] != plan.provider_name:
+        words.append(f"it runs on {record['provider']}")
+    if record["job_digest"] != plan.job.digest:
+        before, now = _fields(record.get("job", {})), _fields(plan.job.to_dict())
+        words += [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+    if (digest := record["code"].get("digest")) != plan.layout.code_digest:
+        words += _changes(plan, str(digest)) or ["the code"]
+    return ConflictError(
+        f"{plan.run_id!r} is already the id of another job in {plan.store.url}; different: {_listed(words)}",
+        field="run_id",
+        hint="choose another --run-id; to find this run again, undo the change",
+    )
+
+
+def _changes(plan: Plan, digest: str) -> list[str]:
+    """Return the differences from the code of ``digest``; empty if the store no longer has it."""
+    from ..job.bundle import changes
+
+    try:
+        return changes(plan.bundle, plan.store.files.read(f"code/{digest}/code.tar.gz"))
+    except (FileNotFoundError, StorageError, ValueError):
+        return []
+
+
+def _fields(value: Any, name: str = "") -> dict[str, Any]:
+    """Return the values of a job's nested tables by their dotted names."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {k: v for key, item in value.items() for k, v in _fields(item, f"{name}.{key}" if name else key).items()}
+
+
+def _listed(words: Sequence[str]) -> str:
+    more = len(words) - MOST_NAMED
+    return ", ".join([*words[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
+
+
+def _recorded_otherwise(plan: Plan, recorded: Layout | None = None) -> ConflictError:
+    """Return the error of a run id whose job was recorded with another request; ``recorded`` is its layout."""
+    words = []
+    if recorded is not None:
+        before, now = recorded.inputs, plan.layout.inputs
+        words = [f"inputs.{name}" for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+        given = [(layout.resume_source or layout.resume) for layout in (recorded, plan.layout)]
+        words += ["resume_from"] if given[0] != given[1] else []
+        words += ["the version of cloudtrain"] if recorded.runtime_digest != plan.layout.runtime_digest else []
+    return ConflictError(
+        f"{plan.run_id!r} was recorded with another request; different: {_listed(words) or 'settings'}",
+        field="run_id",
+        hint="choose another --run-id",
+    )

@@ -1,0 +1,221 @@
+"""Format the object of ``plan --json`` for people, in a few lines or whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..validate import duration, without_secrets
+
+__all__ = [
+    "columns", "files_text", "max_runtime", "place", "plan_text", "plural", "price_text", "size_text",
+    "stall_timeout", "summary",
+]  # fmt: skip
+
+LARGEST = 20
+"""Files, and excluded files, that a plan lists by default."""
+LONG = 400
+"""Longest text in a request, in characters, that a terminal shows whole."""
+RETRIED_BY = {
+    "platform": "the platform itself",
+    "supervisor": "a supervisor on this machine, also when no client waits",
+    "client": "a waiting client only: keep `submit` or `wait` running, or `reconcile` now and then",
+}
+
+
+def summary(document: Mapping[str, Any]) -> str:
+    """Return the object of ``plan --json`` in a few lines: the machines, limits, price and notes."""
+    further = [place(number, item) for number, item in enumerate(document.get("fallbacks", ()), 2)]
+    return "\n".join([columns(_plan_rows(document)), *further])
+
+
+def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: bool = False) -> str:
+    """Return the object of ``plan --json`` for people, whole, but only the largest files unless ``verbose``.
+
+    ``terminal`` puts the summary last, where it is visible, and cuts texts of over `LONG` characters.
+    """
+    limit = None if verbose else LARGEST
+    files = [_plan_files(document["code"], limit), _plan_excluded(document["code"], limit)]
+    requests = ["request\n" + _json(document["request"]["body"], terminal)]
+    if not terminal:
+        requests.append("context\n" + _json(document["request"]["context"]))
+    requests += [
+        f"{place(number, further)}\nrequest\n{_json(further['request']['body'], terminal)}"
+        for number, further in enumerate(document.get("fallbacks", ()), 2)
+    ]
+    parts = [*files, *requests, summary(document)] if terminal else [columns(_plan_rows(document)), *files, *requests]
+    return "\n\n".join(part for part in parts if part)
+
+
+def files_text(document: Mapping[str, Any]) -> str:
+    """Return every file that ships, and every excluded one."""
+    parts = [_plan_files(document["code"], None), _plan_excluded(document["code"], None)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    code, runtime, request = document["code"], document["runtime"], document["request"]
+    rows = [
+        ("run", f"{document['run_id']} on {document['provider']}"),
+        ("url", document["run"]),
+        ("script", f"{code['entry_point']} in {code['root']}"),
+        ("code", f"{plural(len(code['files']), 'file')}, {size_text(code['bytes'])}, digest {code['digest']}"),
+    ]
+    if git := code.get("git"):
+        rows.append(("git", f"{git.get('commit') or 'no commit yet'}{', with changes' if git.get('dirty') else ''}"))
+    rows.append(("runtime", f"digest {runtime['digest']}"))
+    for name, item in document["inputs"].items():
+        words = [item["mode"], *(["sharded"] if item["shard"] else [])]
+        words += [f"copied from {without_secrets(item['source'])}, through this machine"] if item.get("source") else []
+        rows.append((f"input {name}", f"{item['url']} ({', '.join(words)})"))
+    if resume := document["layout"]["resume"]:
+        source = document["layout"]["resume_source"]
+        how = f" (the newest checkpoint copied from {source}, through this machine)" if source else ""
+        rows.append(("resumes from", f"{without_secrets(resume)}{how}"))
+    rows += [
+        ("instance", _plan_instance(document["resources"])),
+        *_plan_price(document["resources"]),
+        ("limits", _plan_limits(document["limits"])),
+        ("retries", _plan_retries(document["retries"])),
+        ("disk", _plan_disk(document["disk"])),
+        ("sends", f"{request['operation']} (attempt {request['attempt']})"),
+    ]
+    return rows + [("note", text) for text in document["notes"]]
+
+
+def place(number: int, document: Mapping[str, Any]) -> str:
+    """Return a fallback place's plan in one line."""
+    found = f"{document['provider']}: {_plan_instance(document['resources'])}, {document['run']}"
+    wanted = document["resources"]
+    return f"place {number}: {found}; {price_text(wanted['price'], wanted['instance_types'])}"
+
+
+def _plan_instance(resources: Mapping[str, Any]) -> str:
+    count = resources["instance_count"]
+    words = [plural(count, "node")]
+    types = resources.get("instance_types") or [resources.get("instance_type")]
+    words += [" or ".join(types)] if types[0] else []
+    total = f" ({resources['gpus']} GPUs)" if resources["gpus"] and count > 1 else ""
+    words += [f"GPU {' or '.join(resources['gpu_names'])}{total}"] if resources["gpu_names"] else []
+    words.append(f"{plural(resources['ranks'], 'rank')}, {resources['nproc_per_node']} a node")
+    return ", ".join(words)
+
+
+def _plan_price(resources: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the price row; none if this machine starts the nodes and has no price."""
+    types = resources["instance_types"]
+    return [("price", price_text(resources["price"], types))] if types or resources["price"] else []
+
+
+def price_text(price: Mapping[str, Any] | None, machines: Sequence[str] = ()) -> str:
+    """Return a price as an estimate, with its basis and source, so that it is not taken for a bill."""
+    if price is None:
+        how = f" (--set prices.{machines[0]}=USD says it)" if machines else ""
+        return f"price unknown{how}"
+    count, name = price["machines"], price["instance_type"]
+    hourly = f"about {price['usd_per_hour']:.2f} USD an hour for {count} x {name}"
+    words = f"{hourly}, {price['usd_for_hard_limit']:.2f} USD until the hard limit of {duration(price['hard_limit_s'])}"
+    whose = price["source"] + (f", {price['date']}" if price["date"] else "")
+    return f"{words}: an estimate by {whose}" + ("" if price["of_service"] else "; not the service's own price")
+
+
+def _plan_limits(limits: Mapping[str, Any]) -> str:
+    words = [max_runtime(limits["max_runtime_s"], is_default=limits["max_runtime_is_default"])]
+    if limits.get("max_wait_s") is not None:
+        waits = " (ended by a waiting client, or `reconcile`)" if limits["max_wait_by"] == "client" else ""
+        words.append(f"max_wait {duration(limits['max_wait_s'])}{waits}")
+    if limits.get("max_cost_usd") is not None:
+        words.append(f"max_cost {limits['max_cost_usd']:.2f} USD")
+    if limits.get("max_gpu_hours") is not None:
+        words.append(f"max_gpu_hours {limits['max_gpu_hours']:g}")
+    words.append(stall_timeout(limits["stall_timeout_s"], is_default=limits["stall_timeout_is_default"]))
+    words.append(f"code {size_text(limits['max_code_bytes'])}")
+    return ", ".join(words)
+
+
+def max_runtime(seconds: int, *, is_default: bool) -> str:
+    """Return the hard limit, marked if it is the default."""
+    return f"max_runtime {duration(seconds)}" + (" (default; --max-runtime)" if is_default else "")
+
+
+def stall_timeout(seconds: int | None, *, is_default: bool) -> str:
+    """Return the stall timeout, marked if it is the default."""
+    words = f"stall_timeout {duration(seconds)}" if seconds else "stall_timeout never"
+    return words + (" (default; --stall-timeout)" if is_default else "")
+
+
+def _plan_retries(retries: Mapping[str, Any]) -> str:
+    return f"{retries['count'] or 'none'}, started by {RETRIED_BY.get(retries['by'], retries['by'])}"
+
+
+def _plan_disk(disk: Mapping[str, Any]) -> str:
+    known = f"{size_text(disk['code_bytes'])} of code, {size_text(disk['input_bytes'])} of inputs staged from here"
+    count = disk["checkpoints"]
+    room = f"{count} checkpoints at a time" if count else "every checkpoint (--keep-checkpoints)"
+    return f"{known}, and {room}"
+
+
+def _plan_files(code: Mapping[str, Any], limit: int | None) -> str:
+    files = sorted(code["files"], key=lambda file: (-file["bytes"], file["path"]))[:limit]
+    more = len(code["files"]) - len(files)
+    lines = [f"  {size_text(file['bytes']):>10}  {_plain(file['path'])}" for file in files]
+    return "\n".join([f"files ({len(code['files'])})", *lines, *_more(more)])
+
+
+def _plan_excluded(code: Mapping[str, Any], limit: int | None) -> str:
+    rows = [(f"  {_plain(item['path'])}", item["rule"]) for item in code["excluded"][:limit]]
+    if not rows:
+        return ""
+    width = max(len(path) for path, _ in rows)
+    lines = [f"{path.ljust(width)}  {_plain(rule)}" for path, rule in rows]
+    return "\n".join([f"left out ({len(code['excluded'])})", *lines, *_more(len(code["excluded"]) - len(rows))])
+
+
+def _more(count: int) -> list[str]:
+    return [f"  … and {count} more (--verbose)"] if count > 0 else []
+
+
+def _plain(text: str) -> str:
+    """Return a file's name on one line, with unprintable characters escaped."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _json(value: Any, cut: bool = False) -> str:
+    return json.dumps(_cut(value) if cut else value, indent=2, ensure_ascii=False)
+
+
+def _cut(value: Any) -> Any:
+    """Return ``value`` with each long text cut."""
+    if isinstance(value, Mapping):
+        return {key: _cut(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_cut(item) for item in value]
+    if isinstance(value, str) and len(value) > LONG:
+        return f"{value[:LONG]}… (of {len(value):,} characters; --json shows all)"
+    return value
+
+
+def plural(count: int, word: str) -> str:
+    """Return ``1 file``, ``2 files``."""
+    return f"{count} {word}" + ("" if count == 1 else "s")
+
+
+def columns(rows: Sequence[Sequence[Any]]) -> str:
+    """Return left-aligned columns; the last one is not padded."""
+    cells = [[" ".join(str(cell).split()) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]) - 1)]
+    return "\n".join(
+        "  ".join([*[c.ljust(w) for c, w in zip(row, widths, strict=False)], row[-1]]).rstrip() for row in cells
+    )
+
+
+def size_text(count: float) -> str:
+    """Return bytes as people write them: ``812 B``, ``1.4 MiB``."""
+    if count < 1024:
+        return f"{int(count)} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"

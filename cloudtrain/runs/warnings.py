@@ -1,0 +1,126 @@
+"""Warn about a plan: GPUs without a rank, secrets that would be recorded, unknown machines. Pure."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import scrubbed
+from ..provider_api import catalog
+from ..provider_api.limits import THIS_MACHINE, gpus_per_node
+from ..validate import did_you_mean
+
+if TYPE_CHECKING:
+    from ..job.job import Job
+    from ..provider_api.protocol import Request
+
+__all__ = ["append_cautions", "cautions", "gpu_memory_texts", "is_secret_name", "memory_notes", "total_gpus"]
+
+_SECRET = re.compile(
+    r"(?<![a-z])(secret|token|[a-z]*passwords?|[a-z]*passwd|pwd|pat|passphrase|credentials?|connection ?string"
+    r"|(api|access|private|secret|account|auth) ?keys?|sas|dsn|cookie)(?![a-z])",
+    re.IGNORECASE,
+)
+_TOKEN = re.compile(
+    r"(gh[pousr]_|github_pat_|hf_|sk-|xox[abp]-|AKIA|ASIA|AIza|glpat-|eyJ)[\w.-]{12,}|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
+"""Prefixes of tokens of GitHub, Hugging Face, OpenAI, Slack, AWS, Google and GitLab; a JWT; a private key."""
+_PLAIN = re.compile(r"|true|false|yes|no|none|[\d.]+|[~./{].*", re.IGNORECASE)
+"""Values that are not secret under any name: a switch, a number, a path, a placeholder."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether a variable, field or flag of this name holds a secret: ``WANDB_API_KEY``, ``HFToken``."""
+    # Split ``HFToken`` into ``HF Token``.
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).replace("_", " ").replace("-", " ")
+    return _SECRET.search(words) is not None
+
+
+def cautions(job: Job, request: Request) -> Iterator[str]:
+    """Yield a warning for each part of the request that wastes money or exposes a secret."""
+    nodes, ranks = job.resources.instance_count, int(request.context["processes"])
+    gpus = total_gpus(job, request)
+    if job.launcher == "torchrun" and gpus and gpus > nodes * ranks:
+        yield f"{gpus - nodes * ranks} of {gpus} GPUs have no rank (nproc_per_node = {ranks})"
+    for name, value in job.env.items():
+        named = is_secret_name(name) and not _PLAIN.fullmatch(value)
+        if named or _TOKEN.match(value) or scrubbed(value) != value:
+            yield f"env.{name} looks like a secret and will be recorded; use --secret {name}"
+    machine = job.resources.instance_type
+    if machine and request.instance_types and request.provider in catalog.providers():
+        known = [m.instance_type for m in catalog.machines(request.provider)]
+        if machine.lower() not in {name.lower() for name in known}:
+            near = did_you_mean(machine, known)
+            yield f"{machine} is not in cloudtrain's table of machines, and is sent as it is" + (near and f"; {near}")
+
+
+def total_gpus(job: Job, request: Request) -> int | None:
+    """Return the GPUs of all nodes, or None if the table lacks the machine."""
+    machine = (request.instance_types or (THIS_MACHINE,))[0]
+    count = gpus_per_node(request.provider, machine, job, request.choice)
+    return None if count is None else count * job.resources.instance_count
+
+
+def gpu_memory_texts(job: Job, request: Request) -> list[str]:
+    """Return the GPUs of a node with their memory, once for each machine that the platform may choose.
+
+    A machine to which GPUs can be attached has none unless the job asks for them.
+    """
+    if total_gpus(job, request) == 0:
+        return []
+    found = []
+    for name in request.instance_types:
+        _, _, attached = name.partition("+")
+        machine = catalog.machine(request.provider, name)
+        found.append(attached or (machine.gpus if machine else ""))
+    return list(dict.fromkeys(filter(None, found))) or list(job.resources.gpu[request.choice :][:1])
+
+
+def memory_notes(job: Job, request: Request) -> Iterator[str]:
+    """Yield a line if the job's GPU names no memory, exists with several, and the smallest was chosen."""
+    if job.resources.gpu and not job.resources.instance_type:
+        wish, names = job.resources.gpus[request.choice], gpu_memory_texts(job, request)
+        others = [name for name in catalog.variants(request.provider, wish) if name not in names]
+        if wish.memory_gb is None and others and names:
+            yield f"{wish} is {names[0]} here; for more memory write {' or '.join(others)}"
+
+
+# ------------------------------------------------------------------------------------ appends to a mounted object store
+
+
+def append_cautions(files: Iterable[tuple[str, Path]], places: tuple[str, ...]) -> Iterator[str]:
+    """Yield a line for each call in ``files`` (name, path) that opens a file to append to it, or to change a part.
+
+    Only a call that names one of ``places`` counts: a folder (``/mnt/``), or a variable that holds one.
+    """
+    for name, path in files:
+        try:
+            text = path.read_bytes()
+            if not any(place.encode() in text for place in places):
+                continue
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(text)
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue  # a script that cannot be read or parsed is refused elsewhere
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            mode = _mode(call)
+            if ("a" in mode or "+" in mode) and "w" not in mode and any(place in ast.unparse(call) for place in places):
+                why = "the platform mounts an object store there, which writes the whole object again or refuses"
+                yield f"{name}:{call.lineno}: opens a file below {places[0]} with mode {mode!r}; {why}"
+
+
+def _mode(call: ast.Call) -> str:
+    """Return the literal mode of ``open(path, mode)`` or ``path.open(mode)``; empty for any other call."""
+    function, at = call.func, 1
+    if isinstance(function, ast.Attribute) and function.attr == "open":
+        at = 1 if isinstance(function.value, ast.Name) and function.value.id in ("io", "os", "builtins") else 0
+    elif not (isinstance(function, ast.Name) and function.id == "open"):
+        return ""
+    given = [item.value for item in call.keywords if item.arg == "mode"] or call.args[at : at + 1]
+    value = given[0].value if given and isinstance(given[0], ast.Constant) else ""
+    return value if isinstance(value, str) and re.fullmatch(r"[rwxabt+U]{1,4}", value) else ""

@@ -1,0 +1,104 @@
+"""Names of checkpoints and of the files in them: the step, the version, and which entries a training can resume from.
+
+Both halves use these rules: the node that commits a checkpoint, and the client that looks for the newest one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+
+__all__ = ["METADATA", "family", "newer_than_metadata", "step_of", "training_states", "unversioned"]
+
+_BESIDE = frozenset(
+    [
+        ".json",
+        ".jsonl",
+        ".txt",
+        ".md",
+        ".rst",
+        ".yaml",
+        ".yml",
+        ".toml",
+        ".ini",
+        ".cfg",
+        ".csv",
+        ".tsv",
+        ".log",
+        ".py",
+        ".sh",
+        ".html",
+        ".png",
+        ".jpg",
+        ".jpeg",
+        ".gif",
+        ".svg",
+        ".pdf",
+        ".mp4",
+        ".wav",
+    ]
+)
+"""Suffixes of other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
+_STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
+_VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
+_NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
+METADATA = ".metadata"
+"""File that ``torch.distributed.checkpoint`` writes last."""
+
+
+def newer_than_metadata(times: Mapping[str, float]) -> str:
+    """Return the file of a checkpoint (paths with change times) that was written after its `METADATA`; else "".
+
+    There is one while a checkpoint is overwritten: the old ``.metadata`` stays until the new one comes.
+    """
+    last = max(times, key=lambda path: times[path])
+    return last if times[last] > times[METADATA] else ""
+
+
+def family(name: str) -> str:
+    """Return ``name`` without its numbers: equal for all checkpoints, or files, that a script writes in one place."""
+    return re.sub(r"\d+", "#", name)
+
+
+def unversioned(name: str) -> str:
+    """Return ``name`` without its version: ``last.ckpt`` of ``last-v1.ckpt``, which is written next to an older one."""
+    return _VERSION.sub("", name)
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in a checkpoint's name: the number after step, iter or checkpoint, else the last one.
+
+    Epochs and versions (``last-v1.ckpt``) do not count. Of ``RUN/NAME`` only ``NAME`` counts.
+    """
+    name = name.rpartition("/")[2]
+    found = _STEP.findall(name) or re.findall(r"\d+", _NO_STEP.sub("", name))
+    return int(found[-1]) if found else None
+
+
+def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str]:
+    """Return the ``entries`` (key to name and paths below it; one empty path for a file) to resume a training from.
+
+    Trainers leave more in their checkpoint folder: HF's has the final model and the settings beside
+    ``checkpoint-500/``, DeepSpeed's a script. So the first of these kinds that exists counts: numbered folders, and
+    other folders that share a file with them (``last.ckpt/``); numbered files, and others of the same suffix
+    (``last.ckpt``); any file but text, log or picture; everything.
+    """
+    states = {key: item for key, item in entries.items() if not all(map(_beside, _files_of(*item)))} or dict(entries)
+    folders = {key for key, (_, paths) in states.items() if list(paths) != [""]}
+    files = states.keys() - folders
+    if numbered := {key for key in folders if re.search(r"\d", states[key][0])}:
+        known = {family(path) for key in numbered for path in states[key][1] if not _beside(path)}
+        return numbered | {key for key in folders if known & {family(path) for path in states[key][1]}}
+    if numbered := {key for key in files if re.search(r"\d", unversioned(states[key][0]))}:
+        suffixes = {PurePosixPath(states[key][0]).suffix for key in numbered}
+        return {key for key in files if PurePosixPath(states[key][0]).suffix in suffixes}
+    return set(states)
+
+
+def _files_of(name: str, paths: Sequence[str]) -> list[str]:
+    return [path or name for path in paths]
+
+
+def _beside(path: str) -> bool:
+    return PurePosixPath(path).suffix.lower() in _BESIDE or "tfevents" in path

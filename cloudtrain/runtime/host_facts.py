@@ -1,0 +1,81 @@
+"""Facts of a node's machine: a folder with room, cores, signal handlers, out-of-memory kills."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import StorageError
+
+__all__ = ["cpu_count", "handles_sigterm", "kill_users", "oom_kills", "scratch_folder"]
+
+
+def scratch_folder(wanted: Iterable[str], prefix: str) -> Path:
+    """Make a new private folder in the first place that takes one. Raises `StorageError` naming all failed places."""
+    places = [*wanted, os.environ.get("TMPDIR"), "/tmp", os.getcwd(), "/dev/shm"]
+    tried = []
+    for place in dict.fromkeys(p for p in places if p):
+        try:
+            os.makedirs(place, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=place)).resolve()
+        except OSError as exc:
+            tried.append(f"{place} ({exc.strerror})")
+    raise StorageError("no writable folder for scratch: " + ", ".join(tried))
+
+
+def cpu_count() -> int:
+    """Return the cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
+
+
+def handles_sigterm(pid: int) -> bool:
+    """Return whether the process has a handler for SIGTERM; False if that cannot be read (no /proc)."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+    return False
+
+
+def kill_users(folder: Path) -> None:
+    """Kill every other process whose environment names a place below ``folder``, by /proc: also those that detached.
+
+    A process that clears its environment is not found.
+    """
+    mark, killed = f"={folder}/".encode(), {os.getpid()}
+    while found := {int(name) for name in _listed("/proc") if name.isdigit() and mark in _environ(name)} - killed:
+        killed |= found
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:  # macOS
+        return []
+
+
+def _environ(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
+
+
+def oom_kills() -> int:
+    """Return the kernel's kills for memory in this cgroup, else on this machine; 0 if neither can be read."""
+    for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in Path(path).read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0

@@ -1,0 +1,65 @@
+"""Ask a service for JSON from a node, with the standard library alone: images need no SDK."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import StorageError
+
+__all__ = ["ask"]
+
+PAUSES = (0.5, 2.0, 5.0)
+"""Seconds before each further try, after throttling or a failure of the service."""
+TIMEOUT = 10.0
+_LONGEST = 300
+
+
+def ask(
+    make: Callable[[], urllib.request.Request], *, what: str, how: str, silent: str = "", direct: bool = False
+) -> Any:
+    """Return the JSON answer to ``make()``, which is called for each try because a signature expires.
+
+    Raises `StorageError` without the content of the request. If the service refused, the message has ``what`` and the
+    fix ``how``; if it did not answer, its name and the likely cause ``silent``. ``direct`` bypasses any proxy, for
+    addresses of this machine.
+    """
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if direct else []))
+    for pause in (*PAUSES, None):
+        request = make()
+        try:
+            with opener.open(request, timeout=TIMEOUT) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as exc:
+            code, reason = _told(exc)
+            passing = exc.code >= 500 or exc.code == 429 or "Throttl" in code
+            why = f"{what} was refused ({code or exc.code}): {reason}; {how}"
+        except (OSError, ValueError, http.client.HTTPException) as exc:  # the last: a truncated answer
+            passing, why = (
+                True,
+                f"{what}: {urllib.parse.urlsplit(request.full_url).netloc} does not answer: {exc}{silent}",
+            )
+        if not passing or pause is None:
+            raise StorageError(why)
+        time.sleep(pause)
+    raise AssertionError("unreachable")
+
+
+def _told(exc: urllib.error.HTTPError) -> tuple[str, str]:
+    """Return the service's error code (or "") and message, in the formats of AWS, Azure and Google."""
+    code, message = "", None
+    try:
+        told = json.loads(exc.read())
+        code = str(told.get("__type", "")).rpartition("#")[2]
+        error = told.get("error")
+        message = error.get("message") if isinstance(error, Mapping) else told.get("error_description") or error
+        message = message or told.get("message") or told.get("Message")
+    except (OSError, ValueError, AttributeError, http.client.HTTPException):
+        pass
+    return code, " ".join(str(message or "no reason").split())[:_LONGEST]

@@ -1,0 +1,44 @@
+"""Names of log segments: ``<first line>.log`` as a node writes it, ``<first line>-<last line>.log`` once merged.
+
+A merged segment holds all lines of the segments that it replaces. Its writer removes those later, so a reader may list
+both; `distinct` leaves out what a merged one covers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
+
+__all__ = ["Span", "distinct", "span_of"]
+
+T = TypeVar("T")
+_NAME = re.compile(r"([0-9]+)(?:-([0-9]+))?\.log")
+
+
+class Span(NamedTuple):
+    """The numbers of a segment's first and last line; ``last`` is 0 if the name does not have it."""
+
+    first: int
+    last: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.first:09d}-{self.last:09d}.log" if self.last else f"{self.first:09d}.log"
+
+
+def span_of(name: str) -> Span | None:
+    """Return the span in the file name of a segment; None for any other file."""
+    match = _NAME.fullmatch(name)
+    return Span(int(match[1]), int(match[2] or 0)) if match else None
+
+
+def distinct(found: Iterable[tuple[Span, T]]) -> list[tuple[Span, T]]:
+    """Return the segments in the order of their lines, without those that a merged one covers."""
+    kept: list[tuple[Span, T]] = []
+    covered = -1
+    for span, item in sorted(found, key=lambda pair: (pair[0].first, -pair[0].last)):
+        if span.first > covered:
+            kept.append((span, item))
+            covered = max(covered, span.last if span.last else -1)
+    return kept

@@ -1,0 +1,230 @@
+"""Make JSON Schemas (draft 2020-12) of job files and settings files from the dataclasses.
+
+An editor completes and checks with them what `Job` and `Settings` will read. `schemas` has them as files, with those of
+``--json`` output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from .. import schemas
+from ..errors import NotFoundError, SpecError
+from ..job.job import (
+    FLAT_FIELDS,
+    LAUNCHERS,
+    MODES,
+    MOST,
+    SECRET_SCHEMES,
+    STYLES,
+    Input,
+    Job,
+    Resources,
+    Source,
+)
+from ..provider_api.registry import find_provider, provider_names
+from ..validate import did_you_mean
+from .settings import ENCRYPTIONS, MOST_CODE_MB, MOST_FILES, Settings
+
+__all__ = ["described", "job_schema", "schema", "schema_names", "settings_schema"]
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_TABLE: Schema = {"type": "object"}
+_TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_AMOUNT: Schema = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e12}
+_DURATION: Schema = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": "^[0-9]+$|^(?=.)([0-9]+[dD])?([0-9]+[hH])?([0-9]+[mM])?([0-9]+[sS])?$"},
+    ]
+}
+
+
+_SIZE: Schema = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": r"^\s*[0-9]{1,15}(\.[0-9]{1,9})? ?(B|kB|KB|MB|GB|TB)?\s*$"},
+    ]
+}
+
+
+def _whole(least: int, most: int | None = None) -> Schema:
+    return {"type": "integer", "minimum": least, **({} if most is None else {"maximum": most})}
+
+
+#: Constraints that the annotations lack; `Job` checks them, and a test compares the two.
+_EXACT: dict[str, Schema] = {
+    "args": {"type": "array", "items": {"type": "string"}},
+    "name": {"type": "string", "maxLength": 40, "pattern": "^([a-z0-9](-?[a-z0-9])*)?$"},
+    "launcher": {"enum": ["", *LAUNCHERS]},
+    "hyperparameter_style": {"enum": list(STYLES)},
+    "image": {"type": "string", "pattern": r"^[^\s-]\S*$"},
+    "env": _TEXTS,
+    "tags": _TEXTS,
+    "metrics": {"type": "object", "additionalProperties": _TEXT},
+    "secrets": {
+        "type": "object",
+        "additionalProperties": {"type": "string", "pattern": f"^({'|'.join(SECRET_SCHEMES)}):."},
+    },
+    "hyperparameters": {"type": "object", "additionalProperties": {"not": {"type": "null"}}},
+    "options": {"type": "object", "additionalProperties": _TABLE},
+    "max_runtime": _DURATION,
+    "max_wait": _DURATION,
+    "stall_timeout": {"anyOf": [*_DURATION["anyOf"], {"const": 0}]},
+    "max_cost": _AMOUNT,
+    "max_gpu_hours": _AMOUNT,
+    "retries": _whole(0, 100),
+    "keep_checkpoints": _whole(0, 10**6),
+    "max_outputs": _SIZE,
+    "instance_count": _whole(1, 4096),
+    **{name: _whole(1, most) for name, most in MOST.items()},
+}
+
+
+@cache
+def job_schema() -> Schema:
+    """Return the schema of a job file: every field, flat or in the tables ``source`` and ``resources``."""
+    flat = {name: _field(name) for name in FLAT_FIELDS}
+    on = {name: item for name, item in flat.items() if name not in ("name", "options", "on")}
+    tables = {
+        owner: {
+            "type": "object",
+            "properties": {f.name: flat[_flat_name(owner, f.name)] for f in dataclasses.fields(kind)},
+            "additionalProperties": False,
+        }
+        for owner, kind in (("source", Source), ("resources", Resources))
+    }
+    flat["on"] = {
+        "type": "object",
+        "description": flat["on"].get("description", ""),
+        "additionalProperties": {"$ref": "#/$defs/on"},
+    }
+    return {
+        "$schema": DRAFT,
+        "title": "A job file of cloudtrain",
+        "type": "object",
+        "properties": {**flat, **tables},
+        "additionalProperties": False,
+        "$defs": {"on": {"type": "object", "properties": on, "additionalProperties": False}},
+    }
+
+
+@cache
+def settings_schema() -> Schema:
+    """Return the schema of cloudtrain.toml and ``[tool.cloudtrain]`` in pyproject.toml, for all installed providers."""
+    general: Schema = {}
+    for spec in dataclasses.fields(Settings):
+        if "help" in spec.metadata:
+            kinds = {"int": {"type": "integer", "minimum": 1}, "float": {"type": "number", "minimum": 0}}
+            kind = kinds.get(str(spec.type), {"type": "string"})
+            general[spec.name] = {**kind, "description": spec.metadata["help"], "default": spec.default}
+    for name in ("provider", "store"):
+        general[name] |= {"type": ["string", "array"], "items": {"type": "string"}, "minItems": 1}
+    general["mover"]["enum"] = ["auto", "fsspec", "obstore"]
+    general["sse"]["enum"] = ["", *ENCRYPTIONS]
+    general["concurrency"]["maximum"] = MOST_FILES
+    general["max_code_mb"]["maximum"] = MOST_CODE_MB
+    providers = {name: _provider(find_provider(name).Settings) for name in provider_names()}
+    layer = {"type": "object", "properties": {**general, **providers}, "additionalProperties": False}
+    return {
+        "$schema": DRAFT,
+        "title": "Settings of cloudtrain",
+        "type": "object",
+        "properties": {
+            **general,
+            **{name: {"$ref": f"#/$defs/profile/properties/{name}"} for name in providers},
+            "profile": {"type": "string", "description": "the profile that counts when none is asked for"},
+            "profiles": {"type": "object", "additionalProperties": {"$ref": "#/$defs/profile"}},
+        },
+        "additionalProperties": False,
+        "$defs": {"profile": layer},
+    }
+
+
+def schema_names() -> list[str]:
+    """Return the names of all schemas."""
+    return sorted([*schemas.names(), *schemas.WRITTEN])
+
+
+def schema(name: str) -> Schema:
+    """Return the schema called ``name``; that of settings has third parties' providers. Raises `NotFoundError`."""
+    made = {"job": job_schema, "settings": settings_schema}.get(name)
+    if made is not None:
+        return made()
+    if name not in schema_names():
+        near = did_you_mean(name, schema_names())
+        raise NotFoundError(f"no schema {name!r}; there are {', '.join(schema_names())}", field="name", hint=near)
+    return schemas.load(name)
+
+
+def described(exc: SpecError) -> SpecError:
+    """Return ``exc``, about a job field of a wrong type or value, with the schema's description of that field."""
+    if type(exc) is not SpecError or not exc.message.startswith("must be"):
+        return exc
+    where: Mapping[str, Any] = job_schema()
+    for part in re.sub(r"\[\d+\]", "", exc.field).split("."):
+        where = where.get("properties", {}).get(part, {})
+    text = where.get("description")
+    return SpecError(f"{exc.message} ({text})", field=exc.field, hint=exc.hint) if text else exc
+
+
+def _flat_name(owner: str, name: str) -> str:
+    return next(flat for flat, place in FLAT_FIELDS.items() if place == (owner, name))
+
+
+def _field(flat: str) -> Schema:
+    owner, name = FLAT_FIELDS[flat]
+    kind = {"": Job, "source": Source, "resources": Resources}[owner]
+    spec = next(f for f in dataclasses.fields(kind) if f.name == name)
+    found = dict(_input() if flat == "inputs" else _EXACT.get(flat) or _of(typing.get_type_hints(kind)[name]))
+    if text := spec.metadata.get("help"):
+        found["description"] = text
+    if isinstance(spec.default, (str, int, float, bool)) and spec.default != "":
+        found["default"] = spec.default
+    return found
+
+
+def _input() -> Schema:
+    exact: Schema = {"url": _TEXT, "mode": {"enum": list(MODES)}, "shard": {"type": "boolean"}}
+    fields = {f.name: {**exact[f.name], "description": f.metadata["help"]} for f in dataclasses.fields(Input)}
+    one = {"type": "object", "properties": fields, "required": ["url"], "additionalProperties": False}
+    return {"type": "object", "additionalProperties": {"anyOf": [_TEXT, one]}}
+
+
+def _provider(kind: type[Any]) -> Schema:
+    hints = typing.get_type_hints(kind)
+    properties: dict[str, Schema] = {}
+    for spec in dataclasses.fields(kind):
+        one = _of(hints[spec.name], empty=True)
+        several = hints[spec.name] is str or typing.get_origin(hints[spec.name]) is tuple  # one for each place
+        properties[spec.name] = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]} if several else one
+        if text := spec.metadata.get("help"):
+            properties[spec.name]["description"] = text
+    text = "of this provider's jobs; several: one for each place"
+    properties["store"] = {"type": ["string", "array"], "items": {"type": "string"}, "minItems": 1, "description": text}
+    if "prices" in properties:
+        properties["prices"]["additionalProperties"] = {"type": "number", "exclusiveMinimum": 0}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _of(hint: Any, *, empty: bool = False) -> Schema:
+    """Return the schema of a type: text, number, list of texts (or one alone), table."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    if typing.get_origin(hint) in (tuple, list):
+        return {"anyOf": [_TEXT, {"type": "array", "items": {"type": "string"} if empty else _TEXT}]}
+    if typing.get_origin(hint) is dict or hint is dict:
+        return dict(_TABLE)
+    text = {"type": "string"} if empty else _TEXT
+    plain = {bool: {"type": "boolean"}, int: {"type": "integer"}, float: {"type": "number"}}
+    return dict(plain.get(hint, text))

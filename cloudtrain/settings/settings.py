@@ -1,0 +1,574 @@
+"""Settings: values of an account or a machine, never of a Job.
+
+General settings are the top-level keys of ``cloudtrain.toml``, or of ``[tool.cloudtrain]`` in a pyproject.toml (the
+nearest, in the current folder or above). Provider settings are its ``[<provider>]`` tables. A profile,
+``[profiles.<name>]``, holds its differences. Rising precedence: the file, its profile, environment
+(``CLOUDTRAIN_STORE``, ``CLOUDTRAIN_<PROVIDER>_<KEY>``), ``--set key=value``, constructor. No secret is ever a setting.
+If a job may try several places, ``provider`` and a provider's text settings are lists, with as many stores:
+`Settings.candidates` gives the settings of each place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ..errors import AuthError, SpecError
+from ..provider_api.protocol import Provider, extras_of, recorded_settings
+from ..provider_api.registry import find_provider, provider_names, suggested_provider
+from ..storage.files import TransferOptions
+from ..storage.local_disk import normalize
+from ..validate import brief, choice_of, did_you_mean, similar, table_of, toml_loads, url_scheme, without_secrets
+from .coerce import Each, Found, is_table, json_or_text, over, resolve_below, texts, typed, typed_each, urls
+
+__all__ = ["FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "setting_hint"]
+
+FILE = "cloudtrain.toml"
+PROJECT = "pyproject.toml"
+PREFIX = "CLOUDTRAIN_"
+DEFAULT = "default"
+"""The source of a value that is not set."""
+_GENERAL = ("provider", "store", "max_code_mb", "mover", "concurrency", "sse", "sse_kms_key_id", "confirm_above_usd")
+_PROFILE, _PROFILES = "profile", "profiles"
+_STORE = "store"
+"""A provider's own store in its table, for the jobs that it gets."""
+_LISTS = ("provider", _STORE)
+_MOVERS = ("auto", "fsspec", "obstore")
+MOST_FILES = 64
+"""Files that move at a time: as many threads and connections."""
+MOST_CODE_MB = 1_000_000
+ENCRYPTIONS = ("AES256", "aws:kms", "aws:kms:dsse")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """General settings. ``tables`` holds the provider tables as found; `provider_settings` reads them.
+
+    ``origins`` has the source of each: of ``store``, of ``NAME.role``; ``file`` is the file read. ``provider`` and
+    ``store`` are those of the first place, ``providers`` and ``stores`` all of them. ``place`` is the index of a
+    provider's place in use.
+    """
+
+    provider: str = field(default="local", metadata={"help": "provider when none is given"})
+    store: str = field(default="./.cloudtrain", metadata={"help": "URL under which code, data and runs live"})
+    max_code_mb: int = field(default=50, metadata={"help": "largest source that ships, in MiB before compression"})
+    mover: str = field(default="auto", metadata={"help": "what moves bytes to remote stores: auto, fsspec, obstore"})
+    concurrency: int = field(default=8, metadata={"help": "files that move to or from a store at a time, at most 64"})
+    sse: str = field(default="", metadata={"help": "how S3 encrypts what is written: AES256, aws:kms, aws:kms:dsse"})
+    sse_kms_key_id: str = field(default="", metadata={"help": "the key of aws:kms; default: the bucket's"})
+    confirm_above_usd: float = field(
+        default=100.0, metadata={"help": "US dollars above which submit asks on a terminal; 0: asks whatever it costs"}
+    )
+    providers: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()
+    place: int = 0
+    profile: str = ""
+    profiles: tuple[str, ...] = ()
+    file: str = ""
+    tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False)
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        overrides: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        profile: str | None = None,
+        **given: Any,
+    ) -> Settings:
+        """Return the settings of this folder, environment and command line; ``given`` override them unless None.
+
+        ``profile`` is the file's profile to use; default: ``CLOUDTRAIN_PROFILE``, else the file's ``profile``.
+        ``overrides`` are ``--set`` pairs: a general key, or one of the chosen provider's. Raises `SpecError` for an
+        unknown key, with the nearest valid one, or a value of the wrong type.
+        """
+        environ = os.environ if environ is None else environ
+        overrides = dict(overrides or {})
+        read = _read_file(cwd or Path.cwd())
+        named = profile or environ.get(PREFIX + _PROFILE.upper()) or read.profile
+        layers = [read.base, *([_profile(read, named)] if named else [])]
+        found: dict[str, Found] = {}
+        tables: dict[str, dict[str, Found]] = {}
+        for layer in layers:
+            _take(layer, found, tables)
+        for key in _GENERAL:
+            if text := environ.get(PREFIX + key.upper()):
+                found[key] = Found(_general(key, text, PREFIX + key.upper()), PREFIX + key.upper())
+            if key in overrides:
+                found[key] = Found(_general(key, overrides.pop(key), f"--set {key}"), "--set")
+            if given.get(key) is not None:
+                found[key] = Found(_general(key, given[key], f"--{key}") if key in _LISTS else given[key], f"--{key}")
+        made = cls(
+            **{key: item.value[0] if key in _LISTS else item.value for key, item in found.items()},
+            **{f"{key}s": item.value for key, item in found.items() if key in _LISTS},
+            profile=named or "",
+            profiles=tuple(read.profiles),
+            file=str(read.path or ""),
+            tables={name: {key: item.value for key, item in table.items()} for name, table in tables.items()},
+            origins={
+                **{key: item.source for key, item in found.items()},
+                **{f"{name}.{key}": item.source for name, table in tables.items() for key, item in table.items()},
+            },
+            overrides=overrides,
+            environ=dict(environ),
+        )
+        return dataclasses.replace(made, store=made._stores_of(made.provider)[0])
+
+    @property
+    def moving(self) -> TransferOptions:
+        """The options of transfers. Raises `SpecError` for an unknown word."""
+        choice_of(self.mover, _MOVERS, "mover")
+        if not 1 <= self.max_code_mb <= MOST_CODE_MB:
+            why = f"must be a number from 1 to {MOST_CODE_MB}, not {brief(self.max_code_mb)}"
+            raise SpecError(why, field="max_code_mb")
+        if self.sse:
+            choice_of(self.sse, ENCRYPTIONS, "sse")
+        if self.sse_kms_key_id and not self.sse.startswith("aws:kms"):
+            raise SpecError("is the key of sse = 'aws:kms'; say that too", field="sse_kms_key_id")
+        if not 1 <= self.concurrency <= MOST_FILES:
+            raise SpecError(f"must be a number from 1 to {MOST_FILES}, not {self.concurrency}", field="concurrency")
+        return TransferOptions(
+            mover=self.mover, sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency
+        )
+
+    def provider_of(self, record: Mapping[str, Any]) -> Provider:
+        """Return the provider of a run by its run.json, with the submission's settings and this machine's identity."""
+        name = str(record["provider"])
+        own = self._own(name, str(record.get("run", "")))  # the identity may differ from place to place
+        return own.make_provider(name, **recorded_settings(find_provider(name).Settings, record["settings"]))
+
+    def candidates(self) -> tuple[Settings, ...]:
+        """Return these settings once for each place that a job may run in, in the order of trying.
+
+        Each named provider, and each entry of a list-valued text setting, is a place; other settings hold for all.
+        Raises `SpecError` unless there is a store for each place: a run lives in one store.
+        """
+        places = self.places()
+        for own in {own.provider: own for own in places}.values():
+            stores = own._stores_of(own.provider)
+            raw = own._raw(own.provider)
+            lists = {key: len(item.value) for key, item in raw.items() if isinstance(item.value, Each)}
+            for key, count in lists.items():
+                if count != len(stores):
+                    why = f"names {count} places, and there {_stores(len(stores))}; each needs its own, in their order"
+                    raise SpecError(why, field=f"{own.provider}.{key}")
+            if len(stores) > 1 and not lists:
+                why = f"names {len(stores)} for provider {own.provider}, of which no setting names as many places"
+                raise SpecError(f"{why}; give such a list too, or one store", field="store")
+        return places
+
+    def places(self) -> tuple[Settings, ...]:
+        """Return these settings once for each store of each provider, in order, unchecked."""
+        names = self.providers or (self.provider,)
+        found: list[Settings] = []
+        for name in names:
+            own = self._only(name) if len(names) > 1 else self
+            for place, store in enumerate(own._stores_of(name)):
+                found.append(dataclasses.replace(own, provider=name, store=store, place=place))
+        return tuple(found)
+
+    def _stores_of(self, name: str) -> tuple[str, ...]:
+        """Return the stores of provider ``name``'s jobs: its own, or the general ones if those have precedence."""
+        everybody = self.stores or (self.store,)
+        own = self._setting(name, _STORE)
+        if own is None or _rank(own.source) < _rank(self.origins.get(_STORE, DEFAULT)):
+            return everybody
+        return urls(own.value, f"{own.source} {_STORE}")
+
+    def _setting(self, name: str, key: str) -> Found | None:
+        """Return the value found for ``key`` of provider ``name``, unconverted."""
+        variable = f"{PREFIX}{name.upper()}_{key.upper()}"
+        if f"{name}.{key}" in self.overrides:
+            return Found(self.overrides[f"{name}.{key}"], "--set")
+        if self.environ.get(variable):
+            return Found(self.environ[variable], variable)
+        value = self.tables.get(name, {}).get(key)
+        return None if value is None else Found(value, self.origins.get(f"{name}.{key}", f"{FILE} [{name}]"))
+
+    def _only(self, name: str) -> Settings:
+        """Return these settings for provider ``name``, one of several, with the ``--set`` pairs that it knows.
+
+        Raises `SpecError` for a key that none of them has.
+        """
+        names = self.providers or (self.provider,)
+        kinds = {other: typing.get_type_hints(find_provider(other).Settings) for other in names}
+        overrides: dict[str, Any] = {}
+        for path, value in self.overrides.items():
+            head, _, rest = path.partition(".")
+            if head in names and rest:
+                overrides |= {path: value} if head == name else {}
+            elif not any(head in known for known in kinds.values()):
+                _known(head, {key: None for known in kinds.values() for key in known}, f"--set {path}")
+            elif head in kinds[name]:
+                overrides[path] = value
+        return dataclasses.replace(self, provider=name, overrides=overrides)
+
+    def callers(self, url: str) -> Iterator[StoreCredentials]:
+        """Yield the identities to try for a store with only ``url`` known, likeliest first; at least one.
+
+        The chosen provider comes first, as in `submit`, then those with settings here, if they can reach such URLs.
+        """
+        if url_scheme(url) in ("", "file"):
+            yield StoreCredentials(None)
+            return
+        known, found = provider_names(), False
+        there = [name for name in known if any(v.startswith(f"{PREFIX}{name.upper()}_") for v in self.environ)]
+        for name in dict.fromkeys((*(self.providers or (self.provider,)), *self.tables, *there)):
+            if url_scheme(url) in find_provider(name).schemes:
+                found = True
+                yield StoreCredentials(self._own(name, url).make_provider(name))
+        if not found:
+            yield StoreCredentials(None)
+
+    def let_in(self, url: str, read: Callable[[StoreCredentials], T]) -> T:
+        """Return the result of ``read`` for the store at ``url``, with the first of `callers` that has access.
+
+        If none has access, raises the first one's `AuthError`; also the other errors of ``read``.
+        """
+        refused: list[tuple[StoreCredentials, AuthError]] = []
+        for caller in self.callers(url):
+            if any(caller.is_like(before, url) for before, _ in refused):
+                continue
+            try:
+                return read(caller)
+            except AuthError as exc:
+                refused.append((caller, exc))
+        raise refused[0][1]
+
+    def _own(self, name: str, url: str = "") -> Settings:
+        """Return these settings for provider ``name``: ``--set`` pairs are the chosen one's. Of its places, the one
+        whose store holds ``url`` counts, else the current one."""
+        several = len(self.providers) > 1 and name in self.providers
+        own = (
+            self._only(name) if several else self if name == self.provider else dataclasses.replace(self, overrides={})
+        )
+        stores = [
+            store if url_scheme(store) not in ("", "file") else normalize(store, cwd=Path.cwd())
+            for store in (own._stores_of(name) if url else ())
+        ]
+        holds = (place for place, store in enumerate(stores) if f"{url}/".startswith(f"{store.rstrip('/')}/"))
+        return dataclasses.replace(own, place=next(holds, own.place)) if len(stores) > 1 else own
+
+    def make_provider(self, name: str | None = None, **given: Any) -> Provider:
+        """Return the provider called ``name`` (default: the setting), made of its settings; ``given`` override them.
+
+        Raises `SpecError` for an unknown or ill-typed key and `NotFoundError` for an unknown provider.
+        """
+        name = name or self.provider
+        values = {key: item.value for key, item in self.of_provider(name).items()}
+        kinds = typing.get_type_hints(find_provider(name).Settings)
+        for key, value in given.items():
+            _known(key, kinds, key)
+            values[key] = typed(value, kinds[key], key)
+        return find_provider(name)(**values)
+
+    def of_provider(self, name: str) -> dict[str, Found]:
+        """Return the settings that are set for provider ``name``, with their sources. Raises as `make_provider`.
+
+        A table (``prices``) is merged by key, and one entry of it may be set: ``--set prices.ml.p5.48xlarge=98``. Of a
+        list of places the current one counts.
+        """
+        return {
+            key: item._replace(value=item.value[min(self.place, len(item.value) - 1)])
+            if isinstance(item.value, Each)
+            else item
+            for key, item in self._raw(name).items()
+        }
+
+    def _raw(self, name: str) -> dict[str, Found]:
+        """Return the settings as `of_provider` does, with whole lists."""
+        kind = find_provider(name).Settings
+        kinds = typing.get_type_hints(kind)
+        places = {spec.name for spec in dataclasses.fields(kind) if spec.metadata.get("place")}
+        found: dict[str, Found] = {}
+
+        def typed(key: str, value: Any, where: str) -> Any:
+            return typed_each(value, kinds[key], where, splits=key in places)
+
+        for key, value in self.tables.get(name, {}).items():
+            source = self.origins.get(f"{name}.{key}", f"{FILE} [{name}]")
+            if key != _STORE:
+                _known(key, kinds, f"{source} {key}", [*kinds, _STORE])
+                found[key] = Found(typed(key, value, f"{source} {key}"), source)
+        prefix = f"{PREFIX}{name.upper()}_"
+        known = {prefix + key.upper(): key for key in (*kinds, _STORE)}
+        for variable, text in self.environ.items():
+            if variable.startswith(prefix) and text:
+                if variable not in known:
+                    raise SpecError(f"no such setting of {name}", field=variable, hint=did_you_mean(variable, known))
+                if (key := known[variable]) != _STORE:
+                    found[key] = Found(over(found.get(key), typed(key, text, variable)), variable)
+        for path, text in self.overrides.items():
+            key, _, entry = path.removeprefix(f"{name}.").partition(".")  # with its provider, as messages write it
+            if path == f"{name}.{_STORE}":
+                continue
+            _known(key, kinds, f"--set {path}", [*kinds, *_GENERAL])
+            if entry and is_table(kinds[key]):
+                found[key] = Found(over(found.get(key), {entry: json_or_text(text)}), "--set")
+            elif entry:
+                raise SpecError("is no table, so it has no entries", field=f"--set {path}")
+            else:
+                value = typed(key, text, f"--set {path}")
+                found[key] = Found(over(found.get(key), value) if isinstance(text, str) else value, "--set")
+        return found
+
+    def shown(self) -> list[dict[str, Any]]:
+        """Return every general setting and those of the chosen provider: ``key``, ``value``, ``source``, without
+        possible secrets in URLs. Raises as `make_provider`."""
+        named: Mapping[str, Any] = {"provider": self.providers, _STORE: self._stores_of(self.provider)}
+        own = self._setting(self.provider, _STORE)
+        rows = [
+            {
+                "key": key,
+                "value": _told(named[key] if len(named.get(key, ())) > 1 else getattr(self, key)),
+                "source": self.origins.get(key, DEFAULT)
+                if key != _STORE or own is None or self._stores_of(self.provider) != urls(own.value, own.source)
+                else own.source,
+            }
+            for key in _GENERAL
+        ]
+        of_provider = self._raw(self.provider)
+        for spec in dataclasses.fields(find_provider(self.provider).Settings):
+            made = spec.default_factory() if spec.default_factory is not dataclasses.MISSING else spec.default
+            item = of_provider.get(spec.name, Found(made, DEFAULT))
+            rows.append({"key": f"{self.provider}.{spec.name}", "value": _told(item.value), "source": item.source})
+        return rows
+
+    def resolved(self, url: str | None = None, *, ask: bool = True) -> str:
+        """Return ``url`` (default: the store) in the form that all other code takes.
+
+        If the scheme is a provider's name, that provider resolves the URL (``Provider.store_url``); any other stays.
+        ``ask``: it may ask its platform. Raises `SpecError` for a URL that it cannot resolve, and the platform's
+        errors.
+        """
+        url = self.store if url is None else url
+        name = url_scheme(url)
+        if name in ("", "file") or name not in provider_names():
+            return url
+        return extras_of(self._own(name).make_provider(name)).store_url(url, ask=ask)
+
+
+NO_SETTINGS = Settings()
+"""Settings of a run or a store that is opened without any."""
+
+
+class StoreCredentials:
+    """fsspec's options for a store, by ``provider`` (None: no options): a `Storage` comparable with another."""
+
+    def __init__(self, provider: Provider | None) -> None:
+        self._provider = provider
+        self._first: Mapping[str, Any] | None = None  # an answer that is not used yet
+        self._bare = provider is None
+
+    def __call__(self, url: str) -> Mapping[str, Any]:
+        options, self._first = self._first, None
+        if options is None and self._provider is not None:
+            options = self._provider.storage(url)
+            self._bare = not options
+        return options or {}
+
+    def is_like(self, other: StoreCredentials, url: str) -> bool:
+        """Return whether a store opened as ``other`` serves this caller: neither has options. May ask this provider."""
+        if not other._bare:
+            return False
+        try:
+            self._first = self(url)
+        except Exception:  # noqa: BLE001 - opening the store raises it again, with a good message
+            return False
+        return self._bare
+
+    def own(self, url: str, provider: Provider) -> StoreCredentials | None:
+        """Return the caller with which to reopen the store at ``url``, opened as this one, for a run of ``provider``;
+        None: it can stay."""
+        if url_scheme(url) == "file" or (self._provider is not None and self._provider.name == provider.name):
+            return None
+        found = StoreCredentials(provider)
+        return None if found.is_like(self, url) else found
+
+
+class _Layer(NamedTuple):
+    """One table of a file: its keys, and its name in messages."""
+
+    values: Mapping[str, Any]
+    file: str
+    table: str
+
+    def where(self, *names: str) -> str:
+        """Return a key's place: ``cloudtrain.toml``, ``cloudtrain.toml [profiles.prod.NAME]``."""
+        path = ".".join(filter(None, [self.table, *names]))
+        return f"{self.file} [{path}]" if path else self.file
+
+
+class _Read(NamedTuple):
+    """A file of settings; without a path there is none."""
+
+    path: Path | None = None
+    base: _Layer = _Layer({}, FILE, "")
+    profiles: Mapping[str, Any] = types.MappingProxyType({})
+    profile: str = ""
+
+
+def _read_file(folder: Path) -> _Read:
+    """Return the nearest settings file, upwards from ``folder``. Raises `SpecError` if one folder has two."""
+    for place in (folder, *folder.parents):
+        own, project = _toml(place / FILE), _toml(place / PROJECT, about="cloudtrain")
+        tool = project.get("tool") if project is not None else None
+        ours = tool.get("cloudtrain") if isinstance(tool, Mapping) else None
+        if own is not None and ours is not None:
+            raise SpecError(f"{FILE} beside it holds settings too; keep one of the two", field=str(place / PROJECT))
+        if own is not None:
+            return _split(own, place / FILE, "")
+        if ours is not None:
+            return _split(table_of(ours, f"{PROJECT} [tool.cloudtrain]"), place / PROJECT, "tool.cloudtrain")
+    return _Read()
+
+
+def _toml(path: Path, about: str = "") -> dict[str, Any] | None:
+    """Return the file's tables; None if there is no such file, or its text lacks ``about``."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as exc:
+        if about:  # another tool's file
+            return None
+        raise SpecError(f"cannot be read: {exc}", field=str(path)) from None
+    return toml_loads(text, where=str(path)) if about in text else None
+
+
+def _split(data: Mapping[str, Any], path: Path, table: str) -> _Read:
+    """Split a file's own settings and its profiles; relative stores become absolute below its folder."""
+    base = dict(data)
+    layer = _Layer(base, path.name, table)
+    profiles = table_of(base.pop(_PROFILES, {}), layer.where(_PROFILES))
+    profile = typed(base.pop(_PROFILE, ""), str, f"{layer.where()} {_PROFILE}")
+    for name in profiles:
+        profiles[name] = table_of(profiles[name], layer.where(_PROFILES, name))
+    for values in (base, *profiles.values()):
+        for key, table in list(values.items()):
+            if isinstance(table, Mapping) and _STORE in table:
+                values[key] = {
+                    **table,
+                    _STORE: resolve_below(table[_STORE], path.parent, f"{layer.where(key)} {_STORE}"),
+                }
+        if _STORE in values:
+            values[_STORE] = resolve_below(values[_STORE], path.parent, f"{layer.where()} {_STORE}")
+    return _Read(path, layer, profiles, profile)
+
+
+def _profile(read: _Read, name: str) -> _Layer:
+    if name not in read.profiles:
+        if not read.profiles:
+            where = f"{read.path} has no [{read.base.table and read.base.table + '.'}profiles.{name}]"
+            raise SpecError(where if read.path else f"there is no {FILE} here or above", field=f"profile {name}")
+        known = ", ".join(sorted(read.profiles))
+        near = did_you_mean(name, read.profiles)
+        raise SpecError(f"no such profile; {read.path} has {known}", field=f"profile {name}", hint=near)
+    table = ".".join(filter(None, [read.base.table, _PROFILES, name]))
+    return _Layer(read.profiles[name], read.base.file, table)
+
+
+def _take(layer: _Layer, found: dict[str, Found], tables: dict[str, dict[str, Found]]) -> None:
+    """Merge ``layer`` over earlier values; a provider's table by key, and a table in it (prices) too."""
+    for key, value in layer.values.items():
+        if isinstance(value, Mapping):
+            if key not in provider_names():
+                raise SpecError("no such provider", field=layer.where(key), hint=suggested_provider(key))
+            table = tables.setdefault(key, {})
+            for name, item in value.items():
+                old = table[name].value if name in table else None
+                merged = {**old, **item} if isinstance(old, Mapping) and isinstance(item, Mapping) else item
+                table[name] = Found(merged, layer.where(key))
+        else:
+            _known(key, dict.fromkeys(_GENERAL), f"{layer.where()} {key}")
+            found[key] = Found(_general(key, value, f"{layer.where()} {key}"), layer.where())
+
+
+def _general(key: str, value: Any, where: str) -> Any:
+    """Return the value of a general setting, found at ``where``; if it may be a list, all of it."""
+    if key == _STORE:
+        return urls(value, where)
+    if key == "provider":
+        names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+        names = texts(names, where)
+        if len(set(names)) < len(names):
+            raise SpecError("names a provider twice; for several places let its own settings be lists", field=where)
+        return names
+    kind = {"int": int, "float": float}.get(str(Settings.__dataclass_fields__[key].type), str)
+    return typed(value, kind, where)
+
+
+def _rank(source: str) -> int:
+    """Return the precedence of a source: files, then variables, then ``--set``, then the command or the caller."""
+    if source == "--set":
+        return 2
+    return 3 if source.startswith("--") else 1 if source.startswith(PREFIX) else 0
+
+
+def _stores(count: int) -> str:
+    return f"are {count} stores" if count > 1 else "is one store"
+
+
+def _known(key: str, names: Mapping[str, Any], where: str, shown: Iterable[str] | None = None) -> None:
+    if key not in names:
+        shown = list(shown or names)
+        near = did_you_mean(key, shown) or (_owner_hint(key) if where.startswith("--set ") else "")
+        raise SpecError(f"no such setting; there are {', '.join(shown)}", field=where, hint=near)
+
+
+def _owners() -> dict[str, list[str]]:
+    """Return the keys of all providers' settings, each with the providers that have it."""
+    found: dict[str, list[str]] = {}
+    for name in provider_names():
+        with suppress(ImportError, AttributeError):  # a third party's that cannot be loaded has none
+            for item in dataclasses.fields(find_provider(name).Settings):
+                found.setdefault(item.name, []).append(name)
+    return found
+
+
+def _owner_hint(key: str) -> str:
+    """Return a hint with the provider that has a setting ``key``, or a similar one; empty for none."""
+    owners = _owners()
+    real = key if key in owners else similar(key, owners)
+    if not real:
+        return ""
+    names = owners[real]
+    what = "is a setting" if real == key else f"may be {real!r}, a setting"
+    others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+    return f"{key!r} {what} of provider {names[0]}{others}: add --provider {names[0]}"
+
+
+def setting_hint(key: str, value: Any) -> str:
+    """Return where ``key`` belongs if it is in a job file but is a setting; empty if it is not a setting."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    if key in _GENERAL:
+        return f"{key} is a setting; put it into {FILE}: {key} = {text}"
+    if key in provider_names():
+        how = f"settings of {key} go into {FILE}, and fields of the job that differ there under [on.{key}]"
+        return f"[{key}] is no part of a job: {how}"
+    names = _owners().get(key, [])
+    others = f" (or [{'], ['.join(names[1:])}])" if names[1:] else ""
+    return f"{key} is a setting; put it into {FILE}: [{names[0]}]{others} {key} = {text}" if names else ""
+
+
+def _told(value: Any) -> Any:
+    """Return ``value`` as JSON, without possible secrets in its URLs."""
+    if isinstance(value, str):
+        return without_secrets(value) if "://" in value else value
+    if isinstance(value, Mapping):
+        return {key: _told(item) for key, item in value.items()}
+    return [_told(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,434 @@
+"""Handle files of every remote URL: choose the library, retry, create exclusively, download whole files."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import hashlib
+import itertools
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from ..errors import SpecError, StorageError
+from ..validate import url_scheme
+from .errors import Retries, TransientError, classify, translate
+from .files import PIECE, Entry, Names, Progress, Storage, TransferOptions, Trees
+from .fsspec_backend import FsspecMover
+from .local_disk import check_promise, disk_errors, make_durable, parts_of, put, temp_file, verify
+from .obstore_config import Unproven, find_access
+
+__all__ = ["Mover", "RemoteFiles"]
+
+R = TypeVar("R")
+
+RENEW_SECONDS = 30.0
+"""Age in seconds from which a refused client is made again: fresh credentials are not read twice."""
+AHEAD = 3
+SMALL = 1 << 20
+"""Bytes of a file that passes through memory and is written by one call."""
+#: Back ends whose copy on the server may still be running when the call returns.
+_LAZY_COPY = frozenset({"abfs", "abfss", "az"})
+
+
+class Mover(Protocol):
+    """A client library for the files below one URL. Methods raise the library's errors and retry only by ``retries``.
+
+    Keys are checked. A missing file is FileNotFoundError.
+    """
+
+    name: str
+    retries: Retries
+
+    def read(self, key: str) -> bytes:
+        """Return the content."""
+
+    def write(self, key: str, data: bytes) -> None:
+        """Replace the content."""
+
+    def create(self, key: str, data: bytes, writer: str) -> None:
+        """Write a new file and note ``writer`` if possible. Raises FileExistsError or the like if it exists."""
+
+    def wrote(self, key: str, writer: str) -> bool:
+        """Return whether ``writer`` is noted as its creator."""
+
+    def entry(self, key: str) -> Entry | None:
+        """Return the entry of a file; None for anything else. ``size`` is -1 if the server does not say."""
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        """Return every file below ``prefix``, perhaps others too, by key. Only a bucket can be missing."""
+
+    def names(self, prefix: str) -> Names:
+        """Return keys of files and folders directly below ``prefix``, perhaps more. Only a bucket can be missing."""
+
+    def upload(self, path: Path, key: str, size: int, report: Callable[[int], None]) -> None:
+        """Store the local file of ``size`` bytes; ``report`` gets the number moved so far."""
+
+    def content(self, key: str, most: int) -> memoryview | None:
+        """Return the content; None if there is, or may be, more than ``most``."""
+
+    def fetch(self, key: str, temp: Path, size: int | None, report: Callable[[int], None]) -> None:
+        """Fill the new file ``temp``; ``size`` is the expected size."""
+
+    def piece(self, key: str, start: int, end: int) -> bytes:
+        """Return the bytes from ``start`` to ``end`` (exclusive), which exist."""
+
+    def receive(self, key: str, pieces: Iterator[bytes], size: int) -> None:
+        """Store ``pieces``, ``size`` bytes in all. If they raise, nothing is stored."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Copy on the server."""
+
+    def remove(self, prefix: str) -> None:
+        """Remove the file or folder."""
+
+    def discard(self, keys: Sequence[str]) -> None:
+        """Remove these files; some may be gone already."""
+
+    def prune(self, prefix: str) -> None:
+        """Remove the folder and those below it, or their markers, if they hold no file."""
+
+
+class _Opened(NamedTuple):
+    pid: int
+    mover: Mover
+    since: float
+
+
+class RemoteFiles(Trees):
+    """`Files` of a remote URL. ``storage`` gives fsspec's options.
+
+    It is called again if access is refused to a client of some age, because credentials expire or are replaced.
+    ``given`` is never replaced.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        storage: Storage | None = None,
+        moving: TransferOptions = TransferOptions(),  # noqa: B008 - it is frozen
+        given: Mover | None = None,
+        retries: Retries | None = None,
+    ) -> None:
+        self._url = url
+        self._storage = storage
+        self._moving = moving
+        self._given = given
+        self._retries = retries
+        self._opened: _Opened | None = None
+        #: By process: a child may be forked while another thread holds its parent's.
+        self._locks: dict[int, threading.Lock] = {}
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def mover(self) -> str:
+        return self._open().mover.name
+
+    def _lock(self) -> threading.Lock:
+        return self._locks.setdefault(os.getpid(), threading.Lock())
+
+    def _open(self) -> _Opened:
+        opened = self._opened
+        if opened is None or opened.pid != os.getpid():  # a client does not survive a fork
+            with self._lock():
+                opened = self._opened
+                if opened is None or opened.pid != os.getpid():
+                    opened = self._opened = _Opened(os.getpid(), self._made(), time.monotonic())
+        return opened
+
+    def _made(self) -> Mover:
+        if self._given is not None:
+            return self._given
+        retries = self._retries or Retries()  # a file system may connect when it is made
+        try:
+            return retries(self._url, lambda: self._choose(self._storage(self._url) if self._storage else {}))
+        except (TypeError, AttributeError) as exc:  # `Retries` takes these for ours
+            raise translate(exc, self._url) from exc
+
+    def _choose(self, options: Mapping[str, Any]) -> Mover:
+        """Return obstore if it is installed and known to use the same credentials as fsspec, else fsspec."""
+        moving, scheme = self._moving, url_scheme(self._url)
+        if moving.sse and scheme not in ("s3", "s3a"):
+            raise SpecError(f"only a store in S3 is told how to encrypt, not {scheme}:", field="sse")
+        if moving.mover != "fsspec":
+            from .obstore_backend import TRIES, ObstoreMover, check_usable
+
+            try:
+                access = find_access(self._url, options, os.environ, moving=moving)
+                check_usable()
+                return ObstoreMover(url=self._url, access=access, retries=self._retries or Retries(tries=TRIES))
+            except Unproven as exc:
+                if moving.mover == "obstore" and exc.demanded:
+                    raise SpecError(f"obstore does not move {self._url}: {exc}", field="mover") from exc
+        return FsspecMover.open(self._url, options, moving=moving, retries=self._retries or Retries())
+
+    def _call(self, key: str, work: Callable[[Mover], R], *, again: bool = True) -> R:
+        """Call ``work(mover)`` with its `Retries`; its errors go through the table."""
+        opened = [self._open()]
+
+        def attempt() -> R:
+            opened[:] = [self._open()]
+            try:
+                return work(opened[0].mover)
+            except Unproven:
+                if not self._leaves(opened[0]):
+                    raise
+                opened[:] = [self._open()]
+                return work(opened[0].mover)
+
+        return opened[0].mover.retries(
+            f"{self._url}/{key}".rstrip("/"), attempt, again=again, renews=lambda exc: self._renews(opened[0], exc)
+        )
+
+    def _leaves(self, opened: _Opened) -> bool:
+        """Switch to fsspec, and return True, if this mover cannot do the work."""
+        if self._given is not None or self._moving.mover == "obstore":
+            return False
+        with self._lock():
+            if self._opened is opened:  # else another thread did this
+                self._moving = self._moving._replace(mover="fsspec")
+                self._opened = None
+        return True
+
+    def _renews(self, opened: _Opened, exc: Exception) -> bool:
+        """Return whether a new client may succeed after ``exc``: credentials expire."""
+        if self._given is not None or classify(exc) != "auth":
+            return False
+        with self._lock():
+            if self._opened is opened:  # else another thread did this
+                if time.monotonic() - opened.since < RENEW_SECONDS:
+                    return False
+                self._opened = None
+        return True
+
+    @contextlib.contextmanager
+    def _bucket(self) -> Iterator[None]:
+        """Raise `StorageError` for a missing bucket, as nothing else can be missing here."""
+        try:
+            yield
+        except FileNotFoundError as exc:
+            raise StorageError(f"{self._url}: the bucket or container does not exist") from exc
+
+    def read(self, key: str) -> bytes:
+        parts_of(key)
+        return self._call(key, lambda mover: mover.read(key))
+
+    def write(self, key: str, data: bytes) -> None:
+        parts_of(key)
+        with self._bucket():
+            self._call(key, lambda mover: mover.write(key, data))
+
+    def create(self, key: str, data: bytes, *, private: bool = False) -> bool:
+        parts_of(key)
+        writer = secrets.token_hex(16)
+        unanswered: TransientError | None = None
+        retries = self._open().mover.retries
+        for number in range(retries.tries + 1):
+            # Also before the first try: some servers ignore the condition, and overwrite.
+            if self.exists(key):
+                return number > 0 and self._call(key, lambda mover: mover.wrote(key, writer))
+            if number == retries.tries:
+                break
+            try:
+                with self._bucket():
+                    self._call(key, lambda mover: mover.create(key, data, writer), again=False)
+                return True
+            except TransientError as exc:  # it may have been created nevertheless: check, then try again
+                unanswered = exc
+            except FileExistsError:
+                # 412 is an object; 409 is another creator, which may still fail: check, then try again.
+                if self.exists(key):
+                    return number > 0 and self._call(key, lambda mover: mover.wrote(key, writer))
+            retries.pause(number)
+        raise unanswered or StorageError(f"{self._url}/{key}: other writers stay in the way")
+
+    def entry(self, key: str) -> Entry | None:
+        """Return the file at ``key``, None if there is none. ``size`` is -1 if the server does not say."""
+        parts_of(key)
+        try:
+            return self._call(key, lambda mover: mover.entry(key))
+        except FileNotFoundError:
+            return None
+
+    def size(self, key: str) -> int | None:
+        entry = self.entry(key)
+        return None if entry is None else entry.size
+
+    def entries(self, prefix: str = "") -> dict[str, Entry]:
+        parts_of(prefix)
+        with self._bucket():
+            found = self._call(prefix, lambda mover: mover.entries(prefix))
+        below = f"{prefix}/" if prefix else ""
+        return {key: found[key] for key in sorted(found) if key.startswith(below) and key != below}
+
+    def names(self, prefix: str = "") -> Names:
+        parts_of(prefix)
+        with self._bucket():
+            found = self._call(prefix, lambda mover: mover.names(prefix))
+        below = f"{prefix}/" if prefix else ""
+        return sorted({key[len(below) :] for key in found if key.startswith(below)} - {""})
+
+    def upload(self, path: Path, key: str, *, progress: Progress | None = None) -> None:
+        parts_of(key)
+        with disk_errors(path):
+            size = path.stat().st_size
+        with self._bucket():
+            meter = _Meter(progress, key, size)
+            self._call(key, lambda mover: mover.upload(path, key, size, meter))
+            meter(size)
+
+    def download(
+        self,
+        key: str,
+        path: Path,
+        *,
+        sha256: str | None = None,
+        size: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        parts_of(key)
+        meter = _Meter(progress, key, size)
+        self._call(key, lambda mover: self._fetch(mover, key, path, sha256, size, meter))
+
+    def _fetch(
+        self, mover: Mover, key: str, path: Path, sha256: str | None, size: int | None, meter: Callable[[int], None]
+    ) -> None:
+        if size is not None and size <= SMALL and (data := mover.content(key, SMALL)) is not None:
+            check_promise(key, len(data), lambda: hashlib.sha256(data).hexdigest(), sha256, size)
+            with disk_errors(path):
+                put(path, data, name=False)  # a missing file is fetched again
+            meter(size)
+            return
+        # A new temporary file each time: parallel parts of a failed try may still be writing to the last one.
+        with contextlib.ExitStack() as stack:
+            with disk_errors(path):
+                temp = stack.enter_context(temp_file(path))
+            mover.fetch(key, temp, size, meter)
+            with disk_errors(path):
+                verify(temp, key, sha256, size)
+                meter(temp.stat().st_size)
+                make_durable(temp, path, name=False)
+
+    def pieces(self, key: str, size: int) -> Generator[bytes, None, None]:
+        """Yield the content of the file of ``size`` bytes in order, up to `AHEAD` parts of `PIECE` bytes in advance.
+
+        A web or FTP server gives one stream, with its errors unchanged: not all servers answer ranges.
+        """
+        parts_of(key)
+        mover = self._open().mover
+        if isinstance(mover, FsspecMover) and mover.streams:
+            yield from self._stream(mover, key, size)
+            return
+
+        over = threading.Event()
+
+        def one(mover: Mover, start: int, end: int) -> bytes:
+            if over.is_set():
+                raise StorageError(f"{self._url}/{key}: nobody waits for it")
+            return mover.piece(key, start, end)
+
+        def piece(start: int) -> bytes:
+            end = min(start + PIECE, size)
+            data = self._call(key, lambda mover: one(mover, start, end))
+            if len(data) != end - start:
+                raise StorageError(f"{self._url}/{key}: {len(data)} bytes came in place of {end - start}; it changed")
+            return data
+
+        starts = iter(range(0, size, PIECE))
+        pool = concurrent.futures.ThreadPoolExecutor(max_workers=AHEAD)
+        try:
+            coming = collections.deque(pool.submit(piece, start) for start in itertools.islice(starts, AHEAD))
+            while coming:
+                data = coming.popleft().result()
+                coming.extend(pool.submit(piece, start) for start in itertools.islice(starts, 1))
+                yield data
+        finally:
+            over.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _stream(self, mover: FsspecMover, key: str, size: int) -> Generator[bytes, None, None]:
+        count = 0
+        with contextlib.closing(mover.stream(key, PIECE)) as answer:
+            for data in answer:
+                count += len(data)
+                yield data
+                if count > size:
+                    break
+        if count != size:
+            raise ConnectionError(f"{count} bytes came in place of {size}")
+
+    def receive(self, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
+        """Replace the content by ``size`` bytes, whole or not at all; ``pieces`` is called for each try."""
+        parts_of(key)
+        with self._bucket():
+            self._call(key, lambda mover: self._receive(mover, key, size, pieces))
+
+    def _receive(self, mover: Mover, key: str, size: int, pieces: Callable[[], Generator[bytes, None, None]]) -> None:
+        with contextlib.closing(pieces()) as source:  # close its resources now, not at garbage collection
+            mover.receive(key, source, size)
+
+    @property
+    def copies(self) -> bool:
+        if url_scheme(self._url) in _LAZY_COPY:
+            return False
+        mover = self._open().mover
+        return not isinstance(mover, FsspecMover) or mover.copies
+
+    def copy(self, source: str, target: str) -> None:
+        parts_of(source)
+        parts_of(target)
+        if self.copies:
+            self._call(source, lambda mover: mover.copy(source, target))
+            return
+        with tempfile.TemporaryDirectory(prefix="cloudtrain-") as folder:
+            path = Path(folder, "copy")
+            self.download(source, path)
+            self.upload(path, target)
+
+    def remove(self, prefix: str) -> None:
+        if not prefix:
+            raise StorageError(f"{self._url}: the whole store is not removed")
+        parts_of(prefix)
+        with contextlib.suppress(FileNotFoundError):
+            self._call(prefix, lambda mover: mover.remove(prefix))
+
+    def discard(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if not parts_of(key):
+                raise StorageError(f"{self._url}: the whole store is not removed")
+        if keys:
+            self._call(keys[0], lambda mover: mover.discard(keys))
+
+    def prune(self, prefix: str) -> None:
+        if not parts_of(prefix):
+            raise StorageError(f"{self._url}: the whole store is not removed")
+        with contextlib.suppress(FileNotFoundError):
+            self._call(prefix, lambda mover: mover.prune(prefix))
+
+
+class _Meter:
+    """A counter that reports each byte once, even after retries. Several threads call it with the total so far."""
+
+    def __init__(self, progress: Progress | None, key: str, size: int | None) -> None:
+        self._progress, self._key, self._size = progress, key, size
+        self._told = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, total: int) -> None:
+        if self._progress is None:
+            return
+        with self._lock:
+            more = (total if self._size is None else min(total, self._size)) - self._told
+            if more > 0:
+                self._told += more
+                self._progress(self._key, more)

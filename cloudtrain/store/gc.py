@@ -1,0 +1,280 @@
+"""Find and remove the content of a store that no run refers to.
+
+A run refers to its own folder and everything that its run.json names. A client that is staging refers to everything
+that it announces (`lease`). In doubt a thing is kept: an unreadable run.json stops all deletion, and without file times
+nothing is old enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import NotFoundError, StorageError
+from ..job.job import is_run_id
+from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
+from ..storage.files import Entry, parallel
+from ..storage.lease import FOLDER, MARK, GcLease
+from ..storage.lease import SECONDS as LEASE
+from ..storage.local_disk import TEMP, local_path, normalize
+from ..validate import json_loads
+from .store import Store
+
+__all__ = ["OLDER_THAN", "Collected", "Leftover", "collect", "collect_at"]
+
+OLDER_THAN = 7 * 86400
+"""Seconds in the store before an unused thing is removed."""
+ANNOUNCED = 7 * 86400.0
+"""Seconds for which an announcement counts: longer than any upload takes."""
+WRITTEN = 86400.0
+"""Seconds in which a client may still be writing a temporary file."""
+
+AT_ONCE = 100
+"""Files in one request, if the store takes as many."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_WORD = re.compile(r"[A-Za-z0-9._-]+")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """A thing that no run refers to: ``key`` in the store, its files and bytes.
+
+    ``kind`` is code, runtime, data, upload (data without a manifest; half-written files of a local folder), run (a
+    run's folder without run.json) or staging (an announcement). ``modified`` is that of its newest file, in Unix
+    seconds of the store's clock, or 0 if unknown. ``keys`` are removed for it, in that order.
+    """
+
+    kind: str
+    key: str
+    files: int
+    bytes: int
+    modified: float
+    keys: tuple[str, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """The result of `collect`: ``found`` is old enough and, if ``deleted``, gone; ``younger`` stays.
+
+    ``unreadable`` are runs whose run.json cannot be read. While there are any, nothing is removed, and ``found`` may
+    hold their files. Ages refer to ``now``, in Unix seconds.
+    """
+
+    store: str
+    deleted: bool
+    older_than: int
+    now: float
+    found: tuple[Leftover, ...]
+    younger: tuple[Leftover, ...]
+    unreadable: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        return sum(item.bytes for item in self.found)
+
+
+def collect_at(
+    url: str,
+    *,
+    older_than: int = OLDER_THAN,
+    delete: bool = False,
+    settings: Settings = NO_SETTINGS,
+    cwd: Path | None = None,
+    say: Say | None = None,
+) -> Collected:
+    """Run `collect` on the store at ``url``, opened with ``settings``. Raises `NotFoundError` for a missing folder."""
+    url = normalize(settings.resolved(url), cwd=cwd or Path.cwd())
+    path = local_path(url)
+    if path is not None and not path.is_dir():
+        raise NotFoundError(f"there is no store at {path}", field="store")
+
+    def opened(caller: StoreCredentials) -> Store:
+        store = Store(url, storage=caller, moving=settings.moving)
+        store.files.names("runs")
+        return store
+
+    return collect(settings.let_in(url, opened), older_than=older_than, delete=delete, say=say)
+
+
+def collect(
+    store: Store, *, older_than: int = OLDER_THAN, delete: bool = False, lease: float = LEASE, say: Say | None = None
+) -> Collected:
+    """Return the things that no run refers to, largest first; ``delete`` removes those older than ``older_than`` s.
+
+    Without it nothing is written, and ages are by this machine's clock. While one client deletes, others wait to stage,
+    at most ``lease`` seconds longer than it lives. If a run.json cannot be read, raises `StorageError` and removes
+    nothing.
+    """
+    named = _Named(store)
+    named.read(time.time())
+    if not delete:
+        return _collected(store, named, older_than, time.time(), deleted=False)
+    _refuse_unreadable(named)
+    with GcLease(store.files, seconds=lease, say=say) as deleting:
+        named.read(deleting.started)  # includes clients that began to stage before the mark was set
+        _refuse_unreadable(named)
+        done = _collected(store, named, older_than, deleting.started, deleted=True)
+        for item in done.found:
+            _remove(store, item, deleting)
+            if say:
+                say(f"removed {item.key}")
+        for name in named.without:
+            if is_run_id(name) and not named.names(name) and not store.files.entries(f"runs/{name}"):
+                store.files.prune(f"runs/{name}")
+        deleting.check()
+    return done
+
+
+def _remove(store: Store, item: Leftover, deleting: GcLease) -> None:
+    """Remove in batches: a delayed client that has lost its lease removes at most the current batch."""
+    deleting.check()
+    root = local_path(store.url)
+    if root is not None and (root / item.key).is_symlink():
+        for key in item.keys:
+            store.files.remove(key)
+        return
+    store.files.discard(item.keys[:1])
+    for start in range(1, len(item.keys), AT_ONCE):
+        deleting.check()
+        store.files.discard(item.keys[start : start + AT_ONCE])
+    store.files.prune(item.key)
+
+
+def _collected(store: Store, named: _Named, older_than: int, now: float, *, deleted: bool) -> Collected:
+    found: list[Leftover] = []
+    younger: list[Leftover] = []
+    for item in sorted(_leftovers(store, named), key=lambda item: (-item.bytes, item.key)):
+        least = max(older_than, ANNOUNCED) if item.kind == "staging" else older_than
+        if any(key.rpartition("/")[2].startswith(TEMP) for key in item.keys):
+            least = max(least, WRITTEN)
+        due = bool(item.modified) and bool(now) and now - item.modified >= least
+        (found if due else younger).append(item)
+    return Collected(
+        store=store.url,
+        deleted=deleted,
+        older_than=older_than,
+        now=now,
+        found=tuple(found),
+        younger=tuple(younger),
+        unreadable=tuple(sorted(named.unreadable)),
+    )
+
+
+def _refuse_unreadable(named: _Named) -> None:
+    if named.unreadable:
+        names = ", ".join(sorted(named.unreadable)[:3])
+        raise StorageError(f"nothing is removed: run.json of {names} cannot be read, so nobody knows what it needs")
+
+
+class _Named:
+    """All names in a store's run.json files and announcements; each further `read` adds the new ones."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._words: set[str] = set()
+        self._known: set[str] = set()
+        self.unreadable: set[str] = set()
+        self.without: set[str] = set()
+
+    def read(self, now: float) -> None:
+        """Read announcements first: if one is gone by then, its run.json exists."""
+        files = self._store.files
+        for key, entry in files.entries(FOLDER).items():
+            if key != MARK and not (now and entry.modified and now - entry.modified >= ANNOUNCED):
+                self._take(files.read, key)
+        runs = [name for name in files.names("runs") if name not in self._known]
+        found = parallel(lambda name: self._take(files.read, f"runs/{name}/run.json"), runs)
+        # A client that continued another's run may have used other content, which only its request names.
+        parallel(lambda name: self._take(files.read, f"runs/{name}/attempts/0/request.json"), runs)
+        for name, data in zip(runs, found, strict=True):
+            self.unreadable.discard(name)
+            (self.without.add if data is None else self.without.discard)(name)
+            if data is not None:
+                (self._known if _is_record(data) else self.unreadable).add(name)
+
+    def _take(self, read: Callable[[str], bytes], key: str) -> bytes | None:
+        try:
+            data = read(key)
+        except FileNotFoundError:
+            return None
+        except StorageError as exc:
+            if not isinstance(exc.__cause__, NotADirectoryError):  # a plain file among the runs of a local store
+                raise
+            return None
+        text = data.decode(errors="replace")
+        self._words.update(_WORD.findall(text), _DIGEST.findall(text))
+        return data
+
+    def names(self, word: str) -> bool:
+        return word in self._words
+
+
+def _is_record(data: bytes) -> bool:
+    """Return whether this is a run.json whose references are all known."""
+    try:
+        record: Any = json_loads(data)
+        return bool(record["protocol"] == 1 and record["layout"]["code_digest"])
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
+    files, half, root = store.files, _half_written(store), local_path(store.url)
+    manifests = files.entries("data/manifests")
+    folders = [(kind, name) for kind in ("code", "runtime", "data") for name in files.names(kind)]
+    folders += [("data", key.split("/")[2].removesuffix(".json")) for key in manifests]
+    folders = [(kind, name) for kind, name in dict.fromkeys(folders) if _DIGEST.fullmatch(name)]
+    folders += [("runs", name) for name in sorted(named.without) if is_run_id(name)]
+    for top, name in folders:
+        if named.names(name):
+            continue
+        folder, manifest = f"{top}/{name}", f"data/manifests/{name}.json" if top == "data" else ""
+        # The manifest goes first: a tree without one is half an upload, and no client takes it for complete.
+        first = (manifest,) if manifest in manifests else ()
+        whole = {key: manifests[key] for key in first} | files.entries(folder)
+        parts = {key: half.pop(key) for key in list(half) if key.startswith(f"{folder}/")}
+        kind = "upload" if not whole or (manifest and not first) else "run" if top == "runs" else top
+        if whole or parts:
+            link = root is not None and (root / folder).is_symlink()
+            files_of = (*first, folder) if link else (*whole, *parts)
+            yield _leftover(kind, folder, {**whole, **parts}, files_of)
+    for key, entry in files.entries(FOLDER).items():
+        if key != MARK:
+            yield _leftover("staging", key, {key: entry}, (key,))
+    for key, entry in half.items():
+        yield _leftover("upload", key, {key: entry}, (key,))
+
+
+def _leftover(kind: str, key: str, entries: Mapping[str, Entry], keys: tuple[str, ...]) -> Leftover:
+    times = [entry.modified for entry in entries.values()]
+    return Leftover(
+        kind=kind,
+        key=key,
+        files=len(entries),
+        bytes=sum(entry.size for entry in entries.values()),
+        modified=max(times) if all(times) else 0.0,
+        keys=keys,
+    )
+
+
+def _half_written(store: Store) -> dict[str, Entry]:
+    """Return the temporary files of killed clients, which no listing shows; only for a local folder."""
+    root = local_path(store.url)
+    found: dict[str, Entry] = {}
+    if root is None:
+        return found
+    for top in ("code", "runtime", "data", "runs", FOLDER):
+        for folder, _, names in os.walk(root / top):
+            for path in (Path(folder, name) for name in names if name.startswith(TEMP)):
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.lstat()
+                    found[path.relative_to(root).as_posix()] = Entry(status.st_size, "", status.st_mtime)
+    return found

@@ -1,0 +1,591 @@
+"""Lay out a store: the place of code, data and runs below one URL, and the records written there.
+
+Content (code, runtime, data) has an address made of its own digest, so writing it twice, or from two machines at once,
+changes nothing. Records (run.json, request.json) are created exclusively and never rewritten: creating one *is* the
+decision, and exactly one of any number of clients gets True. Every method that touches the store raises `AuthError` and
+`StorageError`, as `transfer` does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import DigestError, NotFoundError, SpecError, StorageError, scrubbed
+from ..job.job import Input, Job, check_run_id, is_run_id
+from ..provider_api.protocol import Layout, LayoutInput, Request
+from ..runtime.checkpoint_names import METADATA
+from ..storage.digest_cache import LocalTree, TreeFile, check_unchanged, hash_tree
+from ..storage.files import Entry, Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
+from ..storage.lease import FOLDER, announce, withdraw
+from ..storage.local_disk import local_path, normalize, safe
+from ..validate import did_you_mean, json_loads, url_scheme
+from .checkpoint import PROTOCOL, Checkpoint, age, direct, mirrored, newest_checkpoint, numbers_of
+
+__all__ = [
+    "RELAYED",
+    "LocalTree",
+    "Staged",
+    "Store",
+    "TreeFile",
+    "expect",
+    "run_folder",
+    "to_json",
+]
+
+
+RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
+"""Schemes of remote data that can be copied into a store if nodes cannot read them."""
+
+NO_STORES = frozenset({"ftp", "http", "https", "hf"})
+"""Schemes of data that jobs can read but without exclusive creation."""
+STORES = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX"
+_S3 = r"s3(?:[.-][a-z0-9-]+)?\.amazonaws\.com(?:\.cn)?"
+_MEANT = (
+    (r"https?://([^./]+)\.(?:blob|dfs)\.(core\.[^/]+)/([^/?]+)(/[^?]*)?", r"abfs://\3@\1.dfs.\2\4"),
+    (rf"https?://{_S3}/([^?]+)", r"s3://\1"),
+    (rf"https?://([^/]+?)\.{_S3}(/[^?]*)?", r"s3://\1\2"),
+    (r"https?://storage\.(?:googleapis|cloud\.google)\.com/([^?]+)", r"gs://\1"),
+    (r"https?://([^/]+)\.storage\.googleapis\.com(/[^?]*)?", r"gs://\1\2"),
+)
+"""URLs of a cloud's web page or API, and the store that each stands for."""
+
+HALF_SECONDS = 0.5
+"""Seconds before an incomplete record is read again: its node may be writing it."""
+_COPIED = "copied from "
+"""Prefix of the URL in the text that makes an address, so that no list of files has the same one."""
+_STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
+_TOKEN = "created_by"
+_FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
+_ATTEMPT = re.compile(r"(\d+)\.(\d+)")
+_COMMIT = re.compile(r"([^/]+)/(\d+\.\d+)-(\d+)/commit\.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Bytes that `Store.stage` had to upload, and the library that moved them; copies inside the store do not count."""
+
+    code_bytes: int = 0
+    runtime_bytes: int = 0
+    data_bytes: int = 0
+    mover: str = field(default="", compare=False)
+
+
+class Store:
+    """The store at ``url``, a path or any fsspec URL, opened on first use; ``storage`` gives its credentials."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        cwd: Path | None = None,
+        storage: Storage | None = None,
+        moving: TransferOptions = TransferOptions(),  # noqa: B008 - it is frozen
+    ) -> None:
+        self.url, self.moving = _checked(normalize(url, cwd=cwd or Path.cwd())), moving
+        self.files = files(self.url, gitignore=True, storage=storage, moving=moving)
+        self._announced: dict[str, list[tuple[str, float]]] = {}
+
+    # ------------------------------------------------------------------------------------------------ plan: no network
+
+    def layout(
+        self,
+        *,
+        run_id: str,
+        code_digest: str,
+        runtime_digest: str,
+        inputs: Mapping[str, LayoutInput] | None = None,
+        resume: str | None = None,
+        origin: Mapping[str, str] | None = None,
+    ) -> Layout:
+        """Return every URL of the run. Raises `SpecError` for a bad run id."""
+        return Layout(
+            store=self.url,
+            run_id=check_run_id(run_id),
+            code_digest=code_digest,
+            runtime_digest=runtime_digest,
+            inputs=dict(inputs or {}),
+            resume=resume,
+            origin=dict(origin or {}),
+        )
+
+    def inputs(self, job: Job, schemes: frozenset[str], *, cwd: Path) -> tuple[dict[str, LayoutInput], list[LocalTree]]:
+        """Return each channel's place for the nodes, and the local trees to stage. Reads local files only.
+
+        A local path is used in place if nodes can read ``file`` URLs, else it gets a content address in this store. A
+        remote URL is passed on verbatim if nodes can read it; else `relay` copies it to an address in this store, made
+        of the URL alone. It is one file if it ends in a suffix like ``.csv.gz`` or ``.parquet``, not in ``/``. A suffix
+        is a dot, a letter, and at most eleven more letters or digits. Raises `SpecError` for a missing path, or one
+        that no store can hold.
+        """
+        placed: dict[str, LayoutInput] = {}
+        trees: dict[str, LocalTree] = {}
+        for name, item in job.inputs.items():
+            path = local_path(item.url)
+            if path is None:
+                placed[name] = self._placed_remote(name, item, schemes)
+                continue
+            path = _existing(local_path(normalize(item.url, cwd=cwd)) or path, f"inputs.{name}")
+            file = path.name if path.is_file() else None
+            if "file" in schemes:
+                placed[name] = _placed(item, normalize(str(path), cwd=cwd), file)
+                continue
+            tree = hash_tree(path, f"inputs.{name}")
+            trees[tree.digest] = tree
+            placed[name] = _placed(item, self._data(tree.digest, file), file)
+        return placed, list(trees.values())
+
+    def _placed_remote(self, name: str, item: Input, schemes: frozenset[str]) -> LayoutInput:
+        file, scheme = _remote_file(item.url), url_scheme(item.url)
+        unread = scheme not in schemes and scheme in RELAYED
+        if not unread or local_path(self.url) is not None or url_scheme(self.url) not in schemes:
+            return _placed(item, item.url, file)
+        if file is None and scheme in ("http", "https"):
+            raise SpecError(f"{item.url} names no file, and nobody can list what is below it", field=f"inputs.{name}")
+        source = item.url if file else item.url.rstrip("/")
+        url = self._data(hashlib.sha256(f"{_COPIED}{source}".encode()).hexdigest(), file)
+        return dataclasses.replace(_placed(item, url, file), source=source)
+
+    def _data(self, digest: str, file: str | None) -> str:
+        return f"{self.url}/data/{digest}" + (f"/{file}" if file else "")
+
+    # ----------------------------------------------------------------------------------------------------------- stage
+
+    def stage(
+        self,
+        layout: Layout,
+        *,
+        archive: Callable[[], bytes | Path],
+        pyz: bytes | Callable[[], bytes],
+        trees: Sequence[LocalTree] = (),
+        progress: Progress | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> Staged:
+        """Upload what the store lacks, calling ``archive`` and ``pyz`` only then. Many clients may do so at once.
+
+        Until `create_run` it is announced, so that no client deletes it; ``say`` is called if that means to wait.
+        ``progress`` may have a method `expect`, called with the expected files and bytes. Raises `StorageError` for a
+        data file that changed since it was hashed.
+        """
+        named = [layout.code_digest, layout.runtime_digest, layout.resume or ""]
+        named += [*(tree.digest for tree in trees), *(item.url for item in layout.inputs.values())]
+        self.announce(layout.run_id, named, say=say)
+        code, runtime = self._key(layout.code), self._key(layout.runtime)
+        wanted = [code, runtime, *map(_manifest, trees)]
+        for tree in trees:
+            if tree.known is not None:
+                tree.known.keep()
+        there = {key for key, known in zip(wanted, parallel(self.files.exists, wanted), strict=True) if known}
+        return Staged(
+            code_bytes=0 if code in there else self._stage(code, archive, progress),
+            runtime_bytes=0
+            if runtime in there
+            else self._stage(runtime, pyz if callable(pyz) else lambda: pyz, progress),
+            data_bytes=sum(self._stage_tree(tree, progress) for tree in trees if _manifest(tree) not in there),
+            mover=self.files.mover,
+        )
+
+    def _stage(self, key: str, content: Callable[[], bytes | Path], progress: Progress | None) -> int:
+        data = content()
+        if isinstance(data, Path):
+            expect(progress, [data.stat().st_size])
+            self.files.upload(data, key, progress=progress)
+            return data.stat().st_size
+        expect(progress, [len(data)])
+        self.files.write(key, data)
+        if progress:
+            progress(key, len(data))
+        return len(data)
+
+    def _stage_tree(self, tree: LocalTree, progress: Progress | None) -> int:
+        present = self.files.list(f"data/{tree.digest}")
+        known = self._known_files() if self.files.copies else {}
+        here = [item for item in tree.files if present.get(f"data/{tree.digest}/{item.path}") != item.size]
+        expect(progress, [item.size for item in here if (item.size, item.sha256) not in known])
+        moved = parallel(
+            lambda item: self._stage_file(tree, item, present, known, progress),
+            tree.files,
+            jobs=self.moving.concurrency,
+        )
+        record = {item.path: {"size": item.size, "sha256": item.sha256} for item in tree.files}
+        self.files.write(_manifest(tree), to_json({"protocol": PROTOCOL, "files": record}))
+        return sum(moved)
+
+    def _stage_file(
+        self,
+        tree: LocalTree,
+        item: TreeFile,
+        present: Mapping[str, int],
+        known: Mapping[tuple[int, str], str],
+        progress: Progress | None,
+    ) -> int:
+        key = f"data/{tree.digest}/{item.path}"
+        if present.get(key) == item.size:
+            return 0
+        if (item.size, item.sha256) in known:
+            with contextlib.suppress(FileNotFoundError):  # a client has deleted that tree
+                self.files.copy(known[item.size, item.sha256], key)
+                return 0
+        path = tree.path / item.path
+        try:
+            check_unchanged(path, item, read=not item.read)
+            self.files.upload(path, key, progress=progress)
+            check_unchanged(path, item)
+        except (FileNotFoundError, DigestError) as exc:
+            self.files.remove(key)
+            if tree.known is not None:
+                tree.known.forget(path)
+                tree.known.keep()
+            raise StorageError(f"{path} changed while it was being staged; start again") from exc
+        return item.size
+
+    def _known_files(self) -> dict[tuple[int, str], str]:
+        """Return the store's file for each content, by (bytes, SHA-256), from the manifests of all trees."""
+        known: dict[tuple[int, str], str] = {}
+        names = [name for name in self.files.names("data/manifests") if name.endswith(".json")]
+        for name, record in zip(names, parallel(lambda n: self._whole_json(f"data/manifests/{n}"), names), strict=True):
+            # A copy of remote data is updated in place: its address does not identify its content.
+            listed = record.get("files") if record and "source" not in record else None
+            for path, item in listed.items() if isinstance(listed, dict) else ():
+                with contextlib.suppress(TypeError, KeyError):
+                    known[item["size"], item["sha256"]] = f"data/{name.removesuffix('.json')}/{path}"
+        return known
+
+    # --------------------------------------------------------------------------------------------------------- records
+
+    def create_run(self, layout: Layout, record: Mapping[str, Any]) -> bool:
+        """Write run.json; return False, without a change, if the run exists.
+
+        Raises `StorageError` if it was staged so long ago that its announcement may have expired.
+        """
+        if any(time.time() - since > _STAGING for _, since in self._announced.get(layout.run_id, [])):
+            raise StorageError(
+                "it took days to stage this, so that some of it may have been removed again; start again"
+            )
+        created = self._create(f"{run_folder(layout.run_id)}/run.json", record)
+        self.withdraw(layout.run_id)
+        return created
+
+    def announce(self, run_id: str, named: Sequence[str], *, say: Callable[[str], None] | None = None) -> None:
+        """Announce that ``named`` (digests, URLs) will be staged for the run, so that no client deletes them until
+        `create_run`; ``say`` is called if that means to wait."""
+        now = time.time()
+        self._announced.setdefault(run_id, []).append((announce(self.files, run_id, named, say=say), now))
+
+    def announce_copy(self, run_id: str, digest: str) -> None:
+        """Announce that the run needs the copy ``data/<digest>`` unchanged, until run.json names it."""
+        key = f"{FOLDER}/{run_id}-{secrets.token_hex(8)}.json"
+        self.files.write(key, to_json({"for": run_id, "contents": [digest], "copied": [digest]}))
+        self._announced.setdefault(run_id, []).append((key, time.time()))
+
+    def withdraw(self, run_id: str) -> None:
+        """Remove the run's announcements: it is recorded, or will not be."""
+        for key, _ in self._announced.pop(run_id, []):
+            withdraw(self.files, key)
+
+    def run(self, run_id: str, *, needs: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the record of `create_run`, with its ``needs``. Raises `NotFoundError` with the nearest run."""
+        record = self._json(f"{run_folder(run_id)}/run.json")
+        if record is None:
+            near = did_you_mean(run_id, self.runs())
+            raise NotFoundError(f"no run {run_id!r} in {self.url}", field="run", hint=near)
+        record.pop(_TOKEN, None)
+        return checked_run(record, needs, f"{self.url}/{run_folder(run_id)}/run.json")
+
+    def runs(self) -> list[str]:
+        """Return run ids, sorted: dated ids (the default) come oldest first."""
+        return [name for name in self.files.names("runs") if is_run_id(name)]
+
+    def create_attempt(self, run: Layout | str, k: int, request: Request) -> bool:
+        """Write request.json of attempt ``k``; return False if another client has started that attempt."""
+        run_id = run if isinstance(run, str) else run.run_id
+        return self._create(f"{run_folder(run_id)}/attempts/{int(k)}/request.json", request.to_dict())
+
+    def attempt_request(self, run_id: str, k: int) -> Request | None:
+        """Return the request of attempt ``k``, or None if there is no such attempt."""
+        record = self._json(f"{run_folder(run_id)}/attempts/{int(k)}/request.json")
+        if record is None:
+            return None
+        record.pop(_TOKEN, None)
+        return Request.from_dict(record)
+
+    def attempts(self, run_id: str) -> list[int]:
+        """Return the numbers of attempts with a request, ascending."""
+        keys = self.files.list(f"{run_folder(run_id)}/attempts")
+        parts = [key.split("/")[-2:] for key in keys]
+        return sorted(int(number) for number, name in parts if name == "request.json" and number.isdigit())
+
+    def write_submitted(self, run_id: str, k: int, native_id: str) -> None:
+        """Record the platform's id of attempt ``k``. A second call keeps the time: `max_wait` counts from it."""
+        key = f"{run_folder(run_id)}/attempts/{int(k)}/submitted.json"
+        record = to_json({"native_id": native_id, "time": time.time()})
+        if not self.files.create(key, record) and (self._json(key) or {}).get("native_id") != native_id:
+            self.files.write(key, record)
+
+    def submitted(self, run_id: str, k: int) -> dict[str, Any] | None:
+        """Return ``{"native_id": …, "time": …}`` of attempt ``k``, or None until the platform has accepted it."""
+        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/submitted.json")
+
+    def write_refused(self, run_id: str, k: int, *, category: str, reason: str) -> None:
+        """Record that the platform refused attempt ``k``."""
+        record = {"category": category, "reason": reason, "time": time.time()}
+        self.files.write(f"{run_folder(run_id)}/attempts/{int(k)}/refused.json", to_json(record))
+
+    def refused(self, run_id: str, k: int) -> dict[str, Any] | None:
+        """Return ``{"category": …, "reason": …, "time": …}`` of a refused attempt, else None."""
+        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/refused.json")
+
+    def write_ended(self, run_id: str, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Record how attempt ``k`` failed; return the first such record, by which all clients judge."""
+        key = f"{run_folder(run_id)}/attempts/{int(k)}/ended.json"
+        self.files.create(key, to_json(record))
+        return self._json(key) or dict(record)
+
+    def ended(self, run_id: str, k: int) -> dict[str, Any] | None:
+        """Return the record of `write_ended`, or None if no client has judged attempt ``k``."""
+        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/ended.json")
+
+    def runs_since(self, run_id: str, k: int, now: float) -> float:
+        """Record that attempt ``k`` was seen running at ``now``; return its first such time (Unix seconds)."""
+        self.files.create(f"{run_folder(run_id)}/attempts/{int(k)}/running.json", to_json({"time": now}))
+        return self.seen_running(run_id, k) or now
+
+    def seen_running(self, run_id: str, k: int) -> float | None:
+        """Return when a client first saw attempt ``k`` running (Unix seconds), or None."""
+        record = self._json(f"{run_folder(run_id)}/attempts/{int(k)}/running.json")
+        return float(record["time"]) if record is not None else None
+
+    def waits_since(self, run_id: str, k: int, starts: int, now: float) -> float:
+        """Return when attempt ``k``, after ``starts`` starts, was first seen waiting for machines again (maybe now)."""
+        key = f"{run_folder(run_id)}/attempts/{int(k)}/waits-{int(starts)}.json"
+        self.files.create(key, to_json({"time": now}))
+        return float((self._json(key) or {"time": now})["time"])
+
+    def expire(self, run_id: str, k: int, reason: str) -> bool:
+        """Decide that attempt ``k`` has waited for machines too long; return False if another client has."""
+        return self._create(f"{run_folder(run_id)}/attempts/{int(k)}/expired.json", {"reason": reason})
+
+    def expired(self, run_id: str, k: int) -> dict[str, Any] | None:
+        """Return ``{"reason": …}`` of an attempt that waited for machines too long, else None."""
+        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/expired.json")
+
+    def context(self, layout: Layout) -> dict[str, Any] | None:
+        """Return the nodes' context.json, or None."""
+        return self._whole_json(self._key(layout.context))
+
+    def write_container(self, layout: Layout, context: Mapping[str, Any], key: bytes) -> None:
+        """Write context.json for the nodes, and the key of the node link unless it exists."""
+        self.files.create(self._key(layout.key), key, private=True)
+        self.files.write(self._key(layout.context), to_json(context))
+
+    def cancel(self, run_id: str) -> None:
+        """Forbid further attempts. Idempotent."""
+        self.files.create(f"{run_folder(run_id)}/cancelled.json", to_json({"time": time.time()}))
+
+    def cancelled(self, run_id: str) -> bool:
+        """Return whether further attempts are forbidden."""
+        return self.files.exists(f"{run_folder(run_id)}/cancelled.json")
+
+    def cancelled_since(self, run_id: str) -> float | None:
+        """Return when the run was cancelled (Unix seconds), or None."""
+        record = self._json(f"{run_folder(run_id)}/cancelled.json")
+        return None if record is None else float(record.get("time") or 0.0)
+
+    def write_result(self, run_id: str, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Write result.json if absent and return the stored one. A late client cannot overwrite it."""
+        key = f"{run_folder(run_id)}/result.json"
+        self.files.create(key, to_json(result, sort_keys=False))  # `--json` prints the keys in this order
+        return self._json(key) or dict(result)
+
+    def result(self, run_id: str) -> dict[str, Any] | None:
+        """Return result.json, or None while there is none."""
+        return self._json(f"{run_folder(run_id)}/result.json")
+
+    def exits(self, run_id: str) -> list[dict[str, Any]]:
+        """Return the nodes' exit records in order of attempt and node, without incomplete ones."""
+        return self._records(f"{run_folder(run_id)}/live/exit")
+
+    def starts(self, run_id: str) -> list[dict[str, Any]]:
+        """Return node 0's start record of each attempt, in order: its checkpoint, and the work lost before it."""
+        return self._records(f"{run_folder(run_id)}/live/attempts")
+
+    def _records(self, folder: str) -> list[dict[str, Any]]:
+        names = sorted((name for name in self.files.names(folder) if name.endswith(".json")), key=numbers_of)
+        found = dict(zip(names, parallel(lambda name: self._whole_json(f"{folder}/{name}"), names), strict=True))
+        if half := [name for name, record in found.items() if record is None]:
+            time.sleep(HALF_SECONDS)
+            found.update({name: self._whole_json(f"{folder}/{name}") for name in half})
+        return [record for record in found.values() if record is not None]
+
+    def _create(self, key: str, record: Mapping[str, Any]) -> bool:
+        # The token shows whose record it is if a reply was lost and a client library retried.
+        token = secrets.token_hex(16)
+        if self.files.create(key, to_json({**record, _TOKEN: token})):
+            return True
+        stored = self._whole_json(key)
+        return stored is not None and bool(stored.get(_TOKEN) == token)
+
+    def record(self, key: str) -> dict[str, Any] | None:
+        """Return the JSON object at ``key``, or None if it is missing or broken."""
+        return self._whole_json(key)
+
+    def _json(self, key: str) -> dict[str, Any] | None:
+        """Return the JSON object at ``key``, or None if it is missing. Raises `StorageError` for other content."""
+        try:
+            value = json_loads(self.files.read(key))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise StorageError(f"{self.url}/{key} is not a JSON object")
+        return value
+
+    def _whole_json(self, key: str) -> dict[str, Any] | None:
+        """Return the JSON object at ``key``; None if missing or broken, as a killed writer leaves it."""
+        try:
+            value = json_loads(self.files.read(key))
+        except (FileNotFoundError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
+
+    def _key(self, url: str) -> str:
+        if not url.startswith(self.url + "/"):
+            raise StorageError(f"{url} is not in the store {self.url}")
+        return url[len(self.url) + 1 :]
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def checkpoints(self, run_id: str) -> list[Checkpoint]:
+        """Return the complete checkpoints, oldest first: every file in commit.json exists with its size."""
+        found: dict[tuple[str, str, int], Checkpoint] = {}
+        for folder in ("live/checkpoints", "archive/checkpoints"):  # a checkpoint that moves meanwhile is in the second
+            for item in self._committed(f"{run_folder(run_id)}/{folder}"):
+                found.setdefault((item.name, item.attempt, item.seq), item)
+        return sorted(found.values(), key=age)
+
+    def _committed(self, root: str) -> list[Checkpoint]:
+        """Return the complete checkpoints below one folder."""
+        sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
+        matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
+        commits = parallel(lambda match: self._whole_json(f"{root}/{match[0]}"), matches)
+        found = [mirrored(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
+        return [item for item in found if item]
+
+    def direct(self, run_id: str) -> list[Checkpoint]:
+        """Return the checkpoints that a script wrote to the store itself, oldest first.
+
+        Complete: ``.metadata`` exists, and no file is newer. They have no digests.
+        """
+        root = f"{run_folder(run_id)}/checkpoints"
+        trees: dict[str, dict[str, Entry]] = {}
+        for key, entry in self.files.entries(root).items():
+            name, _, path = key[len(root) + 1 :].partition("/")
+            trees.setdefault(name, {})[path] = entry
+        found = [direct(root, name, files) for name, files in trees.items() if METADATA in files and safe(name)]
+        return sorted(filter(None, found), key=age)
+
+    def newest_checkpoint(self, run_id: str) -> Checkpoint | None:
+        """Return the newest of `checkpoints` and `direct` from which a training can resume."""
+        return newest_checkpoint(self.checkpoints(run_id), self.direct(run_id))
+
+    def pointers(self, run_id: str) -> dict[str, str]:
+        """Return the targets of the script's pointers (best, latest) by name; the first node's, if several differ."""
+        found: dict[str, str] = {}
+        for record in self._records(f"{run_folder(run_id)}/live/pointers"):
+            for name, pointer in record.items():
+                found.setdefault(name, str(pointer["target"]))
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------ pieces of Store
+
+
+def _checked(url: str) -> str:
+    """Return ``url``. Raises `SpecError` for a URL with a credential, which every record would quote, and for one that
+    cannot be a store. For a URL of a cloud's web page or API, the hint is the store that it stands for."""
+    if local_path(url) is None and scrubbed(url) != url:
+        why = "holds a password, key or signature, which every record of a run would quote"
+        raise SpecError(f"{scrubbed(url)} {why}; leave it out, and sign in as docs/storage.md says", field="store")
+    if url_scheme(url) in NO_STORES:
+        meant = (match.expand(store) for pattern, store in _MEANT if (match := re.match(pattern, url, re.IGNORECASE)))
+        how = next((f"use {store}" for store in meant), f"use {STORES} or a folder")
+        why = f"{url_scheme(url)} cannot create a file exclusively, so two clients could start one run"
+        raise SpecError(f"{url!r} cannot be a store: {why}", field="store", hint=how)
+    return url
+
+
+def run_folder(run_id: str) -> str:
+    """Return the key of the run's folder. Raises `SpecError` for an invalid run id."""
+    return f"runs/{check_run_id(run_id)}"
+
+
+def expect(progress: Progress | None, sizes: Sequence[int]) -> None:
+    """Report the files to come, by size, to ``progress`` if it has a method ``expect``."""
+    if isinstance(progress, ProgressWithTotal) and sizes:
+        progress.expect(len(sizes), sum(sizes))
+
+
+def to_json(value: Mapping[str, Any], *, sort_keys: bool = True) -> bytes:
+    """Return the bytes of a record."""
+    return (json.dumps(value, indent=2, sort_keys=sort_keys) + "\n").encode()
+
+
+def _manifest(tree: LocalTree) -> str:
+    # Not inside the trees: a script would find it, and platforms that match prefixes would copy it.
+    return f"data/manifests/{tree.digest}.json"
+
+
+def _placed(item: Input, url: str, file: str | None) -> LayoutInput:
+    return LayoutInput(url=url, file=file, mode=item.mode, shard=item.shard)
+
+
+def _remote_file(url: str) -> str | None:
+    if "://" not in url or url.endswith("/") or url_scheme(url) == "":
+        return None
+    bucket, slash, path = url.split("://", 1)[1].partition("/")
+    name = path.partition("?")[0].rsplit("/", 1)[-1]
+    return name if slash and bucket and _FILE_SUFFIX.search(name) else None
+
+
+def _existing(path: Path, where: str) -> Path:
+    if os.path.exists(path):  # also False for an impossible name
+        return path
+    siblings = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+    raise SpecError(f"there is no {path}", field=where, hint=did_you_mean(path.name, siblings))
+
+
+_RUN_RECORD: dict[str, tuple[type, ...]] = {"created": (int, float)}
+_RUN_RECORD |= dict.fromkeys(("settings", "job", "layout", "code"), (dict,))
+_RUN_RECORD |= dict.fromkeys(("run_id", "run", "provider", "job_digest", "runtime", "version"), (str,))
+
+
+def checked_run(record: dict[str, Any], needed: Iterable[str], where: str) -> dict[str, Any]:
+    """Return ``record``, a run.json, if it has all of ``needed``; else `StorageError`: ``where`` is damaged."""
+    lacks = next((f"it has no {name}" for name in needed if name not in record), "")
+    wrong = (name for name, kinds in _RUN_RECORD.items() if name in record and type(record[name]) not in kinds)
+    if why := lacks or next((f"its {name} is a {type(record[name]).__name__}" for name in wrong), ""):
+        raise StorageError(f"{where} is damaged: {why}")
+    return record
+
+
+def next_of(store: Store, run_id: str) -> dict[str, Any] | None:
+    """Return the handover record: ``run``, the URL of the following run, and the ``result`` of this one; else None.
+
+    Raises `StorageError` for a malformed record.
+    """
+    key = f"{run_folder(run_id)}/next.json"
+    noted = store.record(key)
+    if noted is not None and not (isinstance(noted.get("run"), str) and isinstance(noted.get("result"), dict)):
+        raise StorageError(f"{store.url}/{key} does not say where the run went on; it is none of cloudtrain's")
+    return noted

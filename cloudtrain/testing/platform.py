@@ -1,0 +1,113 @@
+"""World: a provider's platform for the contract suite, faked at the wire, so that the vendor's SDK talks.
+
+A World is small on purpose. The parts common to all platforms (jobs, plans, waiting, pulling) are written here once.
+Only the platform's own parts are abstract. A World of a real account is a World too.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from ..provider_api.protocol import Provider, Request
+from ..runs.log_order import parse_line
+from ..runs.run import Run
+from ..runs.submit import Plan, submit
+from . import probe
+from .tables import RUN_ID, SECRET, Fields, Place, Sample, Seen, plan_of
+
+__all__ = ["FakePlatform", "Impossible", "numbered"]
+
+PATIENCE = 120.0
+"""Longest time of a job of the suite, and longest wait for one of its lines, in seconds."""
+
+
+class Impossible(Exception):
+    """Error: this platform has no such fault; the message says why."""
+
+
+class FakePlatform(abc.ABC):
+    """One platform and a store of it, both empty. Made with a folder for the suite's own files."""
+
+    provider: Provider
+    """The provider under test, made with settings that lead to this world."""
+    store: str
+    """URL of an empty store that its nodes can reach."""
+    nowhere: str
+    """A native id in the platform's form, of a job that never existed."""
+
+    def __init__(self, folder: Path, *, provider: Provider, store: str, nowhere: str, secret: str = "") -> None:
+        self.folder, self.provider, self.store, self.nowhere = folder, provider, store, nowhere
+        self.sample = Sample.of(type(provider))
+        #: ``place.secret`` refers to a secret that has the value `tables.SECRET` in this world.
+        self.place = Place.make(
+            folder / "place", store=store, provider=provider.name, secret=secret or self.sample.secret
+        )
+
+    # ----------------------------------------------------------------------------------------------- the platform's own
+
+    @abc.abstractmethod
+    def node(self, request: Request, number: int) -> AbstractContextManager[Mapping[str, str]]:
+        """Return the environment in which the platform starts node ``number``, for `Provider.node_environment`."""
+
+    @abc.abstractmethod
+    def preempt(self, run: Run, number: int) -> None:
+        """Take node ``number`` back as the platform would: its stop signal, its grace, its restart of all nodes."""
+
+    @abc.abstractmethod
+    def kill(self, run: Run, number: int) -> None:
+        """Lose node ``number``, without a notice."""
+
+    @abc.abstractmethod
+    def fault(self, category: str) -> AbstractContextManager[Fields]:
+        """Return a context whose fields make a job meet ``category`` (capacity, quota, auth, image). Raises
+        `Impossible`."""
+
+    def check(self, request: Request) -> None:
+        """Raise unless the platform itself would accept the request: the vendor's own validator."""
+        json.dumps(request.body, allow_nan=False)
+
+    # ------------------------------------------------------------------------------------------ common to all platforms
+
+    def plan(self, *parts: Fields, run_id: str = RUN_ID) -> Plan:
+        """Return the plan of a job that this platform accepts, with the fields of ``parts`` (later ones win)."""
+        return plan_of(self.provider, self.place, self.sample.job, *parts, run_id=run_id)
+
+    def send(self, plan: Plan) -> Run:
+        """Submit the plan for real."""
+        return submit(plan, environ={probe.SECRET: SECRET})
+
+    def await_line(self, run: Run, text: str) -> None:
+        """Wait until every node of the run has printed a line with ``text``."""
+        nodes = set(range(run.job.resources.instance_count))
+        deadline = time.monotonic() + PATIENCE
+        while not nodes <= {line.node for line in run.logs() if line.text == text}:
+            if time.monotonic() > deadline or run.status().final:
+                raise AssertionError(f"{run!r} never said {text!r} on every node")
+            time.sleep(0.2)
+
+    def seen(self, run: Run) -> Seen:
+        """Wait for the run, pull it, and read its ranks' records."""
+        result = run.wait(timeout=PATIENCE, poll=0.2)
+        folder = self.folder / "pulled" / run.run_id
+        run.pull(folder)
+        found = sorted(folder.glob("artifacts/rank-*.json"), key=lambda p: int(p.stem.removeprefix("rank-")))
+        return Seen(ranks=tuple(json.loads(p.read_bytes()) for p in found), result=result, folder=folder)
+
+
+def numbered(provider: Provider, native_id: str) -> list[tuple[str, int, int]]:
+    """Return (attempt, node, number) of every numbered line of the platform's own log, in the order of its pages."""
+    found: list[tuple[str, int, int]] = []
+    cursor: Any = None
+    while True:
+        page = provider.logs(native_id, cursor)
+        lines = [parse_line(line) for line in page.lines]
+        found += [(*line.stream, line.seq) for line in lines if line.stream is not None]
+        if not page.more and not page.lines:
+            return found
+        cursor = json.loads(json.dumps(page.cursor))

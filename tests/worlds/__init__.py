@@ -1,0 +1,1 @@
+"""Fake clouds: each platform imitated at the wire, so that the vendor's own client talks to it."""
