@@ -199,7 +199,7 @@ class Fleet:
         )
 
     def _node(self, number: int) -> None:
-        site, inbox = self.node_environment(number), self.world.queue.SimpleQueue()
+        site, inbox = self.site(number), self.world.queue.SimpleQueue()
         made = node.Node(context=self.context, site=site, attempt=self.attempt, key=b"k" * 32, inbox=inbox)
         self.running[number], self.inboxes[number] = made, inbox
         self.codes[number] = made.run()

@@ -97,8 +97,8 @@ def race(code: str, *args: str, count: int) -> list[Any]:
 ATTEMPT_RACER = """
 from cloudtrain.provider_api.protocol import Request
 from cloudtrain.store.store import Store
-from cloudtrain.storage.files import Moving
-store = Store(sys.argv[1], moving=Moving(mover=sys.argv[3]))
+from cloudtrain.storage.files import TransferOptions
+store = Store(sys.argv[1], moving=TransferOptions(mover=sys.argv[3]))
 store.runs()
 request = Request(provider="p", operation="create", body={}, context={}, run="r")
 ready()

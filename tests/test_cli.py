@@ -391,7 +391,7 @@ def test_durations_read_back(seconds: int, text: str) -> None:
     ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**50, "1024.0 TiB")]
 )
 def test_sizes(count: int, text: str) -> None:
-    assert format.size(count) == text
+    assert format.size_text(count) == text
 
 
 def test_bytes_that_move_are_told_with_rate_and_time_left() -> None:

@@ -208,9 +208,9 @@ def test_two_may_make_room_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 _WRITER = """
 import sys
 from pathlib import Path
-from cloudtrain.storage.digest_cache import Digests
+from cloudtrain.storage.digest_cache import DigestCache
 for _ in range(20):
-    known = Digests(Path(sys.argv[1]), folder=Path(sys.argv[2]), clock=lambda: 4e9)
+    known = DigestCache(Path(sys.argv[1]), folder=Path(sys.argv[2]), clock=lambda: 4e9)
     known._changed = True
     print(known.of(Path(sys.argv[1], "a")))
     known.keep()

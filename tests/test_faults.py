@@ -209,10 +209,10 @@ KILLED = f"""
 import sys
 from pathlib import Path
 from cloudtrain.storage import obstore_backend
-from cloudtrain.storage.files import Moving, files
+from cloudtrain.storage.files import TransferOptions, files
 obstore_backend.PIECE = {PIECE}
 url, mover, folder = sys.argv[1:]
-tree = files(url, moving=Moving(mover=mover))
+tree = files(url, moving=TransferOptions(mover=mover))
 tree.list()
 print("begun", flush=True)
 for number in range(1000):

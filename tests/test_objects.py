@@ -321,7 +321,8 @@ def test_fifty_race_for_a_name_and_one_wins(s3: FaultyS3) -> None:
 
 
 def run(code: str, *args: str, seconds: float = 60) -> str:
-    words = "import os, signal, sys, threading, time\nfrom cloudtrain.storage.files import files, Moving, parallel\n"
+    words = "import os, signal, sys, threading, time\n"
+    words += "from cloudtrain.storage.files import TransferOptions, files, parallel\n"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", words + code, *args], capture_output=True, text=True, timeout=seconds
     )
@@ -333,7 +334,7 @@ def test_a_forked_child_goes_on_with_fsspec(s3: FaultyS3) -> None:
     """obstore's threads are not forked: used by the parent, it hangs in the child."""
     s3.put("store/key", b"data")
     code = (
-        "tree = files('s3://bucket/store', moving=Moving(mover=sys.argv[1]))\n"
+        "tree = files('s3://bucket/store', moving=TransferOptions(mover=sys.argv[1]))\n"
         "assert parallel(tree.read, ['key'] * 8, jobs=4) == [b'data'] * 8\n"
         "print(tree.mover, flush=True)\n"
         "if os.fork() == 0:\n"
@@ -379,7 +380,7 @@ def test_ctrl_c_is_heard_while_a_server_is_silent(s3: FaultyS3) -> None:
         "import socket\n"
         "silent = socket.socket(); silent.bind(('127.0.0.1', 0)); silent.listen()\n"
         "os.environ['AWS_ENDPOINT_URL'] = f'http://127.0.0.1:{silent.getsockname()[1]}'\n"
-        "tree = files('s3://bucket/store', moving=Moving(mover='obstore'))\n"
+        "tree = files('s3://bucket/store', moving=TransferOptions(mover='obstore'))\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what runs in the background may ignore it
         "threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
         "began = time.monotonic()\n"
@@ -632,7 +633,7 @@ def test_where_it_is_not_installed_it_is_fsspec(s3: FaultyS3) -> None:
     code = (
         "sys.modules['obstore'] = None\n"
         "print(files('s3://bucket/store').mover)\n"
-        "try: files('s3://bucket/store', moving=Moving(mover='obstore')).mover\n"
+        "try: files('s3://bucket/store', moving=TransferOptions(mover='obstore')).mover\n"
         "except Exception as exc: print(exc)\n"
     )
     first, second = run(code).splitlines()
@@ -856,7 +857,7 @@ def test_who_is_signed_in_to_azure_is_let_in(signed_in: SignedIn, tmp_path: Path
         "mover, account, key, host, folder = sys.argv[1:]\n"
         "with BlobServiceClient(f'https://{host}', credential=key) as client: client.create_container('held')\n"
         "options = {'anon': False, 'account_name': account, 'account_host': host}\n"
-        "tree = files('abfs://held/store', storage=lambda _: options, moving=Moving(mover=mover))\n"
+        "tree = files('abfs://held/store', storage=lambda _: options, moving=TransferOptions(mover=mover))\n"
         "assert tree.create('a/key', b'data')\n"
         "assert not tree.create('a/key', b'other')\n"
         "tree.upload(Path(folder, 'large'), 'large')\n"
@@ -887,7 +888,7 @@ def test_memory_is_bounded_whatever_the_size(s3: FaultyS3, tmp_path: Path, monke
         code = (
             "import re; from pathlib import Path\n"
             "folder, size = sys.argv[1:]\n"
-            "tree = files('s3://bucket', moving=Moving(mover='obstore'))\n"
+            "tree = files('s3://bucket', moving=TransferOptions(mover='obstore'))\n"
             "tree.upload(Path(folder, 'sparse'), f'zeros-{size}')\n"
             "tree.download(f'zeros-{size}', Path(folder, 'back'), size=int(size))\n"
             "print(re.search('VmHWM:\\\\s*(\\\\d+) kB', Path('/proc/self/status').read_text())[1])\n"

@@ -237,7 +237,7 @@ def test_own_providers_are_found_and_keep_the_protocol() -> None:
         kind = find_provider(name)
         assert kind.name == name
         assert isinstance(kind(), Provider)
-        for method in ("plan", "submit", "find", "status", "logs", "cancel", "site", "nodes"):
+        for method in ("plan", "submit", "find", "status", "logs", "cancel", "node_environment", "launch_spec"):
             ours, wanted = inspect.signature(getattr(kind, method)), inspect.signature(getattr(Provider, method))
             assert list(ours.parameters) == list(wanted.parameters), f"{name}.{method}"
 

@@ -381,10 +381,10 @@ from cloudtrain.storage import remote
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.store.remote_inputs import bring
 from cloudtrain.store.store import Store
-from cloudtrain.storage.files import Moving
+from cloudtrain.storage.files import TransferOptions
 remote.PIECE = 65536
 given = json.loads(sys.argv[1])
-store = Store(given["store"], moving=Moving(mover=sys.argv[2], concurrency=2))
+store = Store(given["store"], moving=TransferOptions(mover=sys.argv[2], concurrency=2))
 print("begins", flush=True)
 def progress(key, count):
     print(count, flush=True)

@@ -683,9 +683,9 @@ def test_an_unknown_scheme_and_a_missing_package() -> None:
         files("nosuch://bucket/x").read("key")
     code = (
         "import sys; sys.modules['s3fs'] = None\n"
-        "from cloudtrain.storage.files import Moving, files\n"
+        "from cloudtrain.storage.files import TransferOptions, files\n"
         "from cloudtrain.errors import SpecError\n"
-        "try: files('s3://bucket/x', moving=Moving(mover='fsspec')).read('key')\n"
+        "try: files('s3://bucket/x', moving=TransferOptions(mover='fsspec')).read('key')\n"
         "except SpecError as exc: said = f'{exc} {exc.hint}'\n"
         "else: raise SystemExit('no error')\n"
         "assert 's3:// needs s3fs, which is not installed' in said and '[sagemaker]' in said, said\n"

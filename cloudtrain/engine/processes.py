@@ -121,7 +121,7 @@ class ProcessEngine:
         groups = root.with_name(f"{root.name}.groups")
         env[ENGINE_PREFIX + "GROUPS"] = str(groups)
         # Made here, so that it is removed however the node ends.
-        scratch = Path(tempfile.mkdtemp(prefix="cloudtrain-"))
+        scratch = Path(tempfile.mkdtemp(prefix="cloudtrain-")).resolve()  # as the node names it
         env[ENGINE_PREFIX + "SCRATCH"] = str(scratch)
         reader, writer = os.pipe()
         try:

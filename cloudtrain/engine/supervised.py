@@ -217,6 +217,7 @@ class SupervisedProvider(ProviderExtras):
             process = subprocess.Popen(
                 [sys.executable, "-c", code, str(package), str(folder), self.engine],
                 cwd=folder,
+                env=_outside(os.environ),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -291,7 +292,10 @@ class SupervisedProvider(ProviderExtras):
 
     def cancel(self, native_id: str) -> None:
         folder = _existing(native_id)
-        (folder / "cancel").touch()
+        try:
+            (folder / "cancel").touch()
+        except OSError as exc:  # a full or read-only disk
+            raise StorageError(f"cannot write {folder / 'cancel'}: {exc.strerror}") from None
 
     def launch_spec(self, request: Request) -> LaunchSpec:
         return LaunchSpec.from_dict({key: request.body[key] for key in ("nodes", "rules")})
@@ -336,6 +340,15 @@ def origin_tags(layout: Layout) -> dict[str, str]:
     page = layout.origin.get("ci_url") or layout.origin.get("ci_run", "")
     said = {"cloudtrain.revision": layout.origin.get("revision", ""), "cloudtrain.ci": page}
     return {name: value for name, value in said.items() if value}
+
+
+def _outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables without those that name the scratch folder of the node on which this client runs.
+
+    A node's end kills every process with such a variable, and a run that a script starts must outlive the script.
+    """
+    inside = re.match(r".*?/cloudtrain-[^/]+/", environ.get("CLOUDTRAIN_CHECKPOINT_DIR", ""))
+    return {name: value for name, value in environ.items() if inside is None or not value.startswith(inside[0])}
 
 
 def _existing(native_id: str) -> Path:

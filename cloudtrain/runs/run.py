@@ -665,17 +665,14 @@ class Run(HandoverMixin):
             if self._ticks() >= due:
                 with self._listening(contact):
                     found, natives = self._current()
+                    unsent = self._unsent  # sending, or a listener that looks at the run, forgets it
                     status = found if acts else self._between(found, natives)
                     if acts:
                         self._expire(status, natives)
                         if self._unsent is not None and not status.final and retry is not None:
                             retry.resend(self._unsent, self._ticks())
                     yield status
-                    if (
-                        not status.final
-                        and not (sends and self._unsent is not None)
-                        and (not natives or self._unsent is not None)
-                    ):
+                    if not status.final and (not natives if unsent is None else not sends):
                         raise LostContactError(status.reason)  # no client may ever send it
                 every = min(longest, every * 1.25)
                 due = self._ticks() + every
@@ -785,23 +782,26 @@ class Run(HandoverMixin):
         if self._is_over():
             return
         errors: list[CloudtrainError] = []
+        unmarked: StorageError | None = None
         try:
             self.store.cancel(self.run_id)  # first of all: an attempt that starts from now on sees it
-        except StorageError as exc:  # such as a full store; a supervisor that is told to stop starts none either
-            errors += [exc] if self.provider.retried_by != "supervisor" else []
+        except StorageError as exc:  # such as a full store
+            unmarked = exc
         for k in self.store.attempts(self.run_id):
             try:
                 native = self._native(k)
                 if native is not None:
                     self._patiently(partial(self.provider.cancel, native))
+                    if self.provider.retried_by == "supervisor":
+                        unmarked = None  # a supervisor that is asked to stop starts no further attempt
             except NotFoundError:
                 continue  # the platform does not know it, so it does not run
             except CloudtrainError as exc:
                 errors.append(exc)
         if self._lead():  # the client that moved the run may not have seen the cancel
             self.cancel()
-        if errors:
-            raise errors[0]
+        if unmarked is not None or errors:
+            raise unmarked or errors[0]
 
     def _is_over(self) -> bool:
         """Return whether nothing is left to cancel; False if the platform does not answer."""

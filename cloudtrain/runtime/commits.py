@@ -138,7 +138,7 @@ class Commits:
         now = time.monotonic()
         alive = self._peers()
         room = MOST_ROUNDS - sum(work.phase != "idle" for work in self._rounds.values())
-        for work in list(self._rounds.values()):
+        for work in sorted(self._rounds.values(), key=lambda work: work.retry):
             if work.phase == "idle" and now >= work.retry and room > 0:
                 room -= 1
                 self._numbers += 1

@@ -42,6 +42,11 @@ checkpoints = pathlib.Path(os.environ["CLOUDTRAIN_CHECKPOINT_DIR"])
 for folder in (checkpoints, os.environ["CLOUDTRAIN_ARTIFACT_DIR"], checkpoints.parent):
     shutil.rmtree(folder)
 """
+SUBMITS = """
+import subprocess, sys
+inner = ["submit", "inner.py", "--launcher", "python", "--run-id", "inner", "--detach", "--store", sys.argv[1]]
+subprocess.run([sys.executable, "-m", "cloudtrain", *inner], check=True)
+"""
 STANDS = """
 import os, time
 print("up", flush=True)
@@ -74,6 +79,24 @@ def test_what_a_script_detaches_ends_with_the_run(jobs: Jobs, seconds: int) -> N
     if seconds:
         assert jobs.cli("cancel", run.url).code == 0
     jobs.gone(60)
+
+
+def test_a_run_that_a_script_submits_outlives_the_script(jobs: Jobs) -> None:
+    jobs.write("train.py", SUBMITS)
+    jobs.write("inner.py", "import time\ntime.sleep(4)\nprint('inner ended', flush=True)\n")
+    done = jobs.submit("train.py", "--launcher", "python", "--", str(jobs.store))
+    assert done.code == 0, done.err
+    assert jobs.cli("wait", "inner", "--store", str(jobs.store)).code == 0
+    assert "inner ended" in jobs.cli("logs", "inner", "--store", str(jobs.store)).out
+
+
+def test_what_a_script_detaches_ends_where_the_temporary_folder_is_a_link(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    jobs.write("train.py", DETACHES)
+    done = jobs.submit("train.py", "--launcher", "python", "--", "0", TMPDIR=str(tmp_path / "link"))
+    assert done.code == 0, done.err
+    jobs.gone(3)
 
 
 def test_what_a_script_detaches_ends_after_its_supervisor_was_killed_and_no_folder_stays(jobs: Jobs) -> None:

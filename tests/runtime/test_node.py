@@ -390,7 +390,7 @@ class Copying:
     """A mirror that is not idle before ``seconds`` have passed."""
 
     def __init__(self, seconds: float) -> None:
-        self.idle, self.last = threading.Event(), 0.0
+        self.idle, self.last, self.trouble = threading.Event(), 0.0, ""
         threading.Timer(seconds, self.idle.set).start()
 
     def finish(self, *, clean: bool) -> None:
@@ -504,7 +504,7 @@ class SlowMirror:
     """A mirror that is idle some time after the script's end, or only once it is in a hurry."""
 
     def __init__(self) -> None:
-        self.idle, self.last = threading.Event(), 0.0
+        self.idle, self.last, self.trouble = threading.Event(), 0.0, ""
 
     def finish(self, *, clean: bool) -> None:
         threading.Timer(0.5, self.idle.set).start()
