@@ -84,6 +84,8 @@ def serve(folder: Path) -> None:
     """An account until stdin ends. The first line out says how to reach it; each line in is answered with counts."""
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, make_server
+
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
     from worlds.sagemaker.plane import REGISTRY, Plane
 
     counts, lock = dict[str, int](), threading.Lock()

@@ -57,6 +57,7 @@ print(find_provider("vertex")(**json.loads(sys.argv[1])).status(sys.argv[2]).sta
 
 def serve(folder: Path) -> None:
     """A project until stdin ends. The first line out says how to reach it; each line in is answered with its jobs."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
     from worlds.vertex.world import BUCKET, VertexWorld
 
     world = VertexWorld(folder, image=IMAGE)

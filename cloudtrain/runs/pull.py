@@ -43,7 +43,7 @@ PATIENCE = 600.0
 
 _PLACES = ("artifacts", "checkpoints", "logs", "metrics.jsonl", "native", "outputs", "result.json", "run.json")
 ANOTHER_SECONDS = 60.0
-"""How long a pull waits for another one that fills the same folder."""
+"""Longest wait of a pull for another one that fills the same folder."""
 _SAVED = 2.0  # seconds after which what has come is written down, for a pull that is killed
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors of this machine's disk, which waiting for a remote store does not cure."""

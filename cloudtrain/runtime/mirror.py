@@ -133,7 +133,7 @@ class Mirror:
         self._told_of_progress = self._passed_on = 0.0
         self._newest = self._stirred = 0.0
         self.trouble = ""
-        """What the system said when the last checkpoint could not be copied to the store; empty once one could."""
+        """Reason why the last checkpoint could not be copied to the store; empty after a copy that succeeded."""
         self._thread = threading.Thread(target=self._loop, name="mirror", daemon=True)
 
     def _make_commits(self, nodes: int, attempt: str, keep: int, damaged: Sequence[Path]) -> Commits:

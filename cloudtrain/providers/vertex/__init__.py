@@ -87,7 +87,7 @@ class Provider(ProviderExtras):
     object_mounts: ClassVar[tuple[str, ...]] = (
         *("/gcs/", "AIP_MODEL_DIR", "AIP_CHECKPOINT_DIR", "AIP_TENSORBOARD_LOG_DIR"),
     )
-    """Where nodes see Cloud Storage as files: the folder, and the service's variables that name places in it."""
+    """Places where nodes see Cloud Storage as files: the folder, and the service's variables that name places in it."""
 
     def __init__(self, **settings: Any) -> None:
         from .request import checked
