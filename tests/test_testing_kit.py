@@ -41,12 +41,15 @@ if os.environ["CLOUDTRAIN_ATTEMPT"] == "0.1":
     raise ValueError("a bad moment")
 while step < 12 and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
     step += 1
-    with open(os.environ["CLOUDTRAIN_METRICS_FILE"], "a") as stream:
-        stream.write(json.dumps({"step": step, "loss": 1 / step}) + chr(10))
+    if os.environ["RANK"] == "0":
+        with open(os.environ["CLOUDTRAIN_METRICS_FILE"], "a") as stream:
+            stream.write(json.dumps({"step": step, "loss": 1 / step}) + chr(10))
     time.sleep(0.05)
-folder = f"{os.environ['CLOUDTRAIN_CHECKPOINT_DIR']}/step-{step}"
-os.makedirs(folder)
-open(f"{folder}/step.txt", "w").write(str(step))
+# One rank alone writes: the nodes here are not in step, and two would write checkpoints of different steps.
+if os.environ["RANK"] == "0":
+    folder = f"{os.environ['CLOUDTRAIN_CHECKPOINT_DIR']}/step-{step}"
+    os.makedirs(folder)
+    open(f"{folder}/step.txt", "w").write(str(step))
 print("at", step, os.environ.get("TOKEN", "")[::-1], data, flush=True)
 """
 
