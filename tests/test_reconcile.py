@@ -179,7 +179,7 @@ def test_another_clients_context_is_never_told_to_the_nodes_of_a_newer_attempt(p
     assert late.context["processes"] == 4
     third = place.platform.plan(run.job, slow._layout, attempt=2, choice=0)
     assert place.store.create_attempt("r", 2, third)
-    slow._send(late)
+    slow._send(late, {})
     context = json.loads(place.store.files.read("runs/r/container/context.json"))
     assert context["processes"] == 8
     assert "r.2" not in place.platform.jobs(), "it is for whoever recorded that one, or comes next"

@@ -8,6 +8,7 @@ their labels. An engine that is away for a while is waited for.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -356,14 +357,26 @@ class ContainerEngine:
 
     # --------------------------------------------------------------------------------------------------------- clean-up
 
+    def take_over(self, folder: Path) -> None:
+        with open(folder / "guard.lock", "ab") as lock:  # its guard must not remove this supervisor's containers
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        self.patiently(lambda api: clear(api, self._label))
+        shutil.rmtree(folder / "nodes", ignore_errors=True)
+
     def _start_guard(self) -> None:
-        if self._guard is None:
+        if self._guard is not None:
+            return
+        with open(self._folder / "guard.lock", "ab") as lock:  # held until the guard ends, by the guard alone
+            fcntl.flock(lock, fcntl.LOCK_EX)
             # -S and imports after the wait keep an idle guard cheap.
             code = "import sys\nif not sys.stdin.buffer.read(1):\n import site; site.main()\n"
             code += " sys.path.append(sys.argv[1]); from cloudtrain.engine.docker_api import guard; guard(sys.argv[2])"
             package = str(Path(__file__).resolve().parents[2])
             self._guard = subprocess.Popen(
-                [sys.executable, "-S", "-c", code, package, self._label], stdin=subprocess.PIPE, start_new_session=True
+                [sys.executable, "-S", "-c", code, package, self._label],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=(lock.fileno(),),
             )
 
     def clean(self) -> None:

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +26,14 @@ from typing import IO
 
 from ..errors import CapacityError, SpecError, StorageError
 from ..provider_api.launch_spec import LaunchSpec, NodeSpec
-from ..runtime.host_facts import kill_users
+from ..runtime.host_facts import kill_users, users
 from . import ENGINE_PREFIX, staged
 
 __all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "has_torch", "share_of_gpus"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORPHAN_SECONDS = 60.0
+"""Seconds that nodes without a supervisor have to end: their stop grace of 40 s, and some for a slow disk."""
 
 
 @dataclass
@@ -72,6 +75,13 @@ class ProcessEngine:
 
     def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
         """Do nothing: processes need nothing that is not here."""
+
+    def take_over(self, folder: Path) -> None:
+        nodes, deadline = folder / "nodes", time.monotonic() + ORPHAN_SECONDS
+        while users(nodes) and time.monotonic() < deadline:  # each sees that its supervisor is gone, and saves its work
+            time.sleep(0.1)
+        kill_users(nodes)
+        shutil.rmtree(nodes, ignore_errors=True)
 
     def remarks(self) -> str:
         return ""

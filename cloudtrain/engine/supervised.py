@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -27,6 +28,7 @@ from ..errors import LostContactError, NotFoundError, PlatformError, SpecError, 
 from ..job.options import merge_options
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ..provider_api.protocol import (
+    FINAL,
     AttemptInfo,
     Layout,
     LogLine,
@@ -196,7 +198,7 @@ class SupervisedProvider(ProviderExtras):
     def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
         if os.name != "posix":
             raise UnsupportedError(self.name, "provider", "its supervisor needs Linux or macOS")
-        folder = self._folder(request.run)
+        folder = self._folder(request)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             claimed = folder / "request.json"
@@ -241,8 +243,15 @@ class SupervisedProvider(ProviderExtras):
             time.sleep(0.01)
 
     def find(self, request: Request) -> str | None:
-        folder = self._folder(request.run)
-        return self._native_id(folder) if (folder / "status.json").exists() else None
+        folder = self._folder(request)
+        if (folder / "status.json").exists():
+            return self._native_id(folder)
+        for earlier in reversed(range(request.attempt)):  # an earlier attempt's supervisor may have started it
+            folder = self._folder(replace(request, attempt=earlier))
+            if (folder / "status.json").exists():
+                started = {row["number"].partition(".")[0] for row in _read(folder / "status.json")["attempts"]}
+                return self._native_id(folder) if str(request.attempt) in started else None
+        return None
 
     def status(self, native_id: str) -> Status:
         folder = _existing(native_id)
@@ -300,14 +309,28 @@ class SupervisedProvider(ProviderExtras):
     def launch_spec(self, request: Request) -> LaunchSpec:
         return LaunchSpec.from_dict({key: request.body[key] for key in ("nodes", "rules")})
 
-    def _folder(self, run: str) -> Path:
-        """Return the supervisor's folder: below the run's own folder if that is on this machine."""
+    def abandoned(self, native_id: str) -> bool:
+        """Return True if the supervisor was killed, or this machine restarted, before the run ended."""
+        with contextlib.suppress(NotFoundError, LostContactError):
+            folder = _existing(native_id)
+            if is_alive(folder):
+                return False
+            data = _read(folder / "status.json")
+            return data["state"] not in FINAL and data["host"] == socket.gethostname()
+        return False
+
+    def _folder(self, request: Request) -> Path:
+        """Return the folder of the supervisor that a client starts for this attempt.
+
+        It is below the run's own folder if that is on this machine. Attempts that a supervisor starts itself have none.
+        """
+        run, suffix = request.run, f"-{request.attempt}" if request.attempt else ""
         if run.startswith("file://"):
-            return Path(run.removeprefix("file://")) / "supervisor"
+            return Path(run.removeprefix("file://")) / f"supervisor{suffix}"
         root = self.settings.state_dir or os.path.join(
             os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state"), "cloudtrain"
         )
-        return Path(root) / hashlib.sha256(run.encode()).hexdigest()[:16]
+        return Path(root) / (hashlib.sha256(run.encode()).hexdigest()[:16] + suffix)
 
     def _native_id(self, folder: Path) -> str:
         return f"{socket.gethostname()}:{folder}"
@@ -315,11 +338,15 @@ class SupervisedProvider(ProviderExtras):
     def _abandoned(self, folder: Path, status: Status) -> Status:
         """Return status failed for a run whose supervisor died; raise `LostContactError` from another machine."""
         data = _read(folder / "status.json")
-        if data["state"] in ("succeeded", "failed", "cancelled"):
+        if data["state"] in FINAL:
             return self.status(f"{data['host']}:{folder}")  # it ended between the two reads
         if data["host"] != socket.gethostname():
             raise LostContactError(f"this run is on the machine {data['host']}; ask there", passing=False)
-        self._clear(folder)
+        with locked(folder, shared=True) as free:
+            if not free:
+                return status  # the supervisor of the next attempt is closing it
+            if _read(folder / "status.json")["state"] not in FINAL:  # else the next attempt may have begun
+                self._clear(folder)
         cancelled = (folder / "cancel").exists()
         rebooted = data["boot"] and data["boot"] != boot_id()
         reason = "this machine was restarted while the run went on" if rebooted else "the run's supervisor was killed"
@@ -361,16 +388,24 @@ def _existing(native_id: str) -> Path:
     raise NotFoundError(f"no supervisor has ever written {folder}")
 
 
-def is_alive(folder: Path) -> bool:
-    """Return True if a supervisor holds the folder's lock."""
+@contextlib.contextmanager
+def locked(folder: Path, *, shared: bool) -> Iterator[bool]:
+    """Hold the lock of a supervisor's folder; yield False if another process holds it. Several may share it."""
     import fcntl
 
     with open(folder / "lock", "ab") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: concurrent callers do not block each other
+            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
-            return True
-    return False
+            yield False
+        else:
+            yield True
+
+
+def is_alive(folder: Path) -> bool:
+    """Return True if a supervisor holds the folder's lock."""
+    with locked(folder, shared=True) as free:
+        return not free
 
 
 def image_id(simulation: LaunchSpec) -> str:

@@ -22,10 +22,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import EXIT_CODES, CapacityError, CloudtrainError, SpecError, StorageError
+from ..errors import EXIT_CODES, CapacityError, CloudtrainError, PlatformError, SpecError, StorageError
 from ..job.job import Job
 from ..provider_api.launch_spec import LaunchRules, LaunchSpec, Mount
-from ..provider_api.protocol import AttemptInfo, Layout, Provider, Request
+from ..provider_api.protocol import FINAL, AttemptInfo, Layout, Provider, Request
 from ..provider_api.registry import find_provider
 from ..runs.outcome import records_of, was_lost
 from ..runs.run import NOT_RETRIED, Run
@@ -37,7 +37,7 @@ from ..store.store import Store
 from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .fault_injection import Injection, InjectionPlan
 from .node_folders import NodeFolders
-from .supervised import SupervisedProvider, refuse
+from .supervised import SupervisedProvider, locked, refuse
 
 __all__ = ["Supervisor", "main"]
 
@@ -55,6 +55,8 @@ LOST_SECONDS = 15.0
 UNMET_SECONDS = 3.0
 """The same before the nodes have met: they would wait for it in vain."""
 RESTART_SECONDS = 1.0
+LOCK_SECONDS = 60.0
+"""Seconds that clients which clear up after a killed supervisor may hold its folder's lock."""
 SIGNAL_SECONDS = 1.0
 """Seconds between stop signals to a node: a Python that has just started has no handler yet."""
 KILLED = (137, 143)
@@ -116,6 +118,7 @@ class Supervisor:
             "host": socket.gethostname(),
             "boot": boot_id(),
             "pid": os.getpid(),
+            "spent": 0.0,  # seconds of running of earlier attempts that another supervisor started
         }
 
     @cached_property
@@ -142,8 +145,9 @@ class Supervisor:
             return  # a run is supervised once; its end, or its supervisor's, is on record
         self._write_status()
         mounts = _Mounts(folder=self.folder, store=self.store, run_id=self.run_id)
-        mounts.start_syncing()
         try:
+            self._take_over(mounts)
+            mounts.start_syncing()
             state, category, reason = self._all_attempts(mounts)
         except CloudtrainError as exc:
             state, category, reason = "failed", "infra", str(exc)
@@ -172,12 +176,7 @@ class Supervisor:
 
     def _write_final(self) -> None:
         self.state.update(attempts=self.attempts, seen=time.time())
-        temporary = self.folder / ".status.json"
-        try:
-            temporary.write_text(json.dumps(self.state), encoding="utf-8")
-            os.replace(temporary, self.folder / "status.json")
-        except OSError as exc:
-            raise StorageError(f"cannot write {self.folder}: {exc.strerror}") from None
+        _replace_json(self.folder / "status.json", self.state)
 
     def _patiently(self, work: Callable[[], T]) -> T:
         """Retry ``work()`` while the store or the disk fails, for `PATIENCE_SECONDS` or until cancelled."""
@@ -191,6 +190,43 @@ class Supervisor:
                 sys.stderr.write(f"{exc}; trying again\n")
                 time.sleep(pause)
                 pause = min(pause * 2, 60.0)
+
+    def _take_over(self, mounts: _Mounts) -> None:
+        """Close what an earlier attempt's killed supervisor left: wait for its nodes to end, and keep their files.
+
+        Nothing to do for attempt 0. Raises `PlatformError` if that supervisor lives after all.
+        """
+        for attempt in reversed(range(self.request.attempt)):
+            native = self.store.submitted(self.run_id, attempt)
+            host, _, path = str(native["native_id"] if native else "").partition(":")
+            if host != socket.gethostname() or not (Path(path) / "status.json").exists():
+                continue
+            self._pending(f"waiting for the nodes of attempt {attempt}, whose supervisor was killed")
+            with _locked_within(Path(path), LOCK_SECONDS) as free:
+                if not free:
+                    raise PlatformError(f"attempt {self.request.attempt} cannot start: attempt {attempt} still runs")
+                self._close(Path(path), mounts)
+            return
+
+    def _close(self, earlier: Path, mounts: _Mounts) -> None:
+        """End the nodes of a killed supervisor, and record that end in its folder. Keep the files of a remote run."""
+        state = json.loads((earlier / "status.json").read_bytes())
+        rows = state["attempts"]
+        if state["state"] not in FINAL:
+            self.engine.take_over(earlier)
+        if (earlier / "live").is_dir() and mounts.live.parent == self.folder and not mounts.live.exists():
+            (earlier / "live").rename(mounts.live)  # not all of it may be in the store
+        if state["state"] not in FINAL:
+            signs = [*(earlier / "out").glob("*/*.log"), *(mounts.live / "exit").glob("*.json")]
+            ended = max([state["seen"], *(path.stat().st_mtime for path in signs)])
+            for row in rows:
+                row["ended"] = row["ended"] or ended
+            killed = "the run's supervisor was killed"
+            state.update(state="failed", category="infra", reason=killed, finished=ended, attempts=rows)
+            _replace_json(earlier / "status.json", state)
+        self.spent = float(state.get("spent", 0.0)) + sum(row["ended"] - row["started"] for row in rows)
+        self.state["spent"] = self.spent
+        self.drills.skip(self.spent)
 
     # ------------------------------------------------------------------------------------------------------- attempts
 
@@ -582,6 +618,28 @@ class _Mounts:
             for key in sorted(gone, key=lambda key: (not key.endswith(f"/{COMMIT}"), key)):
                 target.remove(key)
                 del self._sent[key]
+
+
+def _replace_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write the file atomically. Raises `StorageError` if the disk fails."""
+    temporary = path.with_name(f".{path.name}")
+    try:
+        temporary.write_text(json.dumps(data), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as exc:
+        raise StorageError(f"cannot write {path.parent}: {exc.strerror}") from None
+
+
+@contextlib.contextmanager
+def _locked_within(folder: Path, seconds: float) -> Iterator[bool]:
+    """Hold the folder's lock, if other processes release it within ``seconds``; yield whether it is held."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with locked(folder, shared=False) as free:
+            if free or time.monotonic() > deadline:
+                yield free
+                return
+        time.sleep(0.02)
 
 
 def _category_of(exc: CloudtrainError) -> str:

@@ -301,6 +301,10 @@ class ProviderExtras:
         """Return the checkpoints that nodes cannot copy to the store now, by name, each with the reason."""
         return {}
 
+    def abandoned(self, native_id: str) -> bool:
+        """Return True if the process that would start further attempts has died: clients then start them."""
+        return False
+
 
 def extras_of(provider: Provider) -> ProviderExtras:
     """Return the provider's optional members; defaults for a provider without `ProviderExtras`."""

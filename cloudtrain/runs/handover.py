@@ -23,7 +23,7 @@ from typing import Any
 
 from ..errors import AuthError, CapacityError, NotFoundError, PlatformError, QuotaError, SpecError, StorageError
 from ..job.job import Job
-from ..provider_api.protocol import Layout, Provider, Request
+from ..provider_api.protocol import Layout, Provider, Request, extras_of
 from ..settings.settings import Settings
 from ..store.store import Store, next_of, run_folder, to_json
 
@@ -311,9 +311,17 @@ class HandoverMixin:
             with contextlib.suppress(AuthError, StorageError):  # read-only verbs come here too
                 left.write_result(run_id, result)
 
+    def _clients_retry(self, native_id: str | None) -> bool:
+        """Return whether clients start further attempts: as the provider says, or in place of a killed supervisor."""
+        if self.provider.retried_by == "client":
+            return True
+        return native_id is not None and extras_of(self.provider).abandoned(native_id)
+
     def _may_retry(self, result: Record) -> bool:
         """Return whether a waiting client may start another attempt after this failure."""
-        if result["state"] != "failed" or self.provider.retried_by != "client" or self.store.cancelled(self.run_id):
+        if result["state"] != "failed" or self.store.cancelled(self.run_id):
+            return False
+        if not self._clients_retry(result["native_id"]):
             return False
         newest = max(self.store.attempts(self.run_id), default=0)
         requests = [self.store.attempt_request(self.run_id, k) for k in range(newest + 1)]

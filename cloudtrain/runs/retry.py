@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import (
@@ -151,14 +150,16 @@ class Retry:
             run.cancel()  # it may have been sent nevertheless
         elif request is not None and self._is_ours(number):
             self._say(f"sending attempt {number}, which was recorded and never sent")
-            self._send(request, secret_values(run.job, self._environ) if not number else {})
+            self._send(request, self._secrets(number))
 
     def _is_ours(self, attempt: int) -> bool:
         """Return whether this client may send it. Nodes that a machine starts are its own, and with a remote store no
         other machine sees if they run."""
-        if self._run.provider.retried_by == "supervisor":
-            return attempt == 0 and local_path(self._run.store.url) is not None
-        return attempt == 0 or self._run.provider.retried_by == "client"
+        run = self._run
+        if attempt == 0:
+            return run.provider.retried_by != "supervisor" or local_path(run.store.url) is not None
+        sent = [noted for k in range(attempt) if (noted := run.store.submitted(run.run_id, k)) is not None]
+        return run._clients_retry(str(sent[-1]["native_id"]) if sent else None)
 
     def __call__(self, result: Mapping[str, Any]) -> bool:
         """Start another attempt; False if none should follow, or the run was cancelled."""
@@ -177,6 +178,8 @@ class Retry:
             return False
         last = store.attempt_request(run.run_id, newest)
         job, why = _left(run.job.at(run.provider_name), result, self._clock())
+        if job is not None and run.provider.retried_by == "supervisor":
+            job = run.job.at(run.provider_name)  # its next supervisor counts what is used up
         if store.result(run.run_id) is not None:
             return True  # another client, with other records of the nodes, has ended the run
         if last is None or job is None or store.cancelled(run.run_id):
@@ -191,10 +194,11 @@ class Retry:
         except SpecError as exc:
             self._say(f"no further attempt: {exc}")
             return False
+        values = self._secrets(newest + 1)
         if store.create_attempt(run.run_id, newest + 1, request):
             self._say(f"starting attempt {newest + 1}" + (f" with GPU {gpus[choice]}" if elsewhere and gpus else ""))
             try:
-                self._send(request)
+                self._send(request, values)
             except LostContactError as exc:
                 if not exc.passing:
                     raise
@@ -217,11 +221,19 @@ class Retry:
             store.write_submitted(run.run_id, attempt, native)
         return True
 
+    def _secrets(self, attempt: int) -> dict[str, str]:
+        """Return the values to send with the attempt: platforms keep those of the first one, supervisors none.
+
+        Raises `SpecError` for an unset variable; a client that has it can go on then.
+        """
+        needed = not attempt or self._run.provider.retried_by == "supervisor"
+        return secret_values(self._run.job, self._environ) if needed else {}
+
     @property
     def _layout(self) -> Layout:
         return Layout.from_dict(self._run.record["layout"])
 
-    def _send(self, request: Request, values: Mapping[str, str] = MappingProxyType({})) -> None:
+    def _send(self, request: Request, values: Mapping[str, str]) -> None:
         """Send a request and record a refusal, so that the run does not wait for that attempt."""
         run = self._run
         write_context(run.store, self._layout, run.run_id)

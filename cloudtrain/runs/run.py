@@ -330,8 +330,6 @@ class Run(HandoverMixin):
 
     def _is_late(self, result: Result) -> bool:
         """Return whether another client has meanwhile followed up the attempt of ``result``."""
-        if self.provider.retried_by != "client":
-            return False
         newest = max(self.store.attempts(self.run_id), default=0)
         if not self.store.cancelled(self.run_id):
             return newer_attempt_exists(self.store, self.run_id, newest, result)
@@ -696,7 +694,9 @@ class Run(HandoverMixin):
 
     def _between(self, status: Status, natives: Mapping[int, str]) -> Status:
         """Return ``status`` for a read-only client: pending while another client may soon begin the next attempt."""
-        if not status.final or self.provider.retried_by != "client" or self.store.result(self.run_id) is not None:
+        if not status.final or self.store.result(self.run_id) is not None:
+            return status
+        if not self._clients_retry(natives[max(natives)] if natives else None):
             return status
         newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
         since = self._over[newest] = min(self._over.get(newest, now), now)

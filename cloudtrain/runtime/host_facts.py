@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import StorageError
 
-__all__ = ["cpu_count", "handles_sigterm", "kill_users", "oom_kills", "scratch_folder"]
+__all__ = ["cpu_count", "handles_sigterm", "kill_users", "oom_kills", "scratch_folder", "users"]
 
 
 def scratch_folder(wanted: Iterable[str], prefix: str) -> Path:
@@ -44,13 +44,19 @@ def handles_sigterm(pid: int) -> bool:
     return False
 
 
+def users(folder: Path) -> set[int]:
+    """Return the other processes whose environment names a place below ``folder``; none where there is no /proc."""
+    mark = f"={folder}/".encode()
+    return {int(name) for name in _listed("/proc") if name.isdigit() and mark in _environ(name)} - {os.getpid()}
+
+
 def kill_users(folder: Path) -> None:
     """Kill every other process whose environment names a place below ``folder``, by /proc: also those that detached.
 
     A process that clears its environment is not found.
     """
-    mark, killed = f"={folder}/".encode(), {os.getpid()}
-    while found := {int(name) for name in _listed("/proc") if name.isdigit() and mark in _environ(name)} - killed:
+    killed: set[int] = set()
+    while found := users(folder) - killed:
         killed |= found
         for pid in found:
             with contextlib.suppress(OSError):

@@ -335,6 +335,19 @@ def test_a_killed_supervisor_takes_its_containers_along(small: Containers) -> No
     small.jobs.gone()
 
 
+def test_with_retries_the_client_goes_on_after_a_killed_supervisor(small: Containers) -> None:
+    """The killed supervisor's guard, which removes its containers, lets those of the next attempt be."""
+    small.jobs.write("train.py", HOLD)
+    process = small.start("train.py", "gone-on", *BOTH, "--retries", "1")
+    small.printed("gone-on", "up", nodes=2)
+    os.kill(small.jobs.supervisor(), signal.SIGKILL)
+    done = small.ended(process)
+    assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
+    assert [row["number"] for row in done.json["attempts"]] == ["0.0", "1.0"]
+    assert "starting attempt 1" in done.err
+    small.jobs.gone()
+
+
 def test_a_killed_supervisor_and_guard_are_cleared_up_after_by_a_look(small: Containers) -> None:
     small.jobs.write("train.py", HOLD)
     process = small.start("train.py", "abandoned", *BOTH)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,86 @@ def test_a_killed_supervisor_takes_its_nodes_along_and_the_run_says_so(jobs: Job
     # Submitting it again does not start it again: its end is on record.
     assert jobs.submit("train.py", *PLAIN, "--run-id", run.run_id).json["state"] == "failed"
     jobs.gone(1)
+
+
+COUNTS = """
+import os, time
+start = os.environ["CLOUDTRAIN_RESUME_FROM"]
+part = f"/part-{os.environ['RANK']}.txt"
+step = int(open(start + part).read()) if start else 0
+assert os.environ["TOKEN"] == "secret-word"
+print("from", step, flush=True)
+while step < 60 and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+    step += 1
+    time.sleep(0.1)
+    if step % 10 == 0:
+        folder = os.environ["CLOUDTRAIN_CHECKPOINT_DIR"] + f"/step-{step}"
+        os.makedirs(folder)
+        open(folder + part, "w").write(str(step))
+        print("saved", step, flush=True)
+"""
+SECRET = ("--secret", "TOKEN=env:MY_TOKEN")
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["folder", "s3"])
+def test_a_waiting_client_goes_on_after_a_killed_supervisor(
+    jobs: Jobs, remote: bool, request: pytest.FixtureRequest
+) -> None:
+    if remote:
+        jobs.store = request.getfixturevalue("s3_url")
+        jobs.environ |= {name: text for name, text in os.environ.items() if name.startswith("AWS_")}
+        jobs.environ["XDG_STATE_HOME"] = str(jobs.tmp / "state")
+    jobs.environ["MY_TOKEN"] = "secret-word"
+    jobs.write("train.py", COUNTS)
+    run = jobs.detach("train.py", *PLAIN, *SECRET, "--retries", "1")
+    jobs.wait_for(lambda: run.checkpoint() is not None)
+    os.kill(jobs.supervisor(), signal.SIGKILL)
+    # A look changes nothing; of two waiting clients one starts the next attempt.
+    jobs.wait_for(lambda: run.status().native == "abandoned")
+    assert run.store.result(run.run_id) is None
+    clients = [jobs.start("wait", run.url, "--json") for _ in range(2)]
+    for client in clients:
+        out, err = client.communicate(timeout=120)
+        assert client.returncode == 0, err
+        result = json.loads(out)
+        assert result["state"] == "succeeded"
+        assert [row["number"] for row in result["attempts"]] == ["0.0", "1.0"]
+        assert result["attempts"][0]["reason"].endswith("the run's supervisor was killed")
+    assert result["attempts"][1]["resumed_step"] >= 10
+    assert sorted(run.store.attempts(run.run_id)) == [0, 1]
+    lines = [line.text for line in run.logs() if line.text.startswith("from")]
+    assert len(lines) == 4
+    assert len({line for line in lines if line != "from 0"}) == 1
+    jobs.gone(12)
+
+
+def test_without_the_secret_a_client_leaves_the_next_attempt_to_one_that_has_it(jobs: Jobs) -> None:
+    jobs.environ["MY_TOKEN"] = "secret-word"
+    jobs.write("train.py", COUNTS)
+    run = jobs.detach("train.py", *PLAIN, *SECRET, "--retries", "1")
+    jobs.printed(run, "saved 10")
+    os.kill(jobs.supervisor(), signal.SIGKILL)
+    del jobs.environ["MY_TOKEN"]
+    refused = jobs.cli("wait", run.url)
+    assert refused.code == EXIT_CODES["spec"]
+    assert "secrets.TOKEN: MY_TOKEN is not set here" in refused.err
+    assert sorted(run.store.attempts(run.run_id)) == [0]
+    jobs.environ["MY_TOKEN"] = "secret-word"
+    jobs.cli("reconcile", run.url)
+    assert jobs.cli("wait", run.url, "--json").json["state"] == "succeeded"
+
+
+def test_what_a_killed_supervisor_used_up_counts(jobs: Jobs) -> None:
+    jobs.write("train.py", WAITS)
+    run = jobs.detach("train.py", *PLAIN, "--retries", "1", "--max-runtime", "12s")
+    jobs.printed(run, "up")
+    time.sleep(4)
+    os.kill(jobs.supervisor(), signal.SIGKILL)
+    result = failed(jobs.cli("wait", run.url, "--json"), "timeout")
+    rows = result["attempts"]
+    spent = [datetime.fromisoformat(row["ended"]) - datetime.fromisoformat(row["started"]) for row in rows]
+    assert 4 <= spent[0].total_seconds() <= 10
+    assert sum(each.total_seconds() for each in spent) < 12 + 6
 
 
 def test_a_machine_that_was_restarted_leaves_a_run_that_says_so(jobs: Jobs) -> None:
