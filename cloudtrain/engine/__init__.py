@@ -34,6 +34,9 @@ class NodeHandle(Protocol):
     def poll(self) -> int | None:
         """Return the exit code, None while the node runs, or minus the number of the signal that killed it."""
 
+    def frozen(self) -> bool:
+        """Return True while the node's first process is stopped, as by SIGSTOP; False if the engine cannot tell."""
+
     def signal(self, name: str) -> None:
         """Send the platform's stop signal to the node's first process alone, as a container runtime does."""
 

@@ -494,6 +494,9 @@ class ContainerNode:
     def poll(self) -> int | None:
         return self._code if self._ended.is_set() else None
 
+    def frozen(self) -> bool:
+        return False  # a paused container is the user's own wish
+
     def signal(self, name: str) -> None:
         with contextlib.suppress(Exception):  # it has ended, or the engine is away: the kill comes anyway
             self._engine._client().kill(self.id, name)

@@ -48,6 +48,11 @@ class NodeProcess:
     def poll(self) -> int | None:
         return self.process.poll()
 
+    def frozen(self) -> bool:
+        with contextlib.suppress(OSError, IndexError):  # "pid (name) state ...", where the name may have brackets
+            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
+
     def signal(self, name: str) -> None:
         with contextlib.suppress(OSError):
             self.process.send_signal(getattr(signal, name))

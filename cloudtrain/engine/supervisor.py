@@ -30,6 +30,7 @@ from ..provider_api.registry import find_provider
 from ..runs.outcome import records_of, was_lost
 from ..runs.run import NOT_RETRIED, Run
 from ..runtime.checkpoints import COMMIT, complete, resumable_checkpoints
+from ..runtime.link import SILENCE_TIMEOUT
 from ..runtime.node import UNMIRRORED
 from ..storage.files import Files, TransferOptions, files
 from ..storage.local_disk import local_path
@@ -47,7 +48,9 @@ POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 5.0
 SYNC_SECONDS = 5.0
 PATIENCE_SECONDS = 1800.0
-"""Seconds that a store may be away before a finished run gives up on it."""
+"""Seconds that a remote store may be away before a finished run gives up on it."""
+LOCAL_SECONDS = 10.0
+"""The same for a local store, at least, once the time limit is used up."""
 FINISH_SECONDS = 600.0
 """How long the other nodes may take to come down by themselves once one has failed."""
 LOST_SECONDS = 15.0
@@ -102,6 +105,8 @@ class Supervisor:
         self.native_id = f"{socket.gethostname()}:{folder}"
         self.attempts: list[dict[str, Any]] = []
         self.spent = 0.0
+        self._frozen_since: float | None = None
+        self._limit = PATIENCE_SECONDS  # the attempt's time limit, once it is known
         self.drills = InjectionPlan(self.request.body.get("drills", ()))
         self._lost: set[int] = set()
         self._idle: list[Injection] = []
@@ -165,7 +170,11 @@ class Supervisor:
             kept = f"what it left is still in {mounts.live} on {socket.gethostname()}: {exc}"
             reason = f"{reason}; {kept}" if reason else kept
         self.state.update(state=state, category=category, reason=reason, finished=time.time())
-        self._patiently(self._write_final)
+        try:
+            self._patiently(self._write_final)
+        except StorageError as exc:  # clients see that this process has ended without a final status
+            sys.stderr.write(f"{exc}; the run ended as {state}: {reason}\n")
+            return
         with contextlib.suppress(CloudtrainError):
             Run(store=self.store, run_id=self.run_id).result()
 
@@ -179,8 +188,14 @@ class Supervisor:
         _replace_json(self.folder / "status.json", self.state)
 
     def _patiently(self, work: Callable[[], T]) -> T:
-        """Retry ``work()`` while the store or the disk fails, for `PATIENCE_SECONDS` or until cancelled."""
-        deadline, pause = time.monotonic() + PATIENCE_SECONDS, 1.0
+        """Retry ``work()`` while the store or the disk fails, for `PATIENCE_SECONDS` or until cancelled.
+
+        A store on this machine does not come back like a network: it may not make the run outlast its time limit.
+        """
+        patience = PATIENCE_SECONDS
+        if local_path(self.store.url) is not None:
+            patience = min(patience, max(LOCAL_SECONDS, self._limit - self.spent))
+        deadline, pause = time.monotonic() + patience, 1.0
         while True:
             try:
                 return work()
@@ -188,7 +203,7 @@ class Supervisor:
                 if time.monotonic() > deadline or (self.folder / "cancel").exists():
                     raise
                 sys.stderr.write(f"{exc}; trying again\n")
-                time.sleep(pause)
+                time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
                 pause = min(pause * 2, 60.0)
 
     def _take_over(self, mounts: _Mounts) -> None:
@@ -235,6 +250,7 @@ class Supervisor:
         request, failures = self.request, []
         while True:
             simulation = self._patiently(lambda: self.provider).launch_spec(request)
+            self._limit = simulation.rules.time_limit
             state, category, reason = self._attempt(request, simulation, mounts)
             if state != "failed" or category in NOT_RETRIED or request.attempt >= simulation.rules.retries:
                 return state, category, reason
@@ -381,9 +397,22 @@ class Supervisor:
             if now - beat > HEARTBEAT_SECONDS:
                 beat = now
                 self._write_status()
+                self._end_frozen(nodes, now)
             time.sleep(POLL_SECONDS)
         self.spent += time.monotonic() - began
         return stopped
+
+    def _end_frozen(self, nodes: Sequence[NodeHandle], now: float) -> None:
+        """Kill the running nodes once all of them have been stopped (SIGSTOP) as long as a peer would wait for one."""
+        running = [node for node in nodes if node.poll() is None]
+        if not running or not all(node.frozen() for node in running):
+            self._frozen_since = None
+        elif self._frozen_since is None:
+            self._frozen_since = now
+        elif now - self._frozen_since > SILENCE_TIMEOUT - 2 * HEARTBEAT_SECONDS:
+            for node in running:
+                node.trouble = ("infra", f"it was stopped for {now - self._frozen_since:.0f} s (SIGSTOP)")
+                node.kill()
 
     def _drill(
         self, seconds: float, nodes: Sequence[NodeHandle], mounts: _Mounts, folders: NodeFolders | None

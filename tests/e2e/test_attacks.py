@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +15,9 @@ from pathlib import Path
 import pytest
 from disks import small_disk
 from jobs import Jobs
+
+from cloudtrain.engine.supervised import STOP_GRACE
+from cloudtrain.errors import EXIT_CODES
 
 pytestmark = pytest.mark.slow
 
@@ -143,6 +148,22 @@ def test_a_node_that_stands_still_is_lost_and_another_attempt_begins(jobs: Jobs)
     jobs.gone(3)
 
 
+def test_a_run_whose_only_node_stands_still_is_lost_and_another_attempt_begins(jobs: Jobs) -> None:
+    jobs.write(
+        "train.py",
+        "import os, time\nprint('up', flush=True)\ntime.sleep(600 * (os.environ['CLOUDTRAIN_ATTEMPT'] == '0.0'))\n",
+    )
+    run = jobs.detach("train.py", "--launcher", "python", "--retries", "1", "--max-runtime", "6m")
+    jobs.printed(run, "up")
+    os.kill(jobs.node(0), signal.SIGSTOP)
+    stopped = time.monotonic()
+    done = jobs.cli("wait", run.url, "--json", timeout=180)
+    assert done.code == 0, done.err
+    assert re.fullmatch(r"node 0: it was stopped for \d+ s \(SIGSTOP\)", done.json["attempts"][0]["reason"])
+    assert time.monotonic() - stopped < 130
+    jobs.gone(3)
+
+
 @pytest.mark.parametrize("count", [300])
 def test_many_small_checkpoints_are_all_committed(jobs: Jobs, count: int) -> None:
     jobs.write("train.py", MANY)
@@ -164,6 +185,27 @@ def test_a_run_whose_store_is_full_can_be_cancelled(jobs: Jobs, tmp_path: Path) 
         assert done.code == 0, done.err
         jobs.gone(60)
         assert run.status().state == "cancelled"
+
+
+def test_no_client_waits_beyond_max_runtime_for_a_store_that_takes_nothing(jobs: Jobs) -> None:
+    jobs.write("train.py", STANDS)
+    run = jobs.detach("train.py", "--launcher", "python", "--max-runtime", "20s")
+    jobs.printed(run, "up")
+    found = (jobs.store, *jobs.store.rglob("*"))
+    folders = [path for path in found if path.is_dir() and not path.is_symlink()]
+    if subprocess.run(["chattr", "+i", *folders], check=False, capture_output=True).returncode:
+        pytest.skip("needs root and a file system with immutable folders")
+    try:
+        began = time.monotonic()
+        done = jobs.cli("wait", run.url, timeout=150)
+        assert (
+            time.monotonic() - began < 20 + STOP_GRACE + 25
+        )  # the last write is tried for 10 s; the rest is for a busy machine
+        assert done.code == EXIT_CODES["storage"], done.err
+        assert "Operation not permitted" in done.err
+        jobs.gone(3)
+    finally:
+        subprocess.run(["chattr", "-i", *folders], check=True)
 
 
 def test_a_run_whose_store_stays_full_ends_as_that(jobs: Jobs, tmp_path: Path) -> None:
