@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
 import re
-from collections.abc import Iterator
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from jobs import Jobs
+
+from cloudtrain.errors import EXIT_CODES
 
 pytestmark = pytest.mark.slow
 
@@ -122,3 +129,60 @@ def test_what_a_framework_writes_below_the_working_folder_is_pulled_whole(jobs: 
     extra = {name for name in found - set(expected) if not re.search(r"metrics\.csv|tfevents|README\.md", name)}
     assert not extra
     assert all((outputs / name).stat().st_size for name in expected if not name.endswith("hparams.yaml"))
+
+
+OWN = """
+import os, pathlib
+if os.environ["RANK"] == "0":
+    folder = pathlib.Path("lightning_logs/version_0/checkpoints")
+    folder.mkdir(parents=True)
+    (folder / "epoch=1-step=10.ckpt").write_bytes(b"x" * 1000)
+    pathlib.Path("model.pt").write_bytes(b"y" * 10)
+"""
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("target", ["docker", "sagemaker", "azureml", "vertex"])
+def test_outputs_come_back_from_containers_and_from_rehearsals_of_every_cloud(
+    jobs: Jobs, images: Callable[[str], str], nothing_left: None, target: str
+) -> None:
+    """The three clouds as `rehearse` starts them here."""
+    jobs.write("train.py", OWN)
+    jobs.write(".gitignore", "lightning_logs/\n")
+    image, store = images("torch"), str(jobs.store)
+    words = ["submit", "train.py", "--provider", "docker", "--image", image, "--store", store]
+    if target != "docker":
+        sample = importlib.import_module(f"cloudtrain.providers.{target}").SAMPLE
+        words = ["rehearse", "train.py", "--provider", target, "--store", sample["store"]]
+        words += ["--image", sample["job"]["image"], "--local-image", image, "--local-store", store]
+        for name, value in sample["settings"].items():
+            words += ["--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    out = jobs.tmp / "out"
+    done = jobs.cli(
+        *words, "--nodes", "2", "--nproc-per-node", "2", "--run-id", "home", "--pull", str(out), timeout=240
+    )
+    assert done.code == 0, done.err
+    found = {path.relative_to(out / "outputs").as_posix() for path in (out / "outputs").rglob("*") if path.is_file()}
+    assert found == {"lightning_logs/version_0/checkpoints/epoch=1-step=10.ckpt", "model.pt"}
+
+
+STAMPS = """
+import os, pathlib, time
+for second in range(300):
+    pathlib.Path(f"stamp-{os.environ['RANK']}-{time.time():.0f}").write_text("now")
+    time.sleep(1)
+"""
+
+
+def test_a_killed_node_loses_at_most_thirty_seconds_of_its_outputs(jobs: Jobs) -> None:
+    jobs.write("train.py", STAMPS)
+    run = jobs.detach("train.py", "--nodes", "2", "--launcher", "python")
+    outputs = jobs.store / "runs" / run.run_id / "live" / "outputs"
+    jobs.wait_for(lambda: list(outputs.rglob("stamp-1-*")))
+    time.sleep(20)  # some have been written since
+    killed = time.time()
+    os.killpg(jobs.node(1), signal.SIGKILL)
+    assert jobs.cli("wait", run.url).code == EXIT_CODES["infra"]
+    run.pull(jobs.tmp / "out")
+    newest = max(int(path.name.rpartition("-")[2]) for path in (jobs.tmp / "out" / "outputs").rglob("stamp-1-*"))
+    assert killed - newest < 30 + 5  # and the time of one look at the folder on a busy machine
