@@ -1,7 +1,4 @@
-"""An SFTP server on loopback, of paramiko's, an FTP server, of pyftpdlib's, and a file system that somebody else wrote.
-
-The SFTP server renames as OpenSSH's does: by a hard link where the name must not be taken, which the kernel decides.
-"""
+"""An SFTP server on loopback, of paramiko's, an FTP server, of pyftpdlib's, and a file system that somebody else wrote."""
 
 from __future__ import annotations
 
@@ -25,9 +22,7 @@ USER, PASSWORD = "trainer", "w0rd-of-sftp"
 
 
 class Folder(paramiko.SFTPServerInterface):
-    """What clients may do with the files. ``overwrites``: it renames over what is there, as some servers do."""
-
-    overwrites = False
+    """What clients may do with the files."""
 
     def __init__(self, server: Any, *args: Any, root: Path, **kwargs: Any) -> None:
         super().__init__(server, *args, **kwargs)
@@ -73,41 +68,11 @@ class Folder(paramiko.SFTPServerInterface):
     def remove(self, path: str) -> int:
         return self._done(lambda: os.remove(self._at(path)))
 
-    def rename(self, old: str, new: str) -> int:
-        def rename() -> None:
-            if self.overwrites:
-                os.replace(self._at(old), self._at(new))
-                return
-            os.link(self._at(old), self._at(new))
-            os.unlink(self._at(old))
-
-        return self._done(rename)
-
-    def posix_rename(self, old: str, new: str) -> int:
-        return self._done(lambda: os.replace(self._at(old), self._at(new)))
-
     def mkdir(self, path: str, attr: Any) -> int:
         return self._done(lambda: os.mkdir(self._at(path)))
 
     def rmdir(self, path: str) -> int:
         return self._done(lambda: os.rmdir(self._at(path)))
-
-
-class Overwriting(Folder):
-    """A server that does not keep the protocol's word."""
-
-    overwrites = True
-
-
-class Patchy(Folder):
-    """A server that cannot write the sixth block of a file, and all others."""
-
-    def open(self, path: str, flags: int, attr: Any) -> Any:
-        handle = super().open(path, flags, attr)
-        if not isinstance(handle, int):
-            write = handle.write
-            handle.write = lambda at, data: paramiko.SFTP_FAILURE if at == 5 * 32_768 else write(at, data)
-        return handle
 
 
 class _Login(paramiko.ServerInterface):

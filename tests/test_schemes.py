@@ -23,8 +23,6 @@ from fileservers import (
     BUFFERED,
     EXCLUSIVE,
     PLAIN,
-    Overwriting,
-    Patchy,
     Server,
     install_plain,
     login,
@@ -108,12 +106,10 @@ def below(root: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------------ a tree of files
 
 
-@pytest.fixture(params=["sftp", "plain"])
-def tree(request: pytest.FixtureRequest) -> Files:
-    """An empty store of each scheme that can be one."""
-    if request.param == "sftp":
-        return files(request.getfixturevalue("sftp").url + "/team/store")
-    return files(request.getfixturevalue("plain")(PLAIN + EXCLUSIVE))
+@pytest.fixture
+def tree(plain: Callable[[str], str]) -> Files:
+    """An empty store of a class that can be one."""
+    return files(plain(PLAIN + EXCLUSIVE))
 
 
 def test_keys(tree: Files) -> None:
@@ -185,54 +181,28 @@ def test_a_reader_sees_all_of_the_old_or_of_the_new(tree: Files) -> None:
     assert seen
 
 
-def test_what_is_broken_off_leaves_nothing(sftp: Server) -> None:
-    tree = files(f"{sftp.url}/store")
-    tree.write("kept", b"old")
-
-    def pieces() -> Iterator[bytes]:
-        yield bytes(8 * MIB)
-        raise StorageError("the source has gone")
-
-    for key in ("kept", "new"):
-        with pytest.raises(StorageError, match="has gone"):
-            tree.receive(key, 20 * MIB, pieces)
-    assert tree.read("kept") == b"old"
-    assert below(sftp.root) == ["store/kept"]
+def _put(server: Server, data: dict[str, bytes]) -> Files:
+    """The files ``data`` on the server, as a user put them there."""
+    for key, content in data.items():
+        path = server.root / "set" / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return files(f"{server.url}/set")
 
 
-def test_a_block_that_could_not_be_written_is_no_hole(tmp_path: Path) -> None:
-    (tmp_path / "server").mkdir()
-    (tmp_path / "file").write_bytes(os.urandom(20 * MIB))
-    with served_sftp(tmp_path / "server", Patchy) as server:
-        tree = files(f"{server.url}/store")
-        for write in (
-            lambda: tree.write("a", bytes(MIB)),
-            lambda: tree.upload(tmp_path / "file", "b"),
-            lambda: tree.receive("c", 20 * MIB, lambda: (bytes(MIB) for _ in range(20))),
-        ):
-            with pytest.raises(StorageError, match="Failure"):
-                write()
-        assert below(tmp_path / "server") == []
-
-
-def test_what_is_not_used_any_more_keeps_no_connection(tmp_path: Path) -> None:
-    with served_sftp(tmp_path, Patchy) as server:
-        for _ in range(3):
-            files(f"{server.url}/store").write("a", b"1")
-        tree = files(f"{server.url}/store")
-        for _ in range(3):
-            with pytest.raises(StorageError, match="Failure"):
-                tree.write("b", bytes(MIB))
-        gc.collect()
-        until = time.monotonic() + 20
-        while server.connections > 1 and time.monotonic() < until:
-            time.sleep(0.05)
-        assert (server.logins > 4, server.connections <= 1) == (True, True)
+def test_trees_that_are_not_used_any_more_keep_no_connection(sftp: Server) -> None:
+    for _ in range(3):
+        assert _put(sftp, {"a": b"1"}).read("a") == b"1"
+    gc.collect()
+    until = time.monotonic() + 20
+    while sftp.connections > 0 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert (sftp.logins, sftp.connections) == (3, 0)
 
 
 def test_a_connection_that_is_lost_is_made_again(sftp: Server) -> None:
-    tree = files(f"{sftp.url}/store")
-    parallel(lambda n: tree.write(f"a/{n}", b"1"), list(range(8)))
+    tree = _put(sftp, {f"a/{n}": b"1" for n in range(8)})
+    assert parallel(lambda n: tree.read(f"a/{n}"), list(range(8))) == [b"1"] * 8
     for look in (lambda: len(tree.list()), lambda: len(tree.names("a")), lambda: 8 * len(tree.read("a/1"))):
         before = sftp.logins
         sftp.hang_up()
@@ -241,12 +211,17 @@ def test_a_connection_that_is_lost_is_made_again(sftp: Server) -> None:
 
 
 def test_several_threads_have_connections_of_their_own(sftp: Server) -> None:
-    """Of two that share one, paramiko gives one the other's answer, or none for ever."""
-    tree = files(f"{sftp.url}/store", moving=TransferOptions(concurrency=3))
+    """If two threads share one, paramiko gives one the other's answer, or none for ever."""
     data = {f"{n}": os.urandom(50_000) for n in range(24)}
-    parallel(lambda key: tree.write(key, data[key]), list(data), jobs=12)
+    _put(sftp, data)
+    tree = files(f"{sftp.url}/set", moving=TransferOptions(concurrency=3))
     assert parallel(lambda key: tree.read(key) == data[key], list(data), jobs=12) == [True] * 24
     assert sftp.logins <= 3
+
+
+def test_a_large_file_comes_in_ranges(sftp: Server) -> None:
+    data = os.urandom(9 * MIB + 3)
+    assert b"".join(_put(sftp, {"large": data}).pieces("large", len(data))) == data
 
 
 def test_who_is_not_let_in_is_told_so(sftp: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,21 +251,20 @@ def refused(url: str) -> str:
     return told[0]
 
 
-def test_an_sftp_server_that_renames_over_a_file_is_no_store(tmp_path: Path) -> None:
-    with served_sftp(tmp_path, Overwriting) as server:
-        why = refused(f"{server.url}/store")
-        assert below(tmp_path) == []
-    assert "cannot be a store: its server renames over a file that is there, so that two clients could start" in why
-
-
-def test_what_cannot_create_exclusively_is_no_store(ftp: tuple[Path, str], plain: Callable[[str], str]) -> None:
+def test_what_cannot_create_exclusively_is_no_store(
+    ftp: tuple[Path, str], sftp: Server, plain: Callable[[str], str]
+) -> None:
     root, url = ftp
-    for place, kind in ((f"{url}/store", "FTPFileSystem"), (plain(PLAIN), "PlainFileSystem")):
+    for place, kind in (
+        (f"{url}/store", "FTPFileSystem"),
+        (f"{sftp.url}/store", "SFTPFileSystem"),
+        (plain(PLAIN), "PlainFileSystem"),
+    ):
         assert refused(place) == (
             f'{place} cannot be a store: {kind} cannot create a file exclusively (it takes no mode="create"), '
             "so that two clients could start one run; use another one"
         )
-    assert below(root) == []
+    assert below(root) == below(sftp.root) == []
 
 
 def test_a_file_whose_upload_fails_is_not_there(plain: Callable[[str], str], tmp_path: Path) -> None:
@@ -389,24 +363,24 @@ def source(ftp: tuple[Path, str]) -> str:
     return f"{ftp[1]}/set/"
 
 
+@pytest.fixture
+def store(plain: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A store of that class, which this machine's processes find too."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    return plain(PLAIN + EXCLUSIVE)
+
+
 @pytest.mark.slow
-def test_a_run(sftp: Server, source: str, jobs: Jobs) -> None:
-    store = f"{sftp.url}/team/store"
+def test_a_run(store: str, source: str, request: pytest.FixtureRequest) -> None:
+    jobs: Jobs = request.getfixturevalue("jobs")
     assert submit(jobs, store, source, "one", 1).json["uploaded"]["code_bytes"] > 0
     assert [found.name for found in Store(store).checkpoints("one")] == ["step-1"]
-    assert not [name for name in below(sftp.root) if ".cloudtrain-tmp-" in name]
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("scheme", ["sftp", "plain"])
 def test_a_run_and_all_that_comes_after(
-    scheme: str, request: pytest.FixtureRequest, source: str, tmp_path: Path
+    store: str, request: pytest.FixtureRequest, source: str, tmp_path: Path
 ) -> None:
-    if scheme == "sftp":
-        store = request.getfixturevalue("sftp").url + "/team/store"
-    else:
-        store = request.getfixturevalue("plain")(PLAIN + EXCLUSIVE)
-        request.getfixturevalue("monkeypatch").setenv("PYTHONPATH", str(tmp_path / "site"))
     jobs: Jobs = request.getfixturevalue("jobs")
     submit(jobs, store, source, "one", 2)
     again = submit(jobs, store, source, "two", 2)

@@ -19,17 +19,15 @@ from .fsspec_pool import (
     STREAMED,
     WEB,
     Clients,
-    Placing,
+    check_store,
     encryption,
     fsspec_options,
     get_range,
     open_url,
-    placing_of,
-    put_pieces,
     streamed,
     tree,
 )
-from .local_disk import TEMP, parts_of
+from .local_disk import parts_of
 
 __all__ = ["FsspecMover"]
 
@@ -52,7 +50,7 @@ class FsspecMover:
     def __init__(self, *, url: str, clients: Clients, retries: Retries) -> None:
         self.url, self.clients, self.root, self.retries = url, clients, clients.root, retries
         self._scheme = url_scheme(url)
-        self._proved: Placing | None = None
+        self._is_store = False
 
     @classmethod
     def open(cls, url: str, options: Mapping[str, Any], *, moving: TransferOptions, retries: Retries) -> FsspecMover:
@@ -65,22 +63,14 @@ class FsspecMover:
         """Return the file system's own path of ``key``."""
         return "/".join([self.root, *parts_of(key)])
 
-    @property
-    def _placing(self) -> Placing:
-        """The way files are written here, checked before the first. Raises `SpecError` if this cannot be a store."""
-        if self._proved is None:  # two threads may both check
-            placing = placing_of(self.url, self.clients.kind)
-            with self.clients.one() as fs:
-                placing.prove(fs, self.url, self.root)
-            self._proved = placing
-        return self._proved
-
     @contextlib.contextmanager
-    def _placed(self, key: str, *, new: bool = False) -> Iterator[tuple[Any, str]]:
-        """Yield a file system and the path to write to, which becomes that of ``key``."""
-        placing = self._placing
-        with self.clients.one() as fs, placing.at(fs, self.at(key), new=new) as path:
-            yield fs, path
+    def _writing(self) -> Iterator[Any]:
+        """Yield a file system to change. Raises `SpecError` if this cannot be a store."""
+        if not self._is_store:
+            check_store(self.url, self.clients.kind)
+            self._is_store = True
+        with self.clients.one() as fs:
+            yield fs
 
     @contextlib.contextmanager
     def _looking(self, *, afresh: bool = True) -> Iterator[Any]:
@@ -107,21 +97,11 @@ class FsspecMover:
             return bytes(fs.cat_file(self.at(key)))
 
     def write(self, key: str, data: bytes) -> None:
-        with self._placed(key) as (fs, path):
-            self._put(fs, path, data)
-
-    def _put(self, fs: Any, path: str, data: bytes) -> None:
-        if self._scheme in SFTP:
-            put_pieces(fs, path, iter([data]), len(data))
-        else:
-            fs.pipe_file(path, data)
+        with self._writing() as fs:
+            fs.pipe_file(self.at(key), data)
 
     def create(self, key: str, data: bytes, writer: str) -> None:
-        if self._placing.rename is not None:
-            with self._placed(key, new=True) as (fs, path):
-                self._put(fs, path, data)
-            return
-        with self.clients.one() as fs:
+        with self._writing() as fs:
             fs.pipe_file(self.at(key), data, mode="create")
 
     def wrote(self, key: str, writer: str) -> bool:
@@ -142,7 +122,7 @@ class FsspecMover:
         return {
             self._key(name): _entry(info)
             for name, info in found.items()
-            if info.get("type") == "file" and not name.endswith("/") and name != self.root and not _is_unfinished(name)
+            if info.get("type") == "file" and not name.endswith("/") and name != self.root
         }
 
     def _found(self, fs: Any, path: str) -> Mapping[str, Mapping[str, Any]]:
@@ -175,7 +155,7 @@ class FsspecMover:
             self._check_bucket()
             return []
         paths = [str(item["name"] if isinstance(item, Mapping) else item) for item in found]
-        return [self._key(path).rstrip("/") for path in paths if not _is_unfinished(path)]
+        return [self._key(path).rstrip("/") for path in paths]
 
     def _key(self, path: str) -> str:
         return path[len(self.root) + 1 :] if path.startswith(self.root + "/") else path.lstrip("/")
@@ -195,13 +175,12 @@ class FsspecMover:
         from fsspec import AbstractFileSystem
 
         # fsspec's default closes the target when an upload fails: a partial file looks complete.
-        default = self.clients.shared is None and self.clients.kind.put_file is AbstractFileSystem.put_file
-        if default or self._scheme in SFTP:
+        if self.clients.shared is None and self.clients.kind.put_file is AbstractFileSystem.put_file:
             with open(path, "rb") as stream:
                 self.receive(key, _told(iter(partial(stream.read, _READ), b""), report), size)
             return
-        with self._placed(key) as (fs, target):
-            fs.put_file(str(path), target, callback=_callback(report))
+        with self._writing() as fs:
+            fs.put_file(str(path), self.at(key), callback=_callback(report))
 
     def content(self, key: str, most: int) -> None:
         """Return None: the size is unknown before all bytes have come."""
@@ -237,10 +216,8 @@ class FsspecMover:
         if size <= PIECE:
             self.write(key, b"".join(pieces))
             return
-        with self._placed(key) as (fs, path):
-            if self._scheme in SFTP:
-                put_pieces(fs, path, pieces, size)
-                return
+        path = self.at(key)
+        with self._writing() as fs:
             if self.clients.shared is None:
                 fs.mkdirs(path.rpartition("/")[0], exist_ok=True)
             out = fs.open(path, "wb", block_size=PIECE * -(-size // (PIECE * MOST_PIECES)))
@@ -263,20 +240,12 @@ class FsspecMover:
         return self.clients.shared is not None or self.clients.kind.cp_file is not AbstractFileSystem.cp_file
 
     def copy(self, source: str, target: str) -> None:
-        with self._placed(target) as (fs, path):
-            fs.cp_file(self.at(source), path)
+        with self._writing() as fs:
+            fs.cp_file(self.at(source), self.at(target))
 
     def remove(self, prefix: str) -> None:
-        at, placing = self.at(prefix), self._placing
-        with self.clients.one() as fs:
-            if placing.rename is None:
-                fs.rm(at, recursive=True)
-            elif fs.info(at)["type"] != "directory":
-                fs.rm_file(at)
-            else:
-                for info in [*tree(fs, at), {"name": at, "type": "directory"}]:
-                    with contextlib.suppress(FileNotFoundError):
-                        (fs.rmdir if info["type"] == "directory" else fs.rm_file)(info["name"])
+        with self._writing() as fs:
+            fs.rm(self.at(prefix), recursive=True)
 
     def discard(self, keys: Sequence[str]) -> None:
         odd = [key for key in keys if _PATTERN.search(key)]  # `rm` takes these for patterns
@@ -292,22 +261,19 @@ class FsspecMover:
                     fs.rm_file(self.at(key))
 
     def prune(self, prefix: str) -> None:
-        at, marks = self.at(prefix), "abfs" in self.clients.kind.protocol
-        if self._placing.rename is None and not marks:
-            return  # an object store has no real folders
+        """Remove the markers of folders that adlfs's stores have; other object stores have no folders."""
+        if "abfs" not in self.clients.kind.protocol:
+            return
+        at = self.at(prefix)
         with self.clients.one() as fs:
             for info in [*tree(fs, at), {"name": at, "type": "directory"}]:
                 if info["type"] == "directory":
                     with contextlib.suppress(OSError):
-                        (fs.rm_file if marks else fs.rmdir)(info["name"])
+                        fs.rm_file(info["name"])
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:
     return Entry(-1 if info["size"] is None else int(info["size"]), _version(info), _modified(info))
-
-
-def _is_unfinished(path: str) -> bool:
-    return path.rstrip("/").rpartition("/")[2].startswith(TEMP)
 
 
 def _version(info: Mapping[str, Any]) -> str:

@@ -1,8 +1,7 @@
 """Open fsspec's file systems, one a thread where fsspec requires that, and check which of them can be a store.
 
 A store needs atomic writes and exclusive creation. Object stores have both. Other classes have both if their own
-``pipe_file`` takes ``mode``. SFTP gets both by renaming, which is tested before the first write. All others are
-refused: fsspec's default checks first and writes afterwards.
+``pipe_file`` takes ``mode``. All others are refused: fsspec's default checks first and writes afterwards.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import inspect
 import logging
 import os
 import re
-import secrets
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from ..errors import SpecError
@@ -23,7 +21,6 @@ from ..validate import url_scheme
 from .credential import Credential
 from .errors import classify
 from .files import TransferOptions
-from .local_disk import TEMP
 
 __all__ = [
     "BUCKETS",
@@ -31,13 +28,11 @@ __all__ = [
     "STREAMED",
     "WEB",
     "Clients",
-    "Placing",
+    "check_store",
     "encryption",
     "fsspec_options",
     "get_range",
     "open_url",
-    "placing_of",
-    "put_pieces",
     "streamed",
     "tree",
 ]
@@ -45,8 +40,6 @@ __all__ = [
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"})
 """Schemes of object stores. Their URLs begin with a bucket or container, which cloudtrain never creates."""
 SFTP = frozenset({"sftp", "ssh"})
-_BLOCK = 32_768
-"""Bytes of one write over SFTP; servers may refuse more."""
 _SILENCE = 60.0
 """Seconds without data from an SFTP server before its connection counts as lost."""
 _ALIVE = 30
@@ -58,9 +51,6 @@ STREAMED = WEB | {"ftp"}
 _EXCLUSIVE = BUCKETS | {"memory"}
 #: Logger by scheme, where it is not the package of fsspec's class.
 _LOGS = dict.fromkeys(SFTP, "paramiko")
-
-#: Rename the first path to the second; ``True``: only if the second does not exist.
-Rename = Callable[[Any, str, str, bool], None]
 
 
 def open_url(url: str, options: Mapping[str, Any], *, most: int) -> Clients:
@@ -203,72 +193,11 @@ def _close_all(clients: list[Any], owner: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- stores
 
 
-class Placing:
-    """The way a file gets its name: written under it, or written beside it and renamed by ``rename``."""
-
-    def __init__(self, rename: Rename | None = None) -> None:
-        self.rename = rename
-
-    @contextlib.contextmanager
-    def at(self, fs: Any, path: str, *, new: bool = False) -> Iterator[str]:
-        """Yield the path to write to. On success the file has the name ``path``; otherwise nothing has changed.
-
-        With ``new``, raises FileExistsError if the file exists. Exactly one of several simultaneous writers succeeds.
-        """
-        if self.rename is None:
-            yield path
-            return
-        folder, _, _ = path.rpartition("/")
-        _make_folder(fs, folder)
-        temp = f"{folder}/{TEMP}{secrets.token_hex(8)}"
-        try:
-            yield temp
-            self._move(fs, temp, path, new)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                fs.rm_file(temp)
-            raise
-
-    def _move(self, fs: Any, temp: str, path: str, new: bool) -> None:
-        assert self.rename is not None
-        try:
-            self.rename(fs, temp, path, new)
-        except Exception as exc:
-            # SFTP servers answer "failure" for every cause.
-            if new and classify(exc) == "other" and fs.exists(path):
-                raise FileExistsError(path) from exc
-            raise
-
-    def prove(self, fs: Any, url: str, root: str) -> None:
-        """Raise `SpecError` if the server's rename is not atomic and exclusive."""
-        if self.rename is None:
-            return
-        path, words = f"{root}/{TEMP}{secrets.token_hex(8)}", []
-        try:
-            for number, new in enumerate((True, True, False)):
-                with contextlib.suppress(FileExistsError), self.at(fs, path, new=new) as temp:
-                    fs.pipe_file(temp, b"%d" % number)
-                words.append(bytes(fs.cat_file(path)))
-        except OSError as exc:
-            if classify(exc) != "other":
-                raise
-            why = f"its server cannot be written to, or does not rename as a store needs it ({exc})"
-            raise SpecError(f"{url} cannot be a store: {why}", field="store") from exc
-        finally:
-            with contextlib.suppress(Exception):
-                fs.rm_file(path)
-        if words != [b"0", b"0", b"2"]:
-            why = "its server renames over a file that is there, so that two clients could start one run"
-            raise SpecError(f"{url} cannot be a store: {why}; use another one", field="store")
-
-
-def placing_of(url: str, kind: type[Any]) -> Placing:
-    """Return how files are written to a store at ``url``. Raises `SpecError` if ``kind`` cannot be a store."""
+def check_store(url: str, kind: type[Any]) -> None:
+    """Raise `SpecError` if ``kind``, the file system's class, cannot be a store."""
     scheme = url_scheme(url)
     if scheme in _EXCLUSIVE or (scheme not in WEB and _says_so(kind)):
-        return Placing()
-    if scheme in _RENAMES:
-        return Placing(_RENAMES[scheme])
+        return
     why = 'cannot create a file exclusively (it takes no mode="create"), so that two clients could start one run'
     raise SpecError(f"{url} cannot be a store: {kind.__name__} {why}; use another one", field="store")
 
@@ -283,17 +212,6 @@ def _says_so(kind: type[Any]) -> bool:
     )
     found = getattr(kind, name)
     return found is not getattr(base, name) and "mode" in inspect.signature(found).parameters
-
-
-def _sftp(fs: Any, temp: str, path: str, new: bool) -> None:
-    """Rename over SFTP. The protocol's rename fails if the name exists: OpenSSH makes a hard link, which is atomic.
-
-    With ``new`` False, OpenSSH's extension replaces the file.
-    """
-    (fs.ftp.rename if new else fs.ftp.posix_rename)(temp, path)
-
-
-_RENAMES: Mapping[str, Rename] = dict.fromkeys(SFTP, _sftp)
 
 
 # ------------------------------------------------------------------------------------------------------- gaps of fsspec
@@ -316,24 +234,6 @@ def tree(fs: Any, path: str) -> Generator[Mapping[str, Any], None, None]:
         yield info
 
 
-def put_pieces(fs: Any, path: str, pieces: Iterable[bytes], size: int) -> None:
-    """Write a file over SFTP in pipelined 32 KiB blocks, and wait at the end for the answers to all of them.
-
-    paramiko's ``putfo`` ignores the answers: a block that the server could not write stays a hole.
-    """
-    with fs.ftp.open(path, "wb") as out:
-        out.set_pipelined(True)
-        last = b""
-        for piece in pieces:
-            for start in range(0, len(piece), _BLOCK):
-                out.write(last)
-                last = piece[start : start + _BLOCK]
-        out.set_pipelined(False)  # the next write waits for the answers to all earlier ones
-        out.write(last)
-    if (there := fs.ftp.stat(path).st_size) != size:
-        raise OSError(f"{path} has {there} bytes after {size} were written")
-
-
 def get_range(fs: Any, path: str, start: int, end: int) -> bytes:
     """Return a range of a file over SFTP, with all its reads requested at once."""
     with fs.ftp.open(path, "rb") as file:
@@ -352,15 +252,3 @@ def streamed(fs: Any, path: str, size: int) -> Generator[bytes, None, None]:
         while data := answer.read(size):
             yield data
     fs.ftp.voidresp()
-
-
-def _make_folder(fs: Any, path: str) -> None:
-    """Create a folder and its parents; another client may create it at the same time."""
-    if not path or fs.isdir(path):
-        return
-    _make_folder(fs, path.rpartition("/")[0])
-    try:
-        fs.mkdir(path, create_parents=False)
-    except Exception:  # no common class: another client was first
-        if not fs.isdir(path):
-            raise
