@@ -1,4 +1,4 @@
-"""An SFTP server on loopback, of paramiko's, an FTP server, of pyftpdlib's, and a file system that somebody else wrote."""
+"""An SFTP server of paramiko's and an FTP server of pyftpdlib's, on loopback, and a file system of a third party."""
 
 from __future__ import annotations
 

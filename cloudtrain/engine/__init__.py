@@ -58,8 +58,9 @@ class Engine(Protocol):
         Raises `NodeError`, or `StorageError` for this machine's disk; no node is left running then.
         """
 
-    def take_over(self, folder: Path) -> None:
-        """Wait until the nodes that a killed supervisor started from ``folder`` have ended; kill those that stay."""
+    def take_over(self, folder: Path, given_up: Callable[[], bool]) -> None:
+        """Wait, until ``given_up()``, for the nodes of a killed supervisor to end; kill those that stay. ``folder`` is
+        that supervisor's."""
 
     def remarks(self) -> str:
         """Return the engine's own troubles since the last call, for the reason of a failed attempt."""

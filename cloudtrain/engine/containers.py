@@ -357,10 +357,14 @@ class ContainerEngine:
 
     # --------------------------------------------------------------------------------------------------------- clean-up
 
-    def take_over(self, folder: Path) -> None:
+    def take_over(self, folder: Path, given_up: Callable[[], bool]) -> None:
         with open(folder / "guard.lock", "ab") as lock:  # its guard must not remove this supervisor's containers
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        self.patiently(lambda api: clear(api, self._label))
+            while not given_up():
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.1)
+        self.patiently(lambda api: clear(api, self._label), given_up)
         shutil.rmtree(folder / "nodes", ignore_errors=True)
 
     def _start_guard(self) -> None:

@@ -22,16 +22,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ..errors import CapacityError, SpecError, StorageError
 from ..provider_api.launch_spec import LaunchSpec, NodeSpec
 from ..runtime.host_facts import kill_users, users
-from . import ENGINE_PREFIX, staged
+from . import ENGINE_PREFIX, boot_id, staged
 
 __all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "has_torch", "share_of_gpus"]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PROC = Path("/proc/self")
 ORPHAN_SECONDS = 60.0
 """Seconds that nodes without a supervisor have to end: their stop grace of 40 s, and some for a slow disk."""
 
@@ -62,10 +63,8 @@ class NodeProcess:
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        with contextlib.suppress(FileNotFoundError):
-            for group in self.groups.read_text().split():
-                with contextlib.suppress(OSError):
-                    os.killpg(int(group), signal.SIGKILL)
+        _kill_groups(self.groups)
+        with contextlib.suppress(OSError):  # a disk may take no change
             self.groups.unlink()
         kill_users(self.scratch)
         shutil.rmtree(self.scratch, ignore_errors=True)
@@ -81,12 +80,24 @@ class ProcessEngine:
     def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
         """Do nothing: processes need nothing that is not here."""
 
-    def take_over(self, folder: Path) -> None:
+    def take_over(self, folder: Path, given_up: Callable[[], bool]) -> None:
         nodes, deadline = folder / "nodes", time.monotonic() + ORPHAN_SECONDS
-        while users(nodes) and time.monotonic() < deadline:  # each sees that its supervisor is gone, and saves its work
+        started = [json.loads(path.read_bytes()) for path in nodes.glob("*.started")]
+        started = [each for each in started if each["boot"] == boot_id()]
+        scratch = [Path(each["scratch"]) for each in started]
+        # Each node sees that its supervisor is gone, saves its work and ends its ranks.
+        while any(_runs(nodes, each) for each in started) and time.monotonic() < deadline and not given_up():
             time.sleep(0.1)
-        kill_users(nodes)
-        shutil.rmtree(nodes, ignore_errors=True)
+        for place in (nodes, *scratch):
+            kill_users(place)
+        if not _PROC.is_dir():
+            for each in started:
+                with contextlib.suppress(OSError):
+                    os.killpg(each["pid"], signal.SIGKILL)
+            for path in nodes.glob("*.groups"):
+                _kill_groups(path)
+        for place in (nodes, *scratch):
+            shutil.rmtree(place, ignore_errors=True)
 
     def remarks(self) -> str:
         return ""
@@ -158,10 +169,30 @@ class ProcessEngine:
         finally:
             os.close(reader)
             os.close(writer)
+        told = {"pid": process.pid, "scratch": str(scratch), "boot": boot_id()}
+        root.with_name(f"{root.name}.started").write_text(json.dumps(told), encoding="utf-8")
         return NodeProcess(process, groups, scratch)
 
     def clean(self) -> None:
         shutil.rmtree(self._folder / "nodes", ignore_errors=True)
+
+
+def _runs(nodes: Path, started: Mapping[str, Any]) -> bool:
+    """Return whether the first process of a node, or a process of its script, still runs."""
+    if _PROC.is_dir():
+        return bool(users(nodes) or users(Path(started["scratch"])))
+    try:
+        os.kill(started["pid"], 0)
+    except OSError:
+        return False
+    return True
+
+
+def _kill_groups(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        for group in path.read_text().split():
+            with contextlib.suppress(OSError):
+                os.killpg(int(group), signal.SIGKILL)
 
 
 def share_of_gpus(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> list[str]:

@@ -249,8 +249,11 @@ class SupervisedProvider(ProviderExtras):
         for earlier in reversed(range(request.attempt)):  # an earlier attempt's supervisor may have started it
             folder = self._folder(replace(request, attempt=earlier))
             if (folder / "status.json").exists():
-                started = {row["number"].partition(".")[0] for row in _read(folder / "status.json")["attempts"]}
-                return self._native_id(folder) if str(request.attempt) in started else None
+                data = _read(folder / "status.json")
+                started = {row["number"].partition(".")[0] for row in data["attempts"]}
+                # A supervisor that ended by itself may have recorded an attempt just before.
+                ended = data["state"] in FINAL and "taken_over" not in data
+                return self._native_id(folder) if ended or str(request.attempt) in started else None
         return None
 
     def status(self, native_id: str) -> Status:
@@ -342,11 +345,13 @@ class SupervisedProvider(ProviderExtras):
             return self.status(f"{data['host']}:{folder}")  # it ended between the two reads
         if data["host"] != socket.gethostname():
             raise LostContactError(f"this run is on the machine {data['host']}; ask there", passing=False)
-        with locked(folder, shared=True) as free:
-            if not free:
-                return status  # the supervisor of the next attempt is closing it
-            if _read(folder / "status.json")["state"] not in FINAL:  # else the next attempt may have begun
+        with locked(folder / "clearing") as free:
+            if free and _read(folder / "status.json")["state"] not in FINAL:  # else the next attempt may have begun
                 self._clear(folder)
+        ended = last_sign(folder, data["seen"])
+        attempts = tuple(replace(row, ended=row.ended or ended) for row in status.attempts)
+        if attempts and not (folder / "live").exists() and all_succeeded(folder, attempts[-1]):  # the store has it all
+            return replace(status, state="succeeded", native="abandoned", attempts=attempts, finished=ended)
         cancelled = (folder / "cancel").exists()
         rebooted = data["boot"] and data["boot"] != boot_id()
         reason = "this machine was restarted while the run went on" if rebooted else "the run's supervisor was killed"
@@ -355,9 +360,9 @@ class SupervisedProvider(ProviderExtras):
             native="abandoned",
             reason="cancelled by the user" if cancelled else reason,
             category="cancelled" if cancelled else "infra",
-            attempts=status.attempts,
+            attempts=attempts,
             started=status.started,
-            finished=data["seen"],
+            finished=ended,
             url=status.url,
         )
 
@@ -389,13 +394,17 @@ def _existing(native_id: str) -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, shared: bool) -> Iterator[bool]:
-    """Hold the lock of a supervisor's folder; yield False if another process holds it. Several may share it."""
+def locked(path: Path) -> Iterator[bool]:
+    """Hold the lock file ``path``; yield False if another process holds it. Raises `StorageError` for its disk."""
     import fcntl
 
-    with open(folder / "lock", "ab") as lock:
+    try:
+        lock = open(path, "ab")  # noqa: SIM115 - closed below; errors of the block are not the disk's
+    except OSError as exc:
+        raise StorageError(f"cannot write {path}: {exc.strerror}") from None
+    with lock:
         try:
-            fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             yield False
         else:
@@ -404,8 +413,37 @@ def locked(folder: Path, *, shared: bool) -> Iterator[bool]:
 
 def is_alive(folder: Path) -> bool:
     """Return True if a supervisor holds the folder's lock."""
-    with locked(folder, shared=True) as free:
-        return not free
+    import fcntl
+
+    try:
+        lock = open(folder / "lock", "rb")  # noqa: SIM115 - to read is enough, also for another user's client
+    except FileNotFoundError:
+        return False
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: concurrent callers do not block each other
+        except OSError:
+            return True
+    return False
+
+
+def last_sign(folder: Path, seen: float) -> float:
+    """Return the time of the last sign of a killed supervisor's nodes: their last line, or its own last status."""
+    return max([seen, *(path.stat().st_mtime for path in (folder / "out").glob("*/*.log"))])
+
+
+def all_succeeded(folder: Path, attempt: AttemptInfo) -> bool:
+    """Return True if the exit record of every node says that this start succeeded."""
+    from ..runs.outcome import records_of
+    from ..storage.local_disk import local_path
+
+    request = _read(folder / "request.json")
+    live, records = local_path(f"{request['run']}/live") or folder / "live", []
+    for path in (live / "exit").glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            records.append(_read(path))
+    ended = {record["node"] for record in records_of(attempt, records) if record["outcome"] == "succeeded"}
+    return len(ended) == int(request["context"]["nodes"])
 
 
 def image_id(simulation: LaunchSpec) -> str:

@@ -38,7 +38,7 @@ from ..store.store import Store
 from . import Engine, NodeError, NodeHandle, boot_id, last_line, make_engine
 from .fault_injection import Injection, InjectionPlan
 from .node_folders import NodeFolders
-from .supervised import SupervisedProvider, locked, refuse
+from .supervised import SupervisedProvider, all_succeeded, last_sign, locked, refuse
 
 __all__ = ["Supervisor", "main"]
 
@@ -58,8 +58,8 @@ LOST_SECONDS = 15.0
 UNMET_SECONDS = 3.0
 """The same before the nodes have met: they would wait for it in vain."""
 RESTART_SECONDS = 1.0
-LOCK_SECONDS = 60.0
-"""Seconds that clients which clear up after a killed supervisor may hold its folder's lock."""
+LOCK_SECONDS = 10.0
+"""Seconds in which clients that look at a killed supervisor release its lock."""
 SIGNAL_SECONDS = 1.0
 """Seconds between stop signals to a node: a Python that has just started has no handler yet."""
 KILLED = (137, 143)
@@ -104,7 +104,8 @@ class Supervisor:
         self.store = Store(store)
         self.native_id = f"{socket.gethostname()}:{folder}"
         self.attempts: list[dict[str, Any]] = []
-        self.spent = 0.0
+        self.spent = self._before = 0.0  # seconds of running: of all attempts, and of those of killed supervisors
+        self._waited = 0.0  # seconds of waiting for the store or the disk
         self._frozen_since: float | None = None
         self._limit = PATIENCE_SECONDS  # the attempt's time limit, once it is known
         self.drills = InjectionPlan(self.request.body.get("drills", ()))
@@ -123,7 +124,7 @@ class Supervisor:
             "host": socket.gethostname(),
             "boot": boot_id(),
             "pid": os.getpid(),
-            "spent": 0.0,  # seconds of running of earlier attempts that another supervisor started
+            "ran": 0.0,  # seconds of running under this supervisor
         }
 
     @cached_property
@@ -151,9 +152,9 @@ class Supervisor:
         self._write_status()
         mounts = _Mounts(folder=self.folder, store=self.store, run_id=self.run_id)
         try:
-            self._take_over(mounts)
+            succeeded = self._patiently(lambda: self._take_over(mounts))
             mounts.start_syncing()
-            state, category, reason = self._all_attempts(mounts)
+            state, category, reason = ("succeeded", "", "") if succeeded else self._all_attempts(mounts)
         except CloudtrainError as exc:
             state, category, reason = "failed", "infra", str(exc)
         except Exception as exc:  # noqa: BLE001  the last line of defence of an unattended process
@@ -194,7 +195,7 @@ class Supervisor:
         """
         patience = PATIENCE_SECONDS
         if local_path(self.store.url) is not None:
-            patience = min(patience, max(LOCAL_SECONDS, self._limit - self.spent))
+            patience = min(patience, max(LOCAL_SECONDS, self._limit - self.spent - self._waited))
         deadline, pause = time.monotonic() + patience, 1.0
         while True:
             try:
@@ -203,45 +204,57 @@ class Supervisor:
                 if time.monotonic() > deadline or (self.folder / "cancel").exists():
                     raise
                 sys.stderr.write(f"{exc}; trying again\n")
-                time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-                pause = min(pause * 2, 60.0)
+                pause = min(pause, max(0.0, deadline - time.monotonic()))
+                time.sleep(pause)
+                self._waited += pause
+                pause = min(max(pause, 1.0) * 2, 60.0)
 
-    def _take_over(self, mounts: _Mounts) -> None:
-        """Close what an earlier attempt's killed supervisor left: wait for its nodes to end, and keep their files.
+    def _take_over(self, mounts: _Mounts) -> bool:
+        """Close what killed supervisors of earlier attempts left: wait for their nodes to end, and keep the files.
 
-        Nothing to do for attempt 0. Raises `PlatformError` if that supervisor lives after all.
+        Return True if the nodes had all succeeded after all. Raises `PlatformError` if such a supervisor lives.
         """
+        self._before, earlier = 0.0, dict[Path, int]()
         for attempt in reversed(range(self.request.attempt)):
             native = self.store.submitted(self.run_id, attempt)
             host, _, path = str(native["native_id"] if native else "").partition(":")
-            if host != socket.gethostname() or not (Path(path) / "status.json").exists():
-                continue
+            if host == socket.gethostname() and (Path(path) / "status.json").exists():
+                earlier.setdefault(Path(path), attempt)
+        succeeded = False
+        for folder, attempt in earlier.items():
             self._pending(f"waiting for the nodes of attempt {attempt}, whose supervisor was killed")
-            with _locked_within(Path(path), LOCK_SECONDS) as free:
+            with _locked_within(folder / "lock", LOCK_SECONDS) as free:
                 if not free:
                     raise PlatformError(f"attempt {self.request.attempt} cannot start: attempt {attempt} still runs")
-                self._close(Path(path), mounts)
-            return
-
-    def _close(self, earlier: Path, mounts: _Mounts) -> None:
-        """End the nodes of a killed supervisor, and record that end in its folder. Keep the files of a remote run."""
-        state = json.loads((earlier / "status.json").read_bytes())
-        rows = state["attempts"]
-        if state["state"] not in FINAL:
-            self.engine.take_over(earlier)
-        if (earlier / "live").is_dir() and mounts.live.parent == self.folder and not mounts.live.exists():
-            (earlier / "live").rename(mounts.live)  # not all of it may be in the store
-        if state["state"] not in FINAL:
-            signs = [*(earlier / "out").glob("*/*.log"), *(mounts.live / "exit").glob("*.json")]
-            ended = max([state["seen"], *(path.stat().st_mtime for path in signs)])
-            for row in rows:
-                row["ended"] = row["ended"] or ended
-            killed = "the run's supervisor was killed"
-            state.update(state="failed", category="infra", reason=killed, finished=ended, attempts=rows)
-            _replace_json(earlier / "status.json", state)
-        self.spent = float(state.get("spent", 0.0)) + sum(row["ended"] - row["started"] for row in rows)
-        self.state["spent"] = self.spent
+            with _locked_within(folder / "clearing", PATIENCE_SECONDS):  # a client may be removing containers
+                succeeded = self._close(folder, mounts) or succeeded
+        self.spent = self._before
         self.drills.skip(self.spent)
+        return succeeded
+
+    def _close(self, earlier: Path, mounts: _Mounts) -> bool:
+        """End the nodes of a killed supervisor, and record that end in its folder. Keep the files of a remote run.
+
+        Return True if all nodes of its last start had succeeded.
+        """
+        state = json.loads((earlier / "status.json").read_bytes())
+        self._before += state.get("ran", 0.0)
+        if state["state"] in FINAL:
+            return bool(state.get("nodes_succeeded"))
+        self.engine.take_over(earlier, lambda: self._cancelled(mounts))
+        rows, ended = state["attempts"], last_sign(earlier, state["seen"])
+        for row in rows:
+            row["ended"] = row["ended"] or ended
+        succeeded = bool(rows) and all_succeeded(earlier, AttemptInfo(**rows[-1]))
+        if (earlier / "live").is_dir() and mounts.live.parent == self.folder and not mounts.live.exists():
+            shutil.move(earlier / "live", mounts.live)  # not all of it may be in the store
+        for name in ("mounts", "folders"):
+            shutil.rmtree(earlier / name, ignore_errors=True)
+        killed = "the run's supervisor was killed"
+        state.update(state="failed", category="infra", reason=killed, finished=ended)
+        state.update(taken_over=self.request.attempt, nodes_succeeded=succeeded)
+        _replace_json(earlier / "status.json", state)
+        return succeeded
 
     # ------------------------------------------------------------------------------------------------------- attempts
 
@@ -334,8 +347,9 @@ class Supervisor:
             try:
                 stopped = self._watch(nodes, simulation.rules, mounts, folders)
             finally:
-                for node in nodes:
-                    node.kill()
+                with contextlib.ExitStack() as ends:  # each of them, whatever the disk does
+                    for node in nodes:
+                        ends.callback(node.kill)
         finally:
             if folders is not None:
                 with self._on_disk():
@@ -396,10 +410,12 @@ class Supervisor:
                         node.signal(rules.stop_signal)
             if now - beat > HEARTBEAT_SECONDS:
                 beat = now
+                self.state["ran"] = self.spent - self._before + now - began
                 self._write_status()
                 self._end_frozen(nodes, now)
             time.sleep(POLL_SECONDS)
         self.spent += time.monotonic() - began
+        self.state["ran"] = self.spent - self._before
         return stopped
 
     def _end_frozen(self, nodes: Sequence[NodeHandle], now: float) -> None:
@@ -660,11 +676,11 @@ def _replace_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _locked_within(folder: Path, seconds: float) -> Iterator[bool]:
-    """Hold the folder's lock, if other processes release it within ``seconds``; yield whether it is held."""
+def _locked_within(path: Path, seconds: float) -> Iterator[bool]:
+    """Hold the lock file, if other processes release it within ``seconds``; yield whether it is held."""
     deadline = time.monotonic() + seconds
     while True:
-        with locked(folder, shared=False) as free:
+        with locked(path) as free:
             if free or time.monotonic() > deadline:
                 yield free
                 return

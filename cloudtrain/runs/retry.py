@@ -170,7 +170,9 @@ class Retry:
         if self._is_alive(newest, result):
             return True
         checkpoint = run.checkpoint()
-        failure = {"exception": _exception(result), "checkpoint": checkpoint.key if checkpoint is not None else None}
+        # A supervisor's death says nothing of the script.
+        exception = "" if run.provider.retried_by == "supervisor" else _exception(result)
+        failure = {"exception": exception, "checkpoint": checkpoint.key if checkpoint is not None else None}
         failure = store.write_ended(run.run_id, newest, failure)
         elsewhere = result["category"] in NO_MACHINES
         if not elsewhere and failure["exception"] and newest and store.ended(run.run_id, newest - 1) == failure:

@@ -304,6 +304,86 @@ def test_a_waiting_client_goes_on_after_a_killed_supervisor(
     jobs.gone(12)
 
 
+BEATS = """
+import os, time
+attempt = os.environ["CLOUDTRAIN_ATTEMPT"]
+print("up", flush=True)
+end = time.time() + (90 if attempt[0] < os.environ["ENOUGH"] else 1)
+while time.time() < end and not os.path.exists(os.environ["CLOUDTRAIN_PREEMPT_FILE"]):
+    with open(os.environ["BEATS"], "a") as stream:
+        stream.write(f"{attempt} {time.time()}\\n")
+    time.sleep(0.05)
+"""
+
+
+def _beats(jobs: Jobs) -> dict[str, list[float]]:
+    """When each attempt ran."""
+    found: dict[str, list[float]] = {}
+    for line in (jobs.tmp / "beats").read_text().splitlines():
+        attempt, moment = line.split()
+        found.setdefault(attempt, []).append(float(moment))
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_no_rank_of_the_last_attempt_runs_beside_the_next_one(jobs: Jobs, how: signal.Signals) -> None:
+    """The node's own process cannot end its rank: it was killed too, or stands still."""
+    jobs.write("train.py", BEATS)
+    environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=1")
+    run = jobs.detach("train.py", "--launcher", "python", "--retries", "1", *environ)
+    jobs.printed(run, "up")
+    supervisor, node = jobs.supervisor(), jobs.node(0)
+    os.kill(node, signal.SIGSTOP)
+    os.kill(supervisor, signal.SIGKILL)
+    os.kill(node, how)
+    assert jobs.cli("wait", run.url, timeout=180).code == 0
+    beats = _beats(jobs)
+    assert sorted(beats) == ["0.0", "1.0"]
+    assert beats["0.0"][-1] < beats["1.0"][0]
+    jobs.gone(3)
+
+
+def test_each_supervisor_that_is_killed_costs_one_retry(jobs: Jobs) -> None:
+    jobs.write("train.py", BEATS)
+    environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=2")
+    run = jobs.detach("train.py", "--launcher", "python", "--retries", "2", *environ)
+    jobs.printed(run, "up")
+    os.kill(jobs.supervisor(), signal.SIGKILL)
+    client = jobs.start("wait", run.url, "--json")
+    jobs.wait_for(lambda: "1.0" in _beats(jobs), 90)
+    os.kill(jobs.supervisor(), signal.SIGKILL)
+    out, err = client.communicate(timeout=180)
+    assert client.returncode == 0, err
+    assert [row["number"] for row in json.loads(out)["attempts"]] == ["0.0", "1.0", "2.0"]
+    beats = _beats(jobs)
+    assert beats["0.0"][-1] < beats["1.0"][0] <= beats["1.0"][-1] < beats["2.0"][0]
+
+
+def test_the_time_between_a_supervisors_death_and_the_next_client_is_not_the_runs(jobs: Jobs) -> None:
+    jobs.write("train.py", BEATS)
+    environ = ("--env", f"BEATS={jobs.tmp / 'beats'}", "--env", "ENOUGH=1")
+    run = jobs.detach("train.py", "--launcher", "python", "--retries", "1", "--max-runtime", "15s", *environ)
+    jobs.printed(run, "up")
+    for pid in (jobs.node(0), jobs.supervisor()):  # neither leaves a record
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(16)
+    done = jobs.cli("wait", run.url, "--json")
+    assert (done.code, done.json["state"]) == (0, "succeeded"), done.err
+
+
+def test_a_run_whose_nodes_had_succeeded_is_not_run_again(jobs: Jobs) -> None:
+    """The supervisor is killed between its nodes' end and its own last word."""
+    jobs.write("train.py", "print('once', flush=True)\n")
+    done = jobs.submit("train.py", *PLAIN, "--retries", "1")
+    run = jobs.run(done.json["run_id"])
+    folder = jobs.store / "runs" / run.run_id
+    (folder / "result.json").unlink()
+    status = json.loads((folder / "supervisor/status.json").read_text())
+    (folder / "supervisor/status.json").write_text(json.dumps({**status, "state": "running", "finished": None}))
+    assert jobs.cli("wait", run.url, "--json").json["state"] == "succeeded"
+    assert sorted(run.store.attempts(run.run_id)) == [0]
+
+
 def test_without_the_secret_a_client_leaves_the_next_attempt_to_one_that_has_it(jobs: Jobs) -> None:
     jobs.environ["MY_TOKEN"] = "secret-word"
     jobs.write("train.py", COUNTS)
