@@ -178,9 +178,9 @@ class ProcessEngine:
 
 
 def _runs(nodes: Path, started: Mapping[str, Any]) -> bool:
-    """Return whether the first process of a node, or a process of its script, still runs."""
+    """Return whether the first process of a node still runs, which ends its ranks."""
     if _PROC.is_dir():
-        return bool(users(nodes) or users(Path(started["scratch"])))
+        return bool(users(nodes))
     try:
         os.kill(started["pid"], 0)
     except OSError:
