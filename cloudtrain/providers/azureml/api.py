@@ -8,7 +8,6 @@ retries. If a host asks for a pause, no call goes to it until the pause ends.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import re
 import threading
@@ -17,9 +16,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from ...errors import CloudtrainError, ConflictError, LostContactError, NotFoundError, PlatformError, SpecError
+from ...errors import CloudtrainError, ConflictError, NotFoundError, PlatformError, SpecError
 from ...job.job import run_tag
 from ...provider_api.protocol import Request
+from .._cloud import Backoff
 from .clouds import cloud_of
 from .errors import refusal, translated
 from .names import TAG_BODY, TAG_RUN
@@ -32,7 +32,6 @@ __all__ = ["FINAL", "Account", "job_of", "named"]
 TIMEOUT = 30
 FINAL = frozenset({"Completed", "Failed", "Canceled"})
 """NotResponding and Paused are not final: by the service a job may come back from them."""
-LONGEST_HOLD = 300.0
 _JOB = re.compile(
     r"(?P<workspace>/subscriptions/[^/]+/resourceGroups/[^/]+/providers/[^/]+/workspaces/[^/]+)/jobs/(?P<name>[^/]+)",
     re.IGNORECASE,
@@ -70,7 +69,7 @@ class Account:
         self._signing: Any = None
         self._plain: Any = None
         self._services: dict[str, str] = {}
-        self._held: dict[str, float] = {}
+        self._backoff = Backoff()
         self.details: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self.started: dict[str, Any] = {}
         self.ran: set[str] = set()
@@ -139,18 +138,14 @@ class Account:
 
     def _send(self, method: str, url: str, *, what: str, signed: bool, **more: Any) -> Any:
         host = urlsplit(url).netloc
-        if (left := self._held.get(host, 0.0) - time.monotonic()) > 0:
-            raise LostContactError(f"{what}: {host} asks for {left:.0f} s more before the next call")
+        self._backoff.check(host, name=host, what=what)
         with translated(what):
             from azure.core.rest import HttpRequest
 
             request = HttpRequest(method, url, json=more.get("body"), headers=dict(more.get("headers") or {}))
             pipeline = self._pipeline(signed=signed)
             answer = pipeline.run(request, stream=more.get("stream", False)).http_response
-        if answer.status_code in (429, 503):
-            with contextlib.suppress(ValueError):
-                wait = float(answer.headers.get("Retry-After") or 0)
-                self._held[host] = time.monotonic() + min(wait, LONGEST_HOLD)
+        self._backoff.note(host, answer)
         return answer
 
     @staticmethod
@@ -172,6 +167,12 @@ class Account:
         workspace, name = job_of(native_id)
         told: dict[str, Any] = self.call("GET", self.url(f"{workspace or self.workspace}/jobs/{name}"), what="get job")
         return told
+
+    def create(self, request: Request) -> str:
+        """Return the id of the request's one job; see `sdk.create`."""
+        from .sdk import create
+
+        return create(self, request)
 
     def find(self, request: Request) -> str | None:
         """Return the id of the request's job, if it was ever created."""
