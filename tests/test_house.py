@@ -178,11 +178,12 @@ def test_the_node_side_and_providers_need_little_of_ours() -> None:
 
 
 def test_no_provider_imports_another() -> None:
+    """All may import `_cloud`, which names none."""
     wrong = [
         f"{item.where}: imports {item.module}"
         for path in sources(PACKAGE / "providers")
         for item in imports(path)
-        if item.ours == "providers" and item.module.split(".")[2:3] not in ([], [_provider(path)])
+        if item.ours == "providers" and item.module.split(".")[2:3] not in ([], ["_cloud"], [_provider(path)])
     ]
     assert not wrong, "\n".join(wrong)
 
