@@ -133,11 +133,6 @@ def _check_account(settings: Settings, store: str) -> None:
             raise SpecError(f"{getattr(settings, name)!r} is no such name", field=f"azureml.{name}")
 
 
-def input_name(channel: str) -> str:
-    """Return a channel's name as an input's. Channel names never differ by this alone."""
-    return channel.replace("-", "_")
-
-
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
@@ -298,7 +293,7 @@ def _inputs(settings: Settings, layout: Layout) -> tuple[dict[str, Any], dict[st
         inputs[RESUME] = {"type": "uri_folder", "mode": "ro_mount", "path": f"{path}/"}
         paths["resume"] = _placeholder("inputs", RESUME)
     for channel, item in layout.inputs.items():
-        name, field = input_name(channel), f"inputs.{channel}"
+        name, field = channel.replace("-", "_"), f"inputs.{channel}"  # names never differ by this alone
         if name.lower() in (*OWN_INPUTS.values(), RESUME, LIVE):
             raise UnsupportedError(NAME, field, "an input of that name is cloudtrain's own; choose another")
         inputs[name] = _channel(settings, layout, item, field)
