@@ -169,11 +169,11 @@ def _denied(account: Account, source: str, *asked: tuple[Sequence[str], str]) ->
     ``asked`` are pairs of actions and the resource that they are for.
     """
     entry = {"ContextKeyName": "iam:PassedToService", "ContextKeyValues": [PRINCIPAL], "ContextKeyType": "string"}
-    given = {"PolicySourceArn": source, "ContextEntries": [entry]}
+    given: dict[str, Any] = {"PolicySourceArn": source, "ContextEntries": [entry]}
     denied: list[str] = []
     for actions, resource in asked:
-        names = {"ActionNames": list(actions), "ResourceArns": [resource]}
-        told = account.call("iam", "simulate_principal_policy", **given, **names)
+        given |= {"ActionNames": list(actions), "ResourceArns": [resource]}
+        told = account.call("iam", "simulate_principal_policy", **given)
         denied += [r["EvalActionName"] for r in told["EvaluationResults"] if r["EvalDecision"] != "allowed"]
     return denied
 
@@ -274,7 +274,7 @@ def _image(account: Account, image: str, own: str) -> Check:
         return unknown("image", f"{image} is another account's ({match['account']}), which does not tell")
     tag = (match["tag"] or ":latest").partition("@")
     which = {"imageDigest": tag[2]} if tag[1] else {"imageTag": tag[0].lstrip(":")}
-    where = {"registryId": match["account"], "repositoryName": match["name"], "imageIds": [which]}
+    where: dict[str, Any] = {"registryId": match["account"], "repositoryName": match["name"], "imageIds": [which]}
     try:
         told = account.call("ecr", "describe_images", region=match["region"], **where)
     except NotFoundError:
