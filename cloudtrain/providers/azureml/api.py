@@ -189,7 +189,7 @@ class Account:
             return None
         tags = told["properties"].get("tags") or {}
         if tags.get(TAG_RUN) != run_tag(request.run):
-            raise ConflictError(f"Azure ML has a job {name} of somebody else's; choose another id", field="run_id")
+            raise ConflictError(f"Azure ML has a job {name} of another run; choose another id", field="run_id")
         if tags.get(TAG_BODY) != request.body["tags"].get(TAG_BODY):
             why = f"Azure ML has a job {name} of an earlier run of that id, which was another job; choose another id"
             raise ConflictError(why, field="run_id")

@@ -151,6 +151,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     priced = instance_type or settings.compute  # a cluster has a price under its own name
     timeout = _timeout(settings, job, choice, notes)
     inputs, paths = _inputs(settings, layout)
+    shm = max(1, int(known.memory_gib / 2)) if known is not None and known.memory_gib else SHM_GIB
     count = job.resources.instance_count
     body: dict[str, Any] = {
         "$schema": SCHEMA,
@@ -166,7 +167,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         "resources": {
             **({"instance_type": instance_type} if instance_type else {}),
             "instance_count": count,
-            "shm_size": f"{job.resources.shm_gb or _shm(known)}g",
+            "shm_size": f"{job.resources.shm_gb or shm}g",
         },
         "limits": {"timeout": timeout},
         "tags": _tags(settings, job, layout, attempt),
@@ -213,7 +214,11 @@ def _machine(settings: Settings, job: Job, choice: int) -> tuple[str, Machine | 
         _check_cluster(settings, job)
         return "", None
     if wanted.instance_type:
-        return _pinned(job, choice)
+        name, known = pinned_machine(NAME, job, choice, form=FORM, prefix="Standard_")
+        if known is None and ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
+            why = f"how many GPUs {name} has is not known here: say how many processes"
+            raise SpecError(why, field="resources.nproc_per_node")
+        return name, known
     if wanted.gpu:
         found = catalog.for_gpu(NAME, wanted.gpus[choice], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
     elif wanted.cpus or wanted.memory_gb:
@@ -231,18 +236,6 @@ def _check_cluster(settings: Settings, job: Job) -> None:
             raise UnsupportedError(NAME, f"resources.{name}", f"{whose} compute")
     if len(wanted.gpu) > 1:
         raise UnsupportedError(NAME, "resources.gpu", f"cluster {settings.compute} has one kind of GPU: name that one")
-
-
-def _pinned(job: Job, choice: int) -> tuple[str, Machine | None]:
-    name, known = pinned_machine(NAME, job, choice, form=FORM, prefix="Standard_")
-    if known is None and ACCELERATED.match(name) and not (job.resources.nproc_per_node or job.resources.gpu):
-        why = f"how many GPUs {name} has is not known here: say how many processes"
-        raise SpecError(why, field="resources.nproc_per_node")
-    return name, known
-
-
-def _shm(known: Machine | None) -> int:
-    return max(1, int(known.memory_gib / 2)) if known is not None and known.memory_gib else SHM_GIB
 
 
 def _variables(settings: Settings, count: int) -> dict[str, str]:

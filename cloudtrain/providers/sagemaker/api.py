@@ -212,9 +212,8 @@ class Account:
             found = self.find(request)
             if found is None:
                 name = request.body["TrainingJobName"]
-                raise ConflictError(
-                    f"SageMaker has a training job {name} of somebody else's; choose another id", field="run_id"
-                ) from None
+                why = f"SageMaker has a training job {name} of another run; choose another id"
+                raise ConflictError(why, field="run_id") from None
             return found
 
     def find(self, request: Request) -> str | None:

@@ -48,8 +48,9 @@ _IMAGE = re.compile(
 ADDRESSES, EFA_ADDRESSES = 2, 5
 """Free addresses that an instance needs, without EFA and with it."""
 ALL = "-1"
-ENCRYPTED = (("udp", 500), ("50", None))
-"""Traffic between containers under encryption: IKE, and IP protocol 50 (ESP)."""
+PLAIN: Sequence[tuple[str, int | None, str]] = (("tcp", None, "TCP"),)
+ENCRYPTED: Sequence[tuple[str, int | None, str]] = (("udp", 500, "UDP 500"), ("50", None, "IP protocol 50"))
+"""Traffic between containers, as protocol, port and name. Under encryption: IKE, and IP protocol 50 (ESP)."""
 
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
@@ -318,38 +319,32 @@ def _network(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
 def _closed(groups: Sequence[Mapping[str, Any]], *, efa: bool, encrypted: bool) -> list[tuple[str, str]]:
     """Return each traffic that the groups' rules keep from their members, with its fix."""
     names = {str(group["GroupId"]) for group in groups}
-    inward = [rule for group in groups for rule in group["IpPermissions"]]
-    outward = [rule for group in groups for rule in group["IpPermissionsEgress"]]
     told = ", ".join(sorted(names))
+    found = []
     if efa:
-        # EFA's traffic has no IP addresses, so a rule for a range of addresses does not let it pass.
-        ways = {"in": inward, "out": outward}
-        return [
-            (
-                f"EFA needs a rule of {told} that lets all traffic {way}, between members of the group itself",
-                f"add a self-referencing rule for all traffic, {way}bound",
-            )
-            for way, rules in ways.items()
-            if not any(rule["IpProtocol"] == ALL and _of_members(rule, names) for rule in rules)
-        ]
-    asked: tuple[tuple[str, int | None], ...] = ENCRYPTED if encrypted else (("tcp", None),)
-    return [
-        (
-            f"{told} lets no {_named(protocol, port)} in from its own members",
-            f"add an inbound self-referencing rule for {_named(protocol, port)}",
-        )
-        for protocol, port in asked
-        if not any(_lets(rule, protocol, port) and (_of_members(rule, names) or _of_addresses(rule)) for rule in inward)
+        for way, kind in (("in", "IpPermissions"), ("out", "IpPermissionsEgress")):
+            # EFA's traffic has no IP addresses, so a rule for a range of addresses does not let it pass.
+            rules = [rule for group in groups for rule in group[kind]]
+            if not any(rule["IpProtocol"] == ALL and _of_members(rule, names) for rule in rules):
+                what = f"EFA needs a rule of {told} that lets all traffic {way}, between members of the group itself"
+                found.append((what, f"add a self-referencing rule for all traffic, {way}bound"))
+        return found
+    # The nodes' own addresses are not looked up, and may be among those of any rule that names some.
+    rules = [
+        rule
+        for group in groups
+        for rule in group["IpPermissions"]
+        if _of_members(rule, names) or any(rule.get(kind) for kind in ("IpRanges", "Ipv6Ranges", "PrefixListIds"))
     ]
+    for protocol, port, traffic in ENCRYPTED if encrypted else PLAIN:
+        if not any(_lets(rule, protocol, port) for rule in rules):
+            fix = f"add an inbound self-referencing rule for {traffic}"
+            found.append((f"{told} lets no {traffic} in from its own members", fix))
+    return found
 
 
 def _of_members(rule: Mapping[str, Any], names: set[str]) -> bool:
     return any(pair.get("GroupId") in names for pair in rule["UserIdGroupPairs"])
-
-
-def _of_addresses(rule: Mapping[str, Any]) -> bool:
-    """Return True if a rule names addresses. The nodes' own are not looked up, and may be among them."""
-    return any(rule.get(kind) for kind in ("IpRanges", "Ipv6Ranges", "PrefixListIds"))
 
 
 def _lets(rule: Mapping[str, Any], protocol: str, port: int | None) -> bool:
@@ -360,7 +355,3 @@ def _lets(rule: Mapping[str, Any], protocol: str, port: int | None) -> bool:
         return False
     first, last = rule.get("FromPort", 0), rule.get("ToPort", 65535)
     return bool(first <= port <= last) if port is not None else protocol != "tcp" or last - first > 1000
-
-
-def _named(protocol: str, port: int | None) -> str:
-    return {"tcp": "TCP", "50": "IP protocol 50"}.get(protocol, f"{protocol.upper()} {port}")

@@ -91,15 +91,15 @@ def _mounts(body: Mapping[str, Any]) -> list[Mount]:
 
 def _files(body: Mapping[str, Any], host: str, hosts: list[str], instance_type: str) -> dict[str, str]:
     """Return the three files that every container has. Their ``hosts`` are sorted as text (algo-1, algo-10, algo-2)."""
-    inputs = {
-        channel["ChannelName"]: {
+    inputs = {}
+    for channel in body["InputDataConfig"]:
+        told = {
             "TrainingInputMode": channel["InputMode"],
             "RecordWrapperType": "None",
-            **({"ContentType": channel["ContentType"]} if "ContentType" in channel else {}),
-            **_distribution(channel["DataSource"]),
+            "ContentType": channel.get("ContentType"),
+            "S3DistributionType": channel["DataSource"].get("S3DataSource", {}).get("S3DataDistributionType"),
         }
-        for channel in body["InputDataConfig"]
-    }
+        inputs[channel["ChannelName"]] = {key: value for key, value in told.items() if value is not None}
     group = {"instance_group_name": GROUP, "instance_type": instance_type, "hosts": sorted(hosts)}
     resources = {
         "current_host": host,
@@ -115,8 +115,3 @@ def _files(body: Mapping[str, Any], host: str, hosts: list[str], instance_type: 
         "resourceconfig": resources,
     }
     return {f"{ROOT}/input/config/{name}.json": json.dumps(table) for name, table in tables.items()}
-
-
-def _distribution(source: Mapping[str, Any]) -> dict[str, str]:
-    told = source.get("S3DataSource", {}).get("S3DataDistributionType")
-    return {"S3DistributionType": told} if told else {}

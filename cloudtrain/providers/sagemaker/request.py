@@ -94,19 +94,16 @@ def checked(settings: Settings) -> Settings:
 def _region(profile: str, environ: Mapping[str, str]) -> str:
     """Return the profile's region, else the environment's (boto3 ignores AWS_REGION), else the default profile's."""
     there = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or ""
-    if profile:
-        return _profile_region(profile, environ) or there
-    return there or _profile_region(environ.get("AWS_PROFILE") or "default", environ)
-
-
-def _profile_region(profile: str, environ: Mapping[str, str]) -> str:
+    if there and not profile:
+        return there
+    name = profile or environ.get("AWS_PROFILE") or "default"
     parser = configparser.RawConfigParser()
     try:
         parser.read(os.path.expanduser(environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
-        return ""  # the SDK reports the error if it needs the file
-    section = "default" if profile == "default" else f"profile {profile}"
-    return parser.get(section, "region", fallback="").strip()
+        return there  # the SDK reports the error if it needs the file
+    section = name if name == "default" else f"profile {name}"
+    return parser.get(section, "region", fallback="").strip() or there
 
 
 def _check_account(settings: Settings, store: str) -> None:
@@ -165,7 +162,9 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         body["OutputDataConfig"]["KmsKeyId"] = settings.output_kms_key
     options = job.options.get(NAME, {})
     body = merge_options(body, options, owned=OWNED, provider=NAME)
-    kept, processes = _kept(job), processes_of(job, choice, known[0] if known else None)
+    processes, kept = processes_of(job, choice, known[0] if known else None), job.keep_checkpoints
+    if kept is None:
+        kept = KEPT if job.resources.spot else 0
     notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
     check(body, _fields(body, job, tags), options)
     _check_rules(settings, job, layout, body, known)
@@ -257,13 +256,6 @@ def _volume(machine: Machine) -> int:
         return VOLUME_GB
     gpus = COPIES * machine.gpu_count * (machine.gpu_memory_gib or 0)
     return min(VOLUME_GB + math.ceil(gpus or machine.memory_gib or 0), MOST_VOLUME_GB)
-
-
-def _kept(job: Job) -> int:
-    """Return the number of checkpoints to keep (0: all)."""
-    if job.keep_checkpoints is not None:
-        return job.keep_checkpoints
-    return KEPT if job.resources.spot else 0
 
 
 def _restart_notes(job: Job, kept: int, *, isolated: bool) -> list[str]:

@@ -82,9 +82,14 @@ def check(body: Mapping[str, Any], fields: Mapping[str, str], options: Mapping[s
     """
     for item in broken(body):
         option = _option_at(options, item.path)
-        field = field_at(fields, item.path) if option is None else ".".join(("options", NAME, *option))
-        why = f"{item.message} ({'.'.join(item.path)} of the request)"
+        field = field_at(fields, item.path) if option is None else _dotted(("options", NAME, *option))
+        why = f"{item.message} ({_dotted(item.path)} of the request)"
         raise SpecError(why, field=field or "options", hint=item.hint)
+
+
+def _dotted(path: Sequence[str]) -> str:
+    """Return a path in one line: a user's key may hold any character."""
+    return ".".join(key if key.isprintable() else repr(key)[1:-1] for key in path)
 
 
 def broken(body: Mapping[str, Any]) -> Iterator[Broken]:
