@@ -133,11 +133,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     known = [found for name in types if (found := catalog.machine(NAME, name)) is not None]
     arch = known[0].arch if known else "x86_64"
     _check_unknown(job, [name for name in types if catalog.machine(NAME, name) is None])
-    gpu = any(m.gpu for m in known) or bool(job.resources.gpu) or any(map(ACCELERATED.match, types))
-    if not job.image and arch != "x86_64":
-        raise SpecError("AWS's PyTorch images are for x86-64; give one for linux/arm64", field="image")
-    gpus, version = [m.gpu for m in known if m.gpu], settings.framework_version
-    image = job.image or default_image(settings.region, gpus=gpus, accelerated=gpu, version=version)
+    image = job.image or _image(settings, job, types, known, arch)
     notes: list[str] = []
     stopping = _stopping(settings, job, types, choice, notes)
     tags = _tags(job, layout, attempt)
@@ -267,6 +263,14 @@ def _restart_notes(job: Job, kept: int, *, isolated: bool) -> list[str]:
         default = " (default; keep_checkpoints)" if job.keep_checkpoints is None else " (keep_checkpoints)"
         which = (f"{kept} kept checkpoints" if kept else "every checkpoint so far") + default
     return [f"each restart downloads to every node: {which}, artifacts, outputs, metrics and logs of all nodes"]
+
+
+def _image(settings: Settings, job: Job, types: Sequence[str], known: Sequence[Machine], arch: str) -> str:
+    if arch != "x86_64":
+        raise SpecError("AWS's PyTorch images are for x86-64; give one for linux/arm64", field="image")
+    gpus, version = [m.gpu for m in known if m.gpu], settings.framework_version
+    accelerated = bool(gpus or job.resources.gpu) or any(map(ACCELERATED.match, types))
+    return default_image(settings.region, gpus=gpus, accelerated=accelerated, version=version)
 
 
 # ------------------------------------------------------------------------------------------------------ parts of a body
