@@ -1,6 +1,6 @@
 """Find a provider by its name: a module of `cloudtrain.providers`, or a third party's entry point.
 
-This is one of two places that import a module by a name in a text: so no file but the provider's own names it.
+It imports a module by a name in a text: so no file but the provider's own names it.
 """
 
 from __future__ import annotations

@@ -176,8 +176,8 @@ def test_variables_that_were_not_there_are_not_there_afterwards(plane: Plane, mo
 @pytest.mark.parametrize(
     ("tags", "says"),
     [
-        ({"run": "somebody"}, "of somebody else's; choose another id"),
-        ({"run": None}, "of somebody else's; choose another id"),
+        ({"run": "somebody"}, "of another run; choose another id"),
+        ({"run": None}, "of another run; choose another id"),
         ({"request": "another"}, "of an earlier run of that id, which was another job; choose another id"),
         ({"request": None}, "of an earlier run of that id, which was another job; choose another id"),
     ],

@@ -1,24 +1,17 @@
 """Provider ``azureml``: command jobs of Azure Machine Learning.
 
-Its Request is the document that ``az ml job create -f`` takes, as JSON. `plan` and `preflight` make and check it. `sdk`
-sends it through azure-ai-ml. `account` makes all other calls over azure-core. `states` and `pages` read the answers.
-`simulation` predicts what Azure ML would start. `node` is the node half.
+Its Request is the document that ``az ml job create -f`` takes, as JSON. `sdk` sends it through azure-ai-ml. `api`
+makes all other calls over azure-core.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from ...provider_api.launch_spec import LaunchSpec
-from ...provider_api.node import NodeEnvironment
-from ...provider_api.protocol import Layout, LogPage, Need, ProviderExtras, Request, Status
-
-if TYPE_CHECKING:
-    from ...job.job import Job
-    from ...provider_api.checks import Check
-    from .api import Account
+from ...provider_api.protocol import Need
+from .._cloud import CloudProvider
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
@@ -37,8 +30,6 @@ ENVIRONMENT = Need(
     stand_in="azureml:missing-environment:1",
     instead="image",
 )
-
-
 ALIASES = ("azure", "aml", "az", "microsoft")
 """Other words for the platform, for the hint of an unknown provider."""
 
@@ -73,7 +64,7 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider(ProviderExtras):
+class Provider(CloudProvider):
     """Provider of Azure ML command jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "azureml"
@@ -85,27 +76,6 @@ class Provider(ProviderExtras):
     max_poll_s: ClassVar[float] = 5.0
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
-    def __init__(self, **settings: Any) -> None:
-        from .request import checked
-
-        # Recorded with the run: every client that attaches asks the same workspace.
-        self.settings: Settings = checked(Settings(**settings))
-        self._account: Account | None = None
-
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        from .request import plan
-
-        return plan(self.settings, job, layout, attempt=attempt, choice=choice)
-
-    @property
-    def account(self) -> Account:
-        """Return the account, created when first needed."""
-        if self._account is None:
-            from .api import Account
-
-            self._account = Account(self.settings)
-        return self._account
-
     def store_url(self, url: str, *, ask: bool) -> str:
         """Return the container's URL of ``azureml://datastores/NAME/paths/…``; see `Settings.resolved`."""
         from .urls import store_url
@@ -113,27 +83,6 @@ class Provider(ProviderExtras):
         own = self.settings
         workspace = (own.subscription_id, own.resource_group, own.workspace_name)
         return store_url(url, own.datastore, self.account.datastore if ask else None, workspace=workspace)
-
-    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
-        from .sdk import create
-
-        return create(self.account, request)
-
-    def find(self, request: Request) -> str | None:
-        return self.account.find(request)
-
-    def status(self, native_id: str) -> Status:
-        from .status import status
-
-        return status(self.account, native_id)
-
-    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        from .logs import page
-
-        return page(self.account, native_id, cursor)
-
-    def cancel(self, native_id: str) -> None:
-        self.account.cancel(native_id)
 
     def principal(self) -> str | None:
         """Return the token's owner: a user's name, else an application's or object's id."""
@@ -148,23 +97,6 @@ class Provider(ProviderExtras):
         from .urls import storage
 
         return storage(url, cloud_of(self.settings), os.environ)
-
-    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """Yield the checks of `doctor`."""
-        from .doctor import checks
-
-        yield from checks(self.account, store, request)
-
-    @staticmethod
-    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
-        from .node import node_environment
-
-        return node_environment(environ, argv)
-
-    def launch_spec(self, request: Request) -> LaunchSpec:
-        from .launch_spec import launch_spec
-
-        return launch_spec(request, datastore=self.settings.datastore)
 
 
 DIFFERENCES = (

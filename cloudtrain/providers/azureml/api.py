@@ -8,7 +8,6 @@ retries. If a host asks for a pause, no call goes to it until the pause ends.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import re
 import threading
@@ -17,9 +16,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from ...errors import CloudtrainError, ConflictError, LostContactError, NotFoundError, PlatformError, SpecError
+from ...errors import CloudtrainError, ConflictError, NotFoundError, PlatformError, SpecError
 from ...job.job import run_tag
 from ...provider_api.protocol import Request
+from .._cloud import Backoff
 from .clouds import cloud_of
 from .errors import refusal, translated
 from .names import TAG_BODY, TAG_RUN
@@ -27,12 +27,11 @@ from .names import TAG_BODY, TAG_RUN
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["FINAL", "Account", "job_of", "named"]
+__all__ = ["FINAL", "Account", "claims_of", "job_of", "named"]
 
 TIMEOUT = 30
 FINAL = frozenset({"Completed", "Failed", "Canceled"})
 """NotResponding and Paused are not final: by the service a job may come back from them."""
-LONGEST_HOLD = 300.0
 _JOB = re.compile(
     r"(?P<workspace>/subscriptions/[^/]+/resourceGroups/[^/]+/providers/[^/]+/workspaces/[^/]+)/jobs/(?P<name>[^/]+)",
     re.IGNORECASE,
@@ -45,14 +44,20 @@ def job_of(native_id: str) -> tuple[str, str]:
     return (match["workspace"], match["name"]) if match else ("", native_id)
 
 
+def claims_of(token: str) -> Mapping[str, Any]:
+    """Return the claims of an Entra ID token, which are its middle part; empty if it has none."""
+    try:
+        middle = token.split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(middle + "=" * (-len(middle) % 4)))
+    except (IndexError, ValueError):
+        return {}
+    return claims if isinstance(claims, dict) else {}
+
+
 def named(token: str) -> str | None:
     """Return the owner of an Entra ID token: user name, else application id, else object id. None if there is none."""
-    try:
-        body = token.split(".")[1]
-        claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
-        said = [claims.get(name) for name in ("upn", "unique_name", "preferred_username", "appid", "oid")]
-    except (IndexError, ValueError, AttributeError):
-        return None
+    claims = claims_of(token)
+    said = (claims.get(name) for name in ("upn", "unique_name", "preferred_username", "appid", "oid"))
     return next((name for name in said if name and isinstance(name, str)), None)
 
 
@@ -67,15 +72,13 @@ class Account:
         )
         self._lock = threading.RLock()
         self._credential: Any = None
-        self._signing: Any = None
-        self._plain: Any = None
+        self._pipelines: dict[bool, Any] = {}
+        """By whether they sign."""
         self._services: dict[str, str] = {}
-        self._held: dict[str, float] = {}
+        self._backoff = Backoff()
         self.details: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self.started: dict[str, Any] = {}
         self.ran: set[str] = set()
-
-    # ---------------------------------------------------------------------------------------- credentials and pipelines
 
     @property
     def credential(self) -> Any:
@@ -96,7 +99,8 @@ class Account:
     def forget(self) -> None:
         """Drop the credential, so that the next call signs in again."""
         with self._lock:
-            self._credential = self._signing = None
+            self._credential = None
+            self._pipelines.pop(True, None)
 
     def _pipeline(self, *, signed: bool) -> Any:
         from azure.core.pipeline import Pipeline
@@ -104,18 +108,13 @@ class Account:
         from azure.core.pipeline.transport import RequestsTransport
 
         with self._lock:
-            if signed and self._signing is None:
-                token = BearerTokenCredentialPolicy(self.credential, self.cloud.scope)
-                agent = UserAgentPolicy(base_user_agent="cloudtrain")
-                self._signing = Pipeline(self._transport(RequestsTransport), [agent, token])
-            if not signed and self._plain is None:
-                agent = UserAgentPolicy(base_user_agent="cloudtrain")
-                self._plain = Pipeline(self._transport(RequestsTransport), [agent])
-            return self._signing if signed else self._plain
-
-    @staticmethod
-    def _transport(kind: Any) -> Any:
-        return kind(connection_timeout=TIMEOUT, read_timeout=TIMEOUT)
+            if signed not in self._pipelines:
+                policies: list[Any] = [UserAgentPolicy(base_user_agent="cloudtrain")]
+                if signed:
+                    policies.append(BearerTokenCredentialPolicy(self.credential, self.cloud.scope))
+                transport = RequestsTransport(connection_timeout=TIMEOUT, read_timeout=TIMEOUT)
+                self._pipelines[signed] = Pipeline(transport, policies)
+            return self._pipelines[signed]
 
     # --------------------------------------------------------------------------------------------------------- one call
 
@@ -139,18 +138,14 @@ class Account:
 
     def _send(self, method: str, url: str, *, what: str, signed: bool, **more: Any) -> Any:
         host = urlsplit(url).netloc
-        if (left := self._held.get(host, 0.0) - time.monotonic()) > 0:
-            raise LostContactError(f"{what}: {host} asks for {left:.0f} s more before the next call")
+        self._backoff.check(host, name=host, what=what)
         with translated(what):
             from azure.core.rest import HttpRequest
 
             request = HttpRequest(method, url, json=more.get("body"), headers=dict(more.get("headers") or {}))
             pipeline = self._pipeline(signed=signed)
             answer = pipeline.run(request, stream=more.get("stream", False)).http_response
-        if answer.status_code in (429, 503):
-            with contextlib.suppress(ValueError):
-                wait = float(answer.headers.get("Retry-After") or 0)
-                self._held[host] = time.monotonic() + min(wait, LONGEST_HOLD)
+        self._backoff.note(host, answer)
         return answer
 
     @staticmethod
@@ -169,9 +164,14 @@ class Account:
 
     def job(self, native_id: str) -> dict[str, Any]:
         """Return the job as the resource manager has it. Raises `NotFoundError`."""
-        workspace, name = job_of(native_id)
-        told: dict[str, Any] = self.call("GET", self.url(f"{workspace or self.workspace}/jobs/{name}"), what="get job")
+        told: dict[str, Any] = self.call("GET", self.url(self.native_id(native_id)), what="get job")
         return told
+
+    def create(self, request: Request) -> str:
+        """Return the id of the request's one job; see `sdk.create`."""
+        from .sdk import create
+
+        return create(self, request)
 
     def find(self, request: Request) -> str | None:
         """Return the id of the request's job, if it was ever created."""
@@ -189,21 +189,21 @@ class Account:
             return None
         tags = told["properties"].get("tags") or {}
         if tags.get(TAG_RUN) != run_tag(request.run):
-            raise ConflictError(f"Azure ML has a job {name} of somebody else's; choose another id", field="run_id")
+            raise ConflictError(f"Azure ML has a job {name} of another run; choose another id", field="run_id")
         if tags.get(TAG_BODY) != request.body["tags"].get(TAG_BODY):
             why = f"Azure ML has a job {name} of an earlier run of that id, which was another job; choose another id"
             raise ConflictError(why, field="run_id")
         return self.native_id(name)
 
     def native_id(self, name: str) -> str:
-        """Return the resource manager's id, which stays valid if the settings change."""
-        return f"{self.workspace}/jobs/{name}"
+        """Return the resource manager's id of a job's name or id. It stays valid if the settings change."""
+        workspace, name = job_of(name)
+        return f"{workspace or self.workspace}/jobs/{name}"
 
     def cancel(self, native_id: str) -> None:
         """Request the cancellation. A job that has ended stays as it is."""
-        workspace, name = job_of(native_id)
         try:
-            self.call("POST", self.url(f"{workspace or self.workspace}/jobs/{name}/cancel"), what="cancel job")
+            self.call("POST", self.url(f"{self.native_id(native_id)}/cancel"), what="cancel job")
         except NotFoundError:
             raise
         except SpecError:
@@ -216,30 +216,27 @@ class Account:
 
     def compute(self, name: str) -> Mapping[str, Any]:
         """Return a cluster's properties, as ``vmSize`` and ``vmPriority``. Raises `SpecError` for an unknown name."""
-        try:
-            told = self.call("GET", self.url(f"{self.workspace}/computes/{name}"), what="get compute")
-        except NotFoundError:
-            how = "to see the clusters, run: az ml compute list -o table\nor leave it out, for serverless compute"
-            raise SpecError(f"the workspace has no cluster {name!r}", field="azureml.compute", hint=how) from None
+        told = self._part("compute", name, "cluster", instead="\nor leave it out, for serverless compute")
         found: Mapping[str, Any] = (told.get("properties") or {}).get("properties") or {}
         return found
 
     def datastore(self, name: str) -> Mapping[str, Any]:
         """Return a datastore's properties: ``accountName``, ``containerName`` (``filesystem``), ``endpoint``."""
-        try:
-            told = self.call("GET", self.url(f"{self.workspace}/datastores/{name}"), what="get datastore")
-        except NotFoundError:
-            how = "to see the datastores, run: az ml datastore list -o table"
-            raise SpecError(f"the workspace has no datastore {name!r}", field="azureml.datastore", hint=how) from None
-        found: Mapping[str, Any] = told["properties"]
+        found: Mapping[str, Any] = self._part("datastore", name, "datastore")["properties"]
         return found
+
+    def _part(self, kind: str, name: str, noun: str, *, instead: str = "") -> Any:
+        try:
+            return self.call("GET", self.url(f"{self.workspace}/{kind}s/{name}"), what=f"get {kind}")
+        except NotFoundError:
+            how = f"to see the {noun}s, run: az ml {kind} list -o table{instead}"
+            raise SpecError(f"the workspace has no {noun} {name!r}", field=f"azureml.{kind}", hint=how) from None
 
     # ---------------------------------------------------------------------------------------------------------- history
 
     def run_details(self, native_id: str) -> Mapping[str, Any]:
         """Return the run's history: status, times, error, and the logs' addresses. Kept for `pages`."""
-        workspace, name = job_of(native_id)
-        workspace = workspace or self.workspace
+        workspace, name = job_of(self.native_id(native_id))
         url = f"{self._service(workspace)}/history/v1.0{quote(workspace)}/runs/{quote(name)}/details"
         told: Mapping[str, Any] = self.call("GET", url, what="get run")
         self.details[native_id] = (time.monotonic(), told)

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import SpecError
 from ...validate import did_you_mean
@@ -17,26 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["CLOUDS", "Cloud", "cloud_of"]
 
 CLOUDS: Mapping[str, tuple[str, str, str, str]] = {
-    "AzureCloud": (
-        "https://management.azure.com",
-        "https://login.microsoftonline.com",
-        "https://ml.azure.com",
-        "core.windows.net",
-    ),
+    "AzureCloud": ("management.azure.com", "login.microsoftonline.com", "ml.azure.com", "core.windows.net"),
     "AzureUSGovernment": (
-        "https://management.usgovcloudapi.net",
-        "https://login.microsoftonline.us",
-        "https://ml.azure.us",
-        "core.usgovcloudapi.net",
+        *("management.usgovcloudapi.net", "login.microsoftonline.us", "ml.azure.us", "core.usgovcloudapi.net"),
     ),
     "AzureChinaCloud": (
-        "https://management.chinacloudapi.cn",
-        "https://login.chinacloudapi.cn",
-        "https://ml.azure.cn",
-        "core.chinacloudapi.cn",
+        *("management.chinacloudapi.cn", "login.chinacloudapi.cn", "ml.azure.cn", "core.chinacloudapi.cn"),
     ),
 }
-"""Resource manager, authority, studio and accounts: azure-ai-ml 1.35.2, ``_azure_environments.py``."""
+"""Hosts of resource manager, authority, studio and accounts: azure-ai-ml 1.35.2, ``_azure_environments.py``."""
 METADATA = (
     "azure_portal", "resource_manager", "active_directory", "aml_resource_id", "storage_endpoint",
     "registry_discovery_endpoint",
@@ -73,11 +62,19 @@ def cloud_of(settings: Settings) -> Cloud:
             known = ", ".join(CLOUDS)
             near = did_you_mean(name, CLOUDS) or "for any other cloud, set azureml.cloud_metadata too"
             raise SpecError(f"{name!r} is none of {known}", field="azureml.cloud", hint=near)
-        manager, authority, studio, storage = CLOUDS[name]
+        *hosts, storage = CLOUDS[name]
+        manager, authority, studio = (f"https://{host}" for host in hosts)
         return Cloud(name=name, resource_manager=manager, authority=authority, studio=studio, storage=storage)
     if name in CLOUDS:
         raise SpecError(f"{name} is known; metadata are for a cloud of another name", field="azureml.cloud_metadata")
-    _check(told)
+    for key in METADATA:
+        value, host = told.get(key), key == "storage_endpoint"
+        if not isinstance(value, str) or not (host or value.startswith("https://")):
+            form = "a host name" if host else "an https:// URL"
+            raise SpecError(f"must be {form}, not {value!r}", field=f"azureml.cloud_metadata.{key}")
+    for key in told:
+        if key not in METADATA:
+            raise SpecError("no such key", field=f"azureml.cloud_metadata.{key}", hint=did_you_mean(key, METADATA))
     # The SDK keeps the first metadata of a name for the life of the process.
     digest = hashlib.sha256(json.dumps(dict(told), sort_keys=True).encode()).hexdigest()[:8]
     return Cloud(
@@ -88,14 +85,3 @@ def cloud_of(settings: Settings) -> Cloud:
         storage=told["storage_endpoint"],
         metadata=dict(told),
     )
-
-
-def _check(told: Mapping[str, Any]) -> None:
-    for key in METADATA:
-        value = told.get(key)
-        if not isinstance(value, str) or (key != "storage_endpoint" and not value.startswith("https://")):
-            what = "a host name" if key == "storage_endpoint" else "an https:// URL"
-            raise SpecError(f"must be {what}, not {value!r}", field=f"azureml.cloud_metadata.{key}")
-    for key in told:
-        if key not in METADATA:
-            raise SpecError("no such key", field=f"azureml.cloud_metadata.{key}", hint=did_you_mean(key, METADATA))

@@ -6,8 +6,6 @@ join its usages to its machine sizes.
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import AuthError, NotFoundError, QuotaError, SpecError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
+from .api import claims_of, named
 from .errors import HELP, translated
 from .request import LONGEST_LOW
 from .sdk import check_datastore
@@ -69,17 +68,14 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
 
 
 def _caller(account: Account, who: dict[str, Any]) -> Check:
-    """Check the sign-in and name the caller, by the token's middle part."""
+    """Check the sign-in and name the caller."""
     with translated("sign in"):
         token = str(account.credential.get_token(account.cloud.scope).token)
     who["token"] = True
-    try:
-        middle = token.split(".")[1]
-        claims = json.loads(base64.urlsafe_b64decode(middle + "=" * (-len(middle) % 4)))
-    except (IndexError, ValueError):
+    claims = claims_of(token)
+    if not claims:
         return ok("credentials", "signed in; the token does not say as whom")
-    name = claims.get("upn") or claims.get("unique_name") or claims.get("appid") or claims.get("oid") or "somebody"
-    tenant = claims.get("tid") or "unknown"
+    name, tenant = named(token) or "unknown", claims.get("tid") or "unknown"
     return ok("credentials", f"{name}, tenant {tenant}, subscription {account.settings.subscription_id}")
 
 
@@ -157,11 +153,7 @@ def _serverless(account: Account, workspace: Mapping[str, Any]) -> Check:
 def _permissions(account: Account, request: Request | None) -> Check:
     """Check the sum of the caller's roles on the workspace."""
     path = f"{account.workspace}/providers/Microsoft.Authorization/permissions"
-    granted, url = list[Mapping[str, Any]](), account.url(path, version=PERMISSIONS)
-    while url:
-        told = account.call("GET", url, what="list permissions")
-        granted += told.get("value") or []
-        url = _next(account, told)
+    granted = list(_listed(account, account.url(path, version=PERMISSIONS), what="list permissions"))
     image = request is not None and isinstance(request.body.get("environment"), Mapping)
     needed = (*ACTIONS, *IMAGE_ACTIONS) if image else ACTIONS
     denied = [action for action in needed if not any(_grants(item, action) for item in granted)]
@@ -171,10 +163,13 @@ def _permissions(account: Account, request: Request | None) -> Check:
     return ok("permissions", f"the caller's roles allow {len(needed)} actions on the workspace")
 
 
-def _next(account: Account, told: Mapping[str, Any]) -> str:
-    """Return the next page's URL. The token goes to the resource manager alone, so other URLs are dropped."""
-    url = str(told.get("nextLink") or "")
-    return url if url.startswith(f"{account.cloud.resource_manager}/") else ""
+def _listed(account: Account, url: str, *, what: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the items of all pages. The token goes to the resource manager alone, so other next pages are dropped."""
+    while url:
+        told = account.call("GET", url, what=what)
+        yield from told.get("value") or []
+        url = str(told.get("nextLink") or "")
+        url = url if url.startswith(f"{account.cloud.resource_manager}/") else ""
 
 
 def _grants(item: Mapping[str, Any], action: str) -> bool:
@@ -197,11 +192,7 @@ def _quota(account: Account, request: Request, location: str, cluster: str) -> C
     if size is None:
         fix = "choose one of: az ml compute list-sizes -o table; or another region"
         return failed("quota", f"{location} has no {kind}", fix=fix, code=QuotaError.exit_code)
-    usages, url = list[Mapping[str, Any]](), account.url(f"{where}/usages")
-    while url:
-        told = account.call("GET", url, what="list usages")
-        usages += told.get("value") or []
-        url = _next(account, told)
+    usages = list(_listed(account, account.url(f"{where}/usages"), what="list usages"))
     spot = str((request.body.get("queue_settings") or {}).get("job_tier") or "").lower() == "spot"
     found = next((u for u in usages if _is_for(u, str(size["family"]), spot)), None)
     if found is None:

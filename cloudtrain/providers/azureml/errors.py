@@ -83,7 +83,8 @@ def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainErr
         return AuthError(f"{text}: {HELP['expired']}")
     if status == 403 and not QUOTA.search(said):
         return AuthError(f"{text}: {HELP['role']}")
-    if field := _place(status, code, said):
+    field = "azureml.workspace_name" if status == 404 and _NO_WORKSPACE.search(said) else ""
+    if field := _PLACES.get(code, field):
         return SpecError(f"{said}; check subscription, group and workspace", field=field)
     if status == 404:  # before the patterns below: the missing name may contain their words
         return NotFoundError(text)
@@ -98,13 +99,6 @@ def refusal(status: int, code: str, message: str, *, what: str) -> CloudtrainErr
     return SpecError(text) if 400 <= status < 500 else PlatformError(text)
 
 
-def _place(status: int, code: str, said: str) -> str:
-    """Return the setting that leads nowhere, or an empty string."""
-    if code in _PLACES:
-        return _PLACES[code]
-    return "azureml.workspace_name" if status == 404 and _NO_WORKSPACE.search(said) else ""
-
-
 def translated(what: str) -> AbstractContextManager[None]:
     """Translate errors of Azure's libraries into one line; ``what`` names the action."""
     return extras.translated(partial(error_of, what=what), needs="azure-ai-ml", extra="azureml")
@@ -116,9 +110,12 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
 
     text = " ".join(_COLOUR.sub("", str(exc)).split())
     if isinstance(exc, known.ClientAuthenticationError) and exc.status_code in (None, 400):
-        # The token service refuses a secret or a refresh token with 400 (AADSTS…).
-        return AuthError(f"no Azure credentials: {HELP['none']} ({_shortest(exc)})")
-    if isinstance(exc, (known.ServiceRequestError, known.ServiceResponseError)) or _broken(exc):
+        # The token service refuses a secret or a refresh token with 400 (AADSTS…). A chain lists its tries below that.
+        first = next(filter(None, map(str.strip, str(exc).splitlines())), type(exc).__name__)
+        return AuthError(f"no Azure credentials: {HELP['none']} ({first[:200]})")
+    # A body that ended too soon: azure-core wraps the connection's error in a HttpResponseError.
+    broken = getattr(exc, "response", None) is None and isinstance(getattr(exc, "inner_exception", None), OSError)
+    if broken or isinstance(exc, (known.ServiceRequestError, known.ServiceResponseError)):
         return LostContactError(f"Azure does not answer: {what}: {text}")
     if isinstance(exc, known.HttpResponseError):
         status = exc.status_code or 0
@@ -135,13 +132,3 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     if isinstance(exc, known.AzureError):
         return PlatformError(f"{what}: {type(exc).__name__}: {text}")
     return None
-
-
-def _broken(exc: Exception) -> bool:
-    """Return True if a body ended too soon. azure-core wraps the connection's error in a HttpResponseError."""
-    return getattr(exc, "response", None) is None and isinstance(getattr(exc, "inner_exception", None), OSError)
-
-
-def _shortest(exc: Exception) -> str:
-    """Return the first line of a credential chain's error, which lists every attempt over many lines."""
-    return next((line.strip() for line in str(exc).splitlines() if line.strip()), type(exc).__name__)[:200]

@@ -8,31 +8,34 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...provider_api import catalog
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
+from .._cloud import size_of
 from .names import GRACE, NAME
 from .urls import for_fsspec
+
+if TYPE_CHECKING:
+    from . import Settings
 
 __all__ = ["launch_spec"]
 
 ROOT = "/mnt/azureml/cr/j"
 PORT = 6105
 """MASTER_PORT, by the documents of Azure ML's first SDK."""
-GIB = 1 << 30
 _PLACEHOLDER = re.compile(r"\$\{\{(inputs|outputs)\.(\w+)\}\}")
 _KINDS = {"download": "copy", "ro_mount": "mount", "rw_mount": "sync"}
-_UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": GIB}
+_UNITS = {"b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
-def launch_spec(request: Request, *, datastore: str) -> LaunchSpec:
+def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     """Return one container an instance."""
     body = request.body
     resources, job = body["resources"], body["name"]
     root = f"{ROOT}/{job}"
-    paths, mounts = _places(body, f"{root}/cap/data-capability/wd", request.run, datastore)
+    paths, mounts = _places(body, f"{root}/cap/data-capability/wd", request.run, settings.datastore)
     # The shell replaces itself with the command in the line.
     line = _PLACEHOLDER.sub(lambda match: paths[match[1], match[2]], body["command"])
     words = shlex.split(line.removeprefix("exec "))
@@ -42,16 +45,13 @@ def launch_spec(request: Request, *, datastore: str) -> LaunchSpec:
     specs = [
         NodeSpec(
             image=environment["image"] if isinstance(environment, Mapping) else environment,
-            platform="linux/arm64" if machine is not None and machine.arch == "arm64" else "linux/amd64",
             entrypoint=words[:1],
             command=words[1:],
             env={**body["environment_variables"], "AZUREML_RUN_ID": job, **_topology(body, number, hosts)},
             mounts=mounts,
             workdir=f"{root}/exe/wd",
             hostname=host,
-            gpus=machine.gpu_count if machine is not None else 0,
-            cpus=machine.vcpus if machine is not None else None,
-            memory=int(machine.memory_gib * GIB) if machine is not None and machine.memory_gib else None,
+            **size_of(machine),
             shm=int(resources["shm_size"][:-1]) * _UNITS[resources["shm_size"][-1]],
         )
         for number, host in enumerate(hosts)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import LostContactError
@@ -142,18 +142,15 @@ def _bytes(account: Account, native_id: str, name: str, begin: int, most: int) -
 
 
 def _body(answer: Any, skip: int, most: int, *, what: str) -> bytes:
-    """Return the bytes of `_part`. Raises `LostContactError` if the connection breaks before their end."""
+    """Return at most ``most`` bytes of the answer after the first ``skip``. Raises `LostContactError` if it breaks."""
+    found = b""
     with translated(what):
-        return b"".join(_part(answer, skip, most))
-
-
-def _part(answer: Any, skip: int, most: int) -> Iterator[bytes]:
-    for chunk in answer.iter_bytes():
-        taken = chunk[skip : skip + most]
-        skip, most = max(0, skip - len(chunk)), most - len(taken)
-        yield taken
-        if most <= 0:
-            return
+        for chunk in answer.iter_bytes():
+            found += chunk[skip : skip + most - len(found)]
+            skip = max(0, skip - len(chunk))
+            if len(found) >= most:
+                break
+    return found
 
 
 def _lines(name: str, data: bytes, place: _Place, *, final: bool, full: bool, most: int) -> tuple[list[LogLine], int]:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "GRACE", "LIVE", "METADATA", "NAME", "NODES", "OWN_INPUTS", "PREEMPTED", "RESUME", "TAG_ATTEMPT", "TAG_BODY",
-    "TAG_CI", "TAG_GPU", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID",
-]  # fmt: skip
-
 NAME = "azureml"
 OWN_INPUTS = {"container": "cloudtrain_container", "runtime": "cloudtrain_runtime", "code": "cloudtrain_code"}
 """Our own inputs of a command job, all downloaded before it starts."""
@@ -20,7 +15,7 @@ METADATA = "CLOUDTRAIN_METADATA_URL"
 variables, and a job's own `env` reaches the ranks alone."""
 PREEMPTED = 75
 """Exit code of a node after a stop with notice. The job must fail: a job that ends with 0 counts as Completed."""
-TAG_RUN, TAG_RUN_ID, TAG_ATTEMPT, TAG_NAME = (f"cloudtrain.{word}" for word in ("run", "run_id", "attempt", "name"))
+TAGS = TAG_RUN, *_ = tuple(f"cloudtrain.{word}" for word in ("run", "run_id", "attempt", "name"))
 TAG_REVISION, TAG_CI = "cloudtrain.revision", "cloudtrain.ci"
 """Origin of the run: the commit, and the page of the CI run."""
 TAG_BODY = "cloudtrain.request"

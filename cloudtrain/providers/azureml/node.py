@@ -59,9 +59,11 @@ def _paths(argv: Mapping[str, str]) -> dict[str, str]:
 
 
 def _topology(environ: Mapping[str, str]) -> Topology:
+    told = environ.get("MASTER_PORT", "")
+    port = int(told) if told.isdigit() and 0 < int(told) < 65535 else PORT
     nodes = int(environ.get(NODES) or environ.get("AZUREML_NODE_COUNT") or 1)
     if nodes == 1:
-        return Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=_port(environ))
+        return Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=port)
     rank = next((environ[name] for name in _RANKS if environ.get(name, "").isdigit()), None)
     if rank is None and environ.get("WORLD_SIZE") == str(nodes):  # one process a node: its rank is the node's
         rank = environ.get("RANK")
@@ -69,12 +71,7 @@ def _topology(environ: Mapping[str, str]) -> Topology:
     if rank is None or address is None:
         missing = " or ".join(_RANKS if rank is None else _HOSTS)
         raise SpecError(f"this node of {nodes} is not told which it is: {missing} is not set", field=NODES)
-    return Topology(nodes=nodes, node_rank=int(rank), master_addr=address.partition(":")[0], master_port=_port(environ))
-
-
-def _port(environ: Mapping[str, str]) -> int:
-    told = environ.get("MASTER_PORT", "")
-    return int(told) if told.isdigit() and 0 < int(told) < 65535 else PORT
+    return Topology(nodes=nodes, node_rank=int(rank), master_addr=address.partition(":")[0], master_port=port)
 
 
 def _network(environ: Mapping[str, str]) -> dict[str, str]:

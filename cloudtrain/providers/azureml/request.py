@@ -18,22 +18,9 @@ from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import choice_of, url_scheme
+from .._cloud import check_tags, pinned_machine, processes_of, secret_references
 from .clouds import cloud_of
-from .names import (
-    LIVE,
-    NAME,
-    NODES,
-    OWN_INPUTS,
-    RESUME,
-    TAG_ATTEMPT,
-    TAG_BODY,
-    TAG_CI,
-    TAG_GPU,
-    TAG_NAME,
-    TAG_REVISION,
-    TAG_RUN,
-    TAG_RUN_ID,
-)
+from .names import LIVE, NAME, NODES, OWN_INPUTS, RESUME, TAG_BODY, TAG_CI, TAG_GPU, TAG_REVISION, TAGS
 from .urls import FSSPEC, Blob, check_url, datastore_uri, for_job, storage
 from .validate import check_document, check_options
 
@@ -43,7 +30,7 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import LayoutInput
     from . import Settings
 
-__all__ = ["checked", "input_name", "is_environment", "plan"]
+__all__ = ["checked", "plan"]
 
 OPERATION = "az ml job create"
 SCHEMA = "https://azuremlschemas.azureedge.net/latest/commandJob.schema.json"
@@ -67,6 +54,17 @@ FORM = re.compile(
 )
 """Series, cores, features and version: Azure's page of conventions for names of virtual machines."""
 JOB_TIERS, PRIORITIES = ("spot", "basic", "standard", "premium"), ("low", "medium", "high")
+ENVIRONMENT = r"azureml:(//registries/[^/\s]+/environments/\S+|[^/\s]\S*|/subscriptions/\S+)"
+PATTERNS = {
+    "identity": (r"\w*|managed_identity:[\w-]+", "write managed_identity:CLIENT-ID, or the kind alone"),
+    "environment": (
+        f"({ENVIRONMENT})?",
+        "{!r} is no environment: azureml:NAME:VERSION, azureml:NAME@latest or azureml://…",
+    ),
+    "compute": (r"([A-Za-z][A-Za-z0-9-]{1,31})?", "{!r} is not the name of a cluster"),
+    "datastore": (r"[A-Za-z0-9_]+", "{!r} is not the name of a datastore"),
+}
+"""Form of each setting, and the message for another one."""
 IDENTITIES = ("aml_token", "user_identity", "managed_identity")
 _REGISTERED = re.compile(r"azureml:(?!//)|azureml://.+/data/[^/]+/(versions|labels)/[^/]+$")
 """A data asset of the workspace or a registry; no path."""
@@ -90,20 +88,14 @@ def checked(settings: Settings) -> Settings:
     for name, choices in (("job_tier", JOB_TIERS), ("priority", PRIORITIES)):
         if value := getattr(settings, name):
             choice_of(value, choices, f"azureml.{name}")
-    kind = settings.identity.partition(":")[0]
     if settings.identity:
-        choice_of(kind, IDENTITIES, "azureml.identity")
-    if not re.fullmatch(r"\w*|managed_identity:[\w-]+", settings.identity):
-        raise SpecError("write managed_identity:CLIENT-ID, or the kind alone", field="azureml.identity")
-    if settings.environment and not is_environment(settings.environment):
-        why = f"{settings.environment!r} is no environment: azureml:NAME:VERSION, azureml:NAME@latest or azureml://…"
-        raise SpecError(why, field="azureml.environment")
-    if settings.compute and not re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{1,31}", settings.compute):
-        raise SpecError(f"{settings.compute!r} is not the name of a cluster", field="azureml.compute")
+        choice_of(settings.identity.partition(":")[0], IDENTITIES, "azureml.identity")
+    for name, (pattern, why) in PATTERNS.items():
+        value = getattr(settings, name)
+        if not re.fullmatch(pattern, value):
+            raise SpecError(why.format(value), field=f"azureml.{name}")
     if settings.compute and settings.job_tier:
         raise SpecError("is for serverless compute: a cluster has a tier of its own", field="azureml.job_tier")
-    if not re.fullmatch(r"[A-Za-z0-9_]+", settings.datastore):
-        raise SpecError(f"{settings.datastore!r} is not the name of a datastore", field="azureml.datastore")
     cloud_of(settings)
     found = {} if any(getattr(settings, name) for name in WORKSPACE) else _config(Path.cwd())
     return dataclasses.replace(
@@ -112,11 +104,6 @@ def checked(settings: Settings) -> Settings:
         prices=checked_prices(settings.prices, NAME),
         **found,
     )
-
-
-def is_environment(text: str) -> bool:
-    """Return True if ``text`` names an environment of a workspace or registry, and no image."""
-    return bool(re.fullmatch(r"azureml:(//registries/[^/\s]+/environments/\S+|[^/\s]\S*|/subscriptions/\S+)", text))
 
 
 def _config(folder: Path) -> dict[str, str]:
@@ -146,18 +133,6 @@ def _check_account(settings: Settings, store: str) -> None:
             raise SpecError(f"{getattr(settings, name)!r} is no such name", field=f"azureml.{name}")
 
 
-# ---------------------------------------------------------------------------------------------------------------- names
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def input_name(channel: str) -> str:
-    """Return a channel's name as an input's. Channel names never differ by this alone."""
-    return channel.replace("-", "_")
-
-
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
@@ -170,12 +145,13 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     check_inputs(Provider, layout.inputs)
     _check_secrets(job)
     instance_type, known = _machine(settings, job, choice)
-    notes = (
-        [f"{instance_type} was retired on {known.retired}: no machine may ever come"] if known and known.retired else []
-    )
+    notes: list[str] = []
+    if known and known.retired:
+        notes.append(f"{instance_type} was retired on {known.retired}: no machine may ever come")
     priced = instance_type or settings.compute  # a cluster has a price under its own name
     timeout = _timeout(settings, job, choice, notes)
     inputs, paths = _inputs(settings, layout)
+    shm = max(1, int(known.memory_gib / 2)) if known is not None and known.memory_gib else SHM_GIB
     count = job.resources.instance_count
     body: dict[str, Any] = {
         "$schema": SCHEMA,
@@ -185,28 +161,28 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         "experiment_name": settings.experiment_name or job.name,
         "command": _command(attempt, paths),
         "environment": _environment(settings, job),
-        "environment_variables": {NODES: str(count), **_identity_variables(settings)},
+        "environment_variables": _variables(settings, count),
         "inputs": inputs,
-        "outputs": {LIVE: _output(settings, layout.live)},
+        "outputs": {LIVE: _folder(settings, layout.live, mode="rw_mount")},
         "resources": {
             **({"instance_type": instance_type} if instance_type else {}),
             "instance_count": count,
-            "shm_size": f"{job.resources.shm_gb or _shm(known)}g",
+            "shm_size": f"{job.resources.shm_gb or shm}g",
         },
         "limits": {"timeout": timeout},
-        "tags": {**_tags(job, layout, attempt), **_asked(settings, job)},
+        "tags": _tags(settings, job, layout, attempt),
         **dict(_switches(settings, job, notes)),
     }
     options = job.options.get(NAME, {})
     check_options(options, body)
     body = merge_options(body, options, owned=OWNED, provider=NAME)
     check_document(body, serverless=not settings.compute)
-    body["tags"][TAG_BODY] = _digest(body)
+    body["tags"][TAG_BODY] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
     return Request(
         provider=NAME,
         operation=OPERATION,
         body=body,
-        context=context_of(NAME, job, layout, processes=_processes(job, choice, known)),
+        context=context_of(NAME, job, layout, processes=processes_of(job, choice, known)),
         run=layout.run,
         attempt=attempt,
         choice=choice,
@@ -216,15 +192,13 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
 
 
 def _check_secrets(job: Job) -> None:
-    for name, reference in job.secrets.items():
-        field, (scheme, _, rest) = f"secrets.{name}", reference.partition(":")
-        if scheme == "env":
-            how = f'az keyvault secret set --vault-name VAULT --name {rest.replace("_", "-")} --value "${rest}"'
-            raise UnsupportedError(NAME, field, f"values of this machine do not travel; create it there: {how}")
-        if scheme != "azure":
-            raise UnsupportedError(NAME, field, "its nodes fetch azure:VAULT/NAME only, a secret of Key Vault")
-        if not re.fullmatch(r"[A-Za-z0-9.:-]+/[A-Za-z0-9-]{1,127}(/[0-9a-f]{32})?", rest):
-            raise SpecError(f"{rest!r} is not VAULT/NAME, or VAULT/NAME/VERSION", field=field)
+    def create(name: str) -> str:
+        return f'az keyvault secret set --vault-name VAULT --name {name.replace("_", "-")} --value "${name}"'
+
+    known = "azure:VAULT/NAME only, a secret of Key Vault"
+    for field, secret in secret_references(NAME, job, scheme="azure", known=known, create=create):
+        if not re.fullmatch(r"[A-Za-z0-9.:-]+/[A-Za-z0-9-]{1,127}(/[0-9a-f]{32})?", secret):
+            raise SpecError(f"{secret!r} is not VAULT/NAME, or VAULT/NAME/VERSION", field=field)
 
 
 # ------------------------------------------------------------------------------------------------------------- machines
@@ -234,14 +208,17 @@ def _machine(settings: Settings, job: Job, choice: int) -> tuple[str, Machine | 
     """Return the instance type, empty on a cluster, and its entry in the catalogue."""
     wanted = job.resources
     if wanted.disk_gb:
-        raise UnsupportedError(
-            NAME, "resources.disk_gb", "a machine has the disk of its size, and no more can be added"
-        )
+        why = "a machine has the disk of its size, and no more can be added"
+        raise UnsupportedError(NAME, "resources.disk_gb", why)
     if settings.compute:
         _check_cluster(settings, job)
         return "", None
     if wanted.instance_type:
-        return _pinned(job, choice)
+        name, known = pinned_machine(NAME, job, choice, form=FORM, prefix="Standard_")
+        if known is None and ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
+            why = f"how many GPUs {name} has is not known here: say how many processes"
+            raise SpecError(why, field="resources.nproc_per_node")
+        return name, known
     if wanted.gpu:
         found = catalog.for_gpu(NAME, wanted.gpus[choice], cpus=wanted.cpus, memory_gb=wanted.memory_gb)
     elif wanted.cpus or wanted.memory_gb:
@@ -261,42 +238,17 @@ def _check_cluster(settings: Settings, job: Job) -> None:
         raise UnsupportedError(NAME, "resources.gpu", f"cluster {settings.compute} has one kind of GPU: name that one")
 
 
-def _pinned(job: Job, choice: int) -> tuple[str, Machine | None]:
-    wanted, name = job.resources, str(job.resources.instance_type)
-    known = next((m for m in catalog.machines(NAME) if m.instance_type.lower() == name.lower()), None)
-    if known is None:
-        catalog.check_name(NAME, name, FORM, prefix="Standard_")
-        if ACCELERATED.match(name) and not (wanted.nproc_per_node or wanted.gpu):
-            why = f"how many GPUs {name} has is not known here: say how many processes"
-            raise SpecError(why, field="resources.nproc_per_node")
-        return name, None
-    name = known.instance_type
-    for field, asked in (("cpus", wanted.cpus), ("memory_gb", wanted.memory_gb)):
-        if not known.has(**{"cpus": None, "memory_gb": None, field: asked}):
-            why = f"{name} has {known.vcpus} cores and {known.memory_gib or 0:g} GiB; leave one of the two out"
-            raise UnsupportedError(NAME, f"resources.{field}", why)
-    gpu = wanted.gpus[choice] if wanted.gpu else None
-    if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
-        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}; leave one of the two out"
-        raise UnsupportedError(NAME, "resources.gpu", why)
-    return name, known
-
-
-def _processes(job: Job, choice: int, known: Machine | None) -> int:
-    """Return the ranks a node. The catalogue has the GPUs of a pinned instance type."""
-    if job.resources.nproc_per_node or job.resources.gpu or known is None:
-        return job.resources.processes(choice)
-    return known.gpu_count or 1
-
-
-def _shm(known: Machine | None) -> int:
-    return max(1, int(known.memory_gib / 2)) if known is not None and known.memory_gib else SHM_GIB
+def _variables(settings: Settings, count: int) -> dict[str, str]:
+    """Return the node's variables. Azure's SDKs find a user's managed identity by AZURE_CLIENT_ID alone
+    (azure-sdk-for-python #31071)."""
+    client = settings.identity.partition(":")[2]
+    return {NODES: str(count), **({"AZURE_CLIENT_ID": client} if client else {})}
 
 
 def _environment(settings: Settings, job: Job) -> str | dict[str, str]:
     if job.image and not job.image.startswith("azureml:"):
         return {"image": job.image}
-    if job.image and not is_environment(job.image):
+    if job.image and not re.fullmatch(ENVIRONMENT, job.image):
         raise UnsupportedError(NAME, "image", f"{job.image!r} is no environment: azureml:NAME:VERSION or azureml://…")
     return job.image or settings.environment
 
@@ -321,11 +273,12 @@ def _command(attempt: int, paths: Mapping[str, str]) -> str:
 
 def _inputs(settings: Settings, layout: Layout) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the job's inputs, and the runtime's paths to them: ``file.x`` is the path of a channel's one file."""
-    code, runtime, container = layout.code, layout.runtime, layout.context
-    inputs, paths = {}, {"code": _placeholder("inputs", OWN_INPUTS["code"]) + "/code.tar.gz"}
-    for word, url in (("container", container), ("runtime", runtime), ("code", code)):
-        inputs[OWN_INPUTS[word]] = _own(settings, url.rpartition("/")[0])
-    paths["live"] = _placeholder("outputs", LIVE)
+    files = {"container": layout.context, "runtime": layout.runtime, "code": layout.code}
+    inputs = {
+        OWN_INPUTS[word]: _folder(settings, url.rpartition("/")[0], mode="download") for word, url in files.items()
+    }
+    code = _placeholder("inputs", OWN_INPUTS["code"])
+    paths = {"code": f"{code}/code.tar.gz", "live": _placeholder("outputs", LIVE)}
     if layout.resume:
         if url_scheme(layout.resume) not in FSSPEC:
             raise UnsupportedError(NAME, "resume_from", f"its nodes read a container of Azure, not {layout.resume}")
@@ -333,7 +286,7 @@ def _inputs(settings: Settings, layout: Layout) -> tuple[dict[str, Any], dict[st
         inputs[RESUME] = {"type": "uri_folder", "mode": "ro_mount", "path": f"{path}/"}
         paths["resume"] = _placeholder("inputs", RESUME)
     for channel, item in layout.inputs.items():
-        name, field = input_name(channel), f"inputs.{channel}"
+        name, field = channel.replace("-", "_"), f"inputs.{channel}"  # names never differ by this alone
         if name.lower() in (*OWN_INPUTS.values(), RESUME, LIVE):
             raise UnsupportedError(NAME, field, "an input of that name is cloudtrain's own; choose another")
         inputs[name] = _channel(settings, layout, item, field)
@@ -345,14 +298,10 @@ def _placeholder(kind: str, name: str) -> str:
     return f"${{{{{kind}.{name}}}}}"
 
 
-def _own(settings: Settings, url: str) -> dict[str, str]:
+def _folder(settings: Settings, url: str, *, mode: str) -> dict[str, str]:
+    """Return the input or output of a folder of the store."""
     path = datastore_uri(settings.datastore, Blob.parse(url).path)
-    return {"type": "uri_folder", "mode": "download", "path": f"{path}/"}
-
-
-def _output(settings: Settings, url: str) -> dict[str, str]:
-    path = datastore_uri(settings.datastore, Blob.parse(url).path)
-    return {"type": "uri_folder", "mode": "rw_mount", "path": f"{path}/"}
+    return {"type": "uri_folder", "mode": mode, "path": f"{path}/"}
 
 
 def _channel(settings: Settings, layout: Layout, item: LayoutInput, field: str) -> dict[str, str]:
@@ -373,44 +322,34 @@ def _timeout(settings: Settings, job: Job, choice: int, notes: list[str]) -> int
     low = _tier(settings, job) == "spot"
     if job.max_runtime > (longest := LONGEST_LOW if low else LONGEST):
         where, days = " on low-priority machines" if low else "", longest // 86400
-        raise UnsupportedError(
-            NAME, "max_runtime", f"Azure ML ends a job{where} after {days} days; say {days}d or less"
-        )
-    seconds, said = hard_limit(
-        job,
-        NAME,
-        lambda at: [_machine(settings, job, at)[0] or settings.compute],
-        choice=choice,
-        own=settings.prices,
-        least=TIMEOUT,
-    )
+        why = f"Azure ML ends a job{where} after {days} days; say {days}d or less"
+        raise UnsupportedError(NAME, "max_runtime", why)
+
+    def names(at: int) -> list[str]:
+        return [_machine(settings, job, at)[0] or settings.compute]
+
+    seconds, said = hard_limit(job, NAME, names, choice=choice, own=settings.prices, least=TIMEOUT)
     notes += said
     return seconds
 
 
-def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
-    for key in job.tags:
-        if key.lower().startswith("cloudtrain."):
-            raise SpecError("tags that begin with cloudtrain. are not yours to set", field=f"tags.{key}")
+def _tags(settings: Settings, job: Job, layout: Layout, attempt: int) -> dict[str, str]:
+    check_tags(job.tags, reserved=("cloudtrain.",), most=TAG_COUNT)
+    for key, value in job.tags.items():
         if not TAG_KEY.fullmatch(key):
             raise SpecError("a tag's name has 512 characters at most, and none of < > % & \\ ? /", field=f"tags.{key}")
-        if len(job.tags[key]) > TAG_VALUE:
-            raise SpecError(f"has {len(job.tags[key])} characters, at most {TAG_VALUE}", field=f"tags.{key}")
-    if len(job.tags) > TAG_COUNT:
-        raise SpecError(f"has {len(job.tags)} entries, at most {TAG_COUNT}", field="tags")
-    own = {TAG_RUN: run_tag(layout.run), TAG_RUN_ID: layout.run_id, TAG_ATTEMPT: str(attempt), TAG_NAME: job.name}
+        if len(value) > TAG_VALUE:
+            raise SpecError(f"has {len(value)} characters, at most {TAG_VALUE}", field=f"tags.{key}")
+    own = zip(TAGS, (run_tag(layout.run), layout.run_id, str(attempt), job.name), strict=True)
     origin = {TAG_REVISION: layout.origin.get("revision", "")[:TAG_VALUE], TAG_CI: _page(layout.origin)}
-    return {**own, **{key: text for key, text in origin.items() if text}, **dict(sorted(job.tags.items()))}
+    gpu = {TAG_GPU: job.resources.gpu[0]} if settings.compute and job.resources.gpu else {}
+    return {**dict(own), **{key: text for key, text in origin.items() if text}, **dict(sorted(job.tags.items())), **gpu}
 
 
 def _page(origin: Mapping[str, str]) -> str:
     """Return the CI run's page, or its number if the page is too long for a tag's value."""
     page = origin.get("ci_url", "")
     return page if page and len(page) <= TAG_VALUE else origin.get("ci_run", "")[:TAG_VALUE]
-
-
-def _asked(settings: Settings, job: Job) -> dict[str, str]:
-    return {TAG_GPU: job.resources.gpu[0]} if settings.compute and job.resources.gpu else {}
 
 
 def _switches(settings: Settings, job: Job, notes: list[str]) -> Iterator[tuple[str, Any]]:
@@ -446,9 +385,3 @@ def _tier(settings: Settings, job: Job) -> str:
         why = f"is {settings.job_tier}, and the job asks for spot machines; leave one out"
         raise SpecError(why, field="azureml.job_tier")
     return "spot" if job.resources.spot else settings.job_tier
-
-
-def _identity_variables(settings: Settings) -> dict[str, str]:
-    """Return the only variable by which Azure's SDKs find a user's managed identity (azure-sdk-for-python #31071)."""
-    client = settings.identity.partition(":")[2]
-    return {"AZURE_CLIENT_ID": client} if client else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
-from typing import Any
 
 from ...errors import StorageError
 from ...runtime.http_json import ask
@@ -22,12 +21,9 @@ def secret(reference: str, environ: Mapping[str, str]) -> str:
     """Return ``VAULT/NAME[/VERSION]``; a vault with a dot is its host name. Raises `StorageError`, never with the
     value."""
     url, resource = place(reference)
-    what = f"Key Vault {reference.partition('/')[0]}"
-    told = _get(url, {"Authorization": f"Bearer {token(resource, environ)}"}, what=what, direct=False)
-    try:
-        return str(told["value"])
-    except (KeyError, TypeError):
-        raise StorageError(f"{what} answered without a value") from None
+    what, how = f"Key Vault {reference.partition('/')[0]}", "give it 'Key Vault Secrets User'"
+    headers = {"Authorization": f"Bearer {token(resource, environ)}"}
+    return _text("value", url, headers, what=what, how=how, direct=False)
 
 
 def place(reference: str) -> tuple[str, str]:
@@ -43,25 +39,25 @@ def token(resource: str, environ: Mapping[str, str]) -> str:
 
     The order is azure-identity 1.27's: App Service's endpoint, the one of Azure ML's clusters, else the machine's.
     """
-    client = environ.get("AZURE_CLIENT_ID") or environ.get("DEFAULT_IDENTITY_CLIENT_ID") or ""
-    headers: dict[str, str]
+    version, word = "2018-02-01", "client_id"
     if environ.get("IDENTITY_ENDPOINT") and environ.get("IDENTITY_HEADER"):
         url, headers = environ["IDENTITY_ENDPOINT"], {"X-IDENTITY-HEADER": environ["IDENTITY_HEADER"]}
-        query = {"api-version": "2019-08-01", "resource": resource, **({"client_id": client} if client else {})}
+        version = "2019-08-01"
     elif environ.get("MSI_ENDPOINT") and environ.get("MSI_SECRET"):
         url, headers = environ["MSI_ENDPOINT"], {"secret": environ["MSI_SECRET"]}
-        query = {"api-version": "2017-09-01", "resource": resource, **({"clientid": client} if client else {})}
+        version, word = "2017-09-01", "clientid"
     else:
         url, headers = IMDS, {"Metadata": "true"}
-        query = {"api-version": "2018-02-01", "resource": resource, **({"client_id": client} if client else {})}
-    what = "the token of the job's identity"
-    told = _get(f"{url}?{urllib.parse.urlencode(query)}", headers, what=what, direct=True)
+    client = environ.get("AZURE_CLIENT_ID") or environ.get("DEFAULT_IDENTITY_CLIENT_ID")
+    query = urllib.parse.urlencode({"api-version": version, "resource": resource, **({word: client} if client else {})})
+    what, how = "the token of the job's identity", "give the job an identity (azureml.identity)"
+    return _text("access_token", f"{url}?{query}", headers, what=what, how=how, direct=True)
+
+
+def _text(key: str, url: str, headers: Mapping[str, str], *, what: str, how: str, direct: bool) -> str:
+    """Return the text at ``key`` of the JSON answer. Raises `StorageError`."""
+    told = ask(lambda: urllib.request.Request(url, headers=dict(headers)), what=what, how=how, direct=direct)
     try:
-        return str(told["access_token"])
+        return str(told[key])
     except (KeyError, TypeError):
-        raise StorageError(f"{what}: an answer without a token") from None
-
-
-def _get(url: str, headers: Mapping[str, str], *, what: str, direct: bool) -> Any:
-    how = "give the job an identity (azureml.identity)" if direct else "give it 'Key Vault Secrets User'"
-    return ask(lambda: urllib.request.Request(url, headers=dict(headers)), what=what, how=how, direct=direct)
+        raise StorageError(f"{what}: an answer without a {key.removeprefix('access_')}") from None

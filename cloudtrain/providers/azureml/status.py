@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import NotFoundError
 from ...provider_api.protocol import Status
-from ...validate import unix_seconds
+from .._cloud import first_match, hinted, one_line, time_of
 from .api import FINAL
 from .errors import CAPACITY, QUOTA, quota_hint
 from .logs import FILES
@@ -29,31 +29,34 @@ HINTS = {
 }
 _SCRIPT = re.compile(r"exit(?:ed with)? ?(?:status |exit )?code:? ?'?(?P<code>-?\d+)", re.IGNORECASE)
 """A bare ``status code`` is that of an HTTP answer to the service."""
-_NON_ZERO = re.compile(r"non-?zero exit code", re.IGNORECASE)
-"""Message of a script's end without its code (MachineLearningNotebooks #1360)."""
 _BY_SERVICE = re.compile(r"cancell?ed (because|due to|by (the )?(service|system|platform|Azure))", re.IGNORECASE)
 """Message of a cancellation by Azure ML itself; unverified."""
 _EXITS = {137: "oom", -9: "oom", 126: "image", 127: "image", 75: "preempted"}
 """Exit codes of the node's command: the kernel's kill, a shell without Python, and cloudtrain's own after a notice."""
-_CATEGORIES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE | re.DOTALL), category)
-    for pattern, category in (
-        (
-            r"pre-?empt|evict|low.?priority.{0,40}(node|VM|machine).{0,40}(lost|reclaim|remov|taken)|NodePreempted",
-            "preempted",
-        ),
-        (r"ImageBuild|(failed|unable|error).{0,40}pull|manifest unknown|pull access denied|exec format error", "image"),
-        (r"environment .{0,80}(not found|could not be)|docker image|container image", "image"),
-        (r"Unauthorized|Forbidden|AuthorizationFailed|AuthorizationPermissionMismatch|AuthenticationFailed", "auth"),
-        (r"access ?denied|not authorized|permission|managed identity", "auth"),
-        (r"OutOfMemory|out of memory|oom.?kill", "oom"),
-        (r"(exceed|reach).{0,40}(time ?limit|run(ning)? (time|duration)|max\w* (run )?duration|timeout)", "timeout"),
-        (r"time(d)? ?out.{0,40}(job|run)|JobTimeout", "timeout"),
-        (r"UserError|StreamAccess|DataAccess|InvalidInput|not found", "user_error"),
-    )
+_CATEGORIES = (
+    (re.compile("non-?zero exit code", re.IGNORECASE), "user_error"),  # without it: MachineLearningNotebooks #1360
+    (QUOTA, "quota"),
+    (CAPACITY, "capacity"),
+    *(
+        (re.compile(pattern, re.IGNORECASE | re.DOTALL), category)
+        for pattern, category in (
+            (r"pre-?empt|evict|NodePreempted", "preempted"),
+            (r"low.?priority.{0,40}(node|VM|machine).{0,40}(lost|reclaim|remov|taken)", "preempted"),
+            (r"ImageBuild|(failed|unable|error).{0,40}pull|manifest unknown|pull access denied", "image"),
+            (r"exec format error|environment .{0,80}(not found|could not be)|docker image|container image", "image"),
+            (r"Unauthorized|Forbidden|AuthorizationFailed|AuthorizationPermissionMismatch", "auth"),
+            (r"AuthenticationFailed|access ?denied|not authorized|permission|managed identity", "auth"),
+            (r"OutOfMemory|out of memory|oom.?kill", "oom"),
+            (
+                r"(exceed|reach).{0,40}(time ?limit|run(ning)? (time|duration)|max\w* (run )?duration|timeout)",
+                "timeout",
+            ),
+            (r"time(d)? ?out.{0,40}(job|run)|JobTimeout", "timeout"),
+            (r"UserError|StreamAccess|DataAccess|InvalidInput|not found", "user_error"),
+        )
+    ),
 )
 """Patterns for code and message of a failure that is no script's end; the first match counts. None is documented."""
-REASON = 1024
 
 
 def status(account: Account, native_id: str) -> Status:
@@ -79,13 +82,7 @@ def category_of(text: str) -> str:
     if (script := _SCRIPT.search(text)) is not None:
         # The script's own output may follow, and is not the service's word.
         return _EXITS.get(int(script["code"]), "user_error")
-    if _NON_ZERO.search(text):
-        return "user_error"
-    if QUOTA.search(text):
-        return "quota"
-    if CAPACITY.search(text):
-        return "capacity"
-    return next((category for pattern, category in _CATEGORIES if pattern.search(text)), "infra")
+    return first_match(_CATEGORIES, text, "infra")
 
 
 def status_of(
@@ -103,7 +100,7 @@ def status_of(
     properties = told["properties"]
     native = str(properties.get("status") or "Unknown")
     resources = properties.get("resources") or {}
-    started, ended = _time(details.get("startTimeUtc")), _time(details.get("endTimeUtc"))
+    started, ended = time_of(details.get("startTimeUtc")), time_of(details.get("endTimeUtc"))
     final = native in FINAL
     if final and not ran and _never_ran(details):
         started = None
@@ -138,7 +135,7 @@ def _never_ran(details: Mapping[str, Any]) -> bool:
 def _state(native: str, details: Mapping[str, Any], limit: float | None, span: float | None) -> tuple[str, str, str]:
     """Return (state, category, reason)."""
     code, message = _error(details)
-    said = " ".join(message.split())[:REASON]
+    said = one_line(message)
     late = span is not None and limit is not None and span >= limit
     if native == "Completed":
         return "succeeded", "", ""
@@ -172,8 +169,7 @@ def _error(details: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _hinted(reason: str, category: str) -> str:
-    hint = quota_hint(reason) if category == "quota" else HINTS.get(category)
-    return f"{reason.rstrip('.')}; {hint}" if hint else reason
+    return hinted(reason, quota_hint(reason) if category == "quota" else HINTS.get(category))
 
 
 _DURATION = re.compile(r"P(?:(\d+)D)?(?:T(?:(\d+)H)?(?:(\d+)M)?(?:(\d+)(?:\.\d+)?S)?)?")
@@ -185,7 +181,3 @@ def _limit(properties: Mapping[str, Any]) -> float | None:
     if match is None:
         return None
     return float(sum(int(n or 0) * unit for n, unit in zip(match.groups(), (86400, 3600, 60, 1), strict=True)))
-
-
-def _time(moment: Any) -> float | None:
-    return None if not moment else unix_seconds(moment)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...errors import SpecError
@@ -24,79 +24,61 @@ SERVICES = {
 """Kinds of interactive services, and the fields of each."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-Check = Callable[[Any, str], None]
 
-
-def _text(value: Any, where: str) -> None:
-    if not isinstance(value, str) or "\0" in value:
-        raise SpecError(f"must be text, not {value!r}", field=where)
-
-
-def _texts(value: Any, where: str) -> None:
-    if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
-        raise SpecError(f"must be a list of texts, not {value!r}", field=where)
-
-
-def _table(value: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be a table, not {value!r}", field=where)
-    return value
-
-
-def _table_of_texts(value: Any, where: str) -> None:
-    for key, item in _table(value, where).items():
-        _text(item, f"{where}.{key}")
-
-
-def _variables(value: Any, where: str) -> None:
-    _table_of_texts(value, where)
-    for key in value:
+def _variables(value: Any, where: str) -> Mapping[str, Any]:
+    for key in value if isinstance(value, Mapping) else ():
         if not _VARIABLE.fullmatch(key):
             raise SpecError("is not a name for an environment variable", field=f"{where}.{key}")
         if key.startswith("CLOUDTRAIN_"):
             raise SpecError("is set by cloudtrain itself", field=f"{where}.{key}")
+    return {ANY: str}
 
 
-def _services(value: Any, where: str) -> None:
-    for name, service in _table(value, where).items():
-        there = f"{where}.{name}"
-        kind = _table(service, there).get("type")
-        if not isinstance(kind, str) or kind not in SERVICES:
-            raise SpecError(f"{kind!r} is none of {', '.join(SERVICES)}", field=f"{there}.type")
-        for key, item in service.items():
-            if key not in SERVICES[kind]:
-                raise SpecError("no such field", field=f"{there}.{key}", hint=did_you_mean(key, SERVICES[kind]))
-            _text(item, f"{there}.{key}")
-        if service.get("nodes", "all") != "all":
-            raise SpecError("can be all, or be left out: node 0", field=f"{there}.nodes")
+def _service(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        return {}
+    kind = value.get("type")
+    if kind not in tuple(SERVICES):  # a list has no hash
+        raise SpecError(f"{kind!r} is none of {', '.join(SERVICES)}", field=f"{where}.type")
+    if value.get("nodes", "all") != "all":
+        raise SpecError("can be all, or be left out: node 0", field=f"{where}.nodes")
+    return dict.fromkeys(SERVICES[kind], str)
 
 
-def _resources(value: Any, where: str) -> None:
-    """Check resources. No service reads ``max_instance_count``. With ``docker_args`` the SDK drops ``locations``."""
-    _known(value, where, {"docker_args": _text, "locations": _texts, "properties": _plain})
-
-
-def _plain(value: Any, where: str) -> None:
-    _table(value, where)
-
-
-FREE: Mapping[str, Check] = {
-    "description": _text,
-    "display_name": _text,
-    "properties": _table_of_texts,
+ANY = "*"
+FREE: Mapping[str, Any] = {
+    "description": str,
+    "display_name": str,
+    "properties": {ANY: str},
     "environment_variables": _variables,
-    "resources": _resources,
-    "services": _services,
-    "parent_job_name": _text,
+    # No service reads max_instance_count. With docker_args the SDK drops locations.
+    "resources": {"docker_args": str, "locations": list, "properties": {ANY: object}},
+    "services": {ANY: _service},
+    "parent_job_name": str,
 }
-"""Fields that `options` may set. `merge_options` has refused cloudtrain's own."""
+"""Forms of the fields that `options` may set; `_check` reads them. `merge_options` has refused cloudtrain's own."""
 
 
-def _known(value: Any, where: str, checks: Mapping[str, Check]) -> None:
-    for key, item in _table(value, where).items():
-        if key not in checks:
-            raise SpecError("no such field", field=f"{where}.{key}", hint=did_you_mean(key, checks))
-        checks[key](item, f"{where}.{key}")
+def _check(value: Any, form: Any, where: str) -> None:
+    """Raise `SpecError` for a value that does not have the form.
+
+    A form is ``str``, ``list`` (of texts), ``object`` (anything), a table of forms, in which `ANY` stands for every
+    key, or a function that checks a value and returns its form.
+    """
+    if not isinstance(form, (type, Mapping)):
+        form = form(value, where)
+    if form is str and (not isinstance(value, str) or "\0" in value):
+        raise SpecError(f"must be text, not {value!r}", field=where)
+    if form is list and not (value and isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        raise SpecError(f"must be a list of texts, not {value!r}", field=where)
+    if isinstance(form, type):
+        return
+    if not isinstance(value, Mapping):
+        raise SpecError(f"must be a table, not {value!r}", field=where)
+    for key, item in value.items():
+        if key not in form and ANY not in form:
+            raise SpecError("no such field", field=f"{where}.{key}", hint=did_you_mean(key, form))
+        _check(item, form.get(key, form.get(ANY)), f"{where}.{key}")
 
 
 def check_options(options: Mapping[str, Any], body: Mapping[str, Any]) -> None:
@@ -106,11 +88,10 @@ def check_options(options: Mapping[str, Any], body: Mapping[str, Any]) -> None:
         if key in FREE:
             own = set(body[key]) if key == "resources" else set()
             given = {k: v for k, v in value.items() if k not in own} if isinstance(value, Mapping) and own else value
-            FREE[key](given, f"{where}.{key}")
+            _check(given, FREE[key], f"{where}.{key}")
         elif key not in body and key not in ("code", "compute", "distribution", "queue_settings", "identity"):
-            raise SpecError(
-                "a command job has no such field to set", field=f"{where}.{key}", hint=did_you_mean(key, FREE)
-            )
+            why, hint = "a command job has no such field to set", did_you_mean(key, FREE)
+            raise SpecError(why, field=f"{where}.{key}", hint=hint)
 
 
 def check_document(body: Mapping[str, Any], *, serverless: bool) -> None:

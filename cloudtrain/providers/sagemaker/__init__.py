@@ -1,28 +1,19 @@
 """Provider ``sagemaker``: training jobs of Amazon SageMaker AI, over boto3 alone.
 
 Its Request is the body of CreateTrainingJob, as boto3 and ``aws sagemaker create-training-job --cli-input-json`` take
-it. `plan` and `preflight` make and check it. `account` sends it. `states` and `pages` read the answers of SageMaker and
-CloudWatch. `simulation` predicts what SageMaker would start. `node` is the node half.
+it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from ...provider_api import catalog
-from ...provider_api.launch_spec import LaunchSpec
-from ...provider_api.node import NodeEnvironment
-from ...provider_api.protocol import Layout, LogPage, Need, ProviderExtras, Request, Status
+from ...provider_api.protocol import Need
 from ...validate import url_scheme
+from .._cloud import CloudProvider
 from .names import IGNORED, UPLOADED, UPLOADING
-
-if TYPE_CHECKING:
-    from ...job.job import Job
-    from ...provider_api.checks import Check
-    from .api import Account
 
 __all__ = ["DIFFERENCES", "SAMPLE", "Provider", "Settings"]
 
@@ -34,8 +25,6 @@ ROLE = Need(
     find="aws iam list-roles --query Roles[].Arn",
     stand_in="arn:aws:iam::000000000000:role/missing",
 )
-
-
 ALIASES = ("aws", "amazon", "sm", "amazonsagemaker")
 """Other words for the platform, for the hint of an unknown provider."""
 
@@ -67,7 +56,7 @@ class Settings:
     prices: dict[str, Any] = field(default_factory=dict)
 
 
-class Provider(ProviderExtras):
+class Provider(CloudProvider):
     """Provider of SageMaker training jobs; see `cloudtrain.provider_api.protocol.Provider` for the methods."""
 
     name: ClassVar[str] = "sagemaker"
@@ -80,77 +69,14 @@ class Provider(ProviderExtras):
     sync_marks: ClassVar[tuple[str, ...]] = (UPLOADING, UPLOADED, IGNORED)
     needs: ClassVar[Mapping[str, Need]] = {"store": STORE}
 
-    def __init__(self, **settings: Any) -> None:
-        from .request import checked
-
-        # Recorded with the run: every client that attaches asks the same region.
-        self.settings: Settings = checked(Settings(**settings))
-        self._account: Account | None = None
-
-    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
-        from .request import plan
-
-        return plan(self.settings, job, layout, attempt=attempt, choice=choice)
-
-    @property
-    def account(self) -> Account:
-        """Return the account, created when first needed."""
-        if self._account is None:
-            from .api import Account
-
-            self._account = Account(self.settings)
-        return self._account
-
-    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
-        return self.account.create(request)
-
-    def find(self, request: Request) -> str | None:
-        return self.account.find(request)
-
-    def status(self, native_id: str) -> Status:
-        from .status import status_of
-
-        status = status_of(self.account.describe(native_id))
-        price = catalog.price(self.name, status.instance_type, self.settings.prices)
-        if status.billed_s == 0:
-            return dataclasses.replace(status, cost_usd=0.0)
-        if status.billed_s is None or price is None or not price.own:
-            return status
-        return dataclasses.replace(status, cost_usd=round(status.billed_s / 3600 * price.usd_per_hour, 4))
-
-    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
-        from .logs import page
-
-        return page(self.account, native_id, cursor)
-
-    def cancel(self, native_id: str) -> None:
-        self.account.stop(native_id)
-
     def principal(self) -> str:
         """Return the ARN of the calling user or role session."""
         return str(self.account.call("sts", "get_caller_identity")["Arn"])
 
     def storage(self, url: str) -> Mapping[str, Any]:
-        from .caller import storage
+        from .api import storage
 
         return storage(self.settings) if url_scheme(url) == "s3" else {}
-
-    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
-        """Yield the checks of `doctor`."""
-        from .doctor import checks
-
-        yield from checks(self.account, store, request)
-
-    @staticmethod
-    def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
-        from .node import node_environment
-
-        return node_environment(environ, argv)
-
-    def launch_spec(self, request: Request) -> LaunchSpec:
-        from .launch_spec import launch_spec
-
-        return launch_spec(request, region=self.settings.region)
 
 
 DIFFERENCES = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import (
@@ -21,53 +22,43 @@ from ...errors import (
 )
 from ...job.job import run_tag
 from ...provider_api.protocol import Request
+from ...storage.credential import Credential
 from ...storage.extras import translated
-from .caller import sign_in
 from .names import TAG_RUN
 from .request import FIELDS
+from .validate import field_at
 
 if TYPE_CHECKING:
     from . import Settings
 
-__all__ = ["Account", "error_of", "job_of"]
+__all__ = ["Account", "error_of", "job_of", "storage"]
 
 TIMEOUT = 30
+SESSION_NAME = "cloudtrain"
 FINAL = ("Completed", "Failed", "Stopped")
 _ARN = re.compile(r"arn:aws[a-z-]*:sagemaker:(?P<region>[a-z0-9-]+):\d{12}:training-job/(?P<name>.+)")
 
 EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
 STALE = EXPIRED | {"InvalidAccessKeyId", "InvalidClientTokenId", "UnrecognizedClientException"}
 """Error codes of a session whose keys were replaced after it read them."""
-CODES: Mapping[str, type[CloudtrainError]] = {
-    **dict.fromkeys(EXPIRED, AuthError),
-    **dict.fromkeys(
-        (
-            *("AccessDenied", "AccessDeniedException", "AuthFailure", "IncompleteSignature", "InvalidClientTokenId"),
-            *("InvalidSignatureException", "MissingAuthenticationToken", "MissingAuthenticationTokenException"),
-            *("NotAuthorized", "OptInRequired", "SignatureDoesNotMatch", "UnrecognizedClientException"),
-            *("UnauthorizedOperation", "InvalidAccessKeyId"),
-        ),
-        AuthError,
-    ),
-    **dict.fromkeys(
-        (
-            *("InternalError", "InternalFailure", "InternalServerError", "InternalServerException", "LimitExceeded"),
-            *("PriorRequestNotComplete", "RequestLimitExceeded", "RequestThrottled", "RequestThrottledException"),
-            *("RequestTimeout", "RequestTimeoutException", "ServiceUnavailable", "ServiceUnavailableException"),
-            *("SlowDown", "Throttling", "ThrottledException", "ThrottlingException", "TooManyRequestsException"),
-        ),
-        LostContactError,
-    ),
-    "ResourceLimitExceeded": QuotaError,
-    "ResourceInUse": ConflictError,
-    "ResourceNotFound": NotFoundError,
-    **dict.fromkeys(
-        ("ResourceNotFoundException", "NoSuchEntity", "ImageNotFoundException", "RepositoryNotFoundException"),
-        NotFoundError,
-    ),
-    "InvalidParameterException": SpecError,
-    "ValidationException": SpecError,
+_CODES: Mapping[type[CloudtrainError], str] = {
+    AuthError: """
+        ExpiredToken ExpiredTokenException RequestExpired
+        AccessDenied AccessDeniedException AuthFailure IncompleteSignature InvalidAccessKeyId InvalidClientTokenId
+        InvalidSignatureException MissingAuthenticationToken MissingAuthenticationTokenException NotAuthorized
+        OptInRequired SignatureDoesNotMatch UnauthorizedOperation UnrecognizedClientException""",
+    LostContactError: """
+        InternalError InternalFailure InternalServerError InternalServerException LimitExceeded PriorRequestNotComplete
+        RequestLimitExceeded RequestThrottled RequestThrottledException RequestTimeout RequestTimeoutException
+        ServiceUnavailable ServiceUnavailableException SlowDown Throttling ThrottledException ThrottlingException
+        TooManyRequestsException""",
+    QuotaError: "ResourceLimitExceeded",
+    ConflictError: "ResourceInUse",
+    NotFoundError: """
+        ResourceNotFound ResourceNotFoundException NoSuchEntity ImageNotFoundException RepositoryNotFoundException""",
+    SpecError: "InvalidParameterException ValidationException",
 }
+CODES: Mapping[str, type[CloudtrainError]] = {code: kind for kind, codes in _CODES.items() for code in codes.split()}
 """Error class of each AWS code. Any other code is the platform's failure, or with status 5xx a passing one."""
 #: Messages of a ValidationException that mean another error.
 _SAID: tuple[tuple[re.Pattern[str], type[CloudtrainError]], ...] = (
@@ -152,10 +143,8 @@ def _refusal(exc: Any) -> CloudtrainError:
 def _blamed(text: str) -> SpecError:
     """Return the error with our field for the field that AWS names, without AWS's list of allowed values."""
     said = _CONSTRAINT.search(text)
-    path = ".".join(part[:1].upper() + part[1:] for part in said[1].split(".")) if said else ""
-    parts = path.split(".")
-    known = (FIELDS.get(".".join(parts[:end])) for end in range(len(parts), 0, -1))
-    return SpecError(_LIST.sub("[...]", text), field=next(filter(None, known), ""))
+    path = [part[:1].upper() + part[1:] for part in said[1].split(".")] if said else []
+    return SpecError(_LIST.sub("[...]", text), field=field_at(FIELDS, path))
 
 
 class Account:
@@ -166,8 +155,6 @@ class Account:
         self._session: Any = None
         self._clients: dict[tuple[str, str], Any] = {}
         self._lock = threading.RLock()
-
-    # ------------------------------------------------------------------------------------------------------- one call
 
     def call(self, service: str, operation: str, *, region: str = "", **arguments: Any) -> Any:
         """Return the answer. Raises only cloudtrain's errors."""
@@ -225,9 +212,8 @@ class Account:
             found = self.find(request)
             if found is None:
                 name = request.body["TrainingJobName"]
-                raise ConflictError(
-                    f"SageMaker has a training job {name} of somebody else's; choose another id", field="run_id"
-                ) from None
+                why = f"SageMaker has a training job {name} of another run; choose another id"
+                raise ConflictError(why, field="run_id") from None
             return found
 
     def find(self, request: Request) -> str | None:
@@ -236,11 +222,9 @@ class Account:
             arn = str(self.describe(request.body["TrainingJobName"])["TrainingJobArn"])
         except NotFoundError:
             return None
-        return arn if self._tags(arn).get(TAG_RUN) == run_tag(request.run) else None
-
-    def _tags(self, arn: str) -> dict[str, str]:
-        answer = self.call("sagemaker", "list_tags", ResourceArn=arn, MaxResults=100)
-        return {tag["Key"]: tag["Value"] for tag in answer["Tags"]}
+        tags = self.call("sagemaker", "list_tags", ResourceArn=arn, MaxResults=100)["Tags"]
+        ours = any(tag["Key"] == TAG_RUN and tag["Value"] == run_tag(request.run) for tag in tags)
+        return arn if ours else None
 
     def describe(self, native_id: str) -> dict[str, Any]:
         """Call DescribeTrainingJob. Raises `NotFoundError`, also for a job that is being deleted."""
@@ -250,7 +234,7 @@ class Account:
             raise NotFoundError(f"SageMaker is deleting the training job {name}", field="run")
         return told
 
-    def stop(self, native_id: str) -> None:
+    def cancel(self, native_id: str) -> None:
         """Call StopTrainingJob. A job that has ended stays as it is."""
         region, name = job_of(native_id)
         try:
@@ -260,3 +244,68 @@ class Account:
         except SpecError:
             if self.describe(native_id)["TrainingJobStatus"] not in (*FINAL, "Stopping"):
                 raise
+
+
+# -------------------------------------------------------------------------------------------------------- credentials
+
+
+def sign_in(settings: Settings, region: str) -> Any:
+    """Return a new boto3 session of the profile, as the role to assume if one is set.
+
+    botocore renews a profile's expiring credentials (SSO, a process, a role), and the assumed role. Only a new session
+    reads keys again that were rotated in a file.
+    """
+    import boto3
+    import botocore.session
+    from botocore.credentials import DeferredRefreshableCredentials
+
+    session = boto3.Session(profile_name=settings.profile or None, region_name=region or None)
+    role = settings.role_to_assume
+    if not role:
+        return session
+
+    def assumed() -> dict[str, str]:
+        keys = session.client("sts").assume_role(RoleArn=role, RoleSessionName=SESSION_NAME)["Credentials"]
+        return {
+            "access_key": keys["AccessKeyId"],
+            "secret_key": keys["SecretAccessKey"],
+            "token": keys["SessionToken"],
+            "expiry_time": keys["Expiration"].isoformat(),
+        }
+
+    inner = botocore.session.Session(profile=settings.profile or None)
+    inner._credentials = DeferredRefreshableCredentials(refresh_using=assumed, method="sts-assume-role")
+    return boto3.Session(botocore_session=inner, region_name=region or None)
+
+
+def storage(settings: Settings) -> Mapping[str, Any]:
+    """Return a store's options for the same caller and region. Other options of fsspec's configuration stay."""
+    options: dict[str, Any] = {}
+    if settings.region:
+        from fsspec.config import conf
+
+        # An option replaces the configured one whole, and that may name the user's own server.
+        own = conf.get("s3", {}).get("client_kwargs")
+        options["client_kwargs"] = {**(own if isinstance(own, Mapping) else {}), "region_name": settings.region}
+    if settings.profile or settings.role_to_assume:
+        session = sign_in(settings, settings.region)
+        own = session._session  # botocore's, which boto3 does not expose
+        options["session"] = Credential(own=own, fsspec=partial(_asynchronous, session, settings.profile))
+    return options
+
+
+def _asynchronous(session: Any, profile: str) -> Any:
+    """Return s3fs's kind of session, with the current credentials of ``session``."""
+    from aiobotocore.credentials import AioCredentials
+    from aiobotocore.session import AioSession
+
+    source = session.get_credentials()
+
+    class Credentials(AioCredentials):  # type: ignore[misc]
+        async def get_frozen_credentials(self) -> Any:
+            return source.get_frozen_credentials()
+
+    made = AioSession(profile=profile or None)
+    if source is not None:
+        made._credentials = Credentials("", "")
+    return made

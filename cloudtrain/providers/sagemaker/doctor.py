@@ -1,4 +1,5 @@
-"""Check an AWS account for ``doctor``: caller, role, bucket, permissions, quotas, keys, image. Nothing is created.
+"""Check an AWS account for ``doctor``: caller, role, bucket, permissions, quotas, keys, image,
+VPC. Nothing is created.
 
 The calls are documented. The answers of a real account are unverified.
 """
@@ -13,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from ...errors import AuthError, NotFoundError, QuotaError, SpecError, StorageError
+from ...provider_api import catalog
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
-from .network import network_check
+from .names import NAME
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
@@ -43,6 +45,14 @@ _IMAGE = re.compile(
 )
 
 
+ADDRESSES, EFA_ADDRESSES = 2, 5
+"""Free addresses that an instance needs, without EFA and with it."""
+ALL = "-1"
+PLAIN: Sequence[tuple[str, int | None, str]] = (("tcp", None, "TCP"),)
+ENCRYPTED: Sequence[tuple[str, int | None, str]] = (("udp", 500, "UDP 500"), ("50", None, "IP protocol 50"))
+"""Traffic between containers, as protocol, port and name. Under encryption: IKE, and IP protocol 50 (ESP)."""
+
+
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
     """Yield the checks of `doctor`."""
     yield (found := installed(("boto3", "s3fs"), extra="sagemaker"))
@@ -56,16 +66,15 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     yield from tried("role", lambda: _role(account, str(account.settings.role)), extra=True)
     yield from tried("permissions", lambda: _permissions(account, str(who["Arn"])), extra=True)
     if request is None:
-        yield skipped("quota", "there is no plan, so no machine is named")
-        yield skipped("limits", "there is no plan")
-        yield skipped("image", "there is no plan")
+        for name in ("quota", "limits", "image"):
+            yield skipped(name, "there is no plan, so no machine is named" if name == "quota" else "there is no plan")
         return
     body = request.body
     yield from tried("quota", lambda: _quotas(account, body), extra=True)
     if "KmsKeyId" in body["OutputDataConfig"] or "VolumeKmsKeyId" in body["ResourceConfig"]:
         yield from tried("keys", lambda: _keys(account, body), extra=True)
     if "VpcConfig" in body:
-        yield from tried("network", lambda: network_check(account, body), extra=True)
+        yield from tried("network", lambda: _network(account, body), extra=True)
     image = str(request.body["AlgorithmSpecification"]["TrainingImage"])
     yield from tried("image", lambda: _image(account, image, str(who["Account"])), extra=True)
 
@@ -119,12 +128,11 @@ def _role(account: Account, arn: str) -> Check:
 def _trusts(policy: Mapping[str, Any]) -> bool:
     """Return True if a trust policy lets SageMaker in. Its conditions are not judged."""
     for statement in _list(policy.get("Statement")):
-        services = _list(
-            (statement.get("Principal") or {}).get("Service") if statement.get("Principal") != "*" else "*"
-        )
-        actions = [action.lower() for action in _list(statement.get("Action"))]
-        allowed = statement.get("Effect") == "Allow" and {"sts:assumerole", "sts:*", "*"} & set(actions)
-        if allowed and (PRINCIPAL in services or "*" in services):
+        principal = statement.get("Principal") or {}
+        services = _list(principal if principal == "*" else principal.get("Service"))
+        actions = {action.lower() for action in _list(statement.get("Action"))}
+        allowed = statement.get("Effect") == "Allow" and {"sts:assumerole", "sts:*", "*"} & actions
+        if allowed and {PRINCIPAL, "*"} & {*services}:
             return True
     return False
 
@@ -140,14 +148,15 @@ def _permissions(account: Account, arn: str) -> Iterator[Check]:
     if source.endswith(":root"):
         yield ok("permissions", "the root user of the account may do anything; use another one")
         return
-    region, number = account.settings.region, source.split(":")[4]
-    partition = source.split(":")[1]
-    asked = [
-        (list(ACTIONS), f"arn:{partition}:sagemaker:{region}:{number}:training-job/doctor"),
+    _, partition, _, _, number, _ = source.split(":", 5)
+    region = account.settings.region
+    denied = _denied(
+        account,
+        source,
+        (ACTIONS, f"arn:{partition}:sagemaker:{region}:{number}:training-job/doctor"),
         ([LOGS], f"arn:{partition}:logs:{region}:{number}:log-group:/aws/sagemaker/TrainingJobs:*"),
         ([PASS], str(account.settings.role)),
-    ]
-    denied = [action for actions, resource in asked for action in _denied(account, source, actions, resource)]
+    )
     if denied:
         fix = f"let the policy of {source} allow {', '.join(denied)} (docs/sagemaker.md has one)"
         yield failed("permissions", f"not allowed: {', '.join(denied)}", fix=fix, code=AuthError.exit_code)
@@ -155,18 +164,19 @@ def _permissions(account: Account, arn: str) -> Iterator[Check]:
         yield ok("permissions", f"IAM's simulator allows {len(ACTIONS)} actions, {LOGS} and {PASS}")
 
 
-def _denied(account: Account, source: str, actions: Sequence[str], resource: str) -> list[str]:
-    """Return those of ``actions`` that IAM's simulator refuses to the user or role ``source``."""
+def _denied(account: Account, source: str, *asked: tuple[Sequence[str], str]) -> list[str]:
+    """Return the actions that IAM's simulator refuses to the user or role ``source``.
+
+    ``asked`` are pairs of actions and the resource that they are for.
+    """
     entry = {"ContextKeyName": "iam:PassedToService", "ContextKeyValues": [PRINCIPAL], "ContextKeyType": "string"}
-    told = account.call(
-        "iam",
-        "simulate_principal_policy",
-        PolicySourceArn=source,
-        ActionNames=list(actions),
-        ResourceArns=[resource],
-        ContextEntries=[entry],
-    )
-    return [str(r["EvalActionName"]) for r in told["EvaluationResults"] if r["EvalDecision"] != "allowed"]
+    given: dict[str, Any] = {"PolicySourceArn": source, "ContextEntries": [entry]}
+    denied: list[str] = []
+    for actions, resource in asked:
+        given |= {"ActionNames": list(actions), "ResourceArns": [resource]}
+        told = account.call("iam", "simulate_principal_policy", **given)
+        denied += [r["EvalActionName"] for r in told["EvaluationResults"] if r["EvalDecision"] != "allowed"]
+    return denied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,37 +188,28 @@ class _Limit:
     unit: str = "at a time"
 
 
-def _machine_limits(body: Mapping[str, Any]) -> list[_Limit]:
-    """Return the quotas of the job's machine. A quota does not show how many run now."""
+def _limits(body: Mapping[str, Any]) -> dict[str, list[_Limit]]:
+    """Return the quotas of the job's machine, and of all machines alike. A quota does not show how many run now."""
     resources = body["ResourceConfig"]
-    wanted = resources.get("InstancePreferences", [resources])
-    kind, count = re.escape(str(wanted[0]["InstanceType"])), int(wanted[0].get("InstanceCount", 1))
-    found = [_Limit(name=f"{kind} for {_usage(body)} usage", asked=count)]
+    wanted = resources.get("InstancePreferences", [resources])[0]
+    kind, count = re.escape(str(wanted["InstanceType"])), int(wanted.get("InstanceCount", 1))
+    seconds, size = int(body["StoppingCondition"]["MaxRuntimeInSeconds"]), resources["VolumeSizeInGB"]
+    usage = "spot training job" if body.get("EnableManagedSpotTraining") else "training job"
+    machine = [_Limit(name=f"{kind} for {usage} usage", asked=count)]
     if resources.get("KeepAlivePeriodInSeconds"):
-        found.append(_Limit(name=f"{kind} for training warm pool usage", asked=count))
-    return found
-
-
-def _account_limits(body: Mapping[str, Any]) -> list[_Limit]:
-    """Return the quotas that hold for all machines alike."""
-    resources, usage = body["ResourceConfig"], _usage(body)
-    count = int(resources.get("InstancePreferences", [resources])[0].get("InstanceCount", 1))
-    seconds = int(body["StoppingCondition"]["MaxRuntimeInSeconds"])
-    return [
+        machine.append(_Limit(name=f"{kind} for training warm pool usage", asked=count))
+    account = [
         _Limit(name="Longest run time for a training job", asked=seconds, unit="s"),
         _Limit(name=f"Maximum (number of )?instances per {usage}", asked=count, unit="nodes"),
         _Limit(name=f"Number of instances across all {usage}s", asked=count),
-        _Limit(name="(Maximum )?Size of EBS volume for a training job.*", asked=resources["VolumeSizeInGB"], unit="GB"),
+        _Limit(name="(Maximum )?Size of EBS volume for a training job.*", asked=size, unit="GB"),
     ]
-
-
-def _usage(body: Mapping[str, Any]) -> str:
-    return "spot training job" if body.get("EnableManagedSpotTraining") else "training job"
+    return {"quota": machine, "limits": account}
 
 
 def _quotas(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
     """Check the quotas of the machine and of the account by one listing."""
-    limits = {"quota": _machine_limits(body), "limits": _account_limits(body)}
+    limits = _limits(body)
     listed = _listed(account, [limit.name for found in limits.values() for limit in found])
     for name, found in limits.items():
         yield _judged(name, found, listed, account.settings.region)
@@ -232,20 +233,18 @@ def _listed(account: Account, names: Sequence[str]) -> dict[str, Mapping[str, An
 
 
 def _judged(name: str, limits: Sequence[_Limit], listed: Mapping[str, Mapping[str, Any]], region: str) -> Check:
-    lines, short = [], []
+    lines, short, commands = [], [], []
     for limit in limits:
         quota = listed.get(limit.name)
         if quota is None:
             continue
-        line = f"{quota['QuotaName']}: {int(quota['Value'])} {limit.unit}, {limit.asked} asked for"
-        lines.append(line)
+        lines.append(f"{quota['QuotaName']}: {int(quota['Value'])} {limit.unit}, {limit.asked} asked for")
         if quota["Value"] < limit.asked:
-            ask = "aws service-quotas request-service-quota-increase --service-code sagemaker"
+            short.append(lines[-1])
             wanted = f"--quota-code {quota['QuotaCode']} --desired-value {limit.asked} --region {region}"
-            short.append((line, f"{ask} {wanted}"))
+            commands.append(f"aws service-quotas request-service-quota-increase --service-code sagemaker {wanted}")
     if short:
-        fix = "; ".join(command for _, command in short)
-        return failed(name, "; ".join(line for line, _ in short), fix=fix, code=QuotaError.exit_code)
+        return failed(name, "; ".join(short), fix="; ".join(commands), code=QuotaError.exit_code)
     if not lines:
         known = limits[0].name.replace("\\", "")
         return unknown(name, f"Service Quotas lists none called {known!r}")
@@ -254,19 +253,12 @@ def _judged(name: str, limits: Sequence[_Limit], listed: Mapping[str, Mapping[st
 
 def _keys(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
     """Check, by IAM's simulator, that the job's role may use the keys of KMS. A key's own policy may still refuse."""
-    given = (
+    keys = (
         (body["OutputDataConfig"].get("KmsKeyId"), OUTPUT_KEY),
-        (
-            body["ResourceConfig"].get("VolumeKmsKeyId"),
-            VOLUME_KEY,
-        ),
+        (body["ResourceConfig"].get("VolumeKmsKeyId"), VOLUME_KEY),
     )
-    denied = [
-        action
-        for key, actions in given
-        if key
-        for action in _denied(account, str(body["RoleArn"]), actions, key if key.startswith("arn:") else "*")
-    ]
+    asked = [(actions, key if key.startswith("arn:") else "*") for key, actions in keys if key]
+    denied = _denied(account, str(body["RoleArn"]), *asked)
     if denied:
         role = str(body["RoleArn"]).rpartition("/")[2]
         fix = f"let the policy of role {role} allow {', '.join(denied)} (docs/sagemaker.md has the statement)"
@@ -283,17 +275,83 @@ def _image(account: Account, image: str, own: str) -> Check:
         return unknown("image", f"{image} is another account's ({match['account']}), which does not tell")
     tag = (match["tag"] or ":latest").partition("@")
     which = {"imageDigest": tag[2]} if tag[1] else {"imageTag": tag[0].lstrip(":")}
+    where: dict[str, Any] = {"registryId": match["account"], "repositoryName": match["name"], "imageIds": [which]}
     try:
-        told = account.call(
-            "ecr",
-            "describe_images",
-            region=match["region"],
-            registryId=match["account"],
-            repositoryName=match["name"],
-            imageIds=[which],
-        )
+        told = account.call("ecr", "describe_images", region=match["region"], **where)
     except NotFoundError:
         fix = f"push it: docker push {image}; or name another with --image"
         return failed("image", f"ECR has no {image}", fix=fix, code=SpecError.exit_code)
     size = int((told["imageDetails"] or [{}])[0].get("imageSizeInBytes") or 0)
     return ok("image", f"ECR has {image}" + (f", {size / (1 << 30):.1f} GiB" if size else ""))
+
+
+# ----------------------------------------------------------------------------------------------------------- network
+# AWS's guide has the rules (train-vpc, train-encrypt), and EC2's page on EFA. Endpoints and routes are not checked.
+
+
+def _network(account: Account, body: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield one check. Raises `AuthError` for a caller who may not describe the VPC."""
+    resources = body["ResourceConfig"]
+    wanted = resources.get("InstancePreferences", [resources])
+    count = int(wanted[0].get("InstanceCount", 1))
+    machines = [catalog.machine(NAME, str(item["InstanceType"])) for item in wanted]
+    efa = any(machine is not None and "EFA x" in machine.network for machine in machines)
+    vpc = body["VpcConfig"]
+    subnets = account.call("ec2", "describe_subnets", SubnetIds=list(vpc["Subnets"]))["Subnets"]
+    groups = account.call("ec2", "describe_security_groups", GroupIds=list(vpc["SecurityGroupIds"]))["SecurityGroups"]
+    free = {str(item["SubnetId"]): int(item["AvailableIpAddressCount"]) for item in subnets}
+    needed = count * (EFA_ADDRESSES if efa else ADDRESSES)
+    problems = []
+    if max(free.values(), default=0) < needed:
+        told = ", ".join(f"{name} has {number}" for name, number in free.items())
+        problems.append((f"{count} nodes need {needed} free addresses in one subnet; {told}", "choose a larger subnet"))
+    if count > 1:
+        problems += _closed(groups, efa=efa, encrypted=bool(body.get("EnableInterContainerTrafficEncryption")))
+    if problems:
+        what, fix = ("; ".join(dict.fromkeys(parts)) for parts in zip(*problems, strict=True))
+        yield failed("network", what, fix=f"{fix} (docs/sagemaker.md has a table)", code=SpecError.exit_code)
+        return
+    rules = ", and the security groups let nodes talk to each other" if count > 1 else ""
+    largest = max(free, key=lambda name: free[name])
+    yield ok("network", f"{largest} has {free[largest]} free addresses, {needed} needed{rules}")
+
+
+def _closed(groups: Sequence[Mapping[str, Any]], *, efa: bool, encrypted: bool) -> list[tuple[str, str]]:
+    """Return each traffic that the groups' rules keep from their members, with its fix."""
+    names = {str(group["GroupId"]) for group in groups}
+    told = ", ".join(sorted(names))
+    found = []
+    if efa:
+        for way, kind in (("in", "IpPermissions"), ("out", "IpPermissionsEgress")):
+            # EFA's traffic has no IP addresses, so a rule for a range of addresses does not let it pass.
+            rules = [rule for group in groups for rule in group[kind]]
+            if not any(rule["IpProtocol"] == ALL and _of_members(rule, names) for rule in rules):
+                what = f"EFA needs a rule of {told} that lets all traffic {way}, between members of the group itself"
+                found.append((what, f"add a self-referencing rule for all traffic, {way}bound"))
+        return found
+    # The nodes' own addresses are not looked up, and may be among those of any rule that names some.
+    rules = [
+        rule
+        for group in groups
+        for rule in group["IpPermissions"]
+        if _of_members(rule, names) or any(rule.get(kind) for kind in ("IpRanges", "Ipv6Ranges", "PrefixListIds"))
+    ]
+    for protocol, port, traffic in ENCRYPTED if encrypted else PLAIN:
+        if not any(_lets(rule, protocol, port) for rule in rules):
+            fix = f"add an inbound self-referencing rule for {traffic}"
+            found.append((f"{told} lets no {traffic} in from its own members", fix))
+    return found
+
+
+def _of_members(rule: Mapping[str, Any], names: set[str]) -> bool:
+    return any(pair.get("GroupId") in names for pair in rule["UserIdGroupPairs"])
+
+
+def _lets(rule: Mapping[str, Any], protocol: str, port: int | None) -> bool:
+    """Return True if a rule is about ``protocol`` and has ``port``, or (None) a range wide enough for any."""
+    if rule["IpProtocol"] == ALL:
+        return True
+    if rule["IpProtocol"] != protocol:
+        return False
+    first, last = rule.get("FromPort", 0), rule.get("ToPort", 65535)
+    return bool(first <= port <= last) if port is not None else protocol != "tcp" or last - first > 1000

@@ -68,30 +68,23 @@ def default_image(region: str, *, gpus: Sequence[str], accelerated: bool, versio
             hint=did_you_mean(version, there) or f"set framework_version = {next(reversed(there))!r}, or give an image",
         )
     serving = [n for n, told in found.items() if not accelerated or _serves(told["cuda"], gpus)]
-    if not serving:
-        raise _unserved(region, gpus, found, there, version)
-    return f"{table['registries'][region]}/{found[serving[-1]]['gpu' if accelerated else 'cpu']}"
-
-
-def _serves(cuda: str, gpus: Sequence[str]) -> bool:
-    lowest, major = next((low, high) for first, low, high in SERVED if _number(cuda) >= first)
-    wanted = [CAPABILITIES[name] for name in gpus if name in CAPABILITIES]
-    # Code for 10.0 also runs on 10.3: a device runs the code of lower minor versions.
-    return all(lowest <= capability and capability[0] <= major for capability in wanted)
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
-
-
-def _unserved(region: str, gpus: Sequence[str], found: Any, there: Any, version: str) -> SpecError:
+    if serving:
+        return f"{table['registries'][region]}/{found[serving[-1]]['gpu' if accelerated else 'cpu']}"
     names = " and ".join(dict.fromkeys(gpus))
     if version and (others := [n for n, told in there.items() if _serves(told["cuda"], gpus)]):
         cuda = next(reversed(found.values()))["cuda"]
         why = f"the PyTorch {version} image has CUDA {cuda}, which does not serve {names}; set {others[-1]}"
-        return SpecError(why, field="sagemaker.framework_version")
+        raise SpecError(why, field="sagemaker.framework_version")
     why = f"none of AWS's PyTorch images in {region} serves {names}; choose another GPU, or give an image of your own"
-    return SpecError(why, field="image")
+    raise SpecError(why, field="image")
+
+
+def _serves(cuda: str, gpus: Sequence[str]) -> bool:
+    number = tuple(map(int, cuda.split(".")))
+    lowest, major = next((low, high) for first, low, high in SERVED if number >= first)
+    wanted = [CAPABILITIES[name] for name in gpus if name in CAPABILITIES]
+    # Code for 10.0 also runs on 10.3: a device runs the code of lower minor versions.
+    return all(lowest <= capability and capability[0] <= major for capability in wanted)
 
 
 def check_image(image: str, *, region: str, arch: str, in_vpc: bool, provider: str) -> bool:
@@ -101,15 +94,14 @@ def check_image(image: str, *, region: str, arch: str, in_vpc: bool, provider: s
         other = "linux/arm64" if arch == "arm64" else "linux/amd64"
         why = f"{image} is of another architecture than the instances; build it with docker build --platform {other}"
         raise UnsupportedError(provider, "image", why)
-    match = _ECR.fullmatch(image)
+    match, why, path = _ECR.fullmatch(image), "", image
     if match is None and not in_vpc:
         why = "it pulls from Amazon ECR only, or in a VPC (subnets) from a registry that is reached there"
-        raise UnsupportedError(provider, "image", f"{why}; copy it: {_copy(image, region, source=image)}")
-    if match is not None and match["region"] != region:
+    elif match is not None and match["region"] != region:
         why = f"{image} lies in {match['region']}, and jobs in {region} pull from there only"
-        raise UnsupportedError(
-            provider, "image", f"{why}; copy it: {_copy(match['repository'] + match['tag'], region, source=image)}"
-        )
+        path = match["repository"] + match["tag"]
+    if why:
+        raise UnsupportedError(provider, "image", f"{why}; copy it: {_copy(path, region, source=image)}")
     return match is not None
 
 
@@ -122,11 +114,6 @@ def _copy(name: str, region: str, *, source: str) -> str:
     registry = f"$ACCOUNT.dkr.ecr.{region}.{suffix}"
     repository = re.split("[:@]", path)[0]
     target = f"{registry}/{path.partition('@')[0]}"
-    return " && ".join(
-        (
-            f"aws ecr create-repository --region {region} --repository-name {repository}",
-            f"aws ecr get-login-password --region {region} | docker login -u AWS --password-stdin {registry}",
-            f"docker tag {source} {target}",
-            f"docker push {target}",
-        )
-    )
+    login = f"aws ecr get-login-password --region {region} | docker login -u AWS --password-stdin {registry}"
+    create = f"aws ecr create-repository --region {region} --repository-name {repository}"
+    return f"{create} && {login} && docker tag {source} {target} && docker push {target}"

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...provider_api import catalog
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
+from .._cloud import size_of
 from .names import GRACE, INPUTS, MARK, NAME, ROOT
+
+if TYPE_CHECKING:
+    from . import Settings
 
 __all__ = ["launch_spec"]
 
 GROUP = "homogeneousCluster"
 INTERFACE = "eth0"
-GIB = 1 << 30
 PREEMPTIONS = 1000
 """Restarts of managed spot training: it restarts until max_wait ends, which a Simulation lacks."""
 SYNC_LAG = 2.0
 """Seconds that a file of the checkpoint folder must be old before it is sent; unverified: no document gives them."""
 
 
-def launch_spec(request: Request, *, region: str) -> LaunchSpec:
+def launch_spec(settings: Settings, request: Request) -> LaunchSpec:
     """Return one container an instance, named ``algo-1``, ``algo-2``, …"""
     body = request.body
     config, job = body["ResourceConfig"], body["TrainingJobName"]
@@ -34,22 +37,19 @@ def launch_spec(request: Request, *, region: str) -> LaunchSpec:
     environment = {
         **body.get("Environment", {}),
         "TRAINING_JOB_NAME": job,
-        "TRAINING_JOB_ARN": f"arn:aws:sagemaker:{region}:{account}:training-job/{job}",
-        "AWS_REGION": region,
+        "TRAINING_JOB_ARN": f"arn:aws:sagemaker:{settings.region}:{account}:training-job/{job}",
+        "AWS_REGION": settings.region,
     }
     specs = [
         NodeSpec(
             image=specification["TrainingImage"],
-            platform="linux/arm64" if machine is not None and machine.arch == "arm64" else "linux/amd64",
             entrypoint=specification["ContainerEntrypoint"],
             command=specification["ContainerArguments"],
             env=environment,
             mounts=_mounts(body),
             files=_files(body, host, hosts, first["InstanceType"]),
             hostname=host,
-            gpus=machine.gpu_count if machine is not None else 0,
-            cpus=machine.vcpus if machine is not None else None,
-            memory=int(machine.memory_gib * GIB) if machine is not None and machine.memory_gib else None,
+            **size_of(machine),
         )
         for host in hosts
     ]
@@ -91,15 +91,15 @@ def _mounts(body: Mapping[str, Any]) -> list[Mount]:
 
 def _files(body: Mapping[str, Any], host: str, hosts: list[str], instance_type: str) -> dict[str, str]:
     """Return the three files that every container has. Their ``hosts`` are sorted as text (algo-1, algo-10, algo-2)."""
-    inputs = {
-        channel["ChannelName"]: {
+    inputs = {}
+    for channel in body["InputDataConfig"]:
+        told = {
             "TrainingInputMode": channel["InputMode"],
             "RecordWrapperType": "None",
-            **({"ContentType": channel["ContentType"]} if "ContentType" in channel else {}),
-            **_distribution(channel["DataSource"]),
+            "ContentType": channel.get("ContentType"),
+            "S3DistributionType": channel["DataSource"].get("S3DataSource", {}).get("S3DataDistributionType"),
         }
-        for channel in body["InputDataConfig"]
-    }
+        inputs[channel["ChannelName"]] = {key: value for key, value in told.items() if value is not None}
     group = {"instance_group_name": GROUP, "instance_type": instance_type, "hosts": sorted(hosts)}
     resources = {
         "current_host": host,
@@ -115,8 +115,3 @@ def _files(body: Mapping[str, Any], host: str, hosts: list[str], instance_type: 
         "resourceconfig": resources,
     }
     return {f"{ROOT}/input/config/{name}.json": json.dumps(table) for name, table in tables.items()}
-
-
-def _distribution(source: Mapping[str, Any]) -> dict[str, str]:
-    told = source.get("S3DataSource", {}).get("S3DataDistributionType")
-    return {"S3DistributionType": told} if told else {}

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CHANNELS", "CONTEXT", "DNS", "FAILURE", "FAILURE_VARIABLE", "GRACE", "IGNORED", "INPUTS", "LIVE", "MARK", "NAME",
-    "RESUME", "ROOT",
-    "TAG_ATTEMPT", "TAG_CI", "TAG_NAME", "TAG_REVISION", "TAG_RUN", "TAG_RUN_ID", "UPLOADED", "UPLOADING",
-]  # fmt: skip
-
 NAME = "sagemaker"
 ROOT = "/opt/ml"
 DNS = {
@@ -38,6 +32,6 @@ MARK = ".sagemaker"
 UPLOADING, UPLOADED, IGNORED = (f"{MARK}-{word}" for word in ("uploading", "uploaded", "ignore"))
 GRACE = 120
 """Seconds between SIGTERM and SIGKILL."""
-TAG_RUN, TAG_RUN_ID, TAG_ATTEMPT, TAG_NAME = (f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
+TAGS = TAG_RUN, *_ = tuple(f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
 TAG_REVISION, TAG_CI = "cloudtrain:revision", "cloudtrain:ci"
 """Origin of the run: the commit, and the CI run as its URL, or as its number if the URL is no legal value."""

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ _TRAINING_ENV = (
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
     """Return the facts that SageMaker gave this node; ``argv`` adds to the paths."""
     base = environ.get(BASE_VARIABLE, ROOT)
-    resources = _config(base, "resourceconfig")
-    channels = _config(base, "inputdataconfig")
+    resources = _json(f"{base}/input/config/resourceconfig.json")
+    channels = _json(f"{base}/input/config/inputdataconfig.json", FileNotFoundError)
     hosts = sorted(resources["hosts"], key=_natural)
     topology = Topology(
         nodes=len(hosts),
@@ -83,26 +84,29 @@ def _agent(base: str, environ: Mapping[str, str], region: str) -> SyncAgent:
 
     A container under network isolation has no credentials of its role, and no way to S3.
     """
-    run = str(_context(base).get("run"))
+    run, agent = str(_context(base).get("run")), SyncAgent(uploading=UPLOADING, uploaded=UPLOADED, ignored=IGNORED)
     if not run.startswith("s3://"):
-        return SyncAgent(uploading=UPLOADING, uploaded=UPLOADED, ignored=IGNORED)
+        return agent
     put = Objects(f"{run}/live", environ, region=region).put
     objects = Objects(run, environ, region=region) if _CREDENTIALS & environ.keys() else None
-    return SyncAgent(uploading=UPLOADING, uploaded=UPLOADED, ignored=IGNORED, put=put, objects=objects)
+    return replace(agent, put=put, objects=objects)
 
 
 def _below(base: str, path: str) -> str:
     return base + path.removeprefix(ROOT)
 
 
-def _config(base: str, name: str) -> dict[str, Any]:
+def _json(path: str, absent: type[Exception] | tuple[type[Exception], ...] = ()) -> dict[str, Any]:
+    """Return the object in a JSON file; empty after an error of the kinds ``absent``."""
     try:
-        table: dict[str, Any] = json.loads(Path(f"{base}/input/config/{name}.json").read_bytes())
-    except FileNotFoundError:
-        if name == "resourceconfig":
-            raise
+        found: dict[str, Any] = json.loads(Path(path).read_bytes())
+    except absent:
         return {}
-    return table
+    return found
+
+
+def _context(base: str) -> dict[str, Any]:
+    return _json(_below(base, CONTEXT), (OSError, ValueError))
 
 
 def _natural(host: str) -> tuple[Any, ...]:
@@ -140,7 +144,10 @@ def _sm(
     """Return the ``SM_*`` variables of AWS's training toolkit: the platform itself sets none."""
     data = _below(base, INPUTS)
     users = {name: f"{data}/{name}" for name in channels if name not in OWN}
-    hyperparameters = _hyperparameters(base)
+    # The request holds only the hyperparameters that `options` sets.
+    own = _context(base).get("hyperparameters", {}).items()
+    hyperparameters = _json(f"{base}/input/config/hyperparameters.json", FileNotFoundError)
+    hyperparameters |= {name: value for name, value in own if value != _LEFT_OUT}
     gpus = sum(1 for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)) if os.path.isdir("/dev") else 0
     values: dict[str, Any] = {
         "SM_MODEL_DIR": f"{base}/model",
@@ -188,19 +195,3 @@ def _decoded(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
-
-
-def _context(base: str) -> dict[str, Any]:
-    """Return the job's context file; empty if it cannot be read."""
-    try:
-        found: dict[str, Any] = json.loads(Path(_below(base, CONTEXT)).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found
-
-
-def _hyperparameters(base: str) -> dict[str, Any]:
-    """Return the job's hyperparameters, which the request does not hold, and those set by ``options``."""
-    context = _context(base)
-    ours = {k: v for k, v in context.get("hyperparameters", {}).items() if v != _LEFT_OUT}
-    return {**_config(base, "hyperparameters"), **ours}

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
@@ -17,24 +18,10 @@ from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of
 from ...validate import url_scheme
+from .._cloud import check_tags, pinned_machine, processes_of, secret_references
 from .images import check_image, default_image, images
-from .names import (
-    CHANNELS,
-    CONTEXT,
-    FAILURE,
-    FAILURE_VARIABLE,
-    INPUTS,
-    LIVE,
-    NAME,
-    RESUME,
-    TAG_ATTEMPT,
-    TAG_CI,
-    TAG_NAME,
-    TAG_REVISION,
-    TAG_RUN,
-    TAG_RUN_ID,
-)
-from .validate import Blame, check
+from .names import CHANNELS, CONTEXT, FAILURE, FAILURE_VARIABLE, INPUTS, LIVE, NAME, RESUME, TAG_CI, TAG_REVISION, TAGS
+from .validate import check
 
 if TYPE_CHECKING:
     from ...job.job import Job
@@ -71,27 +58,17 @@ FORM = re.compile(r"ml\.[a-z]+\d+[a-z]*(-[a-z0-9]+)?\.(nano|micro|small|medium|l
 ROLE = re.compile(r"arn:aws[a-z-]*:iam::\d{12}:role/.+")
 VALUE = re.compile(r"[\w .:/=+@-]{1,256}")
 """Legal values of a tag; the model allows other kinds of spaces too."""
-OWNED = (
-    *("TrainingJobName", "RoleArn", "Tags", "StoppingCondition", "CheckpointConfig", "EnableManagedSpotTraining"),
-    *("VpcConfig", "EnableNetworkIsolation", "EnableInterContainerTrafficEncryption", "ServerlessJobConfig"),
-    f"Environment.{FAILURE_VARIABLE}",
-    *(
-        f"AlgorithmSpecification.{name}"
-        for name in ("TrainingImage", "AlgorithmName", "TrainingInputMode", "ContainerEntrypoint", "ContainerArguments")
-    ),
-    *(
-        f"InputDataConfig.*.{name}"
-        for name in ("ChannelName", "DataSource", "InputMode", "CompressionType", "RecordWrapperType")
-    ),
-    *(f"OutputDataConfig.{name}" for name in ("S3OutputPath", "KmsKeyId")),
-    *(
-        f"ResourceConfig.{name}"
-        for name in (
-            *("InstanceType", "InstanceCount", "InstanceGroups", "InstancePreferences", "VolumeSizeInGB"),
-            *("VolumeKmsKeyId", "KeepAlivePeriodInSeconds"),
-        )
-    ),
-)
+_OWNED = {
+    "": "TrainingJobName RoleArn Tags StoppingCondition CheckpointConfig EnableManagedSpotTraining VpcConfig"
+    " EnableNetworkIsolation EnableInterContainerTrafficEncryption ServerlessJobConfig",
+    "Environment.": FAILURE_VARIABLE,
+    "AlgorithmSpecification.": "TrainingImage AlgorithmName TrainingInputMode ContainerEntrypoint ContainerArguments",
+    "InputDataConfig.*.": "ChannelName DataSource InputMode CompressionType RecordWrapperType",
+    "OutputDataConfig.": "S3OutputPath KmsKeyId",
+    "ResourceConfig.": "InstanceType InstanceCount InstanceGroups InstancePreferences VolumeSizeInGB VolumeKmsKeyId"
+    " KeepAlivePeriodInSeconds",
+}
+OWNED = tuple(f"{place}{name}" for place, names in _OWNED.items() for name in names.split())
 """Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 
 
@@ -117,19 +94,16 @@ def checked(settings: Settings) -> Settings:
 def _region(profile: str, environ: Mapping[str, str]) -> str:
     """Return the profile's region, else the environment's (boto3 ignores AWS_REGION), else the default profile's."""
     there = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or ""
-    if profile:
-        return _profile_region(profile, environ) or there
-    return there or _profile_region(environ.get("AWS_PROFILE") or "default", environ)
-
-
-def _profile_region(profile: str, environ: Mapping[str, str]) -> str:
+    if there and not profile:
+        return there
+    name = profile or environ.get("AWS_PROFILE") or "default"
     parser = configparser.RawConfigParser()
     try:
         parser.read(os.path.expanduser(environ.get("AWS_CONFIG_FILE") or "~/.aws/config"), encoding="utf-8")
     except (configparser.Error, UnicodeDecodeError):
-        return ""  # the SDK reports the error if it needs the file
-    section = "default" if profile == "default" else f"profile {profile}"
-    return parser.get(section, "region", fallback="").strip()
+        return there  # the SDK reports the error if it needs the file
+    section = name if name == "default" else f"profile {name}"
+    return parser.get(section, "region", fallback="").strip() or there
 
 
 def _check_account(settings: Settings, store: str) -> None:
@@ -140,9 +114,6 @@ def _check_account(settings: Settings, store: str) -> None:
         name = settings.role.rpartition("/")[2]
         how = f"to look up the ARN, run: aws iam get-role --role-name {name} --query Role.Arn --output text"
         raise SpecError(f"{settings.role!r} is not an ARN", field="sagemaker.role", hint=how)
-
-
-# ---------------------------------------------------------------------------------------------------------------- names
 
 
 # ------------------------------------------------------------------------------------------------------------- the plan
@@ -162,12 +133,9 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     known = [found for name in types if (found := catalog.machine(NAME, name)) is not None]
     arch = known[0].arch if known else "x86_64"
     _check_unknown(job, [name for name in types if catalog.machine(NAME, name) is None])
-    gpu = any(m.gpu for m in known) or bool(job.resources.gpu) or any(map(ACCELERATED.match, types))
-    image = _image(settings, job, gpus=[m.gpu for m in known if m.gpu], accelerated=gpu, arch=arch)
-    channels = _channels(layout)
+    image = job.image or _image(settings, job, types, known, arch)
     notes: list[str] = []
-    stopping, bounded = _stopping(settings, job, types, choice)
-    notes += bounded
+    stopping = _stopping(settings, job, types, choice, notes)
     tags = _tags(job, layout, attempt)
     specification: dict[str, Any] = {"TrainingImage": image, "TrainingInputMode": "File", **_command(attempt)}
     if not check_image(image, region=settings.region, arch=arch, in_vpc=bool(settings.subnets), provider=NAME):
@@ -176,7 +144,7 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         "TrainingJobName": job_name(layout.run, attempt, choice),
         "RoleArn": settings.role,
         "AlgorithmSpecification": specification,
-        "InputDataConfig": channels,
+        "InputDataConfig": _channels(layout),
         "OutputDataConfig": {"S3OutputPath": f"{layout.native}/", "CompressionType": "NONE"},
         "ResourceConfig": _resources(settings, job, types, known),
         "StoppingCondition": stopping,
@@ -190,17 +158,18 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
         body["OutputDataConfig"]["KmsKeyId"] = settings.output_kms_key
     options = job.options.get(NAME, {})
     body = merge_options(body, options, owned=OWNED, provider=NAME)
-    kept = _kept(job)
+    processes, kept = processes_of(job, choice, known[0] if known else None), job.keep_checkpoints
+    if kept is None:
+        kept = KEPT if job.resources.spot else 0
     notes += _restart_notes(job, kept, isolated=settings.enable_network_isolation)
-    blame = Blame(fields=_fields(body, job, tags), options=options, provider=NAME)
-    check(body, blame)
+    check(body, _fields(body, job, tags), options)
     _check_rules(settings, job, layout, body, known)
     notes += _warnings(body)
     return Request(
         provider=NAME,
         operation=OPERATION,
         body=body,
-        context={**context_of(NAME, job, layout, processes=_processes(job, choice, known)), "keep_checkpoints": kept},
+        context={**context_of(NAME, job, layout, processes=processes), "keep_checkpoints": kept},
         run=layout.run,
         attempt=attempt,
         choice=choice,
@@ -210,15 +179,14 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
 
 
 def _check_secrets(settings: Settings, job: Job) -> None:
-    for name, reference in job.secrets.items():
-        field, (scheme, _, rest) = f"secrets.{name}", reference.partition(":")
-        if scheme == "env":
-            how = f'aws secretsmanager create-secret --region {settings.region} --name {rest} --secret-string "${rest}"'
-            raise UnsupportedError(NAME, field, f"values of this machine do not travel; create it there: {how}")
-        if scheme != "aws":
-            raise UnsupportedError(NAME, field, "its nodes fetch aws:ARN only, a secret of Secrets Manager or SSM")
-        if not re.fullmatch(r"arn:aws[a-z-]*:(secretsmanager|ssm):[a-z0-9-]+:\d{12}:(secret:|parameter/).+", rest):
-            raise SpecError(f"{rest!r} is no ARN of a secret or parameter", field=field)
+    def create(name: str) -> str:
+        where = f"--region {settings.region} --name {name}"
+        return f'aws secretsmanager create-secret {where} --secret-string "${name}"'
+
+    known = "aws:ARN only, a secret of Secrets Manager or SSM"
+    for field, arn in secret_references(NAME, job, scheme="aws", known=known, create=create):
+        if not re.fullmatch(r"arn:aws[a-z-]*:(secretsmanager|ssm):[a-z0-9-]+:\d{12}:(secret:|parameter/).+", arn):
+            raise SpecError(f"{arn!r} is no ARN of a secret or parameter", field=field)
         if settings.enable_network_isolation:
             raise UnsupportedError(NAME, field, "under network isolation a container reaches no secret")
 
@@ -230,7 +198,7 @@ def _instance_types(job: Job, choice: int) -> list[str]:
     """Return the job's instance types, best first; several only if SageMaker itself can choose between them."""
     wanted = job.resources
     if wanted.instance_type:
-        return [_pinned(job, choice)]
+        return [pinned_machine(NAME, job, choice, form=FORM, prefix="ml.")[0]]
     if not wanted.gpu:
         if not wanted.cpus and not wanted.memory_gb:
             return [FIRST]
@@ -251,30 +219,6 @@ def _instance_types(job: Job, choice: int) -> list[str]:
     return list(found)[:PREFERENCES]
 
 
-def _pinned(job: Job, choice: int) -> str:
-    wanted, name = job.resources, str(job.resources.instance_type)
-    known = catalog.machine(NAME, name)
-    if known is None:
-        catalog.check_name(NAME, name, FORM, prefix="ml.")
-        return name
-    for field, asked in (("cpus", wanted.cpus), ("memory_gb", wanted.memory_gb)):
-        if not known.has(**{"cpus": None, "memory_gb": None, field: asked}):
-            why = f"{name} has {known.vcpus} cores and {known.memory_gib or 0:g} GiB; leave one of the two out"
-            raise UnsupportedError(NAME, f"resources.{field}", why)
-    gpu = wanted.gpus[choice] if wanted.gpu else None
-    if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
-        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}; leave one of the two out"
-        raise UnsupportedError(NAME, "resources.gpu", why)
-    return name
-
-
-def _processes(job: Job, choice: int, known: Sequence[Machine]) -> int:
-    """Return the ranks a node. The catalogue has the GPUs of a pinned instance type."""
-    if job.resources.nproc_per_node or job.resources.gpu or not known:
-        return job.resources.processes(choice)
-    return known[0].gpu_count or 1
-
-
 def _check_unknown(job: Job, types: Sequence[str]) -> None:
     """Raise `SpecError` if a machine is not in the catalogue and the job does not give its facts."""
     name = next(filter(ACCELERATED.match, types), None)
@@ -289,11 +233,8 @@ def _check_unknown(job: Job, types: Sequence[str]) -> None:
 
 def _resources(settings: Settings, job: Job, types: Sequence[str], known: Sequence[Machine]) -> dict[str, Any]:
     count = job.resources.instance_count
-    config: dict[str, Any] = {}
-    if len(types) == 1:
-        config.update(InstanceType=types[0], InstanceCount=count)
-    else:
-        config["InstancePreferences"] = [{"InstanceType": name, "InstanceCount": count} for name in types]
+    wanted = [{"InstanceType": name, "InstanceCount": count} for name in types]
+    config: dict[str, Any] = wanted[0] if len(wanted) == 1 else {"InstancePreferences": wanted}
     config["VolumeSizeInGB"] = job.resources.disk_gb or max(map(_volume, known), default=VOLUME_GB)
     if settings.volume_kms_key:
         config["VolumeKmsKeyId"] = settings.volume_kms_key
@@ -313,13 +254,6 @@ def _volume(machine: Machine) -> int:
     return min(VOLUME_GB + math.ceil(gpus or machine.memory_gib or 0), MOST_VOLUME_GB)
 
 
-def _kept(job: Job) -> int:
-    """Return the number of checkpoints to keep (0: all)."""
-    if job.keep_checkpoints is not None:
-        return job.keep_checkpoints
-    return KEPT if job.resources.spot else 0
-
-
 def _restart_notes(job: Job, kept: int, *, isolated: bool) -> list[str]:
     """Return a note on the downloads of each restart. ``isolated`` nodes cannot archive checkpoints."""
     if not job.resources.spot and not job.retries:
@@ -331,12 +265,11 @@ def _restart_notes(job: Job, kept: int, *, isolated: bool) -> list[str]:
     return [f"each restart downloads to every node: {which}, artifacts, outputs, metrics and logs of all nodes"]
 
 
-def _image(settings: Settings, job: Job, *, gpus: Sequence[str], accelerated: bool, arch: str) -> str:
-    if job.image:
-        return job.image
+def _image(settings: Settings, job: Job, types: Sequence[str], known: Sequence[Machine], arch: str) -> str:
     if arch != "x86_64":
         raise SpecError("AWS's PyTorch images are for x86-64; give one for linux/arm64", field="image")
-    version = settings.framework_version
+    gpus, version = [m.gpu for m in known if m.gpu], settings.framework_version
+    accelerated = bool(gpus or job.resources.gpu) or any(map(ACCELERATED.match, types))
     return default_image(settings.region, gpus=gpus, accelerated=accelerated, version=version)
 
 
@@ -413,18 +346,13 @@ def _file_system(name: str, url: str, *, mode: str, shard: bool) -> dict[str, An
     return {"ChannelName": name, "InputMode": "File", "DataSource": {"FileSystemDataSource": source}}
 
 
-def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int) -> tuple[dict[str, int], list[str]]:
-    """Return the hard limits, and notes on them. A warm pool is paid for too."""
+def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int, notes: list[str]) -> dict[str, int]:
+    """Return the hard limits, and add notes on them. A warm pool is paid for too."""
     if job.max_runtime > MAX_RUNTIME:
         raise UnsupportedError(NAME, "max_runtime", "a training job runs for at most 28 days")
-    runtime, notes = hard_limit(
-        job,
-        NAME,
-        lambda at: _instance_types(job, at),
-        choice=choice,
-        own=settings.prices,
-        held=settings.keep_alive_period,
-    )
+    held, names = settings.keep_alive_period, partial(_instance_types, job)
+    runtime, said = hard_limit(job, NAME, names, choice=choice, own=settings.prices, held=held)
+    notes += said
     condition = {"MaxRuntimeInSeconds": runtime}
     if job.resources.spot:
         if job.max_wait is None:
@@ -437,16 +365,16 @@ def _stopping(settings: Settings, job: Job, types: Sequence[str], choice: int) -
         if not PENDING[0] <= job.max_wait <= PENDING[1]:
             raise UnsupportedError(NAME, "max_wait", "it must be between 30 minutes and 28 days")
         condition["MaxPendingTimeInSeconds"] = job.max_wait
-    return condition, notes
+    return condition
 
 
 def _warnings(body: Mapping[str, Any]) -> list[str]:
     """Return a note for each part of ``body`` that an account's quotas, or its warm pools, may not serve."""
     resources = body["ResourceConfig"]
     count = int(resources.get("InstancePreferences", [resources])[0]["InstanceCount"])
+    runtime = body["StoppingCondition"]["MaxRuntimeInSeconds"]
     asked = {
-        f"max_runtime is above {DEFAULT_RUNTIME // 86400} days": body["StoppingCondition"]["MaxRuntimeInSeconds"]
-        > DEFAULT_RUNTIME,
+        f"max_runtime is above {DEFAULT_RUNTIME // 86400} days": runtime > DEFAULT_RUNTIME,
         f"{count} nodes are above {DEFAULT_NODES} a job": count > DEFAULT_NODES,
         f"disk_gb is above {DEFAULT_VOLUME_GB} GB": resources["VolumeSizeInGB"] > DEFAULT_VOLUME_GB,
     }
@@ -459,43 +387,24 @@ def _warnings(body: Mapping[str, Any]) -> list[str]:
 
 
 def _tags(job: Job, layout: Layout, attempt: int) -> dict[str, str]:
-    for key in job.tags:
-        if key.lower().startswith(("aws:", "cloudtrain:")):
-            raise SpecError("tags that begin with aws: or cloudtrain: are not yours to set", field=f"tags.{key}")
-    own = {
-        TAG_RUN: run_tag(layout.run),
-        TAG_RUN_ID: layout.run_id,
-        TAG_ATTEMPT: str(attempt),
-        TAG_NAME: job.name,
-    }
-    if len(job.tags) > TAG_COUNT:
-        raise SpecError(f"has {len(job.tags)} entries, at most {TAG_COUNT}", field="tags")
-    return {**own, **_origin(layout.origin), **dict(sorted(job.tags.items()))}
-
-
-def _origin(origin: Mapping[str, str]) -> dict[str, str]:
-    """Return the run's origin, if a tag's value can hold it: no URL with a query."""
-    pages = [text for key in ("ci_url", "ci_run") if (text := origin.get(key, "")) and VALUE.fullmatch(text)]
-    said = {TAG_REVISION: origin.get("revision", ""), TAG_CI: next(iter(pages), "")}
-    return {key: text for key, text in said.items() if VALUE.fullmatch(text)}
+    """Return the job's tags, and those of its origin whose value is a legal one: no URL with a query."""
+    check_tags(job.tags, reserved=("aws:", "cloudtrain:"), most=TAG_COUNT)
+    own = zip(TAGS, (run_tag(layout.run), layout.run_id, str(attempt), job.name), strict=True)
+    origin = ((TAG_REVISION, "revision"), (TAG_CI, "ci_run"), (TAG_CI, "ci_url"))  # the page, if both fit
+    fitting = {tag: text for tag, key in origin if VALUE.fullmatch(text := layout.origin.get(key, ""))}
+    return {**dict(own), **fitting, **dict(sorted(job.tags.items()))}
 
 
 def _switches(settings: Settings, job: Job) -> dict[str, Any]:
-    switches: dict[str, Any] = {}
-    if settings.subnets:
-        switches["VpcConfig"] = {
-            "SecurityGroupIds": list(settings.security_group_ids),
-            "Subnets": list(settings.subnets),
-        }
-    if settings.enable_network_isolation:
-        switches["EnableNetworkIsolation"] = True
-    if settings.encrypt_inter_container_traffic:
-        switches["EnableInterContainerTrafficEncryption"] = True
-    if job.resources.spot:
-        switches["EnableManagedSpotTraining"] = True
-    if settings.debug_shell:
-        switches["RemoteDebugConfig"] = {"EnableRemoteDebug": True}
-    return switches
+    vpc = {"SecurityGroupIds": list(settings.security_group_ids), "Subnets": list(settings.subnets)}
+    switches = {
+        "VpcConfig": settings.subnets and vpc,
+        "EnableNetworkIsolation": settings.enable_network_isolation,
+        "EnableInterContainerTrafficEncryption": settings.encrypt_inter_container_traffic,
+        "EnableManagedSpotTraining": job.resources.spot,
+        "RemoteDebugConfig": settings.debug_shell and {"EnableRemoteDebug": True},
+    }
+    return {name: value for name, value in switches.items() if value}
 
 
 # ----------------------------------------------------------------------------------------------------- fields and rules

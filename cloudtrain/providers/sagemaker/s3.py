@@ -10,9 +10,9 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import TypeVar
 from xml.sax.saxutils import escape, unescape
 
 from ...errors import DigestError, StorageError
@@ -26,11 +26,13 @@ PART_BYTES = 64 << 20
 PARTS = 10_000
 COPY_BYTES = 1 << 30
 """Size of the parts in which a larger object is copied. S3 copies at most 5 GiB at once."""
+SAFE = "/-_.~"
+"""Characters of a key that stay as they are in a URL."""
 PAUSES = (0.5, 2.0, 5.0)
 TIMEOUT = 60.0
 KEYS_SECONDS = 600.0
 """Seconds between reads of the role's keys; they last for an hour or more."""
-_TEXT = r"<{0}>([^<]*)</{0}>"
+_Part = TypeVar("_Part")
 
 
 class _RefusedError(StorageError):
@@ -52,44 +54,42 @@ class Objects:
     def put(self, name: str, path: Path, moved: Callable[[], None] = lambda: None) -> None:
         """Write the object ``name`` from a file, calling ``moved`` after each part. Raises `StorageError` and
         `OSError`."""
-        address = self._address(f"{self._prefix}/{name}")
-        size = path.stat().st_size
+        address, size = self._address(name), path.stat().st_size
+
+        def send(part_address: str, data: bytes) -> str:
+            tag = self._ask("PUT", part_address, data)[1]["ETag"]
+            moved()
+            return tag
+
         with open(path, "rb") as stream:
             if size <= PART_BYTES:
                 self._ask("PUT", address, stream.read())
-            else:
-                self._put_parts(address, stream, max(PART_BYTES, -(-size // PARTS)), moved)
+                return
+            part_bytes = max(PART_BYTES, -(-size // PARTS))
+            self._in_parts(address, iter(lambda: stream.read(part_bytes), b""), send)
 
     def write(self, name: str, data: bytes) -> None:
         """Write the object ``name``. Raises `StorageError`."""
-        self._ask("PUT", self._address(f"{self._prefix}/{name}"), data)
+        self._ask("PUT", self._address(name), data)
 
     def copy(self, name: str, target: str, size: int) -> None:
         """Copy an object of ``size`` bytes within the bucket; S3 moves the bytes. Raises `StorageError`."""
-        address = self._address(f"{self._prefix}/{target}")
-        source = urllib.parse.quote(f"/{self._bucket}/{self._prefix}/{name}", safe="/-_.~")
+        address = self._address(target)
+        source = {"x-amz-copy-source": urllib.parse.quote(f"/{self._bucket}/{self._prefix}/{name}", safe=SAFE)}
         if size <= COPY_BYTES:
-            answer, _ = self._ask("PUT", address, more={"x-amz-copy-source": source})
-            if b"<Error>" in answer:  # S3 answers 200 before it knows
-                raise StorageError(f"S3 did not copy {address}: {_told('Code', answer)}")
+            self._ask("PUT", address, more=source)
             return
 
-        def copied(upload: str) -> list[str]:
-            tags = []
-            for number, first in enumerate(range(0, size, COPY_BYTES), 1):
-                span = {"x-amz-copy-source-range": f"bytes={first}-{min(first + COPY_BYTES, size) - 1}"}
-                query = f"{address}?partNumber={number}&uploadId={upload}"
-                answer, _ = self._ask("PUT", query, more={"x-amz-copy-source": source, **span})
-                if b"<Error>" in answer:
-                    raise StorageError(f"S3 did not copy {address}: {_told('Code', answer)}")
-                tags.append(unescape(_told("ETag", answer), {"&quot;": '"'}))
-            return tags
+        def send(part_address: str, first: int) -> str:
+            span = {"x-amz-copy-source-range": f"bytes={first}-{min(first + COPY_BYTES, size) - 1}"}
+            answer, _ = self._ask("PUT", part_address, more={**source, **span})
+            return unescape(_told("ETag", answer), {"&quot;": '"'})
 
-        self._in_parts(address, copied)
+        self._in_parts(address, range(0, size, COPY_BYTES), send)
 
     def read(self, name: str, path: Path) -> None:
         """Download the object ``name``. Raises `DigestError` if there is none, `StorageError` and `OSError`."""
-        address = self._address(f"{self._prefix}/{name}")
+        address = self._address(name)
         with open(path, "wb") as stream:
             while True:
                 span = f"bytes={stream.tell()}-{stream.tell() + PART_BYTES - 1}"
@@ -107,40 +107,28 @@ class Objects:
 
     def remove(self, name: str) -> None:
         """Remove the object ``name``, if there is one. Raises `StorageError`."""
-        self._ask("DELETE", self._address(f"{self._prefix}/{name}"))
+        self._ask("DELETE", self._address(name))
 
-    def _put_parts(self, address: str, stream: BinaryIO, size: int, moved: Callable[[], None]) -> None:
-        def put(upload: str) -> list[str]:
-            tags: list[str] = []
-            while part := stream.read(size):
-                query = f"{address}?partNumber={len(tags) + 1}&uploadId={upload}"
-                tags.append(self._ask("PUT", query, part)[1]["ETag"])
-                moved()
-            return tags
-
-        self._in_parts(address, put)
-
-    def _in_parts(self, address: str, put: Callable[[str], list[str]]) -> None:
-        """Write an object in parts: ``put(upload id)`` writes them and returns their tags."""
+    def _in_parts(self, address: str, parts: Iterable[_Part], send: Callable[[str, _Part], str]) -> None:
+        """Write an object in ``parts``; ``send`` writes one at its address and returns its tag."""
         upload = urllib.parse.quote(_told("UploadId", self._ask("POST", f"{address}?uploads=")[0]), safe="")
         query = f"uploadId={upload}"
         try:
+            tags = [send(f"{address}?partNumber={number}&{query}", part) for number, part in enumerate(parts, 1)]
             rows = [
                 f"<Part><PartNumber>{number}</PartNumber><ETag>{escape(tag)}</ETag></Part>"
-                for number, tag in enumerate(put(upload), 1)
+                for number, tag in enumerate(tags, 1)
             ]
             body = f"<CompleteMultipartUpload>{''.join(rows)}</CompleteMultipartUpload>"
-            answer, _ = self._ask("POST", f"{address}?{query}", body.encode())
-            if b"<Error>" in answer:  # S3 answers 200 before it knows
-                raise StorageError(f"S3 did not complete {address}: {_told('Code', answer)}")
+            self._ask("POST", f"{address}?{query}", body.encode())
         except BaseException:
             with contextlib.suppress(StorageError):
                 self._ask("DELETE", f"{address}?{query}")
             raise
 
-    def _address(self, key: str) -> str:
+    def _address(self, name: str) -> str:
         """Return the URL of an object: at the environment's endpoint, else at S3's own of the region."""
-        path = urllib.parse.quote(key, safe="/-_.~")
+        path = urllib.parse.quote(f"{self._prefix}/{name}", safe=SAFE)
         endpoint = self._environ.get("AWS_ENDPOINT_URL_S3") or self._environ.get("AWS_ENDPOINT_URL")
         partition = self._environ.get("TRAINING_JOB_ARN", "arn:aws").split(":")[1]
         host = (endpoint or f"https://s3.{self._region}.{DNS.get(partition, DNS['aws'])}").rstrip("/")
@@ -157,7 +145,10 @@ class Objects:
             request = urllib.request.Request(url, data=body, headers=signed, method=method)
             try:
                 with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-                    return answer.read(), answer.headers
+                    data = answer.read()
+                    if method != "GET" and b"<Error>" in data:  # S3 answers 200 before it knows
+                        raise StorageError(f"S3 did not complete {method} of {url}: {_told('Code', data)}")
+                    return data, answer.headers
             except urllib.error.HTTPError as exc:
                 code = _told("Code", exc.read()) or str(exc.code)
                 passing = exc.code >= 500 or exc.code == 429 or code in ("SlowDown", "RequestTimeout", "ExpiredToken")
@@ -181,5 +172,5 @@ class Objects:
 
 def _told(name: str, answer: bytes) -> str:
     """Return the text of the first element called ``name``."""
-    match = re.search(_TEXT.format(name), answer.decode("utf-8", "replace"))
+    match = re.search(f"<{name}>([^<]*)</{name}>", answer.decode("utf-8", "replace"))
     return match[1] if match else ""

@@ -11,7 +11,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ...errors import StorageError
 from ...runtime.http_json import ask
@@ -20,9 +19,11 @@ from .names import DNS
 __all__ = ["Credentials", "credentials", "secret", "signed_headers"]
 
 CONTAINER_HOST = "http://169.254.170.2"
-SERVICES = {"secretsmanager": "GetSecretValue", "ssm": "GetParameter"}
-_TARGETS = {"secretsmanager": "secretsmanager.GetSecretValue", "ssm": "AmazonSSM.GetParameter"}
-_ENDPOINTS = {"secretsmanager": "AWS_ENDPOINT_URL_SECRETS_MANAGER", "ssm": "AWS_ENDPOINT_URL_SSM"}
+SERVICES = {
+    "secretsmanager": ("secretsmanager.GetSecretValue", "AWS_ENDPOINT_URL_SECRETS_MANAGER"),
+    "ssm": ("AmazonSSM.GetParameter", "AWS_ENDPOINT_URL_SSM"),
+}
+"""Operation of each service, and the variable with another endpoint of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,34 +37,25 @@ class Credentials:
 
 def secret(arn: str, environ: Mapping[str, str], *, region: str) -> str:
     """Return a secret (Secrets Manager) or parameter (SSM). Raises `StorageError`, never with the value."""
-    parts = arn.split(":", 5)
-    service, there = parts[2], parts[3] or region
+    _, partition, service, there, _ = arn.split(":", 4)
+    region, (target, endpoint) = there or region, SERVICES[service]
+    host = f"https://{service}.{region}.{DNS.get(partition, DNS['aws'])}"
+    url = (environ.get(endpoint) or environ.get("AWS_ENDPOINT_URL") or host).rstrip("/") + "/"
     body = {"Name": arn, "WithDecryption": True} if service == "ssm" else {"SecretId": arn}
-    answer = _call(service, there, body, environ, suffix=DNS.get(parts[1], DNS["aws"]))
+    data = json.dumps(body).encode()
+    headers = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": target}
+
+    def request() -> urllib.request.Request:
+        signed = signed_headers(url, headers, data, credentials(environ), region=region, service=service)
+        return urllib.request.Request(url, data=data, headers=signed, method="POST")
+
+    silent = f"; a container in a VPC needs an endpoint of {service}"
+    answer = ask(request, what=target.rpartition(".")[2], how="allow the job's role to call it", silent=silent)
     if service == "ssm":
         return str(answer["Parameter"]["Value"])
     if "SecretString" in answer:
         return str(answer["SecretString"])
     return base64.b64decode(answer["SecretBinary"]).decode()
-
-
-def _call(service: str, region: str, body: Mapping[str, Any], environ: Mapping[str, str], *, suffix: str) -> Any:
-    endpoint = environ.get(_ENDPOINTS[service]) or environ.get("AWS_ENDPOINT_URL")
-    url = (endpoint or f"https://{service}.{region}.{suffix}").rstrip("/") + "/"
-    data = json.dumps(body).encode()
-    headers = {"Content-Type": "application/x-amz-json-1.1", "X-Amz-Target": _TARGETS[service]}
-
-    def request() -> urllib.request.Request:
-        keys = credentials(environ)
-        signed = signed_headers(url, headers, data, keys, region=region, service=service)
-        return urllib.request.Request(url, data=data, headers=signed, method="POST")
-
-    return ask(
-        request,
-        what=SERVICES[service],
-        how="allow the job's role to call it",
-        silent=f"; a container in a VPC needs an endpoint of {service}",
-    )
 
 
 def credentials(environ: Mapping[str, str]) -> Credentials:

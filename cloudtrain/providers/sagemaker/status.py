@@ -5,26 +5,27 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...provider_api import catalog
 from ...provider_api.protocol import AttemptInfo, Status
-from ...validate import unix_seconds
+from .._cloud import first_match, hinted, one_line, time_of
 from .api import job_of
+from .names import NAME
 
-__all__ = ["PENDING", "attempt_of", "category_of", "status_of"]
+if TYPE_CHECKING:
+    from .api import Account
 
-PENDING = frozenset(
-    (
-        *("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Downloading"),
-        *("DownloadingTrainingImage", "Interrupted", "Restarting"),
-    )
-)
-"""Secondary states in which no script runs. Any other of a job in progress, also an unknown one, counts as running."""
-RESTARTED = PENDING - {"Downloading", "DownloadingTrainingImage"}
-"""States between two starts of the script. Updating is none of them."""
+__all__ = ["HINTS", "PENDING", "attempt_of", "category_of", "status", "status_of"]
+
 WITH_MACHINES = frozenset({"Downloading", "DownloadingTrainingImage", "Training"})
 """The first of these ends the wait for machines."""
+RESTARTED = frozenset(
+    {"Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "Interrupted", "Restarting"}
+)
+"""States between two starts of the script. Updating is none of them."""
+PENDING = RESTARTED | {"Downloading", "DownloadingTrainingImage"}
+"""Secondary states in which no script runs. Any other of a job in progress, also an unknown one, counts as running."""
 CONSOLES = {
     "aws": "console.aws.amazon.com",
     "aws-cn": "console.amazonaws.cn",
@@ -40,31 +41,33 @@ HINTS = {
     "auth": "check the policy of the job's role: docs/sagemaker.md has one",
     "infra": "SageMaker itself failed; submit it again",
 }
-_CATEGORIES: tuple[tuple[str, str], ...] = (
-    # The script's own output follows AlgorithmError and is not the service's word.
-    (r"^AlgorithmError.*(out of memory|OutOfMemory|MemoryError|oom.?kill|exit code:? ?137\b)", "oom"),
-    # 126 and 127 are the starting shell's; our own codes are 0 and 1. A job that never started has no other text.
-    (r"^AlgorithmError[^,]*, exit code:? ?12[67]\b", "image"),
-    (r"^AlgorithmError: *CannotStartContainer", "image"),
-    (r"^AlgorithmError", "user_error"),
-    (r"^InternalServerError", "infra"),
-    (r"^CapacityError|insufficient.{0,20}capacity|unable to provision requested ML compute capacity", "capacity"),
-    (r"requested resource \S+ is not available in this region", "capacity"),
-    (r"^ResourceLimitExceeded|service limit|(?<![\w/.-])quotas?(?![\w/-])", "quota"),  # no part of a user's name
-    (r"^ClientError.*(instance type with more memory|out of memory|exit code:? ?137\b)", "oom"),
-    # These name permissions among other reasons, or a user's own key, so they precede the rules of both.
-    (r"^ClientError.*(Cannot pull algorithm container|Cannot find repository)", "image"),
-    (r"^ClientError.*No S3 objects found under S3 URL", "user_error"),
-    (r"^ClientError: *Artifact upload failed.*credentials", "infra"),
-    (r"^ClientError.*(AccessDenied|access denied|not authorized|assume role|permission|forbidden|\bKMS\b)", "auth"),
-    (r"^ClientError: *Data download failed", "user_error"),
-    (r"^ClientError.*(\bpull(ing)?\b|\bimage\b|\bECR\b|\bmanifest\b|exec format|entrypoint)", "image"),
-    (r"^ClientError", "user_error"),
-    (r"internal server error", "infra"),
+_CATEGORIES = tuple(
+    (re.compile(pattern, re.IGNORECASE | re.DOTALL), category)
+    for pattern, category in (
+        # The script's own output follows AlgorithmError and is not the service's word.
+        (r"^AlgorithmError.*(out of memory|OutOfMemory|MemoryError|oom.?kill|exit code:? ?137\b)", "oom"),
+        # 126 and 127 are the starting shell's; our own codes are 0 and 1. A job that never started has no other text.
+        (r"^AlgorithmError[^,]*, exit code:? ?12[67]\b", "image"),
+        (r"^AlgorithmError: *CannotStartContainer", "image"),
+        (r"^AlgorithmError", "user_error"),
+        (r"^InternalServerError", "infra"),
+        (r"^CapacityError|insufficient.{0,20}capacity|unable to provision requested ML compute capacity", "capacity"),
+        (r"requested resource \S+ is not available in this region", "capacity"),
+        (r"^ResourceLimitExceeded|service limit|(?<![\w/.-])quotas?(?![\w/-])", "quota"),  # no part of a user's name
+        (r"^ClientError.*(instance type with more memory|out of memory|exit code:? ?137\b)", "oom"),
+        # These name permissions among other reasons, or a user's own key, so they precede the rules of both.
+        (r"^ClientError.*(Cannot pull algorithm container|Cannot find repository)", "image"),
+        (r"^ClientError.*No S3 objects found under S3 URL", "user_error"),
+        (r"^ClientError: *Artifact upload failed.*credentials", "infra"),
+        (r"^ClientError.*(AccessDenied|access denied|not authorized|assume role|permission|forbidden|\bKMS\b)", "auth"),
+        (r"^ClientError: *Data download failed", "user_error"),
+        (r"^ClientError.*(\bpull(ing)?\b|\bimage\b|\bECR\b|\bmanifest\b|exec format|entrypoint)", "image"),
+        (r"^ClientError", "user_error"),
+        (r"internal server error", "infra"),
+    )
 )
 """Patterns of FailureReason, first match. The service documents only its beginning."""
 _NAME = re.compile(r"-[0-9a-f]{16}(?:-(\d{1,3})(?:-\d+)?)?$")
-REASON = 1024
 
 
 def attempt_of(name: str) -> int:
@@ -75,7 +78,18 @@ def attempt_of(name: str) -> int:
 
 def category_of(reason: str) -> str:
     """Return the category of a job's FailureReason."""
-    return next((kind for pattern, kind in _CATEGORIES if re.search(pattern, reason, re.I | re.S)), "infra")
+    return first_match(_CATEGORIES, reason, "infra")
+
+
+def status(account: Account, native_id: str) -> Status:
+    """Return the job's status, with its cost if the account's own price and the billed time are known."""
+    found = status_of(account.describe(native_id))
+    price = catalog.price(NAME, found.instance_type, account.settings.prices)
+    if found.billed_s == 0:
+        return dataclasses.replace(found, cost_usd=0.0)
+    if found.billed_s is None or price is None or not price.own:
+        return found
+    return dataclasses.replace(found, cost_usd=round(found.billed_s / 3600 * price.usd_per_hour, 4))
 
 
 def status_of(told: Mapping[str, Any]) -> Status:
@@ -91,7 +105,7 @@ def status_of(told: Mapping[str, Any]) -> Status:
     final = state not in ("pending", "running")
     if billed is None and final and not _had_machines(told):
         billed = 0
-    finished = _time(told.get("TrainingEndTime")) if final else None
+    finished = time_of(told.get("TrainingEndTime")) if final else None
     attempts = _attempts(attempt_of(name), told["TrainingJobArn"], transitions)
     if attempts and finished is not None:
         attempts = (*attempts[:-1], dataclasses.replace(attempts[-1], ended=attempts[-1].ended or finished))
@@ -101,7 +115,7 @@ def status_of(told: Mapping[str, Any]) -> Status:
         reason=reason,
         category=category,
         attempts=attempts,
-        started=_time(told.get("TrainingStartTime")),
+        started=time_of(told.get("TrainingStartTime")),
         finished=finished,
         url=_console(str(told["TrainingJobArn"]), region, name),
         instance_type=str(resources.get("SelectedInstanceType") or resources.get("InstanceType") or ""),
@@ -118,14 +132,14 @@ def _console(arn: str, region: str, name: str) -> str:
 
 def _state(told: Mapping[str, Any], primary: str, secondary: str) -> tuple[str, str, str]:
     """Return (state, category, reason)."""
-    reason = " ".join(str(told.get("FailureReason") or "").split())[:REASON]
+    reason = one_line(told.get("FailureReason"))
     if primary == "Completed":
         return "succeeded", "", ""
     if primary == "Failed":
         category = category_of(reason)
         if category == "infra" and _waited_out(told):
             category = "capacity"
-        return "failed", category, _hinted(reason or "SageMaker gives no reason", category)
+        return "failed", category, hinted(reason or "SageMaker gives no reason", HINTS.get(category))
     if primary == "Stopped":
         limit = LIMITS.get(secondary)
         if limit is None and reason and category_of(reason) in ("capacity", "quota"):
@@ -138,7 +152,7 @@ def _state(told: Mapping[str, Any], primary: str, secondary: str) -> tuple[str, 
             return "failed", "preempted", f"{secondary}: the wait for machines after an interruption took too long"
         if limit == "timeout":
             return "failed", "timeout", "MaxRuntimeExceeded: max_runtime is used up"
-        return "failed", limit, _hinted(reason or f"{secondary}: no machines within max_wait", limit)
+        return "failed", limit, hinted(reason or f"{secondary}: no machines within max_wait", HINTS.get(limit))
     if primary == "InProgress" and secondary in PENDING:
         return "pending", "", _progress(told, secondary)
     return "running", "", "stopping" if primary == "Stopping" else ""
@@ -151,7 +165,10 @@ def _waited_out(told: Mapping[str, Any]) -> bool:
     machines has not waited them out, however long its wait was.
     """
     limit = (told.get("StoppingCondition") or {}).get("MaxPendingTimeInSeconds")
-    began, ended = _time(told.get("CreationTime")), _time(told.get("TrainingEndTime") or told.get("LastModifiedTime"))
+    began, ended = (
+        time_of(told.get("CreationTime")),
+        time_of(told.get("TrainingEndTime") or told.get("LastModifiedTime")),
+    )
     if limit is None or began is None or ended is None or _had_machines(told):
         return False
     return ended - began >= float(limit)
@@ -163,15 +180,10 @@ def _had_machines(told: Mapping[str, Any]) -> bool:
     return told.get("TrainingStartTime") is not None or not seen.isdisjoint(WITH_MACHINES)
 
 
-def _hinted(reason: str, category: str) -> str:
-    hint = HINTS.get(category)
-    return f"{reason.rstrip('.')}; {hint}" if hint else reason
-
-
 def _progress(told: Mapping[str, Any], secondary: str) -> str:
     """Return SageMaker's own words on a pending job, for people: it documents none of them."""
     transitions = told.get("SecondaryStatusTransitions") or [{}]
-    message = " ".join(str(transitions[-1].get("StatusMessage") or "").split())
+    message = one_line(transitions[-1].get("StatusMessage"))
     return f"{secondary}: {message}" if message else secondary
 
 
@@ -180,7 +192,7 @@ def _attempts(attempt: int, arn: str, transitions: Sequence[Mapping[str, Any]]) 
     found: list[AttemptInfo] = []
     fresh = True
     for item in transitions:
-        status, start = str(item.get("Status")), _time(item.get("StartTime"))
+        status, start = str(item.get("Status")), time_of(item.get("StartTime"))
         if status == "Training" and fresh:
             found.append(AttemptInfo(number=f"{attempt}.{len(found)}", native_id=arn, started=start))
             fresh = False
@@ -190,7 +202,3 @@ def _attempts(attempt: int, arn: str, transitions: Sequence[Mapping[str, Any]]) 
             kind = "preempted" if status == "Interrupted" else "infra"
             found[-1] = dataclasses.replace(found[-1], ended=start, reason=why, category=kind)
     return tuple(found)
-
-
-def _time(moment: datetime | str | float | None) -> float | None:
-    return None if moment is None else unix_seconds(moment)

@@ -16,8 +16,9 @@ from typing import Any
 
 from ...errors import SpecError
 from ...validate import did_you_mean
+from .names import NAME
 
-__all__ = ["Blame", "Broken", "broken", "check", "limits", "translated"]
+__all__ = ["Broken", "broken", "check", "field_at", "limits", "translated"]
 
 #: Choices that a newer service may extend, so others are not refused.
 OPEN = frozenset({"TrainingInstanceType", "InstanceType"})
@@ -30,15 +31,12 @@ _CLASSES = {
     r"\p{Alnum}": "A-Za-z0-9",
 }
 _KINDS: Mapping[str, tuple[type[Any], ...]] = {
-    "structure": (Mapping,),
-    "map": (Mapping,),
+    **dict.fromkeys(("structure", "map"), (Mapping,)),
+    **dict.fromkeys(("integer", "long"), (int,)),
+    **dict.fromkeys(("float", "double"), (int, float)),
     "list": (list,),
     "string": (str,),
     "boolean": (bool,),
-    "integer": (int,),
-    "long": (int,),
-    "float": (int, float),
-    "double": (int, float),
     "timestamp": (str, int, float),
 }
 _WORDS = {"structure": "a table", "map": "a table", "list": "a list", "string": "text", "boolean": "true or false"}
@@ -53,31 +51,18 @@ class Broken:
     hint: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Blame:
-    """Map from a request's parts (dotted paths) to a user's fields. ``options`` are the user's own words for the
-    request."""
-
-    fields: Mapping[str, str]
-    options: Mapping[str, Any]
-    provider: str
-
-    def field(self, path: Sequence[str]) -> str:
-        """Return the field to name for an error at ``path``."""
-        if (said := _said(self.options, path)) is not None:
-            return ".".join(("options", self.provider, *said))
-        for length in range(len(path), 0, -1):
-            if (known := self.fields.get(".".join(path[:length]))) is not None:
-                return known
-        return "options" if path else ""
+def field_at(fields: Mapping[str, str], path: Sequence[str]) -> str:
+    """Return the user's field of the part of a request at ``path``, or of the nearest part above it; empty for none."""
+    above = (".".join(path[:length]) for length in range(len(path), 0, -1))
+    return next((fields[name] for name in above if name in fields), "")
 
 
-def _said(options: Any, path: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the part of ``path`` that the options name, None when they do not reach it."""
+def _option_at(options: Any, path: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the part of ``path`` that the user's options name, None if they do not reach it."""
     if not path or not isinstance(options, Mapping):
-        return () if not isinstance(options, Mapping) or not path else None
+        return ()
     for key in (path[0], "*") if path[0].isdigit() else (path[0],):
-        if key in options and (rest := _said(options[key], path[1:])) is not None:
+        if key in options and (rest := _option_at(options[key], path[1:])) is not None:
             return (key, *rest)
     return None
 
@@ -89,11 +74,22 @@ def limits() -> dict[str, Any]:
     return table
 
 
-def check(body: Mapping[str, Any], blame: Blame) -> None:
-    """Raise `SpecError` for the first limit that ``body`` breaks."""
+def check(body: Mapping[str, Any], fields: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    """Raise `SpecError` for the first limit that ``body`` breaks.
+
+    The error's field comes from the user's own ``options``, else from ``fields``, a map from parts of a request (dotted
+    paths) to the user's fields.
+    """
     for item in broken(body):
-        why = f"{item.message} ({'.'.join(item.path)} of the request)"
-        raise SpecError(why, field=blame.field(item.path), hint=item.hint)
+        option = _option_at(options, item.path)
+        field = field_at(fields, item.path) if option is None else _dotted(("options", NAME, *option))
+        why = f"{item.message} ({_dotted(item.path)} of the request)"
+        raise SpecError(why, field=field or "options", hint=item.hint)
+
+
+def _dotted(path: Sequence[str]) -> str:
+    """Return a path in one line: a user's key may hold any character."""
+    return ".".join(key if key.isprintable() else repr(key)[1:-1] for key in path)
 
 
 def broken(body: Mapping[str, Any]) -> Iterator[Broken]:

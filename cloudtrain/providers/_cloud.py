@@ -1,0 +1,225 @@
+"""What the three clouds share: methods that hand over to a provider's modules, and pure parts of plans and statuses.
+
+Nothing here names a platform. Nodes import this module too, so imports that a node does not need stand in functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..errors import LostContactError, SpecError, UnsupportedError
+from ..provider_api.launch_spec import LaunchSpec
+from ..provider_api.node import NodeEnvironment
+from ..provider_api.protocol import Layout, LogPage, ProviderExtras, Request, Status
+from ..validate import unix_seconds
+
+if TYPE_CHECKING:
+    from ..job.job import Job
+    from ..provider_api.catalog import Machine
+    from ..provider_api.checks import Check
+
+__all__ = [
+    "Backoff", "CloudProvider", "check_tags", "first_match", "hinted", "one_line", "pinned_machine", "processes_of",
+    "secret_references", "size_of", "time_of",
+]  # fmt: skip
+
+GIB = 1 << 30
+LONGEST_HOLD = 300.0
+"""Longest pause in seconds that a service can ask for."""
+REASON = 1024
+"""Characters of a platform's message that a status holds."""
+
+
+class CloudProvider(ProviderExtras):
+    """Methods of a provider whose folder has the modules request, api, status, logs, doctor, node and launch_spec.
+
+    Each module is imported when a method first needs it: most of them need the platform's SDK, or slow a node's start.
+    """
+
+    name: ClassVar[str]
+    Settings: ClassVar[type[Any]]
+
+    def __init__(self, **settings: Any) -> None:
+        # Recorded with the run: every client that attaches asks the same account.
+        self.settings: Any = self._module("request").checked(self.Settings(**settings))
+
+    @classmethod
+    def _module(cls, name: str) -> Any:
+        return importlib.import_module(f"{__package__}.{cls.name}.{name}")
+
+    @cached_property
+    def account(self) -> Any:
+        """The account, created when first needed."""
+        return self._module("api").Account(self.settings)
+
+    def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
+        made: Request = self._module("request").plan(self.settings, job, layout, attempt=attempt, choice=choice)
+        return made
+
+    def submit(self, request: Request, secrets: Mapping[str, str] | None = None) -> str:
+        return str(self.account.create(request))
+
+    def find(self, request: Request) -> str | None:
+        found: str | None = self.account.find(request)
+        return found
+
+    def status(self, native_id: str) -> Status:
+        found: Status = self._module("status").status(self.account, native_id)
+        return found
+
+    def logs(self, native_id: str, cursor: Any = None) -> LogPage:
+        found: LogPage = self._module("logs").page(self.account, native_id, cursor)
+        return found
+
+    def cancel(self, native_id: str) -> None:
+        self.account.cancel(native_id)
+
+    def checks(self, store: str, request: Request | None) -> Iterator[Check]:
+        """Yield the checks of `doctor`."""
+        yield from self._module("doctor").checks(self.account, store, request)
+
+    @classmethod
+    def node_environment(cls, environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
+        found: NodeEnvironment = cls._module("node").node_environment(environ, argv)
+        return found
+
+    def launch_spec(self, request: Request) -> LaunchSpec:
+        found: LaunchSpec = self._module("launch_spec").launch_spec(self.settings, request)
+        return found
+
+
+# ------------------------------------------------------------------------------------------------------ parts of a plan
+
+
+def secret_references(
+    provider: str, job: Job, *, scheme: str, known: str, create: Callable[[str], str]
+) -> Iterator[tuple[str, str]]:
+    """Yield (field, reference without its scheme) of each secret.
+
+    ``known`` describes the references that nodes can fetch, ``create(NAME)`` is the command that makes a secret of this
+    machine's variable. Raises `UnsupportedError` for any scheme but ``scheme``.
+    """
+    for name, reference in job.secrets.items():
+        field, (given, _, rest) = f"secrets.{name}", reference.partition(":")
+        if given == "env":
+            why = f"values of this machine do not travel; create it there: {create(rest)}"
+            raise UnsupportedError(provider, field, why)
+        if given != scheme:
+            raise UnsupportedError(provider, field, f"its nodes fetch {known}")
+        yield field, rest
+
+
+def pinned_machine(
+    provider: str, job: Job, choice: int, *, form: re.Pattern[str], prefix: str = ""
+) -> tuple[str, Machine | None]:
+    """Return the job's own instance type, and its entry in the catalogue, or None for a new machine.
+
+    Raises `UnsupportedError` for a name that does not have the platform's ``form``, which also decides if case counts,
+    and for a machine that lacks what the job asks for.
+    """
+    from ..provider_api import catalog
+
+    wanted, name = job.resources, str(job.resources.instance_type)
+    same = re.compile(re.escape(name), form.flags)
+    known = next((m for m in catalog.machines(provider) if same.fullmatch(m.instance_type)), None)
+    if known is None:
+        catalog.check_name(provider, name, form, prefix=prefix)
+        return name, None
+    name = known.instance_type
+    for field, fits in (
+        ("cpus", known.has(cpus=wanted.cpus, memory_gb=None)),
+        ("memory_gb", known.has(cpus=None, memory_gb=wanted.memory_gb)),
+    ):
+        if not fits:
+            why = f"{name} has {known.vcpus} cores and {known.memory_gib or 0:g} GiB; leave one of the two out"
+            raise UnsupportedError(provider, f"resources.{field}", why)
+    gpu = wanted.gpus[choice] if wanted.gpu else None
+    if gpu is not None and not (known.is_for(gpu) and known.gpu_count == gpu.count):
+        why = f"{name} has {known.gpus or 'no GPU'}, not {gpu}; leave one of the two out"
+        raise UnsupportedError(provider, "resources.gpu", why)
+    return name, known
+
+
+def processes_of(job: Job, choice: int, machine: Machine | None) -> int:
+    """Return the ranks a node. The catalogue has the GPUs of a pinned instance type."""
+    if job.resources.nproc_per_node or job.resources.gpu or machine is None:
+        return job.resources.processes(choice)
+    return machine.gpu_count or 1
+
+
+def check_tags(tags: Mapping[str, str], *, reserved: Sequence[str], most: int) -> None:
+    """Raise `SpecError` for tags that begin with a ``reserved`` prefix, and for more than ``most``."""
+    for key in tags:
+        if key.lower().startswith(tuple(reserved)):
+            why = f"tags that begin with {' or '.join(reserved)} are not yours to set"
+            raise SpecError(why, field=f"tags.{key}")
+    if len(tags) > most:
+        raise SpecError(f"has {len(tags)} entries, at most {most}", field="tags")
+
+
+def size_of(machine: Machine | None) -> dict[str, Any]:
+    """Return the fields of a `NodeSpec` that its machine decides."""
+    if machine is None:
+        return {"platform": "linux/amd64", "gpus": 0, "cpus": None, "memory": None}
+    return {
+        "platform": "linux/arm64" if machine.arch == "arm64" else "linux/amd64",
+        "gpus": machine.gpu_count,
+        "cpus": machine.vcpus,
+        "memory": int(machine.memory_gib * GIB) if machine.memory_gib else None,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- of answers
+
+
+def one_line(text: Any) -> str:
+    """Return a platform's message as one line of at most `REASON` characters; empty for None."""
+    return " ".join(str(text or "").split())[:REASON]
+
+
+def first_match(rows: Iterable[tuple[re.Pattern[str], str]], text: str, default: str) -> str:
+    """Return the category of the first of ``rows`` whose pattern is in ``text``."""
+    return next((category for pattern, category in rows if pattern.search(text)), default)
+
+
+def hinted(reason: str, hint: str | None) -> str:
+    """Return a status's reason with the hint behind it."""
+    return f"{reason.rstrip('.')}; {hint}" if hint else reason
+
+
+def time_of(moment: Any) -> float | None:
+    """Return a moment of an answer in Unix seconds; None if the answer has none."""
+    return None if moment in (None, "") else unix_seconds(moment)
+
+
+class Backoff:
+    """Pauses that services ask for by Retry-After. No call goes to a host before its pause ends.
+
+    ``first`` is the pause in seconds if a service throttles and gives no time.
+    """
+
+    def __init__(self, first: float = 0.0) -> None:
+        self._first = first
+        self._until: dict[str, float] = {}
+
+    def left(self, host: str) -> float:
+        """Return the seconds for which ``host`` is held; 0 or less if it is not."""
+        return self._until.get(host, 0.0) - time.monotonic()
+
+    def check(self, host: str, *, name: str, what: str) -> None:
+        """Raise `LostContactError` if ``host``, which a user calls ``name``, is held."""
+        if (left := self.left(host)) > 0:
+            raise LostContactError(f"{what}: {name} asks for {left:.0f} s more before the next call")
+
+    def note(self, host: str, answer: Any) -> None:
+        """Hold ``host`` if its answer has status 429, or 503 with a time."""
+        told = re.fullmatch(r"\d+(\.\d+)?", str(getattr(answer, "headers", {}).get("Retry-After") or ""))
+        status = getattr(answer, "status_code", 0)
+        if status == 429 or (status == 503 and told):
+            wait = float(told[0]) if told else self._first
+            self._until[host] = time.monotonic() + min(wait, LONGEST_HOLD)
