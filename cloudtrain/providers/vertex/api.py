@@ -19,33 +19,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ...errors import (
-    AuthError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    NotFoundError,
-    SpecError,
-)
+from ...errors import AuthError, CloudtrainError, ConflictError, LostContactError, NotFoundError, SpecError
 from ...job.job import run_tag
 from ...provider_api.protocol import Request
 from ...validate import unix_seconds
 from .claims import LEASE, Claim
 from .errors import CONSUMER, LOOK, answered, decoded, refusal, translated
-from .names import GCS, LABEL_JOB, LABEL_REQUEST, LABEL_RUN
+from .names import GCS
+from .request import LABEL_JOB, LABEL_REQUEST, LABEL_RUN
 
 if TYPE_CHECKING:
     from . import Settings
-
-__all__ = [
-    "FINAL",
-    "Account",
-    "credentials",
-    "endpoint",
-    "job_of",
-    "logging_endpoint",
-    "storage_endpoint",
-]
 
 TIMEOUT = 60
 """Seconds of one call."""
@@ -185,6 +169,10 @@ class Account:
             self.ended[native_id] = time.monotonic() - (0.0 if native_id in self.alive else over_for(told))
         return told
 
+    def list_jobs(self, parent: str, **query: Any) -> dict[str, Any]:
+        """Return one page of the jobs below ``parent`` (``projects/P/locations/L``)."""
+        return self._ask("GET", f"{parent}/customJobs", what="list jobs", params=query)
+
     def find(self, request: Request) -> str | None:
         """Return the resource name of the request's job, if it was ever created."""
         try:
@@ -199,7 +187,7 @@ class Account:
         query = {"filter": f'labels.{LABEL_JOB}="{name}"', "pageToken": ""}
         jobs, more = list[dict[str, Any]](), True
         while more:
-            told = self._ask("GET", f"{parent}/customJobs", what="list jobs", params=query)
+            told = self.list_jobs(parent, **query)
             jobs += told.get("customJobs") or ()
             query["pageToken"] = told.get("nextPageToken") or ""
             more = bool(query["pageToken"])

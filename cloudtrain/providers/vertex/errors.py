@@ -23,13 +23,8 @@ from ...errors import (
 )
 from ...provider_api import catalog
 from ...storage import extras
-from .machines import REGIONS_DATE, regions_of
+from .machines import REGIONS, REGIONS_DATE
 from .names import NAME
-
-__all__ = [
-    "AGENT", "CAPACITY", "CONSUMER", "HELP", "PULL", "QUOTA", "answered", "decoded", "error_of", "pull_hint",
-    "quota_hint", "refusal", "translated",
-]  # fmt: skip
 
 CAPACITY = re.compile(
     r"resources are insufficient|insufficient (resources|capacity)|stock.?out|RESOURCE_POOL_EXHAUSTED"
@@ -152,7 +147,7 @@ def _no_machine(name: str, text: str) -> CloudtrainError:
         return SpecError(text, field="resources.instance_type")
     same = [m for m in catalog.machines(NAME) if m.instance_type == name]
     # An N1 name may mean a machine without GPUs or with any of several.
-    known = ", ".join(sorted(regions_of(same[0]))) if len({m.accelerator for m in same}) == 1 else ""
+    known = ", ".join(sorted(REGIONS.get(same[0].accelerator, ()))) if len({m.accelerator for m in same}) == 1 else ""
     listed = f"; Google's page of {REGIONS_DATE} lists its GPUs in {known}" if known else ""
     return CapacityError(f"{text}: this region has none; try another location or machine{listed}")
 

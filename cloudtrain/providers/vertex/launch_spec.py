@@ -10,7 +10,7 @@ from typing import Any
 
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
-from .machines import told_as
+from .machines import known_machine
 from .names import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 from .request import mounted
 
@@ -55,7 +55,7 @@ def launch_spec(request: Request) -> LaunchSpec:
 def _node(
     request: Request, pool: Mapping[str, Any], hosts: Mapping[str, list[str]], number: int, index: int
 ) -> NodeSpec:
-    machine, container = told_as(pool["machineSpec"]), pool["containerSpec"]
+    machine, container = known_machine(pool["machineSpec"]), pool["containerSpec"]
     name = f"workerpool{number}"
     return NodeSpec(
         image=container["imageUri"],

@@ -6,19 +6,19 @@ have other meanings now. CLUSTER_SPEC holds the request with the job's environme
 
 from __future__ import annotations
 
+import base64
 import json
 import posixpath
 import re
+import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import SpecError
+from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
+from ...runtime.http_json import ask
 from .fabric import fabric_env
 from .names import AGAIN, FABRIC_PATH, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
-from .secrets import secret
-
-__all__ = ["node_environment"]
 
 SHUTDOWN = 5
 """Seconds before the end of the grace at which torchrun kills its ranks; its own default is 30 s after SIGTERM."""
@@ -31,6 +31,12 @@ OTHER_PORT = {PORT: LINK_PORT, LINK_PORT: PORT}
 """The node link's port by that of torchrun's store: the other of a chief's two ports."""
 POOLS = ("workerpool0", "workerpool1")
 """The pools with nodes; any others are servers beside them."""
+SERVICE = "https://secretmanager.googleapis.com"
+SERVICE_VARIABLE = "CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER"
+"""gcloud's own variable for another endpoint."""
+METADATA = "metadata.google.internal"
+METADATA_VARIABLE = "GCE_METADATA_HOST"
+"""The variable of Google's own libraries for another metadata server."""
 
 
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
@@ -128,3 +134,33 @@ def _pools(spec: Mapping[str, Any]) -> dict[str, Sequence[str]]:
             if isinstance(pool, Mapping)
         }
     return dict(cluster) if isinstance(cluster, Mapping) else {}
+
+
+def secret(resource: str, environ: Mapping[str, str]) -> str:
+    """Return the value of ``projects/P/secrets/S[/versions/V]`` of Secret Manager (default: newest).
+
+    The node asks as the job's service account. Raises `StorageError`, never with the value.
+    """
+    version = resource if "/versions/" in resource else f"{resource}/versions/latest"
+    service = (environ.get(SERVICE_VARIABLE) or SERVICE).rstrip("/")
+    headers = {"Authorization": f"Bearer {token(environ)}"}
+    request = urllib.request.Request(f"{service}/v1/{version}:access", headers=headers)
+    how = "give the job's service account the role Secret Manager Secret Accessor"
+    told = ask(lambda: request, what=f"secret {version}", how=how)
+    try:
+        return base64.b64decode(told["payload"]["data"]).decode()
+    except (KeyError, TypeError, ValueError):
+        raise StorageError(f"secret {version}: an answer without text") from None
+
+
+def token(environ: Mapping[str, str]) -> str:
+    """Return a token of the job's service account, from the machine's metadata server. Raises `StorageError`."""
+    host = environ.get(METADATA_VARIABLE) or METADATA
+    url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    what, how = "the token of the job's service account", "set vertex.service_account"
+    told = ask(lambda: request, what=what, how=how, direct=True)
+    try:
+        return str(told["access_token"])
+    except (KeyError, TypeError):
+        raise StorageError(f"{what}: an answer without a token") from None

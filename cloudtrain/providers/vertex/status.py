@@ -10,7 +10,7 @@ from typing import Any
 from ...provider_api.protocol import Status
 from ...validate import unix_seconds
 from .errors import CAPACITY, HELP, PULL, QUOTA, pull_hint, quota_hint
-from .machines import priced, told_as
+from .machines import known_machine, priced
 
 __all__ = ["PENDING", "category_of", "over_for", "status_of"]
 
@@ -77,7 +77,7 @@ def status_of(told: Mapping[str, Any]) -> Status:
     final = state not in ("pending", "running")
     spec = told.get("jobSpec") or {}
     machine_spec = (spec.get("workerPoolSpecs") or [{}])[0].get("machineSpec") or {}
-    machine = told_as(machine_spec)
+    machine = known_machine(machine_spec)
     # A job that is being cancelled, or whose state is unknown, may never have had a machine. RUNNING has.
     concludes = final or native == "RUNNING"
     return Status(
