@@ -1,8 +1,8 @@
 """Call Google Cloud: jobs are created through Google's own client, all else is documented REST over google-auth.
 
-Importing that client costs most of a second, and a status does not need it. It has no retries and no time-outs of its
-own; this module adds time-outs. Only a call that an expired token cost is tried again here (google-auth's session does
-that once); `submit` and `run` do the retries. If a service asks for a pause, no call goes to it until the pause ends.
+Importing that client costs most of a second, and a status does not need it. It has no time-outs of its own; this module
+adds them. google-auth's session repeats a call once with a new token. `submit` and `run` do all other retries. If a
+service asks for a pause, no call goes to it until the pause ends.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Account:
     def session(self) -> Any:
         """Return google-auth's session, with the application default credentials.
 
-        Its calls are counted against our own project. A user's credentials often name another one, in which the API is
-        off (python-aiplatform #2563). If the caller may not do that, `rest` does without.
+        Its calls are counted against our own project: a user's credentials often name another, in which the API is off
+        (python-aiplatform #2563). `rest` changes that if the caller may not do so.
         """
         with self._lock:
             if self._session is None:
@@ -102,10 +102,8 @@ class Account:
                 from google.cloud.aiplatform_v1.services.job_service import JobServiceClient
                 from google.cloud.aiplatform_v1.services.job_service.transports.rest import JobServiceRestTransport
 
-                url = urlsplit(_jobs_endpoint(location))
-                transport = JobServiceRestTransport(
-                    host=url.netloc, url_scheme=url.scheme, credentials=self.session.credentials
-                )
+                url, known = urlsplit(_jobs_endpoint(location)), self.session.credentials
+                transport = JobServiceRestTransport(host=url.netloc, url_scheme=url.scheme, credentials=known)
                 self._clients[location] = JobServiceClient(transport=transport)
             return self._clients[location]
 
@@ -260,10 +258,10 @@ class Account:
             from google.protobuf import json_format
 
             job = CustomJob.wrap(json_format.ParseDict(dict(request.body), CustomJob.pb(CustomJob())))
-            self._client(parent.split("/")[3])
+            self._client(_location(request))
 
         def send() -> str:
-            client = self._client(parent.split("/")[3])  # the search for the job may have changed the sign-in
+            client = self._client(_location(request))  # the search for the job may have changed the sign-in
             with self._calling("jobs", "create job"):
                 try:
                     made = str(client.create_custom_job(parent=parent, custom_job=job, timeout=TIMEOUT).name)
@@ -302,19 +300,21 @@ class Account:
 
         The store's must be in the jobs' own: other regions are slow and cost money. Others may be in any single region.
         """
-        store, location = urlsplit(request.run).netloc, _parent(request).split("/")[3]
-        there, kind = self.place(store, missing=True)
-        if kind != "region":
-            why = f"gs://{store} is a {kind} bucket ({there}), which no job can mount"
-            raise SpecError(f"{why}; make one in {location}: {_make(location)}", field="store")
-        if there not in (location, ""):
-            why = f"gs://{store} is in {there}, and the jobs are in {location}"
-            raise SpecError(f"{why}; set vertex.location, or make a bucket there: {_make(location)}", field="store")
-        for field, bucket in _others(request):
-            there, kind = self.place(bucket)
+        store, location = urlsplit(request.run).netloc, _location(request)
+        make = f"gcloud storage buckets create gs://NAME --location={location}"
+        for field, bucket in (("store", store), *_others(request)):
+            there, kind = self.place(bucket, missing=field == "store")
             if kind != "region":
                 why = f"gs://{bucket} is a {kind} bucket ({there}), which no job can mount"
-                raise SpecError(f"{why}; copy what is needed into one in {location}", field=field)
+                fix = (
+                    f"make one in {location}: {make}"
+                    if field == "store"
+                    else f"copy what is needed into one in {location}"
+                )
+                raise SpecError(f"{why}; {fix}", field=field)
+            if field == "store" and there not in (location, ""):
+                why = f"gs://{bucket} is in {there}, and the jobs are in {location}"
+                raise SpecError(f"{why}; set vertex.location, or make a bucket there: {make}", field=field)
 
     def place(self, bucket: str, *, missing: bool = False) -> tuple[str, str]:
         """Return (location, kind) of a bucket; ("", "region") if the caller may not look at it."""
@@ -337,10 +337,14 @@ class Account:
 def _others(request: Request) -> list[tuple[str, str]]:
     """Return (field, bucket) of a job's reads outside the store, by the paths of its command line."""
     words = request.body["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]["args"]
-    told = [_PATH.fullmatch(word) for before, word in pairwise(words) if before == "--path"]
-    rows = [(match["name"], match["bucket"]) for match in told if match]
-    fields = [("resume_from" if name == "resume" else f"inputs.{name.partition('.')[2]}", at) for name, at in rows]
-    return [(field, bucket) for field, bucket in fields if bucket != urlsplit(request.run).netloc]
+    found = []
+    for before, word in pairwise(words):
+        match = _PATH.fullmatch(word) if before == "--path" else None
+        if match and match["bucket"] != urlsplit(request.run).netloc:
+            name = match["name"]
+            field = "resume_from" if name == "resume" else f"inputs.{name.partition('.')[2]}"
+            found.append((field, match["bucket"]))
+    return found
 
 
 def _open(exc: Exception) -> bool:
@@ -348,9 +352,8 @@ def _open(exc: Exception) -> bool:
     from google.auth.exceptions import GoogleAuthError
 
     status = getattr(exc, "code", None)
-    return not isinstance(exc, GoogleAuthError) and not (
-        isinstance(status, int) and 400 <= status < 500 and status != 408
-    )
+    refused = isinstance(status, int) and 400 <= status < 500 and status != 408
+    return not refused and not isinstance(exc, GoogleAuthError)
 
 
 def credentials(quota_project: str = "") -> Any:
@@ -386,10 +389,10 @@ def storage_endpoint() -> str:
     return (os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com").rstrip("/")
 
 
-def _make(location: str) -> str:
-    return f"gcloud storage buckets create gs://NAME --location={location}"
-
-
 def _parent(request: Request) -> str:
     """Return the parent of the request's job. The settings may have changed since the plan."""
     return request.operation.removeprefix("POST v1/").removesuffix("/customJobs")
+
+
+def _location(request: Request) -> str:
+    return _parent(request).split("/")[3]

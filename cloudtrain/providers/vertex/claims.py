@@ -20,8 +20,6 @@ from ...errors import ConflictError, NotFoundError, PlatformError
 from ...validate import unix_seconds
 from .errors import CLAIM, decoded
 
-__all__ = ["LEASE", "Claim"]
-
 LEASE = 300.0
 """Seconds for which a claim holds. They exceed the one call that creates: `FRESH`, 60 s to connect, 60 s between two
 bytes of the answer, and both again after a rejected token."""

@@ -14,8 +14,6 @@ from .machines import known_machine
 from .names import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 from .request import mounted
 
-__all__ = ["launch_spec"]
-
 TRANSIENT = (6, 11, AGAIN, 139)
 """Exit codes of failures that may pass (SIGABRT, SIGSEGV, each twice): Vertex AI's page on its training service."""
 RESTARTS = 3
@@ -103,13 +101,12 @@ def _mounts(request: Request, pool: Mapping[str, Any]) -> Iterator[Mount]:
     yield Mount(url=runtime, path=mounted(runtime), kind="mount")
     yield Mount(url=_url(context), path=context, kind="mount")
     yield Mount(url=base, path=mounted(base), kind="sync")
-    pairs = (after.split("=", 1) for before, after in itertools.pairwise(words) if before == "--path")
-    for name, path in pairs:
-        if name in (GRACE_PATH, FABRIC_PATH):
-            continue
-        place = path.rpartition("/")[0] if name == "code" else path
-        url = servers[place] if place in servers else _url(place)
-        yield Mount(url=url, path=place, kind="sync" if name == "live" else "mount")
+    for before, word in itertools.pairwise(words):
+        name, _, path = word.partition("=")
+        if before == "--path" and name not in (GRACE_PATH, FABRIC_PATH):
+            place = path.rpartition("/")[0] if name == "code" else path
+            url = servers[place] if place in servers else _url(place)
+            yield Mount(url=url, path=place, kind="sync" if name == "live" else "mount")
 
 
 def _url(path: str) -> str:

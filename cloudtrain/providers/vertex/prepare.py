@@ -20,8 +20,6 @@ from ...errors import CloudtrainError, StorageError
 from . import bootstrap
 from .names import AGAIN, GCS
 
-__all__ = ["main"]
-
 PATIENCE = 120.0
 """Seconds for a bucket to show the client's files, written before the job was created."""
 COPIES = 16

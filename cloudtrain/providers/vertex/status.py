@@ -12,8 +12,6 @@ from ...validate import unix_seconds
 from .errors import CAPACITY, HELP, PULL, QUOTA, pull_hint, quota_hint
 from .machines import known_machine, priced
 
-__all__ = ["PENDING", "category_of", "over_for", "status_of"]
-
 PENDING = frozenset({"QUEUED", "PENDING", "PAUSED"})
 """States in which no script need run. Any other state that is not final, also an unknown one, counts as running."""
 HINTS: Mapping[str, str] = {
@@ -132,9 +130,8 @@ def _url(name: str) -> str:
     parts = name.split("/")
     if len(parts) != 6:
         return ""
-    return (
-        f"https://console.cloud.google.com/agent-platform/locations/{parts[3]}/training/{parts[5]}?project={parts[1]}"
-    )
+    page = f"locations/{parts[3]}/training/{parts[5]}?project={parts[1]}"
+    return f"https://console.cloud.google.com/agent-platform/{page}"
 
 
 def _seconds(duration: Any, *, default: float) -> float:
