@@ -370,6 +370,11 @@ def credentials(quota_project: str = "") -> Any:
         return google.auth.default(scopes=[SCOPE], quota_project_id=own)[0]
 
 
+def name_of(known: Any) -> str:
+    """Return the identity of google-auth's credentials: a service account, or the user that gcloud recorded; or ""."""
+    return str(getattr(known, "service_account_email", "") or getattr(known, "account", "") or "")
+
+
 def endpoint(service: str, public: str) -> str:
     """Return a service's endpoint: ``public``, unless gcloud's own variable names another."""
     return (os.environ.get(_OVERRIDE + service) or public).rstrip("/")

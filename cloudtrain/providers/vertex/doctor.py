@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 from ...errors import AuthError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
-from .api import endpoint
+from .api import endpoint, name_of
 from .errors import AGENT, HELP, decoded, pull_hint, translated
 from .machines import known_machine
 
@@ -65,9 +65,8 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     yield (found := installed(("google-cloud-aiplatform", "gcsfs", "requests"), extra="vertex"))
     if found.status != "ok":
         return
-    who: dict[str, Any] = {}
-    yield from tried("credentials", lambda: _caller(account, who))
-    if not who:
+    yield (found := next(tried("credentials", lambda: _caller(account))))
+    if found.status != "ok":
         return
     yield from tried("api", lambda: _api(account))
     yield from tried("bucket", lambda: _bucket(account, store))
@@ -82,18 +81,18 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     yield from tried("image", lambda: _image(account, image), extra=True)
 
 
-def _caller(account: Account, who: dict[str, Any]) -> Check:
+def _caller(account: Account) -> Check:
     """Check the sign-in by a new token: a revoked key gets none."""
     with translated("sign in"):
         import requests
         from google.auth.transport.requests import Request as Transport
 
-        found = account.session.credentials
+        known = account.session.credentials
         with requests.Session() as session:
-            found.refresh(Transport(session))
-    who["name"] = getattr(found, "service_account_email", "") or getattr(found, "account", "") or "a user"
+            known.refresh(Transport(session))
     settings = account.settings
-    return ok("credentials", f"{who['name']}, project {settings.project}, location {settings.location}")
+    where = f"project {settings.project}, location {settings.location}"
+    return ok("credentials", f"{name_of(known) or 'a user'}, {where}")
 
 
 def _get(account: Account, service: str, path: str, *, what: str, body: Any = None, **query: Any) -> dict[str, Any]:

@@ -131,8 +131,8 @@ def _node(task: str) -> str:
 def _nanos(moment: str) -> int:
     """Return RFC 3339 as Unix nanoseconds."""
     seconds, _, fraction = moment.removesuffix("Z").partition(".")
-    digits = re.match(r"\d*", fraction)
-    return int(unix_seconds(f"{seconds}Z")) * 1_000_000_000 + int((digits[0] if digits else "")[:9].ljust(9, "0"))
+    digits = re.split(r"\D", fraction)[0][:9]
+    return int(unix_seconds(f"{seconds}Z")) * 1_000_000_000 + int(digits.ljust(9, "0"))
 
 
 def _stamp(nanos: int) -> str:

@@ -12,7 +12,9 @@ from ...validate import unix_seconds
 from .errors import CAPACITY, HELP, PULL, QUOTA, pull_hint, quota_hint
 from .machines import known_machine, priced
 
-PENDING = frozenset({"QUEUED", "PENDING", "PAUSED"})
+PENDING = {
+    "QUEUED": "QUEUED: taken in, no machine yet", "PENDING": "PENDING: waiting for machines", "PAUSED": "PAUSED",
+}  # fmt: skip
 """States in which no script need run. Any other state that is not final, also an unknown one, counts as running."""
 HINTS: Mapping[str, str] = {
     "capacity": HELP["capacity"],
@@ -66,9 +68,8 @@ def category_of(code: int, message: str) -> str:
 def status_of(told: Mapping[str, Any]) -> Status:
     """Return the Status of a CustomJob in JSON.
 
-    ``startTime`` is the moment when the service accepted the job, not when it first ran. It was 0.13 to 0.16 s after
-    creation in every recorded job. So the status names no start. Its ``limit_s`` leaves the start and the timeout to
-    the nodes' records. ``updateTime`` of a running job is the moment it began to run, or later.
+    ``startTime`` is the moment when the service accepted the job, 0.13 to 0.16 s after creation in every recorded job.
+    So the status names no start. Its ``limit_s`` leaves the start and the timeout to the nodes' records.
     """
     native = str(told.get("state") or "JOB_STATE_UNSPECIFIED").removeprefix("JOB_STATE_")
     state, category, reason = _state(native, told)
@@ -107,8 +108,7 @@ def _state(native: str, told: Mapping[str, Any]) -> tuple[str, str, str]:
             return "failed", category, _hinted(said, category)
         return "cancelled", "cancelled", "it was cancelled" if said in ("", "CANCELED") else said
     if native in PENDING:
-        words = {"QUEUED": "QUEUED: taken in, no machine yet", "PAUSED": "PAUSED"}
-        return "pending", "", words.get(native, "PENDING: waiting for machines")
+        return "pending", "", PENDING[native]
     return "running", "", "stopping" if native == "CANCELLING" else ""
 
 
