@@ -30,7 +30,7 @@ from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
 from ..provider_api.protocol import Layout, Request, python_command
-from ..validate import did_you_mean
+from ..validate import did_you_mean, texts_of
 
 if TYPE_CHECKING:
     from ..job.job import Job
@@ -231,7 +231,7 @@ def _check_options(body: Mapping[str, Any], labels: Mapping[str, str]) -> None:
             place = "/" + posixpath.normpath("/" + target).strip("/")
             if place == "/" or f"{place}/".startswith(ROOT):
                 raise SpecError(f"{target} would hide what the run itself mounts below {ROOT}", field=name)
-        for item in _texts(container.get("Env", []), f"{_CONTAINER}Env"):
+        for item in texts_of(container.get("Env", []), f"{_CONTAINER}Env", empty=True):
             if "=" not in item[1:]:
                 raise SpecError(f"must be NAME=VALUE, not {item!r}", field=f"{_CONTAINER}Env")
             if item.startswith("CLOUDTRAIN_"):
@@ -243,10 +243,11 @@ def _check_options(body: Mapping[str, Any], labels: Mapping[str, str]) -> None:
 
 def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (field, path on the node) of every mount that a user adds."""
-    for bind in _texts(host.get("Binds", []), f"{_CONTAINER}HostConfig.Binds"):
+    field = f"{_CONTAINER}HostConfig.Binds"
+    for bind in texts_of(host.get("Binds", []), field, empty=True):
         if bind.count(":") not in (1, 2):
-            raise SpecError(f"must be host:node or host:node:ro, not {bind!r}", field=f"{_CONTAINER}HostConfig.Binds")
-        yield f"{_CONTAINER}HostConfig.Binds", bind.split(":")[1]
+            raise SpecError(f"must be host:node or host:node:ro, not {bind!r}", field=field)
+        yield field, bind.split(":")[1]
     for name, known in PARTS.items():
         field, key, tables = f"{_CONTAINER}HostConfig.{name}", known[0], host.get(name, [])
         if not isinstance(tables, list) or not all(isinstance(t, Mapping) for t in tables):
@@ -259,7 +260,7 @@ def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[
             yield field, table[key]
     for name in ("MaskedPaths", "ReadonlyPaths"):
         field = f"{_CONTAINER}HostConfig.{name}"
-        yield from ((field, path) for path in _texts(host.get(name, []), field))
+        yield from ((field, path) for path in texts_of(host.get(name, []), field, empty=True))
     field = f"{_CONTAINER}HostConfig.Tmpfs"
     yield from ((field, path) for path in _table(host.get("Tmpfs", {}), field))
     if not isinstance(volumes := container.get("Volumes", {}), Mapping):
@@ -270,12 +271,6 @@ def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[
 def _table(value: Any, field: str) -> Mapping[str, str]:
     if not isinstance(value, Mapping) or not all(isinstance(item, str) for item in value.values()):
         raise SpecError("must be a table of texts", field=field)
-    return value
-
-
-def _texts(value: Any, field: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise SpecError("must be a list of texts", field=field)
     return value
 
 

@@ -181,11 +181,10 @@ class Account:
     def claimed(self, request: Request) -> str | None:
         """Return the same, the oldest of several. Raises `ConflictError` if the labelled job was another request."""
         name = request.body["displayName"]
-        parent = _parent(request)
         query = {"filter": f'labels.{LABEL_JOB}="{name}"', "pageToken": ""}
         jobs, more = list[dict[str, Any]](), True
         while more:
-            told = self.list_jobs(parent, **query)
+            told = self.list_jobs(_parent(request), **query)
             jobs += told.get("customJobs") or ()
             query["pageToken"] = told.get("nextPageToken") or ""
             more = bool(query["pageToken"])
@@ -233,13 +232,13 @@ class Account:
     def _first(self, request: Request, ours: str) -> str:
         """Return the job that counts. A client that slept for longer than its lease may have come second."""
         try:
-            first = self.claimed(request)
+            first = self.claimed(request) or ours
         except CloudtrainError:  # ours exists even if the search fails
             return ours
-        if first is None or job_of(first)[2] == job_of(ours)[2]:
-            return ours
-        self.cancel(ours)
-        return first
+        if job_of(first)[2] != job_of(ours)[2]:
+            self.cancel(ours)
+            return first
+        return ours
 
     def _found(self, request: Request) -> str | None:
         """Return `claimed`. After a lost answer, keep asking for `SETTLE` seconds."""

@@ -154,8 +154,11 @@ def _no_machine(name: str, text: str) -> CloudtrainError:
 
 def _allow(told: str, what: str, metadata: Mapping[str, Any]) -> str:
     """Return the step that lets the caller in after a refusal of ``what``."""
-    if _DISABLED.search(told):
-        return _enable(told, metadata)
+    if _DISABLED.search(told):  # an API is off, in the project whose calls are counted
+        named = _API.search(told)
+        service = metadata.get("service") or (named and named["service"]) or "aiplatform.googleapis.com"
+        project = str(metadata.get("consumer") or "").removeprefix("projects/") or (named and named["project"]) or ""
+        return f"switch it on: gcloud services enable {service}" + (f" --project {project}" if project else "")
     if _NO_CONSUMER.search(told):
         return HELP["consumer"]
     if _ACT_AS.search(told):
@@ -164,14 +167,6 @@ def _allow(told: str, what: str, metadata: Mapping[str, Any]) -> str:
     if what == READ:
         return HELP["log"]
     return HELP["store" if what == CLAIM or what.startswith(LOOK) else "role"]
-
-
-def _enable(told: str, metadata: Mapping[str, Any]) -> str:
-    """Return the command that switches on the API that is off, in the project whose calls are counted."""
-    named = _API.search(told)
-    service = str(metadata.get("service") or (named and named["service"]) or "aiplatform.googleapis.com")
-    project = str(metadata.get("consumer") or "").removeprefix("projects/") or (named and named["project"]) or ""
-    return f"switch it on: gcloud services enable {service}" + (f" --project {project}" if project else "")
 
 
 def decoded(answer: Any, *, what: str) -> dict[str, Any]:

@@ -31,12 +31,6 @@ OTHER_PORT = {PORT: LINK_PORT, LINK_PORT: PORT}
 """The node link's port by that of torchrun's store: the other of a chief's two ports."""
 POOLS = ("workerpool0", "workerpool1")
 """The pools with nodes; any others are servers beside them."""
-SERVICE = "https://secretmanager.googleapis.com"
-SERVICE_VARIABLE = "CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER"
-"""gcloud's own variable for another endpoint."""
-METADATA = "metadata.google.internal"
-METADATA_VARIABLE = "GCE_METADATA_HOST"
-"""The variable of Google's own libraries for another metadata server."""
 
 
 def node_environment(environ: Mapping[str, str], argv: Mapping[str, str]) -> NodeEnvironment:
@@ -79,9 +73,14 @@ def _topology(environ: Mapping[str, str]) -> Topology:
     nodes = int(environ.get(NODES) or 1)
     if nodes == 1:
         return Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=PORT)
-    spec = _cluster(environ)
-    if spec is None:
+    if not environ.get("CLUSTER_SPEC"):
         raise SpecError(f"this node of {nodes} is not told which it is", field="CLUSTER_SPEC")
+    try:
+        spec = json.loads(environ["CLUSTER_SPEC"])
+    except ValueError:
+        spec = None
+    if not isinstance(spec, dict):
+        raise SpecError("is not a JSON object", field="CLUSTER_SPEC")  # not shown: it holds the environment
     cluster = _pools(spec)
     hosts = [host for pool in POOLS for host in cluster.get(pool, ())]
     pool, index = _task(spec)
@@ -94,19 +93,6 @@ def _topology(environ: Mapping[str, str]) -> Topology:
         master_addr=address,
         master_port=int(port) if port and 0 < int(port) < 65535 else PORT,
     )
-
-
-def _cluster(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    text = environ.get("CLUSTER_SPEC")
-    if not text:
-        return None
-    try:
-        spec = json.loads(text)
-    except ValueError:
-        spec = None
-    if not isinstance(spec, dict):
-        raise SpecError("is not a JSON object", field="CLUSTER_SPEC")  # not shown: it holds the environment
-    return spec
 
 
 def _task(spec: Mapping[str, Any]) -> tuple[str, int]:
@@ -142,7 +128,9 @@ def secret(resource: str, environ: Mapping[str, str]) -> str:
     The node asks as the job's service account. Raises `StorageError`, never with the value.
     """
     version = resource if "/versions/" in resource else f"{resource}/versions/latest"
-    service = (environ.get(SERVICE_VARIABLE) or SERVICE).rstrip("/")
+    # gcloud's own variable for another endpoint.
+    other = environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER")
+    service = (other or "https://secretmanager.googleapis.com").rstrip("/")
     headers = {"Authorization": f"Bearer {token(environ)}"}
     request = urllib.request.Request(f"{service}/v1/{version}:access", headers=headers)
     how = "give the job's service account the role Secret Manager Secret Accessor"
@@ -155,7 +143,7 @@ def secret(resource: str, environ: Mapping[str, str]) -> str:
 
 def token(environ: Mapping[str, str]) -> str:
     """Return a token of the job's service account, from the machine's metadata server. Raises `StorageError`."""
-    host = environ.get(METADATA_VARIABLE) or METADATA
+    host = environ.get("GCE_METADATA_HOST") or "metadata.google.internal"  # the variable of Google's own libraries
     url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
     what, how = "the token of the job's service account", "set vertex.service_account"
