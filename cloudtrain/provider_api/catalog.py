@@ -1,7 +1,6 @@
 """The platforms' machines and their prices: ``data/instances.csv`` and ``data/prices.csv``.
 
-Each row has its source, and each price its date. The tables warn and propose but never reject a machine that they lack,
-because platforms add machines. `for_gpu` and `for_cpus` find the machine for a Job's resources.
+The tables never reject a machine that they lack, because platforms add machines.
 """
 
 from __future__ import annotations
@@ -19,21 +18,9 @@ from ..job.job import Gpu
 from ..validate import respelt, similar
 
 __all__ = [
-    "Machine",
-    "Price",
-    "check_name",
-    "check_region",
-    "for_cpus",
-    "for_gpu",
-    "gpu_names",
-    "machine",
-    "machines",
-    "price",
-    "providers",
-    "region_of",
-    "suggested_gpu",
-    "variants",
-]
+    "Machine", "Price", "check_name", "check_region", "for_cpus", "for_gpu", "gpu_names", "machine", "machines",
+    "price", "providers", "region_of", "suggested_gpu", "variants",
+]  # fmt: skip
 
 GIB_IN_GB = 1.073741824
 COMPASS = ("north", "south", "east", "west", "central", "northeast", "northwest", "southeast", "southwest")
@@ -95,30 +82,43 @@ class Price:
     spot_usd_per_hour: float | None = None
 
 
+def _rows(table: str) -> list[dict[str, str]]:
+    """Return the rows of a shipped table."""
+    with (Path(__file__).parents[1] / "data" / table).open(newline="", encoding="utf-8") as stream:
+        return list(csv.DictReader(stream))
+
+
+def _float(text: str) -> float | None:
+    return float(text) if text else None
+
+
+def _int(text: str) -> int | None:
+    return int(text) if text else None
+
+
 @cache
 def _prices() -> dict[tuple[str, str], dict[str, Price]]:
-    """Return the shipped prices of each provider and instance type, by region. Columns: ``list`` is whose price list;
-    ``own`` (yes, no) if it is that service's; ``spot_usd_per_hour`` (cheapest zone) of the price."""
+    """Return the shipped prices of each provider and instance type, by region.
+
+    Column ``list`` names the price list, ``own`` (yes, no) says if it is that very service's. ``spot_usd_per_hour`` is
+    the cheapest zone's.
+    """
     found: dict[tuple[str, str], dict[str, Price]] = {}
-    with (Path(__file__).parents[1] / "data" / "prices.csv").open(newline="", encoding="utf-8") as stream:
-        for row in csv.DictReader(stream):
-            found.setdefault((row["provider"], row["instance_type"]), {})[row["region"]] = Price(
-                usd_per_hour=float(row["usd_per_hour"]),
-                source=f"{row['list']}, {row['region']} ({row['source']})",
-                date=row["date"],
-                of_service=row["own"] == "yes",
-                spot_usd_per_hour=float(row["spot_usd_per_hour"]) if row["spot_usd_per_hour"] else None,
-            )
+    for row in _rows("prices.csv"):
+        found.setdefault((row["provider"], row["instance_type"]), {})[row["region"]] = Price(
+            usd_per_hour=float(row["usd_per_hour"]),
+            source=f"{row['list']}, {row['region']} ({row['source']})",
+            date=row["date"],
+            of_service=row["own"] == "yes",
+            spot_usd_per_hour=_float(row["spot_usd_per_hour"]),
+        )
     return found
 
 
 def price(
     provider: str, instance_type: str, own: Mapping[str, float] | None = None, *, region: str = ""
 ) -> Price | None:
-    """Return the price from the account's own table, else from the shipped one: that of ``region``, else its first.
-
-    Return None if neither has the machine.
-    """
+    """Return the price from the account's ``own`` table, else the shipped one of ``region``, else of any region."""
     if own and instance_type in own:
         usd, source = float(own[instance_type]), f"setting {provider}.prices"
         return Price(usd_per_hour=usd, source=source, own=True, of_service=True)
@@ -134,31 +134,29 @@ def region_of(settings: Any) -> str:
 @cache
 def providers() -> tuple[str, ...]:
     """Return the providers in the table of machines."""
-    with (Path(__file__).parents[1] / "data" / "instances.csv").open(newline="", encoding="utf-8") as stream:
-        return tuple(sorted({row["provider"] for row in csv.DictReader(stream)}))
+    return tuple(sorted({row["provider"] for row in _rows("instances.csv")}))
 
 
 @cache
 def machines(provider: str) -> tuple[Machine, ...]:
     """Return every known machine of ``provider``, except those with a fraction of a GPU."""
-    with (Path(__file__).parents[1] / "data" / "instances.csv").open(newline="", encoding="utf-8") as stream:
-        rows = [row for row in csv.DictReader(stream) if row["provider"] == provider and row["gpu_count"].isdigit()]
     return tuple(
         Machine(
             instance_type=row["instance_type"],
             gpu=row["gpu"],
             gpu_count=int(row["gpu_count"]),
-            gpu_memory_gib=float(row["gpu_memory_gib"]) if row["gpu_memory_gib"] else None,
-            vcpus=int(row["vcpus"]) if row["vcpus"] else None,
-            memory_gib=float(row["memory_gib"]) if row["memory_gib"] else None,
-            disk_gb=int(row["disk_gb"]) if row["disk_gb"] else None,
+            gpu_memory_gib=_float(row["gpu_memory_gib"]),
+            vcpus=_int(row["vcpus"]),
+            memory_gib=_float(row["memory_gib"]),
+            disk_gb=_int(row["disk_gb"]),
             arch=row["arch"] or "x86_64",
             accelerator=row["accelerator_type"],
             network=row["network"],
             spot_only=row["offer"] == "spot",
             retired=row["offer"].removeprefix("retired ") if row["offer"].startswith("retired ") else "",
         )
-        for row in rows
+        for row in _rows("instances.csv")
+        if row["provider"] == provider and row["gpu_count"].isdigit()
     )
 
 
@@ -181,9 +179,8 @@ def check_name(provider: str, name: str, form: re.Pattern[str], *, prefix: str =
     near = next((item for item in tries if form.fullmatch(item)), "")
     near = near or next(filter(None, (similar(item, names) for item in tries)), "")
     hint = f"did you mean {near!r}?" if near else f"to list the machines, run: cloudtrain gpus --provider {provider}"
-    raise UnsupportedError(
-        provider, "resources.instance_type", f"{name!r} is not the name of a machine type", hint=hint
-    )
+    why = f"{name!r} is not the name of a machine type"
+    raise UnsupportedError(provider, "resources.instance_type", why, hint=hint)
 
 
 def check_region(field: str, region: str, known: Sequence[str]) -> None:

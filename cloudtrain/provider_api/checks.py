@@ -1,8 +1,4 @@
-"""The result of one check of ``cloudtrain doctor``: its subject, its status, and the fix if it failed.
-
-A provider may have a method ``checks(store, request)`` that yields such values. ``store`` is the store's URL, or empty
-if unknown. ``request`` is the planned request of a one-node job, or None. See `doctor`.
-"""
+"""The result of one check of ``cloudtrain doctor``: its subject, its status, and the fix if it failed."""
 
 from __future__ import annotations
 
@@ -39,9 +35,8 @@ def ok(name: str, detail: str) -> Check:
 
 def failed(name: str, detail: str, *, fix: str, code: int) -> Check:
     """Return a check that failed, and its ``fix``."""
-    return Check(
-        name=name, status="failed", detail=_line(detail), fix="\n".join(map(_line, fix.splitlines())), exit_code=code
-    )
+    fix = "\n".join(map(_line, fix.splitlines()))
+    return Check(name=name, status="failed", detail=_line(detail), fix=fix, exit_code=code)
 
 
 def skipped(name: str, why: str) -> Check:
@@ -84,13 +79,7 @@ def tried(name: str, look: Callable[[], Iterable[Check] | Check], *, extra: bool
             yield unknown(name, f"{why}: {exc}")
         else:
             yield failure(name, exc)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        IndexError,
-        AttributeError,
-    ) as exc:  # the platforms' documents name none of these
+    except (LookupError, TypeError, ValueError, AttributeError) as exc:  # an answer without its documented form
         said = f"an answer that nobody documents: {type(exc).__name__}: {exc}"
         yield unknown(name, said) if extra else failure(name, PlatformError(said))
 

@@ -90,21 +90,15 @@ class LaunchSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LaunchSpec:
-        """Return the Simulation of `to_dict`'s data. Raises `SpecError` for other data."""
+        """Return the LaunchSpec of `to_dict`'s data. Raises `SpecError` for other data."""
         try:
             for node in data["nodes"]:
                 _check_values(node, NodeSpec, _NODE_VALUES, "nodes.*")
             _check_values(data["rules"], LaunchRules, _RULE_VALUES, "rules")
-            nodes = [
-                NodeSpec(
-                    **{
-                        **node,
-                        "mounts": tuple(Mount(**mount) for mount in node.get("mounts", ())),
-                        "ports": tuple(node.get("ports", ())),
-                    }
-                )
-                for node in data["nodes"]
-            ]
+            nodes = []
+            for node in data["nodes"]:
+                mounts = tuple(Mount(**mount) for mount in node.get("mounts", ()))
+                nodes.append(NodeSpec(**{**node, "mounts": mounts, "ports": tuple(node.get("ports", ()))}))
             return cls(nodes=tuple(nodes), rules=LaunchRules(**data["rules"]))
         except (KeyError, TypeError, AttributeError) as exc:
             raise SpecError(f"not a simulation: {exc}", field="nodes") from None
@@ -114,15 +108,15 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_whole(value: Any) -> bool:
-    return _is_number(value) and isinstance(value, int)
+    return _is_integer(value) and value >= 0
 
 
-def _all(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _all(test: _Test) -> _Test:
     return lambda value: isinstance(value, (list, tuple)) and all(map(test, value))
 
 
@@ -130,16 +124,18 @@ def _is_table_of_texts(value: Any) -> bool:
     return isinstance(value, Mapping) and all(_is_text(item) for pair in value.items() for item in pair)
 
 
-_Values = Mapping[str, tuple[Callable[[Any], bool], str]]
-_TEXT: tuple[Callable[[Any], bool], str] = (_is_text, "text")
-_TEXTS: tuple[Callable[[Any], bool], str] = (_all(_is_text), "a list of texts")
-_TABLE: tuple[Callable[[Any], bool], str] = (_is_table_of_texts, "a table of texts")
-_NUMBER: tuple[Callable[[Any], bool], str] = (_is_number, "a number that is not negative")
-_WHOLE: tuple[Callable[[Any], bool], str] = (_is_whole, "a whole number that is not negative")
+_Test = Callable[[Any], bool]
+_Values = Mapping[str, tuple[_Test, str]]
+_TEXT = (_is_text, "text")
+_WHOLE = (_is_whole, "a whole number that is not negative")
+_NUMBER = (
+    lambda value: _is_whole(value) or (isinstance(value, float) and value >= 0),
+    "a number that is not negative",
+)
 _NODE_VALUES: _Values = {
     **dict.fromkeys(("workdir", "image", "platform", "user", "hostname"), _TEXT),
-    **dict.fromkeys(("command", "entrypoint"), _TEXTS),
-    **dict.fromkeys(("env", "files"), _TABLE),
+    **dict.fromkeys(("command", "entrypoint"), (_all(_is_text), "a list of texts")),
+    **dict.fromkeys(("env", "files"), (_is_table_of_texts, "a table of texts")),
     **dict.fromkeys(("gpus", "cpus", "memory", "shm"), _WHOLE),
     "read_only": (lambda value: isinstance(value, bool), "true or false"),
     "container": (lambda value: isinstance(value, Mapping), "a table"),
@@ -148,7 +144,7 @@ _NODE_VALUES: _Values = {
 _RULE_VALUES: _Values = {
     **dict.fromkeys(("time_limit", "stop_grace", "sync_lag"), _NUMBER),
     **dict.fromkeys(("retries", "max_restarts", "preemptions", "losses", "primary"), _WHOLE),
-    "restart_on": (_all(lambda value: isinstance(value, int) and not isinstance(value, bool)), "a list of exit codes"),
+    "restart_on": (_all(_is_integer), "a list of exit codes"),
     "sync_marks": _TEXT,
     "stop_signal": (lambda value: _is_text(value) and value in signal.Signals.__members__, "a signal's name (SIGTERM)"),
 }

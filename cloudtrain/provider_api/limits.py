@@ -22,7 +22,7 @@ __all__ = ["THIS_MACHINE", "checked_prices", "gpus_per_node", "hard_limit"]
 THIS_MACHINE = "localhost"
 """Name under which a machine that starts its nodes itself has a price; all nodes are on it."""
 LONGEST = 10**9
-"""Seconds; longer than any platform runs a job."""
+"""Seconds; longer than any platform runs a job. An amount of money may buy more than fit into an integer."""
 
 
 def checked_prices(prices: Any, provider: str) -> dict[str, float]:
@@ -70,17 +70,20 @@ def hard_limit(
         return job.max_runtime, []
     found = list(_machines(job, names, choice))
     count = 1 if found[0][1] == THIS_MACHINE else job.resources.instance_count
+    span = "one second" if least == 1 else f"{least} s"
     limits = {"max_runtime": (job.max_runtime, "")}
     if job.max_cost is not None:
         name, hourly = _dearest(provider, [name for _, name in found], own)
-        seconds = _whole(job.max_cost / hourly / count * 3600) - held
-        _check(seconds, least, "max_cost", f"does not pay for {_span(least)} of {count} x {name}")
+        seconds = int(min(job.max_cost / hourly / count * 3600, LONGEST)) - held
+        if seconds < least:
+            raise SpecError(f"does not pay for {span} of {count} x {name}", field="max_cost")
         what = f"max_cost {job.max_cost:g} USD buys {seconds} s of {count} x {name} at {hourly:g} USD an hour"
         limits["max_cost"] = seconds, what
     if job.max_gpu_hours is not None:
         gpus = max(_known(provider, name, job, at) for at, name in found) * job.resources.instance_count
-        seconds = _whole(job.max_gpu_hours / gpus * 3600) - held
-        _check(seconds, least, "max_gpu_hours", f"is not enough for {_span(least)} of {gpus} GPUs")
+        seconds = int(min(job.max_gpu_hours / gpus * 3600, LONGEST)) - held
+        if seconds < least:
+            raise SpecError(f"is not enough for {span} of {gpus} GPUs", field="max_gpu_hours")
         limits["max_gpu_hours"] = seconds, f"max_gpu_hours {job.max_gpu_hours:g} is {seconds} s of {gpus} GPUs"
     which = min(limits, key=lambda name: limits[name][0])
     said = [f"{what}: that is the limit now" for name, (_, what) in limits.items() if name == which and what]
@@ -123,17 +126,3 @@ def _known(provider: str, name: str, job: Job, choice: int) -> int:
         what = "the job asks for no GPU" if name == THIS_MACHINE else f"{name} has no GPU"
         raise UnsupportedError(provider, "max_gpu_hours", f"{what}; ask for one with gpu, or use max_runtime")
     return gpus
-
-
-def _whole(seconds: float) -> int:
-    """Round down to a possible limit: an amount of money may buy more seconds than fit into an integer."""
-    return int(min(seconds, LONGEST))
-
-
-def _check(seconds: int, least: int, field: str, why: str) -> None:
-    if seconds < least:
-        raise SpecError(why, field=field)
-
-
-def _span(seconds: int) -> str:
-    return "one second" if seconds == 1 else f"{seconds} s"

@@ -49,13 +49,12 @@ class RunObjects(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SyncAgent:
-    """A platform's own program that copies a node's ``live`` folder to the store, and back at the next start.
+    """A platform's own program that copies a node's ``live`` folder to the store, and all of it back at a start.
 
     For each file it adds an empty one whose name ends in ``uploading``, then one that ends in ``uploaded``. It skips
     files whose names end in ``ignored``. ``put`` uploads one file without the agent, given its path below ``live``, the
-    file, and a function to call after each part. It raises `StorageError`; None if the node cannot upload. The agent
-    downloads all of ``live`` at a start. With ``objects`` node 0 moves checkpoints that a restart does not need out of
-    ``live``, to ``archive`` of the run's folder.
+    file, and a function to call after each part; it raises `StorageError`. With ``objects`` node 0 moves checkpoints
+    that a restart does not need out of ``live``, to ``archive`` of the run's folder.
     """
 
     uploading: str

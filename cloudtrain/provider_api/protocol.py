@@ -1,9 +1,8 @@
 """The border between cloudtrain and a platform: the Provider protocol and the values that cross it.
 
 A provider is one module (or folder) of `cloudtrain.providers` with the provider's name and a class ``Provider``. Third
-parties register theirs under the entry-point group ``cloudtrain.providers``. `plan`, `launch_spec` and
-`node_environment` are pure: no network, no credentials, no SDK. Everything here uses the standard library alone,
-because nodes run the same files in images that have nothing else.
+parties register theirs under the entry-point group ``cloudtrain.providers``. Everything here uses the standard library
+alone, because nodes run it in images that have nothing else.
 """
 
 from __future__ import annotations
@@ -24,29 +23,10 @@ if TYPE_CHECKING:  # a node compiles all imports at each start, and does not nee
     from .checks import Check
 
 __all__ = [
-    "FINAL",
-    "STATES",
-    "AttemptInfo",
-    "Layout",
-    "LayoutInput",
-    "LogLine",
-    "LogPage",
-    "Need",
-    "Provider",
-    "ProviderExtras",
-    "Request",
-    "Status",
-    "check_inputs",
-    "check_needs",
-    "context_of",
-    "extras_of",
-    "extras_of_type",
-    "lacking",
-    "needs_of",
-    "python_command",
-    "recorded_settings",
-]
-
+    "FINAL", "STATES", "AttemptInfo", "Layout", "LayoutInput", "LogLine", "LogPage", "Need", "Provider",
+    "ProviderExtras", "Request", "Status", "check_inputs", "check_needs", "context_of", "extras_of", "extras_of_type",
+    "lacking", "needs_of", "python_command", "recorded_settings",
+]  # fmt: skip
 
 STATES = ("pending", "running", "succeeded", "failed", "cancelled")
 FINAL = ("succeeded", "failed", "cancelled")
@@ -57,9 +37,9 @@ FINAL = ("succeeded", "failed", "cancelled")
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutInput:
-    """The place of a channel's data for the nodes. ``file`` is the file's name if the channel is one file, else None.
+    """A channel's data. ``file`` is the name of a channel that is one file. Nodes read ``url``.
 
-    ``source`` is the URL from which submission copies the data, if nodes cannot read that.
+    ``source`` is the URL from which submission copies the data to ``url``, if nodes cannot read that.
     """
 
     url: str
@@ -235,12 +215,6 @@ class LogPage:
     lines: tuple[LogLine, ...]
     cursor: Any
     more: bool = False
-
-
-# ----------------------------------------------------------------------------------------------- a node's environment
-
-
-# ---------------------------------------------------------------------------------------------- launch data for engines
 
 
 # ------------------------------------------------------------------------------------------------------- the protocol

@@ -1,7 +1,4 @@
-"""Find a provider by its name: a module of `cloudtrain.providers`, or a third party's entry point.
-
-It imports a module by a name in a text: so no file but the provider's own names it.
-"""
+"""Find a provider by its name: a module of `cloudtrain.providers`, or a third party's entry point."""
 
 from __future__ import annotations
 

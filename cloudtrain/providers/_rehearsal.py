@@ -1,8 +1,8 @@
-"""Provider ``rehearsal``: run what another provider's platform would start for its exact Request, in containers here.
+"""Provider ``rehearsal``: run the nodes that another provider's platform would start, in containers here.
 
 `cloudtrain.engine.rehearse` makes it of a plan of the other provider, the target; callers never name it (hence the
-underscore). `plan` asks the target for the Request that it would send and the nodes that its platform starts. It leaves
-out what this machine lacks, and reports it. Nodes run the target's own half. Its Request holds the target's whole.
+underscore). `plan` reports the limits that this machine cannot keep. Nodes run the target's own half. Its Request holds
+the target's whole.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from ..errors import SpecError
 from ..provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
 from ..provider_api.node import NodeEnvironment
 from ..provider_api.protocol import Layout, Request, python_command
-from ..provider_api.protocol import (
-    Provider as Target,
-)
+from ..provider_api.protocol import Provider as Target
 from ..provider_api.registry import find_provider
 
 if TYPE_CHECKING:
@@ -114,14 +112,15 @@ class Provider(SupervisedProvider):
         drills = [Injection.parse(*text.split(" ", 1), nodes=len(simulation.nodes)) for text in own.drills]
         limits, differences = self._limits(simulation.nodes)
         places = {own.store: layout.store, **own.maps}
+        direct = Mount(url=layout.direct, path=DIRECT, kind="sync")
 
         def here(spec: NodeSpec) -> NodeSpec:
             mounts = [dataclasses.replace(mount, url=stand_in_for(mount.url, places)) for mount in spec.mounts]
-            mounts.append(Mount(url=layout.direct, path=DIRECT, kind="sync"))
+            spec = dataclasses.replace(spec, mounts=[*mounts, direct], **limits)
             if not secrets:
-                return dataclasses.replace(spec, mounts=mounts, **limits)
+                return spec
             words = python_command(["-c", SECRETS, json.dumps(secrets), *(spec.entrypoint or ()), *spec.command])
-            return dataclasses.replace(spec, mounts=mounts, **limits, entrypoint=words[:1], command=words[1:])
+            return dataclasses.replace(spec, entrypoint=words[:1], command=words[1:])
 
         rules = dataclasses.replace(simulation.rules, retries=job.retries)
         simulation = LaunchSpec(nodes=[here(spec) for spec in simulation.nodes], rules=rules)
@@ -163,13 +162,12 @@ class Provider(SupervisedProvider):
             told.append(f"of {spec.gpus * count} GPUs {own.gpus or 'none'} are here: all ranks run on CPU")
         if (spec.cpus or 0) * count > own.cores:
             limits["cpus"] = None
-            told.append(
-                f"{count} x {spec.cpus} cores: the nodes share the {own.cores} of this machine, without a limit"
-            )
+            has = f"the nodes share the {own.cores} of this machine, without a limit"
+            told.append(f"{count} x {spec.cpus} cores: {has}")
         if (spec.memory or 0) * count > own.memory:
             limits["memory"] = None
-            size, has = round((spec.memory or 0) / GIB), own.memory / GIB
-            told.append(f"{count} x {size} GiB of memory: the nodes share {has:.0f} GiB, without a limit")
+            has = f"the nodes share {own.memory / GIB:.0f} GiB, without a limit"
+            told.append(f"{count} x {round((spec.memory or 0) / GIB)} GiB of memory: {has}")
         ours = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
         if own.image or spec.platform == f"linux/{ours}":
             limits["platform"] = None

@@ -11,7 +11,7 @@ import os
 import posixpath
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,7 +30,7 @@ from ..errors import SpecError
 from ..provider_api.launch_spec import NodeSpec
 from ..provider_api.node import NodeEnvironment, Topology
 from ..provider_api.protocol import Layout, Request, python_command
-from ..validate import did_you_mean
+from ..validate import did_you_mean, texts_of
 
 if TYPE_CHECKING:
     from ..job.job import Job
@@ -60,37 +60,26 @@ OWNED = (
     ),
 )
 """Fields that `options` cannot change: another field sets them, or the run relies on them."""
-# fmt: off
 FIELDS = frozenset(
-    (
-        "Domainname", "ExposedPorts", "Env", "Labels", "MacAddress", "Shell", "Volumes", "WorkingDir", "HostConfig",
-    )
+    ("Domainname", "ExposedPorts", "Env", "Labels", "MacAddress", "Shell", "Volumes", "WorkingDir", "HostConfig")
 )
-HOST_FIELDS = frozenset(
-    (
-        "Annotations", "Binds", "BlkioDeviceReadBps", "BlkioDeviceReadIOps", "BlkioDeviceWriteBps",
-        "BlkioDeviceWriteIOps", "BlkioWeight", "BlkioWeightDevice", "CapAdd", "CapDrop", "Cgroup",
-        "CgroupParent", "CgroupnsMode", "CpuPeriod", "CpuQuota", "CpuRealtimePeriod", "CpuRealtimeRuntime",
-        "CpuShares", "CpusetCpus", "CpusetMems", "DeviceCgroupRules", "DeviceRequests", "Devices", "Dns",
-        "DnsOptions", "DnsSearch", "ExtraHosts", "GroupAdd", "Init", "IpcMode", "LogConfig", "MaskedPaths",
-        "MemoryReservation", "MemorySwap", "MemorySwappiness", "Mounts", "OomKillDisable", "OomScoreAdj",
-        "PidMode", "PidsLimit", "PortBindings", "Privileged", "PublishAllPorts", "ReadonlyPaths", "Runtime",
-        "SecurityOpt", "StorageOpt", "Sysctls", "Tmpfs", "UTSMode", "Ulimits", "UsernsMode", "VolumeDriver",
-    )
-)
-# fmt: on
+HOST_FIELDS = frozenset((
+    "Annotations", "Binds", "BlkioDeviceReadBps", "BlkioDeviceReadIOps", "BlkioDeviceWriteBps", "BlkioDeviceWriteIOps",
+    "BlkioWeight", "BlkioWeightDevice", "CapAdd", "CapDrop", "Cgroup", "CgroupParent", "CgroupnsMode", "CpuPeriod",
+    "CpuQuota", "CpuRealtimePeriod", "CpuRealtimeRuntime", "CpuShares", "CpusetCpus", "CpusetMems", "DeviceCgroupRules",
+    "DeviceRequests", "Devices", "Dns", "DnsOptions", "DnsSearch", "ExtraHosts", "GroupAdd", "Init", "IpcMode",
+    "LogConfig", "MaskedPaths", "MemoryReservation", "MemorySwap", "MemorySwappiness", "Mounts", "OomKillDisable",
+    "OomScoreAdj", "PidMode", "PidsLimit", "PortBindings", "Privileged", "PublishAllPorts", "ReadonlyPaths", "Runtime",
+    "SecurityOpt", "StorageOpt", "Sysctls", "Tmpfs", "UTSMode", "Ulimits", "UsernsMode", "VolumeDriver",
+))  # fmt: skip
 """ContainerCreate's fields that `options` may set, from the Engine API's description, version 1.43. The engine ignores
 unknown fields, so a misspelt one would be lost silently."""
-PARTS: Mapping[str, tuple[str, frozenset[str]]] = {
-    "Mounts": (
-        "Target",
-        frozenset(
-            ("Target", "Source", "Type", "ReadOnly", "Consistency", "BindOptions", "VolumeOptions", "TmpfsOptions")
-        ),
-    ),
-    "Devices": ("PathInContainer", frozenset(("PathOnHost", "PathInContainer", "CgroupPermissions"))),
+PARTS: Mapping[str, Sequence[str]] = {
+    "Mounts": ("Target", "Source", "Type", "ReadOnly", "Consistency", "BindOptions", "VolumeOptions", "TmpfsOptions"),
+    "Devices": ("PathInContainer", "PathOnHost", "CgroupPermissions"),
 }
-"""Lists of tables: the key of the place on the node, and all fields. (The engine would take a ``target`` too.)"""
+"""Lists of tables, and the fields of each, first that of the place on the node. (The engine takes a ``target`` too.)"""
+_CONTAINER = "options.docker.nodes.*.container."
 _REFUSED = {
     "resources.instance_type": "its only machine is this one; put instance_type under on.<provider>",
     "resources.disk_gb": "an engine can limit a container's disk on few file systems only; where yours can, say so in "
@@ -143,14 +132,12 @@ class Provider(SupervisedProvider):
         self._refuse(job, layout, _REFUSED)
         for tag in job.tags:
             if tag.startswith("cloudtrain."):
-                raise SpecError(
-                    "labels that begin with cloudtrain. are its own; choose another name", field=f"tags.{tag}"
-                )
+                why = "labels that begin with cloudtrain. are its own; choose another name"
+                raise SpecError(why, field=f"tags.{tag}")
         labels = {**origin_tags(layout), **dict(sorted(job.tags.items()))}
         gpus = job.resources.gpus[choice] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt, root=ROOT)
-        wanted = job.resources
-        command = python_command(words)
+        wanted, command = job.resources, python_command(words)
         nodes = [
             NodeSpec(
                 image=job.image,
@@ -168,15 +155,8 @@ class Provider(SupervisedProvider):
             )
             for number in range(wanted.instance_count)
         ]
-        request = self._request(
-            job,
-            layout,
-            attempt=attempt,
-            choice=choice,
-            nodes=nodes,
-            body={"name": job.name, "gpu": gpus.name if gpus else None},
-            owned=OWNED,
-        )
+        body = {"name": job.name, "gpu": gpus.name if gpus else None}
+        request = self._request(job, layout, attempt=attempt, choice=choice, nodes=nodes, body=body, owned=OWNED)
         _check_options(request.body, labels)
         return request
 
@@ -201,8 +181,7 @@ class Provider(SupervisedProvider):
             raise SpecError(f"{why}; leave user unset", field="docker.user")
         if uid and int(uid) != os.geteuid():
             check_readable(nodes[0].mounts, str(nodes[0].user), ROOT)
-        for node in nodes[:1]:
-            check_image(api, str(node.image), node.platform)
+        check_image(api, str(nodes[0].image), nodes[0].platform)
 
     def checks(self, store: str, request: Request | None) -> Iterator[Check]:
         """Yield the checks of `doctor`."""
@@ -252,7 +231,7 @@ def _check_options(body: Mapping[str, Any], labels: Mapping[str, str]) -> None:
             place = "/" + posixpath.normpath("/" + target).strip("/")
             if place == "/" or f"{place}/".startswith(ROOT):
                 raise SpecError(f"{target} would hide what the run itself mounts below {ROOT}", field=name)
-        for item in _texts(container.get("Env", []), f"{_CONTAINER}Env"):
+        for item in texts_of(container.get("Env", []), f"{_CONTAINER}Env", empty=True):
             if "=" not in item[1:]:
                 raise SpecError(f"must be NAME=VALUE, not {item!r}", field=f"{_CONTAINER}Env")
             if item.startswith("CLOUDTRAIN_"):
@@ -262,18 +241,15 @@ def _check_options(body: Mapping[str, Any], labels: Mapping[str, str]) -> None:
                 raise SpecError(f"{name} is set by cloudtrain itself", field=f"{_CONTAINER}Labels")
 
 
-_CONTAINER = "options.docker.nodes.*.container."
-
-
 def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (field, path on the node) of every mount that a user adds."""
-    for bind in _texts(host.get("Binds", []), f"{_CONTAINER}HostConfig.Binds"):
+    field = f"{_CONTAINER}HostConfig.Binds"
+    for bind in texts_of(host.get("Binds", []), field, empty=True):
         if bind.count(":") not in (1, 2):
-            raise SpecError(f"must be host:node or host:node:ro, not {bind!r}", field=f"{_CONTAINER}HostConfig.Binds")
-        yield f"{_CONTAINER}HostConfig.Binds", bind.split(":")[1]
-    for name, (key, known) in PARTS.items():
-        field = f"{_CONTAINER}HostConfig.{name}"
-        tables = host.get(name, [])
+            raise SpecError(f"must be host:node or host:node:ro, not {bind!r}", field=field)
+        yield field, bind.split(":")[1]
+    for name, known in PARTS.items():
+        field, key, tables = f"{_CONTAINER}HostConfig.{name}", known[0], host.get(name, [])
         if not isinstance(tables, list) or not all(isinstance(t, Mapping) for t in tables):
             raise SpecError("must be a list of tables", field=field)
         for table in tables:
@@ -284,7 +260,7 @@ def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[
             yield field, table[key]
     for name in ("MaskedPaths", "ReadonlyPaths"):
         field = f"{_CONTAINER}HostConfig.{name}"
-        yield from ((field, path) for path in _texts(host.get(name, []), field))
+        yield from ((field, path) for path in texts_of(host.get(name, []), field, empty=True))
     field = f"{_CONTAINER}HostConfig.Tmpfs"
     yield from ((field, path) for path in _table(host.get("Tmpfs", {}), field))
     if not isinstance(volumes := container.get("Volumes", {}), Mapping):
@@ -295,12 +271,6 @@ def _targets(container: Mapping[str, Any], host: Mapping[str, Any]) -> Iterator[
 def _table(value: Any, field: str) -> Mapping[str, str]:
     if not isinstance(value, Mapping) or not all(isinstance(item, str) for item in value.values()):
         raise SpecError("must be a table of texts", field=field)
-    return value
-
-
-def _texts(value: Any, field: str) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise SpecError("must be a list of texts", field=field)
     return value
 
 

@@ -77,15 +77,10 @@ class Provider(SupervisedProvider):
         gpus = job.resources.gpus[choice] if job.resources.gpu else None
         mounts, words = self._mounts(layout, attempt)
         node = NodeSpec(command=[self.settings.python, *words], mounts=mounts, gpus=gpus.count if gpus else 0)
-        request = self._request(
-            job,
-            layout,
-            attempt=attempt,
-            choice=choice,
-            nodes=[node] * job.resources.instance_count,
-            body={"name": job.name, "tags": {**origin_tags(layout), **job.tags}, "gpu": gpus.name if gpus else None},
-            owned=OWNED,
-        )
+        tags = {**origin_tags(layout), **job.tags}
+        body = {"name": job.name, "tags": tags, "gpu": gpus.name if gpus else None}
+        nodes = [node] * job.resources.instance_count
+        request = self._request(job, layout, attempt=attempt, choice=choice, nodes=nodes, body=body, owned=OWNED)
         for name in (name for spec in request.body["nodes"] for name in spec["env"]):
             if name.startswith("CLOUDTRAIN_"):
                 raise SpecError("is set by cloudtrain itself", field=f"options.local.nodes.*.env.{name}")
@@ -96,15 +91,15 @@ class Provider(SupervisedProvider):
         from ..storage.extras import not_installed
 
         nodes, context = self.launch_spec(request).nodes, request.context
-        if shutil.which(nodes[0].command[0]) is None:
-            raise SpecError(f"there is no {nodes[0].command[0]} to run", field="local.python")
-        if context["launcher"] == "torchrun" and context["nodes"] * context["processes"] > 1:
-            python = nodes[0].command[0]
-            if not has_torch(python) and python == sys.executable:
+        python = nodes[0].command[0]
+        if shutil.which(python) is None:
+            raise SpecError(f"there is no {python} to run", field="local.python")
+        several = context["launcher"] == "torchrun" and context["nodes"] * context["processes"] > 1
+        if several and not has_torch(python):
+            if python == sys.executable:
                 raise not_installed(f"provider {self.name}", self.name, field="", named=["torch"])
-            if not has_torch(python):
-                why = f"{python} has no torch, which starts several ranks"
-                raise SpecError(why, field="local.python", hint=_torch_command(python))
+            why = f"{python} has no torch, which starts several ranks"
+            raise SpecError(why, field="local.python", hint=_torch_command(python))
         if wanted := sum(node.gpus for node in nodes):
             check_gpus(wanted, str(request.body["gpu"]))
 

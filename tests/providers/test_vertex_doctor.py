@@ -199,7 +199,7 @@ def test_the_metrics_are_those_that_a_job_is_refused_by(
     world: VertexWorld, fields: dict[str, Any], wanted: dict[str, int]
 ) -> None:
     """Three readings: the doctor's, of the request; the fake's, of the message; and the names that sources give."""
-    from cloudtrain.providers.vertex.quotas import metrics
+    from cloudtrain.providers.vertex.doctor import metrics
 
     request = world.plan(fields).request
     assert metrics(request.body["jobSpec"]) == wanted

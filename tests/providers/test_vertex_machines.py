@@ -121,7 +121,7 @@ def test_what_googles_notebooks_ask_for_is_accepted(machine: str, gpu: str, coun
     spec = {"machineType": machine, **({"acceleratorType": gpu, "acceleratorCount": count} if gpu else {})}
     assert refusals(spec) == [], notebook
     if gpu.startswith("NVIDIA"):
-        assert machines.told_as(spec) is not None, "the plan knows it, too"
+        assert machines.known_machine(spec) is not None, "the plan knows it, too"
 
 
 def test_other_shapes_of_googles_notebooks() -> None:

@@ -30,7 +30,7 @@ from cloudtrain.provider_api.node import PROTOCOL, NodeEnvironment, Topology
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.providers.vertex import Provider, bootstrap, fabric, prepare
 from cloudtrain.providers.vertex import names as words
-from cloudtrain.providers.vertex.secrets import secret, token
+from cloudtrain.providers.vertex.node import secret, token
 from cloudtrain.store import runtime_zip
 
 HOSTS = [f"cmle-training-workerpool{pool}-ab-{i}:2222" for pool, i in ((0, 0), (1, 0), (1, 1))]

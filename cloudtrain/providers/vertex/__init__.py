@@ -1,9 +1,8 @@
 """Provider ``vertex``: custom jobs of Vertex AI.
 
 Its Request is a CustomJob in JSON, as ``POST …/customJobs`` takes it; its ``jobSpec`` is the input of ``gcloud ai
-custom-jobs create --config``. `plan` and `preflight` make and check it. `account` sends it through Google's own client,
-once (`claims`), and makes all other calls over google-auth. `states` and `pages` read the answers of Vertex and Cloud
-Logging. `simulation` predicts the nodes. `bootstrap`, `prepare` and `node` are the node half.
+custom-jobs create --config``. `request` and `validate` make and check it. `api` sends it once (`claims`). `bootstrap`,
+`prepare`, `fabric` and `node` are the node half.
 """
 
 from __future__ import annotations
@@ -87,7 +86,6 @@ class Provider(ProviderExtras):
     object_mounts: ClassVar[tuple[str, ...]] = (
         *("/gcs/", "AIP_MODEL_DIR", "AIP_CHECKPOINT_DIR", "AIP_TENSORBOARD_LOG_DIR"),
     )
-    """Places where nodes see Cloud Storage as files: the folder, and the service's variables that name places in it."""
 
     def __init__(self, **settings: Any) -> None:
         from .request import checked
@@ -103,7 +101,7 @@ class Provider(ProviderExtras):
 
     @property
     def account(self) -> Account:
-        """Return the account, created when first needed."""
+        """Return the account, made when first needed."""
         if self._account is None:
             from .api import Account
 
@@ -131,12 +129,12 @@ class Provider(ProviderExtras):
 
     def principal(self) -> str | None:
         """Return the calling service account, or the user if gcloud has recorded the name; else None."""
+        from .api import name_of
+
         session = self.account.session
-        known = session.credentials
-        if getattr(known, "service_account_email", None) == "default":  # the machine's; its token has the name
-            known.refresh(session._auth_request)
-        mail = getattr(known, "service_account_email", None) or getattr(known, "account", None)
-        return str(mail) if mail else None
+        if name_of(session.credentials) == "default":  # the machine's; its token has the name
+            session.credentials.refresh(session._auth_request)
+        return name_of(session.credentials) or None
 
     def storage(self, url: str) -> Mapping[str, Any]:
         if url_scheme(url) != "gs":

@@ -1,8 +1,8 @@
 """Call Google Cloud: jobs are created through Google's own client, all else is documented REST over google-auth.
 
-Importing that client costs most of a second, and a status does not need it. It has no retries and no time-outs of its
-own; this module adds time-outs. Only a call that an expired token cost is tried again here (google-auth's session does
-that once); `submit` and `run` do the retries. If a service asks for a pause, no call goes to it until the pause ends.
+Importing that client costs most of a second, and a status does not need it. It has no time-outs of its own; this module
+adds them. google-auth's session repeats a call once with a new token. `submit` and `run` do all other retries. If a
+service asks for a pause, no call goes to it until the pause ends.
 """
 
 from __future__ import annotations
@@ -19,33 +19,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from ...errors import (
-    AuthError,
-    CloudtrainError,
-    ConflictError,
-    LostContactError,
-    NotFoundError,
-    SpecError,
-)
+from ...errors import AuthError, CloudtrainError, ConflictError, LostContactError, NotFoundError, SpecError
 from ...job.job import run_tag
 from ...provider_api.protocol import Request
 from ...validate import unix_seconds
 from .claims import LEASE, Claim
 from .errors import CONSUMER, LOOK, answered, decoded, refusal, translated
-from .names import GCS, LABEL_JOB, LABEL_REQUEST, LABEL_RUN
+from .names import GCS
+from .request import LABEL_JOB, LABEL_REQUEST, LABEL_RUN
 
 if TYPE_CHECKING:
     from . import Settings
-
-__all__ = [
-    "FINAL",
-    "Account",
-    "credentials",
-    "endpoint",
-    "job_of",
-    "logging_endpoint",
-    "storage_endpoint",
-]
 
 TIMEOUT = 60
 """Seconds of one call."""
@@ -96,8 +80,8 @@ class Account:
     def session(self) -> Any:
         """Return google-auth's session, with the application default credentials.
 
-        Its calls are counted against our own project. A user's credentials often name another one, in which the API is
-        off (python-aiplatform #2563). If the caller may not do that, `rest` does without.
+        Its calls are counted against our own project: a user's credentials often name another, in which the API is off
+        (python-aiplatform #2563). `rest` changes that if the caller may not do so.
         """
         with self._lock:
             if self._session is None:
@@ -118,10 +102,8 @@ class Account:
                 from google.cloud.aiplatform_v1.services.job_service import JobServiceClient
                 from google.cloud.aiplatform_v1.services.job_service.transports.rest import JobServiceRestTransport
 
-                url = urlsplit(_jobs_endpoint(location))
-                transport = JobServiceRestTransport(
-                    host=url.netloc, url_scheme=url.scheme, credentials=self.session.credentials
-                )
+                url, known = urlsplit(_jobs_endpoint(location)), self.session.credentials
+                transport = JobServiceRestTransport(host=url.netloc, url_scheme=url.scheme, credentials=known)
                 self._clients[location] = JobServiceClient(transport=transport)
             return self._clients[location]
 
@@ -185,6 +167,10 @@ class Account:
             self.ended[native_id] = time.monotonic() - (0.0 if native_id in self.alive else over_for(told))
         return told
 
+    def list_jobs(self, parent: str, **query: Any) -> dict[str, Any]:
+        """Return one page of the jobs below ``parent`` (``projects/P/locations/L``)."""
+        return self._ask("GET", f"{parent}/customJobs", what="list jobs", params=query)
+
     def find(self, request: Request) -> str | None:
         """Return the resource name of the request's job, if it was ever created."""
         try:
@@ -195,11 +181,10 @@ class Account:
     def claimed(self, request: Request) -> str | None:
         """Return the same, the oldest of several. Raises `ConflictError` if the labelled job was another request."""
         name = request.body["displayName"]
-        parent = _parent(request)
         query = {"filter": f'labels.{LABEL_JOB}="{name}"', "pageToken": ""}
         jobs, more = list[dict[str, Any]](), True
         while more:
-            told = self._ask("GET", f"{parent}/customJobs", what="list jobs", params=query)
+            told = self.list_jobs(_parent(request), **query)
             jobs += told.get("customJobs") or ()
             query["pageToken"] = told.get("nextPageToken") or ""
             more = bool(query["pageToken"])
@@ -247,13 +232,13 @@ class Account:
     def _first(self, request: Request, ours: str) -> str:
         """Return the job that counts. A client that slept for longer than its lease may have come second."""
         try:
-            first = self.claimed(request)
+            first = self.claimed(request) or ours
         except CloudtrainError:  # ours exists even if the search fails
             return ours
-        if first is None or job_of(first)[2] == job_of(ours)[2]:
-            return ours
-        self.cancel(ours)
-        return first
+        if job_of(first)[2] != job_of(ours)[2]:
+            self.cancel(ours)
+            return first
+        return ours
 
     def _found(self, request: Request) -> str | None:
         """Return `claimed`. After a lost answer, keep asking for `SETTLE` seconds."""
@@ -272,10 +257,10 @@ class Account:
             from google.protobuf import json_format
 
             job = CustomJob.wrap(json_format.ParseDict(dict(request.body), CustomJob.pb(CustomJob())))
-            self._client(parent.split("/")[3])
+            self._client(_location(request))
 
         def send() -> str:
-            client = self._client(parent.split("/")[3])  # the search for the job may have changed the sign-in
+            client = self._client(_location(request))  # the search for the job may have changed the sign-in
             with self._calling("jobs", "create job"):
                 try:
                     made = str(client.create_custom_job(parent=parent, custom_job=job, timeout=TIMEOUT).name)
@@ -314,19 +299,21 @@ class Account:
 
         The store's must be in the jobs' own: other regions are slow and cost money. Others may be in any single region.
         """
-        store, location = urlsplit(request.run).netloc, _parent(request).split("/")[3]
-        there, kind = self.place(store, missing=True)
-        if kind != "region":
-            why = f"gs://{store} is a {kind} bucket ({there}), which no job can mount"
-            raise SpecError(f"{why}; make one in {location}: {_make(location)}", field="store")
-        if there not in (location, ""):
-            why = f"gs://{store} is in {there}, and the jobs are in {location}"
-            raise SpecError(f"{why}; set vertex.location, or make a bucket there: {_make(location)}", field="store")
-        for field, bucket in _others(request):
-            there, kind = self.place(bucket)
+        store, location = urlsplit(request.run).netloc, _location(request)
+        make = f"gcloud storage buckets create gs://NAME --location={location}"
+        for field, bucket in (("store", store), *_others(request)):
+            there, kind = self.place(bucket, missing=field == "store")
             if kind != "region":
                 why = f"gs://{bucket} is a {kind} bucket ({there}), which no job can mount"
-                raise SpecError(f"{why}; copy what is needed into one in {location}", field=field)
+                fix = (
+                    f"make one in {location}: {make}"
+                    if field == "store"
+                    else f"copy what is needed into one in {location}"
+                )
+                raise SpecError(f"{why}; {fix}", field=field)
+            if field == "store" and there not in (location, ""):
+                why = f"gs://{bucket} is in {there}, and the jobs are in {location}"
+                raise SpecError(f"{why}; set vertex.location, or make a bucket there: {make}", field=field)
 
     def place(self, bucket: str, *, missing: bool = False) -> tuple[str, str]:
         """Return (location, kind) of a bucket; ("", "region") if the caller may not look at it."""
@@ -349,10 +336,14 @@ class Account:
 def _others(request: Request) -> list[tuple[str, str]]:
     """Return (field, bucket) of a job's reads outside the store, by the paths of its command line."""
     words = request.body["jobSpec"]["workerPoolSpecs"][0]["containerSpec"]["args"]
-    told = [_PATH.fullmatch(word) for before, word in pairwise(words) if before == "--path"]
-    rows = [(match["name"], match["bucket"]) for match in told if match]
-    fields = [("resume_from" if name == "resume" else f"inputs.{name.partition('.')[2]}", at) for name, at in rows]
-    return [(field, bucket) for field, bucket in fields if bucket != urlsplit(request.run).netloc]
+    found = []
+    for before, word in pairwise(words):
+        match = _PATH.fullmatch(word) if before == "--path" else None
+        if match and match["bucket"] != urlsplit(request.run).netloc:
+            name = match["name"]
+            field = "resume_from" if name == "resume" else f"inputs.{name.partition('.')[2]}"
+            found.append((field, match["bucket"]))
+    return found
 
 
 def _open(exc: Exception) -> bool:
@@ -360,9 +351,8 @@ def _open(exc: Exception) -> bool:
     from google.auth.exceptions import GoogleAuthError
 
     status = getattr(exc, "code", None)
-    return not isinstance(exc, GoogleAuthError) and not (
-        isinstance(status, int) and 400 <= status < 500 and status != 408
-    )
+    refused = isinstance(status, int) and 400 <= status < 500 and status != 408
+    return not refused and not isinstance(exc, GoogleAuthError)
 
 
 def credentials(quota_project: str = "") -> Any:
@@ -377,6 +367,11 @@ def credentials(quota_project: str = "") -> Any:
         logging.getLogger("google.auth").addHandler(logging.NullHandler())
         own = None if os.environ.get("GOOGLE_CLOUD_QUOTA_PROJECT") else quota_project or None
         return google.auth.default(scopes=[SCOPE], quota_project_id=own)[0]
+
+
+def name_of(known: Any) -> str:
+    """Return the identity of google-auth's credentials: a service account, or the user that gcloud recorded; or ""."""
+    return str(getattr(known, "service_account_email", "") or getattr(known, "account", "") or "")
 
 
 def endpoint(service: str, public: str) -> str:
@@ -398,10 +393,10 @@ def storage_endpoint() -> str:
     return (os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com").rstrip("/")
 
 
-def _make(location: str) -> str:
-    return f"gcloud storage buckets create gs://NAME --location={location}"
-
-
 def _parent(request: Request) -> str:
     """Return the parent of the request's job. The settings may have changed since the plan."""
     return request.operation.removeprefix("POST v1/").removesuffix("/customJobs")
+
+
+def _location(request: Request) -> str:
+    return _parent(request).split("/")[3]

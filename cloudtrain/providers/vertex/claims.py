@@ -1,7 +1,7 @@
 """Claim the creation of a job: one client at a time, by an object of the store that is created once.
 
-The API of custom jobs takes no id from its caller. Two clients that create at once would make two jobs. Cloud Storage
-creates an object for one of them alone. A claim is a lease: if its client dies, another client can take it.
+The API of custom jobs takes no id from its caller, so two clients that create at once would make two jobs. A claim is a
+lease: if its client dies, another client can take it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from urllib.parse import quote, urlencode
 from ...errors import ConflictError, NotFoundError, PlatformError
 from ...validate import unix_seconds
 from .errors import CLAIM, decoded
-
-__all__ = ["LEASE", "Claim"]
 
 LEASE = 300.0
 """Seconds for which a claim holds. They exceed the one call that creates: `FRESH`, 60 s to connect, 60 s between two

@@ -6,6 +6,7 @@ Nothing is created. The calls are documented. The answers of a real project are 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
@@ -13,15 +14,13 @@ from urllib.parse import quote, urlsplit
 from ...errors import AuthError, CloudtrainError, NotFoundError, QuotaError, SpecError, StorageError
 from ...provider_api.checks import Check, failed, installed, ok, skipped, tried, unknown
 from ...validate import url_scheme
-from .api import endpoint
+from .api import endpoint, name_of
 from .errors import AGENT, HELP, decoded, pull_hint, translated
-from .quotas import metrics
+from .machines import known_machine
 
 if TYPE_CHECKING:
     from ...provider_api.protocol import Request
     from .api import Account
-
-__all__ = ["PERMISSIONS", "checks"]
 
 PERMISSIONS = (
     *(f"aiplatform.customJobs.{word}" for word in ("create", "get", "list", "cancel")),
@@ -29,12 +28,36 @@ PERMISSIONS = (
 )
 """Permissions of a submit, a wait, a follower and a cancel in the project."""
 ACT_AS = "iam.serviceAccounts.actAs"
-_SERVICE = "aiplatform.googleapis.com"
 PAGES = 20
 _IMAGE = re.compile(
     r"(?P<location>[a-z0-9-]+)-docker\.pkg\.dev/(?P<project>[^/]+)/(?P<repository>[^/]+)/(?P<name>[^:@]+)"
     r"(?::(?P<tag>[^@]+))?(?:@(?P<digest>sha256:\w+))?"
 )
+GPUS: Mapping[str, str] = {
+    "NVIDIA_TESLA_T4": "nvidia_t4_gpus",
+    "NVIDIA_TESLA_P4": "nvidia_p4_gpus",
+    "NVIDIA_TESLA_P100": "nvidia_p100_gpus",
+    "NVIDIA_TESLA_V100": "nvidia_v100_gpus",
+    "NVIDIA_L4": "nvidia_l4_gpus",
+    "NVIDIA_TESLA_A100": "nvidia_a100_gpus",
+    "NVIDIA_A100_80GB": "nvidia_a100_80gb_gpus",
+    "NVIDIA_H100_80GB": "nvidia_h100_gpus",
+    "NVIDIA_H100_MEGA_80GB": "nvidia_h100_mega_gpus",
+    "NVIDIA_H200_141GB": "nvidia_h200_gpus",
+    "NVIDIA_B200": "nvidia_b200_gpus",
+}
+"""End of a metric's name, by accelerator. Source: ``get_resource_id`` in Google's vertex-ai-samples (``common_util.py``
+of Model Garden). Users report P4. B200 follows the Dynamic Workload Scheduler's page. GB200 and RTX PRO 6000 are not
+counted, because no source names them."""
+CPUS: Mapping[str, str] = {
+    "n1": "cpus",
+    "e2": "cpus",
+    **{family: f"{family}_cpus" for family in ("n2", "n4", "c2", "g2", "a2", "a3", "m1")},
+}
+"""End of a metric's name, by family of machines: Google's page on reserving quota for N1 and E2, users' reports for the
+others. A machine with a GPU counts here too: a real 429 of an N1 machine names both."""
+RESTRICTED = "/vertex-ai-restricted/"
+"""Part of an image's name whose jobs have their own quotas."""
 
 
 def checks(account: Account, store: str, request: Request | None) -> Iterator[Check]:
@@ -42,9 +65,8 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     yield (found := installed(("google-cloud-aiplatform", "gcsfs", "requests"), extra="vertex"))
     if found.status != "ok":
         return
-    who: dict[str, Any] = {}
-    yield from tried("credentials", lambda: _caller(account, who))
-    if not who:
+    yield (found := next(tried("credentials", lambda: _caller(account))))
+    if found.status != "ok":
         return
     yield from tried("api", lambda: _api(account))
     yield from tried("bucket", lambda: _bucket(account, store))
@@ -59,21 +81,23 @@ def checks(account: Account, store: str, request: Request | None) -> Iterator[Ch
     yield from tried("image", lambda: _image(account, image), extra=True)
 
 
-def _caller(account: Account, who: dict[str, Any]) -> Check:
+def _caller(account: Account) -> Check:
     """Check the sign-in by a new token: a revoked key gets none."""
     with translated("sign in"):
         import requests
         from google.auth.transport.requests import Request as Transport
 
-        found = account.session.credentials
+        known = account.session.credentials
         with requests.Session() as session:
-            found.refresh(Transport(session))
-    who["name"] = getattr(found, "service_account_email", "") or getattr(found, "account", "") or "a user"
+            known.refresh(Transport(session))
     settings = account.settings
-    return ok("credentials", f"{who['name']}, project {settings.project}, location {settings.location}")
+    where = f"project {settings.project}, location {settings.location}"
+    return ok("credentials", f"{name_of(known) or 'a user'}, {where}")
 
 
-def _get(account: Account, service: str, url: str, *, what: str, body: Any = None, **query: Any) -> dict[str, Any]:
+def _get(account: Account, service: str, path: str, *, what: str, body: Any = None, **query: Any) -> dict[str, Any]:
+    """Return a Google API's answer to GET, or to POST of ``body``. ``service`` is the API's name in its host."""
+    url = endpoint(service.upper(), f"https://{service}.googleapis.com") + path
     method = "GET" if body is None else "POST"
     return decoded(account.rest(service, method, url, what=what, body=body, params=query), what=what)
 
@@ -84,9 +108,7 @@ def _api(account: Account) -> Check:
     for name in ("project", "location"):
         if not getattr(settings, name):
             raise SpecError("is not set", field=f"vertex.{name}")
-    url = f"{endpoint('AIPLATFORM', f'https://{settings.location}-{_SERVICE}')}/v1/projects/{settings.project}"
-    url += f"/locations/{settings.location}/customJobs"
-    _get(account, "jobs", url, what="list jobs", pageSize=1)
+    account.list_jobs(f"projects/{settings.project}/locations/{settings.location}", pageSize=1)
     return ok("api", f"Vertex AI answers for {settings.project} in {settings.location}")
 
 
@@ -116,10 +138,8 @@ def _bucket(account: Account, store: str) -> Check:
 
 
 def _permissions(account: Account) -> Check:
-    base = endpoint("CLOUDRESOURCEMANAGER", "https://cloudresourcemanager.googleapis.com")
-    url = f"{base}/v1/projects/{account.settings.project}:testIamPermissions"
-    body = {"permissions": list(PERMISSIONS)}
-    told = _get(account, "projects", url, what="test permissions", body=body)
+    path = f"/v1/projects/{account.settings.project}:testIamPermissions"
+    told = _get(account, "cloudresourcemanager", path, what="test permissions", body={"permissions": [*PERMISSIONS]})
     denied = [name for name in PERMISSIONS if name not in (told.get("permissions") or [])]
     if denied:
         fix = HELP["log" if denied == ["logging.logEntries.list"] else "role"]
@@ -131,16 +151,17 @@ def _service_account(account: Account) -> Check:
     email = account.settings.service_account
     if not email:
         return skipped("service account", "none is set: jobs run as Vertex AI's own agent, which reads no secrets")
-    url = f"{endpoint('IAM', 'https://iam.googleapis.com')}/v1/projects/-/serviceAccounts/{quote(email)}"
+    path = f"/v1/projects/-/serviceAccounts/{quote(email)}"
     try:
-        told = _get(account, "iam", url, what="get service account")
+        told = _get(account, "iam", path, what="get service account")
     except NotFoundError:
         fix = "gcloud iam service-accounts list names those there are; docs/vertex.md makes one"
         return failed("service account", f"there is no {email}", fix=fix, code=AuthError.exit_code)
     if told.get("disabled"):
         fix = f"gcloud iam service-accounts enable {email}"
         return failed("service account", f"{email} is disabled", fix=fix, code=AuthError.exit_code)
-    granted = _get(account, "iam", f"{url}:testIamPermissions", what="test permissions", body={"permissions": [ACT_AS]})
+    body = {"permissions": [ACT_AS]}
+    granted = _get(account, "iam", f"{path}:testIamPermissions", what="test permissions", body=body)
     if ACT_AS not in (granted.get("permissions") or []):
         fix = f"{HELP['act']} {email}"
         return failed("service account", f"the caller may not act as {email}", fix=fix, code=AuthError.exit_code)
@@ -156,12 +177,11 @@ def _quota(account: Account, spec: Mapping[str, Any]) -> Iterator[Check]:
     if not wanted:
         yield unknown("quota", f"which quota {spec['workerPoolSpecs'][0]['machineSpec']['machineType']} counts against")
         return
-    base = endpoint("CLOUDQUOTAS", "https://cloudquotas.googleapis.com")
-    url = f"{base}/v1/projects/{settings.project}/locations/global/services/{_SERVICE}/quotaInfos"
+    path = f"/v1/projects/{settings.project}/locations/global/services/aiplatform.googleapis.com/quotaInfos"
     limits, token = dict[str, int | None](), ""
     for _ in range(PAGES):
         more = {"pageToken": token} if token else {}
-        told = _get(account, "quotas", url, what="list quotas", pageSize=500, **more)
+        told = _get(account, "cloudquotas", path, what="list quotas", pageSize=500, **more)
         for info in told.get("quotaInfos") or []:
             metric = str(info.get("metric") or "").partition("/")[2]
             if metric in wanted:
@@ -197,32 +217,59 @@ def _limit(info: Mapping[str, Any], location: str) -> int | None:
     return general
 
 
+def metrics(spec: Mapping[str, Any]) -> Counter[str]:
+    """Return a job's use of each quota, by metric; empty if no source names one.
+
+    ``spec`` is the jobSpec. SPOT and FLEX_START count against the preemptible metrics. Of those for cores only that of
+    N1 and E2 is known (a recorded 429).
+    """
+    preemptible = (spec.get("scheduling") or {}).get("strategy") in ("SPOT", "FLEX_START")
+    found = Counter[str]()
+    for pool in spec["workerPoolSpecs"]:
+        machine, count = pool["machineSpec"], int(pool["replicaCount"])
+        image = str((pool.get("containerSpec") or {}).get("imageUri") or "")
+        group = "restricted_image_training_" if RESTRICTED in image else "custom_model_training_"
+        prefix = group + ("preemptible_" if preemptible else "")
+        if gpu := GPUS.get(str(machine.get("acceleratorType") or "")):
+            found[prefix + gpu] += int(machine.get("acceleratorCount") or 0) * count
+        cpus = CPUS.get(str(machine["machineType"]).partition("-")[0])
+        if cpus == "cpus" or (cpus and not preemptible):
+            found[prefix + cpus] += _cores(machine) * count
+    return +found
+
+
+def _cores(spec: Mapping[str, Any]) -> int:
+    """Return the cores of a machineSpec, from the machine's name if the table lacks it."""
+    machine = known_machine(spec)
+    if machine is not None and machine.vcpus:
+        return machine.vcpus
+    size = re.search(r"-(\d+)$", str(spec["machineType"]))
+    return int(size[1]) if size else 0
+
+
 def _image(account: Account, image: str) -> Check:
     match = _IMAGE.fullmatch(image)
     if match is None:
         return unknown("image", f"{image} is not in Artifact Registry, and nobody here can ask its registry")
-    base = endpoint("ARTIFACTREGISTRY", "https://artifactregistry.googleapis.com")
-    url = f"{base}/v1/projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
-    url += f"/packages/{quote(match['name'], safe='')}"
-    url += f"/versions/{match['digest']}" if match["digest"] else f"/tags/{match['tag'] or 'latest'}"
+    repository = f"projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
+    version = f"versions/{match['digest']}" if match["digest"] else f"tags/{match['tag'] or 'latest'}"
+    path = f"/v1/{repository}/packages/{quote(match['name'], safe='')}/{version}"
     try:
-        _get(account, "images", url, what="get image")
+        _get(account, "artifactregistry", path, what="get image")
     except NotFoundError:
         fix = f"push it: docker push {image}; or name another with --image"
         return failed("image", f"Artifact Registry has no {image}", fix=fix, code=SpecError.exit_code)
     agent = _agent(account)
     if match["project"] == account.settings.project:
         return ok("image", f"Artifact Registry has {image}; jobs pull it as {agent}")
-    where = f"projects/{match['project']}/locations/{match['location']}/repositories/{match['repository']}"
-    told = f"Artifact Registry has {image}, in another project; whether jobs may pull it is not known"
-    return unknown("image", f"{told}: {pull_hint(where, agent)}")
+    why = f"Artifact Registry has {image}, in another project; whether jobs may pull it is not known"
+    return unknown("image", f"{why}: {pull_hint(repository, agent)}")
 
 
 def _agent(account: Account) -> str:
     """Return the account that pulls images for jobs. If the caller may not look, its number is a placeholder."""
-    base = endpoint("CLOUDRESOURCEMANAGER", "https://cloudresourcemanager.googleapis.com")
     try:
-        told = _get(account, "projects", f"{base}/v1/projects/{account.settings.project}", what="get project")
+        told = _get(account, "cloudresourcemanager", f"/v1/projects/{account.settings.project}", what="get project")
     except CloudtrainError:
         told = {}
     return AGENT.format(told.get("projectNumber") or "PROJECT_NUMBER")

@@ -23,13 +23,8 @@ from ...errors import (
 )
 from ...provider_api import catalog
 from ...storage import extras
-from .machines import REGIONS_DATE, regions_of
+from .machines import REGIONS, REGIONS_DATE
 from .names import NAME
-
-__all__ = [
-    "AGENT", "CAPACITY", "CONSUMER", "HELP", "PULL", "QUOTA", "answered", "decoded", "error_of", "pull_hint",
-    "quota_hint", "refusal", "translated",
-]  # fmt: skip
 
 CAPACITY = re.compile(
     r"resources are insufficient|insufficient (resources|capacity)|stock.?out|RESOURCE_POOL_EXHAUSTED"
@@ -46,7 +41,7 @@ _SPENT = r"(?-i:\b[qQ]uota(?:Exceeded|Failure)\b)"
 QUOTA = re.compile(rf"(?<![\w/.-])quotas?(?![\w/-])|(?-i:QUOTA_|_QUOTA)|{_SPENT}|{MACHINES.pattern}", re.IGNORECASE)
 """The word and Google's codes, but no part of a name from a user."""
 CREATE, READ, CLAIM, LOOK = "create job", "read the log", "claim the creation of the job", "look at"
-"""Calls that need other roles than those of jobs."""
+"""Calls that need roles of their own."""
 _SIGN_IN = ("google.auth.", "google.oauth2.")
 _METRIC = re.compile(r"aiplatform\.googleapis\.com/(?P<metric>\w+)")
 _ACT_AS = re.compile(r"act as( service_account| service account)?|actAs|iam\.serviceAccounts\.", re.IGNORECASE)
@@ -98,8 +93,8 @@ def quota_hint(text: str) -> str:
 
 def pull_hint(text: str, agent: str = "") -> str:
     """Return the hint that lets Vertex AI pull an image, as exactly as ``text`` allows."""
-    told = _AGENT.search(text)
-    agent = agent or (told[0] if told else AGENT.format("PROJECT_NUMBER"))
+    named = _AGENT.search(text)
+    agent = agent or (named[0] if named else AGENT.format("PROJECT_NUMBER"))
     where = _REPOSITORY.search(text)
     given = f"{where['name']} --project {where['project']} --location {where['location']}" if where else "REPOSITORY"
     return (
@@ -152,15 +147,18 @@ def _no_machine(name: str, text: str) -> CloudtrainError:
         return SpecError(text, field="resources.instance_type")
     same = [m for m in catalog.machines(NAME) if m.instance_type == name]
     # An N1 name may mean a machine without GPUs or with any of several.
-    known = ", ".join(sorted(regions_of(same[0]))) if len({m.accelerator for m in same}) == 1 else ""
+    known = ", ".join(sorted(REGIONS.get(same[0].accelerator, ()))) if len({m.accelerator for m in same}) == 1 else ""
     listed = f"; Google's page of {REGIONS_DATE} lists its GPUs in {known}" if known else ""
     return CapacityError(f"{text}: this region has none; try another location or machine{listed}")
 
 
 def _allow(told: str, what: str, metadata: Mapping[str, Any]) -> str:
     """Return the step that lets the caller in after a refusal of ``what``."""
-    if _DISABLED.search(told):
-        return _enable(told, metadata)
+    if _DISABLED.search(told):  # an API is off, in the project whose calls are counted
+        named = _API.search(told)
+        service = metadata.get("service") or (named and named["service"]) or "aiplatform.googleapis.com"
+        project = str(metadata.get("consumer") or "").removeprefix("projects/") or (named and named["project"]) or ""
+        return f"switch it on: gcloud services enable {service}" + (f" --project {project}" if project else "")
     if _NO_CONSUMER.search(told):
         return HELP["consumer"]
     if _ACT_AS.search(told):
@@ -171,23 +169,15 @@ def _allow(told: str, what: str, metadata: Mapping[str, Any]) -> str:
     return HELP["store" if what == CLAIM or what.startswith(LOOK) else "role"]
 
 
-def _enable(told: str, metadata: Mapping[str, Any]) -> str:
-    """Return the command that switches on the API that is off, in the project whose calls are counted."""
-    named = _API.search(told)
-    service = str(metadata.get("service") or (named and named["service"]) or "aiplatform.googleapis.com")
-    project = str(metadata.get("consumer") or "").removeprefix("projects/") or (named and named["project"]) or ""
-    return f"switch it on: gcloud services enable {service}" + (f" --project {project}" if project else "")
-
-
 def decoded(answer: Any, *, what: str) -> dict[str, Any]:
     """Return an answer's JSON object (requests' Response). Raises `PlatformError`: a proxy may answer with a page."""
     try:
-        told = json.loads(answer.content)
+        found = json.loads(answer.content)
     except ValueError:
-        told = None
-    if not isinstance(told, dict):
+        found = None
+    if not isinstance(found, dict):
         raise PlatformError(f"{what}: the answer is not JSON")
-    return told
+    return found
 
 
 def answered(body: bytes) -> tuple[str, str, Mapping[str, Any]]:
@@ -214,9 +204,15 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
     import requests.exceptions as http
 
     text = " ".join(str(exc).split())
+    # By name: a status does not import the exceptions of a creation.
+    names = {base.__name__ for base in type(exc).__mro__}
     if isinstance(exc, auth.DefaultCredentialsError):
         return AuthError(f"no Google Cloud credentials: {HELP['none']}")
-    if isinstance(exc, auth.TransportError) or (isinstance(exc, auth.RefreshError) and exc.retryable):
+    if (
+        isinstance(exc, (auth.TransportError, http.RequestException, ConnectionError, TimeoutError))
+        or (isinstance(exc, auth.RefreshError) and exc.retryable)
+        or "RetryError" in names
+    ):
         return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
     if isinstance(exc, auth.GoogleAuthError):
         return AuthError(f"{what}: the credentials are refused ({text[:200]}): {HELP['expired']}")
@@ -224,14 +220,8 @@ def error_of(exc: Exception, *, what: str) -> CloudtrainError | None:
         if module == "google.oauth2._client":  # it looks for a token in any 200, also a proxy's page
             return LostContactError(f"Google Cloud does not answer: {what}: the answer to a sign-in is not JSON")
         return AuthError(f"{what}: the credentials cannot be used ({type(exc).__name__}: {text[:200]}): {HELP['none']}")
-    if isinstance(exc, http.RequestException):
-        return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
-    # By name: a status does not import the exceptions of a creation.
-    names = {base.__name__ for base in type(exc).__mro__}
     if "GoogleAPICallError" in names:
         return _refused(exc, what)
-    if "RetryError" in names or isinstance(exc, (ConnectionError, TimeoutError)):
-        return LostContactError(f"Google Cloud does not answer: {what}: {text[:300]}")
     if "ParseError" in names:
         why = f"the installed google-cloud-aiplatform does not know this request: {text}; update it"
         return SpecError(why, field="options")

@@ -15,8 +15,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-__all__ = ["SCRIPTS", "TRANSPORTS", "fabric_env"]
-
 RDMA, TCPXO = "GPUDirect-RDMA", "GPUDirect-TCPXO"
 TRANSPORTS: Mapping[str, str] = {
     **dict.fromkeys(("NVIDIA_H200_141GB", "NVIDIA_B200", "NVIDIA_GB200"), RDMA),

@@ -8,13 +8,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...provider_api.catalog import Machine
 from ...provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 from ...provider_api.protocol import Request
-from .machines import told_as
+from .machines import known_machine
 from .names import AGAIN, FABRIC_PATH, FORWARDED, GCS, GRACE_PATH, NFS, PORT, grace_of
 from .request import mounted
-
-__all__ = ["launch_spec"]
 
 TRANSIENT = (6, 11, AGAIN, 139)
 """Exit codes of failures that may pass (SIGABRT, SIGSEGV, each twice): Vertex AI's page on its training service."""
@@ -39,15 +38,16 @@ def launch_spec(request: Request) -> LaunchSpec:
         for number, pool in enumerate(pools)
         for index in range(int(pool["replicaCount"]))
     ]
-    again = () if spec["scheduling"].get("disableRetries") else TRANSIENT
+    scheduling = spec["scheduling"]
+    again = () if scheduling.get("disableRetries") else TRANSIENT
     rules = LaunchRules(
-        time_limit=int(spec["scheduling"]["timeout"].removesuffix("s")),
+        time_limit=int(scheduling["timeout"].removesuffix("s")),
         restart_on=again,
         max_restarts=RESTARTS if again else 0,
         preemptions=PREEMPTIONS,
-        losses=RESTARTS if spec["scheduling"].get("restartJobOnWorkerRestart") else 0,
+        losses=RESTARTS if scheduling.get("restartJobOnWorkerRestart") else 0,
         primary=0,
-        stop_grace=grace_of(spec["scheduling"].get("strategy", "")),
+        stop_grace=grace_of(scheduling.get("strategy", "")),
     )
     return LaunchSpec(nodes=specs, rules=rules)
 
@@ -55,20 +55,20 @@ def launch_spec(request: Request) -> LaunchSpec:
 def _node(
     request: Request, pool: Mapping[str, Any], hosts: Mapping[str, list[str]], number: int, index: int
 ) -> NodeSpec:
-    machine, container = told_as(pool["machineSpec"]), pool["containerSpec"]
-    name = f"workerpool{number}"
+    machine = known_machine(pool["machineSpec"]) or Machine(instance_type="")
+    container, name = pool["containerSpec"], f"workerpool{number}"
     return NodeSpec(
         image=container["imageUri"],
-        platform="linux/arm64" if machine is not None and machine.arch == "arm64" else "linux/amd64",
+        platform="linux/arm64" if machine.arch == "arm64" else "linux/amd64",
         entrypoint=container["command"],
         command=container["args"],
         env={**_environment(request, hosts, name, index), **{item["name"]: item["value"] for item in container["env"]}},
         mounts=list(_mounts(request, pool)),
         hostname=hosts[name][index],
         ports=FORWARDED if len(hosts) > 1 and number == 0 else (),
-        gpus=machine.gpu_count if machine is not None else 0,
-        cpus=machine.vcpus if machine is not None else None,
-        memory=int(machine.memory_gib * GIB) if machine is not None and machine.memory_gib else None,
+        gpus=machine.gpu_count,
+        cpus=machine.vcpus,
+        memory=int(machine.memory_gib * GIB) if machine.memory_gib else None,
     )
 
 
@@ -103,13 +103,12 @@ def _mounts(request: Request, pool: Mapping[str, Any]) -> Iterator[Mount]:
     yield Mount(url=runtime, path=mounted(runtime), kind="mount")
     yield Mount(url=_url(context), path=context, kind="mount")
     yield Mount(url=base, path=mounted(base), kind="sync")
-    pairs = (after.split("=", 1) for before, after in itertools.pairwise(words) if before == "--path")
-    for name, path in pairs:
-        if name in (GRACE_PATH, FABRIC_PATH):
-            continue
-        place = path.rpartition("/")[0] if name == "code" else path
-        url = servers[place] if place in servers else _url(place)
-        yield Mount(url=url, path=place, kind="sync" if name == "live" else "mount")
+    for before, word in itertools.pairwise(words):
+        name, _, path = word.partition("=")
+        if before == "--path" and name not in (GRACE_PATH, FABRIC_PATH):
+            place = path.rpartition("/")[0] if name == "code" else path
+            url = servers[place] if place in servers else _url(place)
+            yield Mount(url=url, path=place, kind="sync" if name == "live" else "mount")
 
 
 def _url(path: str) -> str:

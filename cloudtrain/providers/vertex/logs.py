@@ -1,8 +1,7 @@
 """Read a job's lines from Cloud Logging, page by page.
 
 Entries come late, twice, and out of order. So each pass reads again from the newest entry less `OVERLAP`, and the
-cursor holds the entries already given. A project has few reads a minute, and more are refused. A finished job's last
-lines are waited for.
+cursor holds the entries already given.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from .errors import READ, decoded
 
 if TYPE_CHECKING:
     from .api import Account
-
-__all__ = ["page"]
 
 PAGE_SIZE = 1000
 """Most entries of one answer."""
@@ -117,8 +114,7 @@ def _key(entry: Mapping[str, Any]) -> str:
 def _line(entry: Mapping[str, Any], key: str, when: int) -> LogLine:
     labels = (entry.get("resource") or {}).get("labels") or {}
     task = labels.get("task_name") or (entry.get("labels") or {}).get("ml.googleapis.com/task_name") or ""
-    payload = entry.get("jsonPayload")
-    text = entry.get("textPayload")
+    payload, text = entry.get("jsonPayload"), entry.get("textPayload")
     if isinstance(payload, Mapping):
         text = payload["message"] if "message" in payload else json.dumps(payload)
     if text is None:
@@ -135,8 +131,8 @@ def _node(task: str) -> str:
 def _nanos(moment: str) -> int:
     """Return RFC 3339 as Unix nanoseconds."""
     seconds, _, fraction = moment.removesuffix("Z").partition(".")
-    digits = re.match(r"\d*", fraction)
-    return int(unix_seconds(f"{seconds}Z")) * 1_000_000_000 + int((digits[0] if digits else "")[:9].ljust(9, "0"))
+    digits = re.split(r"\D", fraction)[0][:9]
+    return int(unix_seconds(f"{seconds}Z")) * 1_000_000_000 + int(digits.ljust(9, "0"))
 
 
 def _stamp(nanos: int) -> str:

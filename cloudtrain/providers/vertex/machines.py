@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError, UnsupportedError
@@ -15,11 +17,6 @@ from .names import NAME
 if TYPE_CHECKING:
     from ...job.job import Gpu, Job
     from ...provider_api.catalog import Machine
-
-__all__ = [
-    "DISK_LIMITS_GB", "FLEXIBLE", "LOCATIONS", "REGIONS", "advice", "machine_of", "machine_spec", "notes_of", "priced",
-    "regions_of", "told_as", "unavailable",
-]  # fmt: skip
 
 FIRST = "n1-standard-4"
 """The smallest machine for training; part of its memory is the system's own."""
@@ -36,19 +33,14 @@ ACCELERATED = re.compile(r"(a\d+x?|g\d+)-")
 FORM = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+")
 """Series, kind and cores."""
 TPU = re.compile(r"(ct|tpu)", re.IGNORECASE)
-FLEXIBLE = frozenset(
-    (
-        *("NVIDIA_L4", "NVIDIA_TESLA_A100", "NVIDIA_A100_80GB", "NVIDIA_H100_80GB", "NVIDIA_H100_MEGA_80GB"),
-        *("NVIDIA_H200_141GB", "NVIDIA_B200"),
-    )
-)
+SCARCE = frozenset(("NVIDIA_H100_MEGA_80GB", "NVIDIA_H200_141GB", "NVIDIA_B200"))
+"""GPUs for which Google recommends (configure-compute) a reservation or spot machines; FLEX_START has them, too."""
+FLEXIBLE = SCARCE | {"NVIDIA_L4", "NVIDIA_TESLA_A100", "NVIDIA_A100_80GB", "NVIDIA_H100_80GB"}
 """Accelerators of FLEX_START: Vertex AI's page on the Dynamic Workload Scheduler."""
 DISK_LIMITS_GB = (100, 64_000)
 """Least and most of a boot disk: Google's page configure-compute of serverless training."""
 RESERVED = frozenset(("NVIDIA_GB200",))
 """GPUs that need a shared reservation: the same page."""
-SCARCE = frozenset(("NVIDIA_H100_MEGA_80GB", "NVIDIA_H200_141GB", "NVIDIA_B200"))
-"""GPUs for which the same page recommends a reservation or spot machines; FLEX_START has them, too."""
 ENDED: Mapping[str, str] = {"NVIDIA_TESLA_P100": "15 September 2026"}
 """End of Google's support by GPU: the same page."""
 LOCATIONS = (
@@ -56,53 +48,10 @@ LOCATIONS = (
     *("southamerica-east1", "us-central1"),
 )
 """One region of each part of the world, for the words of regions' names."""
-REGIONS_DATE = "2026"
-REGIONS: Mapping[str, tuple[str, ...]] = {
-    "NVIDIA_TESLA_A100": (
-        "asia-northeast3", "asia-southeast1", "europe-west4", "me-west1", "us-central1", "us-east1", "us-west3",
-        "us-west4",
-    ),
-    "NVIDIA_A100_80GB": ("asia-southeast1", "europe-west4", "us-central1", "us-east4", "us-east5"),
-    "NVIDIA_B200": (
-        "asia-northeast1", "asia-southeast1", "europe-west4", "us-central1", "us-east1", "us-east4", "us-south1",
-        "us-west2", "us-west3",
-    ),
-    "NVIDIA_GB200": ("us-central1", "us-east4"),
-    "NVIDIA_RTX_PRO_6000": (
-        "asia-south2", "asia-southeast1", "europe-west4", "us-central1", "us-east1", "us-east4",
-    ),
-    "NVIDIA_H100_80GB": (
-        "asia-northeast1", "asia-northeast3", "asia-south1", "asia-southeast1", "europe-west1", "europe-west2",
-        "europe-west3", "europe-west4", "northamerica-northeast2", "us-central1", "us-east4", "us-east5", "us-west1",
-        "us-west4",
-    ),
-    "NVIDIA_H100_MEGA_80GB": (
-        "asia-east1", "asia-northeast1", "asia-southeast1", "australia-southeast1", "europe-north1", "europe-west1",
-        "europe-west3", "europe-west4", "us-central1", "us-east4", "us-east5", "us-west1", "us-west4",
-    ),
-    "NVIDIA_H200_141GB": (
-        "asia-south1", "asia-south2", "europe-west1", "europe-west4", "us-central1", "us-east4", "us-east5",
-        "us-south1", "us-west1",
-    ),
-    "NVIDIA_L4": (
-        "asia-northeast3", "asia-south1", "asia-southeast1", "europe-west2", "europe-west4", "me-central2",
-        "northamerica-northeast2", "us-central1", "us-east1", "us-east4", "us-west1",
-    ),
-    "NVIDIA_TESLA_P4": (
-        "asia-southeast1", "australia-southeast1", "europe-west4", "northamerica-northeast1", "us-central1",
-        "us-east4", "us-west2",
-    ),
-    "NVIDIA_TESLA_P100": ("asia-east1", "europe-west1", "europe-west4", "us-central1", "us-east1", "us-west1"),
-    "NVIDIA_TESLA_T4": (
-        "asia-east1", "asia-east2", "asia-northeast1", "asia-northeast3", "asia-south1", "asia-southeast1",
-        "asia-southeast2", "australia-southeast1", "europe-central2", "europe-west1", "europe-west2", "europe-west3",
-        "europe-west4", "northamerica-northeast1", "southamerica-east1", "us-central1", "us-east1", "us-east4",
-        "us-west1", "us-west2", "us-west4",
-    ),
-    "NVIDIA_TESLA_V100": ("asia-east1", "europe-west4", "us-central1", "us-east1", "us-west1"),
-}  # fmt: skip
-"""Regions where training has a GPU: Google's page of locations, section "Using accelerators" (copy of 2026), without
-the entries that it marks as not available for training. Google adds regions, so the table only advises."""
+_PAGE = json.loads(Path(__file__).with_name("regions.json").read_bytes())
+REGIONS_DATE: str = _PAGE["date"]
+REGIONS: Mapping[str, Sequence[str]] = _PAGE["regions"]
+"""Regions where training has a GPU. Google adds regions, so the table only advises."""
 
 
 def machine_of(job: Job, choice: int) -> Machine:
@@ -143,9 +92,8 @@ def _pinned(job: Job, name: str, gpu: Gpu | None) -> Machine:
 def _unknown(name: str, gpu: Gpu | None) -> Machine:
     """Return a machine that the table lacks, if it has no GPU: Vertex needs a GPU's own name and number."""
     if TPU.match(name):
-        raise UnsupportedError(
-            NAME, "resources.instance_type", f"{name} has TPUs, which PyTorch's torchrun does not use"
-        )
+        why = f"{name} has TPUs, which PyTorch's torchrun does not use"
+        raise UnsupportedError(NAME, "resources.instance_type", why)
     catalog.check_name(NAME, name, FORM)
     if gpu is not None or ACCELERATED.match(name):
         why = f"which GPUs {name} has is not known here; leave instance_type out, or name one that is"
@@ -155,16 +103,19 @@ def _unknown(name: str, gpu: Gpu | None) -> Machine:
     return catalog.Machine(instance_type=name)
 
 
-def unavailable(machine: Machine, *, strategy: str, reserved: bool) -> str:
-    """Return the reason the machine cannot be had that way; empty when it can.
+def check_available(job: Job, machine: Machine, *, strategy: str, reserved: bool) -> None:
+    """Raise `UnsupportedError` for a machine that cannot be had with ``strategy``, or without a reservation.
 
     Sources: Compute Engine's page on A3 machines, and Google's page configure-compute of serverless training.
     """
     if machine.spot_only and strategy not in ("SPOT", "FLEX_START"):
-        return f"{machine.instance_type} is for spot and FLEX_START only: set spot, a max_wait or vertex.strategy"
-    if machine.accelerator in RESERVED and not reserved:
-        return f"{machine.instance_type} needs a shared reservation: set vertex.reservation"
-    return ""
+        why = "is for spot and FLEX_START only: set spot, a max_wait or vertex.strategy"
+    elif machine.accelerator in RESERVED and not reserved:
+        why = "needs a shared reservation: set vertex.reservation"
+    else:
+        return
+    field = "resources.gpu" if job.resources.gpu else "resources.instance_type"
+    raise UnsupportedError(NAME, field, f"{machine.instance_type} {why}")
 
 
 def advice(machine: Machine, *, strategy: str, reserved: bool, location: str) -> Iterator[str]:
@@ -174,13 +125,8 @@ def advice(machine: Machine, *, strategy: str, reserved: bool, location: str) ->
         yield f"{name}: Google recommends a reservation, spot or FLEX_START (a max_wait) for {gpu}, not on demand"
     if end := ENDED.get(machine.accelerator):
         yield f"{name}: Google's support of {gpu} ends on {end}"
-    if location and (known := regions_of(machine)) and location not in known:
+    if location and (known := REGIONS.get(machine.accelerator)) and location not in known:
         yield f"{name}: Google's page of {REGIONS_DATE} lists no {gpu} in {location}, but in {', '.join(known)}"
-
-
-def regions_of(machine: Machine) -> tuple[str, ...]:
-    """Return the regions where training has the machine's GPU; empty for a machine without one."""
-    return REGIONS.get(machine.accelerator, ())
 
 
 def notes_of(machine: Machine, nodes: int) -> list[str]:
@@ -202,19 +148,12 @@ def machine_spec(machine: Machine) -> dict[str, Any]:
     return spec
 
 
-def told_as(spec: Mapping[str, Any]) -> Machine | None:
-    """Return the machine of a machineSpec, None if the table has none."""
+def known_machine(spec: Mapping[str, Any]) -> Machine | None:
+    """Return the machine of a machineSpec; None if the table lacks it."""
     count = int(spec.get("acceleratorCount") or 0)
-    return next(
-        (
-            m
-            for m in catalog.machines(NAME)
-            if m.instance_type == spec.get("machineType")
-            and m.gpu_count == count
-            and m.accelerator == (spec.get("acceleratorType") if count else "")
-        ),
-        None,
-    )
+    wanted = spec.get("machineType"), count, spec.get("acceleratorType") if count else ""
+    found = (m for m in catalog.machines(NAME) if (m.instance_type, m.gpu_count, m.accelerator) == wanted)
+    return next(found, None)
 
 
 def priced(machine: Machine) -> str:

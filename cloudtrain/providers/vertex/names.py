@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AGAIN", "FABRIC_PATH", "FORWARDED", "GCS", "GRACE", "GRACE_PATH", "JOIN_TIMEOUT", "LABEL_ATTEMPT", "LABEL_CI",
-    "LABEL_JOB", "LABEL_NAME", "LABEL_REQUEST", "LABEL_REVISION", "LABEL_RUN", "LABEL_RUN_ID", "LINK_PORT", "NAME",
-    "NFS", "NODES", "PORT", "grace_of",
-]  # fmt: skip
-
 NAME = "vertex"
 GCS = "/gcs"
 """Folder in which every container sees Cloud Storage, by bucket."""
@@ -17,9 +11,8 @@ NODES = "CLOUDTRAIN_NODES"
 PORT, LINK_PORT = 2222, 3333
 """torchrun's store and the node link. The port of CLUSTER_SPEC's addresses is the first."""
 FORWARDED = (2222, 3333, 6000)
-"""The ports at which the chief's name answers: it is a Kubernetes Service, which forwards these and no other. Variables
-``CMLE_TRAINING_WORKERPOOL0_…_SERVICE_PORT_…`` of real jobs name them. At its own address a node answers on every port.
-"""
+"""The only ports at which the chief's name answers: it is a Kubernetes Service. Variables of real jobs name them
+(``CMLE_TRAINING_WORKERPOOL0_…_SERVICE_PORT_…``). At its own address a node answers on every port."""
 JOIN_TIMEOUT = 3600.0
 """Seconds that nodes wait for each other. Without FLEX_START a job's machines come one by one. Users have seen nodes
 start 45 minutes apart."""
@@ -31,15 +24,6 @@ GRACE_PATH, FABRIC_PATH = "grace", "fabric"
 options cannot change."""
 AGAIN = 134
 """Exit code (SIGABRT) of a failure that may pass: Vertex starts the whole job again, at most 3 times."""
-LABEL_RUN, LABEL_RUN_ID, LABEL_ATTEMPT, LABEL_NAME = (
-    f"cloudtrain-{word}" for word in ("run", "run-id", "attempt", "name")
-)
-LABEL_REVISION, LABEL_CI = "cloudtrain-revision", "cloudtrain-ci"
-"""Origin of the run: the commit, and the CI service with its number of the run; no label can be a URL."""
-LABEL_JOB = "cloudtrain-job"
-"""`job_name` again: a list of jobs can be filtered by a label, and the service chooses its own ids."""
-LABEL_REQUEST = "cloudtrain-request"
-"""Digest of the rest of the body. A run's id may return for another job after its records are gone."""
 
 
 def grace_of(strategy: str) -> int:

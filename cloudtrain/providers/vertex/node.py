@@ -6,19 +6,19 @@ have other meanings now. CLUSTER_SPEC holds the request with the job's environme
 
 from __future__ import annotations
 
+import base64
 import json
 import posixpath
 import re
+import urllib.request
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import SpecError
+from ...errors import SpecError, StorageError
 from ...provider_api.node import NodeEnvironment, Topology
+from ...runtime.http_json import ask
 from .fabric import fabric_env
 from .names import AGAIN, FABRIC_PATH, GRACE, GRACE_PATH, JOIN_TIMEOUT, LINK_PORT, NODES, PORT
-from .secrets import secret
-
-__all__ = ["node_environment"]
 
 SHUTDOWN = 5
 """Seconds before the end of the grace at which torchrun kills its ranks; its own default is 30 s after SIGTERM."""
@@ -73,9 +73,14 @@ def _topology(environ: Mapping[str, str]) -> Topology:
     nodes = int(environ.get(NODES) or 1)
     if nodes == 1:
         return Topology(nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=PORT)
-    spec = _cluster(environ)
-    if spec is None:
+    if not environ.get("CLUSTER_SPEC"):
         raise SpecError(f"this node of {nodes} is not told which it is", field="CLUSTER_SPEC")
+    try:
+        spec = json.loads(environ["CLUSTER_SPEC"])
+    except ValueError:
+        spec = None
+    if not isinstance(spec, dict):
+        raise SpecError("is not a JSON object", field="CLUSTER_SPEC")  # not shown: it holds the environment
     cluster = _pools(spec)
     hosts = [host for pool in POOLS for host in cluster.get(pool, ())]
     pool, index = _task(spec)
@@ -88,19 +93,6 @@ def _topology(environ: Mapping[str, str]) -> Topology:
         master_addr=address,
         master_port=int(port) if port and 0 < int(port) < 65535 else PORT,
     )
-
-
-def _cluster(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    text = environ.get("CLUSTER_SPEC")
-    if not text:
-        return None
-    try:
-        spec = json.loads(text)
-    except ValueError:
-        spec = None
-    if not isinstance(spec, dict):
-        raise SpecError("is not a JSON object", field="CLUSTER_SPEC")  # not shown: it holds the environment
-    return spec
 
 
 def _task(spec: Mapping[str, Any]) -> tuple[str, int]:
@@ -128,3 +120,35 @@ def _pools(spec: Mapping[str, Any]) -> dict[str, Sequence[str]]:
             if isinstance(pool, Mapping)
         }
     return dict(cluster) if isinstance(cluster, Mapping) else {}
+
+
+def secret(resource: str, environ: Mapping[str, str]) -> str:
+    """Return the value of ``projects/P/secrets/S[/versions/V]`` of Secret Manager (default: newest).
+
+    The node asks as the job's service account. Raises `StorageError`, never with the value.
+    """
+    version = resource if "/versions/" in resource else f"{resource}/versions/latest"
+    # gcloud's own variable for another endpoint.
+    other = environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_SECRETMANAGER")
+    service = (other or "https://secretmanager.googleapis.com").rstrip("/")
+    headers = {"Authorization": f"Bearer {token(environ)}"}
+    request = urllib.request.Request(f"{service}/v1/{version}:access", headers=headers)
+    how = "give the job's service account the role Secret Manager Secret Accessor"
+    told = ask(lambda: request, what=f"secret {version}", how=how)
+    try:
+        return base64.b64decode(told["payload"]["data"]).decode()
+    except (KeyError, TypeError, ValueError):
+        raise StorageError(f"secret {version}: an answer without text") from None
+
+
+def token(environ: Mapping[str, str]) -> str:
+    """Return a token of the job's service account, from the machine's metadata server. Raises `StorageError`."""
+    host = environ.get("GCE_METADATA_HOST") or "metadata.google.internal"  # the variable of Google's own libraries
+    url = f"http://{host}/computeMetadata/v1/instance/service-accounts/default/token"
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    what, how = "the token of the job's service account", "set vertex.service_account"
+    told = ask(lambda: request, what=what, how=how, direct=True)
+    try:
+        return str(told["access_token"])
+    except (KeyError, TypeError):
+        raise StorageError(f"{what}: an answer without a token") from None

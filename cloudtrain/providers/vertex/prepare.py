@@ -20,8 +20,6 @@ from ...errors import CloudtrainError, StorageError
 from . import bootstrap
 from .names import AGAIN, GCS
 
-__all__ = ["main"]
-
 PATIENCE = 120.0
 """Seconds for a bucket to show the client's files, written before the job was created."""
 COPIES = 16
@@ -69,9 +67,8 @@ def check_shm(path: str = "/dev/shm") -> None:
         return
     size = status.f_frsize * status.f_blocks >> 20
     if size < SHM_MIB:
-        sys.stderr.write(
-            f"cloudtrain: {path} has {size} MiB; set num_workers=0, or NCCL_SHM_DISABLE=1, if it runs out\n"
-        )
+        way_out = "set num_workers=0, or NCCL_SHM_DISABLE=1, if it runs out"
+        sys.stderr.write(f"cloudtrain: {path} has {size} MiB; {way_out}\n")
 
 
 def delivered(pair: str, *, root: str = GCS, patience: float = bootstrap.PATIENCE) -> str:
@@ -98,8 +95,7 @@ def copied(pair: str) -> str:
     target = tempfile.mkdtemp(prefix=f"cloudtrain-{channel}-")
     pairs = [(path, os.path.join(target, os.path.basename(path)))] if kind == "copyfile" else list(_below(path, target))
     with ThreadPoolExecutor(COPIES) as pool:
-        for _ in pool.map(lambda both: shutil.copyfile(*both), pairs):
-            continue
+        list(pool.map(lambda both: shutil.copyfile(*both), pairs))  # raises the first error
     return f"input.{channel}={target}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -18,35 +19,9 @@ from ...provider_api import catalog
 from ...provider_api.limits import checked_prices, hard_limit
 from ...provider_api.protocol import Layout, Request, check_inputs, check_needs, context_of, python_command
 from ...validate import choice_of, url_scheme
+from . import machines
 from .fabric import TRANSPORTS
-from .machines import (
-    DISK_LIMITS_GB,
-    FLEXIBLE,
-    LOCATIONS,
-    advice,
-    machine_of,
-    machine_spec,
-    notes_of,
-    priced,
-    unavailable,
-)
-from .names import (
-    FABRIC_PATH,
-    GCS,
-    GRACE_PATH,
-    LABEL_ATTEMPT,
-    LABEL_CI,
-    LABEL_JOB,
-    LABEL_NAME,
-    LABEL_REQUEST,
-    LABEL_REVISION,
-    LABEL_RUN,
-    LABEL_RUN_ID,
-    NAME,
-    NFS,
-    NODES,
-    grace_of,
-)
+from .names import FABRIC_PATH, GCS, GRACE_PATH, NAME, NFS, NODES, grace_of
 from .validate import check_body
 
 if TYPE_CHECKING:
@@ -55,8 +30,15 @@ if TYPE_CHECKING:
     from ...provider_api.protocol import LayoutInput
     from . import Settings
 
-__all__ = ["checked", "mounted", "parent_of", "plan"]
-
+LABEL_RUN, LABEL_RUN_ID, LABEL_ATTEMPT, LABEL_NAME = (
+    f"cloudtrain-{word}" for word in ("run", "run-id", "attempt", "name")
+)
+LABEL_REVISION, LABEL_CI = "cloudtrain-revision", "cloudtrain-ci"
+"""Origin of the run: the commit, and the CI service with its number of the run; no label can be a URL."""
+LABEL_JOB = "cloudtrain-job"
+"""`job_name` again: a list of jobs can be filtered by a label, and the service chooses its own ids."""
+LABEL_REQUEST = "cloudtrain-request"
+"""Digest of the rest of the body. A run's id may return for another job after its records are gone."""
 LABEL_COUNT, VALUE_LENGTH = 56, 63
 """Upper limits. LABEL_COUNT is the platform's 64 labels less our own eight; VALUE_LENGTH the characters of a value."""
 DISK_GB = 100
@@ -85,25 +67,14 @@ _PATTERNS: Mapping[str, tuple[str, str]] = {
         "is not any, none or projects/P/zones/Z/reservations/R",
     ),
 }  # fmt: skip
-_POOL = "jobSpec.workerPoolSpecs.*"
 OWNED = (
-    *("displayName", "labels", "encryptionSpec"),
-    *(
-        f"jobSpec.{name}"
-        for name in (
-            *("serviceAccount", "network", "baseOutputDirectory", "tensorboard", "enableWebAccess"),
-            *("persistentResourceId", "scheduling.timeout", "scheduling.restartJobOnWorkerRestart"),
-            *("scheduling.strategy", "scheduling.maxWaitDuration"),
-        )
-    ),
-    *(
-        f"{_POOL}.{name}"
-        for name in (
-            *("replicaCount", "machineSpec.machineType", "machineSpec.acceleratorType"),
-            *("machineSpec.acceleratorCount", "machineSpec.reservationAffinity", "diskSpec.bootDiskSizeGb"),
-            *("containerSpec.imageUri", "containerSpec.command", "containerSpec.args"),
-        )
-    ),
+    *("displayName", "labels", "encryptionSpec", "jobSpec.serviceAccount", "jobSpec.network"),
+    *("jobSpec.baseOutputDirectory", "jobSpec.tensorboard", "jobSpec.enableWebAccess", "jobSpec.persistentResourceId"),
+    *(f"jobSpec.scheduling.{name}" for name in ("timeout", "restartJobOnWorkerRestart", "strategy", "maxWaitDuration")),
+    *(f"jobSpec.workerPoolSpecs.*.machineSpec.{name}" for name in ("machineType", "acceleratorType")),
+    *(f"jobSpec.workerPoolSpecs.*.machineSpec.{name}" for name in ("acceleratorCount", "reservationAffinity")),
+    *(f"jobSpec.workerPoolSpecs.*.containerSpec.{name}" for name in ("imageUri", "command", "args")),
+    *("jobSpec.workerPoolSpecs.*.replicaCount", "jobSpec.workerPoolSpecs.*.diskSpec.bootDiskSizeGb"),
 )
 """Fields that `options` cannot change: another field or setting sets them, or the run relies on them."""
 _BUCKET = re.compile(r"gs://[a-z0-9]([a-z0-9._-]{0,220}[a-z0-9])?(/.*)?", re.DOTALL)
@@ -120,7 +91,7 @@ def checked(settings: Settings) -> Settings:
         value = getattr(settings, name)
         if value and not (isinstance(value, str) and re.fullmatch(pattern, value)):
             raise SpecError(f"{value!r} {why}", field=f"{NAME}.{name}")
-    catalog.check_region(f"{NAME}.location", settings.location, LOCATIONS)
+    catalog.check_region(f"{NAME}.location", settings.location, machines.LOCATIONS)
     if settings.strategy:
         choice_of(settings.strategy, STRATEGIES, f"{NAME}.strategy")
     if settings.strategy == "FLEX_START" and _reserved(settings):
@@ -140,18 +111,7 @@ def _reserved(settings: Settings) -> bool:
     return settings.reservation not in ("", "none")
 
 
-def _affinity(settings: Settings) -> dict[str, Any]:
-    """Return the setting's reservationAffinity, in the API's words: Google's page on reservations with training."""
-    if settings.reservation in AFFINITIES:
-        return {"reservationAffinityType": AFFINITIES[settings.reservation]}
-    return {
-        "reservationAffinityType": "SPECIFIC_RESERVATION",
-        "key": "compute.googleapis.com/reservation-name",
-        "values": [settings.reservation],
-    }
-
-
-def _check_account(settings: Settings, store: str) -> None:
+def _check_store(store: str) -> None:
     if url_scheme(store) != "gs" or not _BUCKET.fullmatch(store):
         hint = 'add to cloudtrain.toml: store = "gs://BUCKET/PREFIX", a bucket in the job\'s region'
         raise UnsupportedError(NAME, "store", f"its nodes see Cloud Storage, not {store}", hint=hint)
@@ -163,11 +123,6 @@ def _check_url(url: str, field: str) -> None:
         raise UnsupportedError(NAME, field, f"its URL holds {amiss[0]!r}: rename it")
 
 
-def parent_of(settings: Settings) -> str:
-    """Return the jobs' parent, in the API's words."""
-    return f"projects/{settings.project}/locations/{settings.location}"
-
-
 # ------------------------------------------------------------------------------------------------------------- the plan
 
 
@@ -176,14 +131,14 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     from . import Provider
 
     check_needs(Provider, settings, job)
-    _check_account(settings, layout.store)
+    _check_store(layout.store)
     check_inputs(Provider, layout.inputs)
     _check_secrets(settings, job)
     if job.resources.shm_gb:
         why = "no field of a custom job sets the size of /dev/shm; use fewer DataLoader workers"
         raise UnsupportedError(NAME, "resources.shm_gb", why)
-    machine = machine_of(job, choice)
-    notes = notes_of(machine, job.resources.instance_count)
+    machine = machines.machine_of(job, choice)
+    notes = machines.notes_of(machine, job.resources.instance_count)
     name = job_name(layout.run, attempt, choice)
     spec: dict[str, Any] = {
         "workerPoolSpecs": _pools(settings, job, layout, machine, attempt),
@@ -201,13 +156,13 @@ def plan(settings: Settings, job: Job, layout: Layout, *, attempt: int, choice: 
     body["labels"][LABEL_REQUEST] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
     return Request(
         provider=NAME,
-        operation=f"POST v1/{parent_of(settings)}/customJobs",
+        operation=f"POST v1/projects/{settings.project}/locations/{settings.location}/customJobs",
         body=body,
         context=context_of(NAME, job, layout, processes=_processes(job, choice, machine)),
         run=layout.run,
         attempt=attempt,
         choice=choice,
-        instance_types=(priced(machine),),
+        instance_types=(machines.priced(machine),),
         notes=tuple(notes),
     )
 
@@ -241,7 +196,7 @@ def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attem
     """Return the pools: one primary, and all others. Source: Vertex AI's page on distributed training."""
     count = job.resources.instance_count
     words = python_command(["-c", _bootstrap(), layout.runtime, *_arguments(job, layout, machine, attempt)])
-    spec = machine_spec(machine)
+    spec = machines.machine_spec(machine)
     if settings.reservation:
         spec["reservationAffinity"] = _affinity(settings)
     pool: dict[str, Any] = {
@@ -257,13 +212,23 @@ def _pools(settings: Settings, job: Job, layout: Layout, machine: Machine, attem
     }
     if mounts := _file_systems(settings, layout):
         pool["nfsMounts"] = mounts
-    pools = [pool] if count == 1 else [pool, {**pool, "replicaCount": str(count - 1)}]
-    copied: list[dict[str, Any]] = json.loads(json.dumps(pools))  # the pools share no objects
-    return copied
+    # The pools share no objects: options change each by itself.
+    return [pool] if count == 1 else [pool, {**copy.deepcopy(pool), "replicaCount": str(count - 1)}]
+
+
+def _affinity(settings: Settings) -> dict[str, Any]:
+    """Return the setting's reservationAffinity, in the API's words: Google's page on reservations with training."""
+    if settings.reservation in AFFINITIES:
+        return {"reservationAffinityType": AFFINITIES[settings.reservation]}
+    return {
+        "reservationAffinityType": "SPECIFIC_RESERVATION",
+        "key": "compute.googleapis.com/reservation-name",
+        "values": [settings.reservation],
+    }
 
 
 def _disk_gb(job: Job) -> int:
-    size, (least, most) = job.resources.disk_gb or DISK_GB, DISK_LIMITS_GB
+    size, (least, most) = job.resources.disk_gb or DISK_GB, machines.DISK_LIMITS_GB
     if not least <= size <= most:
         raise UnsupportedError(NAME, "resources.disk_gb", f"a boot disk has {least} to {most} GB, not {size}")
     return size
@@ -335,8 +300,8 @@ def _scheduling(settings: Settings, job: Job, machine: Machine, choice: int, not
     strategy = _strategy(settings, job, machine, notes)
     if strategy == "FLEX_START" and seconds > FLEX_SECONDS:
         raise UnsupportedError(NAME, "max_runtime", "a job on FLEX_START runs for at most 7 days")
-    _check_machine(settings, job, machine, strategy)
-    notes += advice(machine, strategy=strategy, reserved=_reserved(settings), location=settings.location)
+    machines.check_available(job, machine, strategy=strategy, reserved=_reserved(settings))
+    notes += machines.advice(machine, strategy=strategy, reserved=_reserved(settings), location=settings.location)
     scheduling: dict[str, Any] = {"timeout": f"{seconds}s", "restartJobOnWorkerRestart": True}
     if strategy:
         scheduling["strategy"] = strategy
@@ -353,7 +318,7 @@ def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) 
                 raise SpecError("the job asks for spot machines; leave one of the two out", field=f"{NAME}.{name}")
         notes.append("spot: Vertex AI itself starts the job again, up to six times, when its machines are taken back")
         return "SPOT"
-    flexible = machine.accelerator in FLEXIBLE
+    flexible = machine.accelerator in machines.FLEXIBLE
     if settings.strategy == "FLEX_START" and not flexible:
         has = f"{machine.instance_type} has {machine.gpus or 'no GPU'}"
         raise SpecError(f"FLEX_START is for L4, A100, H100, H200 and B200; {has}", field=f"{NAME}.strategy")
@@ -369,15 +334,9 @@ def _strategy(settings: Settings, job: Job, machine: Machine, notes: list[str]) 
 
 def _priced(settings: Settings, job: Job, choice: int) -> str:
     """Return the price name of the listed GPU's machine. Raises `SpecError` for a machine that the job cannot have."""
-    machine = machine_of(job, choice)
-    _check_machine(settings, job, machine, _strategy(settings, job, machine, []))
-    return priced(machine)
-
-
-def _check_machine(settings: Settings, job: Job, machine: Machine, strategy: str) -> None:
-    """Raise `UnsupportedError` for a machine that cannot be had that way."""
-    if why := unavailable(machine, strategy=strategy, reserved=_reserved(settings)):
-        raise UnsupportedError(NAME, "resources.gpu" if job.resources.gpu else "resources.instance_type", why)
+    machine = machines.machine_of(job, choice)
+    machines.check_available(job, machine, strategy=_strategy(settings, job, machine, []), reserved=_reserved(settings))
+    return machines.priced(machine)
 
 
 def _switches(settings: Settings) -> dict[str, Any]:

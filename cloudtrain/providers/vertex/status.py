@@ -10,11 +10,11 @@ from typing import Any
 from ...provider_api.protocol import Status
 from ...validate import unix_seconds
 from .errors import CAPACITY, HELP, PULL, QUOTA, pull_hint, quota_hint
-from .machines import priced, told_as
+from .machines import known_machine, priced
 
-__all__ = ["PENDING", "category_of", "over_for", "status_of"]
-
-PENDING = frozenset({"QUEUED", "PENDING", "PAUSED"})
+PENDING = {
+    "QUEUED": "QUEUED: taken in, no machine yet", "PENDING": "PENDING: waiting for machines", "PAUSED": "PAUSED",
+}  # fmt: skip
 """States in which no script need run. Any other state that is not final, also an unknown one, counts as running."""
 HINTS: Mapping[str, str] = {
     "capacity": HELP["capacity"],
@@ -68,16 +68,15 @@ def category_of(code: int, message: str) -> str:
 def status_of(told: Mapping[str, Any]) -> Status:
     """Return the Status of a CustomJob in JSON.
 
-    ``startTime`` is the moment when the service accepted the job, not when it first ran. It was 0.13 to 0.16 s after
-    creation in every recorded job. So the status names no start. Its ``limit_s`` leaves the start and the timeout to
-    the nodes' records. ``updateTime`` of a running job is the moment it began to run, or later.
+    ``startTime`` is the moment when the service accepted the job, 0.13 to 0.16 s after creation in every recorded job.
+    So the status names no start. Its ``limit_s`` leaves the start and the timeout to the nodes' records.
     """
     native = str(told.get("state") or "JOB_STATE_UNSPECIFIED").removeprefix("JOB_STATE_")
     state, category, reason = _state(native, told)
     final = state not in ("pending", "running")
     spec = told.get("jobSpec") or {}
     machine_spec = (spec.get("workerPoolSpecs") or [{}])[0].get("machineSpec") or {}
-    machine = told_as(machine_spec)
+    machine = known_machine(machine_spec)
     # A job that is being cancelled, or whose state is unknown, may never have had a machine. RUNNING has.
     concludes = final or native == "RUNNING"
     return Status(
@@ -109,8 +108,7 @@ def _state(native: str, told: Mapping[str, Any]) -> tuple[str, str, str]:
             return "failed", category, _hinted(said, category)
         return "cancelled", "cancelled", "it was cancelled" if said in ("", "CANCELED") else said
     if native in PENDING:
-        words = {"QUEUED": "QUEUED: taken in, no machine yet", "PAUSED": "PAUSED"}
-        return "pending", "", words.get(native, "PENDING: waiting for machines")
+        return "pending", "", PENDING[native]
     return "running", "", "stopping" if native == "CANCELLING" else ""
 
 
@@ -132,9 +130,8 @@ def _url(name: str) -> str:
     parts = name.split("/")
     if len(parts) != 6:
         return ""
-    return (
-        f"https://console.cloud.google.com/agent-platform/locations/{parts[3]}/training/{parts[5]}?project={parts[1]}"
-    )
+    page = f"locations/{parts[3]}/training/{parts[5]}?project={parts[1]}"
+    return f"https://console.cloud.google.com/agent-platform/{page}"
 
 
 def _seconds(duration: Any, *, default: float) -> float:

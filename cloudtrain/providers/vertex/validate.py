@@ -17,8 +17,6 @@ from ...errors import SpecError
 from ...validate import did_you_mean
 from .names import NAME, NODES
 
-__all__ = ["check_body", "fields"]
-
 ENV_COUNT = 100
 """Most variables of a container, besides the service's own: docs of ContainerSpec.env."""
 DURATION = re.compile(r"\d{1,12}s")
