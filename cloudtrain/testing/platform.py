@@ -45,9 +45,7 @@ class FakePlatform(abc.ABC):
         self.folder, self.provider, self.store, self.nowhere = folder, provider, store, nowhere
         self.sample = Sample.of(type(provider))
         #: ``place.secret`` refers to a secret that has the value `tables.SECRET` in this world.
-        self.place = Place.make(
-            folder / "place", store=store, provider=provider.name, secret=secret or self.sample.secret
-        )
+        self.place = Place(folder / "place", store=store, provider=provider.name, secret=secret or self.sample.secret)
 
     # ----------------------------------------------------------------------------------------------- the platform's own
 

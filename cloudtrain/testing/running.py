@@ -24,7 +24,7 @@ from ..runs.submit import Plan
 from ..storage.files import files
 from . import probe
 from .platform import FakePlatform, Impossible, numbered
-from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen, settings_of
+from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen
 
 __all__ = ["Jobs", "RunContract"]
 
@@ -256,7 +256,7 @@ class RunContract:
         """Use a cursor, made during the run and kept as JSON, after the run's end by another handle."""
         jobs.case("cancelled")
         provider, native, early = jobs.world.provider, jobs.native(jobs.run("cancelled")), jobs.early["cancelled"]
-        again = type(provider)(**dataclasses.asdict(settings_of(provider)))
+        again = type(provider)(**dataclasses.asdict(provider.settings))
         whole, cursor = _to_end(provider, native, None)
         rest, _ = _to_end(again, native, json.loads(json.dumps(early.cursor)))
         assert early.lines
@@ -271,7 +271,7 @@ class RunContract:
     def test_script_field_is_seen_by_the_script(self, jobs: Jobs, field: str) -> None:
         row = SCRIPT[field]
         seen = jobs.script(row.run)
-        assert row.seen(seen, jobs.world.place), (seen.result["reason"], seen.ranks[:1])
+        assert row.seen(seen), (seen.result["reason"], seen.ranks[:1])
 
     @pytest.mark.slow
     def test_ranks_train_together(self, jobs: Jobs) -> None:
