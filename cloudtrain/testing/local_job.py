@@ -215,9 +215,9 @@ class _Engine(ProcessEngine):
         self._watching: list[threading.Thread] = []
 
     def start(
-        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, launch: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> list[NodeProcess]:
-        nodes = super().start(simulation, attempt=attempt, local=local, secrets=secrets)
+        nodes = super().start(launch, attempt=attempt, local=local, secrets=secrets)
         if self._notices:
             notice = self._notices.pop(0)
             watch = threading.Thread(target=self._watch, args=(notice, attempt, nodes), daemon=True)

@@ -300,12 +300,12 @@ class PlanContract:
     @pytest.mark.parametrize("nodes", [1, 2, 4])
     def test_nodes_are_what_the_request_says(self, world: FakePlatform, nodes: int) -> None:
         plan = world.plan({"instance_count": nodes, "max_runtime": 1234, "inputs": {"data": str(world.place.data)}})
-        simulation = world.provider.launch_spec(plan.request)
-        assert LaunchSpec.from_dict(json.loads(json.dumps(simulation.to_dict()))).to_dict() == simulation.to_dict()
-        assert simulation == world.provider.launch_spec(Request.from_dict(plan.request.to_dict()))
-        assert len(simulation.nodes) == nodes
-        assert simulation.rules.time_limit == 1234
-        for number, node in enumerate(simulation.nodes):
+        launch = world.provider.launch_spec(plan.request)
+        assert LaunchSpec.from_dict(json.loads(json.dumps(launch.to_dict()))).to_dict() == launch.to_dict()
+        assert launch == world.provider.launch_spec(Request.from_dict(plan.request.to_dict()))
+        assert len(launch.nodes) == nodes
+        assert launch.rules.time_limit == 1234
+        for number, node in enumerate(launch.nodes):
             words = " ".join([*(node.entrypoint or ()), *node.command])
             assert "cloudtrain.pyz" in words
             assert f"--attempt {plan.request.attempt}" in words
