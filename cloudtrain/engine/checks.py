@@ -83,9 +83,8 @@ def _torch(python: str, install: str) -> Check:
         elif not gpus.isdigit():
             problem = f"{python} is no Python: it did not print what it was asked"
     if problem:
-        return failed(
-            "torch", problem, fix=f"{install}; or set python to a Python that has it", code=SpecError.exit_code
-        )
+        fix = f"{install}; or set python to a Python that has it"
+        return failed("torch", problem, fix=fix, code=SpecError.exit_code)
     return ok("torch", f"{version} in {python}, {gpus} GPUs")
 
 

@@ -79,8 +79,8 @@ def make_client(version: str) -> Any:
     import docker
 
     context = _context()
-    tls = docker.utils.kwargs_from_env().get("tls", False) if context is None else context.tls()
-    return docker.APIClient(base_url=_address(), tls=tls, version=version, timeout=API_SECONDS)
+    given = docker.utils.kwargs_from_env() if context is None else {"tls": context.tls()}
+    return docker.APIClient(**{"base_url": _address(), **given}, version=version, timeout=API_SECONDS)
 
 
 def _is_remote(where: str) -> bool:
@@ -115,10 +115,8 @@ class _Context:
         """Return the client's TLS configuration; False without certificates."""
         import docker
 
-        ca, cert, key = (
-            str(path) if (path := self.certificates / f"{name}.pem").exists() else None
-            for name in ("ca", "cert", "key")
-        )
+        paths = [self.certificates / f"{name}.pem" for name in ("ca", "cert", "key")]
+        ca, cert, key = (str(path) if path.exists() else None for path in paths)
         if not (ca or cert or key):
             return False
         pair = (cert, key) if cert and key else None

@@ -86,13 +86,8 @@ class ProcessEngine:
             out = self._folder / "out" / attempt
             out.mkdir(parents=True, exist_ok=True)
             for number, spec in enumerate(nodes):
-                facts = {
-                    "NODE": number,
-                    "NODES": len(nodes),
-                    "PORT": port,
-                    "SUPERVISOR": os.getpid(),
-                    "ATTEMPT": attempt,
-                }
+                facts = {"NODE": number, "NODES": len(nodes), "PORT": port, "ATTEMPT": attempt}
+                facts["SUPERVISOR"] = os.getpid()
                 env = {**self._environ, VISIBLE: ",".join(gpus[number])} if spec.gpus else dict(self._environ)
                 env |= {**spec.env, **{ENGINE_PREFIX + key: str(value) for key, value in facts.items()}}
                 root = self._root(spec, f"node-{number}", local)
@@ -187,11 +182,7 @@ def check_gpus(wanted: int, name: str) -> None:
     left = _left(os.environ)
     ours = [kind for _, kind in whole]
     if left is not None:  # a GPU's UUID may be cut short
-        named = [
-            [kind for key, kind in found if key == word or (not word.isdigit() and key.startswith(word))]
-            for word in left
-        ]
-        kinds = [(matches or [""])[0] for matches in named]
+        kinds = (next((kind for key, kind in found if key == word or _is_start(word, key)), "") for word in left)
         ours = list(itertools.takewhile(bool, kinds))
     matching = [name.upper() in kind.upper().replace(" ", "-") for kind in ours]
     if sum(matching) < wanted:
@@ -213,6 +204,10 @@ def has_torch(python: str) -> bool:
         return importlib.util.find_spec("torch") is not None
     code = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else 66)"
     return subprocess.run([python, "-c", code], check=False, capture_output=True).returncode != 66
+
+
+def _is_start(word: str, key: str) -> bool:
+    return not word.isdigit() and key.startswith(word)
 
 
 def _found_gpus() -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from ..errors import CATEGORIES, CloudtrainError, NotFoundError, QuotaError, Spe
 from ..job.job import Job
 from ..provider_api.protocol import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Status
 from ..provider_api.registry import find_provider, provider_names
+from ..runs.log_order import attempt_key
 from ..runs.run import NOT_RETRIED
 from ..store import runtime_zip
 from ..store.store import Store
@@ -81,7 +82,7 @@ class FakeCloud:
         checkpoints: Checkpoints | None = None,
     ) -> FakeCloud:
         """Let the next attempt succeed and leave this; a checkpoint is ``{"step-10": {"model.pt": b"…"}}``."""
-        return self._say(Outcome(left=Left(logs, metrics, artifacts, checkpoints)))
+        return self._add(Outcome(left=Left(logs, metrics, artifacts, checkpoints)))
 
     def fail(
         self,
@@ -103,7 +104,7 @@ class FakeCloud:
         if category and category not in CATEGORIES:
             raise ValueError(f"no category of a run is called {category!r}; there are {', '.join(CATEGORIES)}")
         left = Left(logs, metrics, artifacts, checkpoints)
-        return self._say(failed(exception, node=node, rank=rank, kind=category, left=left))
+        return self._add(failed(exception, node=node, rank=rank, kind=category, left=left))
 
     def preempt(
         self,
@@ -116,24 +117,24 @@ class FakeCloud:
         """Take the next attempt's machine away once it has left this; the platform then starts it again."""
         left = Left(logs, metrics, artifacts, checkpoints)
         reason = "node 0 was told to stop (SIGTERM)"
-        return self._say(Outcome(kind="preempted", category="preempted", reason=reason, left=left))
+        return self._add(Outcome(kind="preempted", category="preempted", reason=reason, left=left))
 
     def capacity(self, reason: str = "no machines (scripted)") -> FakeCloud:
         """Fail the next attempt for lack of machines: another GPU of the list may follow."""
-        return self._say(Outcome(kind="failed", category="capacity", reason=reason))
+        return self._add(Outcome(kind="failed", category="capacity", reason=reason))
 
     def refuse(self, error: CloudtrainError | str = "the quota is too small (scripted)") -> FakeCloud:
         """Refuse the next request: sending it raises ``error``, a `QuotaError` if that is text."""
         raised = QuotaError(error) if isinstance(error, str) else error
         if not isinstance(raised, CloudtrainError):
             raise TypeError(f"a provider raises errors of cloudtrain.errors, not {raised!r}")
-        return self._say(Outcome(kind="refused", error=raised))
+        return self._add(Outcome(kind="refused", error=raised))
 
     def hold(self, state: str = "running", reason: str = "") -> FakeCloud:
         """Keep the next attempt as it is (``pending``, ``running``) until it is cancelled, or `release` is called."""
         if state not in ("pending", "running"):
             raise ValueError(f"a job is held pending or running, not {state!r}")
-        return self._say(Outcome(kind="held", state=state, reason=reason))
+        return self._add(Outcome(kind="held", state=state, reason=reason))
 
     def release(self) -> None:
         """Continue every held job with the next word of the script."""
@@ -212,7 +213,7 @@ class FakeCloud:
             if native.local is not None:
                 native.local.close()
 
-    def _say(self, outcome: Outcome) -> FakeCloud:
+    def _add(self, outcome: Outcome) -> FakeCloud:
         self._script.append(outcome)
         return self
 
@@ -312,9 +313,4 @@ def _key(request: Request) -> tuple[str, int, int]:
 
 def _last(store: Store, run_id: str) -> str:
     """Return the attempt that a further one follows: the newest with a record."""
-    return max((str(record["attempt"]) for record in store.starts(run_id)), key=_order, default="")
-
-
-def _order(number: str) -> tuple[int, int]:
-    k, _, r = number.partition(".")
-    return int(k), int(r)
+    return max((str(record["attempt"]) for record in store.starts(run_id)), key=attempt_key, default="")

@@ -367,7 +367,7 @@ def _python(args: Sequence[str], *, cwd: Path, env: Mapping[str, str], text: str
 
 @contextlib.contextmanager
 def _sites(world: FakePlatform, request: Request) -> Iterator[list[NodeEnvironment]]:
-    """Yield every node's Site of the request."""
+    """Yield every node's NodeEnvironment of the request."""
     specs = world.provider.launch_spec(request).nodes
     with contextlib.ExitStack() as stack:
         sites = []

@@ -1,6 +1,6 @@
-"""Test a provider with jobs that run: each is really submitted, to the platform of a World.
+"""Test a provider with jobs that run on its `FakePlatform`, as a part of `cloudtrain.testing.contract`.
 
-Part of the suite; see `cloudtrain.testing.contract`. Jobs are shared: each runs once for all tests that look at it.
+Each job runs once, for all tests that look at it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ print(run.provider.find(run.store.attempt_request(run.run_id, 0)))
 
 
 class Jobs:
-    """Runs of one world, each submitted when it is first needed and shared by all tests of the class."""
+    """Runs of one platform, each submitted when it is first needed and shared by all tests of the class."""
 
     def __init__(self, world: FakePlatform) -> None:
         self.world = world
@@ -97,7 +97,7 @@ class RunContract:
     @pytest.fixture(scope="class")
     @classmethod
     def jobs(cls, world: FakePlatform) -> Jobs:
-        """Return the runs of this class's world."""
+        """Return the runs of this class's platform."""
         return Jobs(world)
 
     # ------------------------------------------------------------------------------------------- submitting and finding
@@ -347,7 +347,7 @@ class RunContract:
 
     def test_categories_have_a_way_to_be_reached(self) -> None:
         reached = {case.category for case in CASES.values() if case.category} | {"stalled", *CASES} | set(FAULTS)
-        # A run is of the one whose request was refused, of the other whose store stays full.
+        # A refused request leaves no run, and a full store no record of its end.
         assert set(CATEGORIES) - {"spec", "storage"} <= reached
 
 
