@@ -1,9 +1,8 @@
-"""Start a Simulation's nodes on this machine, as process groups or as containers.
+"""Start the nodes of a LaunchSpec on this machine, as process groups or as containers.
 
 An engine makes each mount appear on its node and hands over secrets by a pipe. It gives the node the facts about its
 peers that a platform would give, in ``CLOUDTRAIN_ENGINE_*`` variables. It leaves nothing behind.
-`supervisor` restarts and ends nodes by the Simulation's rules. `supervised` is the base of the providers that
-use an engine.
+`supervisor` restarts and ends nodes by the rules. `supervised` is the base of the providers that use an engine.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ class NodeHandle(Protocol):
 class Engine(Protocol):
     """Starter of nodes. One engine serves every attempt of one run."""
 
-    def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
-        """Fetch what the nodes need, until ``given_up()``; ``tell`` reports each wait. Raises `NodeError`."""
+    def prepare(self, launch: LaunchSpec, report: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+        """Fetch what the nodes need, until ``given_up()``; ``report`` gets each wait's text. Raises `NodeError`."""
 
     def start(
-        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, launch: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> Sequence[NodeHandle]:
         """Start every node. ``local`` maps each mount's URL to its path on this machine.
 

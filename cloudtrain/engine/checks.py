@@ -27,11 +27,10 @@ def of_processes(
     """Check torch, ports, shared memory, disk and GPUs. ``check`` is the provider's own; ``fix`` installs torch."""
     yield _torch(python, fix)
     yield from tried("ports", _ports)
-    yield (
-        _disk("/dev/shm", "shm", SpecError.exit_code, least=0)
-        if Path("/dev/shm").exists()
-        else skipped("shm", "this system has no /dev/shm")
-    )
+    if Path("/dev/shm").exists():
+        yield _disk("/dev/shm", "shm", SpecError.exit_code, least=0)
+    else:
+        yield skipped("shm", "this system has no /dev/shm")
     yield _disk(tempfile.gettempdir(), "disk", StorageError.exit_code)
     yield from _request(request, check, "gpus")
 
@@ -48,11 +47,10 @@ def of_containers(request: Request | None, check: Callable[[Request], None]) -> 
         yield skipped("image", "no engine to ask")
         return
     try:
-        told, about = api.version(), api.info()
-        yield ok("engine", f"version {told['Version']}, API {told['ApiVersion']}, {told['Os']}/{told['Arch']}")
-        runtimes = sorted(about.get("Runtimes") or {})
+        found, about = api.version(), api.info()
+        yield ok("engine", f"version {found['Version']}, API {found['ApiVersion']}, {found['Os']}/{found['Arch']}")
         wanted = sum(int(node["gpus"]) for node in request.body["nodes"]) if request is not None else 0
-        yield _runtime(runtimes, wanted)
+        yield _runtime(", ".join(sorted(about.get("Runtimes") or {})), wanted)
         if request is None:
             yield skipped("image", "no image is named (--image)")
         else:
@@ -62,7 +60,7 @@ def of_containers(request: Request | None, check: Callable[[Request], None]) -> 
         root = next((str(about[name]) for name in about if name.endswith("RootDir")), "/")  # the folder of the images
         yield _disk(root, "disk", StorageError.exit_code)
     except Exception as exc:  # noqa: BLE001 - the client raises its own kinds, requests' and the system's
-        fix = "see that the engine is well (its own info and logs), and start it anew"
+        fix = "see that the engine is well (its own info and logs), and start it again"
         yield failed("engine", f"it answers, and then fails: {why(exc)}", fix=fix, code=SpecError.exit_code)
     finally:
         api.close()
@@ -70,20 +68,23 @@ def of_containers(request: Request | None, check: Callable[[Request], None]) -> 
 
 
 def _torch(python: str, install: str) -> Check:
-    fix = f"{install}; or set python to a Python that has it"
+    version, gpus, problem = "", "", ""
     try:
         done = subprocess.run([python, "-c", TORCH], capture_output=True, text=True, errors="replace", timeout=SECONDS)
     except OSError as exc:
-        return failed("torch", f"{python} does not start: {exc.strerror}", fix=fix, code=SpecError.exit_code)
+        problem = f"{python} does not start: {exc.strerror}"
     except subprocess.TimeoutExpired:
-        return failed("torch", f"{python} imports torch for over {SECONDS} s", fix=fix, code=SpecError.exit_code)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return failed("torch", f"{python} cannot import torch: {last}", fix=fix, code=SpecError.exit_code)
-    version, gpus = [*done.stdout.split()[-2:], "", ""][:2]
-    if not gpus.isdigit():
-        why = f"{python} is no Python: it did not print what it was asked"
-        return failed("torch", why, fix=fix, code=SpecError.exit_code)
+        problem = f"{python} imports torch for over {SECONDS} s"
+    else:
+        version, gpus = [*done.stdout.split()[-2:], "", ""][:2]
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            problem = f"{python} cannot import torch: {last}"
+        elif not gpus.isdigit():
+            problem = f"{python} is no Python: it did not print what it was asked"
+    if problem:
+        fix = f"{install}; or set python to a Python that has it"
+        return failed("torch", problem, fix=fix, code=SpecError.exit_code)
     return ok("torch", f"{version} in {python}, {gpus} GPUs")
 
 
@@ -109,15 +110,13 @@ def _disk(folder: str, name: str, code: int, *, least: float = LEAST_GIB) -> Che
     return ok(name, f"{free:.1f} GiB free in {folder}")
 
 
-def _runtime(names: list[str], wanted: int) -> Check:
-    if any("nvidia" in name for name in names):
-        return ok("gpu runtime", f"nvidia, among {', '.join(names)}")
+def _runtime(names: str, wanted: int) -> Check:
+    if "nvidia" in names:
+        return ok("gpu runtime", f"nvidia, among {names}")
     if not wanted:
         return ok("gpu runtime", "none for NVIDIA GPUs; none are asked for")
-    fix = "install the NVIDIA Container Toolkit and start the engine anew (nvidia-ctk runtime configure)"
-    return failed(
-        "gpu runtime", f"none for NVIDIA GPUs among {', '.join(names)}", fix=fix, code=CapacityError.exit_code
-    )
+    fix = "install the NVIDIA Container Toolkit and start the engine again (nvidia-ctk runtime configure)"
+    return failed("gpu runtime", f"none for NVIDIA GPUs among {names}", fix=fix, code=CapacityError.exit_code)
 
 
 def _image(here: bool, image: str) -> Check:

@@ -1,8 +1,7 @@
 """Run nodes as containers on the run's own network, through the Docker Engine API (Docker, or Podman's socket).
 
-A mount is a bind mount, and output comes through an attached stream. Secrets go in by standard input, so they are in no
-file, argument or inspect output. Every object carries labels. If this process is killed, a guard removes the objects by
-their labels. An engine that is away for a while is waited for.
+Output comes through an attached stream. Secrets go in by standard input, so they are in no file, argument or inspect
+output. If this process is killed, a guard removes every container and network by its labels.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -67,24 +66,24 @@ class ContainerEngine:
         self._away_since: float | None = None
         self._was_away = 0.0
 
-    def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+    def prepare(self, launch: LaunchSpec, report: Callable[[str], None], given_up: Callable[[], bool]) -> None:
         """Pull missing images with the engine's own logins, and create the network meanwhile."""
         self._given_up = given_up
         self._start_guard()
         self._network_made = self._aside.submit(self.patiently, self._make_network, given_up)
         self._info = self.patiently(lambda api: api.info(), given_up)
-        for image, platform in dict.fromkeys((str(spec.image), spec.platform) for spec in simulation.nodes):
+        for image, platform in dict.fromkeys((str(spec.image), spec.platform) for spec in launch.nodes):
             here = partial(check_image, image=image, platform=platform)
             if not self.patiently(here, given_up):
-                tell(f"pulling {image}")
+                report(f"pulling {image}")
                 self.patiently(partial(self._pull, image=image, platform=platform), given_up)
                 self.patiently(here, given_up)
-            found = self.patiently(partial(_config, image=image), given_up)
-            self._users[image] = str(found.get("User") or "")
+            found = self.patiently(lambda api, image=image: api.inspect_image(image), given_up)  # type: ignore[misc]
+            self._users[image] = str((found.get("Config") or {}).get("User") or "")
 
     def _pull(self, api: Any, image: str, platform: str | None) -> None:
         """Pull in an abandonable thread: a stalled registry has no time limit, and a cancel must not wait."""
-        ended: list[Exception | None] = []
+        pulled: Future[None] = Future()
 
         def pull() -> None:
             try:
@@ -92,18 +91,15 @@ class ContainerEngine:
                     if "error" in event:
                         raise NodeError(_no_image(image, str(event["error"])), category="image")
             except Exception as exc:  # noqa: BLE001  the calling thread raises it
-                ended.append(exc)
+                pulled.set_exception(_pull_error(exc, image))
             else:
-                ended.append(None)
+                pulled.set_result(None)
 
-        thread = threading.Thread(target=pull, name="pull", daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.2)
+        threading.Thread(target=pull, name="pull", daemon=True).start()
+        while not wait([pulled], timeout=0.2).done:
             if self._given_up():
                 raise NodeError(f"given up while {image} was pulled")
-        if ended[0] is not None:
-            raise _pull_error(ended[0], image)
+        pulled.result()
 
     # ------------------------------------------------------------------------------------------- waiting for the engine
 
@@ -159,42 +155,42 @@ class ContainerEngine:
     # ------------------------------------------------------------------------------------------------------- starting
 
     def start(
-        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, launch: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> list[ContainerNode]:
-        out = self._folder / "out" / attempt
         try:
-            out.mkdir(parents=True, exist_ok=True)
-            roots = [self._stage(spec, number, local) for number, spec in enumerate(simulation.nodes)]
+            (self._folder / "out" / attempt).mkdir(parents=True, exist_ok=True)
+            paths = [self._stage(spec, number, local) for number, spec in enumerate(launch.nodes)]
         except OSError as exc:
             raise StorageError(f"cannot make the nodes' files in {self._folder}: {exc}") from None
-
-        def start(item: tuple[int, tuple[NodeSpec, Mapping[str, Path]]]) -> ContainerNode:
-            number, (spec, paths) = item
-            body = self._body(spec, number, simulation, attempt, paths, bool(secrets))
-            name = f"cloudtrain-{self._run.rpartition('/')[2]}-{self._label[:6]}-{attempt}-{number}"
-            return ContainerNode(self, body, name, spec, out / f"node-{number}.log", secrets)
-
-        specs = list(zip(simulation.nodes, roots, strict=True))
-        return self.patiently(lambda api: self._start_all(api, start, specs), self._given_up)
+        return self.patiently(lambda api: self._start_all(api, launch, attempt, paths, secrets), self._given_up)
 
     def _start_all(
         self,
         api: Any,
-        start: Callable[[tuple[int, tuple[NodeSpec, Mapping[str, Path]]]], ContainerNode],
-        specs: Sequence[tuple[NodeSpec, Mapping[str, Path]]],
+        launch: LaunchSpec,
+        attempt: str,
+        paths: Sequence[Mapping[str, Path]],
+        secrets: Mapping[str, str],
     ) -> list[ContainerNode]:
         for item in api.containers(all=True, filters=self._ours):  # left by a start that the engine did not finish
             remove_container(api, item["Id"])
-        served = [spec for spec, _ in specs if spec.ports and spec.hostname]
+        served = [spec for spec in launch.nodes if spec.ports and spec.hostname]
         self._services = {str(spec.hostname): self._start_service(api, spec, n) for n, spec in enumerate(served)}
-        with ThreadPoolExecutor(len(specs)) as pool:
-            futures = [pool.submit(start, item) for item in enumerate(specs)]
-        failed = next((exc for f in futures if (exc := f.exception()) is not None), None)
+
+        def start(number: int) -> ContainerNode:
+            body = self._body(launch, number, attempt, paths[number], bool(secrets))
+            name = f"cloudtrain-{self._run.rpartition('/')[2]}-{self._label[:6]}-{attempt}-{number}"
+            out = self._folder / "out" / attempt / f"node-{number}.log"
+            return ContainerNode(self, body, name, launch.nodes[number], out, secrets)
+
+        with ThreadPoolExecutor(len(paths)) as pool:
+            futures = [pool.submit(start, number) for number in range(len(paths))]
         nodes = [f.result() for f in futures if f.exception() is None]
-        if failed is not None:
+        if len(nodes) < len(futures):
             for node in nodes:
                 node.kill()
-            raise failed
+        for future in futures:
+            future.result()  # raises the first error
         for node in nodes:
             node.follow()
         return nodes
@@ -204,8 +200,6 @@ class ContainerEngine:
 
         It runs in the node's own image, which has a Python. Raises `NodeError` for an image that cannot be started.
         """
-        import docker
-
         program = Path(__file__).with_name("forward.py").read_text(encoding="utf-8")
         find = 'exec "$(command -v python3 || command -v python)" -c "$0" "$@"'
         body = {
@@ -218,27 +212,17 @@ class ContainerEngine:
         }
         self.await_network()
         name = f"{self._network}-service-{number}"  # below 64 characters, or DNS has no name for its address
-        try:
+        with _refusals(partial(_refused, spec=spec)):
             made = str(api.create_container_from_config(body, name, platform=spec.platform)["Id"])
             api.start(made)
-        except docker.errors.APIError as exc:
-            if away(exc):
-                raise
-            raise _refused(exc, spec) from None
         networks = api.inspect_container(made)["NetworkSettings"]["Networks"]
         return str(networks.get(self._network, {}).get("IPAddress") or "")
 
     def _make_network(self, api: Any) -> None:
-        import docker
-
-        if api.networks(filters=self._ours):
-            return
-        try:
-            api.create_network(self._network, driver="bridge", internal=self._isolated, labels=self._labels())
-        except docker.errors.APIError as exc:
-            if away(exc):
-                raise
-            raise NodeError(f"the container engine has no network to give: {why(exc)}", category="capacity") from None
+        none_left = "the container engine has no network to give"
+        if not api.networks(filters=self._ours):
+            with _refusals(lambda exc: NodeError(f"{none_left}: {why(exc)}", category="capacity")):
+                api.create_network(self._network, driver="bridge", internal=self._isolated, labels=self._labels())
 
     def await_network(self) -> None:
         """Wait for the network that `prepare` has requested. Raises `NodeError` if the engine has none left."""
@@ -275,7 +259,7 @@ class ContainerEngine:
             for mount in spec.mounts:
                 if mount.kind == "sync":
                     _hand_over(paths[mount.path], uid, gid)
-                elif mount.kind == "mount" and paths[mount.path].is_file() and not _is_public(paths[mount.path]):
+                elif mount.kind == "mount" and _is_private(paths[mount.path]):
                     # Mode 0600, as the run's key has: copy it for the other user.
                     copy = root / "own" / mount.path.lstrip("/")
                     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -285,35 +269,51 @@ class ContainerEngine:
         return paths
 
     def _body(
-        self,
-        spec: NodeSpec,
-        number: int,
-        simulation: LaunchSpec,
-        attempt: str,
-        paths: Mapping[str, Path],
-        secrets: bool,
+        self, launch: LaunchSpec, number: int, attempt: str, paths: Mapping[str, Path], secrets: bool
     ) -> dict[str, Any]:
         """Return the body of the Engine API's ContainerCreate."""
-        nodes = len(simulation.nodes)
+        spec, nodes = launch.nodes[number], len(launch.nodes)
         cpus = spec.cpus or max(1, int(self._info["NCPU"]) // nodes)
-        told: dict[str, int | str] = {"NODE": number, "NODES": nodes, "CPUS": cpus, "ATTEMPT": attempt}
+        facts: dict[str, int | str] = {"NODE": number, "NODES": nodes, "CPUS": cpus, "ATTEMPT": attempt}
         if secrets:
-            told["SECRETS"] = 1
-        own = {} if self._bare else {ENGINE_PREFIX + key: str(value) for key, value in told.items()}
-        env = {**spec.env, **own}
+            facts["SECRETS"] = 1
+        env = {**spec.env, **({} if self._bare else {ENGINE_PREFIX + key: value for key, value in facts.items()})}
+        body: dict[str, Any] = {
+            "Image": spec.image,
+            "Cmd": list(spec.command),
+            "Env": [f"{key}={value}" for key, value in env.items()],
+            "Labels": {},
+            "StopSignal": launch.rules.stop_signal,
+            "StopTimeout": int(launch.rules.stop_grace),
+            "Healthcheck": {"Test": ["NONE"]},
+            "OpenStdin": secrets,
+            "StdinOnce": secrets,
+            "HostConfig": self._host_config(spec, number, paths),
+            "NetworkingConfig": {"EndpointsConfig": {self._network: {"Aliases": _aliases(spec)}}},
+        }
+        body |= {"Hostname": spec.hostname} if spec.hostname else {}
+        body |= {"Entrypoint": list(spec.entrypoint)} if spec.entrypoint is not None else {}
+        body |= {"WorkingDir": _absolute(spec.workdir)} if spec.workdir != "." else {}
+        body |= {"User": self._user(spec.user)} if spec.user else {}
+        body = _merged(body, spec.container)
+        body["Labels"] |= {**self._labels(), f"{LABEL}attempt": attempt, f"{LABEL}node": str(number)}
+        return body
+
+    def _host_config(self, spec: NodeSpec, number: int, paths: Mapping[str, Path]) -> dict[str, Any]:
         read_only = {mount.path for mount in spec.mounts if mount.kind == "mount"} | set(spec.files)
         host: dict[str, Any] = {
             "NetworkMode": self._network,
             "ReadonlyRootfs": spec.read_only,
             "LogConfig": LOG,
-            **self._hosts(spec),
             "Mounts": [
                 {"Type": "bind", "Source": str(source), "Target": _absolute(path), "ReadOnly": path in read_only}
                 for path, source in paths.items()
             ],
         }
-        options = self._info.get("SecurityOptions") or []
-        if any("name=selinux" in option for option in options):
+        # The way to the other nodes' services: /etc/hosts comes before DNS.
+        if services := [f"{name}:{at}" for name, at in self._services.items() if name != spec.hostname and at]:
+            host["ExtraHosts"] = services
+        if self._has_option("selinux"):
             host["SecurityOpt"] = ["label=disable"]  # else SELinux lets it read no mount
         if spec.cpus:
             host["NanoCpus"] = int(spec.cpus * 1e9)
@@ -324,36 +324,14 @@ class ContainerEngine:
         if spec.gpus:
             ids = share_of_gpus(number, spec, self._environ)
             host["DeviceRequests"] = [{"DeviceIDs": ids, "Capabilities": [["gpu"]]}]
-        body: dict[str, Any] = {
-            "Image": spec.image,
-            "Cmd": list(spec.command),
-            "Env": [f"{key}={value}" for key, value in env.items()],
-            "Labels": {},
-            "StopSignal": simulation.rules.stop_signal,
-            "StopTimeout": int(simulation.rules.stop_grace),
-            "Healthcheck": {"Test": ["NONE"]},
-            "OpenStdin": secrets,
-            "StdinOnce": secrets,
-            "HostConfig": host,
-            "NetworkingConfig": {"EndpointsConfig": {self._network: {"Aliases": _aliases(spec)}}},
-        }
-        body |= {"Hostname": spec.hostname} if spec.hostname else {}
-        body |= {"Entrypoint": list(spec.entrypoint)} if spec.entrypoint is not None else {}
-        body |= {"WorkingDir": _absolute(spec.workdir)} if spec.workdir != "." else {}
-        body |= {"User": self._user(spec.user, options)} if spec.user else {}
-        body = _merged(body, spec.container)
-        body["Labels"] |= {**self._labels(), f"{LABEL}attempt": attempt, f"{LABEL}node": str(number)}
-        return body
+        return host
 
-    def _hosts(self, spec: NodeSpec) -> dict[str, list[str]]:
-        """Return the HostConfig field that leads a node to the other nodes' services: /etc/hosts comes before DNS."""
-        found = [f"{name}:{at}" for name, at in self._services.items() if name != spec.hostname and at]
-        return {"ExtraHosts": found} if found else {}
+    def _has_option(self, name: str) -> bool:
+        return any(f"name={name}" in option for option in self._info.get("SecurityOptions") or [])
 
-    def _user(self, user: str, options: Sequence[str]) -> str:
+    def _user(self, user: str) -> str:
         """Return root for this user if the engine is rootless: its containers see this user as root."""
-        rootless = any("name=rootless" in option for option in options)
-        return "0:0" if rootless and _ids(user)[0] == os.geteuid() else user
+        return "0:0" if self._has_option("rootless") and _ids(user)[0] == os.geteuid() else user
 
     # --------------------------------------------------------------------------------------------------------- clean-up
 
@@ -413,8 +391,6 @@ class ContainerNode:
         out: Path,
         secrets: Mapping[str, str],
     ) -> None:
-        import docker
-
         self._engine, self._out, self.name = engine, out, name
         self.trouble: tuple[str, str] | None = None
         self._code: int | None = None
@@ -422,17 +398,12 @@ class ContainerNode:
         self._ended = threading.Event()
         self._killed = False
         api = engine._client()
-        with contextlib.ExitStack() as undo:
-            try:
-                self.id = str(api.create_container_from_config(dict(body), name, platform=spec.platform)["Id"])
-                self._stream = self._attach(api, stdin=bool(secrets))
-                undo.callback(self._stream.close)
-                engine.await_network()
-                api.start(self.id)
-            except docker.errors.APIError as exc:
-                if away(exc):
-                    raise
-                raise _refused(exc, spec) from None
+        with contextlib.ExitStack() as undo, _refusals(partial(_refused, spec=spec)):
+            self.id = str(api.create_container_from_config(dict(body), name, platform=spec.platform)["Id"])
+            self._stream = self._attach(api, stdin=bool(secrets))
+            undo.callback(self._stream.close)
+            engine.await_network()
+            api.start(self.id)
             undo.pop_all()
         if secrets:
             plain: Any = getattr(self._stream, "_sock", self._stream)
@@ -448,52 +419,51 @@ class ContainerNode:
     def _follow(self) -> None:
         try:
             with contextlib.closing(Printed(self._out)) as out:
-                while True:
+                running = True
+                while running:
                     for data in _frames(self._stream):
                         out.add(data)
-                    if self._settled() is None:
-                        break
+                    running = self._attached_again()
         except Exception as exc:  # noqa: BLE001  without its watcher the node would never end
             self.trouble = ("infra", f"{self.name} can no longer be watched: {why(exc)}")
             self._code = GONE
         self._ended.set()
 
-    def _settled(self) -> Mapping[str, Any] | None:
-        """Return None if the container has ended, else attach to it again and return its state."""
+    def _attached_again(self) -> bool:
+        """Return False if the container has ended, else attach to it again."""
         import docker
 
         try:
             for pause in (0.0, 0.01, 0.05, 0.2, 0.5):
                 time.sleep(pause)
-                state: Mapping[str, Any] = self._engine.patiently(lambda api: api.inspect_container(self.id))["State"]
-                if not state["Running"]:
-                    self._note_end(state)
-                    return None
+                if not self._is_running():
+                    return False
             self._stream = self._engine.patiently(lambda api: self._attach(api, stdin=False))
             # A container that ended meanwhile would keep the new stream open for ever.
-            state = self._engine.patiently(lambda api: api.inspect_container(self.id))["State"]
-            if not state["Running"]:
+            if not self._is_running():
                 self._stream.close()
-                self._note_end(state)
-                return None
+                return False
         except docker.errors.NotFound:
             if not self._killed:
                 self.trouble = ("infra", f"{self.name} was removed while it ran")
             self._code = GONE
-            return None
-        return state
+            return False
+        return True
 
-    def _note_end(self, state: Mapping[str, Any]) -> None:
+    def _is_running(self) -> bool:
+        """Return True if the container runs; if it has ended, keep its exit code and trouble."""
+        state: Mapping[str, Any] = self._engine.patiently(lambda api: api.inspect_container(self.id))["State"]
+        if state["Running"]:
+            return True
         code = int(state["ExitCode"])
         if state.get("OOMKilled") and code == 137:
             limit = f" of {self._memory / 2**30:.1f} GiB" if self._memory else ""
             self.trouble = ("oom", f"the kernel killed it for memory: its limit{limit} is reached")
         elif code in (126, 127):
-            self.trouble = (
-                "image",
-                last_line(self._out).removeprefix("cloudtrain: ") or f"exit code {code}: its command cannot be run",
-            )
+            last = last_line(self._out).removeprefix("cloudtrain: ")
+            self.trouble = ("image", last or f"exit code {code}: its command cannot be run")
         self._code = 128 - code if 128 < code <= 128 + 64 else code
+        return False
 
     def poll(self) -> int | None:
         return self._code if self._ended.is_set() else None
@@ -520,13 +490,12 @@ class ContainerNode:
 
 
 class Printed:
-    """Log of a node's output in the file ``path``. If the file cannot be written, as on a full disk, whole lines are
-    lost there. The node goes on and keeps its lines itself."""
+    """Log of a node's output in the file ``path``. A full disk costs whole lines there; the node keeps its own."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: FileIO | None = None
-        self._size = self._whole = 0
+        self._whole = 0
         self._lost = self._torn = False
         self.add(b"")
 
@@ -546,20 +515,19 @@ class Printed:
     def _write(self, data: bytes) -> None:
         if self._file is None:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
-            self._size = self._whole = self._file.tell()
+            self._whole = self._file.tell()
         self._mend()
         rest = data
         while rest:
             rest = rest[self._file.write(rest) :]
         if whole := data.rfind(b"\n") + 1:
-            self._whole = self._size + whole
-        self._size += len(data)
+            self._whole = self._file.tell() - len(data) + whole
 
     def _mend(self) -> None:
         """Remove the remains of a torn line."""
         if self._torn and self._file is not None:
             self._file.truncate(self._whole)
-            self._size, self._torn = self._whole, False
+            self._torn = False
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -576,28 +544,36 @@ def _frames(stream: Any) -> Iterator[bytes]:
             yield data
 
 
-def _config(api: Any, *, image: str) -> Mapping[str, Any]:
-    """Return the image's default container configuration."""
-    return dict(api.inspect_image(image).get("Config") or {})
+@contextlib.contextmanager
+def _refusals(error: Callable[[Any], Exception]) -> Iterator[None]:
+    """Raise ``error(refusal)`` for a refusal of the engine. An engine that does not answer refuses nothing."""
+    import docker
+
+    try:
+        yield
+    except docker.errors.APIError as exc:
+        if away(exc):
+            raise
+        raise error(exc) from None
 
 
 def _refused(exc: Any, spec: NodeSpec) -> Exception:
     """Return the error for the engine's refusal to start a node."""
-    said = why(exc)
-    if "bind source path does not exist" in said or "not shared from the host" in said or "is not shared" in said:
-        return NodeError(f"the container engine does not see this machine's files, or not all of them: {said}")
-    if "could not select device driver" in said or "nvidia-container" in said or "Range of CPUs" in said:
-        return NodeError(f"the container engine has not got what is asked for: {said}", category="capacity")
-    if "No such image" in said:
-        return NodeError(f"image {spec.image} is gone: {said}", category="image")
-    if 'exec: "' in said or "executable file not found" in said or "exec format error" in said:
+    reason = why(exc)
+    if "bind source path does not exist" in reason or "not shared from the host" in reason or "is not shared" in reason:
+        return NodeError(f"the container engine does not see this machine's files, or not all of them: {reason}")
+    if "could not select device driver" in reason or "nvidia-container" in reason or "Range of CPUs" in reason:
+        return NodeError(f"the container engine has not got what is asked for: {reason}", category="capacity")
+    if "No such image" in reason:
+        return NodeError(f"image {spec.image} is gone: {reason}", category="image")
+    if 'exec: "' in reason or "executable file not found" in reason or "exec format error" in reason:
         command = [*(spec.entrypoint or ()), *spec.command][:1]
-        return NodeError(f"image {spec.image} cannot run {' '.join(command) or 'it'}: {said}", category="image")
-    return NodeError(f"the container engine does not start a node: {said}")
+        return NodeError(f"image {spec.image} cannot run {' '.join(command) or 'it'}: {reason}", category="image")
+    return NodeError(f"the container engine does not start a node: {reason}")
 
 
-def _no_image(image: str, said: str) -> str:
-    return f"image {image} is not here and cannot be pulled ({said}); build it, or log in to its registry"
+def _no_image(image: str, reason: str) -> str:
+    return f"image {image} is not here and cannot be pulled ({reason}); build it, or log in to its registry"
 
 
 def _pull_error(exc: Exception, image: str) -> Exception:
@@ -644,8 +620,8 @@ def _ids(user: str | None) -> tuple[int | None, int]:
     return (int(uid), int(gid) if gid.isdigit() else int(uid)) if uid.isdigit() else (None, -1)
 
 
-def _is_public(path: Path) -> bool:
-    return bool(path.stat().st_mode & stat.S_IROTH)
+def _is_private(path: Path) -> bool:
+    return path.is_file() and not path.stat().st_mode & stat.S_IROTH
 
 
 def _hand_over(path: Path, uid: int, gid: int) -> None:

@@ -79,10 +79,7 @@ def make_client(version: str) -> Any:
     import docker
 
     context = _context()
-    if context is None:
-        given: dict[str, Any] = docker.utils.kwargs_from_env()
-    else:
-        given = {"base_url": context.host, "tls": context.tls()}
+    given = docker.utils.kwargs_from_env() if context is None else {"tls": context.tls()}
     return docker.APIClient(**{"base_url": _address(), **given}, version=version, timeout=API_SECONDS)
 
 
@@ -115,15 +112,15 @@ class _Context:
     certificates: Path
 
     def tls(self) -> Any:
+        """Return the client's TLS configuration; False without certificates."""
         import docker
 
-        here = {
-            name: str(path) for name in ("ca", "cert", "key") if (path := self.certificates / f"{name}.pem").exists()
-        }
-        if not here:
+        paths = [self.certificates / f"{name}.pem" for name in ("ca", "cert", "key")]
+        ca, cert, key = (str(path) if path.exists() else None for path in paths)
+        if not (ca or cert or key):
             return False
-        pair = (here["cert"], here["key"]) if "cert" in here and "key" in here else None
-        return docker.tls.TLSConfig(client_cert=pair, ca_cert=here.get("ca"), verify=self.verify)
+        pair = (cert, key) if cert and key else None
+        return docker.tls.TLSConfig(client_cert=pair, ca_cert=ca, verify=self.verify)
 
 
 def _context() -> _Context | None:
@@ -145,11 +142,11 @@ def _context() -> _Context | None:
         file = folder / "contexts" / "meta" / key / "meta.json"
         if not file.exists():
             raise SpecError(f"{by} names {name!r}, which is no context of this user (see docker context ls)")
-        said = json.loads(file.read_bytes())["Endpoints"]["docker"]
+        endpoint = json.loads(file.read_bytes())["Endpoints"]["docker"]
         tls = folder / "contexts" / "tls" / key / "docker"
-        return _Context(str(said.get("Host") or ""), not said.get("SkipTLSVerify"), tls)
+        return _Context(str(endpoint.get("Host") or ""), not endpoint.get("SkipTLSVerify"), tls)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-        raise SpecError(f"{file} cannot be read as docker wrote it ({why(exc)}); mend it, or set DOCKER_HOST") from None
+        raise SpecError(f"{file} cannot be read as docker wrote it ({why(exc)}); fix it, or set DOCKER_HOST") from None
 
 
 def why(exc: BaseException) -> str:

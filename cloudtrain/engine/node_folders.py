@@ -11,13 +11,13 @@ import stat as modes
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ..provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
+from ..provider_api.launch_spec import LaunchSpec, Mount
 
-__all__ = ["NodeFolders", "Objects", "Sync"]
+__all__ = ["LocalObjects", "NodeFolders", "Objects", "Sync"]
 
 SYNC_SECONDS = 0.3
 
@@ -27,9 +27,6 @@ class Objects(Protocol):
 
     def fetch(self, url: str, folder: Path) -> list[str]:
         """Download everything below the URL. Return the names below ``folder``."""
-
-    def names(self, url: str) -> set[str]:
-        """Return the names below the URL, which ends with a slash."""
 
     def send(self, url: str, path: Path) -> None:
         """Upload a file as one object. Raises `FileNotFoundError` if the file is gone."""
@@ -41,74 +38,33 @@ class Objects(Protocol):
 class Sync:
     """One node's folder and its prefix: restored at the start, changes sent up as they are seen.
 
-    A file deleted here is deleted there. A change goes up once it is ``lag`` seconds old. While ``stale()``, a node
-    that still has a file sends it again after a peer deleted it there. Every ``peers`` seconds (0: never) the peers'
-    writes and deletions appear here, as in a mounted folder. With ``marks`` (``.x``) a file gets an empty one beside
-    it: ``<name>.x-uploading``, then ``<name>.x-uploaded``. Files ``*.x-ignore`` stay here. While ``dead()``, nothing
-    goes up and no error is reported.
+    A file deleted here is deleted there. A change goes up once it is ``lag`` seconds old. With ``marks`` (``.x``) a
+    file gets an empty one beside it: ``<name>.x-uploading``, then ``<name>.x-uploaded``. Files ``*.x-ignore`` stay
+    here.
     """
 
-    def __init__(
-        self,
-        store: Objects,
-        url: str,
-        folder: Path,
-        *,
-        lag: Callable[[], float],
-        stale: Callable[[], bool] = lambda: False,
-        peers: float = 0.0,
-        marks: str = "",
-        dead: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.store, self.url, self.folder = store, url.rstrip("/") + "/", folder
-        self._lag, self._stale, self._peers = lag, stale, peers
-        self._marks, self._dead = marks, dead
+    def __init__(self, store: Objects, url: str, folder: Path, *, lag: float, marks: str = "") -> None:
+        self.store, self.url, self.folder, self.lag = store, url.rstrip("/") + "/", folder, lag
+        self._marks = marks
         self._sent: dict[str, tuple[int, int]] = {}
-        self._looked = 0.0
-        self.restored: dict[str, int] = {}
-        """Files restored at the start, with their bytes."""
 
     def restore(self) -> None:
+        """Fill the folder from the store."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.store.fetch(self.url, self.folder)
         self._sent = self._local()
-        self.restored = {name: size for name, (size, _) in self._sent.items()}
 
     def step(self, *, whole: bool = False) -> None:
         """Scan the folder once. ``whole`` sends the last changes too."""
-        if self._dead():
-            return
         local, now = self._local(), time.time()
         for name, state in sorted(local.items()):
-            old = now - state[1] / 1e9 >= self._lag()
+            old = now - state[1] / 1e9 >= self.lag
             if self._sent.get(name) != state and (whole or old):
                 self._put(name)
                 self._sent[name] = state
         for name in sorted(self._sent.keys() - local.keys()):
             self.store.delete(self.url + name)
             del self._sent[name]
-        if self._stale():
-            for name in sorted(self._sent.keys() - self.store.names(self.url)):
-                self._put(name)
-        elif self._peers and not whole and time.monotonic() - self._looked > self._peers:
-            self._follow(local)
-            self._looked = time.monotonic()
-
-    def _follow(self, local: dict[str, tuple[int, int]]) -> None:
-        there = self.store.names(self.url)
-        for name in sorted(there - local.keys() - self._sent.keys()):
-            aside = self.folder.with_name(f"{self.folder.name}.coming")
-            with contextlib.suppress(FileNotFoundError):
-                self.store.fetch(self.url + name, aside)
-                came, path = aside / name.rpartition("/")[2], self.folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                stat = came.stat()
-                self._sent[name] = (stat.st_size, stat.st_mtime_ns)
-                came.rename(path)
-        for name in sorted(self._sent.keys() - there):
-            if self._sent[name] == self._local().get(name):
-                (self.folder / name).unlink(missing_ok=True)
-                del self._sent[name]
 
     def _put(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -124,6 +80,7 @@ class Sync:
                 begun.replace(done)
 
     def _local(self) -> dict[str, tuple[int, int]]:
+        """Return (size, time of change) of every file, by name."""
         found = {}
         for root, _, names in os.walk(self.folder):  # folders may vanish during the walk
             kept = [name for name in names if not (self._marks and re.search(rf"{self._marks}-\w+$", name))]
@@ -138,21 +95,21 @@ class Sync:
 # --------------------------------------------------------------------------------------- a store that is a local folder
 
 
-class _Folder:
+_COMING = ".cloudtrain-coming"
+
+
+class LocalObjects:
     """`Objects` of a folder on this machine; URLs are paths. Objects are replaced atomically, as in a store."""
 
     def fetch(self, url: str, folder: Path) -> list[str]:
-        found = sorted(self.names(url))
+        below = (Path(root, name) for root, _, names in os.walk(url) for name in names)
+        found = sorted(path.relative_to(url).as_posix() for path in below if not path.name.endswith(_COMING))
         for name in found:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):  # deleted since it was listed
                 shutil.copyfile(Path(url, name), path)
         return found
-
-    def names(self, url: str) -> set[str]:
-        below = (Path(root, name) for root, _, names in os.walk(url) for name in names)
-        return {path.relative_to(url).as_posix() for path in below if not path.name.endswith(_COMING)}
 
     def send(self, url: str, path: Path) -> None:
         target = Path(url)
@@ -169,9 +126,6 @@ class _Folder:
                 parent.rmdir()
 
 
-_COMING = ".cloudtrain-coming"
-
-
 class NodeFolders:
     """Folders of nodes that each have their own (below ``folder``) instead of one for all.
 
@@ -181,14 +135,13 @@ class NodeFolders:
     """
 
     def __init__(self, folder: Path, *, live: str, shared: str, lag: float, marks: str = "") -> None:
-        self._folder, self._live, self._shared, self._lag = folder, live, shared, lag
-        self._marks = marks
+        self._folder, self._live, self._shared, self._lag, self._marks = folder, live, shared, lag, marks
         self._syncs: list[tuple[int, bool, Sync]] = []
         self._over, self._lost = threading.Event(), set[int]()
         self._thread: threading.Thread | None = None
 
-    def wired(self, simulation: LaunchSpec, local: Mapping[str, Path]) -> tuple[LaunchSpec, dict[str, Path]]:
-        """Return ``simulation`` with each node's own filled folders, and ``local`` with them. Raises `OSError`, as
+    def wired(self, launch: LaunchSpec, local: Mapping[str, Path]) -> tuple[LaunchSpec, dict[str, Path]]:
+        """Return ``launch`` with each node's own filled folders, and ``local`` with them. Raises `OSError`, as
         `finish` does."""
         shutil.rmtree(self._folder, ignore_errors=True)
         here = dict(local)
@@ -197,9 +150,8 @@ class NodeFolders:
             if mount.kind != "sync" or mount.url == self._shared:
                 return mount
             path, live = self._folder / f"node-{number}" / str(index), mount.url == self._live
-            sync = Sync(
-                _Folder(), str(local[mount.url]), path, lag=lambda: self._lag, marks=self._marks if live else ""
-            )
+            marks = self._marks if live else ""
+            sync = Sync(LocalObjects(), str(local[mount.url]), path, lag=self._lag, marks=marks)
             if live:
                 sync.restore()
             path.mkdir(parents=True, exist_ok=True)
@@ -207,12 +159,11 @@ class NodeFolders:
             here[path.as_uri()] = path
             return dataclasses.replace(mount, url=path.as_uri())
 
-        def wired(number: int, spec: NodeSpec) -> NodeSpec:
-            mounts = [own(number, index, mount) for index, mount in enumerate(spec.mounts)]
-            return dataclasses.replace(spec, mounts=mounts)
-
-        nodes = [wired(number, spec) for number, spec in enumerate(simulation.nodes)]
-        return dataclasses.replace(simulation, nodes=nodes), here
+        nodes = [
+            dataclasses.replace(spec, mounts=[own(number, index, mount) for index, mount in enumerate(spec.mounts)])
+            for number, spec in enumerate(launch.nodes)
+        ]
+        return dataclasses.replace(launch, nodes=nodes), here
 
     def start(self) -> None:
         """Start the thread that keeps the folders in step."""

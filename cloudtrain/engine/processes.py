@@ -77,7 +77,7 @@ class ProcessEngine:
         self._folder = folder
         self._environ = {k: v for k, v in environ.items() if not k.startswith(ENGINE_PREFIX)}
 
-    def prepare(self, simulation: LaunchSpec, tell: Callable[[str], None], given_up: Callable[[], bool]) -> None:
+    def prepare(self, launch: LaunchSpec, report: Callable[[str], None], given_up: Callable[[], bool]) -> None:
         """Do nothing: processes need nothing that is not here."""
 
     def take_over(self, folder: Path, given_up: Callable[[], bool]) -> None:
@@ -103,20 +103,22 @@ class ProcessEngine:
         return ""
 
     def start(
-        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, launch: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> list[NodeProcess]:
-        nodes, port = simulation.nodes, free_port_pair()
-        gpus = [_visible(number, spec, self._environ) for number, spec in enumerate(nodes)]
+        nodes, port = launch.nodes, free_port_pair()
+        gpus = [share_of_gpus(number, spec, self._environ) for number, spec in enumerate(nodes)]
         started: list[NodeProcess] = []
         try:
+            out = self._folder / "out" / attempt
+            out.mkdir(parents=True, exist_ok=True)
             for number, spec in enumerate(nodes):
+                facts = {"NODE": number, "NODES": len(nodes), "PORT": port, "ATTEMPT": attempt}
+                facts["SUPERVISOR"] = os.getpid()
+                env = {**self._environ, VISIBLE: ",".join(gpus[number])} if spec.gpus else dict(self._environ)
+                env |= {**spec.env, **{ENGINE_PREFIX + key: str(value) for key, value in facts.items()}}
                 root = self._root(spec, f"node-{number}", local)
-                peers: dict[str, int | str] = {"NODE": number, "NODES": len(nodes), "PORT": port}
-                peers |= {"SUPERVISOR": os.getpid(), "ATTEMPT": attempt}
-                out = self._folder / "out" / attempt
-                out.mkdir(parents=True, exist_ok=True)
                 with open(out / f"node-{number}.log", "ab") as stream:
-                    started.append(self._node(spec, root, peers, stream, gpus[number], secrets))
+                    started.append(_start(spec, root, env, stream, secrets))
         except OSError as exc:
             for node in started:
                 node.kill()
@@ -134,47 +136,42 @@ class ProcessEngine:
                 path.symlink_to(local[mount.url])
         return root
 
-    def _node(
-        self,
-        spec: NodeSpec,
-        root: Path,
-        peers: Mapping[str, int | str],
-        out: IO[bytes],
-        gpus: Mapping[str, str],
-        secrets: Mapping[str, str],
-    ) -> NodeProcess:
-        env = {**self._environ, **gpus, **spec.env, **{ENGINE_PREFIX + k: str(v) for k, v in peers.items()}}
-        groups = root.with_name(f"{root.name}.groups")
-        env[ENGINE_PREFIX + "GROUPS"] = str(groups)
-        # Made here, so that it is removed however the node ends.
-        scratch = Path(tempfile.mkdtemp(prefix="cloudtrain-")).resolve()  # as the node names it
-        env[ENGINE_PREFIX + "SCRATCH"] = str(scratch)
-        reader, writer = os.pipe()
-        try:
-            env[ENGINE_PREFIX + "SECRETS_FD"] = str(reader)
-            process = subprocess.Popen(
-                [*(spec.entrypoint or ()), *spec.command],
-                cwd=root / spec.workdir,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=(reader,),
-            )
-            os.write(writer, json.dumps(dict(secrets)).encode())
-        except OSError:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-        finally:
-            os.close(reader)
-            os.close(writer)
-        told = {"pid": process.pid, "scratch": str(scratch), "boot": boot_id()}
-        root.with_name(f"{root.name}.started").write_text(json.dumps(told), encoding="utf-8")
-        return NodeProcess(process, groups, scratch)
-
     def clean(self) -> None:
         shutil.rmtree(self._folder / "nodes", ignore_errors=True)
+
+
+def _start(spec: NodeSpec, root: Path, env: dict[str, str], out: IO[bytes], secrets: Mapping[str, str]) -> NodeProcess:
+    groups = root.with_name(f"{root.name}.groups")
+    # Made here, so that it is removed however the node ends.
+    scratch = Path(tempfile.mkdtemp(prefix="cloudtrain-")).resolve()  # as the node names it
+    reader, writer = os.pipe()
+    paths = {"GROUPS": groups, "SCRATCH": scratch, "SECRETS_FD": reader}
+    try:
+        process = subprocess.Popen(
+            [*(spec.entrypoint or ()), *spec.command],
+            cwd=root / spec.workdir,
+            env=env | {ENGINE_PREFIX + key: str(value) for key, value in paths.items()},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=(reader,),
+        )
+        os.write(writer, json.dumps(dict(secrets)).encode())
+    except OSError:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    finally:
+        os.close(reader)
+        os.close(writer)
+    node = NodeProcess(process, groups, scratch)
+    told = {"pid": process.pid, "scratch": str(scratch), "boot": boot_id()}
+    try:
+        root.with_name(f"{root.name}.started").write_text(json.dumps(told), encoding="utf-8")
+    except OSError:
+        node.kill()
+        raise
+    return node
 
 
 def _runs(nodes: Path, started: Mapping[str, Any]) -> bool:
@@ -212,10 +209,6 @@ def _left(environ: Mapping[str, str]) -> list[str] | None:
         return None
     words = (word.strip() for word in given.split(","))
     return list(dict.fromkeys(itertools.takewhile(re.compile(r"\d+|(GPU|MIG)-\S+").fullmatch, words)))
-
-
-def _visible(number: int, spec: NodeSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    return {VISIBLE: ",".join(share_of_gpus(number, spec, environ))} if spec.gpus else {}
 
 
 def free_port_pair() -> int:

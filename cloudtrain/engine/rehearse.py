@@ -59,8 +59,8 @@ def plan_rehearsal(
     if local_path(here.url) is None:
         raise SpecError(f"must be a folder of this machine, not {store}", field="local_store")
     stand_ins = _stand_ins(real, {url.rstrip("/"): _existing(path, cwd) for url, path in (maps or {}).items()})
-    kind: Any = find_provider("rehearsal")
-    chosen: Provider = kind(
+    rehearsal: Any = find_provider("rehearsal")
+    chosen: Provider = rehearsal(
         target=target.name,
         account=recorded_settings(type(target).Settings, dataclasses.asdict(target.settings)),
         store=real.store.url,
@@ -100,12 +100,9 @@ def _existing(path: str, cwd: Path) -> str:
 
 def _stand_ins(real: Plan, maps: Mapping[str, str]) -> dict[str, str]:
     """Return ``maps``, extended to the inputs that the plan would have copied into the store."""
-    found = dict(maps)
-    for item in real.layout.inputs.values():
-        place = stand_in_for(item.source, maps, or_same=True) if item.source else item.source
-        if place and place != item.source:
-            found[item.url] = place
-    return found
+    sources = {item.url: item.source for item in real.layout.inputs.values() if item.source}
+    found = {url: stand_in_for(source, maps, or_same=True) for url, source in sources.items()}
+    return {**maps, **{url: place for url, place in found.items() if place != sources[url]}}
 
 
 def _check_data(real: Plan, places: Mapping[str, str]) -> None:
@@ -132,15 +129,14 @@ def _substitutes(job: Job, given: Mapping[str, str]) -> dict[str, str]:
     """Return the references ``env:VARIABLE`` in place of the job's own. Raises `SpecError` for a secret without one."""
     for name, reference in given.items():
         if name not in job.secrets:
-            raise SpecError(
-                f"the job has no secret {name!r}", field="secret_value", hint=did_you_mean(name, job.secrets)
-            )
+            hint = did_you_mean(name, job.secrets)
+            raise SpecError(f"the job has no secret {name!r}", field="secret_value", hint=hint)
         if not reference.startswith("env:") or not reference[4:]:
             raise SpecError(f"must be env:VARIABLE, not {reference!r}", field=f"secret_value.{name}")
     for name in job.secrets:
         if name not in given:
-            why = "the cloud's own credentials are not here"
-            raise SpecError(
-                f"{why}; say whose value it has: --secret-value {name}=env:VARIABLE", field=f"secrets.{name}"
+            why = (
+                f"the cloud's own credentials are not here; say whose value it has: --secret-value {name}=env:VARIABLE"
             )
+            raise SpecError(why, field=f"secrets.{name}")
     return {name: given[name] for name in job.secrets}

@@ -4,27 +4,27 @@ The kit is a plugin of pytest that comes with the package (docs/testing.md):
 
 * `cloudtrain.testing.plugin`: its fixtures ``fake_cloud``, ``cloudtrain_store``, ``cloudtrain_snapshot`` and
   ``cloudtrain_offline``.
-* `cloudtrain.testing.fake_cloud`: the fake platform; `scripted` and `locally` are its jobs.
+* `cloudtrain.testing.fake_cloud`: the fake platform; `script` and `local_job` are its jobs.
 * `cloudtrain.testing.places`, `memory`: stores and settings; `network`: block all but this machine.
 * `cloudtrain.testing.requests`: assertions on a planned request, golden files of plans.
 
-The contract suite checks a provider. A provider's tests are a `World` (the platform, faked at the wire, or the real
-one) and a subclass of the suite::
+The contract suite checks a provider. A provider's tests are a `FakePlatform` (the platform, faked at the wire, or the
+real one) and a subclass of the suite::
 
     # tests/test_myprovider.py
     import pytest
     from cloudtrain.testing.contract import ProviderContract
-    from mypackage.testing import MyWorld
+    from mypackage.testing import MyPlatform
 
 
     class TestMyProvider(ProviderContract):
         @pytest.fixture(scope="class")
         @classmethod
         def world(cls, tmp_path_factory):
-            with MyWorld(tmp_path_factory.mktemp("world")) as world:
+            with MyPlatform(tmp_path_factory.mktemp("world")) as world:
                 yield world
 
-* `cloudtrain.testing.platform`: the methods of a World.
+* `cloudtrain.testing.platform`: the methods of a FakePlatform.
 * `cloudtrain.testing.tables`: every field of a Job, with a change of it and the place where that change must show.
 * `cloudtrain.testing.contract`: the suite, made of its quick half in `planning` and the half that runs jobs in
   `running`. Only these three, `plugin` and `network` import pytest.

@@ -21,12 +21,13 @@ from ..errors import CATEGORIES, CloudtrainError, NotFoundError, QuotaError, Spe
 from ..job.job import Job
 from ..provider_api.protocol import AttemptInfo, Layout, LogLine, LogPage, Provider, Request, Status
 from ..provider_api.registry import find_provider, provider_names
+from ..runs.log_order import attempt_key
 from ..runs.run import NOT_RETRIED
 from ..store import runtime_zip
 from ..store.store import Store
-from .local_job import How, LocalJob, Notice
+from .local_job import LocalJob, LocalRun, Notice
 from .requests import assert_request
-from .script import Bytes, Left, Outcome, failed, write
+from .script import Checkpoints, Files, Left, Outcome, failed, write
 
 if TYPE_CHECKING:
     import pytest
@@ -66,8 +67,7 @@ class FakeCloud:
         self.requests: list[Request] = []
         """Every request that was sent, in order, also those that were refused."""
         self._folder, self._script = folder, deque[Outcome]()
-        self._how: How | None = None
-        self._notices: list[Notice] = []
+        self._local_run: LocalRun | None = None
         self._natives: dict[str, _Native] = {}
         self._sent: dict[tuple[str, int, int], str] = {}
 
@@ -78,11 +78,11 @@ class FakeCloud:
         *,
         logs: Sequence[str] = (),
         metrics: Sequence[Mapping[str, Any]] = (),
-        artifacts: Mapping[str, Bytes] | None = None,
-        checkpoints: Mapping[str, Mapping[str, Bytes] | Bytes] | None = None,
+        artifacts: Files | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> FakeCloud:
         """Let the next attempt succeed and leave this; a checkpoint is ``{"step-10": {"model.pt": b"…"}}``."""
-        return self._say(Outcome(left=_left(logs, metrics, artifacts, checkpoints)))
+        return self._add(Outcome(left=Left(logs, metrics, artifacts, checkpoints)))
 
     def fail(
         self,
@@ -93,8 +93,8 @@ class FakeCloud:
         category: str = "",
         logs: Sequence[str] = (),
         metrics: Sequence[Mapping[str, Any]] = (),
-        artifacts: Mapping[str, Bytes] | None = None,
-        checkpoints: Mapping[str, Mapping[str, Bytes] | Bytes] | None = None,
+        artifacts: Files | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> FakeCloud:
         """Let a rank of the next attempt raise ``exception``, once it has left this.
 
@@ -103,38 +103,38 @@ class FakeCloud:
         """
         if category and category not in CATEGORIES:
             raise ValueError(f"no category of a run is called {category!r}; there are {', '.join(CATEGORIES)}")
-        left = _left(logs, metrics, artifacts, checkpoints)
-        return self._say(failed(exception, node=node, rank=rank, kind=category, left=left))
+        left = Left(logs, metrics, artifacts, checkpoints)
+        return self._add(failed(exception, node=node, rank=rank, kind=category, left=left))
 
     def preempt(
         self,
         *,
         logs: Sequence[str] = (),
         metrics: Sequence[Mapping[str, Any]] = (),
-        artifacts: Mapping[str, Bytes] | None = None,
-        checkpoints: Mapping[str, Mapping[str, Bytes] | Bytes] | None = None,
+        artifacts: Files | None = None,
+        checkpoints: Checkpoints | None = None,
     ) -> FakeCloud:
         """Take the next attempt's machine away once it has left this; the platform then starts it again."""
-        left = _left(logs, metrics, artifacts, checkpoints)
+        left = Left(logs, metrics, artifacts, checkpoints)
         reason = "node 0 was told to stop (SIGTERM)"
-        return self._say(Outcome(kind="preempted", category="preempted", reason=reason, left=left))
+        return self._add(Outcome(kind="preempted", category="preempted", reason=reason, left=left))
 
     def capacity(self, reason: str = "no machines (scripted)") -> FakeCloud:
         """Fail the next attempt for lack of machines: another GPU of the list may follow."""
-        return self._say(Outcome(kind="failed", category="capacity", reason=reason))
+        return self._add(Outcome(kind="failed", category="capacity", reason=reason))
 
     def refuse(self, error: CloudtrainError | str = "the quota is too small (scripted)") -> FakeCloud:
         """Refuse the next request: sending it raises ``error``, a `QuotaError` if that is text."""
         raised = QuotaError(error) if isinstance(error, str) else error
         if not isinstance(raised, CloudtrainError):
             raise TypeError(f"a provider raises errors of cloudtrain.errors, not {raised!r}")
-        return self._say(Outcome(kind="refused", error=raised))
+        return self._add(Outcome(kind="refused", error=raised))
 
     def hold(self, state: str = "running", reason: str = "") -> FakeCloud:
         """Keep the next attempt as it is (``pending``, ``running``) until it is cancelled, or `release` is called."""
         if state not in ("pending", "running"):
             raise ValueError(f"a job is held pending or running, not {state!r}")
-        return self._say(Outcome(kind="held", state=state, reason=reason))
+        return self._add(Outcome(kind="held", state=state, reason=reason))
 
     def release(self) -> None:
         """Continue every held job with the next word of the script."""
@@ -164,12 +164,9 @@ class FakeCloud:
         after = [preempt_after] if isinstance(preempt_after, (int, float)) else [*preempt_after]
         if steps and after:
             raise ValueError("preempt_at_step or preempt_after, not both")
-        self._notices = [
-            *(Notice(step=step, node=preempt_node) for step in steps),
-            *(Notice(after=seconds, node=preempt_node) for seconds in after),
-        ]
-        places = {name: str(path) for name, path in (inputs or {}).items()}
-        self._how = How(processes=processes, inputs=places, secrets=dict(secrets or {}))
+        notices = [Notice(step=step, node=preempt_node) for step in steps]
+        notices += [Notice(after=seconds, node=preempt_node) for seconds in after]
+        self._local_run = LocalRun(notices=notices, processes=processes, inputs=inputs or {}, secrets=secrets or {})
         return self
 
     # ---------------------------------------------------------------------------------------------------- sent requests
@@ -216,7 +213,7 @@ class FakeCloud:
             if native.local is not None:
                 native.local.close()
 
-    def _say(self, outcome: Outcome) -> FakeCloud:
+    def _add(self, outcome: Outcome) -> FakeCloud:
         self._script.append(outcome)
         return self
 
@@ -224,14 +221,10 @@ class FakeCloud:
         if _key(request) in self._sent:
             return self._sent[_key(request)]
         self.requests.append(request)
-        if self._how is not None and not self._script:
+        if self._local_run is not None and not self._script:
+            folder = self._folder / f"job-{len(self.requests)}"
             local = LocalJob(
-                folder=self._folder / f"job-{len(self.requests)}",
-                provider=provider,
-                request=request,
-                how=self._how,
-                secrets=secrets,
-                notices=self._notices,
+                folder=folder, provider=provider, request=request, local_run=self._local_run, secrets=secrets
             )
             self._natives[local.native_id] = _Native(request, provider, Status(state="pending"), local=local)
             self._sent[_key(request)] = local.native_id
@@ -320,18 +313,4 @@ def _key(request: Request) -> tuple[str, int, int]:
 
 def _last(store: Store, run_id: str) -> str:
     """Return the attempt that a further one follows: the newest with a record."""
-    return max((str(record["attempt"]) for record in store.starts(run_id)), key=_order, default="")
-
-
-def _order(number: str) -> tuple[int, int]:
-    k, _, r = number.partition(".")
-    return int(k), int(r)
-
-
-def _left(
-    logs: Sequence[str],
-    metrics: Sequence[Mapping[str, Any]],
-    artifacts: Mapping[str, Bytes] | None,
-    checkpoints: Mapping[str, Mapping[str, Bytes] | Bytes] | None,
-) -> Left:
-    return Left(logs=logs, metrics=metrics, artifacts=artifacts or {}, checkpoints=checkpoints or {})
+    return max((str(record["attempt"]) for record in store.starts(run_id)), key=attempt_key, default="")

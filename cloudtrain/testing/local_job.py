@@ -1,4 +1,4 @@
-"""Run a job of `cloudtrain.testing.fake_cloud` for real: its nodes are processes here, for any provider.
+"""Run a job of `cloudtrain.testing.fake_cloud` for real: its nodes are processes of this machine.
 
 The supervisor of provider local runs it, in a thread of the test's own process. So it reaches stores in that process's
 memory. The request stays the platform's; only the started nodes are local's.
@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -24,14 +24,14 @@ from ..engine.supervisor import Supervisor
 from ..errors import CloudtrainError, SpecError
 from ..job.job import Job
 from ..provider_api.launch_spec import LaunchSpec
-from ..provider_api.protocol import Layout, LogPage, Provider, Request, Status
+from ..provider_api.protocol import Layout, LayoutInput, LogPage, Provider, Request, Status
 from ..providers.local import Provider as Local
 from ..runtime.host_facts import handles_sigterm
 from ..storage.files import files
 from ..storage.local_disk import local_path
 from ..validate import url_scheme
 
-__all__ = ["How", "LocalJob", "Notice"]
+__all__ = ["LocalJob", "LocalRun", "Notice"]
 
 POLL_SECONDS = 0.005
 START_SECONDS = 60.0
@@ -48,35 +48,31 @@ class Notice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
-    """Way to run a job here. ``notices`` are the first starts', in order. ``processes`` is ranks on a node; None: the
-    job's own number, 1 if it asks for GPUs. ``inputs`` replace the job's inputs. ``secrets`` are the values that a
-    platform would read."""
+class LocalRun:
+    """Way to run jobs here.
 
-    notices: Sequence[Notice] = ()
-    processes: int | None = None
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    secrets: Mapping[str, str] = field(default_factory=dict)
+    ``notices`` are of the next starts, in order; each start removes its own. ``processes`` is ranks on a node; None:
+    the job's own number, 1 if it asks for GPUs. ``inputs`` replace the job's inputs. ``secrets`` are the values that a
+    platform would read.
+    """
+
+    notices: list[Notice]
+    processes: int | None
+    inputs: Mapping[str, str | Path]
+    secrets: Mapping[str, str]
 
 
 class LocalJob:
     """One native job: started when made. Raises `SpecError` for a job that cannot be run here."""
 
     def __init__(
-        self,
-        *,
-        folder: Path,
-        provider: Provider,
-        request: Request,
-        how: How,
-        secrets: Mapping[str, str],
-        notices: list[Notice],
+        self, *, folder: Path, provider: Provider, request: Request, local_run: LocalRun, secrets: Mapping[str, str]
     ) -> None:
         self.folder, self.native_id = folder, f"{socket.gethostname()}:{folder}"
         self._local = Local()
         folder.mkdir(parents=True)
         (folder / "request.json").write_text(json.dumps(request.to_dict()), encoding="utf-8")
-        self._supervisor = _Supervisor(folder=folder, provider=provider, how=how, secrets=secrets, notices=notices)
+        self._supervisor = _Supervisor(folder, provider, local_run, secrets)
         self._supervisor.check()
         if local_path(request.run) is None:
             # As on a platform, a later attempt's nodes find the files of the attempt before.
@@ -98,6 +94,8 @@ class LocalJob:
             os.set_inheritable(lock.fileno(), False)
             self._supervisor.run()
 
+    # The class's own methods: the fake cloud has replaced those of the provider local.
+
     def status(self) -> Status:
         """Return the job's status."""
         return SupervisedProvider.status(self._local, self.native_id)
@@ -111,7 +109,7 @@ class LocalJob:
         SupervisedProvider.cancel(self._local, self.native_id)
 
     def close(self) -> None:
-        """Stop the job, and wait until nothing of it is left."""
+        """Stop the job, and wait until its processes have ended."""
         if self._thread.is_alive():
             self.cancel()
             self._thread.join(STOP_SECONDS)
@@ -120,19 +118,15 @@ class LocalJob:
 class _Supervisor(Supervisor):
     """Supervisor of one attempt of a client's, or of all if the provider's own supervisor starts the later ones."""
 
-    def __init__(
-        self, *, folder: Path, provider: Provider, how: How, secrets: Mapping[str, str], notices: list[Notice]
-    ) -> None:
-        super().__init__(folder=folder, engine="processes", secrets={**secrets, **how.secrets}, environ=os.environ)
-        self.engine = _Engine(folder=folder, notices=notices)
-        self._real, self._how = provider, how
+    def __init__(self, folder: Path, provider: Provider, local_run: LocalRun, secrets: Mapping[str, str]) -> None:
+        values = {**secrets, **local_run.secrets}
+        super().__init__(folder=folder, engine="processes", secrets=values, environ=os.environ)
+        self.engine = _Engine(folder, local_run.notices)
+        self._real, self._local_run = provider, local_run
 
     @cached_property
     def provider(self) -> Provider:
-        record = self.record
-        job = Job.from_dict(record["job"]).at(record["provider"])
-        layout = Layout.from_dict(record["layout"])
-        return cast("Provider", _Here(real=self._real, job=job, layout=layout, how=self._how, folder=self.folder))
+        return cast("Provider", _Planner(self._real, self.record, self._local_run, self.folder))
 
     def check(self) -> None:
         """Raise if the job cannot be run here, while its sender still waits."""
@@ -140,71 +134,65 @@ class _Supervisor(Supervisor):
         self.provider.launch_spec(self.request)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Here:
+class _Planner:
     """Planner that plans as the real provider does, and returns the nodes that this machine starts."""
 
-    real: Provider
-    job: Job
-    layout: Layout
-    how: How
-    folder: Path
+    def __init__(self, real: Provider, record: Mapping[str, Any], local_run: LocalRun, folder: Path) -> None:
+        self._real, self._local_run, self._folder = real, local_run, folder
+        self._job = Job.from_dict(record["job"]).at(record["provider"])
+        self._layout = Layout.from_dict(record["layout"])
 
     def plan(self, job: Job, layout: Layout, attempt: int = 0, choice: int = 0) -> Request:
         """Return the next attempt's request, as it is recorded."""
-        return self.real.plan(job, layout, attempt=attempt, choice=choice)
+        return self._real.plan(job, layout, attempt=attempt, choice=choice)
 
     def launch_spec(self, request: Request) -> LaunchSpec:
-        """Return the nodes that local starts for the same job. If a client starts later attempts, local starts none."""
-        told = self.folder / "container" / "context.json"
-        layout = _Told(
-            store=self.layout.store,
-            run_id=self.layout.run_id,
-            code_digest=self.layout.code_digest,
-            runtime_digest=self.layout.runtime_digest,
-            resume=self.layout.resume,
-            inputs={
-                name: replace(item, mode="auto", shard=False, source=None) for name, item in self.layout.inputs.items()
-            },
-            told=told.as_uri(),
-        )
-        retries = self.job.retries if self.real.retried_by == "supervisor" else 0
-        here = Local().plan(self._job(retries), self._with_inputs(layout), attempt=request.attempt)
-        context = dict(here.context)
-        if local_path(self.layout.store) is None:  # no node may use the real store
-            context["checkpoint_url"] = (self.folder / "checkpoints").as_uri()
-        told.parent.mkdir(exist_ok=True)
-        told.write_text(json.dumps(context), encoding="utf-8")
-        return Local().launch_spec(here)
+        """Return the nodes that local starts for the same job. They read a context of their own: the store's is the
+        platform's."""
+        local = Local()
+        layout = replace(self._layout, inputs=self._inputs(), origin={})
+        planned = local.plan(self._local_job(), layout, attempt=request.attempt)
+        context = dict(planned.context)
+        if local_path(layout.store) is None:  # no node may use the real store
+            context["checkpoint_url"] = (self._folder / "checkpoints").as_uri()
+        path = self._folder / "container" / "context.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(context), encoding="utf-8")
+        urls = {layout.context: path.as_uri()}
+        spec = local.launch_spec(planned)
+        nodes = [
+            replace(node, mounts=[replace(mount, url=urls.get(mount.url, mount.url)) for mount in node.mounts])
+            for node in spec.nodes
+        ]
+        return replace(spec, nodes=nodes)
 
-    def _job(self, retries: int) -> Job:
-        wanted = self.job.resources
-        processes = self.how.processes or (1 if wanted.gpu else wanted.processes())
+    def _local_job(self) -> Job:
+        """Return the job without what only its platform has. If a client starts later attempts, local starts none."""
+        wanted, secrets = self._job.resources, {}
+        for name, reference in self._job.secrets.items():
+            own = reference.startswith("env:")
+            if not own and name not in self._local_run.secrets:
+                why = "no test reads it where it is; give run_locally(secrets={...}) a value for it"
+                raise SpecError(why, field=f"secrets.{name}")
+            secrets[name] = reference if own else f"env:{name}"
         platform = ("image", "instance_type", "cpus", "memory_gb", "disk_gb", "shm_gb", "max_wait")
         money = ("max_cost", "max_gpu_hours")  # this machine has no price, and the job none of its GPUs here
-        secrets = {}
-        for name, reference in self.job.secrets.items():
-            own = reference.startswith("env:")
-            if not own and name not in self.how.secrets:
-                raise SpecError(
-                    "no test reads it where it is; give run_locally(secrets={...}) a value for it",
-                    field=f"secrets.{name}",
-                )
-            secrets[name] = reference if own else f"env:{name}"
-        return self.job.replace(
+        return self._job.replace(
             **dict.fromkeys((*platform, *money)),
             gpu=(),
             spot=False,
-            nproc_per_node=processes,
-            retries=retries,
+            nproc_per_node=self._local_run.processes or (1 if wanted.gpu else wanted.processes()),
+            retries=self._job.retries if self._real.retried_by == "supervisor" else 0,
             secrets=secrets,
             inputs={},
             options={},
         )
 
-    def _with_inputs(self, layout: Layout) -> Layout:
-        inputs = dict(layout.inputs)
-        for name, given in self.how.inputs.items():
+    def _inputs(self) -> dict[str, LayoutInput]:
+        inputs = {
+            name: replace(item, mode="auto", shard=False, source=None) for name, item in self._layout.inputs.items()
+        }
+        for name, given in self._local_run.inputs.items():
             if name not in inputs:
                 raise SpecError("the job has no such input", field=f"inputs.{name}")
             path = Path(given).resolve()
@@ -213,35 +201,23 @@ class _Here:
             inputs[name] = replace(inputs[name], url=path.as_uri(), file=path.name if path.is_file() else None)
         for name, item in inputs.items():
             if url_scheme(item.url) not in Local.schemes | {"memory"}:
-                raise SpecError(
-                    f"no test reads {item.url}; give run_locally(inputs={{...}}) a path for it", field=f"inputs.{name}"
-                )
-        return replace(layout, inputs=inputs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Told(Layout):
-    """Layout with its own context: the store's context is the platform's."""
-
-    told: str
-
-    @property
-    def context(self) -> str:
-        return self.told
+                why = f"no test reads {item.url}; give run_locally(inputs={{...}}) a path for it"
+                raise SpecError(why, field=f"inputs.{name}")
+        return inputs
 
 
 class _Engine(ProcessEngine):
     """Engine that gives notice as a platform does: the stop signal to a node's first process."""
 
-    def __init__(self, *, folder: Path, notices: list[Notice]) -> None:
+    def __init__(self, folder: Path, notices: list[Notice]) -> None:
         super().__init__(folder=folder, environ=os.environ)
-        self._out, self._notices = folder / "out", notices
+        self._notices = notices
         self._watching: list[threading.Thread] = []
 
     def start(
-        self, simulation: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
+        self, launch: LaunchSpec, *, attempt: str, local: Mapping[str, Path], secrets: Mapping[str, str]
     ) -> list[NodeProcess]:
-        nodes = super().start(simulation, attempt=attempt, local=local, secrets=secrets)
+        nodes = super().start(launch, attempt=attempt, local=local, secrets=secrets)
         if self._notices:
             notice = self._notices.pop(0)
             watch = threading.Thread(target=self._watch, args=(notice, attempt, nodes), daemon=True)
@@ -258,28 +234,26 @@ class _Engine(ProcessEngine):
         """Wait until the moment of the notice, or the end of the start; then signal the node."""
         node = nodes[notice.node]
 
-        def until(what: Callable[[], bool]) -> bool:
+        def until(condition: Callable[[], bool]) -> bool:
             while node.poll() is None:
-                if what():
+                if condition():
                     return True
                 time.sleep(POLL_SECONDS)
             return False
 
         if not until(lambda: handles_sigterm(node.process.pid)) or not until(lambda: self._began(attempt)):
             return
-        if notice.step is not None:
-            wanted = notice.step
-            due = until(lambda: any(_step(one.scratch) >= wanted for one in nodes))
-        else:
-            moment = time.monotonic() + (notice.after or 0.0)
-            due = until(lambda: time.monotonic() >= moment)
-        if due:
+        step, moment = notice.step, time.monotonic() + (notice.after or 0.0)
+        if until(
+            lambda: time.monotonic() >= moment if step is None else any(_step(one.scratch) >= step for one in nodes)
+        ):
             node.signal("SIGTERM")
 
     def _began(self, attempt: str) -> bool:
         """Return True once node 0 has started all nodes."""
+        log = self._folder / "out" / attempt / "node-0.log"
         with contextlib.suppress(OSError):
-            return f"cloudtrain: attempt {attempt}:" in (self._out / attempt / "node-0.log").read_text(errors="replace")
+            return f"cloudtrain: attempt {attempt}:" in log.read_text(errors="replace")
         return False
 
 

@@ -9,15 +9,27 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..errors import EXIT_CODES
-from ..job.job import Input, Job, Resources, Source
 from ..provider_api.protocol import Provider
 from ..provider_api.registry import find_provider, provider_names
-from .tables import CASES, ELSEWHERE, PLATFORM, SCRIPT, SECRETS, Place, Row, Sample, by_client, platform_rows, verdict
+from .tables import (
+    CASES,
+    ELSEWHERE,
+    PLATFORM,
+    SCRIPT,
+    SECRETS,
+    Place,
+    Row,
+    Sample,
+    by_client,
+    field_helps,
+    platform_rows,
+    secret_row,
+    verdict,
+)
 
 __all__ = ["main", "page"]
 
@@ -53,10 +65,10 @@ def page(names: Sequence[str]) -> str:
     """Return the whole page, for the providers called ``names``."""
     providers = [find_provider(name) for name in names]
     notes: list[str] = []
-    parts = [_INTRO, "\n## What they are\n\n", *_borders(providers), "\n## Fields\n\n"]
     with tempfile.TemporaryDirectory() as folder:
-        parts += _fields(providers, Path(folder), notes)
-    parts.append("\n" + "".join(f"{number}. {note}\n" for number, note in enumerate(notes, 1)))
+        columns = [_column(provider, Path(folder, provider.name), notes) for provider in providers]
+    parts = [_INTRO, "\n## What they are\n\n", *_borders(providers), "\n## Fields\n\n", *_fields(names, columns), "\n"]
+    parts += [f"{number}. {note}\n" for number, note in enumerate(notes, 1)]
     parts += [f"\n`{name}` {why}.\n" for name, why in ELSEWHERE.items()]
     return "".join([*parts, _ENDS, *_cases(), _CATEGORIES, *_categories()])
 
@@ -69,13 +81,14 @@ def _borders(providers: Sequence[type[Provider]]) -> Iterator[str]:
     yield _line("who starts further attempts", *(p.retried_by for p in providers))
 
 
-def _fields(providers: Sequence[type[Provider]], folder: Path, notes: list[str]) -> Iterator[str]:
-    columns = [_column(provider, folder / provider.name, notes) for provider in providers]
-    yield _line("field", "is", *(f"`{p.name}`" for p in providers))
-    yield _line("---", "---", *("---" for _ in providers))
-    for name in columns[0]:
-        means = f"a reference of the form `{SECRETS[name[9:-1]]}`" if name.startswith("secrets (") else _help(name)
-        yield _line(f"`{name}`", means, *(column[name] for column in columns))
+def _fields(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    yield _line("field", "is", *(f"`{name}`" for name in names))
+    yield _line("---", "---", *("---" for _ in names))
+    helps = field_helps() | {
+        f"secrets ({kind})": f"a reference of the form `{reference}`" for kind, reference in SECRETS.items()
+    }
+    for field in columns[0]:
+        yield _line(f"`{field}`", helps[field].replace("|", "\\|"), *(column[field] for column in columns))
 
 
 def _line(*cells: str) -> str:
@@ -86,42 +99,25 @@ def _column(provider: type[Provider], folder: Path, notes: list[str]) -> dict[st
     """Return the cells of one provider, by field. New reasons are appended to ``notes``."""
     sample = Sample.of(provider)
     store = sample.store or (folder / "store").as_uri()
-    place = Place.make(folder, store=store, provider=provider.name, secret=sample.secret)
+    place = Place(folder, store=store, provider=provider.name, secret=sample.secret)
     platform, made = platform_rows(provider), provider(**sample.settings)
-    cells = {}
-    for name in dict.fromkeys([*PLATFORM, *SCRIPT]):
-        if name != "secrets":
-            rows = [row for table in (platform, SCRIPT) if (row := table.get(name))]
-            cells[name] = _cell(made, name, place, rows, sample, notes)
-    for kind, reference in SECRETS.items():
-        cells[f"secrets ({kind})"] = _cell(made, "secrets", place, [_secret(reference)], sample, notes)
-    return cells
 
+    def cell(name: str, rows: Sequence[Row]) -> str:
+        reached: set[str] = set()
+        for row in rows:
+            parts, refused = verdict(made, place, row, sample.job)
+            if refused is not None:
+                if refused.why not in notes:
+                    notes.append(refused.why)
+                return f"refused ({notes.index(refused.why) + 1})"
+            reached |= parts
+        if not reached:
+            return "the waiting client" if by_client(made, name) else "ignored"
+        return " and ".join(word for part, word in (("body", "request"), ("context", "script")) if part in reached)
 
-def _secret(reference: str) -> Row:
-    return Row(change=lambda place: {"secrets": {"TOKEN": reference}})
-
-
-def _cell(provider: Provider, name: str, place: Place, rows: Sequence[Row], sample: Sample, notes: list[str]) -> str:
-    reached: set[str] = set()
-    for row in rows:
-        parts, refused = verdict(provider, place, row, sample.job)
-        if refused is not None:
-            if refused.why not in notes:
-                notes.append(refused.why)
-            return f"refused ({notes.index(refused.why) + 1})"
-        reached |= parts
-    if not reached:
-        return "the waiting client" if by_client(provider, name) else "ignored"
-    return " and ".join(word for part, word in (("body", "request"), ("context", "script")) if part in reached)
-
-
-def _help(name: str) -> str:
-    """Return the field's own help text."""
-    owner, _, field = name.rpartition(".")
-    kinds: dict[str, type[Any]] = {"": Job, "source": Source, "resources": Resources, "inputs": Input}
-    found = next(f for f in dataclasses.fields(kinds[owner]) if f.name == field)
-    return str(found.metadata.get("help", "")).replace("|", "\\|")
+    names = [name for name in dict.fromkeys([*PLATFORM, *SCRIPT]) if name != "secrets"]
+    cells = {name: cell(name, [table[name] for table in (platform, SCRIPT) if name in table]) for name in names}
+    return cells | {f"secrets ({kind})": cell("secrets", [secret_row(kind)]) for kind in SECRETS}
 
 
 def _cases() -> Iterator[str]:

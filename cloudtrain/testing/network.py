@@ -16,9 +16,11 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """Guard that lets sockets of Python reach loopback alone. It does not see libraries with their own sockets (gRPC's,
-    obstore's) and other processes. It is a plugin of pytest: if the code under test swallows the error, the test fails
-    all the same."""
+    """Guard that lets sockets of Python reach loopback alone.
+
+    It does not see libraries with their own sockets (gRPC's, obstore's) and other processes. It is a plugin of pytest:
+    if the code under test swallows the error, the test still fails.
+    """
 
     def __init__(self, item: pytest.Item) -> None:
         self.item = item
@@ -52,7 +54,7 @@ class Guard:
             place = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
             self.reached.append(place if port is not None else name)
             # No Exception: code that retries on exceptions must not retry on this.
-            pytest.fail(_said(self.reached), pytrace=False)
+            pytest.fail(_message(self.reached), pytrace=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -61,11 +63,11 @@ class Guard:
         """Fail a test that passed but reached for the network."""
         report = yield
         if item is self.item and report.when == "call" and report.passed and self.reached:
-            report.outcome, report.longrepr = "failed", _said(self.reached)
+            report.outcome, report.longrepr = "failed", _message(self.reached)
         return report
 
 
-def _said(reached: list[str]) -> str:
+def _message(reached: list[str]) -> str:
     return f"cloudtrain: the test reached for the network, which it may not: {', '.join(dict.fromkeys(reached))}"
 
 

@@ -31,12 +31,11 @@ from .tables import (
     SCRIPT,
     SECRETS,
     Fields,
-    Row,
     by_client,
-    field_names,
+    field_helps,
     merged,
     platform_rows,
-    settings_of,
+    secret_row,
     verdict,
 )
 
@@ -101,11 +100,11 @@ class PlanContract:
             assert provider.__module__.rpartition(".")[2] == provider.name
 
     def test_settings_are_a_frozen_dataclass(self, world: FakePlatform) -> None:
-        settings = settings_of(world.provider)
+        settings = world.provider.settings
         assert isinstance(settings, world.provider.Settings)
         assert settings.__dataclass_params__.frozen
         plain = json.loads(json.dumps(dataclasses.asdict(settings)))
-        assert settings_of(type(world.provider)(**plain)) == settings
+        assert type(world.provider)(**plain).settings == settings
 
     def test_who_calls_is_recorded_nowhere(self, world: FakePlatform) -> None:
         """Check that the caller is not recorded, and that another platform's store gets no options."""
@@ -119,7 +118,7 @@ class PlanContract:
         given = {
             "path": [p for p in sys.path if p],
             "provider": world.provider.name,
-            "settings": dataclasses.asdict(settings_of(world.provider)),
+            "settings": dataclasses.asdict(world.provider.settings),
             "job": plan.job.to_dict(),
             "layout": dataclasses.asdict(plan.layout),
         }
@@ -212,8 +211,7 @@ class PlanContract:
     # --------------------------------------------------------------------------------------------------- the two tables
 
     def test_every_field_has_a_row(self) -> None:
-        assert field_names() - {*PLATFORM, *SCRIPT, *ELSEWHERE} == set()
-        assert {*PLATFORM, *SCRIPT, *ELSEWHERE} - field_names() == set()
+        assert {*PLATFORM, *SCRIPT, *ELSEWHERE} == field_helps().keys()
 
     @pytest.mark.parametrize("field", PLATFORM)
     def test_platform_field_is_honoured_or_refused(self, world: FakePlatform, field: str) -> None:
@@ -236,8 +234,7 @@ class PlanContract:
 
     @pytest.mark.parametrize("kind", SECRETS)
     def test_secrets_are_references(self, world: FakePlatform, kind: str) -> None:
-        row = Row(change=lambda place: {"secrets": {"TOKEN": SECRETS[kind]}})
-        reached, refused = verdict(world.provider, world.place, row, world.sample.job)
+        reached, refused = verdict(world.provider, world.place, secret_row(kind), world.sample.job)
         if world.sample.secret.startswith(kind):
             assert refused is None
         if refused is not None:
@@ -303,12 +300,12 @@ class PlanContract:
     @pytest.mark.parametrize("nodes", [1, 2, 4])
     def test_nodes_are_what_the_request_says(self, world: FakePlatform, nodes: int) -> None:
         plan = world.plan({"instance_count": nodes, "max_runtime": 1234, "inputs": {"data": str(world.place.data)}})
-        simulation = world.provider.launch_spec(plan.request)
-        assert LaunchSpec.from_dict(json.loads(json.dumps(simulation.to_dict()))).to_dict() == simulation.to_dict()
-        assert simulation == world.provider.launch_spec(Request.from_dict(plan.request.to_dict()))
-        assert len(simulation.nodes) == nodes
-        assert simulation.rules.time_limit == 1234
-        for number, node in enumerate(simulation.nodes):
+        launch = world.provider.launch_spec(plan.request)
+        assert LaunchSpec.from_dict(json.loads(json.dumps(launch.to_dict()))).to_dict() == launch.to_dict()
+        assert launch == world.provider.launch_spec(Request.from_dict(plan.request.to_dict()))
+        assert len(launch.nodes) == nodes
+        assert launch.rules.time_limit == 1234
+        for number, node in enumerate(launch.nodes):
             words = " ".join([*(node.entrypoint or ()), *node.command])
             assert "cloudtrain.pyz" in words
             assert f"--attempt {plan.request.attempt}" in words
@@ -370,7 +367,7 @@ def _python(args: Sequence[str], *, cwd: Path, env: Mapping[str, str], text: str
 
 @contextlib.contextmanager
 def _sites(world: FakePlatform, request: Request) -> Iterator[list[NodeEnvironment]]:
-    """Yield every node's Site of the request."""
+    """Yield every node's NodeEnvironment of the request."""
     specs = world.provider.launch_spec(request).nodes
     with contextlib.ExitStack() as stack:
         sites = []

@@ -1,7 +1,7 @@
-"""World: a provider's platform for the contract suite, faked at the wire, so that the vendor's SDK talks.
+"""Define a provider's platform for the contract suite: faked at the wire, or a real account.
 
-A World is small on purpose. The parts common to all platforms (jobs, plans, waiting, pulling) are written here once.
-Only the platform's own parts are abstract. A World of a real account is a World too.
+Jobs, plans, waiting and pulling are common to all platforms and written here. Only the platform's own parts are
+abstract.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FakePlatform(abc.ABC):
     """One platform and a store of it, both empty. Made with a folder for the suite's own files."""
 
     provider: Provider
-    """The provider under test, made with settings that lead to this world."""
+    """The provider under test, made with settings that lead to this platform."""
     store: str
     """URL of an empty store that its nodes can reach."""
     nowhere: str
@@ -44,10 +44,8 @@ class FakePlatform(abc.ABC):
     def __init__(self, folder: Path, *, provider: Provider, store: str, nowhere: str, secret: str = "") -> None:
         self.folder, self.provider, self.store, self.nowhere = folder, provider, store, nowhere
         self.sample = Sample.of(type(provider))
-        #: ``place.secret`` refers to a secret that has the value `tables.SECRET` in this world.
-        self.place = Place.make(
-            folder / "place", store=store, provider=provider.name, secret=secret or self.sample.secret
-        )
+        #: ``place.secret`` refers to a secret that has the value `tables.SECRET` on this platform.
+        self.place = Place(folder / "place", store=store, provider=provider.name, secret=secret or self.sample.secret)
 
     # ----------------------------------------------------------------------------------------------- the platform's own
 
@@ -88,7 +86,7 @@ class FakePlatform(abc.ABC):
         deadline = time.monotonic() + PATIENCE
         while not nodes <= {line.node for line in run.logs() if line.text == text}:
             if time.monotonic() > deadline or run.status().final:
-                raise AssertionError(f"{run!r} never said {text!r} on every node")
+                raise AssertionError(f"{run!r} did not print {text!r} on every node")
             time.sleep(0.2)
 
     def seen(self, run: Run) -> Seen:

@@ -108,10 +108,10 @@ def hold(environ: Mapping[str, str]) -> None:
     end = time.monotonic() + HOLD_SECONDS
     while time.monotonic() < end:
         if os.path.exists(environ["CLOUDTRAIN_PREEMPT_FILE"]):
-            say("told to stop")
+            say("got the notice")
             sys.exit(0)
         time.sleep(0.05)
-    sys.exit("nobody told the probe to stop")
+    sys.exit("the probe got no notice")
 
 
 def say(text: str) -> None:

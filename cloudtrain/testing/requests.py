@@ -90,10 +90,6 @@ def _text(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
-def _is_origin(tag: Mapping[str, Any]) -> bool:
-    return _ORIGIN.fullmatch(str(tag.get("Key", ""))) is not None
-
-
 def stable(planned: Plan | Mapping[str, Any]) -> dict[str, Any]:
     """Return the output of ``plan --json``, less what differs by run, day, machine or state of the code.
 
@@ -108,11 +104,15 @@ def stable(planned: Plan | Mapping[str, Any]) -> dict[str, Any]:
     here = Path.cwd()
     words = [(sys.executable, "<python>"), (here.as_uri(), "file://<here>"), (str(here), "<here>")]
 
-    def said(value: Any) -> Any:
+    def replaced(value: Any) -> Any:
         if isinstance(value, dict):
-            return {said(key): said(item) for key, item in value.items() if not _ORIGIN.fullmatch(key)}
+            return {replaced(key): replaced(item) for key, item in value.items() if not _ORIGIN.fullmatch(key)}
         if isinstance(value, list):
-            return [said(item) for item in value if not (isinstance(item, dict) and _is_origin(item))]
+            return [
+                replaced(item)
+                for item in value
+                if not (isinstance(item, dict) and _ORIGIN.fullmatch(str(item.get("Key", ""))))
+            ]
         if not isinstance(value, str):
             return value
         for old, new in words:
@@ -120,7 +120,7 @@ def stable(planned: Plan | Mapping[str, Any]) -> dict[str, Any]:
         value = _HASH.sub("<digest>", _DIGEST.sub("<digest>", run_id.sub("<run>", value)))
         return value if value.count("\n") <= MANY_LINES else "<text>"
 
-    return said(kept)  # type: ignore[no-any-return]
+    return replaced(kept)  # type: ignore[no-any-return]
 
 
 def compare(planned: Plan | Mapping[str, Any], path: Path) -> None:

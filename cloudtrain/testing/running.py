@@ -1,6 +1,6 @@
-"""Test a provider with jobs that run: each is really submitted, to the platform of a World.
+"""Test a provider with jobs that run on its `FakePlatform`, as a part of `cloudtrain.testing.contract`.
 
-Part of the suite; see `cloudtrain.testing.contract`. Jobs are shared: each runs once for all tests that look at it.
+Each job runs once, for all tests that look at it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..runs.submit import Plan
 from ..storage.files import files
 from . import probe
 from .platform import FakePlatform, Impossible, numbered
-from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen, settings_of
+from .tables import CASES, JOBS, SCRIPT, SECRET, Fields, Seen
 
 __all__ = ["Jobs", "RunContract"]
 
@@ -39,7 +39,7 @@ print(run.provider.find(run.store.attempt_request(run.run_id, 0)))
 
 
 class Jobs:
-    """Runs of one world, each submitted when it is first needed and shared by all tests of the class."""
+    """Runs of one platform, each submitted when it is first needed and shared by all tests of the class."""
 
     def __init__(self, world: FakePlatform) -> None:
         self.world = world
@@ -97,7 +97,7 @@ class RunContract:
     @pytest.fixture(scope="class")
     @classmethod
     def jobs(cls, world: FakePlatform) -> Jobs:
-        """Return the runs of this class's world."""
+        """Return the runs of this class's platform."""
         return Jobs(world)
 
     # ------------------------------------------------------------------------------------------- submitting and finding
@@ -256,7 +256,7 @@ class RunContract:
         """Use a cursor, made during the run and kept as JSON, after the run's end by another handle."""
         jobs.case("cancelled")
         provider, native, early = jobs.world.provider, jobs.native(jobs.run("cancelled")), jobs.early["cancelled"]
-        again = type(provider)(**dataclasses.asdict(settings_of(provider)))
+        again = type(provider)(**dataclasses.asdict(provider.settings))
         whole, cursor = _to_end(provider, native, None)
         rest, _ = _to_end(again, native, json.loads(json.dumps(early.cursor)))
         assert early.lines
@@ -271,7 +271,7 @@ class RunContract:
     def test_script_field_is_seen_by_the_script(self, jobs: Jobs, field: str) -> None:
         row = SCRIPT[field]
         seen = jobs.script(row.run)
-        assert row.seen(seen, jobs.world.place), (seen.result["reason"], seen.ranks[:1])
+        assert row.seen(seen), (seen.result["reason"], seen.ranks[:1])
 
     @pytest.mark.slow
     def test_ranks_train_together(self, jobs: Jobs) -> None:
@@ -347,7 +347,7 @@ class RunContract:
 
     def test_categories_have_a_way_to_be_reached(self) -> None:
         reached = {case.category for case in CASES.values() if case.category} | {"stalled", *CASES} | set(FAULTS)
-        # A run is of the one whose request was refused, of the other whose store stays full.
+        # A refused request leaves no run, and a full store no record of its end.
         assert set(CATEGORIES) - {"spec", "storage"} <= reached
 
 

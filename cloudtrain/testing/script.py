@@ -11,7 +11,7 @@ import json
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CloudtrainError, SpecError
@@ -20,27 +20,30 @@ from ..runtime.cause import Failure, category, failure_line
 from ..runtime.checkpoint_names import step_of
 from ..store.store import Store
 
-__all__ = ["Left", "Outcome", "failed", "write"]
+__all__ = ["Checkpoints", "Files", "Left", "Outcome", "failed", "write"]
 
 Bytes = bytes | str
+Files = Mapping[str, Bytes]
+"""Content by path."""
+Checkpoints = Mapping[str, Files | Bytes]
+"""The files of each checkpoint by its name, or the content of its one file."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Left:
-    """Files of an attempt: lines of node 0's rank 0, rows of metrics, files by path, checkpoints by name (a folder or a
-    file)."""
+    """Files of an attempt: lines of node 0's rank 0, rows of metrics, artifacts and checkpoints."""
 
     logs: Sequence[str] = ()
     metrics: Sequence[Mapping[str, Any]] = ()
-    artifacts: Mapping[str, Bytes] = field(default_factory=dict)
-    checkpoints: Mapping[str, Mapping[str, Bytes] | Bytes] = field(default_factory=dict)
+    artifacts: Files | None = None
+    checkpoints: Checkpoints | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.logs, (str, bytes)) or any("\n" in line for line in self.logs):
             raise SpecError("must be a list of lines, each without its end", field="logs")
         if isinstance(self.metrics, Mapping):
             raise SpecError("must be a list of rows, not one row", field="metrics")
-        for name in (*self.checkpoints, *self.artifacts):
+        for name in (*(self.checkpoints or ()), *(self.artifacts or ())):
             if not name or name.startswith("/") or ".." in name.split("/"):
                 raise SpecError(f"must be a name or a relative path, not {name!r}", field="checkpoints or artifacts")
 
@@ -104,9 +107,9 @@ def write(
     lost = _lost(store, run_id, before, resumed) if before else None
     start = {"protocol": 1, "attempt": number, "started": started, "after": before or None}
     _json(store, f"{live}/attempts/{number}.json", {**start, "resumed_from": resumed, "direct": False, "lost": lost})
-    for path, data in left.artifacts.items():
+    for path, data in (left.artifacts or {}).items():
         store.files.write(f"{live}/artifacts/node-0/{path}", _bytes(data))
-    for seq, (name, content) in enumerate(left.checkpoints.items(), 1):
+    for seq, (name, content) in enumerate((left.checkpoints or {}).items(), 1):
         _checkpoint(store, f"{live}/checkpoints/{name}/{number}-{seq}", name, content, number, seq)
     if left.metrics:
         rows = "".join(json.dumps({"time": now, **row}) + "\n" for row in left.metrics)
@@ -154,11 +157,8 @@ def _exit_record(outcome: Outcome, number: str, node: int, started: float, resum
     return record
 
 
-def _checkpoint(
-    store: Store, folder: str, name: str, content: Mapping[str, Bytes] | Bytes, attempt: str, seq: int
-) -> None:
-    files = {f"{name}/{path}": data for path, data in content.items()} if isinstance(content, Mapping) else None
-    files = {name: content} if files is None and not isinstance(content, Mapping) else files or {}
+def _checkpoint(store: Store, folder: str, name: str, content: Files | Bytes, attempt: str, seq: int) -> None:
+    files = {f"{name}/{p}": d for p, d in content.items()} if isinstance(content, Mapping) else {name: content}
     listed = {}
     for path, data in files.items():
         store.files.write(f"{folder}/node-0/{path}", _bytes(data))

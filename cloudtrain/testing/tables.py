@@ -1,9 +1,8 @@
 """Define the contract suite's changes, and where each must show: a row for every field of a Job.
 
-`PLATFORM` fields are the platform's to honour: a change reaches the native request, or is refused by name. `SCRIPT`
-fields are the script's: a change reaches context.json, and a job of a World has seen it. `ELSEWHERE` gives the reason
-for the few others. `CASES` are the ways a run can go. Standard library alone: the docs' matrix uses the tests' own
-rows.
+A change of a `PLATFORM` field reaches the native request, or is refused by name. A change of a `SCRIPT` field reaches
+context.json, and a job has seen it. `ELSEWHERE` gives the reason for the few others. `CASES` are the ways a run can
+end. Standard library alone: the docs' matrix uses the same rows.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import hashlib
 import importlib
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,11 @@ __all__ = [
     "Sample",
     "Seen",
     "by_client",
-    "field_names",
+    "field_helps",
     "merged",
     "plan_of",
     "platform_rows",
-    "settings_of",
+    "secret_row",
     "verdict",
 ]
 
@@ -55,7 +54,7 @@ Fields = Mapping[str, Any]
 
 RUN_ID = "contract"
 SECRET = "s3cret-of-the-contract-suite"
-"""The value of every World's secret."""
+"""The value of every platform's secret."""
 STRANGE = (
     "plain", "", "two words", "it's", '"quoted"', "a\nb", "tab\there", "ünï-çødé ☃", '{"json": [1, {}]}', "{x}",
     "$HOME", "`id`", "--", "-n", "*", "a;b", "back\\slash", "%s", "#",
@@ -88,48 +87,28 @@ class Sample:
         return cls(**getattr(importlib.import_module(provider.__module__), "SAMPLE", {}))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Place:
-    """Folders and URLs that rows name. ``secret`` refers to `SECRET`; ``earlier`` is a run of the store."""
+    """Folders and URLs that rows name, with files written below ``folder``.
 
-    folder: Path
-    store: str
-    provider: str
-    secret: str
+    ``secret`` refers to `SECRET`; ``earlier`` is a run of the store.
+    """
 
-    @property
-    def code(self) -> Path:
-        return self.folder / "code"
-
-    @property
-    def moved(self) -> Path:
-        return self.folder / "moved"
-
-    @property
-    def data(self) -> Path:
-        return self.folder / "data"
-
-    @property
-    def earlier(self) -> str:
-        return f"{self.store}/runs/earlier"
-
-    @classmethod
-    def make(cls, folder: Path, *, store: str, provider: str, secret: str) -> Place:
-        """Return the place, with its files written below ``folder``."""
-        place = cls(folder=folder, store=store, provider=provider, secret=secret)
-        for code in (place.code, place.moved):
+    def __init__(self, folder: Path, *, store: str, provider: str, secret: str) -> None:
+        self.folder, self.store, self.provider, self.secret = folder, store, provider, secret
+        self.code, self.moved, self.data = folder / "code", folder / "moved", folder / "data"
+        self.earlier = f"{store}/runs/earlier"
+        for code in (self.code, self.moved):
             _write_code(code)
-        (place.moved / "moved.txt").write_text("moved")
+        (self.moved / "moved.txt").write_text("moved")
         for name in ("data", "more"):
             (folder / name / "sub").mkdir(parents=True)
             (folder / name / "a.csv").write_text(f"{name} a")
             (folder / name / "sub" / "b.csv").write_text(f"{name} b")
         (folder / "contract_dependency").mkdir()
         (folder / "contract_dependency" / "__init__.py").write_text("WORD = 'beside'\n")
-        if (path := local_path(place.earlier)) is not None:
+        if (path := local_path(self.earlier)) is not None:
             path.mkdir(parents=True)
             (path / "run.json").write_text("{}")  # a run before its first checkpoint
-        return place
 
     def clear_earlier(self) -> None:
         """Remove the record that stands for the earlier run in plans, so that a real run can take its place."""
@@ -173,9 +152,10 @@ class Seen:
         file = self.folder / "metrics.jsonl"
         return json_rows(file.read_bytes()) if file.is_file() else []
 
-    def all(self, test: Callable[[Mapping[str, Any]], bool]) -> bool:
-        """Return True if there are ranks, and ``test`` holds for each."""
-        return bool(self.ranks) and all(map(test, self.ranks))
+    def texts(self, folder: str, name: str) -> dict[str, str]:
+        """Return the text of each pulled file below ``folder`` that matches ``name``, by its path there."""
+        root = self.folder / folder
+        return {p.relative_to(root).as_posix(): p.read_text() for p in root.rglob(name)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +166,7 @@ class Row:
     change: Callable[[Place], Fields]
     base: Callable[[Place], Fields] = lambda place: {}
     run: str = ""
-    seen: Callable[[Seen, Place], bool] = lambda seen, place: False
+    seen: Callable[[Seen], bool] = lambda seen: False
 
 
 def _to(**change: Any) -> Callable[[Place], Fields]:
@@ -195,6 +175,11 @@ def _to(**change: Any) -> Callable[[Place], Fields]:
 
 def _input(**item: Any) -> Callable[[Place], Fields]:
     return lambda place: {"inputs": {"data": {"url": str(place.folder / "data"), **item}}}
+
+
+def _ranks(test: Callable[[Mapping[str, Any]], bool]) -> Callable[[Seen], bool]:
+    """Return a check that holds if there are ranks, and ``test`` holds for the view of each."""
+    return lambda seen: bool(seen.ranks) and all(map(test, seen.ranks))
 
 
 # ------------------------------------------------------------------------------------------------------ platform fields
@@ -234,134 +219,102 @@ def by_client(provider: Provider | type[Provider], field: str) -> bool:
 
 _HYPERPARAMETERS = {"lr": 0.1, "name": "a b", "flag": True, "nested": {"k": [1, None]}, "run": "{run_id}"}
 _FLAGS = {"--lr": "0.1", "--name": "a b", "--flag": "true", "--nested": '{"k": [1, null]}', "--run": "earlier"}
+_NAMES, _VALUES = slice(1, 1 + 2 * len(_FLAGS), 2), slice(2, 2 + 2 * len(_FLAGS), 2)
+_DEBUG_NCCL = {"NCCL_DEBUG": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 _LINE = "^probe 0 line ([0-9]+)$"
-_DATA = {"a.csv": "data a", "sub/b.csv": "data b"}
+_INPUTS = {"DATA": {"a.csv": "data a", "sub/b.csv": "data b"}, "ONE_FILE": {"a.csv": "data a"}}
+_SHARDS = {"shard-0.txt": "shard 0", "shard-1.txt": "shard 1"}
+_SECRET_DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 
 
-def _pairs(words: Sequence[str]) -> dict[str, str]:
-    return dict(zip(words[::2], words[1::2], strict=True))
-
-
-def _listed(seen: Seen, name: str) -> bool:
-    return any(name in rank["files"] for rank in seen.ranks)
+def _row(run: str, seen: Callable[[Seen], bool], **change: Any) -> Row:
+    """Return a row whose change names no folder or URL of the place."""
+    return Row(change=_to(**change), run=run, seen=seen)
 
 
 SCRIPT: dict[str, Row] = {
-    "args": Row(
-        change=_to(args=STRANGE),
-        run="torchrun",
-        seen=lambda seen, place: seen.all(lambda rank: rank["argv"][-len(STRANGE) :] == list(STRANGE)),
+    "args": _row("torchrun", _ranks(lambda rank: rank["argv"][-len(STRANGE) :] == list(STRANGE)), args=STRANGE),
+    "env": _row(
+        "torchrun",
+        _ranks(lambda rank: rank["env"]["CONTRACT_ENV"] == "a\nb 'c' earlier {x}"),
+        env={"CONTRACT_ENV": "a\nb 'c' {run_id} {x}"},
     ),
-    "env": Row(
-        change=_to(env={"CONTRACT_ENV": "a\nb 'c' {run_id} {x}"}),
-        run="torchrun",
-        seen=lambda seen, place: seen.all(lambda rank: rank["env"]["CONTRACT_ENV"] == "a\nb 'c' earlier {x}"),
-    ),
-    "hyperparameters": Row(
-        change=_to(hyperparameters=_HYPERPARAMETERS),
-        run="torchrun",
-        seen=lambda seen, place: seen.all(lambda rank: _pairs(rank["argv"][1 : 1 + 2 * len(_FLAGS)]) == _FLAGS),
+    "hyperparameters": _row(
+        "torchrun",
+        _ranks(lambda rank: dict(zip(rank["argv"][_NAMES], rank["argv"][_VALUES], strict=True)) == _FLAGS),
+        hyperparameters=_HYPERPARAMETERS,
     ),
     "hyperparameter_style": Row(
         base=_to(hyperparameters={"lr": 0.5}),
         change=_to(hyperparameters={"lr": 0.5}, hyperparameter_style="hydra"),
         run="python",
-        seen=lambda seen, place: seen.all(lambda rank: rank["argv"][1:] == ["lr=0.5"]),
+        seen=_ranks(lambda rank: rank["argv"][1:] == ["lr=0.5"]),
     ),
     "secrets": Row(
         change=lambda place: {"secrets": {probe.SECRET: place.secret}},
         run="torchrun",
-        seen=lambda seen, place: seen.all(lambda rank: rank["secret"] == hashlib.sha256(SECRET.encode()).hexdigest()),
+        seen=_ranks(lambda rank: rank["secret"] == _SECRET_DIGEST),
     ),
     "inputs": Row(
         change=lambda place: {"inputs": {"data": str(place.data), "one-file": str(place.data / "a.csv")}},
         run="torchrun",
-        seen=lambda seen, place: seen.all(
-            lambda rank: rank["inputs"] == {"DATA": _DATA, "ONE_FILE": {"a.csv": "data a"}}
-        ),
+        seen=_ranks(lambda rank: rank["inputs"] == _INPUTS),
     ),
-    "resources.nproc_per_node": Row(
-        change=_to(nproc_per_node=2),
-        run="torchrun",
-        seen=lambda seen, place: len(seen.ranks) == 4 and seen.all(lambda r: r["env"]["LOCAL_WORLD_SIZE"] == "2"),
+    "resources.nproc_per_node": _row(
+        "torchrun",
+        lambda seen: [rank["env"]["LOCAL_WORLD_SIZE"] for rank in seen.ranks] == ["2"] * 4,
+        nproc_per_node=2,
     ),
-    "launcher": Row(
-        change=_to(launcher="python"),
-        run="python",
-        seen=lambda seen, place: len(seen.ranks) == 2 and seen.all(lambda r: "TORCHELASTIC_RUN_ID" not in r["env"]),
+    "launcher": _row(
+        "python",
+        lambda seen: ["TORCHELASTIC_RUN_ID" in rank["env"] for rank in seen.ranks] == [False] * 2,
+        launcher="python",
     ),
-    "checkpoint_paths": Row(
-        change=_to(checkpoint_paths=("out/ckpt-*",)),
-        run="command",
-        seen=lambda seen, place: any((seen.folder / "checkpoints").rglob("weights.txt")),
+    "checkpoint_paths": _row(
+        "command", lambda seen: bool(seen.texts("checkpoints", "weights.txt")), checkpoint_paths=("out/ckpt-*",)
     ),
-    "keep_checkpoints": Row(
-        change=_to(keep_checkpoints=1),
-        run="command",
-        seen=lambda seen, place: (
-            [p.read_text() for p in (seen.folder / "checkpoints").rglob("weights.txt")] == ["weights 7"]
-        ),
+    "keep_checkpoints": _row(
+        "command",
+        lambda seen: [*seen.texts("checkpoints", "weights.txt").values()] == ["weights 7"],
+        keep_checkpoints=1,
     ),
-    "outputs": Row(
-        change=_to(outputs=False), run="python", seen=lambda seen, place: not (seen.folder / "outputs").exists()
+    "outputs": _row("python", lambda seen: not (seen.folder / "outputs").exists(), outputs=False),
+    "max_outputs": _row(
+        "command",
+        lambda seen: sorted(seen.texts("outputs", "*.txt")) == ["made/small.txt", "small.txt"],
+        max_outputs="1kB",
     ),
-    "max_outputs": Row(
-        change=_to(max_outputs="1kB"),
-        run="command",
-        seen=lambda seen, place: (
-            sorted(p.relative_to(seen.folder / "outputs").as_posix() for p in (seen.folder / "outputs").rglob("*.txt"))
-            == ["made/small.txt", "small.txt"]
-        ),
-    ),
-    "stall_timeout": Row(
-        change=_to(stall_timeout=2), run="stalled", seen=lambda seen, place: seen.result["category"] == "stalled"
-    ),
-    "debug_nccl": Row(
-        change=_to(debug_nccl=True),
-        run="python",
-        seen=lambda seen, place: seen.all(
-            lambda rank: (rank["env"]["NCCL_DEBUG"], rank["env"]["TORCH_DISTRIBUTED_DEBUG"]) == ("INFO", "DETAIL")
-        ),
-    ),
-    "metrics": Row(
-        change=_to(metrics={"step": _LINE, "line": _LINE}),
-        run="command",
-        seen=lambda seen, place: (
-            [row["line"] for row in seen.metrics if row["step"] == row["line"]] == [*range(probe.LINES)]
-        ),
+    "stall_timeout": _row("stalled", lambda seen: seen.result["category"] == "stalled", stall_timeout=2),
+    "debug_nccl": _row("python", _ranks(lambda rank: _DEBUG_NCCL.items() <= rank["env"].items()), debug_nccl=True),
+    "metrics": _row(
+        "command",
+        lambda seen: [row["line"] for row in seen.metrics if row["step"] == row["line"]] == [*range(probe.LINES)],
+        metrics={"step": _LINE, "line": _LINE},
     ),
     "resume_from": Row(
         change=lambda place: {"resume_from": place.earlier},
         run="python",
-        seen=lambda seen, place: seen.all(
-            lambda rank: rank["resume"] == {"shard-0.txt": "shard 0", "shard-1.txt": "shard 1"}
-        ),
+        seen=_ranks(lambda rank: rank["resume"] == _SHARDS),
     ),
-    "source.entry_point": Row(
-        change=_to(entry_point="other.py"),
-        run="torchrun",
-        seen=lambda seen, place: seen.all(lambda rank: rank["argv"][0].rpartition("/")[2] == "other.py"),
+    "source.entry_point": _row(
+        "torchrun", _ranks(lambda rank: rank["argv"][0].rpartition("/")[2] == "other.py"), entry_point="other.py"
     ),
     "source.path": Row(
         change=lambda place: {"source_dir": str(place.moved)},
         run="torchrun",
-        seen=lambda seen, place: _listed(seen, "moved.txt"),
+        seen=lambda seen: any("moved.txt" in rank["files"] for rank in seen.ranks),
     ),
     "source.dependencies": Row(
         change=lambda place: {"dependencies": [str(place.folder / "contract_dependency")]},
         run="command",
-        seen=lambda seen, place: seen.all(lambda rank: rank["words"]["contract_dependency"] == "beside"),
+        seen=_ranks(lambda rank: rank["words"]["contract_dependency"] == "beside"),
     ),
-    "source.requirements": Row(
-        change=_to(requirements="requirements.txt"),
-        run="command",
-        seen=lambda seen, place: seen.all(lambda rank: rank["words"]["contract_wheel"] == "installed"),
+    "source.requirements": _row(
+        "command",
+        _ranks(lambda rank: rank["words"]["contract_wheel"] == "installed"),
+        requirements="requirements.txt",
     ),
-    "source.exclude": Row(
-        change=_to(exclude=("leave.txt",)),
-        run="command",
-        seen=lambda seen, place: bool(seen.ranks) and not _listed(seen, "leave.txt"),
-    ),
+    "source.exclude": _row("command", _ranks(lambda rank: "leave.txt" not in rank["files"]), exclude=("leave.txt",)),
 }
 """Fields that the script sees. ``resume_from`` is in both tables: a folder to mount, and a checkpoint to find."""
 
@@ -385,20 +338,23 @@ ELSEWHERE: dict[str, str] = {"on": "replaces other fields for one provider befor
 """Fields that need no row, and why: `on` has its own test."""
 
 
-def field_names() -> set[str]:
-    """Return the dotted names of every field of a Job and its parts, as the tables must have them."""
-    names = {f.name for f in fields(Job)} - {"source", "resources"}
-    return names | {
-        f"{owner}.{f.name}"
-        for owner, part in (("source", Source), ("resources", Resources), ("inputs", Input))
+_PARTS = {"": Job, "source": Source, "resources": Resources, "inputs": Input}
+
+
+def field_helps() -> dict[str, str]:
+    """Return the help text of every field of a Job and its parts, by its dotted name as the tables have it."""
+    found = {
+        f"{owner}.{f.name}".lstrip("."): str(f.metadata.get("help", ""))
+        for owner, part in _PARTS.items()
         for f in fields(part)
     }
+    return {name: text for name, text in found.items() if name not in ("source", "resources")}
 
 
 # -------------------------------------------------------------------------------------------------------- ends of a run
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """A job, the action once its script holds (``cancel``; ``kill`` or ``preempt`` a node), and its end."""
 
@@ -406,64 +362,44 @@ class Case:
     state: str
     category: str | None
     exit_code: int
-    probe: str
+    probe: str = ""
     job: Fields = field(default_factory=dict)
     act: str = ""
     attempts: tuple[str, ...] = ("0.0",)
 
 
+_TWO_NODES = {"instance_count": 2, "launcher": "python"}
+_FOUR_RANKS = {"instance_count": 2, "nproc_per_node": 2}
 CASES: dict[str, Case] = {
-    "succeeded": Case(means="all ranks ended with 0", state="succeeded", category=None, exit_code=0, probe=""),
+    "succeeded": Case("all ranks ended with 0", "succeeded", None, 0),
     "user_error": Case(
-        means="a rank raised, or ended with another code",
-        state="failed",
-        category="user_error",
-        exit_code=1,
-        probe="fail-last",
-        job={"instance_count": 2, "nproc_per_node": 2},
+        "a rank raised, or ended with another code", "failed", "user_error", 1, probe="fail-last", job=_FOUR_RANKS
     ),
-    "oom": Case(means="a rank ran out of memory", state="failed", category="oom", exit_code=1, probe="memory"),
-    "timeout": Case(
-        means="max_runtime is used up",
-        state="failed",
-        category="timeout",
-        exit_code=6,
-        probe="hold",
-        job={"max_runtime": 2},
-    ),
-    "cancelled": Case(
-        means="the user cancelled it", state="cancelled", category="cancelled", exit_code=5, probe="hold", act="cancel"
-    ),
-    "infra": Case(
-        means="a node was lost without a notice",
-        state="failed",
-        category="infra",
-        exit_code=9,
-        probe="hold",
-        job={"instance_count": 2, "launcher": "python"},
-        act="kill",
-    ),
+    "oom": Case("a rank ran out of memory", "failed", "oom", 1, probe="memory"),
+    "timeout": Case("max_runtime is used up", "failed", "timeout", 6, probe="hold", job={"max_runtime": 2}),
+    "cancelled": Case("the user cancelled it", "cancelled", "cancelled", 5, probe="hold", act="cancel"),
+    "infra": Case("a node was lost without a notice", "failed", "infra", 9, probe="hold", job=_TWO_NODES, act="kill"),
     "preempted": Case(
-        means="the platform took a node back, after a notice, and started all nodes again",
-        state="succeeded",
-        category=None,
-        exit_code=0,
+        "the platform took a node back, after a notice, and started all nodes again",
+        "succeeded",
+        None,
+        0,
         probe="checkpoint,metrics,hold-once",
-        job={"instance_count": 2, "launcher": "python"},
+        job=_TWO_NODES,
         act="preempt",
         attempts=("0.0", "0.1"),
     ),
     "retried": Case(
-        means="the first attempt failed and a further one was allowed",
-        state="succeeded",
-        category=None,
-        exit_code=0,
+        "the first attempt failed and a further one was allowed",
+        "succeeded",
+        None,
+        0,
         probe="fail-first",
         job={"retries": 1},
         attempts=("0.0", "1.0"),
     ),
 }
-"""Ways a run goes by its script and its nodes. A `World`'s ``fault`` gives those that only the platform can cause."""
+"""Ways a run ends by its script and its nodes. `FakePlatform.fault` gives those that only the platform can cause."""
 
 
 # ------------------------------------------------------------------------------------------------------------- planning
@@ -477,11 +413,6 @@ class _Given(Settings):
 
     def make_provider(self, name: str | None = None, **given: Any) -> Provider:
         return self.made
-
-
-def settings_of(provider: Provider) -> Any:
-    """Return the provider's settings, an instance of its ``Settings``."""
-    return provider.settings
 
 
 def merged(*parts: Fields) -> dict[str, Any]:
@@ -516,6 +447,11 @@ def platform_rows(provider: type[Provider]) -> dict[str, Row]:
             change=_to(**sample.rows[name]) if name in sample.rows else row.change,
         )
     return rows
+
+
+def secret_row(kind: str) -> Row:
+    """Return the row of a secret with a reference of that kind of `SECRETS`."""
+    return Row(change=_to(secrets={"TOKEN": SECRETS[kind]}))
 
 
 def verdict(provider: Provider, place: Place, row: Row, job: Fields) -> tuple[frozenset[str], UnsupportedError | None]:

@@ -1,5 +1,5 @@
 """Share the parts of faked platforms that really run jobs: faults on demand, clean-up, and nodes as containers of this
-machine. (`cloudtrain.engine.node_folders` keeps their folders in step.)"""
+machine, and the agents that keep their folders in step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from cloudtrain.engine import NodeHandle
 from cloudtrain.engine.containers import ContainerEngine, ContainerNode
 from cloudtrain.engine.docker_api import make_client
+from cloudtrain.engine.node_folders import Objects, Sync
 
-__all__ = ["Fault", "Machines", "Platform", "Printed", "RestartedInPlace", "Started", "due"]
+__all__ = ["Agent", "Fault", "Machines", "Platform", "Printed", "RestartedInPlace", "Started", "due"]
 
 T = TypeVar("T")
 
@@ -261,3 +262,72 @@ class Started:
             thread.join()
         for tail in self._printed:
             tail.step()
+
+
+class ListedObjects(Objects, Protocol):
+    """Store that lists what it holds."""
+
+    def names(self, url: str) -> set[str]:
+        """Return the names below the URL, which ends with a slash."""
+
+
+class Agent(Sync):
+    """A platform's agent on a node: it keeps the node's folder in step with the store, with the faults of a real one.
+
+    A change goes up once it is ``lag()`` seconds old. While ``stale()``, a node that still has a file sends it again
+    after a peer deleted it there. Every ``peers`` seconds (0: never) the peers' writes and deletions appear here, as in
+    a mounted folder. While ``dead()``, nothing goes up and no error is reported.
+    """
+
+    store: ListedObjects
+
+    def __init__(
+        self,
+        store: ListedObjects,
+        url: str,
+        folder: Path,
+        *,
+        lag: Callable[[], float],
+        stale: Callable[[], bool] = lambda: False,
+        peers: float = 0.0,
+        marks: str = "",
+        dead: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(store, url, folder, lag=0.0, marks=marks)
+        self._lag_now, self._stale, self._peers, self._dead = lag, stale, peers, dead
+        self._looked = 0.0
+        self.restored: dict[str, int] = {}
+        """Files restored at the start, with their bytes."""
+
+    def restore(self) -> None:
+        super().restore()
+        self.restored = {name: size for name, (size, _) in self._sent.items()}
+
+    def step(self, *, whole: bool = False) -> None:
+        """Scan the folder once, and the store for what the peers did."""
+        if self._dead():
+            return
+        self.lag = self._lag_now()
+        super().step(whole=whole)
+        if self._stale():
+            for name in sorted(self._sent.keys() - self.store.names(self.url)):
+                self._put(name)
+        elif self._peers and not whole and time.monotonic() - self._looked > self._peers:
+            self._follow()
+            self._looked = time.monotonic()
+
+    def _follow(self) -> None:
+        there = self.store.names(self.url)
+        for name in sorted(there - self._local().keys() - self._sent.keys()):
+            aside = self.folder.with_name(f"{self.folder.name}.coming")
+            with contextlib.suppress(FileNotFoundError):
+                self.store.fetch(self.url + name, aside)
+                came, path = aside / name.rpartition("/")[2], self.folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stat = came.stat()
+                self._sent[name] = (stat.st_size, stat.st_mtime_ns)
+                came.rename(path)
+        for name in sorted(self._sent.keys() - there):
+            if self._sent[name] == self._local().get(name):
+                (self.folder / name).unlink(missing_ok=True)
+                del self._sent[name]

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cloudtrain.engine import NodeError, NodeHandle
-from cloudtrain.engine.node_folders import Sync
 from cloudtrain.provider_api.launch_spec import LaunchSpec, Mount, NodeSpec
 
-from ..base import POLL_SECONDS, Machines, Printed, Started
+from ..base import POLL_SECONDS, Agent, Machines, Printed, Started
 from .blobs import AppendLog, iso
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class CommandJob:
         self._stop, self._taken = threading.Event(), threading.Event()
         self._first_taken = 0
         self._lost: set[int] = set()
-        self._syncs: list[tuple[int, Sync]] = []
+        self._syncs: list[tuple[int, Agent]] = []
         self._lock = threading.RLock()
         self._engine = Machines(folder=self.folder / "engine", run=self.folder.as_uri(), environ={})
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -405,7 +404,7 @@ class CommandJob:
     def _bring(self, mount: Mount, folder: Path, number: int) -> Path:
         """What a node has at a mount, on this machine. `LookupError` for an input that is not there."""
         if mount.kind == "sync":
-            sync = Sync(self.plane.blobs, mount.url, folder, lag=lambda: self.plane.sync_lag, peers=PEERS_SECONDS)
+            sync = Agent(self.plane.blobs, mount.url, folder, lag=lambda: self.plane.sync_lag, peers=PEERS_SECONDS)
             sync.restore()
             self._syncs.append((number, sync))
             return folder

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cloudtrain.engine.node_folders import Sync
 from cloudtrain.provider_api.launch_spec import LaunchRules, LaunchSpec, Mount, NodeSpec
 
+from ..base import Agent
 from .strict import DEFAULT_CHECKPOINTS, DEFAULT_RUNTIME
 
 __all__ = ["GRACE", "Bucket", "Instance", "differences", "reading"]
@@ -254,13 +254,13 @@ class Instance:
     ) -> None:
         self.folder, self.body, self.host, self.bucket = folder, body, host, bucket
         self.choice = choice
-        self.sync: Sync | None = None
+        self.sync: Agent | None = None
         for name in ("input/config", "input/data", "model", "output/data", "checkpoints"):
             (folder / "opt" / "ml" / name).mkdir(parents=True)
         if "CheckpointConfig" in body:
             config = body["CheckpointConfig"]
             local = self.here(config.get("LocalPath", DEFAULT_CHECKPOINTS))
-            self.sync = Sync(bucket, config["S3Uri"], local, lag=lag, stale=stale, marks=MARKS, dead=dead)
+            self.sync = Agent(bucket, config["S3Uri"], local, lag=lag, stale=stale, marks=MARKS, dead=dead)
 
     def here(self, path: str) -> Path:
         """Where a path of the instance is on this machine."""
