@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from ..errors import NotFoundError, SpecError, StorageError
-from ..job.job import FLAT_FIELDS, Job, Resources, Source, anchored
+from ..job.job import FIELDS, FLAT_FIELDS, Job, anchored
 from ..validate import json_loads, toml_loads
 from .key_value import merge, pairs, tree
 from .layout import GROUP
@@ -52,11 +52,6 @@ FORMS = {
 _GROUPS = {flat: (group, form) for group, fields in FORMS.items() for flat, form in fields.items()}
 #: The words after ``--``, which has no flag.
 NOT_FLAGS = ("args",)
-_OWNERS = {"": Job, "source": Source, "resources": Resources}
-_FIELDS: dict[str, dataclasses.Field[Any]] = {
-    flat: next(f for f in dataclasses.fields(_OWNERS[owner]) if f.name == name)
-    for flat, (owner, name) in FLAT_FIELDS.items()
-}
 
 
 def flag_names(flat: str) -> tuple[str, ...]:
@@ -67,12 +62,12 @@ def flag_names(flat: str) -> tuple[str, ...]:
 
 def _kind(flat: str) -> str:
     """Return ``bool``, ``int``, ``float``, ``str``, ``tuple`` or ``dict``, from the field's annotation."""
-    return str(_FIELDS[flat].type).partition("[")[0].partition(" ")[0]
+    return str(FIELDS[flat].type).partition("[")[0].partition(" ")[0]
 
 
 def _annotation(flat: str) -> Any:
     kind = _kind(flat)
-    text = _FIELDS[flat].metadata.get("help", "")
+    text = FIELDS[flat].metadata["help"]
     if kind in ("tuple", "dict"):
         text += "; repeatable"
     hints = {"bool": bool | None, "tuple": list[str] | None, "dict": list[str] | None}
