@@ -190,11 +190,9 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The size and number of the nodes. GB are 10^9 bytes, as clouds count them.
+    """The size and number of the nodes. GB are 10^9 bytes, as clouds count them."""
 
-    The upper bounds are far beyond any machine: a larger number is a mistake.
-    """
-
+    # The upper bounds are far beyond any machine: a larger number is a mistake.
     instance_count: int = item(whole(1, 4096), "number of nodes", 1)
     instance_type: str | None = item(TEXT, "the platform's own name of a machine")
     gpu: tuple[str, ...] = item(
@@ -425,13 +423,14 @@ class Job:
         return Job.from_dict({**_flat(self), **fields})
 
 
+_OWNERS: dict[str, Any] = {"": Job, "source": Source, "resources": Resources}
 #: Flat name -> (``source``, ``resources`` or ``""``, name there), for Estimator, job.toml, ``on`` and the CLI.
 FLAT_FIELDS: dict[str, tuple[str, str]] = {
-    **{f.name: ("", f.name) for f in dataclasses.fields(Job) if f.name not in ("source", "resources")},
-    **{("source_dir" if f.name == "path" else f.name): ("source", f.name) for f in dataclasses.fields(Source)},
-    **{f.name: ("resources", f.name) for f in dataclasses.fields(Resources)},
+    {"path": "source_dir"}.get(f.name, f.name): (owner, f.name)
+    for owner, kind in _OWNERS.items()
+    for f in dataclasses.fields(kind)
+    if "kind" in f.metadata
 }
-_OWNERS: dict[str, Any] = {"": Job, "source": Source, "resources": Resources}
 #: Flat name -> the field of its dataclass, whose metadata has ``kind`` and ``help``.
 FIELDS: dict[str, dataclasses.Field[Any]] = {
     flat: _OWNERS[owner].__dataclass_fields__[name] for flat, (owner, name) in FLAT_FIELDS.items()
