@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from ..errors import NotFoundError, SpecError, StorageError
 from ..job.job import FIELDS, FLAT_FIELDS, Job, anchored
 from ..validate import json_loads, toml_loads
 from .key_value import merge, pairs, tree
-from .layout import GROUP
 
 __all__ = ["JobFlags", "flag_names", "job_of"]
 
@@ -49,7 +48,8 @@ FORMS = {
     },
     "Resume": {"resume_from": "RUN", "checkpoint_paths": "GLOB", "keep_checkpoints": "INT"},
 }  # fmt: skip
-_GROUPS = {flat: (group, form) for group, fields in FORMS.items() for flat, form in fields.items()}
+_GROUPS = {name: Group(name, sort_key=number) for number, name in enumerate(FORMS, start=1)}
+_FORM_OF = {flat: (_GROUPS[name], form) for name, fields in FORMS.items() for flat, form in fields.items()}
 #: The words after ``--``, which has no flag.
 NOT_FLAGS = ("args",)
 
@@ -66,17 +66,18 @@ def _kind(flat: str) -> str:
 
 
 def _annotation(flat: str) -> Any:
-    kind = _kind(flat)
-    text = FIELDS[flat].metadata["help"]
-    if kind in ("tuple", "dict"):
-        text += "; repeatable"
+    kind, text, (group, form) = _kind(flat), FIELDS[flat].metadata["help"], _FORM_OF[flat]
     hints = {"bool": bool | None, "tuple": list[str] | None, "dict": list[str] | None}
     hint: Any = hints.get(kind, str | None)
-    group, form = _GROUPS.get(flat, ("Job", None))
     return Annotated[
         hint,
         Parameter(
-            name=flag_names(flat), help=text, metavar=form, group=GROUP[group], negative_iterable="", json_list=False
+            name=flag_names(flat),
+            help=f"{text}; repeatable" if kind in ("tuple", "dict") else text,
+            metavar=form,
+            group=group,
+            negative_iterable="",
+            json_list=False,
         ),
     ]
 

@@ -45,11 +45,14 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
         return {**screen.about, "report": str(path), "exit_code": 0}
 
     states: list[str] = []
-    rows, code = each_run(runs, one, screen, json=json)
-    if len(rows) == 1:
-        run = _called(run, rows[0])
-        screen.next(["pull" if states[0] in FINAL else "watch", run], ["logs", run], where=at.flags)
-    return code
+    return each_run(
+        runs,
+        one,
+        lambda run, _: [["pull" if states[0] in FINAL else "watch", run], ["logs", run]],
+        at,
+        screen,
+        json=json,
+    )
 
 
 def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
