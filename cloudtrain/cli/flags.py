@@ -12,22 +12,10 @@ from cyclopts import Group, Parameter
 from ..errors import NotFoundError, SpecError, StorageError
 from ..job.job import FIELDS, FLAT_FIELDS, Job, anchored
 from ..validate import json_loads, toml_loads
-from .key_value import merge, pairs, tree
+from .key_value import SPELLINGS, merge, pairs, tree
 
 __all__ = ["JobFlags", "flag_names", "job_of"]
 
-#: Flags with another name than their field.
-SPELLINGS = {
-    "instance_count": "--nodes",
-    "hyperparameters": "--hp",
-    "inputs": "--input",
-    "secrets": "--secret",
-    "metrics": "--metric",
-    "tags": "--tag",
-    "options": "--option",
-    "dependencies": "--dependency",
-    "checkpoint_paths": "--checkpoint-path",
-}
 SHORTS = {"instance_count": "-n"}
 #: Group of the help -> its fields, each with the text after the flag.
 FORMS = {

@@ -6,15 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ALIASES", "TABLES", "first_spelling", "merge", "pairs", "tree", "undot"]
+__all__ = ["ALIASES", "SPELLINGS", "TABLES", "first_spelling", "merge", "pairs", "tree", "undot"]
 
+#: Fields of a Job whose flag has another name.
+SPELLINGS = {
+    "instance_count": "--nodes", "hyperparameters": "--hp", "inputs": "--input", "secrets": "--secret",
+    "metrics": "--metric", "tags": "--tag", "options": "--option", "dependencies": "--dependency",
+    "checkpoint_paths": "--checkpoint-path",
+}  # fmt: skip
 #: Second spelling of a flag -> its spelling in help, completion and documents.
 ALIASES = {
-    "--instance-count": "--nodes", "--hyperparameters": "--hp", "--inputs": "--input", "--secrets": "--secret",
-    "--metrics": "--metric", "--tags": "--tag", "--options": "--option", "--dependencies": "--dependency",
-    "--checkpoint-paths": "--checkpoint-path", "--timeout": "--wait-timeout", "--only": "--what",
+    **{"--" + field.replace("_", "-"): flag for field, flag in SPELLINGS.items()},
+    "--timeout": "--wait-timeout",
+    "--only": "--what",
     "--interconnect": "--network",
-}  # fmt: skip
+}
 #: Flags that take NAME=VALUE.
 TABLES = ("--hp", "--env", "--secret", "--input", "--tag", "--metric", "--option", "--on", "--set")
 _FLAG = re.compile(r"(--[A-Za-z_-]+)([.=].*)?", re.DOTALL)

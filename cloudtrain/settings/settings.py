@@ -212,7 +212,8 @@ class Settings:
         prefix = f"{PREFIX}{name.upper()}_"
         for variable, text in self.environ.items():
             if variable.startswith(prefix) and text:
-                yield variable.removeprefix(prefix).lower(), text, variable, variable
+                key = variable.removeprefix(prefix)
+                yield key.lower() if key.isupper() else key, text, variable, variable
         for path, value in self.overrides.items():
             yield path.removeprefix(f"{name}."), value, "--set", f"--set {path}"
 
