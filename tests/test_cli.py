@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cloudtrain import cli
 from cloudtrain.cli import advice, flags, format, key_value
 from cloudtrain.cli.output import Screen
-from cloudtrain.cli.submit import NO_WHAT
+from cloudtrain.cli.submit import NO_DESCRIPTION
 from cloudtrain.errors import SpecError
 from cloudtrain.job.job import FLAT_FIELDS, Job
 from cloudtrain.runs.outcome import iso_time
@@ -33,8 +33,8 @@ def job_of(*argv: str, cwd: Path = Path()) -> Job:
     tokens, args = cli.split(["submit", *argv])
     call = cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
     script = call.args[0] if call.args else None
-    what = call.keywords.get("what", NO_WHAT)
-    return flags.job_of(script, what.module, what.flags, call.keywords["args"], cwd=cwd)
+    given = call.keywords.get("description", NO_DESCRIPTION)
+    return flags.job_of(script, given.module, given.flags, call.keywords["args"], cwd=cwd)
 
 
 def run_cli(

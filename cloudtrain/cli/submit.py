@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..runs.submit import Plan
 
 __all__ = [
-    "NO_FLAGS", "NO_WHAT", "Flags", "Provider", "RunId", "Set", "plan", "rehearse", "say_limits", "say_price",
+    "NO_DESCRIPTION", "NO_FLAGS", "Flags", "Provider", "RunId", "Set", "plan", "rehearse", "say_limits", "say_price",
     "settings_pairs", "submit",
 ]  # fmt: skip
 
@@ -78,7 +78,7 @@ ARRIVAL = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class What:
+class Description:
     """The flags of a verb that describes a job: the job, and where it runs."""
 
     module: Annotated[str | None, Parameter(name="-m", metavar="MODULE", help="run a module: -m pkg.mod")] = None
@@ -111,16 +111,16 @@ class Following:
     json: Json = False
 
 
-WhatFlags = Annotated[What, Parameter(name="*")]
+DescriptionFlags = Annotated[Description, Parameter(name="*")]
 FollowingFlags = Annotated[Following, Parameter(name="*")]
-NO_WHAT, NO_FOLLOWING = What(), Following()
+NO_DESCRIPTION, NO_FOLLOWING = Description(), Following()
 
 
 def submit(
     script: Script = None,
     /,
     *,
-    what: WhatFlags = NO_WHAT,
+    description: DescriptionFlags = NO_DESCRIPTION,
     plan_file: PlanFile = None,
     yes: Yes = False,
     following: FollowingFlags = NO_FOLLOWING,
@@ -128,28 +128,28 @@ def submit(
     screen: Ours[Screen],
 ) -> int:
     """Stage, record and send. Unless detached, follow the logs to the end and exit by the outcome."""
-    cwd, chosen = Path.cwd(), what.chosen()
+    cwd, chosen = Path.cwd(), description.chosen()
     screen.interrupted = NO_RUN
     if plan_file is not None:
-        _nothing_but_a_plan(script, what, args)
+        _nothing_but_a_plan(script, description, args)
         from ..runs.submit import load_plan
 
         planned = load_plan(Path(plan_file), settings=chosen, cwd=cwd)
     else:
-        job = what.job(script, args)
+        job = description.job(script, args)
         from ..runs.fallback import plan_with_fallbacks
 
-        planned = plan_with_fallbacks(job, settings=chosen, run_id=what.run_id, cwd=cwd)
-    at = _found_by(planned.store.url, what.at, chosen.store if plan_file is None else planned.store.url, cwd)
+        planned = plan_with_fallbacks(job, settings=chosen, run_id=description.run_id, cwd=cwd)
+    at = _found_by(planned.store.url, description.at, chosen.store if plan_file is None else planned.store.url, cwd)
     above = None if yes or following.json else chosen.confirm_above_usd
-    return _perform(planned, at, following, screen, ask_above=above)
+    return _send_and_follow(planned, at, following, screen, ask_above=above)
 
 
 def rehearse(
     script: Script = None,
     /,
     *,
-    what: WhatFlags = NO_WHAT,
+    description: DescriptionFlags = NO_DESCRIPTION,
     local_store: LocalStore = "./.cloudtrain",
     map_to: Maps = None,
     local_image: Image = "",
@@ -161,8 +161,8 @@ def rehearse(
     screen: Ours[Screen],
 ) -> int:
     """Plan the provider's real request, then start here what its platform would. Exit by the outcome."""
-    chosen = what.chosen()
-    job = what.job(script, args)
+    chosen = description.chosen()
+    job = description.job(script, args)
     from ..engine.rehearse import plan_rehearsal
     from ..runs.fallback import only_first
 
@@ -172,7 +172,7 @@ def rehearse(
     planned = plan_rehearsal(
         job,
         settings=chosen,
-        run_id=what.run_id,
+        run_id=description.run_id,
         cwd=Path.cwd(),
         store=local_store,
         maps=pairs("--map", map_to or (), field="map"),
@@ -184,10 +184,12 @@ def rehearse(
     screen.talk(f"rehearsing what {body['target']} would start for this request; other than there:")
     for line in body["differences"]:
         screen.talk(f"  {line}")
-    return _perform(planned, Where(store=local_store, profile=what.at.profile), following, screen)
+    return _send_and_follow(planned, Where(store=local_store, profile=description.at.profile), following, screen)
 
 
-def _perform(planned: Plan, at: Where, following: Following, screen: Screen, *, ask_above: float | None = None) -> int:
+def _send_and_follow(
+    planned: Plan, at: Where, following: Following, screen: Screen, *, ask_above: float | None = None
+) -> int:
     """Send the plan and, unless detached, follow it to its end; ``at`` is where the next commands find its store.
 
     ``ask_above``: ask on a terminal before a run is sent that may cost more US dollars; None: never ask.
@@ -316,7 +318,7 @@ def plan(
     script: Script = None,
     /,
     *,
-    what: WhatFlags = NO_WHAT,
+    description: DescriptionFlags = NO_DESCRIPTION,
     request: Request = False,
     verbose: Verbose = False,
     json: Json = False,
@@ -324,11 +326,11 @@ def plan(
     screen: Ours[Screen],
 ) -> int:
     """Show the run's place, limits and price. --request, --json and a pipe have the exact request."""
-    chosen = what.chosen()
-    job = what.job(script, args)
+    chosen = description.chosen()
+    job = description.job(script, args)
     from ..runs.fallback import plan_with_fallbacks
 
-    planned = plan_with_fallbacks(job, settings=chosen, run_id=what.run_id, cwd=Path.cwd(), preview=True)
+    planned = plan_with_fallbacks(job, settings=chosen, run_id=description.run_id, cwd=Path.cwd(), preview=True)
     document = planned.document()
     terminal = screen.out.isatty()
     if json:
@@ -337,7 +339,7 @@ def plan(
         screen.data("\n\n".join([*([files_text(document)] if verbose else []), summary(document)]))
     else:
         screen.data(format.plan_text(document, verbose=verbose, terminal=terminal))
-    if what.run_id is None:
+    if description.run_id is None:
         screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
     if not terminal:
         say_limits(planned.job, screen)
@@ -368,9 +370,10 @@ def settings_pairs(texts: list[str] | None) -> dict[str, str]:
     return pairs("--set", texts or (), field="settings")
 
 
-def _nothing_but_a_plan(script: str | None, what: What, args: list[str] | None) -> None:
-    rest = {"script": script, "-m": what.module, "args": args, "provider": what.provider, "run_id": what.run_id}
-    given = [*given_flags(what.flags), *(name for name, value in rest.items() if value is not None)]
+def _nothing_but_a_plan(script: str | None, description: Description, args: list[str] | None) -> None:
+    rest = {"script": script, "-m": description.module, "args": args}
+    rest |= {"provider": description.provider, "run_id": description.run_id}
+    given = [*given_flags(description.flags), *(name for name, value in rest.items() if value is not None)]
     if given:
         raise SpecError(f"a saved plan is sent as it is; leave out {', '.join(given)}", field="plan")
 
