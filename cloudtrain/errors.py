@@ -23,22 +23,10 @@ from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
-    "CATEGORIES",
-    "EXIT_CODES",
-    "AuthError",
-    "CapacityError",
-    "CloudtrainError",
-    "ConflictError",
-    "DigestError",
-    "LostContactError",
-    "NotFoundError",
-    "PlatformError",
-    "QuotaError",
-    "SpecError",
-    "StorageError",
-    "UnsupportedError",
-    "scrubbed",
-]
+    "CATEGORIES", "EXIT_CODES", "AuthError", "CapacityError", "CloudtrainError", "ConflictError", "DigestError",
+    "LostContactError", "NotFoundError", "PlatformError", "QuotaError", "SpecError", "StorageError",
+    "UnsupportedError", "scrubbed",
+]  # fmt: skip
 
 #: Exit code of ``submit`` and ``wait`` by the category of a run that did not succeed.
 EXIT_CODES: dict[str, int] = {

@@ -14,30 +14,10 @@ from typing import Any
 from .errors import SpecError, scrubbed
 
 __all__ = [
-    "BRIEF",
-    "DEEPEST",
-    "brief",
-    "choice_of",
-    "did_you_mean",
-    "duration",
-    "is_price",
-    "json_loads",
-    "json_value",
-    "parse_duration",
-    "parse_since",
-    "parse_size",
-    "respelt",
-    "sequence_of",
-    "similar",
-    "table_of",
-    "text_of",
-    "texts_of",
-    "toml_loads",
-    "unix_seconds",
-    "url_scheme",
-    "whole_number",
-    "without_secrets",
-]
+    "BRIEF", "DEEPEST", "brief", "choice_of", "did_you_mean", "duration", "is_price", "json_loads", "json_or_text",
+    "json_value", "parse_duration", "parse_since", "parse_size", "respelt", "sequence_of", "similar", "table_of",
+    "text_of", "texts_of", "toml_loads", "unix_seconds", "url_scheme", "whole_number", "without_secrets",
+]  # fmt: skip
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(?!\\)")
 BRIEF = 300
@@ -205,7 +185,16 @@ def json_loads(data: str | bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-"""Types of the top-level entries of run.json."""
+def json_or_text(text: Any) -> Any:
+    """Return the value that a text has as JSON, or the text if it is not JSON, as NaN and Infinity are not."""
+
+    def refuse(name: str) -> Any:
+        raise ValueError(name)
+
+    try:
+        return json.loads(text, parse_constant=refuse) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        return text
 
 
 def text_of(value: Any, where: str, *, empty: bool = False) -> str:

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloudtrain import cli
-from cloudtrain.cli import advice, flags, format, key_value, layout
+from cloudtrain.cli import advice, flags, format, key_value
 from cloudtrain.cli.output import Screen
+from cloudtrain.cli.submit import NO_DESCRIPTION
 from cloudtrain.errors import SpecError
 from cloudtrain.job.job import FLAT_FIELDS, Job
 from cloudtrain.runs.outcome import iso_time
@@ -32,8 +33,8 @@ def job_of(*argv: str, cwd: Path = Path()) -> Job:
     tokens, args = cli.split(["submit", *argv])
     call = cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
     script = call.args[0] if call.args else None
-    given_flags = call.keywords.get("flags", flags.JobFlags())
-    return flags.job_of(script, call.keywords.get("module"), given_flags, call.keywords["args"], cwd=cwd)
+    given = call.keywords.get("description", NO_DESCRIPTION)
+    return flags.job_of(script, given.module, given.flags, call.keywords["args"], cwd=cwd)
 
 
 def run_cli(
@@ -328,10 +329,12 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_has_groups_types_and_an_example_for_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(cli.VERBS) <= set(layout.EXAMPLES)
     for verb in cli.VERBS:
-        assert " ".join(main_of("help", verb, capsys=capsys)[1].split()).count(layout.EXAMPLES[verb]) >= 1
-        tokens, args = cli.split(shlex.split(layout.EXAMPLES[verb].partition(" > ")[0])[1:])
+        assert (
+            " ".join(main_of("help", verb, capsys=capsys)[1].split()).count(f"cloudtrain {cli.VERBS[verb].example}")
+            >= 1
+        )
+        tokens, args = cli.split(shlex.split(cli.VERBS[verb].example.partition(" > ")[0]))
         assert cli.parse(tokens, args, Screen(io.StringIO(), io.StringIO()))
     whole = main_of("help", capsys=capsys)[1]
     assert whole == main_of(capsys=capsys)[1]

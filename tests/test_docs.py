@@ -396,7 +396,7 @@ def test_each_category_stands_at_its_exit_code() -> None:
 
 
 def test_the_command_line_page_has_every_verb_and_no_other() -> None:
-    rows = [f"| `cloudtrain {verb} {usage}` | {what} |" for verb, (_, what, usage) in cli.VERBS.items()]
+    rows = [f"| `cloudtrain {name} {verb.usage}` | {verb.help} |" for name, verb in cli.VERBS.items()]
     escaped = [re.sub(r"(SCRIPT|RUN|JOB\.toml)\|", r"\1\\|", row) for row in rows]
     is_the_table("Verbs", "| verb | what it does |", escaped)
 

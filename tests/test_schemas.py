@@ -18,7 +18,7 @@ import pytest
 
 from cloudtrain import cli, errors, schemas
 from cloudtrain.cli import runs
-from cloudtrain.job import job
+from cloudtrain.job import fields, job
 from cloudtrain.provider_api import protocol
 from cloudtrain.provider_api.protocol import STATES
 from cloudtrain.runs.log_order import Line
@@ -168,11 +168,11 @@ def test_words_are_those_of_the_code() -> None:
     for name in ("list", "reconcile"):
         row = schemas.load(name)["$defs"]["row"]
         assert row["properties"]["state"]["enum"] == [*STATES, "unknown"]
-    fields = {
+    kinds = {
         "job": job.Job,
         "input": job.Input,
     }
-    for name, kind in fields.items():
+    for name, kind in kinds.items():
         assert set(shared[name]["properties"]) == {f.name for f in dataclasses.fields(kind)}
     for name, kind in (("source", job.Source), ("resources", job.Resources)):
         assert set(shared["job"]["properties"][name]["properties"]) == {f.name for f in dataclasses.fields(kind)}
@@ -180,7 +180,7 @@ def test_words_are_those_of_the_code() -> None:
     assert set(schemas.load("plan")["$defs"]["layout"]["properties"]) == {
         f.name for f in dataclasses.fields(protocol.Layout)
     }
-    assert shared["run_id"]["pattern"].strip("^$") == job._ID.pattern.strip("^$")
+    assert shared["run_id"]["pattern"].strip("^$") == fields._ID.pattern.strip("^$")
 
 
 def test_the_page_is_not_stale() -> None:

@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .output import ReaderGone, Screen, plain
 
@@ -22,56 +22,80 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "make_app", "parse"]
 
-#: Verb -> (module and function, help text, usage).
-VERBS: dict[str, tuple[str, str, str]] = {
-    "submit": (
-        "submit:submit",
+
+class Verb(NamedTuple):
+    """A verb: its group in the help, its module and function, its usage, its help text, and an example of its words."""
+
+    group: Literal["Run", "Look", "Check", "Tidy"]
+    where: str
+    usage: str
+    help: str
+    example: str
+
+
+VERBS: dict[str, Verb] = {
+    "submit": Verb("Run", "submit:submit", "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
         "Send a job, follow its logs and exit by its outcome.",
-        "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
-    ),
-    "plan": (
-        "submit:plan",
+        "submit train.py --nodes 2 --gpu H100:8 --input train=./data -- --epochs 3"),
+    "plan": Verb("Run", "submit:plan", "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
         "Show exactly what submit would send; no network.",
-        "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
-    ),
-    "rehearse": (
-        "rehearse:rehearse",
+        "plan train.py --nodes 2 --gpu H100:8"),
+    "rehearse": Verb("Run", "submit:rehearse", "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
         "Run a job here as another platform would start it, with drills.",
-        "SCRIPT|JOB [OPTIONS] [-- SCRIPT ARGS]",
-    ),
-    "status": ("runs:status", "Say how a run is doing.", "[RUN...] [OPTIONS]"),
-    "logs": ("runs:logs", "Print a run's log lines; -f follows them.", "RUN [OPTIONS]"),
-    "watch": ("report:watch", "Watch a run live: state, nodes, loss, last lines.", "RUN [OPTIONS]"),
-    "report": ("report:report", "Write one HTML page about a run, that opens offline.", "RUN... [OPTIONS]"),
-    "wait": ("runs:wait", "Wait for a run and exit by its outcome.", "RUN [OPTIONS]"),
-    "pull": ("runs:pull", "Copy a run's results to this machine.", "RUN [DIR] [OPTIONS]"),
-    "cancel": ("runs:cancel", "Stop a run.", "RUN... [OPTIONS]"),
-    "reconcile": (
-        "runs:reconcile",
+        "rehearse train.py --profile prod --nodes 2 --preempt node=1,after=30s"),
+    "status": Verb("Look", "runs:status", "[RUN...] [OPTIONS]",
+        "Say how a run is doing.",
+        "status last"),
+    "logs": Verb("Look", "runs:logs", "RUN [OPTIONS]",
+        "Print a run's log lines; -f follows them.",
+        "logs -f last"),
+    "watch": Verb("Look", "report:watch", "RUN [OPTIONS]",
+        "Watch a run live: state, nodes, loss, last lines.",
+        "watch last"),
+    "report": Verb("Look", "report:report", "RUN... [OPTIONS]",
+        "Write one HTML page about a run, that opens offline.",
+        "report run-1 run-2 -o reports"),
+    "wait": Verb("Run", "runs:wait", "RUN [OPTIONS]",
+        "Wait for a run and exit by its outcome.",
+        "wait run-1 --wait-timeout 2h"),
+    "pull": Verb("Run", "runs:pull", "RUN [DIR] [OPTIONS]",
+        "Copy a run's results to this machine.",
+        "pull run-1 results --what checkpoints:latest,artifacts"),
+    "cancel": Verb("Run", "runs:cancel", "RUN... [OPTIONS]",
+        "Stop a run.",
+        "cancel run-1 run-2 --wait"),
+    "reconcile": Verb("Tidy", "runs:reconcile", "[RUN] [OPTIONS]",
         "Do once what a waiting client does: retry, act on max_wait, close.",
-        "[RUN] [OPTIONS]",
-    ),
-    "list": ("runs:list_runs", "List the runs of a store.", "[OPTIONS]"),
-    "gpus": ("gpus:gpus", "Find machines with GPUs, and what they cost.", "[PATTERN] [OPTIONS]"),
-    "gc": ("runs:gc", "Find, and remove, what no run of a store needs.", "[OPTIONS]"),
-    "init": (
-        "init:init",
+        "reconcile --store s3://bucket/runs"),
+    "list": Verb("Look", "runs:list_runs", "[OPTIONS]",
+        "List the runs of a store.",
+        "list --tag team=vision --columns hp.lr,loss,cost"),
+    "gpus": Verb("Check", "gpus:gpus", "[PATTERN] [OPTIONS]",
+        "Find machines with GPUs, and what they cost.",
+        "gpus H100:8"),
+    "gc": Verb("Tidy", "runs:gc", "[OPTIONS]",
+        "Find, and remove, what no run of a store needs.",
+        "gc --older-than 30d --delete"),
+    "init": Verb("Check", "init:init", "[SCRIPT] [OPTIONS]",
         "Write cloudtrain.toml, job.toml and .cloudtrainignore, and check them.",
-        "[SCRIPT] [OPTIONS]",
-    ),
-    "doctor": (
-        "doctor:doctor",
+        "init"),
+    "doctor": Verb("Check", "doctor:doctor", "[SCRIPT|JOB|PROVIDER] [OPTIONS]",
         "Look whether a job could be sent; --job: on every node.",
-        "[SCRIPT|JOB|PROVIDER] [OPTIONS]",
-    ),
-    "config": ("config:config", "Show every setting and where it comes from.", "[KEY] [OPTIONS]"),
-    "schema": ("config:schema", "Print the JSON schema of a file, or of what a verb prints.", "[NAME]"),
-    "completion": ("completion:completion", "Print a shell's completion: bash, zsh or fish.", "SHELL"),
-}
+        "doctor --job --nodes 2"),
+    "config": Verb("Check", "config:config", "[KEY] [OPTIONS]",
+        "Show every setting and where it comes from.",
+        "config store"),
+    "schema": Verb("Check", "config:schema", "[NAME]",
+        "Print the JSON schema of a file, or of what a verb prints.",
+        "schema job"),
+    "completion": Verb("Check", "config:completion", "SHELL",
+        "Print a shell's completion: bash, zsh or fish.",
+        "completion bash > ~/.local/share/bash-completion/completions/cloudtrain"),
+}  # fmt: skip
 ALSO = {"ls": "list", "ps": "list"}
 """Second names of verbs; no help shows them."""
 NEWEST = "@newest"
-"""Stands for ``-`` in a call of `cloudtrain.cli.reference`: the parser takes ``-`` for a flag."""
+"""Stands for ``-`` in the call of a verb: the parser takes ``-`` for a flag."""
 EXIT_USAGE, EXIT_DETACHED, EXIT_BUG = 2, 7, 9
 GARBAGE = 300_000
 """New objects between two garbage collections; Python's default is 700. Importing a cloud's client makes so many, none
@@ -107,11 +131,10 @@ def make_app(*, formatter: Literal["plain"] | None = None) -> App:
 
     ``formatter`` is that of the help, None for boxes. Naming one imports rich at once, so only help itself does.
     """
-    from cyclopts import App
+    from cyclopts import App, Group
 
     from .._version import __version__
     from .advice import SCRIPT_VERBS
-    from .layout import CLIENT, OPTIONS, OTHER, VERB_GROUP, epilogue
 
     app = App(
         name="cloudtrain",
@@ -121,19 +144,20 @@ def make_app(*, formatter: Literal["plain"] | None = None) -> App:
         help_format="plaintext",
         help_formatter=formatter,
         end_of_options_delimiter="",
-        group_commands=OTHER,
+        group_commands=Group("Other", sort_key=99),
         help_epilogue="The flags of a verb: cloudtrain help VERB",
     )
-    for order, (name, (where, text, usage)) in enumerate(VERBS.items()):
+    groups = {name: Group(name, sort_key=order) for order, name in enumerate(("Run", "Look", "Check", "Tidy"))}
+    for order, (name, verb) in enumerate(VERBS.items()):
         app.command(
-            f"{__name__}.{where}",
+            f"{__name__}.{verb.where}",
             name=name,
-            help=text,
+            help=verb.help,
             sort_key=order,
-            usage=f"Usage: cloudtrain {name} {usage}",
-            group=VERB_GROUP[name],
-            group_parameters=CLIENT if name in SCRIPT_VERBS else OPTIONS,
-            help_epilogue=epilogue(name),
+            usage=f"Usage: cloudtrain {name} {verb.usage}",
+            group=groups[verb.group],
+            group_parameters=Group("Client" if name in SCRIPT_VERBS else "Options", sort_key=9),
+            help_epilogue=f"Example: cloudtrain {verb.example}\n\nExit codes: docs/exit-codes.md",
         )
     return app
 

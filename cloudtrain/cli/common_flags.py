@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -12,7 +12,17 @@ from cyclopts import Parameter
 
 from ..settings.settings import Settings
 
-__all__ = ["HERE", "At", "OnSignal", "Where", "stoppable", "undisturbed"]
+__all__ = ["HERE", "At", "OnSignal", "Where", "many", "stoppable", "switch", "undisturbed"]
+
+
+def switch(help: str, *names: str) -> Parameter:
+    """Return a flag without a value. ``names`` are its flags; default: made of the parameter's name."""
+    return Parameter(name=names or None, help=help, negative="", show_default=False)
+
+
+def many(help: str, form: str, *names: str) -> Parameter:
+    """Return a flag that may be repeated, with ``form`` as the text after it; ``names`` as in `switch`."""
+    return Parameter(name=names or None, help=help, metavar=form, negative="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,35 +61,29 @@ OnSignal = Annotated[
 ]
 
 
-@contextmanager
-def stoppable() -> Iterator[None]:
+def stoppable() -> AbstractContextManager[None]:
     """Raise KeyboardInterrupt for SIGTERM and SIGHUP within, as for SIGINT, unless they are handled or ignored."""
-    before = {}
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            with suppress(ValueError):  # only the main thread can set a handler
-                before[number] = signal.signal(number, _interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return _handled(_interrupt, ("SIGTERM", "SIGHUP"), only_default=True)
+
+
+def undisturbed() -> AbstractContextManager[None]:
+    """Ignore these signals, and SIGINT, within: a CI runner sends one after the other, and then kills."""
+    return _handled(signal.SIG_IGN, ("SIGINT", "SIGTERM", "SIGHUP"), only_default=False)
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ignore these signals, and SIGINT, within: a CI runner sends one after the other, and then kills."""
+def _handled(handler: Any, names: Iterable[str], *, only_default: bool) -> Iterator[None]:
     before = {}
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if (number := getattr(signal, name, None)) is not None:
-            with suppress(ValueError):  # as in `stoppable`
-                before[number] = signal.signal(number, signal.SIG_IGN)
+    for name in names:
+        number = getattr(signal, name, None)
+        if number is not None and (not only_default or signal.getsignal(number) is signal.SIG_DFL):
+            with suppress(ValueError):  # only the main thread can set a handler
+                before[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _interrupt(number: int, frame: object) -> None:

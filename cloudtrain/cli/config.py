@@ -1,10 +1,10 @@
-"""The verbs about settings and files: config and schema."""
+"""The verbs about settings, files and the shell: config, schema and completion."""
 
 from __future__ import annotations
 
 import json as json_
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -16,7 +16,10 @@ from .output import Screen
 from .runs import Json, Ours
 from .submit import Provider, Set, settings_pairs
 
-__all__ = ["config", "schema"]
+__all__ = ["completion", "config", "schema"]
+
+FILES = "complete -o default -F _cloudtrain cloudtrain"
+"""Completes file names, such as scripts and job files, where there is no verb and no flag to complete."""
 
 
 def config(
@@ -69,6 +72,20 @@ def schema(
             screen.data(known)
     else:
         screen.emit(schema_of(name), indent=2)
+    return 0
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="bash, zsh or fish")],
+    /,
+    *,
+    screen: Ours[Screen],
+) -> int:
+    """Print a shell's completion script, made of this version's verbs and flags; an older file lacks the newest."""
+    from . import make_app
+
+    script = make_app().generate_completion(shell=shell).rstrip("\n")
+    screen.data(f"{script}\n{FILES}" if shell == "bash" else script)
     return 0
 
 

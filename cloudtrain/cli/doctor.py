@@ -16,11 +16,11 @@ from ..errors import AuthError, LostContactError, NotFoundError, SpecError
 from ..provider_api.checks import gravest
 from ..provider_api.registry import provider_names
 from . import format
-from .common_flags import HERE, At, Where, stoppable
-from .flags import JobFlags, given_flags, job_of
+from .common_flags import HERE, At, Where, stoppable, switch
+from .flags import given_flags, job_of
 from .output import Screen
 from .runs import Json, Ours, left, stopped
-from .submit import Provider, RunId, Set, say_limits, say_price, settings_pairs
+from .submit import NO_FLAGS, Flags, Provider, RunId, Set, say_limits, say_price, settings_pairs
 
 if TYPE_CHECKING:
     from ..doctor.doctor import CheckedPlace, Doctor, Grace
@@ -32,16 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["doctor", "looked"]
 
 Which = Annotated[str | None, Parameter(help="your script or job file, or the name of a provider")]
-Flags = Annotated[JobFlags, Parameter(name="*")]
-OnNodes = Annotated[
-    bool, Parameter(name="--job", negative="", show_default=False, help="send a job that looks at every node")
-]
+OnNodes = Annotated[bool, switch("send a job that looks at every node", "--job")]
+Measure = Annotated[bool, switch("with --job: then cancel it, and measure SIGTERM to SIGKILL")]
 
-Measure = Annotated[
-    bool, Parameter(negative="", show_default=False, help="with --job: then cancel it, and measure SIGTERM to SIGKILL")
-]
-
-_NO_FLAGS = JobFlags()
 EXIT_UNLIKE = 1
 WIDTH = max(map(len, ("ok", "failed", "skipped", "unknown")))
 OURS = ("entry_point", "source_dir", "dependencies", "requirements", "exclude", "hyperparameters")
@@ -55,7 +48,7 @@ def doctor(
     provider: Provider = None,
     on_nodes: OnNodes = False,
     measure_grace: Measure = False,
-    flags: Flags = _NO_FLAGS,
+    flags: Flags = NO_FLAGS,
     at: At = HERE,
     run_id: RunId = None,
     settings: Set = None,

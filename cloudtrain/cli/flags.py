@@ -7,28 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Group, Parameter
 
 from ..errors import NotFoundError, SpecError, StorageError
-from ..job.job import FLAT_FIELDS, Job, Resources, Source, anchored
+from ..job.job import FIELDS, FLAT_FIELDS, Job, anchored
 from ..validate import json_loads, toml_loads
-from .key_value import merge, pairs, tree
-from .layout import GROUP
+from .key_value import SPELLINGS, merge, pairs, tree
 
 __all__ = ["JobFlags", "flag_names", "job_of"]
 
-#: Flags with another name than their field.
-SPELLINGS = {
-    "instance_count": "--nodes",
-    "hyperparameters": "--hp",
-    "inputs": "--input",
-    "secrets": "--secret",
-    "metrics": "--metric",
-    "tags": "--tag",
-    "options": "--option",
-    "dependencies": "--dependency",
-    "checkpoint_paths": "--checkpoint-path",
-}
 SHORTS = {"instance_count": "-n"}
 #: Group of the help -> its fields, each with the text after the flag.
 FORMS = {
@@ -49,14 +36,10 @@ FORMS = {
     },
     "Resume": {"resume_from": "RUN", "checkpoint_paths": "GLOB", "keep_checkpoints": "INT"},
 }  # fmt: skip
-_GROUPS = {flat: (group, form) for group, fields in FORMS.items() for flat, form in fields.items()}
+_GROUPS = {name: Group(name, sort_key=number) for number, name in enumerate(FORMS, start=1)}
+_FORM_OF = {flat: (_GROUPS[name], form) for name, fields in FORMS.items() for flat, form in fields.items()}
 #: The words after ``--``, which has no flag.
 NOT_FLAGS = ("args",)
-_OWNERS = {"": Job, "source": Source, "resources": Resources}
-_FIELDS: dict[str, dataclasses.Field[Any]] = {
-    flat: next(f for f in dataclasses.fields(_OWNERS[owner]) if f.name == name)
-    for flat, (owner, name) in FLAT_FIELDS.items()
-}
 
 
 def flag_names(flat: str) -> tuple[str, ...]:
@@ -67,21 +50,22 @@ def flag_names(flat: str) -> tuple[str, ...]:
 
 def _kind(flat: str) -> str:
     """Return ``bool``, ``int``, ``float``, ``str``, ``tuple`` or ``dict``, from the field's annotation."""
-    return str(_FIELDS[flat].type).partition("[")[0].partition(" ")[0]
+    return str(FIELDS[flat].type).partition("[")[0].partition(" ")[0]
 
 
 def _annotation(flat: str) -> Any:
-    kind = _kind(flat)
-    text = _FIELDS[flat].metadata.get("help", "")
-    if kind in ("tuple", "dict"):
-        text += "; repeatable"
+    kind, text, (group, form) = _kind(flat), FIELDS[flat].metadata["help"], _FORM_OF[flat]
     hints = {"bool": bool | None, "tuple": list[str] | None, "dict": list[str] | None}
     hint: Any = hints.get(kind, str | None)
-    group, form = _GROUPS.get(flat, ("Job", None))
     return Annotated[
         hint,
         Parameter(
-            name=flag_names(flat), help=text, metavar=form, group=GROUP[group], negative_iterable="", json_list=False
+            name=flag_names(flat),
+            help=f"{text}; repeatable" if kind in ("tuple", "dict") else text,
+            metavar=form,
+            group=group,
+            negative_iterable="",
+            json_list=False,
         ),
     ]
 

@@ -16,7 +16,7 @@ from ..provider_api import catalog
 from ..provider_api.registry import provider_names, suggested_provider
 from ..validate import did_you_mean
 from . import format
-from .common_flags import HERE, At
+from .common_flags import HERE, At, switch
 from .output import Screen
 from .runs import Json, Ours
 from .submit import Set, settings_pairs
@@ -44,9 +44,7 @@ MaxPrice = Annotated[
 Region = Annotated[
     str | None, Parameter(metavar="REGION", help="region of the prices; default: the provider's own setting")
 ]
-All = Annotated[
-    bool, Parameter(name="--all", negative="", show_default=False, help="machines without a known price too")
-]
+All = Annotated[bool, switch("machines without a known price too", "--all")]
 
 COLUMNS = ("provider", "instance_type", "gpus", "memory", "cpus", "network", "usd_per_hour", "spot", "priced")
 

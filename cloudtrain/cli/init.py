@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -23,9 +23,6 @@ from .doctor import looked
 from .output import Screen
 from .runs import Json, Ours
 from .submit import Provider, Set, settings_pairs
-
-if TYPE_CHECKING:
-    from ..provider_api.checks import Check
 
 __all__ = ["init"]
 
@@ -50,6 +47,8 @@ def init(
     screen: Ours[Screen],
 ) -> int:
     """Write the missing files, ask for missing settings on a terminal, and show the doctor's findings."""
+    from ..doctor.doctor import Doctor
+
     cwd, given = Path.cwd(), settings_pairs(settings)
     kept = at.settings(overrides=given, cwd=cwd, provider=provider).file  # answers could not be written there
     asks = sys.stdin.isatty() and screen.err.isatty() and not json and not kept
@@ -60,21 +59,26 @@ def init(
     values = _given(chosen, given, at)
     missing = find_missing(chosen, chosen.make_provider(), job.at(chosen.provider))
     if asks:
-        found = _asked(chosen, missing, screen)
-        job = job.replace(image=found.pop("image")) if "image" in found else job
-        values |= found
+        answers = _asked(chosen, missing, screen)
+        job = job.replace(image=answers.pop("image")) if "image" in answers else job
+        values |= answers
     home = os.path.relpath(kept, cwd) if kept else FILE
     files = {home: _settings_text(chosen, values), JOB: _job_text(chosen.provider, job), IGNORE: IGNORED}
+    is_there = (cwd / str(job.source.entry_point)).exists()
     rows = [{"path": name, "status": _written(cwd / name, text)} for name, text in files.items()]
     if not json:
         for row in rows:
             screen.talk(f"{row['status']} {row['path']}")
-        if not (cwd / str(job.source.entry_point)).exists():
+        if not is_there:
             screen.talk(f"note: there is no {job.source.entry_point} here yet")
-    left, checks = _examined(chosen.provider, given, job, at, cwd, None if json else screen)
+    where: dict[str, Any] = {"provider": chosen.provider, "store": at.store, "profile": at.profile}
+    doctor = Doctor(**where, settings=given, fields={}, cwd=cwd, job=job if is_there else None)
+    found = looked(doctor, None if json else screen)
     if json:
-        told = [dataclasses.asdict(check) for check in checks]
-        screen.emit({"provider": chosen.provider, "files": rows, "missing": left, "checks": told, "exit_code": 0})
+        checks = [dataclasses.asdict(check) for _, some in found for check in some]
+        now = at.settings(overrides=given, cwd=cwd, provider=chosen.provider)  # of the new file
+        left = list(find_missing(now, now.make_provider(), job.at(chosen.provider)))
+        screen.emit({"provider": chosen.provider, "files": rows, "missing": left, "checks": checks, "exit_code": 0})
     else:
         screen.next(["plan", JOB], where=at.flags if kept else ())
     return 0
@@ -175,22 +179,3 @@ def _written(path: Path, text: str) -> str:
     except FileExistsError:
         return "kept"
     return "wrote"
-
-
-def _examined(
-    provider: str,
-    given: Mapping[str, str],
-    job: Job,
-    at: Where,
-    cwd: Path,
-    screen: Screen | None,
-) -> tuple[list[str], list[Check]]:
-    """Return the missing settings, and the doctor's findings. The job is checked if its script exists."""
-    from ..doctor.doctor import Doctor
-
-    there = (cwd / str(job.source.entry_point)).exists()
-    own: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
-    doctor = Doctor(**own, fields={}, cwd=cwd, job=job if there else None)
-    found = looked(doctor, screen)
-    now = at.settings(overrides=given, cwd=cwd, provider=provider)
-    return list(find_missing(now, now.make_provider(), job.at(provider))), [c for _, checks in found for c in checks]

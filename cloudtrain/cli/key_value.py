@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["ALIASES", "TABLES", "first_spelling", "merge", "pairs", "tree", "undot"]
+__all__ = ["ALIASES", "SPELLINGS", "TABLES", "first_spelling", "merge", "pairs", "tree", "undot"]
 
+#: Fields of a Job whose flag has another name.
+SPELLINGS = {
+    "instance_count": "--nodes", "hyperparameters": "--hp", "inputs": "--input", "secrets": "--secret",
+    "metrics": "--metric", "tags": "--tag", "options": "--option", "dependencies": "--dependency",
+    "checkpoint_paths": "--checkpoint-path",
+}  # fmt: skip
 #: Second spelling of a flag -> its spelling in help, completion and documents.
 ALIASES = {
-    "--instance-count": "--nodes", "--hyperparameters": "--hp", "--inputs": "--input", "--secrets": "--secret",
-    "--metrics": "--metric", "--tags": "--tag", "--options": "--option", "--dependencies": "--dependency",
-    "--checkpoint-paths": "--checkpoint-path", "--timeout": "--wait-timeout", "--only": "--what",
+    **{"--" + field.replace("_", "-"): flag for field, flag in SPELLINGS.items()},
+    "--timeout": "--wait-timeout",
+    "--only": "--what",
     "--interconnect": "--network",
-}  # fmt: skip
+}
 #: Flags that take NAME=VALUE.
 TABLES = ("--hp", "--env", "--secret", "--input", "--tag", "--metric", "--option", "--on", "--set")
 _FLAG = re.compile(r"(--[A-Za-z_-]+)([.=].*)?", re.DOTALL)
@@ -68,10 +73,11 @@ def tree(flag: str, texts: Sequence[str], *, field: str) -> dict[str, Any]:
     """Return ``{"p": {"a": 1}}`` for ``["p.a=1"]``; values are JSON, else text. ``p={"a.b": 1}`` sets names with
     dots."""
     from ..errors import SpecError
+    from ..validate import json_or_text
 
     out: dict[str, Any] = {}
     for path, text in pairs(flag, texts, field=field).items():
-        value = _json_or_text(text)
+        value = json_or_text(text)
         names = path.split(".")
         if not all(names):
             raise SpecError(f"{flag} {path!r} has an empty name", field=field)
@@ -91,13 +97,3 @@ def merge(into: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
         old = out.get(key)
         out[key] = merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return out
-
-
-def _json_or_text(text: str) -> Any:
-    def refuse(name: str) -> Any:
-        raise ValueError(name)  # NaN and Infinity are no JSON
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        return text

@@ -44,12 +44,11 @@ def report(run: Ref, /, *more: More, out: Out = None, at: At = HERE, json: Json 
             screen.value(str(path), f"wrote {path}")
         return {**screen.about, "report": str(path), "exit_code": 0}
 
+    def then(run: str, _: dict[str, Any]) -> list[list[str]]:
+        return [["pull" if states[0] in FINAL else "watch", run], ["logs", run]]
+
     states: list[str] = []
-    rows, code = each_run(runs, one, screen, json=json)
-    if len(rows) == 1:
-        run = _called(run, rows[0])
-        screen.next(["pull" if states[0] in FINAL else "watch", run], ["logs", run], where=at.flags)
-    return code
+    return each_run(runs, one, then, at, screen, json=json)
 
 
 def watch(run: Ref, /, *, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:

@@ -1,4 +1,4 @@
-"""The verbs about runs that exist: status, logs, wait, pull, cancel, list, reconcile, gc."""
+"""The verbs about runs that exist: status, logs, wait, pull, cancel, list, reconcile, gc; and what names a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, N
 from ..estimator import log_line, ranks
 from ..provider_api.protocol import FINAL
 from ..runs.outcome import CANCELLING
-from . import format
-from .common_flags import HERE, At, OnSignal, Where, stoppable, undisturbed
+from ..settings.settings import Settings
+from ..validate import choice_of, parse_duration, url_scheme
+from . import NEWEST, format
+from .common_flags import HERE, At, OnSignal, Where, many, stoppable, switch, undisturbed
+from .key_value import pairs
 from .output import Screen
-from .reference import LAST, find_run, is_place
 
 if TYPE_CHECKING:
     from ..runs.listing import Wanted
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "after", "cancel", "each_run", "gc", "left", "list_runs", "logs", "pull", "pull_into", "reconcile", "say_empty",
-    "status", "stopped", "wait",
+    "seconds_of", "status", "stopped", "wait",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -38,11 +40,9 @@ Ref = Annotated[
     str, Parameter(name="RUN", help="run id, its beginning, `last` for the newest run, or the URL of a run folder")
 ]
 More = Annotated[str, Parameter(show=False)]
-Json = Annotated[bool, Parameter(negative="", show_default=False, help="one JSON object on stdout, all talk on stderr")]
-JsonLines = Annotated[bool, Parameter(negative="", show_default=False, help="a JSON object for each line")]
-Follow = Annotated[
-    bool, Parameter(name=("--follow", "-f"), negative="", show_default=False, help="go on until the run ends")
-]
+Json = Annotated[bool, switch("one JSON object on stdout, all talk on stderr")]
+JsonLines = Annotated[bool, switch("a JSON object for each line")]
+Follow = Annotated[bool, switch("go on until the run ends", "--follow", "-f")]
 What = Annotated[
     list[str] | None,
     Parameter(
@@ -52,18 +52,29 @@ What = Annotated[
         help="some of checkpoints,artifacts,outputs,logs,metrics; checkpoints:latest, :best, :step=N or :all",
     ),
 ]
-Verbose = Annotated[
-    bool, Parameter(name=("--verbose", "-v"), negative="", show_default=False, help="say what moved the bytes")
+OutDir = Annotated[
+    str | None,
+    Parameter(name=("--out", "-o"), metavar="DIR", help="instead of DIR, for several runs: a folder in it for each"),
 ]
+Verbose = Annotated[bool, switch("say what moved the bytes", "--verbose", "-v")]
 
 WaitTimeout = Annotated[
     str | None,
     Parameter(name="--wait-timeout", metavar="DURATION", help="wait no longer than that, then exit code 7: '2h'"),
 ]
 
+LAST = "last"
+"""Word for the newest run, unless a run has this name."""
+SHOWN = 10
+"""Most runs that an error names."""
 EXIT_DETACHED = 7
 RESULTS = ("live/checkpoints", "live/artifacts", "live/outputs", "archive/checkpoints", "checkpoints", "native")
 """Folders of a run that hold what its script and its platform wrote."""
+
+
+def seconds_of(text: str | None, field: str) -> int | None:
+    """Return the seconds of a flag's duration; None if it was not given."""
+    return None if text is None else parse_duration(text, field=field)
 
 
 def after(result: Mapping[str, Any], run: str, *, pulled: bool = False) -> list[list[str]]:
@@ -92,18 +103,25 @@ def say_empty(run: Run, result: Mapping[str, Any], screen: Screen) -> None:
 
 
 def each_run(
-    words: Sequence[str], one: Callable[[str], dict[str, Any]], screen: Screen, *, json: bool
-) -> tuple[list[dict[str, Any]], int]:
-    """Call ``one`` for each run. Return the objects that it made, and the exit code. With ``json``, print them.
+    words: Sequence[str],
+    one: Callable[[str], dict[str, Any]],
+    then: Callable[[str, dict[str, Any]], list[list[str]]],
+    at: Where,
+    screen: Screen,
+    *,
+    json: bool,
+) -> int:
+    """Call ``one`` for each run and return the exit code. With ``json``, print the objects that it made.
 
-    One run is one object, several are ``runs`` in one. If one of several fails, it is reported and the next one
-    follows. The exit code is the largest.
+    One run is one object, and ``then`` gives the next commands by its name and object. Several are ``runs`` in one
+    object. If one of several fails, it is reported and the next one follows; the exit code is the largest.
     """
     if len(words) == 1:
-        rows, code = [one(words[0])], 0
+        row = one(words[0])
         if json:
-            screen.emit(rows[0])
-        return rows, code
+            screen.emit(row)
+        screen.next(*then(_called(words[0], row), row), where=at.flags)
+        return 0
     rows, code = [], 0
     for word in words:
         screen.about = {}
@@ -116,12 +134,12 @@ def each_run(
     screen.about = {}
     if json:
         screen.emit({"runs": rows, "exit_code": code})
-    return rows, code
+    return code
 
 
 def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) -> int:
     """Print state, reason, attempts and the newest complete checkpoint."""
-    words, texts = runs or (LAST,), list[str]()
+    texts: list[str] = []
 
     def one(word: str) -> dict[str, Any]:
         result = _open(word, at, screen, names=False).result()
@@ -130,15 +148,13 @@ def status(*runs: Ref, at: At = HERE, json: Json = False, screen: Ours[Screen]) 
             screen.show(texts[-1] if len(texts) == 1 else "\n" + texts[-1])
         return result
 
-    rows, code = each_run(words, one, screen, json=json)
-    if len(rows) == 1:
-        run = _called(words[0], rows[0])
-        if rows[0]["state"] in FINAL:
-            screen.next(*after(rows[0], run), where=at.flags)
-        else:
-            cancel = [] if str(rows[0]["reason"]).startswith(CANCELLING) else [["cancel", run]]
-            screen.next(["logs", "-f", run], ["wait", run], *cancel, where=at.flags)
-    return code
+    def then(run: str, result: dict[str, Any]) -> list[list[str]]:
+        if result["state"] in FINAL:
+            return after(result, run)
+        cancel = [] if str(result["reason"]).startswith(CANCELLING) else [["cancel", run]]
+        return [["logs", "-f", run], ["wait", run], *cancel]
+
+    return each_run(runs or (LAST,), one, then, at, screen, json=json)
 
 
 def logs(
@@ -152,9 +168,7 @@ def logs(
     since: Annotated[
         str | None, Parameter(help="lines of so long ago at most, '10m', or since a time, '2026-11-24T03:00:00Z'")
     ] = None,
-    timestamps: Annotated[
-        bool, Parameter(negative="", show_default=False, help="begin each line with its time, in UTC")
-    ] = False,
+    timestamps: Annotated[bool, switch("begin each line with its time, in UTC")] = False,
     node: Annotated[int | None, Parameter(help="lines of this node only")] = None,
     rank: Annotated[int | None, Parameter(help="lines of this global rank only")] = None,
     at: At = HERE,
@@ -195,9 +209,8 @@ def wait(
 ) -> int:
     """Wait until the run has ended. Exit by its outcome."""
     from ..runs.fallback import FallbackPolicy
-    from ..validate import parse_duration
 
-    seconds = parse_duration(timeout, field="timeout") if timeout is not None else None
+    seconds = seconds_of(timeout, "timeout")
     with stoppable():
         handle: Run | None = None
         changes = format.Changes(screen.talk)
@@ -259,14 +272,7 @@ def pull(
     folder: Annotated[str | None, Parameter(name="DIR", help="where to; default: ./<run id>")] = None,
     /,
     *more: More,
-    out: Annotated[
-        str | None,
-        Parameter(
-            name=("--out", "-o"),
-            metavar="DIR",
-            help="instead of DIR, for several runs: a folder in it for each",
-        ),
-    ] = None,
+    out: OutDir = None,
     what: What = None,
     follow: Follow = False,
     at: At = HERE,
@@ -292,18 +298,14 @@ def pull(
             screen.value(pulled["folder"])
         return {**screen.about, **pulled, "exit_code": 0}
 
-    rows, code = each_run(runs, one, screen, json=json)
-    if len(rows) == 1:
-        run = _called(run, rows[0])
-        screen.next(["status", run], ["logs", run], where=at.flags)
-    return code
+    return each_run(runs, one, lambda run, _: [["status", run], ["logs", run]], at, screen, json=json)
 
 
 def cancel(
     run: Ref,
     /,
     *more: More,
-    wait: Annotated[bool, Parameter(negative="", show_default=False, help="until it has stopped")] = False,
+    wait: Annotated[bool, switch("until it has stopped")] = False,
     at: At = HERE,
     json: Json = False,
     screen: Ours[Screen],
@@ -323,41 +325,24 @@ def cancel(
             screen.value(state if len(runs) == 1 else text, text)
         return result
 
-    rows, code = each_run(runs, one, screen, json=json)
-    if len(rows) == 1:
-        run = _called(run, rows[0])
-        screen.next(["status", run], ["pull", run], where=at.flags)
-    return code
+    return each_run(runs, one, lambda run, _: [["status", run], ["pull", run]], at, screen, json=json)
 
 
 Limit = Annotated[
     int, Parameter(name=("--limit", "-n"), metavar="INT", show_default=False, help="runs on a page; default: 50")
 ]
-States = Annotated[
-    list[str] | None,
-    Parameter(metavar="STATE", negative="", help="runs in this state only, however many are read; repeatable"),
-]
+States = Annotated[list[str] | None, many("runs in this state only, however many are read; repeatable", "STATE")]
 Since = Annotated[str | None, Parameter(metavar="DURATION", help="runs of so long ago at most: '7d'")]
-Tags = Annotated[
-    list[str] | None,
-    Parameter(name="--tag", metavar="NAME=VALUE", negative="", help="runs with this tag only; repeatable: with all"),
-]
+Tags = Annotated[list[str] | None, many("runs with this tag only; repeatable: with all", "NAME=VALUE", "--tag")]
 Columns = Annotated[
-    list[str] | None,
-    Parameter(
-        metavar="NAME,…",
-        negative="",
-        help="further columns: hp.NAME, tag.NAME, cost, or a metric's name for its last value",
-    ),
+    list[str] | None, many("further columns: hp.NAME, tag.NAME, cost, or a metric's name for its last value", "NAME,…")
 ]
 
 
 def list_runs(
     *,
     limit: Limit = 50,
-    everything: Annotated[
-        bool, Parameter(name="--all", negative="", show_default=False, help="every run, on one page")
-    ] = False,
+    everything: Annotated[bool, switch("every run, on one page", "--all")] = False,
     before: Annotated[
         str | None, Parameter(metavar="RUN", help="the page after this run, the last one of the page before")
     ] = None,
@@ -378,12 +363,10 @@ def list_runs(
     """Print one line a run, the newest first, a page at a time."""
     from ..provider_api.protocol import STATES
     from ..runs.listing import Wanted, list_page
-    from ..validate import choice_of, parse_duration
-    from .key_value import pairs
 
     for word in state or ():
         choice_of(word, (*STATES, "unknown"), "state")
-    age = parse_duration(since, field="since") if since is not None else None
+    age = seconds_of(since, "since")
     names = [word for text in columns or () for word in text.split(",") if word]
     tags = pairs("--tag", tag or (), field="tag")
     wanted = Wanted(states=tuple(state or ()), provider=provider, name=name, tags=tags, columns=names)
@@ -434,9 +417,9 @@ def reconcile(
     try:
         rows = act(target)
     except NotFoundError:
-        if target is None or is_place(target):
+        if target is None or _is_place(target):
             raise
-        rows = act(find_run(target, at).run_id)
+        rows = act(_find_run(target, at).run_id)
     code = max((int(row["exit_code"]) for row in rows), default=0)
     for row in rows:
         if row["error"]:
@@ -457,16 +440,13 @@ def gc(
     older_than: Annotated[
         str, Parameter(metavar="DURATION", show_default=False, help="last written so long ago; default: 7d")
     ] = "7d",
-    delete: Annotated[
-        bool, Parameter(negative="", show_default=False, help="remove it; else nothing is written")
-    ] = False,
+    delete: Annotated[bool, switch("remove it; else nothing is written")] = False,
     at: At = HERE,
     json: Json = False,
     screen: Ours[Screen],
 ) -> int:
     """Find files that no run.json of a store names (code, runtime, data) and rests of crashes, with sizes and ages."""
     from ..store.gc import collect_at
-    from ..validate import parse_duration
 
     seconds = parse_duration(older_than, field="older_than")
     if target is not None and at.store is not None:
@@ -515,15 +495,68 @@ def pull_into(
     return pulled
 
 
+def _find_run(word: str, at: Where) -> Run:
+    """Return the run that ``word`` means. Raises `NotFoundError` for none, `SpecError` for several.
+
+    An id or a URL is opened as it is. The runs of the store are listed only if there is no such run.
+    """
+    settings = at.settings()
+    if word == NEWEST:
+        return _at(_newest(settings), settings)
+    try:
+        return _at(word, settings)
+    except NotFoundError:
+        found = "" if _is_place(word) else _meant(word, settings)
+        if not found:
+            raise
+    return _at(found, settings)
+
+
+def _is_place(word: str) -> bool:
+    """Return whether ``word`` is the URL or path of a run folder, and not an id."""
+    return bool(url_scheme(word)) or "/" in word.replace("\\", "/")
+
+
+def _at(word: str, settings: Settings) -> Run:
+    from ..runs.run import open_run
+
+    place = settings.store if url_scheme(word) else settings.resolved()
+    return open_run(settings.resolved(word), store_url=place, cwd=Path.cwd(), settings=settings)
+
+
+def _meant(word: str, settings: Settings) -> str:
+    """Return the id of the run that ``word``, which is not an id itself, stands for; empty if there is none."""
+    from ..runs.listing import run_ids
+
+    if word == LAST:
+        return _newest(settings)
+    found = [run_id for run_id in run_ids(settings.resolved(), settings) if run_id.startswith(word)]
+    if len(found) > 1:
+        names = ", ".join(repr(run_id) for run_id in found[:SHOWN])
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise SpecError(f"{word!r} is the beginning of {len(found)} run ids", field="run", hint=f"one of {names}{more}")
+    return found[0] if found else ""
+
+
+def _newest(settings: Settings) -> str:
+    from ..runs.listing import newest_run
+
+    place = settings.resolved()
+    found = newest_run(place, settings)
+    if found is None:
+        raise NotFoundError(f"no run in {place}", field="run", hint="to start one: cloudtrain submit train.py")
+    return found
+
+
 def _open(word: str, at: Where, screen: Screen, *, names: bool = True) -> Run:
     """Open the run that ``word`` means. Print its id if ``word`` is another word, unless ``names`` is false."""
-    handle = find_run(word, at)
+    handle = _find_run(word, at)
     screen.about = {"run": handle.url, "run_id": handle.run_id}
-    if names and word != handle.run_id and not is_place(word):
+    if names and word != handle.run_id and not _is_place(word):
         screen.talk(f"run: {handle.run_id}")
     return handle
 
 
 def _called(word: str, about: Mapping[str, Any]) -> str:
     """Return the name of a run for the next commands: its id, or its URL if ``word`` is one."""
-    return word if is_place(word) else str(about["run_id"])
+    return word if _is_place(word) else str(about["run_id"])

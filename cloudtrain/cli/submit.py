@@ -1,4 +1,4 @@
-"""The verbs that describe a job: submit and plan."""
+"""The verbs that describe a job: submit, rehearse and plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,13 +18,13 @@ from ..estimator import log_line, ranks
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
 from ..provider_api.protocol import FINAL
 from ..runs.summary import files_text, summary
-from ..validate import parse_duration
+from ..settings.settings import Settings
 from . import format
-from .common_flags import HERE, At, OnSignal, Where, stoppable
+from .common_flags import HERE, At, OnSignal, Where, many, stoppable, switch
 from .flags import JobFlags, given_flags, job_of
 from .key_value import pairs
 from .output import Screen
-from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, after, left, pull_into, say_empty, stopped
+from .runs import EXIT_DETACHED, Json, Ours, WaitTimeout, after, left, pull_into, say_empty, seconds_of, stopped
 from .runs import Verbose as SayMover
 
 if TYPE_CHECKING:
@@ -32,15 +32,14 @@ if TYPE_CHECKING:
     from ..runs.submit import Plan
 
 __all__ = [
-    "NO_FLAGS", "Detach", "Flags", "Module", "Provider", "PullTo", "RunId", "Script", "Set", "carry_out", "plan",
-    "say_limits", "say_price", "settings_pairs", "submit",
+    "NO_DESCRIPTION", "NO_FLAGS", "Flags", "Provider", "RunId", "Set", "plan", "rehearse", "say_limits", "say_price",
+    "settings_pairs", "submit",
 ]  # fmt: skip
 
 Script = Annotated[
     str | None,
     Parameter(name="SCRIPT|JOB", help="script to run, or a job file (.toml, .json) that flags override"),
 ]
-Module = Annotated[str | None, Parameter(name="-m", metavar="MODULE", help="run a module: -m pkg.mod")]
 Flags = Annotated[JobFlags, Parameter(name="*")]
 Provider = Annotated[
     str | None,
@@ -51,25 +50,26 @@ Provider = Annotated[
     ),
 ]
 RunId = Annotated[str | None, Parameter(metavar="ID", help="id of the run; default: time, name and 4 hex digits")]
-Set = Annotated[
-    list[str] | None, Parameter(name="--set", metavar="KEY=VALUE", help="a setting; repeatable", negative="")
-]
-Detach = Annotated[
-    bool,
-    Parameter(name=("--detach", "-d"), negative="", show_default=False, help="return as soon as the run is submitted"),
-]
-PullTo = Annotated[str | None, Parameter(name="--pull", metavar="DIR", help="copy the results there at the end")]
+Set = Annotated[list[str] | None, many("a setting; repeatable", "KEY=VALUE", "--set")]
 PlanFile = Annotated[str | None, Parameter(name="--plan", metavar="PATH", help="send this saved `plan --json`")]
-Request = Annotated[
-    bool, Parameter(negative="", show_default=False, help="on a terminal: the exact request, before the summary")
-]
-Yes = Annotated[
-    bool,
+Request = Annotated[bool, switch("on a terminal: the exact request, before the summary")]
+Yes = Annotated[bool, switch("send without a question, whatever it may cost", "--yes", "-y")]
+Verbose = Annotated[bool, switch("list every file")]
+LocalStore = Annotated[
+    str,
     Parameter(
-        name=("--yes", "-y"), negative="", show_default=False, help="send without a question, whatever it may cost"
+        metavar="DIR",
+        show_default=False,
+        help="folder of this machine in which rehearsals live; default: ./.cloudtrain",
     ),
 ]
-Verbose = Annotated[bool, Parameter(negative="", show_default=False, help="list every file")]
+Maps = Annotated[list[str] | None, many("what stands for remote data; repeatable", "URL=PATH", "--map")]
+Image = Annotated[
+    str, Parameter(metavar="IMAGE", help="image of this machine in place of the job's", show_default=False)
+]
+Values = Annotated[list[str] | None, many("a secret's value here; repeatable", "NAME=env:VARIABLE", "--secret-value")]
+Preempt = Annotated[list[str] | None, many("drill: the platform takes a machine back; repeatable", "node=N,after=WHEN")]
+Kill = Annotated[list[str] | None, many("drill: a machine is gone without a word; repeatable", "node=N,after=WHEN")]
 
 NO_FLAGS = JobFlags()
 NO_RUN = "interrupted before anything was sent; there is no run"
@@ -77,64 +77,124 @@ ARRIVAL = 5.0
 """Seconds in which a request on its way becomes a job; a local supervisor takes one or two to start."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """The flags of a verb that describes a job: the job, and where it runs."""
+
+    module: Annotated[str | None, Parameter(name="-m", metavar="MODULE", help="run a module: -m pkg.mod")] = None
+    flags: Flags = NO_FLAGS
+    provider: Provider = None
+    at: At = HERE
+    run_id: RunId = None
+    settings: Set = None
+
+    def chosen(self) -> Settings:
+        """Return the settings of this folder with these flags."""
+        return self.at.settings(overrides=settings_pairs(self.settings), cwd=Path.cwd(), provider=self.provider)
+
+    def job(self, script: str | None, args: list[str] | None) -> Job:
+        """Return the job that ``script``, these flags and the words after ``--`` describe."""
+        return job_of(script, self.module, self.flags, args, cwd=Path.cwd())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Following:
+    """The flags of a verb that sends a run and follows it."""
+
+    detach: Annotated[bool, switch("return as soon as the run is submitted", "--detach", "-d")] = False
+    wait_timeout: WaitTimeout = None
+    on_signal: OnSignal = "detach"
+    pull_to: Annotated[
+        str | None, Parameter(name="--pull", metavar="DIR", help="copy the results there at the end")
+    ] = None
+    verbose: SayMover = False
+    json: Json = False
+
+
+DescriptionFlags = Annotated[Description, Parameter(name="*")]
+FollowingFlags = Annotated[Following, Parameter(name="*")]
+NO_DESCRIPTION, NO_FOLLOWING = Description(), Following()
+
+
 def submit(
     script: Script = None,
     /,
     *,
-    module: Module = None,
-    flags: Flags = NO_FLAGS,
-    provider: Provider = None,
-    at: At = HERE,
-    run_id: RunId = None,
-    settings: Set = None,
+    description: DescriptionFlags = NO_DESCRIPTION,
     plan_file: PlanFile = None,
     yes: Yes = False,
-    detach: Detach = False,
-    wait_timeout: WaitTimeout = None,
-    on_signal: OnSignal = "detach",
-    pull_to: PullTo = None,
-    verbose: SayMover = False,
-    json: Json = False,
+    following: FollowingFlags = NO_FOLLOWING,
     args: Ours[list[str] | None] = None,
     screen: Ours[Screen],
 ) -> int:
     """Stage, record and send. Unless detached, follow the logs to the end and exit by the outcome."""
-    cwd = Path.cwd()
-    chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
+    cwd, chosen = Path.cwd(), description.chosen()
     screen.interrupted = NO_RUN
-    seconds = parse_duration(wait_timeout, field="wait_timeout") if wait_timeout is not None else None
     if plan_file is not None:
-        _nothing_but_a_plan(script, module, flags, args, provider, run_id)
+        _nothing_but_a_plan(script, description, args)
         from ..runs.submit import load_plan
 
         planned = load_plan(Path(plan_file), settings=chosen, cwd=cwd)
     else:
-        job = job_of(script, module, flags, args, cwd=cwd)
+        job = description.job(script, args)
         from ..runs.fallback import plan_with_fallbacks
 
-        planned = plan_with_fallbacks(job, settings=chosen, run_id=run_id, cwd=cwd)
-    at = _found_by(planned.store.url, at, chosen.store if plan_file is None else planned.store.url, cwd)
-    above = None if yes or json else chosen.confirm_above_usd
-    return carry_out(planned, at, seconds, on_signal, detach, pull_to, verbose, json, screen, ask_above=above)
+        planned = plan_with_fallbacks(job, settings=chosen, run_id=description.run_id, cwd=cwd)
+    at = _found_by(planned.store.url, description.at, chosen.store if plan_file is None else planned.store.url, cwd)
+    above = None if yes or following.json else chosen.confirm_above_usd
+    return _send_and_follow(planned, at, following, screen, ask_above=above)
 
 
-def carry_out(
-    planned: Plan,
-    at: Where,
-    timeout: float | None,
-    on_signal: str,
-    detach: bool,
-    pull_to: str | None,
-    verbose: bool,
-    json: bool,
-    screen: Screen,
+def rehearse(
+    script: Script = None,
+    /,
     *,
-    ask_above: float | None = None,
+    description: DescriptionFlags = NO_DESCRIPTION,
+    local_store: LocalStore = "./.cloudtrain",
+    map_to: Maps = None,
+    local_image: Image = "",
+    secret_values: Values = None,
+    preempt: Preempt = None,
+    kill: Kill = None,
+    following: FollowingFlags = NO_FOLLOWING,
+    args: Ours[list[str] | None] = None,
+    screen: Ours[Screen],
+) -> int:
+    """Plan the provider's real request, then start here what its platform would. Exit by the outcome."""
+    chosen = description.chosen()
+    job = description.job(script, args)
+    from ..engine.rehearse import plan_rehearsal
+    from ..runs.fallback import only_first
+
+    _, others = only_first(chosen)
+    if others:
+        screen.talk(others)
+    planned = plan_rehearsal(
+        job,
+        settings=chosen,
+        run_id=description.run_id,
+        cwd=Path.cwd(),
+        store=local_store,
+        maps=pairs("--map", map_to or (), field="map"),
+        image=local_image,
+        secrets=pairs("--secret-value", secret_values or (), field="secret_value"),
+        drills=[*(("preempt", text) for text in preempt or ()), *(("kill", text) for text in kill or ())],
+    )
+    body = planned.request.body
+    screen.talk(f"rehearsing what {body['target']} would start for this request; other than there:")
+    for line in body["differences"]:
+        screen.talk(f"  {line}")
+    return _send_and_follow(planned, Where(store=local_store, profile=description.at.profile), following, screen)
+
+
+def _send_and_follow(
+    planned: Plan, at: Where, following: Following, screen: Screen, *, ask_above: float | None = None
 ) -> int:
     """Send the plan and, unless detached, follow it to its end; ``at`` is where the next commands find its store.
 
     ``ask_above``: ask on a terminal before a run is sent that may cost more US dollars; None: never ask.
     """
+    seconds = seconds_of(following.wait_timeout, "wait_timeout")
     screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
     say_limits(planned.job, screen)
     say_price(planned, screen)
@@ -147,19 +207,19 @@ def carry_out(
         return EXIT_CODES["cancelled"]
     with stoppable():
         try:
-            run = _send(planned, verbose, screen)
+            run = _send(planned, following.verbose, screen)
         except CloudtrainError as exc:
             if exc.refusals:
                 screen.about["refusals"] = [dict(item) for item in exc.refusals]
             raise
         except KeyboardInterrupt:
-            return (_cancel if on_signal == "cancel" else _interrupted)(planned, at, json, screen)
-        if detach:
-            return _detached(run, at, json, screen)
+            return (_cancel if following.on_signal == "cancel" else _interrupted)(planned, at, following.json, screen)
+        if following.detach:
+            return _detached(run, at, following.json, screen)
         try:
-            return _follow(run, at, timeout, on_signal, pull_to, json, screen)
-        except KeyboardInterrupt:  # between two steps of waiting
-            return stopped(run, run.run_id, at, on_signal, json, screen)
+            return _follow(run, at, seconds, following, screen)
+        except KeyboardInterrupt:
+            return stopped(run, run.run_id, at, following.on_signal, following.json, screen)
 
 
 def _is_declined(planned: Plan, above: float, screen: Screen) -> bool:
@@ -258,12 +318,7 @@ def plan(
     script: Script = None,
     /,
     *,
-    module: Module = None,
-    flags: Flags = NO_FLAGS,
-    provider: Provider = None,
-    at: At = HERE,
-    run_id: RunId = None,
-    settings: Set = None,
+    description: DescriptionFlags = NO_DESCRIPTION,
     request: Request = False,
     verbose: Verbose = False,
     json: Json = False,
@@ -271,12 +326,11 @@ def plan(
     screen: Ours[Screen],
 ) -> int:
     """Show the run's place, limits and price. --request, --json and a pipe have the exact request."""
-    cwd = Path.cwd()
-    chosen = at.settings(overrides=settings_pairs(settings), cwd=cwd, provider=provider)
-    job = job_of(script, module, flags, args, cwd=cwd)
+    chosen = description.chosen()
+    job = description.job(script, args)
     from ..runs.fallback import plan_with_fallbacks
 
-    planned = plan_with_fallbacks(job, settings=chosen, run_id=run_id, cwd=cwd, preview=True)
+    planned = plan_with_fallbacks(job, settings=chosen, run_id=description.run_id, cwd=Path.cwd(), preview=True)
     document = planned.document()
     terminal = screen.out.isatty()
     if json:
@@ -285,7 +339,7 @@ def plan(
         screen.data("\n\n".join([*([files_text(document)] if verbose else []), summary(document)]))
     else:
         screen.data(format.plan_text(document, verbose=verbose, terminal=terminal))
-    if run_id is None:
+    if description.run_id is None:
         screen.talk(f"run id {planned.run_id} stands in for the one that submit makes (--run-id)")
     if not terminal:
         say_limits(planned.job, screen)
@@ -316,17 +370,10 @@ def settings_pairs(texts: list[str] | None) -> dict[str, str]:
     return pairs("--set", texts or (), field="settings")
 
 
-def _nothing_but_a_plan(
-    script: str | None,
-    module: str | None,
-    flags: JobFlags,
-    args: list[str] | None,
-    provider: str | None,
-    run_id: str | None,
-) -> None:
-    given = [*given_flags(flags)]
-    given += [name for name, value in (("script", script), ("-m", module), ("args", args)) if value is not None]
-    given += [name for name, value in (("provider", provider), ("run_id", run_id)) if value is not None]
+def _nothing_but_a_plan(script: str | None, description: Description, args: list[str] | None) -> None:
+    rest = {"script": script, "-m": description.module, "args": args}
+    rest |= {"provider": description.provider, "run_id": description.run_id}
+    given = [*given_flags(description.flags), *(name for name, value in rest.items() if value is not None)]
     if given:
         raise SpecError(f"a saved plan is sent as it is; leave out {', '.join(given)}", field="plan")
 
@@ -381,43 +428,34 @@ def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
     return 0
 
 
-def _follow(
-    run: Run, at: Where, timeout: float | None, on_signal: str, pull_to: str | None, json: bool, screen: Screen
-) -> int:
-    """Print log lines until the end, then the outcome. Ctrl-C leaves the run alone."""
+def _follow(run: Run, at: Where, seconds: float | None, following: Following, screen: Screen) -> int:
+    """Print log lines until the end, then the outcome, and pull. Ctrl-C leaves the run alone."""
     from ..runs.fallback import FallbackPolicy
 
-    write = screen.relay if json else screen.data
-    many = ranks(run.job.at(run.provider_name)) > 1
+    write = screen.relay if following.json else screen.data
+    many_ranks = ranks(run.job.at(run.provider_name)) > 1
     try:
         result = run.wait(
-            timeout=timeout,
-            on_line=lambda line: write(log_line(line, many=many)),
+            timeout=seconds,
+            on_line=lambda line: write(log_line(line, many=many_ranks)),
             on_status=format.Changes(screen.talk),
             retry=FallbackPolicy(run, screen.talk),
         )
-    except KeyboardInterrupt:
-        return stopped(run, run.run_id, at, on_signal, json, screen)
     except (AuthError, LostContactError) as exc:
         raise left(exc, run, run.run_id, at, screen) from None
-    return _finish(run, result, at, pull_to, json, screen)
-
-
-def _finish(run: Run, result: Mapping[str, Any], at: Where, pull_to: str | None, json: bool, screen: Screen) -> int:
-    code = int(result["exit_code"])
-    extra: dict[str, Any] = {}
+    code, extra = int(result["exit_code"]), dict[str, Any]()
     screen.talk(format.outcome(result))
     say_empty(run, result, screen)
-    if pull_to is not None:
+    if following.pull_to is not None:
         try:
-            extra["pulled"] = pull_into(run, Path(pull_to), screen)
+            extra["pulled"] = pull_into(run, Path(following.pull_to), screen)
         except CloudtrainError as exc:  # print the outcome of the run all the same
             screen.talk(f"error: pull: {exc}")
             code = code or exc.exit_code
             extra |= {"error": f"pull: {exc}", "exit_code": code}
-    if json:
+    if following.json:
         screen.emit({**result, **_uploaded(run), **extra})
-    screen.next(*after(result, run.run_id, pulled=pull_to is not None), where=at.flags)
+    screen.next(*after(result, run.run_id, pulled=following.pull_to is not None), where=at.flags)
     return code
 
 

@@ -7,6 +7,7 @@ The tree is git's view of it (tracked, modified, and untracked but not ignored),
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -115,8 +116,6 @@ class Bundle:
 
     def archive(self) -> bytes:
         """Return the bytes that `write_archive` writes."""
-        import io
-
         buffer = io.BytesIO()
         self.write_archive(buffer)
         return buffer.getvalue()
@@ -126,7 +125,6 @@ class Bundle:
 
         Raises `StorageError` if a file has changed since the bundle was built.
         """
-        import io
         import tarfile
 
         manifest = self.manifest()
@@ -150,8 +148,13 @@ class Bundle:
 
     def disk(self, path: str) -> Path:
         """Return where the file that ships as ``path`` is on this machine."""
-        prefix, folder = max((p for p in self.parts if path.startswith(p[0])), key=lambda p: len(p[0]))
+        prefix, folder = _part_of(path, self.parts)
         return Path(folder, path[len(prefix) :])
+
+
+def _part_of(path: str, parts: Sequence[tuple[str, Path]]) -> tuple[str, Path]:
+    """Return the prefix and the folder on disk of the part in which ``path`` ships."""
+    return max((part for part in parts if path.startswith(part[0])), key=lambda part: len(part[0]))
 
 
 class _Packed:
@@ -219,7 +222,6 @@ def changes(bundle: Bundle, archive: bytes) -> list[str]:
 
     Raises ValueError if ``archive`` is not the archive of a bundle.
     """
-    import io
     import tarfile
 
     try:
@@ -339,24 +341,23 @@ def _check_ships(
     elif entry_point:
         wanted.append(("source.entry_point", [entry_point]))
     for where, names in wanted:
-        real = [
-            relative_below(os.path.realpath(root / name), str(root)) for name in names
-        ]  # through a folder that is a link
-        if paths.isdisjoint((*names, *real)):
-            rules = [e.rule for e in excluded if any(_covers(e.path, name) for name in (*names, *real))]
+        # a script may lie in a folder that is a link: its real place ships
+        places = (*names, *(relative_below(os.path.realpath(root / name), str(root)) for name in names))
+        if paths.isdisjoint(places):
+            rules = [
+                e.rule
+                for e in excluded
+                if e.path in places or (e.path.endswith("/") and any(place.startswith(e.path) for place in places))
+            ]
             why = f"is excluded by {rules[0]}; '!/{names[0]}' in {IGNORE} brings it back" if rules else "is not there"
             raise SpecError(f"{names[0]!r} does not ship: it {why}", field=where)
-
-
-def _covers(excluded: str, path: str) -> bool:
-    return path == excluded or (excluded.endswith("/") and path.startswith(excluded))
 
 
 def _check_links(entries: list[ShippedFile], parts: list[tuple[str, Path]]) -> None:
     for entry in entries:
         if entry.link is None:
             continue
-        prefix, folder = max((p for p in parts if entry.path.startswith(p[0])), key=lambda p: len(p[0]))
+        prefix, folder = _part_of(entry.path, parts)
         inner = os.path.normpath(os.path.join(os.path.dirname(entry.path[len(prefix) :]), entry.link))
         real = os.path.realpath(entry.disk)
         outside = inner.split(os.sep)[0] == ".." or (real != str(folder) and not relative_below(real, str(folder)))

@@ -72,7 +72,7 @@ def check_script(root: Path, entry_point: str) -> None:
         raise StorageError(f"cannot read {name}: {exc.strerror or exc}") from None
     except SyntaxError as exc:
         line = (exc.text or "").strip()
-        if _is_newer(f"{exc.msg}\n{line}"):
+        if any(sys.version_info < version and syntax.search(f"{exc.msg}\n{line}") for version, syntax in NEWER):
             return
         where = f"{name}:{exc.lineno}" if exc.lineno else name
         raise SpecError(f"{where}: {exc.msg}", field=FIELD, hint=f"fix this line: {line}" if line else "") from None
@@ -80,11 +80,6 @@ def check_script(root: Path, entry_point: str) -> None:
         raise SpecError(f"{name} is not a Python script: it holds NUL bytes", field=FIELD) from None
     except (RecursionError, MemoryError):
         return
-
-
-def _is_newer(text: str) -> bool:
-    """Return whether a line that this Python cannot parse may be syntax of a later version."""
-    return any(sys.version_info < version and pattern.search(text) for version, pattern in NEWER)
 
 
 def near(path: str) -> str:

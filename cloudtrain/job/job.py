@@ -17,44 +17,29 @@ import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import SpecError
 from ..validate import (
     brief,
-    choice_of,
     did_you_mean,
     json_loads,
-    json_value,
-    parse_duration,
-    parse_size,
     sequence_of,
     table_of,
     text_of,
     texts_of,
     toml_loads,
     url_scheme,
-    whole_number,
 )
+from . import fields
+from .fields import DURATION, PATH, SWITCH, TEXT, check_fields, choice, item, path_text, whole
 
 __all__ = [
-    "DEFAULT_MAX_OUTPUTS",
-    "DEFAULT_MAX_RUNTIME",
-    "DEFAULT_STALL_TIMEOUT",
-    "Gpu",
-    "Input",
-    "Job",
-    "Resources",
-    "Scalar",
-    "Source",
-    "anchored",
-    "check_run_id",
-    "is_run_id",
-    "job_name",
-    "new_run_id",
+    "DEFAULT_MAX_OUTPUTS", "DEFAULT_MAX_RUNTIME", "DEFAULT_STALL_TIMEOUT", "FIELDS", "FLAT_FIELDS", "Gpu", "Input",
+    "Job", "Resources", "Scalar", "Source", "anchored", "check_run_id", "is_run_id", "job_name", "new_run_id",
     "run_tag",
-]
+]  # fmt: skip
 
 Scalar = str | int | float | bool
 
@@ -65,47 +50,19 @@ DEFAULT_MAX_OUTPUTS = 10 * 10**9
 DEFAULT_STALL_TIMEOUT = 30 * 60
 """Seconds without a line, metric or checkpoint from any rank before a run is called stalled."""
 
-MOST = {"nproc_per_node": 1024, "cpus": 10**4, "memory_gb": 10**6, "disk_gb": 10**7, "shm_gb": 10**6}
-"""Bounds of a node, far beyond any machine: a larger number is a mistake."""
 LAUNCHERS = ("torchrun", "python", "command")
 STYLES = ("flags", "hydra", "none")
 MODES = ("auto", "copy", "mount")
-NO_SCRIPTS = frozenset(
-    (
-        *(".ipynb", ".yaml", ".yml", ".toml", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".npy", ".npz"),
-        *(
-            ".pt",
-            ".pth",
-            ".ckpt",
-            ".safetensors",
-            ".h5",
-            ".txt",
-            ".md",
-            ".rst",
-            ".html",
-            ".xml",
-            ".ini",
-            ".cfg",
-            ".log",
-        ),
-        *(".cfg", ".png", ".jpg", ".jpeg", ".pdf", ".tar", ".gz", ".tgz"),
-    )
-)
+NO_SCRIPTS = frozenset((
+    ".ipynb", ".yaml", ".yml", ".toml", ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".npy", ".npz", ".pt",
+    ".pth", ".ckpt", ".safetensors", ".h5", ".txt", ".md", ".rst", ".html", ".xml", ".ini", ".cfg", ".log", ".png",
+    ".jpg", ".jpeg", ".pdf", ".tar", ".gz", ".tgz",
+))  # fmt: skip
 """Suffixes of notebooks, settings, data, weights and texts, which Python does not run."""
-SECRET_SCHEMES = ("aws", "azure", "env", "gcp")
 
-_ID = re.compile(r"[a-z0-9](-?[a-z0-9])*")
-_ID_MAX = 40
 _NAME_MAX = 63
 _CHANNEL = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_RESERVED = re.compile(
-    r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
-    r"|PET_.*|TORCHELASTIC_.*|CLOUDTRAIN_.*)"
-)
 _GPU = re.compile(r"([A-Z][A-Z0-9]*(?:-[A-Z]+[A-Z0-9]*)*)(?:-([0-9]{1,4})GB)?(?::([0-9]{1,4}))?")
-_METRIC = re.compile(r"(?! )[^=\x00-\x1f\x7f-\x9f]{1,100}(?<! )")
-_EXAMPLE = "loss ([0-9.]+)"
 _URLS = {
     **dict.fromkeys(("s3", "gs"), "SCHEME://BUCKET/PATH"),
     **dict.fromkeys(("abfs", "abfss", "az"), "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PATH"),
@@ -115,30 +72,30 @@ _URLS = {
 _PLACEHOLDER_INPUT = re.compile(r"\{inputs\.([A-Za-z][A-Za-z0-9_-]*)\}")
 
 
-# ------------------------------------------------------------------------------------------- words and small parsers
+# --------------------------------------------------------------------------------------------------------------- names
 
 
 def check_run_id(run_id: str) -> str:
     """Return ``run_id`` if it is lower-case letters, digits and single inner dashes, at most 40; else `SpecError`."""
     if not is_run_id(run_id):
         raise SpecError(
-            f"{run_id!r} is not a run id: lower-case letters, digits and single inner dashes, at most {_ID_MAX}",
+            f"{run_id!r} is not a run id: lower-case letters, digits and single inner dashes, at most {fields.MAX_ID}",
             field="run_id",
-            hint=f"call it {_slug(run_id)!r}",
+            hint=f"call it {fields.slug(run_id)!r}",
         )
     return run_id
 
 
 def is_run_id(name: str) -> bool:
     """Return whether `check_run_id` accepts ``name``."""
-    return len(name) <= _ID_MAX and bool(_ID.fullmatch(name))
+    return fields.is_slug(name)
 
 
 def new_run_id(name: str, *, now: float | None = None, token: str | None = None) -> str:
     """Return ``<UTC yyyymmdd-hhmmss>-<name>-<4 hex>``; the name is cut so that the id has at most 40 characters."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     tail = token or _secrets.token_hex(2)
-    room = _ID_MAX - len(stamp) - len(tail) - 2
+    room = fields.MAX_ID - len(stamp) - len(tail) - 2
     return check_run_id(f"{stamp}-{name[:room].rstrip('-')}-{tail}")
 
 
@@ -154,47 +111,6 @@ def job_name(run: str, attempt: int, choice: int) -> str:
     """
     tail = f"-{run_tag(run)}" + (f"-{attempt}" if attempt or choice else "") + (f"-{choice}" if choice else "")
     return run.rpartition("/")[2][: _NAME_MAX - len(tail)].rstrip("-") + tail
-
-
-def _slug(text: str) -> str:
-    """Return the closest legal name to ``text``, or ``job`` if no character is legal."""
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_ID_MAX].rstrip("-") or "job"
-
-
-# ----------------------------------------------------------------------------------------------- checks used by types
-
-
-def _env_names(table: dict[str, Any], where: str) -> None:
-    for key in table:
-        if not _ENV_NAME.fullmatch(key):
-            raise SpecError(f"{key!r} is not a name for an environment variable", field=where)
-        if _RESERVED.fullmatch(key):
-            raise SpecError(f"{key} is set by torchrun or cloudtrain for every rank; choose another name", field=where)
-
-
-def _instead_of(entry: str, suffix: str) -> str:
-    """Return a hint for an entry point that is not a script, by its suffix."""
-    if suffix == ".ipynb":
-        return f"export the notebook first: jupyter nbconvert --to script {shlex.quote(entry)}"
-    if suffix in (".yaml", ".yml"):
-        return "write the job file in TOML or JSON; docs/migration.md translates other tools' files"
-    if suffix in (".toml", ".json"):
-        return f"run a job file with: cloudtrain submit {shlex.quote(entry)}"
-    return f"name the script, and pass the file to it: cloudtrain submit train.py --input data={shlex.quote(entry)}"
-
-
-def _set(instance: Any, **values: Any) -> None:
-    for name, value in values.items():
-        object.__setattr__(instance, name, value)
-
-
-def _path(value: Any) -> Any:
-    """Return a path as text, and any other value unchanged for the check of texts."""
-    return str(value) if isinstance(value, PurePath) else value
-
-
-def _help(text: str) -> dict[str, str]:
-    return {"help": text}
 
 
 # -------------------------------------------------------------------------------------------------------------- types
@@ -223,38 +139,33 @@ class Gpu:
         return f"{self.name}{memory}:{self.count}"
 
 
+def _entry_point(value: Any, where: str) -> str:
+    entry = text_of(path_text(value), where, empty=True).strip()
+    words = entry.split()
+    if words[:1] == ["-m"] and (len(words) != 2 or not all(p.isidentifier() for p in words[1].split("."))):
+        raise SpecError(f"{entry!r} is not '-m package.module'", field=where)
+    return entry
+
+
+def _gpu(value: Any, where: str) -> tuple[str, ...]:
+    texts = [part.strip() for name in texts_of(sequence_of(value), where) for part in name.split(",")]
+    return tuple(str(Gpu.parse(text, field=where)) for text in texts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """The code: a folder, the script in it, and the further files that ship."""
 
-    path: str | None = field(
-        default=None,
-        metadata=_help("folder to ship; default: the current one if the script lies in it, else the script's"),
+    path: str | None = item(
+        PATH, "folder to ship; default: the current one if the script lies in it, else the script's"
     )
-    entry_point: str = field(default="", metadata=_help("train.py, '-m pkg.mod' or x.sh"))
-    dependencies: tuple[str, ...] = field(default=(), metadata=_help("further local folders put beside the source"))
-    requirements: str | None = field(
-        default=None, metadata=_help("requirements file in the source, installed into scratch on each node")
-    )
-    exclude: tuple[str, ...] = field(default=(), metadata=_help("patterns (gitignore syntax) of files not to ship"))
+    entry_point: str = item(fields.Kind(_entry_point, TEXT.schema), "train.py, '-m pkg.mod' or x.sh", "")
+    dependencies: tuple[str, ...] = item(fields.PATHS, "further local folders put beside the source", ())
+    requirements: str | None = item(TEXT, "requirements file in the source, installed into scratch on each node")
+    exclude: tuple[str, ...] = item(fields.PATTERNS, "patterns (gitignore syntax) of files not to ship", ())
 
     def __post_init__(self) -> None:
-        if self.path is not None:
-            _set(self, path=text_of(_path(self.path), "source.path"))
-        dependencies = sequence_of(self.dependencies)
-        if isinstance(dependencies, (list, tuple)):
-            dependencies = [_path(item) for item in dependencies]
-        _set(
-            self,
-            entry_point=text_of(_path(self.entry_point), "source.entry_point", empty=True).strip(),
-            dependencies=texts_of(dependencies, "source.dependencies"),
-            exclude=texts_of(sequence_of(self.exclude), "source.exclude"),
-        )
-        if self.requirements is not None:
-            text_of(self.requirements, "source.requirements")
-        words = self.entry_point.split()
-        if words[:1] == ["-m"] and (len(words) != 2 or not all(p.isidentifier() for p in words[1].split("."))):
-            raise SpecError(f"{self.entry_point!r} is not '-m package.module'", field="source.entry_point")
+        check_fields(self, "source.")
 
     @property
     def module(self) -> str | None:
@@ -266,14 +177,12 @@ class Source:
 class Input:
     """A channel's data: a local path or a URL, and how it reaches the node."""
 
-    url: str = field(metadata=_help("local path, or URL of a file or folder"))
-    mode: str = field(default="auto", metadata=_help("auto, copy or mount"))
-    shard: bool = field(default=False, metadata=_help("give each node its own part, where the platform can"))
+    url: str = item(PATH, "local path, or URL of a file or folder", dataclasses.MISSING)
+    mode: str = item(choice(MODES), "auto, copy or mount", "auto")
+    shard: bool = item(SWITCH, "give each node its own part, where the platform can", False)
 
     def __post_init__(self) -> None:
-        _set(self, url=text_of(_path(self.url), "inputs.url"), mode=choice_of(self.mode, MODES, "inputs.mode"))
-        if not isinstance(self.shard, bool):
-            raise SpecError(f"must be true or false, not {self.shard!r}", field="inputs.shard")
+        check_fields(self, "inputs.")
         example = _URLS.get(url_scheme(self.url))
         if example and not re.fullmatch(r"[a-z0-9]+://[^/\s]+(?!.*/\.\./)(/\S.*|/)?", self.url, re.IGNORECASE):
             raise SpecError(f"{brief(self.url)} names nothing to read", field="inputs.url", hint=f"write {example}")
@@ -283,28 +192,21 @@ class Input:
 class Resources:
     """The size and number of the nodes. GB are 10^9 bytes, as clouds count them."""
 
-    instance_count: int = field(default=1, metadata=_help("number of nodes"))
-    instance_type: str | None = field(default=None, metadata=_help("the platform's own name of a machine"))
-    gpu: tuple[str, ...] = field(default=(), metadata=_help("NAME[-MEM][:COUNT] a node, in order of preference"))
-    nproc_per_node: int | None = field(default=None, metadata=_help("ranks a node; default: the GPU count, else 1"))
-    cpus: int | None = field(default=None, metadata=_help("CPU cores a node, at least"))
-    memory_gb: int | None = field(default=None, metadata=_help("memory a node, at least"))
-    disk_gb: int | None = field(default=None, metadata=_help("scratch disk a node"))
-    shm_gb: int | None = field(default=None, metadata=_help("size of /dev/shm"))
-    spot: bool = field(default=False, metadata=_help("preemptible machines"))
+    # The upper bounds are far beyond any machine: a larger number is a mistake.
+    instance_count: int = item(whole(1, 4096), "number of nodes", 1)
+    instance_type: str | None = item(TEXT, "the platform's own name of a machine")
+    gpu: tuple[str, ...] = item(
+        fields.Kind(_gpu, fields.PATTERNS.schema), "NAME[-MEM][:COUNT] a node, in order of preference", ()
+    )
+    nproc_per_node: int | None = item(whole(1, 1024), "ranks a node; default: the GPU count, else 1")
+    cpus: int | None = item(whole(1, 10**4), "CPU cores a node, at least")
+    memory_gb: int | None = item(whole(1, 10**6), "memory a node, at least")
+    disk_gb: int | None = item(whole(1, 10**7), "scratch disk a node")
+    shm_gb: int | None = item(whole(1, 10**6), "size of /dev/shm")
+    spot: bool = item(SWITCH, "preemptible machines", False)
 
     def __post_init__(self) -> None:
-        whole_number(self.instance_count, "resources.instance_count", least=1, most=4096)
-        for name, most in MOST.items():
-            if getattr(self, name) is not None:
-                whole_number(getattr(self, name), f"resources.{name}", least=1, most=most)
-        if self.instance_type is not None:
-            text_of(self.instance_type, "resources.instance_type")
-        if not isinstance(self.spot, bool):
-            raise SpecError(f"must be true or false, not {self.spot!r}", field="resources.spot")
-        names = texts_of(sequence_of(self.gpu), "resources.gpu")
-        texts = [part.strip() for name in names for part in name.split(",")]
-        _set(self, gpu=tuple(str(Gpu.parse(text)) for text in texts))
+        check_fields(self, "resources.")
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -318,205 +220,119 @@ class Resources:
         return self.gpus[choice].count if self.gpu else 1
 
 
+def _input(value: Any, where: str) -> Input:
+    if isinstance(value, Input):
+        return value
+    if isinstance(value, Mapping):
+        built: Input = _build(Input, dict(value), where)
+        return built
+    return Input(url=text_of(path_text(value), where))
+
+
+def _channel(name: str, where: str) -> None:
+    if not _CHANNEL.fullmatch(name):
+        raise SpecError(f"{name!r} is not a channel name: a letter, then letters, digits, - or _", field=where)
+
+
+_INPUT = {
+    "type": "object",
+    "properties": {
+        f.name: {**f.metadata["kind"].schema, "description": f.metadata["help"]} for f in dataclasses.fields(Input)
+    },
+    "required": ["url"],
+    "additionalProperties": False,
+}
+_INPUTS = fields.mapping(fields.Kind(_input, {"anyOf": [TEXT.schema, _INPUT]}), _channel)
+_LAUNCHER = fields.Kind(choice(LAUNCHERS).check, {"enum": ["", *LAUNCHERS]})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A job to run. Equal jobs have equal `digest`; `to_json` and `to_toml` round-trip."""
 
-    name: str = field(default="", metadata=_help("name of the job; default: the script's"))
+    name: str = item(fields.NAME, "name of the job; default: the script's", "")
     source: Source = field(default_factory=Source)
-    image: str | None = field(default=None, metadata=_help("container image; nothing is installed in it"))
-    launcher: str = field(
-        default="",
-        metadata=_help("torchrun, python (one process a node) or command; default: torchrun, command for .sh"),
+    image: str | None = item(fields.IMAGE, "container image; nothing is installed in it")
+    launcher: str = item(
+        _LAUNCHER, "torchrun, python (one process a node) or command; default: torchrun, command for .sh", ""
     )
-    hyperparameters: dict[str, Any] = field(default_factory=dict, metadata=_help("names and values for the script"))
-    hyperparameter_style: str = field(default="flags", metadata=_help("flags (--k v), hydra (k=v) or none"))
-    args: tuple[str, ...] = field(default=(), metadata=_help("further arguments of the script, as they are"))
-    env: dict[str, str] = field(default_factory=dict, metadata=_help("environment variables of the script"))
-    secrets: dict[str, str] = field(
-        default_factory=dict,
-        metadata=_help("environment variables by reference: env:NAME, aws:ARN, azure:VAULT/NAME, gcp:RESOURCE"),
+    hyperparameters: dict[str, Any] = item(fields.HYPERPARAMETERS, "names and values for the script", {})
+    hyperparameter_style: str = item(choice(STYLES), "flags (--k v), hydra (k=v) or none", "flags")
+    args: tuple[str, ...] = item(fields.RAW_TEXTS, "further arguments of the script, as they are", ())
+    env: dict[str, str] = item(fields.ENV, "environment variables of the script", {})
+    secrets: dict[str, str] = item(
+        fields.SECRETS, "environment variables by reference: env:NAME, aws:ARN, azure:VAULT/NAME, gcp:RESOURCE", {}
     )
-    inputs: dict[str, Input] = field(default_factory=dict, metadata=_help("channels: a local path or URL each"))
+    inputs: dict[str, Input] = item(_INPUTS, "channels: a local path or URL each", {})
     resources: Resources = field(default_factory=Resources)
-    max_runtime: int = field(default=DEFAULT_MAX_RUNTIME, metadata=_help("running time, summed over attempts: '12h'"))
-    max_wait: int | None = field(default=None, metadata=_help("longest wait for machines: '2h'"))
-    max_cost: float | None = field(default=None, metadata=_help("most US dollars the run may cost"))
-    max_gpu_hours: float | None = field(
-        default=None, metadata=_help("most hours of GPUs, times their number, over attempts")
+    max_runtime: int = item(DURATION, "running time, summed over attempts: '12h'", DEFAULT_MAX_RUNTIME)
+    max_wait: int | None = item(DURATION, "longest wait for machines: '2h'")
+    max_cost: float | None = item(fields.AMOUNT_OF_USD, "most US dollars the run may cost")
+    max_gpu_hours: float | None = item(fields.GPU_HOURS, "most hours of GPUs, times their number, over attempts")
+    retries: int = item(whole(0, 100), "further attempts after one that failed", 0)
+    stall_timeout: int = item(
+        fields.DURATION_OR_ZERO, "no sign of life for so long is a failure; 0: never", DEFAULT_STALL_TIMEOUT
     )
-    retries: int = field(default=0, metadata=_help("further attempts after one that failed"))
-    stall_timeout: int = field(
-        default=DEFAULT_STALL_TIMEOUT, metadata=_help("no sign of life for so long is a failure; 0: never")
+    debug_nccl: bool = item(SWITCH, "NCCL and torch.distributed tell what they do, in many lines", False)
+    resume_from: str | None = item(TEXT, "run, or checkpoint folder, to start from")
+    checkpoint_paths: tuple[str, ...] = item(
+        fields.CHECKPOINT_GLOBS, "further checkpoints a script writes: globs below its working folder", ()
     )
-    debug_nccl: bool = field(
-        default=False, metadata=_help("NCCL and torch.distributed tell what they do, in many lines")
+    keep_checkpoints: int | None = item(
+        whole(0, 10**6),
+        "newest complete checkpoints kept, and what a pointer names; 0: all of them; "
+        "default: 0, or 3 where each restart downloads them all",
     )
-    resume_from: str | None = field(default=None, metadata=_help("run, or checkpoint folder, to start from"))
-    checkpoint_paths: tuple[str, ...] = field(
-        default=(), metadata=_help("further checkpoints a script writes: globs below its working folder")
+    metrics: dict[str, str] = item(
+        fields.METRICS, "metrics in the lines that rank 0 prints: a regular expression with one group each", {}
     )
-    keep_checkpoints: int | None = field(
-        default=None,
-        metadata=_help(
-            "newest complete checkpoints kept, and what a pointer names; 0: all of them; "
-            "default: 0, or 3 where each restart downloads them all"
-        ),
+    outputs: bool = item(SWITCH, "bring back the files that the script writes below its working folder", True)
+    max_outputs: int = item(
+        fields.SIZE, "most of these files a node, the largest are left out: '10GB'", DEFAULT_MAX_OUTPUTS
     )
-    metrics: dict[str, str] = field(
-        default_factory=dict,
-        metadata=_help("metrics in the lines that rank 0 prints: a regular expression with one group each"),
+    tags: dict[str, str] = item(fields.TAGS, "labels of the job on the platform", {})
+    options: dict[str, dict[str, Any]] = item(
+        fields.JSON_TABLES, "by provider: merged last into the native request, verbatim", {}
     )
-    outputs: bool = field(
-        default=True, metadata=_help("bring back the files that the script writes below its working folder")
-    )
-    max_outputs: int = field(
-        default=DEFAULT_MAX_OUTPUTS, metadata=_help("most of these files a node, the largest are left out: '10GB'")
-    )
-    tags: dict[str, str] = field(default_factory=dict, metadata=_help("labels of the job on the platform"))
-    options: dict[str, dict[str, Any]] = field(
-        default_factory=dict, metadata=_help("by provider: merged last into the native request, verbatim")
-    )
-    on: dict[str, dict[str, Any]] = field(
-        default_factory=dict, metadata=_help("by provider: fields of this job that are different there")
+    on: dict[str, dict[str, Any]] = item(
+        fields.JSON_TABLES, "by provider: fields of this job that are different there", {}
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.source, Source):
-            raise SpecError("must be a Source", field="source")
-        if not isinstance(self.resources, Resources):
-            raise SpecError("must be a Resources", field="resources")
-        self._check_what()
-        self._check_limits()
-        self._check_values()
-        self._check_metrics()
-        self._check_placeholders()
+        for name, kind in (("source", Source), ("resources", Resources)):
+            if not isinstance(getattr(self, name), kind):
+                raise SpecError(f"must be a {kind.__name__}", field=name)
+        entry = self.source.entry_point
+        if not self.launcher:
+            object.__setattr__(self, "launcher", "command" if entry.endswith(".sh") else "torchrun")
+        if not self.name:
+            script = (self.source.module or "").rpartition(".")[2] or PurePosixPath(entry.replace("\\", "/")).stem
+            object.__setattr__(self, "name", fields.slug(script))
+        self._check_script()
+        check_fields(self, "")
+        self._check_names()
         for provider, overrides in self.on.items():
             _override(self, provider, overrides)
 
-    def _check_what(self) -> None:
+    def _check_script(self) -> None:
         entry = self.source.entry_point
-        launcher = self.launcher or ("command" if entry.endswith(".sh") else "torchrun")
-        _set(self, launcher=choice_of(launcher, LAUNCHERS, "launcher"), args=texts_of(self.args, "args", empty=True))
-        if not entry and not (launcher == "command" and self.args):
+        if not entry and not (self.launcher == "command" and self.args):
             how = "name one: cloudtrain submit train.py, or -m pkg.mod, or entry_point in a job file"
             raise SpecError("no script", field="source.entry_point", hint=how)
-        if launcher != "command" and (suffix := PurePosixPath(entry).suffix.lower()) in NO_SCRIPTS:
+        if self.launcher != "command" and (suffix := PurePosixPath(entry).suffix.lower()) in NO_SCRIPTS:
             raise SpecError(f"{entry!r} is not a script", field="source.entry_point", hint=_instead_of(entry, suffix))
-        if entry.endswith(".sh") and launcher != "command":
-            raise SpecError(f"{launcher} starts Python, not {entry}; use launcher 'command'", field="launcher")
-        choice_of(self.hyperparameter_style, STYLES, "hyperparameter_style")
-        name = self.name or _slug(
-            (self.source.module or "").rpartition(".")[2] or PurePosixPath(entry.replace("\\", "/")).stem
-        )
-        if not isinstance(name, str) or len(name) > _ID_MAX or not _ID.fullmatch(name):
-            raise SpecError(
-                f"{name!r} is not a name: lower-case letters, digits and single inner dashes, at most {_ID_MAX}",
-                field="name",
-                hint=f"call it {_slug(str(name))!r}",
-            )
-        _set(self, name=name)
-        if self.image is not None and (
-            any(c.isspace() for c in text_of(self.image, "image")) or self.image.startswith("-")
-        ):
-            raise SpecError(f"{self.image!r} is not the name of an image", field="image")
+        if entry.endswith(".sh") and self.launcher != "command":
+            raise SpecError(f"{self.launcher} starts Python, not {entry}; use launcher 'command'", field="launcher")
 
-    def _check_limits(self) -> None:
-        _set(self, max_runtime=parse_duration(self.max_runtime, field="max_runtime"))
-        if self.max_wait is not None:
-            _set(self, max_wait=parse_duration(self.max_wait, field="max_wait"))
-        if self.stall_timeout not in (0, "0"):
-            _set(self, stall_timeout=parse_duration(self.stall_timeout, field="stall_timeout"))
-        else:
-            _set(self, stall_timeout=0)
-        for name, what in (("max_cost", "an amount of US dollars"), ("max_gpu_hours", "a number of hours")):
-            most = getattr(self, name)
-            if most is None:
-                continue
-            if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 < most < 1e12:
-                raise SpecError(f"must be {what} above zero, not {most!r}", field=name)
-            _set(self, **{name: float(most)})
-        whole_number(self.retries, "retries", least=0, most=100)
-        if self.keep_checkpoints is not None:
-            whole_number(self.keep_checkpoints, "keep_checkpoints", least=0, most=10**6)
-        _set(self, max_outputs=parse_size(self.max_outputs, field="max_outputs"))
-        for name in ("debug_nccl", "outputs"):
-            if not isinstance(getattr(self, name), bool):
-                raise SpecError(f"must be true or false, not {getattr(self, name)!r}", field=name)
-        if self.resume_from is not None:
-            text_of(self.resume_from, "resume_from")
-        _set(self, checkpoint_paths=texts_of(sequence_of(self.checkpoint_paths), "checkpoint_paths"))
-        for i, glob in enumerate(self.checkpoint_paths):
-            if PurePosixPath(glob).is_absolute() or ".." in PurePosixPath(glob).parts:
-                raise SpecError(f"{glob!r} leaves the working folder", field=f"checkpoint_paths[{i}]")
-
-    def _check_values(self) -> None:
-        env = {k: text_of(v, f"env.{k}", empty=True) for k, v in table_of(self.env, "env").items()}
-        _env_names(env, "env")
-        secrets = {k: text_of(v, f"secrets.{k}") for k, v in table_of(self.secrets, "secrets").items()}
-        _env_names(secrets, "secrets")
-        for key, reference in secrets.items():
-            scheme, _, rest = reference.partition(":")
-            if scheme not in SECRET_SCHEMES or not rest:
-                raise SpecError(
-                    f"{reference!r} is no reference; write one of env:NAME, aws:ARN, azure:VAULT/NAME, gcp:RESOURCE",
-                    field=f"secrets.{key}",
-                )
-            if key in env:
+    def _check_names(self) -> None:
+        """Check the names that two fields share, and those of ``{inputs.NAME}``."""
+        for key in self.secrets:
+            if key in self.env:
                 raise SpecError("is in env too; keep one of the two", field=f"secrets.{key}")
-        hyperparameters = {}
-        for key, value in table_of(self.hyperparameters, "hyperparameters").items():
-            if value is None:
-                raise SpecError("has no value (None); leave it out", field=f"hyperparameters.{key}")
-            hyperparameters[key] = json_value(value, f"hyperparameters.{key}")
-        tags = {k: text_of(v, f"tags.{k}", empty=True) for k, v in table_of(self.tags, "tags").items()}
-        inputs = {k: _input(v, f"inputs.{k}") for k, v in table_of(self.inputs, "inputs").items()}
-        seen: dict[str, str] = {}
-        for key in inputs:
-            if not _CHANNEL.fullmatch(key):
-                raise SpecError(
-                    f"{key!r} is not a channel name: a letter, then letters, digits, - or _", field="inputs"
-                )
-            if (other := seen.setdefault(key.upper().replace("-", "_"), key)) != key:
+        variables: dict[str, str] = {}
+        for key in self.inputs:
+            if (other := variables.setdefault(key.upper().replace("-", "_"), key)) != key:
                 raise SpecError(f"{key!r} and {other!r} would share one variable", field="inputs")
-        options = {
-            k: json_value(table_of(v, f"options.{k}"), f"options.{k}")
-            for k, v in table_of(self.options, "options").items()
-        }
-        on = {k: json_value(table_of(v, f"on.{k}"), f"on.{k}") for k, v in table_of(self.on, "on").items()}
-        _set(
-            self,
-            env=env,
-            secrets=secrets,
-            hyperparameters=hyperparameters,
-            tags=tags,
-            inputs=inputs,
-            options=options,
-            on=on,
-        )
-
-    def _check_metrics(self) -> None:
-        metrics = {k: text_of(v, f"metrics.{k}") for k, v in table_of(self.metrics, "metrics").items()}
-        for name, pattern in metrics.items():
-            if not _METRIC.fullmatch(name):
-                how = "use 1 to 100 printable characters without =, and no space at the ends"
-                raise SpecError(f"{name!r} is not a name for a metric", field="metrics", hint=how)
-            if name == "time":
-                raise SpecError("time is the time of the row itself", field="metrics", hint="use another name")
-            try:
-                groups = re.compile(pattern).groups
-            except (re.error, OverflowError, RecursionError) as exc:
-                why = f"{pattern!r} is not a regular expression: {exc}"
-                raise SpecError(why, field=f"metrics.{name}", hint=f"write it like {_EXAMPLE!r}") from None
-            if groups != 1:
-                how = (
-                    "write (?:...) for every group but that of the number" if groups else f"write it like {_EXAMPLE!r}"
-                )
-                count = "no group" if not groups else f"{groups} groups"
-                raise SpecError(f"{pattern!r} has {count}, not one", field=f"metrics.{name}", hint=how)
-        _set(self, metrics=metrics)
-
-    def _check_placeholders(self) -> None:
         places = [("args", text) for text in self.args] + [("env", text) for text in self.env.values()]
         places += [("hyperparameters", v) for v in self.hyperparameters.values() if isinstance(v, str)]
         for where, text in places:
@@ -607,22 +423,30 @@ class Job:
         return Job.from_dict({**_flat(self), **fields})
 
 
+_OWNERS: dict[str, Any] = {"": Job, "source": Source, "resources": Resources}
 #: Flat name -> (``source``, ``resources`` or ``""``, name there), for Estimator, job.toml, ``on`` and the CLI.
 FLAT_FIELDS: dict[str, tuple[str, str]] = {
-    **{f.name: ("", f.name) for f in dataclasses.fields(Job) if f.name not in ("source", "resources")},
-    **{("source_dir" if f.name == "path" else f.name): ("source", f.name) for f in dataclasses.fields(Source)},
-    **{f.name: ("resources", f.name) for f in dataclasses.fields(Resources)},
+    {"path": "source_dir"}.get(f.name, f.name): (owner, f.name)
+    for owner, kind in _OWNERS.items()
+    for f in dataclasses.fields(kind)
+    if "kind" in f.metadata
+}
+#: Flat name -> the field of its dataclass, whose metadata has ``kind`` and ``help``.
+FIELDS: dict[str, dataclasses.Field[Any]] = {
+    flat: _OWNERS[owner].__dataclass_fields__[name] for flat, (owner, name) in FLAT_FIELDS.items()
 }
 _NOT_ON = ("name", "options", "on")
 
 
-def _input(value: Any, where: str) -> Input:
-    if isinstance(value, Input):
-        return value
-    if isinstance(value, Mapping):
-        built: Input = _build(Input, dict(value), where)
-        return built
-    return Input(url=text_of(_path(value), where))
+def _instead_of(entry: str, suffix: str) -> str:
+    """Return a hint for an entry point that is not a script, by its suffix."""
+    if suffix == ".ipynb":
+        return f"export the notebook first: jupyter nbconvert --to script {shlex.quote(entry)}"
+    if suffix in (".yaml", ".yml"):
+        return "write the job file in TOML or JSON; docs/migration.md translates other tools' files"
+    if suffix in (".toml", ".json"):
+        return f"run a job file with: cloudtrain submit {shlex.quote(entry)}"
+    return f"name the script, and pass the file to it: cloudtrain submit train.py --input data={shlex.quote(entry)}"
 
 
 def _build(kind: type[Any], values: Mapping[str, Any], where: str) -> Any:

@@ -34,25 +34,11 @@ _PRINTED = (
     frozenset({"provider", "checks", "exit_code"}),
 )
 """Keys of ``--json`` output that is not about one run: any verb, list, config, gc, doctor."""
-_OF_JOBS = frozenset(
-    {
-        "checkpoint_paths",
-        "entry_point",
-        "hyperparameter_style",
-        "instance_count",
-        "instance_type",
-        "keep_checkpoints",
-        "launcher",
-        "max_cost",
-        "max_gpu_hours",
-        "max_runtime",
-        "max_wait",
-        "nproc_per_node",
-        "resources",
-        "source",
-        "stall_timeout",
-    }
-)
+_OF_JOBS = frozenset({
+    "checkpoint_paths", "entry_point", "hyperparameter_style", "instance_count", "instance_type", "keep_checkpoints",
+    "launcher", "max_cost", "max_gpu_hours", "max_runtime", "max_wait", "nproc_per_node", "resources", "source",
+    "stall_timeout",
+})  # fmt: skip
 """Fields of a Job of which a job file has at least one; other files may use the remaining names."""
 
 _TELLING = re.compile("|".join({"run_id", "exit_code", "order", "profiles", "older_than_s", *_OF_JOBS}).encode())

@@ -11,7 +11,6 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,20 +23,10 @@ __all__ = ["IGNORE", "ShippedFile", "Walk", "relative_below", "tree_errors"]
 IGNORE = ".cloudtrainignore"
 _GIT_TIMEOUT = 120
 """Seconds; a work tree on a slow network disk takes long."""
-_NEVER = frozenset(
-    {
-        ".DS_Store",
-        ".cloudtrain",
-        ".git",
-        ".ipynb_checkpoints",
-        ".mypy_cache",
-        ".pytest_cache",
-        ".ruff_cache",
-        PULL_STATE,
-        "__pycache__",
-        "node_modules",
-    }
-)
+_NEVER = frozenset({
+    ".DS_Store", ".cloudtrain", ".git", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", PULL_STATE,
+    "__pycache__", "node_modules",
+})  # fmt: skip
 
 
 class ShippedFile(NamedTuple):
@@ -78,12 +67,7 @@ class Walk:
     """Goes through folders and sorts every file into ``entries`` (ships) and ``excluded`` (path, rule)."""
 
     def __init__(
-        self,
-        *,
-        never: frozenset[str],
-        exclude: Rules,
-        git: bool,
-        outputs: frozenset[tuple[int, int]] = frozenset(),
+        self, *, never: frozenset[str], exclude: Rules, git: bool, outputs: frozenset[tuple[int, int]]
     ) -> None:
         self.entries: list[ShippedFile] = []
         self.excluded: list[tuple[str, str]] = []
@@ -117,9 +101,9 @@ class Walk:
             with tree_errors(here.path + PULL_STATE):
                 self._pulled |= {here.path + path for path in pulled_files(names[PULL_STATE].path)}
         if here.listed is None and ".gitignore" in names:
-            here = here._replace(ignored=here.ignored.plus(here.path, _lines(here, ".gitignore")))
+            here = here._replace(ignored=here.ignored.plus(here.path, _read(here.disk, ".gitignore", here.path)))
         if IGNORE in names:
-            here = here._replace(own=here.own.plus(here.path, _lines(here, IGNORE)))
+            here = here._replace(own=here.own.plus(here.path, _read(here.disk, IGNORE, here.path)))
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from self._folder(here, entry)
@@ -161,17 +145,13 @@ class Walk:
         if (status.st_dev, status.st_ino) in self._outputs:
             self.excluded.append((path, "built-in: this command writes to it"))
             return
-        if not link and path not in self.named and (why := self._not_code(path, entry.path, status.st_size)):
-            self.excluded.append((path, f"built-in: {why}"))
-            return
+        if not link and path not in self.named:
+            with tree_errors(path):
+                why = "cloudtrain pull wrote it" if path in self._pulled else reason(entry.path, status.st_size)
+            if why:
+                self.excluded.append((path, f"built-in: {why}"))
+                return
         self.entries.append(ShippedFile(path, entry.path, 0 if link else status.st_size, status.st_mode, target))
-
-    def _not_code(self, path: str, disk: str, size: int) -> str:
-        """Return why a file is cloudtrain's and no code; an empty text for a file of the user's."""
-        if path in self._pulled:
-            return "cloudtrain pull wrote it"
-        with tree_errors(path):
-            return reason(disk, size)
 
     def _own(self, path: str, own: Rules) -> str | None:
         """Return the rule of cloudtrain's ignore files that excludes ``path``, ``""`` for ships, None for no rule."""
@@ -188,7 +168,7 @@ class Walk:
         """Ask git again in a repository inside another, where its view of the outer one ends."""
         if ".git" in names and _is_repository(here.disk):
             return self._enter(here)
-        if here.listed and here.listed.submodule(here.path):
+        if here.listed and here.path[len(here.listed.at) :].rstrip("/") in here.listed.files:
             self.warnings.append(f"submodule {here.path} is not checked out (git submodule update --init)")
         return here
 
@@ -228,16 +208,12 @@ def _marker(names: dict[str, os.DirEntry[str]]) -> str:
 # ------------------------------------------------------------------------------------------------- what git would track
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Listed:
+class _Listed(NamedTuple):
     """A folder as git lists it. Paths in it are relative to the folder, whose bundle path is ``at``."""
 
     at: str
     files: frozenset[str]
     ignored: dict[str, str]
-
-    def submodule(self, path: str) -> bool:
-        return path[len(self.at) :].rstrip("/") in self.files
 
     def rule(self, path: str) -> str | None:
         path = path[len(self.at) :]
@@ -255,10 +231,6 @@ def _above(here: _Folder, top: str) -> Rules:
         rules = rules.plus(here.path, lines, above="/".join(names[depth:]) + "/")
     rule = rules.match(here.path) if names else None
     return Rules() if rule and not rule.negated else rules
-
-
-def _lines(here: _Folder, name: str) -> dict[str, str]:
-    return _read(here.disk, name, here.path)
 
 
 def _read(folder: str, name: str, prefix: str = "") -> dict[str, str]:
@@ -294,17 +266,16 @@ class _GitError(Exception):
 def _ask_git(folder: str, top: str, at: str) -> tuple[_Listed | None, dict[str, Any] | None]:
     """Git's list of ``folder`` and the state of its commit; (None, None) when the folder itself is ignored."""
     status = ("status", "--porcelain=v2", "--branch", "-z", "--untracked-files=all", "--ignored=matching", "--", ".")
-    with _git(folder, "ls-files", "-z", "--cached") as one, _git(folder, *status) as two:
-        tracked = set(_answer(one))
-        commit, untracked, ignored = _parse_status(_answer(two))
+    tracked = _git(folder, "ls-files", "-z", "--cached")
+    commit, untracked, ignored = _parse_status(_git(folder, *status))
     base = relative_below(folder, top) + "/" if folder != top else ""
     if any(base.startswith(path) for path in ignored):
         return None, None
     if not all(path.startswith(base) for path in (*untracked, *ignored)):
         raise _GitError(f"it takes another folder than {top} for the top of the repository")
-    files = tracked.union(path[len(base) :] for path in untracked)
+    files = frozenset([*tracked, *(path[len(base) :] for path in untracked)])
     rules = _git_rules(folder, [path[len(base) :] for path in ignored])
-    return _Listed(at=at, files=frozenset(files), ignored=rules), commit
+    return _Listed(at, files, rules), commit
 
 
 def _parse_status(fields: list[str]) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -334,41 +305,32 @@ def _git_rules(folder: str, ignored: list[str]) -> dict[str, str]:
     unknown = {path.rstrip("/"): path for path in ignored if not _built_in(path.rstrip("/").rpartition("/")[2])}
     rules = dict.fromkeys(ignored, "git: ignored")
     if unknown:
-        with _git(folder, "check-ignore", "-v", "-z", "--stdin") as process:
-            answer = iter(_answer(process, os.fsencode("\0".join(unknown))))
+        question = os.fsencode("\0".join(unknown))
+        answer = iter(_git(folder, "check-ignore", "-v", "-z", "--stdin", stdin=question))
         for source, line, pattern, path in zip(answer, answer, answer, answer, strict=False):
             if path in unknown:
                 rules[unknown[path]] = f"{source}:{line}:{pattern}"
     return rules
 
 
-def _git(folder: str, *arguments: str) -> subprocess.Popen[bytes]:
+def _git(folder: str, *arguments: str, stdin: bytes = b"") -> list[str]:
+    """Return the NUL-ended fields that git prints. With ``stdin``, exit code 1 is an answer too: nothing matched."""
     # A hook or an outer git may have left its own repository in the environment; fsmonitor would start a command that
     # the repository names.
     local = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
     environ = {key: value for key, value in os.environ.items() if key not in local}
+    command = ["git", "-C", folder, "-c", "core.fsmonitor=false", *arguments]
+    environ |= {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
-        return subprocess.Popen(
-            ["git", "-C", folder, "-c", "core.fsmonitor=false", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
-        )
+        done = subprocess.run(command, input=stdin, capture_output=True, timeout=_GIT_TIMEOUT, env=environ, check=False)
     except OSError as exc:
         raise _GitError(f"cannot start git: {exc.strerror}") from None
-
-
-def _answer(process: subprocess.Popen[bytes], question: bytes = b"") -> list[str]:
-    """The NUL-ended fields that git prints, once it has ended well."""
-    try:
-        out, err = process.communicate(question, timeout=_GIT_TIMEOUT)
     except subprocess.TimeoutExpired:
-        process.kill()
         raise _GitError(f"no answer in {_GIT_TIMEOUT} s") from None
-    if process.returncode > 1 or (process.returncode and not question):
-        raise _GitError((err.decode(errors="replace").strip().splitlines() or [f"exit {process.returncode}"])[0])
-    return os.fsdecode(out).split("\0")[:-1]
+    if done.returncode > 1 or (done.returncode and not stdin):
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise _GitError(lines[0] if lines else f"exit {done.returncode}")
+    return os.fsdecode(done.stdout).split("\0")[:-1]
 
 
 # ----------------------------------------------------------------------------------------------------- paths and errors

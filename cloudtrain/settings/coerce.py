@@ -5,7 +5,6 @@ Values come from TOML, or as text from variables and flags. `SpecError` names th
 
 from __future__ import annotations
 
-import json
 import re
 import types
 import typing
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import SpecError
-from ..validate import brief, text_of, url_scheme
+from ..validate import brief, json_or_text, text_of, url_scheme
 
-__all__ = ["Each", "Found", "is_table", "json_or_text", "over", "resolve_below", "texts", "typed", "typed_each", "urls"]
+__all__ = ["Each", "Found", "is_table", "over", "resolve_below", "texts", "typed", "typed_each", "urls"]
 
 _BETWEEN = re.compile(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 """Separator of two URLs."""
@@ -70,14 +69,6 @@ def _entries(text: str) -> Any:
         return json_or_text(text)
     pairs = [part.strip().partition("=") for part in text.split(",")]
     return {name: json_or_text(value) for name, _, value in pairs} if all(n and e for n, e, _ in pairs) else None
-
-
-def json_or_text(text: Any) -> Any:
-    """Return a text's value as JSON, or the text if it is not JSON."""
-    try:
-        return json.loads(text) if isinstance(text, str) else text
-    except (ValueError, RecursionError):
-        return text
 
 
 def is_table(kind: Any) -> bool:

@@ -16,18 +16,7 @@ from typing import Any
 
 from .. import schemas
 from ..errors import NotFoundError, SpecError
-from ..job.job import (
-    FLAT_FIELDS,
-    LAUNCHERS,
-    MODES,
-    MOST,
-    SECRET_SCHEMES,
-    STYLES,
-    Input,
-    Job,
-    Resources,
-    Source,
-)
+from ..job.job import FIELDS, FLAT_FIELDS
 from ..provider_api.registry import find_provider, provider_names
 from ..validate import did_you_mean
 from .settings import ENCRYPTIONS, MOST_CODE_MB, MOST_FILES, Settings
@@ -37,78 +26,23 @@ __all__ = ["described", "job_schema", "schema", "schema_names", "settings_schema
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 Schema = dict[str, Any]
-
-_TEXT: Schema = {"type": "string", "minLength": 1}
-_TABLE: Schema = {"type": "object"}
-_TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
-_AMOUNT: Schema = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e12}
-_DURATION: Schema = {
-    "anyOf": [
-        {"type": "integer", "minimum": 1},
-        {"type": "string", "pattern": "^[0-9]+$|^(?=.)([0-9]+[dD])?([0-9]+[hH])?([0-9]+[mM])?([0-9]+[sS])?$"},
-    ]
-}
-
-
-_SIZE: Schema = {
-    "anyOf": [
-        {"type": "integer", "minimum": 1},
-        {"type": "string", "pattern": r"^\s*[0-9]{1,15}(\.[0-9]{1,9})? ?(B|kB|KB|MB|GB|TB)?\s*$"},
-    ]
-}
-
-
-def _whole(least: int, most: int | None = None) -> Schema:
-    return {"type": "integer", "minimum": least, **({} if most is None else {"maximum": most})}
-
-
-#: Constraints that the annotations lack; `Job` checks them, and a test compares the two.
-_EXACT: dict[str, Schema] = {
-    "args": {"type": "array", "items": {"type": "string"}},
-    "name": {"type": "string", "maxLength": 40, "pattern": "^([a-z0-9](-?[a-z0-9])*)?$"},
-    "launcher": {"enum": ["", *LAUNCHERS]},
-    "hyperparameter_style": {"enum": list(STYLES)},
-    "image": {"type": "string", "pattern": r"^[^\s-]\S*$"},
-    "env": _TEXTS,
-    "tags": _TEXTS,
-    "metrics": {"type": "object", "additionalProperties": _TEXT},
-    "secrets": {
-        "type": "object",
-        "additionalProperties": {"type": "string", "pattern": f"^({'|'.join(SECRET_SCHEMES)}):."},
-    },
-    "hyperparameters": {"type": "object", "additionalProperties": {"not": {"type": "null"}}},
-    "options": {"type": "object", "additionalProperties": _TABLE},
-    "max_runtime": _DURATION,
-    "max_wait": _DURATION,
-    "stall_timeout": {"anyOf": [*_DURATION["anyOf"], {"const": 0}]},
-    "max_cost": _AMOUNT,
-    "max_gpu_hours": _AMOUNT,
-    "retries": _whole(0, 100),
-    "keep_checkpoints": _whole(0, 10**6),
-    "max_outputs": _SIZE,
-    "instance_count": _whole(1, 4096),
-    **{name: _whole(1, most) for name, most in MOST.items()},
-}
+_LIST: Schema = {"type": ["string", "array"], "items": {"type": "string"}, "minItems": 1}
 
 
 @cache
 def job_schema() -> Schema:
     """Return the schema of a job file: every field, flat or in the tables ``source`` and ``resources``."""
-    flat = {name: _field(name) for name in FLAT_FIELDS}
+    flat = {name: _field(spec) for name, spec in FIELDS.items()}
     on = {name: item for name, item in flat.items() if name not in ("name", "options", "on")}
     tables = {
-        owner: {
+        table: {
             "type": "object",
-            "properties": {f.name: flat[_flat_name(owner, f.name)] for f in dataclasses.fields(kind)},
+            "properties": {name: flat[key] for key, (owner, name) in FLAT_FIELDS.items() if owner == table},
             "additionalProperties": False,
         }
-        for owner, kind in (("source", Source), ("resources", Resources))
+        for table in ("source", "resources")
     }
-    flat["on"] = {
-        "type": "object",
-        "description": flat["on"].get("description", ""),
-        "additionalProperties": {"$ref": "#/$defs/on"},
-    }
+    flat["on"]["additionalProperties"] = {"$ref": "#/$defs/on"}
     return {
         "$schema": DRAFT,
         "title": "A job file of cloudtrain",
@@ -129,7 +63,7 @@ def settings_schema() -> Schema:
             kind = kinds.get(str(spec.type), {"type": "string"})
             general[spec.name] = {**kind, "description": spec.metadata["help"], "default": spec.default}
     for name in ("provider", "store"):
-        general[name] |= {"type": ["string", "array"], "items": {"type": "string"}, "minItems": 1}
+        general[name] |= _LIST
     general["mover"]["enum"] = ["auto", "fsspec", "obstore"]
     general["sse"]["enum"] = ["", *ENCRYPTIONS]
     general["concurrency"]["maximum"] = MOST_FILES
@@ -178,53 +112,35 @@ def described(exc: SpecError) -> SpecError:
     return SpecError(f"{exc.message} ({text})", field=exc.field, hint=exc.hint) if text else exc
 
 
-def _flat_name(owner: str, name: str) -> str:
-    return next(flat for flat, place in FLAT_FIELDS.items() if place == (owner, name))
-
-
-def _field(flat: str) -> Schema:
-    owner, name = FLAT_FIELDS[flat]
-    kind = {"": Job, "source": Source, "resources": Resources}[owner]
-    spec = next(f for f in dataclasses.fields(kind) if f.name == name)
-    found = dict(_input() if flat == "inputs" else _EXACT.get(flat) or _of(typing.get_type_hints(kind)[name]))
-    if text := spec.metadata.get("help"):
-        found["description"] = text
+def _field(spec: dataclasses.Field[Any]) -> Schema:
+    found = {**spec.metadata["kind"].schema, "description": spec.metadata["help"]}
     if isinstance(spec.default, (str, int, float, bool)) and spec.default != "":
         found["default"] = spec.default
     return found
-
-
-def _input() -> Schema:
-    exact: Schema = {"url": _TEXT, "mode": {"enum": list(MODES)}, "shard": {"type": "boolean"}}
-    fields = {f.name: {**exact[f.name], "description": f.metadata["help"]} for f in dataclasses.fields(Input)}
-    one = {"type": "object", "properties": fields, "required": ["url"], "additionalProperties": False}
-    return {"type": "object", "additionalProperties": {"anyOf": [_TEXT, one]}}
 
 
 def _provider(kind: type[Any]) -> Schema:
     hints = typing.get_type_hints(kind)
     properties: dict[str, Schema] = {}
     for spec in dataclasses.fields(kind):
-        one = _of(hints[spec.name], empty=True)
+        one = _of(hints[spec.name])
         several = hints[spec.name] is str or typing.get_origin(hints[spec.name]) is tuple  # one for each place
         properties[spec.name] = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]} if several else one
         if text := spec.metadata.get("help"):
             properties[spec.name]["description"] = text
     text = "of this provider's jobs; several: one for each place"
-    properties["store"] = {"type": ["string", "array"], "items": {"type": "string"}, "minItems": 1, "description": text}
+    properties["store"] = {**_LIST, "description": text}
     if "prices" in properties:
         properties["prices"]["additionalProperties"] = {"type": "number", "exclusiveMinimum": 0}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _of(hint: Any, *, empty: bool = False) -> Schema:
-    """Return the schema of a type: text, number, list of texts (or one alone), table."""
+def _of(hint: Any) -> Schema:
+    """Return the schema of a setting's type: text, number, list of texts (or one alone), table."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     if typing.get_origin(hint) in (tuple, list):
-        return {"anyOf": [_TEXT, {"type": "array", "items": {"type": "string"} if empty else _TEXT}]}
-    if typing.get_origin(hint) is dict or hint is dict:
-        return dict(_TABLE)
-    text = {"type": "string"} if empty else _TEXT
-    plain = {bool: {"type": "boolean"}, int: {"type": "integer"}, float: {"type": "number"}}
-    return dict(plain.get(hint, text))
+        return {"anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string"}}]}
+    if typing.get_origin(hint) is dict:
+        return {"type": "object"}
+    return {"type": {bool: "boolean", int: "integer", float: "number"}.get(hint, "string")}

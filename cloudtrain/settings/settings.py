@@ -26,8 +26,18 @@ from ..provider_api.protocol import Provider, extras_of, recorded_settings
 from ..provider_api.registry import find_provider, provider_names, suggested_provider
 from ..storage.files import TransferOptions
 from ..storage.local_disk import normalize
-from ..validate import brief, choice_of, did_you_mean, similar, table_of, toml_loads, url_scheme, without_secrets
-from .coerce import Each, Found, is_table, json_or_text, over, resolve_below, texts, typed, typed_each, urls
+from ..validate import (
+    choice_of,
+    did_you_mean,
+    json_or_text,
+    similar,
+    table_of,
+    toml_loads,
+    url_scheme,
+    whole_number,
+    without_secrets,
+)
+from .coerce import Each, Found, is_table, over, resolve_below, texts, typed, typed_each, urls
 
 __all__ = ["FILE", "NO_SETTINGS", "PROJECT", "Found", "Settings", "StoreCredentials", "setting_hint"]
 
@@ -132,15 +142,12 @@ class Settings:
     def moving(self) -> TransferOptions:
         """The options of transfers. Raises `SpecError` for an unknown word."""
         choice_of(self.mover, _MOVERS, "mover")
-        if not 1 <= self.max_code_mb <= MOST_CODE_MB:
-            why = f"must be a number from 1 to {MOST_CODE_MB}, not {brief(self.max_code_mb)}"
-            raise SpecError(why, field="max_code_mb")
+        whole_number(self.max_code_mb, "max_code_mb", least=1, most=MOST_CODE_MB)
+        whole_number(self.concurrency, "concurrency", least=1, most=MOST_FILES)
         if self.sse:
             choice_of(self.sse, ENCRYPTIONS, "sse")
         if self.sse_kms_key_id and not self.sse.startswith("aws:kms"):
             raise SpecError("is the key of sse = 'aws:kms'; say that too", field="sse_kms_key_id")
-        if not 1 <= self.concurrency <= MOST_FILES:
-            raise SpecError(f"must be a number from 1 to {MOST_FILES}, not {self.concurrency}", field="concurrency")
         return TransferOptions(
             mover=self.mover, sse=self.sse, sse_kms_key_id=self.sse_kms_key_id, concurrency=self.concurrency
         )
@@ -184,20 +191,31 @@ class Settings:
     def _stores_of(self, name: str) -> tuple[str, ...]:
         """Return the stores of provider ``name``'s jobs: its own, or the general ones if those have precedence."""
         everybody = self.stores or (self.store,)
-        own = self._setting(name, _STORE)
+        own = self._own_store(name)
         if own is None or _rank(own.source) < _rank(self.origins.get(_STORE, DEFAULT)):
             return everybody
         return urls(own.value, f"{own.source} {_STORE}")
 
-    def _setting(self, name: str, key: str) -> Found | None:
-        """Return the value found for ``key`` of provider ``name``, unconverted."""
-        variable = f"{PREFIX}{name.upper()}_{key.upper()}"
-        if f"{name}.{key}" in self.overrides:
-            return Found(self.overrides[f"{name}.{key}"], "--set")
-        if self.environ.get(variable):
-            return Found(self.environ[variable], variable)
-        value = self.tables.get(name, {}).get(key)
-        return None if value is None else Found(value, self.origins.get(f"{name}.{key}", f"{FILE} [{name}]"))
+    def _own_store(self, name: str) -> Found | None:
+        """Return the store that is set for provider ``name`` alone, unconverted."""
+        found = [Found(value, source) for key, value, source, _ in self._given(name) if key == _STORE]
+        return found[-1] if found else None
+
+    def _given(self, name: str) -> Iterator[tuple[str, Any, str, str]]:
+        """Yield what is set for provider ``name``, weakest first: key, value, source, and its place in messages.
+
+        A ``--set`` pair may have the key of an entry (``prices.ml.p5.48xlarge``), and may begin with the provider.
+        """
+        for key, value in self.tables.get(name, {}).items():
+            source = self.origins.get(f"{name}.{key}", f"{FILE} [{name}]")
+            yield key, value, source, f"{source} {key}"
+        prefix = f"{PREFIX}{name.upper()}_"
+        for variable, text in self.environ.items():
+            if variable.startswith(prefix) and text:
+                key = variable.removeprefix(prefix)
+                yield key.lower() if key.isupper() else key, text, variable, variable
+        for path, value in self.overrides.items():
+            yield path.removeprefix(f"{name}."), value, "--set", f"--set {path}"
 
     def _only(self, name: str) -> Settings:
         """Return these settings for provider ``name``, one of several, with the ``--set`` pairs that it knows.
@@ -295,42 +313,29 @@ class Settings:
         kinds = typing.get_type_hints(kind)
         places = {spec.name for spec in dataclasses.fields(kind) if spec.metadata.get("place")}
         found: dict[str, Found] = {}
-
-        def typed(key: str, value: Any, where: str) -> Any:
-            return typed_each(value, kinds[key], where, splits=key in places)
-
-        for key, value in self.tables.get(name, {}).items():
-            source = self.origins.get(f"{name}.{key}", f"{FILE} [{name}]")
-            if key != _STORE:
-                _known(key, kinds, f"{source} {key}", [*kinds, _STORE])
-                found[key] = Found(typed(key, value, f"{source} {key}"), source)
-        prefix = f"{PREFIX}{name.upper()}_"
-        known = {prefix + key.upper(): key for key in (*kinds, _STORE)}
-        for variable, text in self.environ.items():
-            if variable.startswith(prefix) and text:
-                if variable not in known:
-                    raise SpecError(f"no such setting of {name}", field=variable, hint=did_you_mean(variable, known))
-                if (key := known[variable]) != _STORE:
-                    found[key] = Found(over(found.get(key), typed(key, text, variable)), variable)
-        for path, text in self.overrides.items():
-            key, _, entry = path.removeprefix(f"{name}.").partition(".")  # with its provider, as messages write it
-            if path == f"{name}.{_STORE}":
+        for path, given, source, where in self._given(name):
+            key, _, entry = path.partition(".") if source == "--set" else (path, "", "")
+            if path == _STORE:
                 continue
-            _known(key, kinds, f"--set {path}", [*kinds, *_GENERAL])
-            if entry and is_table(kinds[key]):
-                found[key] = Found(over(found.get(key), {entry: json_or_text(text)}), "--set")
-            elif entry:
-                raise SpecError("is no table, so it has no entries", field=f"--set {path}")
+            if key not in kinds and source.startswith(PREFIX):
+                known = [f"{PREFIX}{name}_{other}".upper() for other in (*kinds, _STORE)]
+                raise SpecError(f"no such setting of {name}", field=source, hint=did_you_mean(source, known))
+            _known(key, kinds, where, [*kinds, *(_GENERAL if source == "--set" else [_STORE])])
+            if entry and not is_table(kinds[key]):
+                raise SpecError("is no table, so it has no entries", field=where)
+            if entry:
+                value = over(found.get(key), {entry: json_or_text(given)})
             else:
-                value = typed(key, text, f"--set {path}")
-                found[key] = Found(over(found.get(key), value) if isinstance(text, str) else value, "--set")
+                value = typed_each(given, kinds[key], where, splits=key in places)
+                value = over(found.get(key), value) if isinstance(given, str) else value
+            found[key] = Found(value, source)
         return found
 
     def shown(self) -> list[dict[str, Any]]:
         """Return every general setting and those of the chosen provider: ``key``, ``value``, ``source``, without
         possible secrets in URLs. Raises as `make_provider`."""
         named: Mapping[str, Any] = {"provider": self.providers, _STORE: self._stores_of(self.provider)}
-        own = self._setting(self.provider, _STORE)
+        own = self._own_store(self.provider)
         rows = [
             {
                 "key": key,

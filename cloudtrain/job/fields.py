@@ -1,0 +1,241 @@
+"""Kinds of a Job's fields. Each kind has the check of a value and the JSON Schema of the same values.
+
+`Job` checks itself with them, `settings.schema` publishes them, and the command line makes a flag of each field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import PurePath, PurePosixPath
+from typing import Any, NamedTuple
+
+from ..errors import SpecError
+from ..validate import (
+    choice_of,
+    json_value,
+    parse_duration,
+    parse_size,
+    sequence_of,
+    table_of,
+    text_of,
+    texts_of,
+    whole_number,
+)
+
+__all__ = [
+    "AMOUNT_OF_USD", "CHECKPOINT_GLOBS", "DURATION", "DURATION_OR_ZERO", "ENV", "GPU_HOURS", "HYPERPARAMETERS", "IMAGE",
+    "JSON_TABLES", "MAX_ID", "METRICS", "NAME", "PATH", "PATHS", "PATTERNS", "RAW_TEXTS", "SECRETS", "SIZE", "SWITCH",
+    "TAGS", "TEXT", "Kind", "check_fields", "choice", "is_slug", "item", "mapping", "path_text", "slug", "whole",
+]  # fmt: skip
+
+MAX_ID = 40
+"""Most characters of a run id and of a job's name."""
+SECRET_SCHEMES = ("aws", "azure", "env", "gcp")
+
+_ID = re.compile(r"[a-z0-9](-?[a-z0-9])*")
+_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_RESERVED = re.compile(
+    r"(RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|PET_.*|TORCHELASTIC_.*|CLOUDTRAIN_.*)"
+)
+_METRIC = re.compile(r"(?! )[^=\x00-\x1f\x7f-\x9f]{1,100}(?<! )")
+_EXAMPLE = "loss ([0-9.]+)"
+
+Schema = Mapping[str, Any]
+
+
+class Kind(NamedTuple):
+    """``check`` takes a value and its dotted field and returns the value, normalised, or raises `SpecError`."""
+
+    check: Callable[[Any, str], Any]
+    schema: Schema
+
+
+def item(kind: Kind, help: str, default: Any = None) -> Any:
+    """Return a dataclass field of ``kind``; a default of `dataclasses.MISSING` makes it required."""
+    metadata = {"help": help, "kind": kind}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=dict, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_fields(instance: Any, prefix: str) -> None:
+    """Check and normalise each field of a frozen dataclass that `item` made. A default of None stays None."""
+    for spec in dataclasses.fields(instance):
+        value = getattr(instance, spec.name)
+        if "kind" in spec.metadata and (value is not None or spec.default is not None):
+            checked = spec.metadata["kind"].check(value, prefix + spec.name)
+            object.__setattr__(instance, spec.name, checked)
+
+
+# ---------------------------------------------------------------------------------------------------- text and numbers
+
+
+def is_slug(name: Any) -> bool:
+    """Return whether ``name`` is lower-case letters, digits and single inner dashes, at most `MAX_ID` characters."""
+    return isinstance(name, str) and len(name) <= MAX_ID and bool(_ID.fullmatch(name))
+
+
+def slug(text: str) -> str:
+    """Return the closest legal name to ``text``, or ``job`` if no character is legal."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:MAX_ID].rstrip("-") or "job"
+
+
+def path_text(value: Any) -> Any:
+    """Return a path as text, and any other value unchanged for the check of texts."""
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def _name(value: Any, where: str) -> Any:
+    if not is_slug(value):
+        why = f"{value!r} is not a name: lower-case letters, digits and single inner dashes, at most {MAX_ID}"
+        raise SpecError(why, field=where, hint=f"call it {slug(str(value))!r}")
+    return value
+
+
+def _image(value: Any, where: str) -> str:
+    if any(c.isspace() for c in text_of(value, where)) or value.startswith("-"):
+        raise SpecError(f"{value!r} is not the name of an image", field=where)
+    return str(value)
+
+
+def _switch(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise SpecError(f"must be true or false, not {value!r}", field=where)
+    return value
+
+
+def _paths(value: Any, where: str) -> tuple[str, ...]:
+    found = sequence_of(value)
+    return texts_of([path_text(part) for part in found] if isinstance(found, (list, tuple)) else found, where)
+
+
+def _globs(value: Any, where: str) -> tuple[str, ...]:
+    globs = texts_of(sequence_of(value), where)
+    for i, glob in enumerate(globs):
+        if PurePosixPath(glob).is_absolute() or ".." in PurePosixPath(glob).parts:
+            raise SpecError(f"{glob!r} leaves the working folder", field=f"{where}[{i}]")
+    return globs
+
+
+def _amount(what: str) -> Kind:
+    def check(value: Any, where: str) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
+            raise SpecError(f"must be {what} above zero, not {value!r}", field=where)
+        return float(value)
+
+    return Kind(check, {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e12})
+
+
+def choice(names: tuple[str, ...]) -> Kind:
+    """Return the kind of one of ``names``."""
+    return Kind(lambda value, where: choice_of(value, names, where), {"enum": list(names)})
+
+
+def whole(least: int, most: int) -> Kind:
+    """Return the kind of an integer from ``least`` to ``most``."""
+    schema = {"type": "integer", "minimum": least, "maximum": most}
+    return Kind(lambda value, where: whole_number(value, where, least=least, most=most), schema)
+
+
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_ONE_OR_MORE: Schema = {"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}
+_SECONDS: list[Schema] = [
+    {"type": "integer", "minimum": 1},
+    {"type": "string", "pattern": "^[0-9]+$|^(?=.)([0-9]+[dD])?([0-9]+[hH])?([0-9]+[mM])?([0-9]+[sS])?$"},
+]
+_BYTES: list[Schema] = [
+    {"type": "integer", "minimum": 1},
+    {"type": "string", "pattern": r"^\s*[0-9]{1,15}(\.[0-9]{1,9})? ?(B|kB|KB|MB|GB|TB)?\s*$"},
+]
+
+TEXT = Kind(text_of, _TEXT)
+PATH = Kind(lambda value, where: text_of(path_text(value), where), _TEXT)
+PATHS = Kind(_paths, _ONE_OR_MORE)
+PATTERNS = Kind(lambda value, where: texts_of(sequence_of(value), where), _ONE_OR_MORE)
+CHECKPOINT_GLOBS = Kind(_globs, _ONE_OR_MORE)
+RAW_TEXTS = Kind(
+    lambda value, where: texts_of(value, where, empty=True), {"type": "array", "items": {"type": "string"}}
+)
+NAME = Kind(_name, {"type": "string", "maxLength": MAX_ID, "pattern": "^([a-z0-9](-?[a-z0-9])*)?$"})
+IMAGE = Kind(_image, {"type": "string", "pattern": r"^[^\s-]\S*$"})
+SWITCH = Kind(_switch, {"type": "boolean"})
+DURATION = Kind(lambda value, where: parse_duration(value, field=where), {"anyOf": _SECONDS})
+DURATION_OR_ZERO = Kind(
+    lambda value, where: 0 if value in (0, "0") else parse_duration(value, field=where),
+    {"anyOf": [*_SECONDS, {"const": 0}]},
+)
+SIZE = Kind(lambda value, where: parse_size(value, field=where), {"anyOf": _BYTES})
+AMOUNT_OF_USD = _amount("an amount of US dollars")
+GPU_HOURS = _amount("a number of hours")
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def mapping(kind: Kind, check_name: Callable[[str, str], None] | None = None) -> Kind:
+    """Return the kind of a table of values of ``kind``; ``check_name`` takes each key and the table's field."""
+
+    def check(value: Any, where: str) -> dict[str, Any]:
+        found = {key: kind.check(item, f"{where}.{key}") for key, item in table_of(value, where).items()}
+        if check_name is not None:
+            for key in found:
+                check_name(key, where)
+        return found
+
+    return Kind(check, {"type": "object", "additionalProperties": kind.schema})
+
+
+def _env_name(name: str, where: str) -> None:
+    if not _ENV_NAME.fullmatch(name):
+        raise SpecError(f"{name!r} is not a name for an environment variable", field=where)
+    if _RESERVED.fullmatch(name):
+        raise SpecError(f"{name} is set by torchrun or cloudtrain for every rank; choose another name", field=where)
+
+
+def _reference(value: Any, where: str) -> str:
+    scheme, _, rest = text_of(value, where).partition(":")
+    if scheme not in SECRET_SCHEMES or not rest:
+        why = f"{value!r} is no reference; write one of env:NAME, aws:ARN, azure:VAULT/NAME, gcp:RESOURCE"
+        raise SpecError(why, field=where)
+    return str(value)
+
+
+def _hyperparameter(value: Any, where: str) -> Any:
+    if value is None:
+        raise SpecError("has no value (None); leave it out", field=where)
+    return json_value(value, where)
+
+
+def _metric_name(name: str, where: str) -> None:
+    if not _METRIC.fullmatch(name):
+        how = "use 1 to 100 printable characters without =, and no space at the ends"
+        raise SpecError(f"{name!r} is not a name for a metric", field=where, hint=how)
+    if name == "time":
+        raise SpecError("time is the time of the row itself", field=where, hint="use another name")
+
+
+def _metric(value: Any, where: str) -> str:
+    pattern = text_of(value, where)
+    try:
+        groups = re.compile(pattern).groups
+    except (re.error, OverflowError, RecursionError) as exc:
+        why = f"{pattern!r} is not a regular expression: {exc}"
+        raise SpecError(why, field=where, hint=f"write it like {_EXAMPLE!r}") from None
+    if groups == 0:
+        raise SpecError(f"{pattern!r} has no group, not one", field=where, hint=f"write it like {_EXAMPLE!r}")
+    if groups > 1:
+        how = "write (?:...) for every group but that of the number"
+        raise SpecError(f"{pattern!r} has {groups} groups, not one", field=where, hint=how)
+    return pattern
+
+
+_ANY_TEXT = Kind(lambda value, where: text_of(value, where, empty=True), {"type": "string"})
+ENV = mapping(_ANY_TEXT, _env_name)
+TAGS = mapping(_ANY_TEXT)
+SECRETS = mapping(Kind(_reference, {"type": "string", "pattern": f"^({'|'.join(SECRET_SCHEMES)}):."}), _env_name)
+HYPERPARAMETERS = mapping(Kind(_hyperparameter, {"not": {"type": "null"}}))
+METRICS = mapping(Kind(_metric, _TEXT), _metric_name)
+JSON_TABLES = mapping(Kind(lambda value, where: json_value(table_of(value, where), where), {"type": "object"}))
