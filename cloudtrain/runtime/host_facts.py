@@ -50,23 +50,16 @@ def kill_users(folder: Path) -> None:
     A process that clears its environment is not found.
     """
     mark, killed = f"={folder}/".encode(), {os.getpid()}
-    while found := {int(name) for name in _listed("/proc") if name.isdigit() and mark in _environ(name)} - killed:
+    while found := {int(path.name) for path in Path("/proc").glob("[0-9]*") if mark in _environ(path)} - killed:
         killed |= found
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _listed(folder: str) -> list[str]:
+def _environ(process: Path) -> bytes:
     try:
-        return os.listdir(folder)
-    except OSError:  # macOS
-        return []
-
-
-def _environ(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
+        return (process / "environ").read_bytes()
     except OSError:  # it has ended, or is another user's
         return b""
 
