@@ -85,16 +85,13 @@ class Resume:
     def _candidate(
         self, root: str, folder: Path, item: Complete, live: Sequence[Complete]
     ) -> tuple[str, float, Message]:
-        """Return one of `candidates`, which lies below ``folder``. Others come back from ``live``."""
-        also = self._beside(item, live, checkpoints.resumable_checkpoints(live))
+        """Return one of `candidates`, which lies below ``folder``. Undamaged ones of ``live`` come back with it."""
+        named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
+        whole = [other for other in live if other.folder not in self.damaged]
+        states = [other for other in checkpoints.resumable_checkpoints(live) if other.folder not in self.damaged]
+        also = checkpoints.companions(item, whole, states, named)
         place, *more = (c.folder.relative_to(folder).as_posix() for c in (item, *also))
         return item.name, item.saved, {"t": "restore", "root": root, "folder": place, "also": more}
-
-    def _beside(self, item: Complete, found: Sequence[Complete], states: Sequence[Complete]) -> list[Complete]:
-        """Return the undamaged checkpoints that come back beside ``item``, newest first; ``found`` is oldest first."""
-        named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
-        whole, good = ([other for other in some if other.folder not in self.damaged] for some in (found, states))
-        return checkpoints.companions(item, whole, good, named)
 
     def direct(self, space: Workspace) -> Direct | None:
         """Return the newest checkpoint that the script wrote to the store by itself.
