@@ -68,6 +68,11 @@ class SyncAgent:
         """The name endings of the agent's files."""
         return self.uploading, self.uploaded, self.ignored
 
+    @property
+    def temporary(self) -> str:
+        """The name ending of unfinished files: the agent leaves them alone."""
+        return f".part{self.ignored}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEnvironment:
@@ -122,3 +127,13 @@ class NodeEnvironment:
     restarts_in_place: bool = False
     cuda_compat: str = ""
     agent: SyncAgent | None = None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The name endings of the agent's files; none without an agent."""
+        return self.agent.marks if self.agent is not None else ()
+
+    @property
+    def temporary(self) -> str:
+        """The name ending of unfinished files; empty if no agent uploads them."""
+        return self.agent.temporary if self.agent is not None else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..provider_api.node import NodeEnvironment, RunObjects
-from .checkpoints import COMMIT, Complete, in_parallel, sort_key, write_whole
+from .checkpoints import COMMIT, Complete, in_parallel, write_whole
 
 __all__ = ["Archive", "archive_of"]
 
@@ -31,13 +31,11 @@ class Archive:
         """Return the archived checkpoints that ``live/archive`` lists, oldest first."""
         found = []
         for path in sorted((self._live / "archive").glob("*/*.json")):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                commit = json.loads(path.read_bytes())
-                sort_key(commit)
-                folder = self._live / "checkpoints" / path.parent.name / path.stem
-                if _files(commit):
-                    found.append(Complete(name=str(commit["name"]), folder=folder, commit=commit))
-        return sorted(found, key=lambda item: sort_key(item.commit))
+            with contextlib.suppress(OSError, ValueError):
+                item = Complete.read(path, self._live / "checkpoints" / path.parent.name / path.stem)
+                if _files(item.commit):
+                    found.append(item)
+        return sorted(found, key=lambda item: item.order)
 
     def add(self, key: str, commit: Mapping[str, Any]) -> bool:
         """Copy a checkpoint that is complete in the store, then remove it from ``live/`` there. Return True.
@@ -63,8 +61,8 @@ class Archive:
 
     def bring(self, key: str, target: Path) -> None:
         """Download an archived checkpoint to ``target``. Raises `DigestError` if it is not whole, `StorageError`,
-        `OSError`."""
-        commit = json.loads(self._entry(key).read_bytes())
+        `OSError`, and `ValueError` for an entry that is malformed."""
+        commit = Complete.read(self._entry(key), target).commit
 
         def read(path: str) -> None:
             (target / path).parent.mkdir(parents=True, exist_ok=True)
@@ -83,11 +81,9 @@ class Archive:
 
 def archive_of(site: NodeEnvironment) -> Archive | None:
     """Return the archive of the run. Return None if the platform has none, or the node has no way to the store."""
-    agent = site.agent
-    if agent is None or agent.objects is None:
+    if site.agent is None or site.agent.objects is None:
         return None
-    live = Path(site.paths["live"]).absolute()
-    return Archive(live, agent.objects, temporary=f".part{agent.ignored}")
+    return Archive(Path(site.paths["live"]).absolute(), site.agent.objects, temporary=site.temporary)
 
 
 def _files(commit: Mapping[str, Any]) -> Iterable[str]:

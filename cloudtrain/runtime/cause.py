@@ -120,13 +120,11 @@ def silent_deaths(
 
 def with_codes(failures: Sequence[Failure], node: int, codes: Mapping[int, int], *, first_rank: int) -> list[Failure]:
     """Fill the exit codes of ``node``'s ranks into ``failures`` that were recorded without one."""
-
-    def learned(failure: Failure) -> Failure:
-        if failure.node != node or failure.kind != "died" or failure.rank is None or failure.code is not None:
-            return failure
-        return replace(failure, code=codes.get(failure.rank - first_rank))
-
-    return [learned(failure) for failure in failures]
+    filled = list(failures)
+    for number, failure in enumerate(failures):
+        if failure.node == node and failure.kind == "died" and failure.rank is not None and failure.code is None:
+            filled[number] = replace(failure, code=codes.get(failure.rank - first_rank))
+    return filled
 
 
 def real(failure: Failure, stopped_ns: int | None) -> bool:

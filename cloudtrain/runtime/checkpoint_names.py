@@ -11,35 +11,11 @@ from pathlib import PurePosixPath
 
 __all__ = ["METADATA", "family", "newer_than_metadata", "step_of", "training_states", "unversioned"]
 
-_BESIDE = frozenset(
-    [
-        ".json",
-        ".jsonl",
-        ".txt",
-        ".md",
-        ".rst",
-        ".yaml",
-        ".yml",
-        ".toml",
-        ".ini",
-        ".cfg",
-        ".csv",
-        ".tsv",
-        ".log",
-        ".py",
-        ".sh",
-        ".html",
-        ".png",
-        ".jpg",
-        ".jpeg",
-        ".gif",
-        ".svg",
-        ".pdf",
-        ".mp4",
-        ".wav",
-    ]
+_BESIDE = re.compile(
+    r"[^/]\.(jsonl?|txt|md|rst|ya?ml|toml|ini|cfg|csv|tsv|log|py|sh|html|png|jpe?g|gif|svg|pdf|mp4|wav)\Z|tfevents",
+    re.IGNORECASE,
 )
-"""Suffixes of other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
+"""Other files that scripts write with their checkpoints: settings, logs, pictures, programs."""
 _STEP = re.compile(r"(?:step|iter|iteration|checkpoint|ckpt)[-_=]*(\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"[-_.]?(?<![a-z0-9])v\d+", re.IGNORECASE)
 _NO_STEP = re.compile(r"(?<![a-z0-9])v\d+|epochs?[-_=]*\d+", re.IGNORECASE)
@@ -84,7 +60,9 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
     other folders that share a file with them (``last.ckpt/``); numbered files, and others of the same suffix
     (``last.ckpt``); any file but text, log or picture; everything.
     """
-    states = {key: item for key, item in entries.items() if not all(map(_beside, _files_of(*item)))} or dict(entries)
+    states = {
+        key: (name, paths) for key, (name, paths) in entries.items() if not all(_beside(path or name) for path in paths)
+    } or dict(entries)
     folders = {key for key, (_, paths) in states.items() if list(paths) != [""]}
     files = states.keys() - folders
     if numbered := {key for key in folders if re.search(r"\d", states[key][0])}:
@@ -96,9 +74,5 @@ def training_states(entries: Mapping[str, tuple[str, Sequence[str]]]) -> set[str
     return set(states)
 
 
-def _files_of(name: str, paths: Sequence[str]) -> list[str]:
-    return [path or name for path in paths]
-
-
 def _beside(path: str) -> bool:
-    return PurePosixPath(path).suffix.lower() in _BESIDE or "tfevents" in path
+    return _BESIDE.search(path) is not None

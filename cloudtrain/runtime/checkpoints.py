@@ -33,18 +33,20 @@ __all__ = [
     "COMMIT",
     "CheckpointEntry",
     "Complete",
+    "FileState",
     "Pointer",
     "Watch",
+    "attempt_order",
     "companions",
     "complete",
     "copy_with_digest",
+    "file_state",
     "in_parallel",
     "linked_folders",
     "open_for_writing",
     "restore",
     "resumable_checkpoints",
     "shape_of",
-    "sort_key",
 ]
 
 T = TypeVar("T")
@@ -65,6 +67,8 @@ Moved = Callable[[Path, int], None]
 Item = tuple[str, int, int]
 """A file below an entry: its path, bytes, and the nanosecond of its last change."""
 Signature = tuple[Item, ...]
+FileState = tuple[int, int]
+"""Bytes, and the nanosecond of the last change."""
 
 _FOLDER = re.compile(r"\d+\.\d+-\d+")
 _NODE = re.compile(r"node-\d+")
@@ -136,13 +140,10 @@ class Watch:
         items = entry.signature if entry is not None else ()
         self._aside[name] = frozenset(item for item in items if item[0] in relatives)
 
-    def _entry(self, name: str, path: Path, place: str | None = None) -> CheckpointEntry:
-        return _entry(name, path, place, self._aside.get(name, frozenset()))
-
     def _paths(self) -> dict[str, Path]:
         """Return the folder's files by name, without hidden ones and ``*.tmp``, which are the script's own."""
         found = sorted(self._folder.iterdir()) if self._folder.is_dir() else ()
-        named = {path.name: path for path in found if not path.name.startswith(".") and path.suffix != ".tmp"}
+        named = {path.name: path for path in found if _is_visible(path)}
         self._names |= named.keys()
         return named
 
@@ -177,18 +178,20 @@ class Watch:
     def entries(self) -> dict[str, CheckpointEntry]:
         """Return every entry by name, without pointers."""
         found = {name: self._entry(name, *place) for name, place in self._places().items()}
-        return {name: entry for name, entry in found.items() if entry.signature}
+        return {name: entry for name, entry in found.items() if entry is not None}
 
     def entry(self, name: str) -> CheckpointEntry | None:
         """One of `entries`, without a look at what is in the others."""
-        place = self._places().get(name) if self._patterns else self._place_in_folder(name)
-        entry = self._entry(name, *place) if place else None
-        return entry if entry is not None and entry.signature else None
-
-    def _place_in_folder(self, name: str) -> tuple[Path, None] | None:
+        if self._patterns:
+            place = self._places().get(name)
+            return self._entry(name, *place) if place else None
         path = self._folder / name
-        hidden = name.startswith(".") or path.suffix == ".tmp"
-        return None if hidden or not os.path.lexists(path) or self._pointer(path) is not None else (path, None)
+        hidden = not _is_visible(path) or not os.path.lexists(path) or self._pointer(path) is not None
+        return None if hidden else self._entry(name, path, None)
+
+    def _entry(self, name: str, path: Path, place: str | None) -> CheckpointEntry | None:
+        entry = _entry(name, path, place, self._aside.get(name, frozenset()))
+        return entry if entry.signature else None
 
     def _places(self) -> dict[str, tuple[Path, str | None]]:
         """Return the path of each entry, and its place below the working folder if it is there."""
@@ -208,12 +211,16 @@ class Watch:
         return self._workdir / place if place else self._folder / name
 
 
+def _is_visible(path: Path) -> bool:
+    return not path.name.startswith(".") and path.suffix != ".tmp"
+
+
 def again(entry: CheckpointEntry) -> CheckpointEntry:
     """Return the same entry as it is now."""
     return _entry(entry.name, entry.path, entry.place, entry.aside)
 
 
-def _entry(name: str, path: Path, place: str | None = None, aside: frozenset[Item] = frozenset()) -> CheckpointEntry:
+def _entry(name: str, path: Path, place: str | None, aside: frozenset[Item]) -> CheckpointEntry:
     signature: list[Item] = []
     for file in _files(path):
         try:
@@ -221,8 +228,8 @@ def _entry(name: str, path: Path, place: str | None = None, aside: frozenset[Ite
         except OSError:
             if file.is_symlink():
                 continue  # a link to nothing, or to itself
-            vanished = ((_VANISHED, 0, time.time_ns()),)
-            return CheckpointEntry(name=name, path=path, signature=vanished, place=place, aside=aside)
+            signature = [(_VANISHED, 0, time.time_ns())]
+            break
         if S_ISREG(stat.st_mode):
             signature.append((_relative(file, path), stat.st_size, stat.st_mtime_ns))
     own = tuple(sorted(item for item in signature if item not in aside))
@@ -353,6 +360,15 @@ def write_whole(path: Path, data: bytes, *, temporary: str) -> None:
         path.write_bytes(data)
 
 
+def file_state(path: Path) -> FileState | None:
+    """Return the state of a regular file; None if it is gone, or no such file."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return (stat.st_size, stat.st_mtime_ns) if S_ISREG(stat.st_mode) else None
+
+
 class _ChangedError(Exception):
     """The script changed or removed a file during the copy."""
 
@@ -424,26 +440,17 @@ def _linked(paths: Mapping[Item, Path], links: Path) -> dict[Item, Path]:
 
 
 def _check_unchanged(sources: Mapping[Item, Path]) -> None:
-    for (_, size, changed), path in sources.items():
-        try:
-            stat = path.stat()
-        except OSError:
-            raise _ChangedError from None
-        if (stat.st_size, stat.st_mtime_ns) != (size, changed):
-            raise _ChangedError
+    if any(file_state(path) != (size, changed) for (_, size, changed), path in sources.items()):
+        raise _ChangedError
 
 
 # ----------------------------------------------------------------------------------------------------------- pointers
 
 
-def pointers_path(live: Path, node: int) -> Path:
-    return live / "pointers" / f"node-{node}.json"
-
-
 def write_pointers(live: Path, node: int, pointers: Mapping[str, Pointer], *, temporary: str = "") -> None:
     """Write the pointers of this node's script, for later starts and readers of the run. Raises `OSError`."""
     text = {name: {"target": pointer.target, "link": pointer.link} for name, pointer in sorted(pointers.items())}
-    write_whole(pointers_path(live, node), json.dumps(text).encode(), temporary=temporary)
+    write_whole(live / "pointers" / f"node-{node}.json", json.dumps(text).encode(), temporary=temporary)
 
 
 def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
@@ -460,23 +467,44 @@ def read_pointers(live: Path) -> dict[int, dict[str, Pointer]]:
 # --------------------------------------------------------------------------------------- complete ones, and restoring
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Complete:
-    """A complete checkpoint: its folder and the content of its commit.json."""
+    """A complete checkpoint: its folder and the content of its commit.json. Each object equals only itself."""
 
     name: str
     folder: Path
     commit: Mapping[str, Any]
 
+    @classmethod
+    def read(cls, file: Path, folder: Path) -> Complete:
+        """Return the checkpoint in ``folder``, whose commit.json is ``file``. Raises `OSError`, or `ValueError`."""
+        try:
+            commit = json.loads(file.read_bytes())
+            made = cls(name=str(commit["name"]), folder=folder, commit=commit)
+            _ = made.order, [(item["size"], item["sha256"]) for item in commit["files"].values()]  # raises if malformed
+        except (KeyError, TypeError, AttributeError) as exc:
+            raise ValueError(f"{type(exc).__name__}: {exc}") from None
+        return made
+
     @property
     def seq(self) -> int:
         return int(self.commit["seq"])
 
+    @property
+    def saved(self) -> float:
+        """Return the time at which the script wrote it (Unix seconds)."""
+        return float(self.commit.get("saved") or self.commit["time"])
 
-def sort_key(commit: Mapping[str, Any]) -> tuple[int, int, float, int]:
-    """Return a key that sorts oldest to newest: by attempt, then the script's time of writing, then seq."""
-    k, _, r = str(commit["attempt"]).partition(".")
-    return int(k), int(r or 0), float(commit.get("saved") or commit["time"]), int(commit["seq"])
+    @property
+    def order(self) -> tuple[tuple[int, int], float, int]:
+        """Return a key that sorts oldest to newest: by attempt, then the script's time of writing, then seq."""
+        return attempt_order(self.commit["attempt"]), self.saved, self.seq
+
+
+def attempt_order(attempt: str) -> tuple[int, int]:
+    """Return ``k.r`` as numbers."""
+    k, _, r = str(attempt).partition(".")
+    return int(k), int(r or 0)
 
 
 def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tuple[str, ...] = ()) -> list[Complete]:
@@ -489,21 +517,19 @@ def complete(root: Path, *, say: Callable[[str], None] | None = None, marks: tup
     for path in sorted(commits):
         folder = Path(path).parent
         try:
-            commit = json.loads(Path(path).read_bytes())
-            sort_key(commit)
-            name = str(commit["name"])
-            files = {key: (item["size"], str(item["sha256"])) for key, item in commit["files"].items()}
-            missing = next((key for key, (size, _) in files.items() if _size(folder / key) != size), None)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            commit, name, missing = None, "", COMMIT
-        if commit is not None and missing is None:
-            found.append(Complete(name=name, folder=folder, commit=commit))
+            item = Complete.read(Path(path), folder)
+            files = item.commit["files"]
+            missing = next((key for key in files if _size(folder / key) != files[key]["size"]), None)
+        except (OSError, ValueError):
+            missing = COMMIT
+        if missing is None:
+            found.append(item)
         elif say is not None:
             say(f"checkpoint {folder.parent.name}/{folder.name} is not complete ({missing}); skipped")
     if say is not None:
         for folder in uncommitted(root, marks=marks):
             say(f"checkpoint {folder.parent.name}/{folder.name} is not complete (no {COMMIT}); skipped")
-    return sorted(found, key=lambda c: sort_key(c.commit))
+    return sorted(found, key=lambda item: item.order)
 
 
 def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
@@ -515,8 +541,7 @@ def uncommitted(root: Path, *, marks: tuple[str, ...] = ()) -> list[Path]:
 
 def resumable_checkpoints(found: Sequence[Complete]) -> list[Complete]:
     """Return those to resume from, in the same order: without what a script writes beside its training states."""
-    trees = {str(item.folder): (item.name, _paths_of(item)) for item in found}
-    chosen = training_states(trees)
+    chosen = training_states({str(item.folder): (item.name, _paths_of(item)) for item in found})
     return [item for item in found if str(item.folder) in chosen]
 
 
@@ -533,7 +558,7 @@ def companions(
     newest.pop(unversioned(item.name), None)
     wanted = named | {name for kind, name in newest.items() if not re.search(r"\d", kind)}
     also = [by_name[name] for name in wanted & by_name.keys() - {item.name}]
-    return sorted(also, key=lambda other: sort_key(other.commit), reverse=True)
+    return sorted(also, key=lambda other: other.order, reverse=True)
 
 
 def _paths_of(item: Complete) -> list[str]:

@@ -65,15 +65,12 @@ class _Round:
 
 
 class Commits:
-    """The commits of a run. ``send(node, message)`` reaches a node's mirror. ``peers()`` are the live nodes, with node
-    0.
+    """The commits of a run. ``send``, ``peers``, ``say``, ``keep``, ``damaged`` and ``archive`` are those of `Mirror`.
 
-    ``keep``: the newest complete checkpoints that stay, beside the targets of pointers; 0: all of them. ``damaged`` are
-    folders that look complete and are not. With ``temporary`` a program of the platform copies all files to the store,
-    except those whose names end so. Then a checkpoint counts, and older ones go, only after `stored` was called for all
-    of its files. ``marks`` are the ends of the names of that program's own files. ``archive`` takes checkpoints that
-    stay and that a restart does not need. ``aside(work, then)`` calls ``work()`` in another thread, then ``then`` in
-    this one with the result, None if it failed.
+    The targets of pointers stay in addition to the ``keep`` newest. With ``temporary`` the platform's agent copies all
+    files to the store, except those whose names end so; its own files end in ``marks``. Then a checkpoint counts, and
+    older ones go, only after `stored` was called for all of its files. ``aside(work, then)`` calls ``work()`` in
+    another thread, then ``then`` in this one with the result, None if it failed.
     """
 
     def __init__(
@@ -88,10 +85,10 @@ class Commits:
         peers: Callable[[], set[int]],
         say: Callable[[str], None],
         complain: Callable[[str], None],
-        temporary: str = "",
-        marks: tuple[str, ...] = (),
-        archive: Archive | None = None,
-        aside: Aside | None = None,
+        temporary: str,
+        marks: tuple[str, ...],
+        archive: Archive | None,
+        aside: Aside,
     ) -> None:
         self._marks = marks
         self._temporary, self._archive, self._aside = temporary, archive, aside
@@ -288,24 +285,24 @@ class Commits:
     def _retain(self) -> None:
         """Tell all nodes which checkpoints to remove: those not kept, and unfinished ones of earlier attempts.
 
-        While rounds are open, this waits `RETAIN_SHARE` times as long as the last call took: a script may leave
-        thousands. commit.json goes before the files: a checkpoint that is losing files must not look complete.
+        While rounds are open, calls are `RETAIN_SHARE` times as far apart as the last one took. commit.json goes before
+        the files: a checkpoint that is losing files must not look complete.
         """
         began = time.monotonic()
         if not self._fresh or (self._rounds and began < self._retain_due):
             return
         fresh, self._fresh = self._fresh, []
-        newest, named = max(fresh, key=_seq), dict[str, list[checkpoints.Complete]]()
+        newest, named = max(fresh, key=lambda item: item.seq), dict[str, list[checkpoints.Complete]]()
         for item in fresh:
             named.setdefault(item.name, []).append(item)
-        self._complete = sorted([*(self._complete or ()), *fresh], key=lambda c: checkpoints.sort_key(c.commit))
+        self._complete = sorted([*(self._complete or ()), *fresh], key=lambda item: item.order)
         kept = self._kept(self._complete)
         kept = [item for item in kept if not any(_continued(item, after) for after in named.get(item.name, ()))]
-        later = [c for c in self._complete if c.commit["attempt"] == self._attempt and _seq(c) > _seq(newest)]
-        if not later and not any(item is newest for item in kept):  # the script's clock has been set back
+        later = [c for c in self._complete if c.commit["attempt"] == self._attempt and c.seq > newest.seq]
+        if not later and newest not in kept:  # the script's clock has been set back
             kept.append(newest)
-        stays = {id(item) for item in kept}  # one of thousands is not looked for in a list
-        for item in [item for item in self._complete if id(item) not in stays]:
+        stays = set(kept)
+        for item in [item for item in self._complete if item not in stays]:
             try:
                 (item.folder / checkpoints.COMMIT).unlink(missing_ok=True)
             except OSError:
@@ -313,7 +310,7 @@ class Commits:
             else:
                 self._removed.append(self._key(item.folder))
                 self._drop_archived(item)
-        self._complete = sorted(kept, key=lambda c: checkpoints.sort_key(c.commit))
+        self._complete = sorted(kept, key=lambda item: item.order)
         self._tell_removed()
         self._archive_others()
         now = time.monotonic()
@@ -326,7 +323,7 @@ class Commits:
 
     def _archive_others(self) -> None:
         """Move to the archive the checkpoints in the store that no restart needs while the newest is whole."""
-        if self._archive is None or self._aside is None:
+        if self._archive is None:
             return
         states = checkpoints.resumable_checkpoints(self._complete or ())
         if not states:
@@ -366,7 +363,7 @@ class Commits:
     def _drop_archived(self, item: checkpoints.Complete) -> None:
         """Remove a checkpoint that is not kept from the archive, also half of one, as a killed node leaves it."""
         key = self._key(item.folder)
-        if self._archive is not None and self._aside is not None and key not in self._archiving:
+        if self._archive is not None and key not in self._archiving:
             self._archived.pop(key, None)
             self._aside(partial(self._archive.drop, key, item.commit), lambda _: None)
 
@@ -388,9 +385,7 @@ class Commits:
                     self._drop_archived(item)
                 elif key not in here:
                     self._archived[key] = item
-            self._complete = sorted(
-                [*self._complete, *self._archived.values()], key=lambda item: checkpoints.sort_key(item.commit)
-            )
+            self._complete = sorted([*self._complete, *self._archived.values()], key=lambda item: item.order)
 
     def _key(self, folder: Path) -> str:
         return folder.relative_to(self._root).as_posix()
@@ -399,22 +394,18 @@ class Commits:
         """Return the complete checkpoints that stay; ``found`` is oldest first. Only training states are counted."""
         named = set().union(*self._pointers.values())
         counted = checkpoints.resumable_checkpoints(found) if self._keep else []
-        ids, newest = {id(item) for item in counted}, {id(item) for item in counted[-self._keep :]}
+        states, newest = set(counted), set(counted[-self._keep :])
         kept: list[checkpoints.Complete] = []
         versions: dict[str, int] = {}
         for item in reversed(found):
             versions[item.name] = versions.get(item.name, 0) + 1
-            if id(item) in ids:
-                stays = id(item) in newest or (item.name in named and versions[item.name] == 1)
+            if item in states:
+                stays = item in newest or (item.name in named and versions[item.name] == 1)
             else:
                 stays = versions[item.name] <= VERSIONS
             if stays:
                 kept.append(item)
         return kept
-
-
-def _seq(item: checkpoints.Complete) -> int:
-    return int(item.commit["seq"])
 
 
 def _continued(item: checkpoints.Complete, newest: checkpoints.Complete) -> bool:

@@ -49,7 +49,7 @@ class Compactor:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._logs, self._node, self._uploads, self._clock = logs, node, uploads, clock or time.monotonic
-        self._temporary = uploads.temporary if uploads is not None else ".part"
+        self._temporary = uploads.agent.temporary if uploads is not None else ".part"
         self._folder = logs / attempt / f"node-{node}"
         self._ages: dict[Path, int] = {}
         self._replaced: dict[Path, float] = {}

@@ -47,7 +47,8 @@ def handles_sigterm(pid: int) -> bool:
 def users(folder: Path) -> set[int]:
     """Return the other processes whose environment names a place below ``folder``; none where there is no /proc."""
     mark = f"={folder}/".encode()
-    return {int(name) for name in _listed("/proc") if name.isdigit() and mark in _environ(name)} - {os.getpid()}
+    found = {int(path.name) for path in Path("/proc").glob("[0-9]*") if mark in _environ(path)}
+    return found - {os.getpid()}
 
 
 def kill_users(folder: Path) -> None:
@@ -63,16 +64,9 @@ def kill_users(folder: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _listed(folder: str) -> list[str]:
+def _environ(process: Path) -> bytes:
     try:
-        return os.listdir(folder)
-    except OSError:  # macOS
-        return []
-
-
-def _environ(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
+        return (process / "environ").read_bytes()
     except OSError:  # it has ended, or is another user's
         return b""
 

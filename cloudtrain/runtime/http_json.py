@@ -41,10 +41,8 @@ def ask(
             passing = exc.code >= 500 or exc.code == 429 or "Throttl" in code
             why = f"{what} was refused ({code or exc.code}): {reason}; {how}"
         except (OSError, ValueError, http.client.HTTPException) as exc:  # the last: a truncated answer
-            passing, why = (
-                True,
-                f"{what}: {urllib.parse.urlsplit(request.full_url).netloc} does not answer: {exc}{silent}",
-            )
+            passing = True
+            why = f"{what}: {urllib.parse.urlsplit(request.full_url).netloc} does not answer: {exc}{silent}"
         if not passing or pause is None:
             raise StorageError(why)
         time.sleep(pause)

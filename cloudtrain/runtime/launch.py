@@ -65,10 +65,8 @@ def script_arguments(context: Mapping[str, Any], values: Mapping[str, str]) -> l
             pairs.append(f"{key}={_text(value)}")
     args: list[str] = []
     for arg in context["args"]:
-        if arg != _MAYBE:
-            args.append(fill(arg, values))
-        elif values["resume_from"]:
-            args.append(values["resume_from"])
+        if arg != _MAYBE or values["resume_from"]:
+            args.append(_filled(arg, values))
         elif args and args[-1].startswith("-"):
             args.pop()
     return pairs + args
@@ -76,13 +74,14 @@ def script_arguments(context: Mapping[str, Any], values: Mapping[str, str]) -> l
 
 def hyperparameters_of(context: Mapping[str, Any], values: Mapping[str, str]) -> dict[str, Any]:
     """Return the pairs for the script: texts filled, and ``{resume_from?}`` dropped on a fresh start."""
-    out = {}
-    for key, value in context["hyperparameters"].items():
-        if value != _MAYBE:
-            out[key] = fill(value, values) if isinstance(value, str) else value
-        elif values["resume_from"]:
-            out[key] = values["resume_from"]
-    return out
+    pairs = context["hyperparameters"].items()
+    return {key: _filled(value, values) for key, value in pairs if value != _MAYBE or values["resume_from"]}
+
+
+def _filled(value: Any, values: Mapping[str, str]) -> Any:
+    if value == _MAYBE:
+        return values["resume_from"]
+    return fill(value, values) if isinstance(value, str) else value
 
 
 def _text(value: Any) -> str:
@@ -208,14 +207,13 @@ class Ranks:
         shutil.rmtree(self._pipes, ignore_errors=True)
         self._pipes.mkdir(parents=True)
         self._readers: list[threading.Thread] = []
-        keepers = []
+        self._keepers = []
         for local in range(self._processes):
             for kind, target in (("out", self._read_output), ("events", self._read_events)):
                 os.mkfifo(self._pipes / f"{kind}-{local}", 0o600)
                 # Open a reader first: without one, a rank takes its runtime for dead.
-                keepers.append(os.open(self._pipes / f"{kind}-{local}", os.O_RDONLY | os.O_NONBLOCK))
+                self._keepers.append(os.open(self._pipes / f"{kind}-{local}", os.O_RDONLY | os.O_NONBLOCK))
                 self._thread(target, local)
-        self._keepers = keepers
         self._process = subprocess.Popen(
             list(command),
             env={**env, "CLOUDTRAIN_WORKER": f"{self._pipes}\n{package}"} if shim else dict(env),

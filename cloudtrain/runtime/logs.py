@@ -51,7 +51,6 @@ class LogWriter:
     ) -> None:
         self._node, self._out, self._flush_seconds, self._clock = node, out, flush_seconds, clock or time.monotonic
         self._now = now or time.time
-        self._second, self._date = -1, ""
         self._lock = threading.Lock()
         self._disk = threading.Lock()
         """Held by the thread that writes a segment. It takes `_lock` meanwhile; no thread does the reverse."""
@@ -121,16 +120,9 @@ class LogWriter:
             return
         if not self._segment:
             self._segment_first, self._segment_since = self.lines, self._clock()
-        line = f"{label} {self._stamp(at)}] {text}\n"
+        line = f"{label} {_stamp(at)}] {text}\n"
         self._segment.append(line)
         self._segment_bytes += len(line)
-
-    def _stamp(self, at: float) -> str:
-        """Return Unix seconds as ISO 8601 in UTC, to the millisecond; a second's date is made once."""
-        second, milli = divmod(int(at * 1000), 1000)
-        if second != self._second:
-            self._second, self._date = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
-        return f"{self._date}.{milli:03d}Z"
 
     def tick(self) -> None:
         """Write the segment once it is old enough."""
@@ -175,6 +167,12 @@ class LogWriter:
                     self._segment_bytes += size
 
 
+def _stamp(at: float) -> str:
+    """Return Unix seconds as ISO 8601 in UTC, to the millisecond."""
+    second, milli = divmod(int(at * 1000), 1000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(second))}.{milli:03d}Z"
+
+
 def lines_of(stream: BinaryIO) -> Iterator[str]:
     """Yield the lines of ``stream`` as they come. A line redrawn by carriage returns yields its state once a second."""
     rest = b""
@@ -191,25 +189,22 @@ def lines_of(stream: BinaryIO) -> Iterator[str]:
             if last.strip() and time.monotonic() - shown >= REDRAW_SECONDS:
                 shown = time.monotonic()
                 yield from _pieces(last)
-        while len(rest) > LINE_BYTES:
-            cut = _cut(rest)
-            yield rest[:cut].decode("utf-8", "replace")
-            rest = rest[cut:]
+        *pieces, rest = _cut(rest)
+        yield from (piece.decode("utf-8", "replace") for piece in pieces)
     if rest:
         yield from _pieces(rest.rstrip(b"\r").rpartition(b"\r")[2])
 
 
 def _pieces(line: bytes) -> Iterator[str]:
+    return (piece.decode("utf-8", "replace") for piece in _cut(line))
+
+
+def _cut(line: bytes) -> list[bytes]:
+    """Return a line in pieces of `LINE_BYTES` at most, cut at characters of UTF-8."""
+    pieces = []
     while len(line) > LINE_BYTES:
-        cut = _cut(line)
-        yield line[:cut].decode("utf-8", "replace")
-        line = line[cut:]
-    yield line.decode("utf-8", "replace")
-
-
-def _cut(line: bytes) -> int:
-    """Return where to cut a line that is too long: not inside a character of UTF-8."""
-    for back in range(4):
-        if line[LINE_BYTES - back] & 0xC0 != 0x80:
-            return LINE_BYTES - back
-    return LINE_BYTES
+        ends = (LINE_BYTES - back for back in range(4) if line[LINE_BYTES - back] & 0xC0 != 0x80)
+        end = next(ends, LINE_BYTES)
+        pieces.append(line[:end])
+        line = line[end:]
+    return [*pieces, line]

@@ -29,21 +29,21 @@ class PrintedMetrics:
     def __init__(self, patterns: Mapping[str, str], file: Path, *, say: Callable[[str], None]) -> None:
         self._file, self._say = file, say
         self._places: dict[str, float | None] = {}
-        self._searches: dict[str, tuple[str, Callable[[str], re.Match[str] | None]]] = {}
+        self._searches: dict[str, Callable[[str], re.Match[str] | None]] = {}
         for name, text in patterns.items():
             try:
                 pattern = re.compile(text)
             except re.error as exc:
                 say(f"metric {name} is not read: this Python does not know its expression: {exc}")
             else:  # an expression that begins with .* matches from the line's first character or not at all
-                self._searches[name] = _literal(text), pattern.match if text.startswith(".*") else pattern.search
+                self._searches[name] = pattern.match if text.startswith(".*") else pattern.search
 
     def read(self, line: str) -> None:
         """Read one line of the script."""
         line, found = line[:LONGEST], {}
         began = time.perf_counter()
-        for name, (literal, search) in list(self._searches.items()):
-            if literal in line and (match := search(line)) and (number := _number(match[1])) is not None:
+        for name, search in self._searches.items():
+            if (match := search(line)) and (number := _number(match[1])) is not None:
                 found[name] = number if math.isfinite(number) else None
         if time.perf_counter() - began > SLOW_SECONDS:
             self._drop_slow(line)
@@ -54,7 +54,7 @@ class PrintedMetrics:
 
     def _drop_slow(self, line: str) -> None:
         """Drop the expressions that are slow themselves; on a busy machine any of them may take long by the clock."""
-        for name, (_, search) in list(self._searches.items()):
+        for name, search in list(self._searches.items()):
             began = time.thread_time()
             search(line)
             if (took := time.thread_time() - began) > SLOW_SECONDS:
@@ -68,13 +68,6 @@ class PrintedMetrics:
         except OSError as exc:
             self._say(f"metrics cannot be written: {exc.strerror}")
             self._searches.clear()
-
-
-def _literal(pattern: str) -> str:
-    """Return a text, maybe empty, that is in every match. A search for it first is several times faster."""
-    match = re.match(r"(?:\^|\.\*)?([\w :=,/-]*)([*?{]?)", pattern)
-    found = "" if match is None or "|" in pattern else match[1]
-    return found[:-1] if match and match[2] else found
 
 
 def _number(text: str | None) -> float | None:

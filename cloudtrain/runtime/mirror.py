@@ -2,7 +2,7 @@
 
 Every node watches its own checkpoints and announces a finished one to node 0. Node 0 lets all holders copy it and
 commits it (`commits`). Threads of low priority copy the bytes: messages are answered at once even if the disk or mount
-is slow. One more thread mirrors growing files (`growing`). Each file has one writer, its node.
+is slow. `mirror_files` copies files that grow. Each file has one writer, its node.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def nothing(*, over: bool) -> Message:
 class Mirror:
     """The mirror of one node. ``send(node, message)`` reaches a node's mirror, our own too; `take` gets our messages.
 
-    ``outputs`` are the script's files below its working folder, with that folder; None keeps none of them. ``say``
-    prints a line. ``peers()`` are the live nodes, with this one. ``keep`` checkpoints stay (0: all). ``damaged`` are
-    the folders that could not be restored, ``skip`` the restored ones, ``shapes`` this node's files of them, by
-    `family`. ``links`` is a folder on the script's disk, for running copies. Metrics are written every
-    ``flush_seconds``. Node 0 moves checkpoints to ``archive``.
+    ``outputs`` are the script's files below its working folder; None keeps none of them. ``say`` prints a line.
+    ``peers()`` are the live nodes, with this one. ``keep`` checkpoints stay (0: all). ``damaged`` are the folders that
+    look complete and are not, ``skip`` the restored ones, ``shapes`` this node's files of them, by `family`. ``links``
+    is a folder on the script's disk, for running copies. Metrics are written every ``flush_seconds``. Node 0 moves
+    checkpoints that stay, and that a restart does not need, to ``archive``.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Mirror:
         peers: Callable[[], set[int]],
         say: Callable[[str], None],
         links: Path,
-        outputs: tuple[Outputs, Path] | None = None,
+        outputs: Outputs | None = None,
         flush_seconds: float = 5.0,
         keep: int = 0,
         damaged: Sequence[Path] = (),
@@ -99,7 +99,7 @@ class Mirror:
         archive: Archive | None = None,
     ) -> None:
         self._archive, self._agent_marks = archive, uploads.agent.marks if uploads is not None else ()
-        self._uploads, self._temporary = uploads, uploads.temporary if uploads is not None else ""
+        self._uploads, self._temporary = uploads, uploads.agent.temporary if uploads is not None else ""
         self._node, self._live, self._watch, self._send, self._say = node, live, watch, send, say
         self._metrics, self._links, self._peers = metrics, links, peers
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
@@ -113,8 +113,8 @@ class Mirror:
         self._marks: dict[Path, int] = {}
         self._work = ThreadPoolExecutor(ENTRIES, thread_name_prefix="mirror", initializer=checkpoints.modest)
         self._working = 0
-        self._slow: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Moves to the archive, one after the other. They may take minutes, and must not delay copies."""
+        self._slow = ThreadPoolExecutor(1, thread_name_prefix="archive", initializer=checkpoints.modest)
+        """Thread for moves to the archive. They may take minutes, and must not delay copies."""
         self._slow_working, self._slow_until = 0, float("inf")
         places = {artifacts: live / "artifacts" / f"node-{node}"}
         places[metrics] = live / "metrics" / f"{attempt}-node-{node}.jsonl"
@@ -122,7 +122,7 @@ class Mirror:
         how["temporary"] = self._temporary or ".part"
         self._growing = [Growing(places, small=metrics, small_seconds=flush_seconds, **how)]
         if outputs is not None:
-            self._growing.append(GrowingOutputs(*outputs, live / "outputs" / f"node-{node}", **how))
+            self._growing.append(GrowingOutputs(outputs, live / "outputs" / f"node-{node}", **how))
         self._commits = self._make_commits(nodes, attempt, keep, damaged) if node == 0 else None
         self._finishing: str | None = None
         self._frozen = 0.0
@@ -157,8 +157,6 @@ class Mirror:
         for growing in self._growing:
             growing.start()
         self._thread.start()
-        if self._archive is not None:
-            threading.Thread(target=self._work_slowly, daemon=True).start()
         if self._uploads is not None:
             self._uploads.start(self._progress)
 
@@ -195,6 +193,7 @@ class Mirror:
         self._inbox.put(None)
         self._thread.join(10)
         self._work.shutdown(wait=False, cancel_futures=True)
+        self._slow.shutdown(wait=False)
 
     # ----------------------------------------------------------------------------------------------------- the thread
 
@@ -289,17 +288,9 @@ class Mirror:
                 self._complain(f"{type(exc).__name__}: {exc}")
             self._inbox.put({"t": "worked", "then": lambda: then(found), "slow": slow})
 
-        if slow:
-            self._slow_working += 1
-            self._slow.put(both)
-        else:
-            self._working += 1
-            self._work.submit(both)
-
-    def _work_slowly(self) -> None:
-        checkpoints.modest()
-        while True:
-            self._slow.get()()
+        self._working += not slow
+        self._slow_working += slow
+        (self._slow if slow else self._work).submit(both)
 
     # ------------------------------------------------------------------------------------------- this node's own part
 
@@ -322,7 +313,7 @@ class Mirror:
         self._forget(entries.keys())
 
     def _look_for_life(self, entries: Iterable[CheckpointEntry]) -> None:
-        """Note a change of the newest time of all files. It works with any clock."""
+        """Note a change of the newest time of all files, by any clock."""
         times = [entry.newest for entry in entries]
         with contextlib.suppress(OSError):
             times.append(self._metrics.stat().st_mtime)
@@ -343,14 +334,8 @@ class Mirror:
         if found != self._pointers and found == self._pointers_seen:
             self._pointers = found
             self._send(0, {"t": "pointers", "targets": sorted({pointer.target for pointer in found.values()})})
-            self._aside(lambda: self._write_pointers(found))
+            self._aside(lambda: checkpoints.write_pointers(self._live, self._node, found, temporary=self._temporary))
         self._pointers_seen = found
-
-    def _write_pointers(self, found: Mapping[str, Pointer]) -> None:
-        try:
-            checkpoints.write_pointers(self._live, self._node, found, temporary=self._temporary)
-        except OSError as exc:
-            self._complain(f"cannot write {checkpoints.pointers_path(self._live, self._node)}: {exc.strerror}")
 
     def _hold(self, name: str) -> Message:
         """Return this node's answer for ``name``: nothing, a growing part, a finished one, or the one it had before."""

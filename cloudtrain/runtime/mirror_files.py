@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from stat import S_ISREG
 
-from .checkpoints import in_parallel, modest, replace_file
+from .checkpoints import FileState, file_state, in_parallel, modest, replace_file
 
 __all__ = ["Growing"]
 
@@ -26,8 +25,6 @@ WALK_SHARE = 20
 """After a look at all files that took a second, the thread pauses for so many seconds."""
 SHARE = 10
 """A file that took a second to copy is not copied again for so many seconds."""
-
-_State = tuple[int, int]
 
 
 class Growing:
@@ -50,7 +47,7 @@ class Growing:
         self._temporary = temporary
         self._places, self._small, self._small_seconds = places, small, small_seconds
         self._moved, self._complain = moved, complain
-        self._copied: dict[Path, _State] = {}
+        self._copied: dict[Path, FileState] = {}
         self._arrived: dict[Path, int] = {}
         self._next: dict[Path, float] = {}
         self._walked = 0.0
@@ -90,21 +87,16 @@ class Growing:
         """Copy the changed files that are due. Return whether all of them arrived."""
         now, due = time.monotonic(), {}
         for file, target in self._all(finishing=finishing):
-            state = _state(file)
-            if state and file not in self._copied and state == _state(target):
+            state = file_state(file)
+            if state and file not in self._copied and state == file_state(target):
                 self._copied[file] = state  # it was restored from there
             if state and self._copied.get(file) != state and (finishing or now >= self._next.get(file, now)):
                 due[file] = target
                 self._next.setdefault(file, now)
         self._walked = time.monotonic() - now
-        failed: list[Path] = []
-
-        def copy(file: Path) -> None:
-            if not self._copy(file, due[file]):
-                failed.append(file)
-
-        in_parallel(copy, due)
-        return not failed
+        arrived: list[bool] = []
+        in_parallel(lambda file: arrived.append(self._copy(file, due[file])), due)
+        return all(arrived)
 
     def _pause(self) -> float:
         """Return the seconds between two looks."""
@@ -136,13 +128,13 @@ class Growing:
             raise exc
 
     def _copy(self, file: Path, place: Path) -> bool:
-        began, state, before = time.monotonic(), _state(file), self._arrived.get(file, 0)
+        began, state, before = time.monotonic(), file_state(file), self._arrived.get(file, 0)
         try:
             replace_file(
                 file, place, lambda source, done: self._moved(source, before + done), temporary=self._temporary
             )
         except OSError as exc:
-            if _state(file) is None:
+            if file_state(file) is None:
                 return True  # the script has removed it meanwhile
             self._complain(f"cannot mirror {file.name}: {exc.strerror}")
             if not _hopeless(exc, file):
@@ -160,12 +152,3 @@ def _hopeless(exc: OSError, file: Path) -> bool:
     """Return whether the file itself cannot be read, or has a name that does not fit at its target."""
     unreadable = exc.errno in (errno.EACCES, errno.EPERM) and str(exc.filename) == str(file)
     return unreadable or exc.errno == errno.ENAMETOOLONG
-
-
-def _state(file: Path) -> _State | None:
-    """Return a state that changes with the file; None if it is no file, or gone."""
-    try:
-        stat = file.stat()
-    except OSError:
-        return None
-    return (stat.st_size, stat.st_mtime_ns) if S_ISREG(stat.st_mode) else None

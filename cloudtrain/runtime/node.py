@@ -24,6 +24,7 @@ from ..validate import duration
 from . import stall
 from .archive import archive_of
 from .cause import Failure, category, failure_line, real, root_cause, silent_deaths, with_codes
+from .checkpoints import Watch
 from .compact import Compactor
 from .history import FIRST, Start, restart_of
 from .host_facts import kill_users, oom_kills
@@ -130,6 +131,7 @@ class Node:
         self.go: Message | None = None
         self.start: Start | None = None
         self.oom_before = oom_kills()
+        self._handlers = self._make_handlers()
 
     def _make_resume(self) -> Resume:
         return Resume(
@@ -139,7 +141,7 @@ class Node:
             source=self.context.get("resume_source"),
             say=self.log.say,
             archive=self.archive,
-            marks=self.site.agent.marks if self.site.agent is not None else (),
+            marks=self.site.marks,
         )
 
     # -------------------------------------------------------------------------------------------------- the whole run
@@ -189,7 +191,7 @@ class Node:
 
     def _begin(self, attempt: str) -> None:
         self.attempt = attempt
-        self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}", temporary=self._temporary)
+        self.log.begin(attempt, self.live / "logs" / attempt / f"node-{self.me}", temporary=self.site.temporary)
         if self.compactor is None:
             self.log.start()
             self.compactor = Compactor(self.live / "logs", attempt=attempt, node=self.me, uploads=self.uploads)
@@ -236,7 +238,7 @@ class Node:
                 break
             self.peers.clear()
             self.link.send_all(message)
-            self._on_restore(self.me, message)
+            self.resume.begin(message, self._space, self._tell)
             self._pump(lambda: self.me in self.peers or self._over())  # the others have it from then on
             self._pump(lambda: len(self.peers) == self.nodes or self._over(), self._join_deadline())
             if self._over():
@@ -287,31 +289,11 @@ class Node:
             resume = self.go["url"] or self.resume.fallback(0)[0]
         self.resumed = self.go["url"].rpartition("/")[2] or (resume and self.resume.title(name))
         if self.me == 0:
-            self.start = Start(self.live, self.attempt, started=self.started, temporary=self._temporary)
+            self.start = Start(self.live, self.attempt, started=self.started, temporary=self.site.temporary)
             lost = self.start.begin(resumed=self.resumed, saved=self.go["saved"], direct=bool(self.go["url"]))
             begins = f"resuming from {self.resumed}" if resume else "a fresh start"
             self.log.say(f"attempt {self.attempt}: {begins}{lost}")
-        self.mirror = space.mirror(
-            watch,
-            attempt=self.attempt,
-            live=self.live,
-            send=self.link.send,
-            peers=lambda: {self.me, *self.link.connected()},
-            damaged=self.resume.damaged,
-            shapes=self.resume.shapes,
-            uploads=self.uploads,
-            archive=self.archive,
-        )
-        self.mirror.start()
-        self.stall = stall.Stall(
-            node=self.me,
-            processes=space.processes,
-            limit=self.context["stall_timeout"],
-            send=self.link.send,
-            peers=lambda: {self.me, *self.link.connected()},
-            last=lambda: max(self.log.last, self.mirror.sign() if self.mirror is not None else 0.0),
-            look=lambda: space.look(self.ranks) if self.ranks is not None else None,
-        )
+        self._watch_the_script(space, watch)
         try:
             self.ranks = space.start(
                 attempt=self.attempt, resume=resume, emit=lambda message: self.inbox.put((self.me, message))
@@ -321,6 +303,43 @@ class Node:
             text = f"cannot start {self.context['entry_point'] or self.context['args'][0]}: {exc}"
             self._fail(self._setup(text, "user_error"))
             self.code = 1
+
+    def _watch_the_script(self, space: Workspace, watch: Watch) -> None:
+        """Start the mirror of the script's files and the watch for a silence. Entries of ``watch`` were restored."""
+        self.mirror = mirror = Mirror(
+            node=self.me,
+            nodes=self.nodes,
+            attempt=self.attempt,
+            live=self.live,
+            watch=watch,
+            artifacts=space.artifacts,
+            metrics=space.metrics,
+            flush_seconds=self.site.flush_seconds,
+            send=self.link.send,
+            peers=self._live_nodes,
+            say=self.log.say,
+            links=space.folder / "links",
+            outputs=space.outputs,
+            keep=self.context["keep_checkpoints"],
+            damaged=self.resume.damaged,
+            skip={name: entry.signature for name, entry in watch.entries().items()},
+            shapes=self.resume.shapes,
+            uploads=self.uploads,
+            archive=self.archive,
+        )
+        mirror.start()
+        self.stall = stall.Stall(
+            node=self.me,
+            processes=space.processes,
+            limit=self.context["stall_timeout"],
+            send=self.link.send,
+            peers=self._live_nodes,
+            last=lambda: max(self.log.last, mirror.sign()),
+            look=lambda: space.look(self.ranks) if self.ranks is not None else None,
+        )
+
+    def _live_nodes(self) -> set[int]:
+        return {self.me, *self.link.connected()}
 
     # --------------------------------------------------------------------------------------------------- what happens
 
@@ -344,8 +363,31 @@ class Node:
             if self.stall is not None:
                 self.stall.take(sender, message)
         else:
-            handler: Callable[[int, Message], None] = getattr(self, f"_on_{kind}")
-            handler(sender, message)
+            self._handlers[kind](sender, message)
+
+    def _make_handlers(self) -> dict[str, Callable[[int, Message], None]]:
+        """Return the handler of each kind of message that neither the mirror nor `stall` takes."""
+        return {
+            "hello": self._on_hello,
+            "attempt": lambda sender, message: self._begin(message["attempt"]),
+            "ready": self._on_answer,
+            "restore": lambda sender, message: self.resume.begin(message, self._space, self._tell),
+            "restored": self._on_answer,
+            "go": self._on_go,
+            "rank": self._on_rank,
+            "ended": self._on_ended,
+            "failed": self._on_failed,
+            "stop": lambda sender, message: self._stop(),
+            "done": self._on_answer,
+            "exit": self._on_exit,
+            "signal": self._on_signal,
+            "notice": self._on_notice,
+            "preempt": self._on_preempt,
+            "withdraw": self._on_withdraw,
+            "withdrawn": self._on_withdrawn,
+            "quiet": self._on_quiet,
+            "lost": self._on_lost,
+        }
 
     def _tell(self, message: Message) -> None:
         self.link.send(0, message)
@@ -359,18 +401,10 @@ class Node:
                 of = max((of for _, of in self.standing), default="")  # a signal, if there was one
                 self.link.send(sender, {"t": "preempt", "why": self.notice, "node": self.told, "of": of})
 
-    def _on_attempt(self, sender: int, message: Message) -> None:
-        self._begin(message["attempt"])
-
-    def _on_ready(self, sender: int, message: Message) -> None:
+    def _on_answer(self, sender: int, message: Message) -> None:
         if message["t"] != "restored" or "outcome" not in self.peers.get(sender, {}):  # it has left meanwhile
             self.peers[sender] = message
         self._on_failed(sender, message)
-
-    _on_done = _on_restored = _on_ready
-
-    def _on_restore(self, sender: int, message: Message) -> None:
-        self.resume.begin(message, self._space, self._tell)
 
     def _on_go(self, sender: int, message: Message) -> None:
         self.go = message
@@ -466,9 +500,6 @@ class Node:
         if message["failures"] and not all(map(self._comes_of_the_notice, self.failures)):
             self._stop()
 
-    def _on_stop(self, sender: int, message: Message) -> None:
-        self._stop()
-
     def _on_exit(self, sender: int, message: Message) -> None:
         if self.go is None and message["outcome"] == "preempted":  # it was leaving when this node came
             self._preempt("node 0 was told to stop", 0)
@@ -483,11 +514,6 @@ class Node:
         if self.released or "outcome" in self.peers.get(sender, {}):
             return
         self._fail(self._lost(f"was lost: {message['why']}", sender))
-
-    @property
-    def _temporary(self) -> str:
-        """Return the ending of the names of unfinished files; empty if no agent uploads them."""
-        return self.uploads.temporary if self.uploads is not None else ""
 
     @property
     def _space(self) -> Workspace:
@@ -743,9 +769,7 @@ class Node:
             return "succeeded" if self.complete and not self._broken() and self._is_saved() else "preempted"
         if self.failures:
             return "failed"
-        if self.stopping is not None:
-            return "stopped"
-        return "succeeded" if self.code == 0 else "stopped"
+        return "succeeded" if self.code == 0 and self.stopping is None else "stopped"
 
     def _comes_of_the_notice(self, failure: Failure) -> bool:
         """Return whether a rank ended because of the notice: the others keep their grace then."""
@@ -786,5 +810,5 @@ class Node:
             f"{self.attempt or self.k}-node-{self.me}",
             record,
             failure_file=self.site.failure_file,
-            temporary=self._temporary or ".part",
+            temporary=self.site.temporary or ".part",
         )

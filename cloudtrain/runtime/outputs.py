@@ -12,10 +12,11 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
 
+from .checkpoints import FileState
 from .mirror_files import Growing
 
 __all__ = ["IGNORE", "GrowingOutputs", "Outputs"]
@@ -33,9 +34,7 @@ TRIES = 5
 NAMED = 5
 """Most names in the line about files that are left out."""
 _FOLDERS = frozenset(("__pycache__", ".git"))
-
-State = tuple[int, int]
-"""Size in bytes, and time of change in nanoseconds."""
+_TEMPORARY = re.compile(r".*\.pyc|\..*\.part", re.DOTALL)
 
 
 class Outputs:
@@ -46,10 +45,10 @@ class Outputs:
     """
 
     def __init__(self, folder: Path, *, limit: int, skip: Iterable[str], say: Callable[[str], None]) -> None:
-        self._folder, self._limit, self._say = folder, limit, say
+        self.folder, self._limit, self._say = folder, limit, say
         self._skip = [_regex("/" + os.path.normpath(pattern)) for pattern in skip]
         self._rules: list[tuple[str, bool, bool, re.Pattern[str]]] = []
-        self._source: dict[str, State] = {}
+        self._source: dict[str, FileState] = {}
         self._source = dict(self._walk())
         for path in sorted(self._source, key=lambda path: path.count("/")):
             if path.rpartition("/")[2] == IGNORE:
@@ -58,14 +57,14 @@ class Outputs:
         self._crowded: set[str] = set()
         self._named: set[str] = set()
 
-    def look(self, *, final: bool = False) -> dict[str, State]:
+    def look(self, *, final: bool = False) -> dict[str, FileState]:
         """Return the outputs that are to be in ``live/`` now, by path below the folder.
 
         If files exceed the limit together, the largest ones are left out; one line names these. Unless ``final``, a new
         or changed file that is younger than `YOUNG_SECONDS` is missing from the first look that finds it.
         """
         found = {path: state for path, state in self._walk() if self._source.get(path) != state}
-        kept = self._within_the_limit(found)
+        kept = self._within_the_limits(found)
         if final:
             return kept
         edge = time.time_ns() - int(YOUNG_SECONDS * 1e9)
@@ -75,48 +74,32 @@ class Outputs:
 
     def present(self, path: str) -> bool:
         """Return whether the script still has the file."""
-        return os.path.isfile(self._folder / path) and path not in self._named
+        return os.path.isfile(self.folder / path) and path not in self._named
 
-    def _within_the_limit(self, found: dict[str, State]) -> dict[str, State]:
-        found = self._few(found)
-        total, left = sum(size for size, _ in found.values()), []
-        if total > self._limit:
-            for path in sorted(found, key=lambda path: (-found[path][0], path)):
-                if total <= self._limit:
-                    break
-                total -= found[path][0]
-                left.append(path)
-        new = set(left) - self._named
-        self._named = set(left)
-        if new:
-            names = ", ".join(f"{path} ({_gb(found[path][0])})" for path in left[:NAMED])
+    def _within_the_limits(self, found: dict[str, FileState]) -> dict[str, FileState]:
+        """Return the files without the largest folders and files, so that `MOST_FILES` and the limit hold."""
+        tops = collections.Counter(path.partition("/")[0] for path in found)
+        crowded = _surplus(tops, MOST_FILES)
+        if set(crowded) - self._crowded:
+            names = ", ".join(f"{top} ({tops[top]:,} files)" for top in sorted(crowded)[:NAMED])
+            self._say(f"outputs are limited to {MOST_FILES:,} files a node; left out: {names}")
+        self._crowded = set(crowded)
+        sizes = {path: size for path, (size, _) in found.items() if path.partition("/")[0] not in self._crowded}
+        left = _surplus(sizes, self._limit)
+        if set(left) - self._named:
+            names = ", ".join(f"{path} ({_gb(sizes[path])})" for path in left[:NAMED])
             more = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
             self._say(f"outputs are limited to {_gb(self._limit)} (max_outputs); left out: {names}{more}")
-        return {path: state for path, state in found.items() if path not in self._named}
+        self._named = set(left)
+        return {path: found[path] for path in sizes if path not in self._named}
 
-    def _few(self, found: dict[str, State]) -> dict[str, State]:
-        """Return at most `MOST_FILES` of the files: without the folders that hold most of them."""
-        if len(found) <= MOST_FILES:
-            return found
-        tops = collections.Counter(path.partition("/")[0] for path in found)
-        left: set[str] = set()
-        for top, _ in tops.most_common():
-            if sum(tops.values()) - sum(tops[name] for name in left) <= MOST_FILES:
-                break
-            left.add(top)
-        if left - self._crowded:
-            names = ", ".join(f"{top} ({tops[top]:,} files)" for top in sorted(left)[:NAMED])
-            self._say(f"outputs are limited to {MOST_FILES:,} files a node; left out: {names}")
-        self._crowded = left
-        return {path: state for path, state in found.items() if path.partition("/")[0] not in left}
-
-    def _walk(self) -> Iterator[tuple[str, State]]:
+    def _walk(self) -> Iterator[tuple[str, FileState]]:
         """Yield each regular file by its path, and each link to a regular file inside the folder."""
         folders = [""]
         while folders:
             base = folders.pop()
             try:
-                with os.scandir(self._folder / base) as listed:
+                with os.scandir(self.folder / base) as listed:
                     entries = list(listed)
             except OSError:  # the script has removed it meanwhile, or it cannot be read
                 continue
@@ -126,13 +109,13 @@ class Outputs:
                     if entry.is_dir(follow_symlinks=False):
                         if name not in _FOLDERS and not self._is_left_out(path, folder=True):
                             folders.append(path + "/")
-                    elif not _is_temporary(name) and not self._is_left_out(path, folder=False):
+                    elif not _TEMPORARY.fullmatch(name) and not self._is_left_out(path, folder=False):
                         stat = entry.stat()
                         if S_ISREG(stat.st_mode) and not (entry.is_symlink() and not self._is_inside(entry.path)):
                             yield path, (stat.st_size, stat.st_mtime_ns)
 
     def _is_inside(self, link: str) -> bool:
-        return os.path.realpath(link).startswith(os.path.realpath(self._folder) + os.sep)
+        return os.path.realpath(link).startswith(os.path.realpath(self.folder) + os.sep)
 
     def _is_left_out(self, path: str, *, folder: bool) -> bool:
         if any(pattern.match(path) for pattern in self._skip):
@@ -144,6 +127,17 @@ class Outputs:
         return found
 
 
+def _surplus(sizes: Mapping[str, int], limit: int) -> list[str]:
+    """Return the largest items, as many as must go until the others fit ``limit`` together."""
+    total, surplus = sum(sizes.values()), list[str]()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        if total <= limit:
+            break
+        total -= sizes[name]
+        surplus.append(name)
+    return surplus
+
+
 class GrowingOutputs(Growing):
     """The thread that copies `Outputs` below ``target``, every `OUTPUT_SECONDS` and at the end. Keywords: see
     `Growing`."""
@@ -151,15 +145,14 @@ class GrowingOutputs(Growing):
     def __init__(
         self,
         outputs: Outputs,
-        folder: Path,
         target: Path,
         *,
         moved: Callable[[Path, int], None],
         complain: Callable[[str], None],
         temporary: str = ".part",
     ) -> None:
-        super().__init__({folder: target}, moved=moved, complain=complain, temporary=temporary)
-        self._outputs, self._folder, self._target = outputs, folder, target
+        super().__init__({outputs.folder: target}, moved=moved, complain=complain, temporary=temporary)
+        self._outputs, self._target = outputs, target
         self._known: set[str] = set()
         self._tries: dict[Path, int] = {}
         self._end = float("inf")
@@ -170,14 +163,14 @@ class GrowingOutputs(Growing):
             if self._stopped:  # the node removes the folder now, not the script
                 return
             self._known.discard(path)
-            self._copied.pop(self._folder / path, None)
+            self._copied.pop(self._outputs.folder / path, None)
             with contextlib.suppress(OSError):
                 (self._target / path).unlink()
                 for parent in list((self._target / path).parents)[: path.count("/")]:
                     parent.rmdir()  # a file may take its name now; one that is not empty stays
         self._known.update(found)
         for path in found:
-            yield self._folder / path, self._target / path
+            yield self._outputs.folder / path, self._target / path
 
     def finish(self) -> None:
         self._end = time.monotonic() + FINISH_SECONDS
@@ -203,10 +196,6 @@ class GrowingOutputs(Growing):
 
     def _pause(self) -> float:
         return OUTPUT_SECONDS
-
-
-def _is_temporary(name: str) -> bool:
-    return name.endswith(".pyc") or (name.startswith(".") and name.endswith(".part"))
 
 
 def _rules(file: Path, base: str) -> list[tuple[str, bool, bool, re.Pattern[str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -75,39 +74,24 @@ class Resume:
         own = self._live / "checkpoints"
         here = checkpoints.complete(own, say=self._say, marks=self._marks)
         there = self._archive.found() if self._archive is not None else []
-        yield from self._own_messages(own, here, there)
+        found = sorted([*there, *here], key=lambda item: item.order)  # one in both places: that in ``live`` comes first
+        for item in reversed(checkpoints.resumable_checkpoints(found)):
+            yield self._candidate("archive" if item in there else "own", own, item, here)
         if self._given is not None:
-            yield from self._messages("given", self._given, checkpoints.complete(self._given, say=self._say))
+            given = checkpoints.complete(self._given, say=self._say)
+            for item in reversed(checkpoints.resumable_checkpoints(given)):
+                yield self._candidate("given", self._given, item, ())
 
-    def _own_messages(
-        self, folder: Path, here: Sequence[Complete], there: Sequence[Complete]
-    ) -> Iterator[tuple[str, float, Message]]:
-        """Yield `candidates` of this run, newest first. If one is in both places, that in ``live`` comes first."""
-        roots = {id(item): root for root, items in (("archive", there), ("own", here)) for item in items}
-        found = sorted([*there, *here], key=lambda item: checkpoints.sort_key(item.commit))
-        for item in reversed(checkpoints.resumable_checkpoints(found)):
-            yield self._message(roots[id(item)], folder, item, beside=here)
-
-    def _messages(
-        self, root: str, folder: Path, found: Sequence[Complete], *, beside: Sequence[Complete] = ()
-    ) -> Iterator[tuple[str, float, Message]]:
-        """Yield `candidates` of one place, ``found``; ``beside`` are those in ``live``, from which others come back."""
-        for item in reversed(checkpoints.resumable_checkpoints(found)):
-            yield self._message(root, folder, item, beside=beside)
-
-    def _message(
-        self, root: str, folder: Path, item: Complete, *, beside: Sequence[Complete]
+    def _candidate(
+        self, root: str, folder: Path, item: Complete, live: Sequence[Complete]
     ) -> tuple[str, float, Message]:
-        also = self._beside(item, beside, checkpoints.resumable_checkpoints(beside))
-        place, *more = (c.folder.relative_to(folder).as_posix() for c in (item, *also))
-        saved = checkpoints.sort_key(item.commit)[2]
-        return item.name, saved, {"t": "restore", "root": root, "folder": place, "also": more}
-
-    def _beside(self, item: Complete, found: Sequence[Complete], states: Sequence[Complete]) -> list[Complete]:
-        """Return the undamaged checkpoints that come back beside ``item``, newest first; ``found`` is oldest first."""
+        """Return one of `candidates`, which lies below ``folder``. Undamaged ones of ``live`` come back with it."""
         named = {p.target for node in checkpoints.read_pointers(self._live).values() for p in node.values()}
-        whole, good = ([other for other in some if other.folder not in self.damaged] for some in (found, states))
-        return checkpoints.companions(item, whole, good, named)
+        whole = [other for other in live if other.folder not in self.damaged]
+        states = [other for other in checkpoints.resumable_checkpoints(live) if other.folder not in self.damaged]
+        also = checkpoints.companions(item, whole, states, named)
+        place, *more = (c.folder.relative_to(folder).as_posix() for c in (item, *also))
+        return item.name, item.saved, {"t": "restore", "root": root, "folder": place, "also": more}
 
     def direct(self, space: Workspace) -> Direct | None:
         """Return the newest checkpoint that the script wrote to the store by itself.
@@ -128,9 +112,6 @@ class Resume:
                     return None
                 self._say(f"{exc}; asking again, as nothing else is there to resume from")
             time.sleep(PAUSE)
-
-    def _root(self, root: str) -> Path | None:
-        return self._live / "checkpoints" if root == "own" else self._given
 
     def restore(self, message: Mapping[str, Any], space: Workspace) -> tuple[str, bool]:
         """Restore the checkpoint of ``message``. Return why not and whether it is damaged; ("", False) on success.
@@ -191,33 +172,29 @@ class Resume:
     def _place(self, root: str, folder: str, space: Workspace) -> None:
         """Restore one checkpoint. Raises `DigestError` for a damaged one, `StorageError` for a disk, mount or store."""
         if root != "archive":
-            self._place_from((self._root(root) or self._live) / folder, folder, space)
+            base = self._given if root == "given" else self._live / "checkpoints"
+            assert base is not None
+            self._place_from(base / folder, folder, space)
             return
-        whole = space.folder / "archive"
-        try:
-            self._bring(folder, whole)
-            self._place_from(whole, folder, space)
-        finally:
-            checkpoints.remove_path(whole)
-
-    def _bring(self, folder: str, whole: Path) -> None:
-        """Download an archived checkpoint. Raises `DigestError` and `StorageError`."""
         assert self._archive is not None
+        whole = space.folder / "archive"
         self._say(f"downloading checkpoint {folder} from the archive")
         try:
             self._archive.bring(folder, whole)
+            self._place_from(whole, folder, space)
         except OSError as exc:
             raise StorageError(f"cannot download checkpoint {folder}: {exc.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        except ValueError as exc:
             raise DigestError(f"checkpoint {folder}: its entry in the archive is damaged ({exc})") from None
+        finally:
+            checkpoints.remove_path(whole)
 
     def _place_from(self, whole: Path, folder: str, space: Workspace) -> None:
         try:
-            commit = json.loads((whole / checkpoints.COMMIT).read_bytes())
-            checkpoint = Complete(name=str(commit["name"]), folder=whole, commit=commit)
-            target = space.watch().place(checkpoint.name, commit["place"])
+            checkpoint = Complete.read(whole / checkpoints.COMMIT, whole)
+            target = space.watch().place(checkpoint.name, checkpoint.commit["place"])
             written: dict[int, set[str]] = {}
-            for key in commit["files"]:
+            for key in checkpoint.commit["files"]:
                 node, _, path = key.partition("/")
                 written.setdefault(int(node[5:]), set()).add(path[len(checkpoint.name) + 1 :])
         except OSError as exc:

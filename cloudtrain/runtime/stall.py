@@ -121,15 +121,15 @@ class Look:
 
     def places(self) -> list[StackPosition]:
         """Return the place of every rank that has not ended."""
-        return [self._place(local, list(lines)) for local, lines in sorted(self._lines.items())]
-
-    def _place(self, local: int, lines: list[str]) -> StackPosition:
-        rank = self._ranks.first_rank + local
-        if local not in self._ranks.pids:
-            return StackPosition(self._node, rank, why="has not started")
-        return innermost_position(
-            self._node, rank, frames_of(lines, self._bottom)[0], code=self._code, bottom=self._bottom
-        )
+        found = []
+        for local, lines in sorted(self._lines.items()):
+            rank, (frames, _) = self._ranks.first_rank + local, frames_of(list(lines), self._bottom)
+            if local in self._ranks.pids:
+                place = innermost_position(self._node, rank, frames, code=self._code, bottom=self._bottom)
+            else:
+                place = StackPosition(self._node, rank, why="has not started")
+            found.append(place)
+        return found
 
 
 # ---------------------------------------------------------------------------------------------------- where all are

@@ -46,19 +46,17 @@ _MALFORMED = (
 )
 
 
-def unpack(archive: Path, target: Path, *, digest: str) -> dict[str, Any]:
+def unpack(archive: Path, target: Path, *, digest: str) -> None:
     """Lay ``archive``, a bundle's tar.gz, out as the new folder ``target``, whole or not at all.
 
-    ``digest`` is the sha256 (hex) of the bundle's manifest. Returns ``{"digest", "files", "bytes"}``, the last two
-    counted over all files and links. Raises `DigestError` for an archive that is not exactly that bundle, or one whose
-    names or links lead out of ``target``. Raises `StorageError` when the archive cannot be read or ``target`` not made
-    (no space, read-only, already there and not empty).
+    ``digest`` is the sha256 (hex) of the bundle's manifest. Raises `DigestError` for an archive that is not exactly
+    that bundle, or one whose names or links lead out of ``target``. Raises `StorageError` when the archive cannot be
+    read or ``target`` not made (no space, read-only, already there and not empty).
     """
     with _one_line(archive, target), gzip.open(archive, "rb") as content, _new_folder(target) as folder:
         bounded = _Bounded(content)
-        rows = _lay_out(bounded, folder, digest)
+        _lay_out(bounded, folder, digest)
         bounded.finish()
-    return {"digest": digest, "files": len(rows), "bytes": sum(row["size"] for row in rows.values())}
 
 
 @contextlib.contextmanager
@@ -112,7 +110,7 @@ class _Bounded:
             pass
 
 
-def _lay_out(content: _Bounded, folder: str, digest: str) -> dict[str, dict[str, Any]]:
+def _lay_out(content: _Bounded, folder: str, digest: str) -> None:
     with tarfile.open(fileobj=content, mode="r|", bufsize=tarfile.RECORDSIZE) as tar:  # type: ignore[call-overload]
         rows = _manifest(tar, digest)
         # Each member: its padded content, its header, and the extended headers a long or unicode name needs.
@@ -135,7 +133,6 @@ def _lay_out(content: _Bounded, folder: str, digest: str) -> dict[str, dict[str,
     for path, row in rows.items():  # after all files, so that none is written through a link
         if "link" in row:
             os.symlink(row["link"], os.path.join(folder, path))
-    return rows
 
 
 def _manifest(tar: tarfile.TarFile, digest: str) -> dict[str, dict[str, Any]]:
@@ -161,16 +158,12 @@ def _check_row(row: Any) -> None:
     if not isinstance(row, dict) or not isinstance(row.get("path"), str) or not isinstance(row.get("link", ""), str):
         raise DigestError("its manifest is malformed")
     path, size = row["path"], row.get("size")
-    if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path or _is_foreign(path):
+    if any(part in ("", ".", "..") for part in path.split("/")) or "\0" in path:
         raise DigestError(f"its manifest lists {path!r}, which is not a name below a folder")
     if path == MANIFEST or not isinstance(size, int) or size < 0 or row.get("mode") not in _MODES:
         raise DigestError(f"its manifest is malformed at {path!r}")
     if not _SHA256.fullmatch(str(row.get("sha256"))) or ("link" in row and size):
         raise DigestError(f"its manifest is malformed at {path!r}")
-
-
-def _is_foreign(path: str) -> bool:
-    return os.sep != "/" and (os.sep in path or ":" in path)
 
 
 def _check_place(path: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -195,7 +188,7 @@ def _leaves(folder: str, link: str, rows: Mapping[str, Mapping[str, Any]]) -> bo
     here = folder.split("/") if folder else []
     todo = link.split("/")[::-1]
     followed = 0
-    if link.startswith("/") or not link or "\0" in link or _is_foreign(link):
+    if link.startswith("/") or not link or "\0" in link:
         return True
     while todo:
         part = todo.pop()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..errors import CloudtrainError
 from ..provider_api.node import SyncAgent
-from .checkpoints import in_parallel, modest
+from .checkpoints import FileState, file_state, in_parallel, modest
 
 __all__ = ["Uploads"]
 
@@ -30,8 +30,6 @@ GIVE_UP_SECONDS = 120.0
 """Longest wait for files after the script's end, while the agent is dead."""
 SWEEP_SECONDS = 30.0
 """Pause between two looks for other files of the node's own to upload, while the agent is dead."""
-
-_State = tuple[int, int]
 
 
 class Uploads:
@@ -57,7 +55,7 @@ class Uploads:
         """Time at which a file last reached the store."""
         self._ending: float | None = None
         self._hurried = False
-        self._put: dict[Path, _State] = {}
+        self._put: dict[Path, FileState] = {}
         self._shown = False
         """True if the agent has ever marked a file."""
         self._busy: set[Path] = set()
@@ -73,11 +71,6 @@ class Uploads:
         self._moved: Callable[[], None] = lambda: None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="uploads", daemon=True)
-
-    @property
-    def temporary(self) -> str:
-        """Return the ending of the names of unfinished files: the agent leaves them alone."""
-        return f".part{self.agent.ignored}"
 
     def start(self, moved: Callable[[], None]) -> None:
         """Begin to look; call ``moved`` for each file that arrives."""
@@ -122,11 +115,8 @@ class Uploads:
 
     def stored(self, path: Path) -> bool:
         """Return whether the file, as it is now, is in the store; or is gone, and need not be."""
-        try:
-            now = _state(path)
-        except OSError:
-            return True
-        return self._put.get(path) == now or self._marked(path, now)
+        now = file_state(path)
+        return now is None or self._put.get(path) == now or self._marked(path, now)
 
     def marks(self, folder: Path) -> bool:
         """Return whether the agent has ever shown its work, in ``folder`` or elsewhere."""
@@ -136,7 +126,7 @@ class Uploads:
                 self._shown = any(name.endswith(ends) for name in os.listdir(folder))
         return self._shown
 
-    def _marked(self, path: Path, state: _State) -> bool:
+    def _marked(self, path: Path, state: FileState) -> bool:
         """Return whether the agent has uploaded the file as it is."""
         with contextlib.suppress(OSError):
             found = os.stat(f"{path}{self.agent.uploaded}").st_mtime_ns >= state[1]
@@ -168,14 +158,9 @@ class Uploads:
         """Look for marks, and upload files in place of a stopped agent."""
         with self._lock:
             pending = {key: set(files) for key, files in self._pending.items()}
-        missing = {key: {path for path in files if not self.stored(path)} for key, files in pending.items()}
-        came = [
-            path
-            for key, files in pending.items()
-            for path in files - missing[key]
-            if path not in self._put and path.exists()
-        ]
-        if came:
+        missing = self._missing(pending)
+        came = (path for key, files in pending.items() for path in files - missing[key] if path not in self._put)
+        if any(path.exists() for path in came):
             self._heard()
         self._settle(missing)
         left = set[Path]().union(*missing.values())
@@ -187,9 +172,7 @@ class Uploads:
                 self._moved()  # a large file takes long
         if left and (self.dead or self._hurried):
             self._bring(pending, left)
-            missing = {
-                key: {path for path in files if not self.stored(path)} for key, files in missing.items() if files
-            }
+            missing = self._missing({key: files for key, files in missing.items() if files})
             self._settle(missing)
             self._give_up({key for key, files in missing.items() if files})
         if self.dead and self._clock() - self._swept >= SWEEP_SECONDS:
@@ -197,6 +180,9 @@ class Uploads:
             if self._sweeper is None or not self._sweeper.is_alive():
                 self._sweeper = threading.Thread(target=self._sweep, name="sweep", daemon=True)
                 self._sweeper.start()
+
+    def _missing(self, expected: dict[str, set[Path]]) -> dict[str, set[Path]]:
+        return {key: {path for path in files if not self.stored(path)} for key, files in expected.items()}
 
     def _bring(self, pending: dict[str, set[Path]], left: set[Path]) -> None:
         """Upload missing files, the newest key's first; stop between two files for a newer key."""
@@ -236,12 +222,12 @@ class Uploads:
 
     def _allowance(self, left: set[Path]) -> float:
         """Return further seconds to wait while the agent uploads a large file."""
-        begun = [path for path in left if os.path.exists(f"{path}{self.agent.uploading}")]
-        sizes = []
-        for path in begun:
+        most = 0
+        for path in left:
             with contextlib.suppress(OSError):
-                sizes.append(path.stat().st_size)
-        return max(sizes, default=0) / SLOW_BYTES
+                os.stat(f"{path}{self.agent.uploading}")
+                most = max(most, path.stat().st_size)
+        return most / SLOW_BYTES
 
     def _die(self) -> None:
         self.dead = True
@@ -255,7 +241,9 @@ class Uploads:
                 return
             self._busy.add(path)
         try:
-            state = _state(path)
+            state = file_state(path)
+            if state is None:
+                return
             self.agent.put(path.relative_to(self._live).as_posix(), path, self._moved)
         except FileNotFoundError:
             return
@@ -297,8 +285,3 @@ class Uploads:
                 with contextlib.suppress(OSError):
                     if path.stat().st_ctime >= self._began:
                         yield path
-
-
-def _state(path: Path) -> _State:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns

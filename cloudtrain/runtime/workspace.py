@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,17 @@ from typing import Any
 from ..errors import CloudtrainError, SpecError, StorageError
 from ..provider_api.node import NodeEnvironment
 from . import gpus, launch
-from .archive import Archive
 from .cause import Failure
 from .checkpoints import Watch
 from .host_facts import cpu_count, scratch_folder
 from .launch import Ranks
 from .logs import LogWriter
 from .metrics import PrintedMetrics
-from .mirror import Mirror
 from .nccl import Recorder
 from .outputs import Outputs
 from .stall import Look
 from .store_checkpoints import Direct, find_newest
 from .unpack import unpack
-from .uploads import Uploads
 
 __all__ = ["Workspace"]
 
@@ -47,11 +43,11 @@ class Workspace:
         self.code, self._home = self.folder / "code", self.folder / "home"
         self.recorder = Recorder(self.folder / "flight-recorder")
         self._worker = self.folder / "worker.py"
-        self._outputs: Outputs | None = None
+        self.outputs: Outputs | None = None
+        """The script's files below its working folder, if they are kept."""
         self._python = sys.executable
         self._export = {**site.export_env}
-        known = {**os.environ, **self._export, **context.get("env", {})}
-        if site.cuda_compat and (words := gpus.compat_library_path(site.cuda_compat, known)):
+        if site.cuda_compat and (words := gpus.compat_library_path(site.cuda_compat, self._environ())):
             self.context = {**context, "env": {**context.get("env", {}), **words}}  # before the job's own folders, too
             log.say(f"driver {gpus.driver_version()} is older than the image's CUDA; the ranks use {site.cuda_compat}")
 
@@ -71,7 +67,7 @@ class Workspace:
             self._install(self.code / self.context["requirements"])
         if limit := self.context["max_outputs"]:
             skip = self.context["checkpoint_paths"]
-            self._outputs = Outputs(self.code, limit=limit, skip=skip, say=self._log.say)
+            self.outputs = Outputs(self.code, limit=limit, skip=skip, say=self._log.say)
         # The started path may be a link; the ranks append exactly this file to sys.path.
         self._package = Path(sys.argv[0]).resolve()
         self._worker.write_bytes(_source_of("worker.py"))
@@ -84,9 +80,13 @@ class Workspace:
         """
         if not gpus.count() or self._site.groups_file or self.context["launcher"] == "command":
             return None
-        environ = {**os.environ, **self._export, **self.context["env"]}
         needed = self.context["launcher"] == "torchrun"  # a script of JAX may load its data with a PyTorch for CPUs
+        environ = self._environ()
         return gpus.trouble(self._python, environ, folder=self._home, say=self._log.say, wait=wait, needed=needed)
+
+    def _environ(self) -> dict[str, str]:
+        """Return the node's environment with the platform's and the job's variables."""
+        return {**os.environ, **self._export, **self.context.get("env", {})}
 
     def note_group(self, pid: int) -> None:
         """Record a process group that was started here, for an engine whose nodes are no containers."""
@@ -124,11 +124,10 @@ class Workspace:
 
     def inputs(self) -> dict[str, str]:
         """Return the path of each channel's folder, or of its file if it is a single one."""
-        return {name: self._input(name, item["file"]) for name, item in self.context["inputs"].items()}
-
-    def _input(self, name: str, file: str | None) -> str:
-        folder = self._site.paths[f"input.{name}"]
-        return os.path.abspath(os.path.join(folder, file) if file else folder)
+        inputs = self.context["inputs"].items()
+        return {
+            name: os.path.abspath(Path(self._site.paths[f"input.{name}"], item["file"] or "")) for name, item in inputs
+        }
 
     def _install(self, requirements: Path) -> None:
         """Install requirements into an environment in scratch that sees all installed packages, torch above all."""
@@ -166,7 +165,7 @@ class Workspace:
 
     def direct(self) -> Direct | None:
         """Return the newest complete checkpoint below `checkpoint_url`. Raises `CloudtrainError`."""
-        environ = {**os.environ, **self._export, **self.context["env"], **self._secrets()}
+        environ = {**self._environ(), **self._secrets()}
         return find_newest(self.checkpoint_url, python=self._python, environ=environ, say=self._log.say)
 
     def readable(self, text: str) -> str:
@@ -175,7 +174,7 @@ class Workspace:
 
     def bring_back(self, live: Path) -> None:
         """Copy an earlier start's artifacts and outputs to where the script left them. Raises `StorageError`."""
-        kinds = {"artifact": self.artifacts, **({"output": self.code} if self._outputs is not None else {})}
+        kinds = {"artifact": self.artifacts, **({"output": self.code} if self.outputs is not None else {})}
         for kind, folder in kinds.items():
             source = live / f"{kind}s" / f"node-{self.node}"
             try:
@@ -190,8 +189,7 @@ class Workspace:
 
     def _nobodys(self, folder: str, names: list[str]) -> list[str]:
         """Return the names that a cut-off mirror, or the platform's agent, has left."""
-        marks = self._site.agent.marks if self._site.agent is not None else ()
-        return [name for name in names if name.endswith(marks) or fnmatchcase(name, ".*.part")]
+        return [name for name in names if name.endswith(self._site.marks) or fnmatchcase(name, ".*.part")]
 
     def failure(self, event: Mapping[str, Any], rank: int) -> Failure:
         """Return a rank's error as a failure."""
@@ -210,42 +208,6 @@ class Workspace:
     def relative(self, file: str | None) -> str | None:
         """Return a path in the code as the user knows it."""
         return file.removeprefix(f"{self.code}{os.sep}") if file else None
-
-    def mirror(
-        self,
-        watch: Watch,
-        *,
-        attempt: str,
-        live: Path,
-        send: Callable[[int, dict[str, Any]], None],
-        peers: Callable[[], set[int]],
-        damaged: Sequence[Path],
-        shapes: Mapping[str, Counter[str]],
-        uploads: Uploads | None = None,
-        archive: Archive | None = None,
-    ) -> Mirror:
-        """Make the mirror of the script's files here; entries that ``watch`` sees now were restored."""
-        return Mirror(
-            node=self.node,
-            nodes=self.nodes,
-            attempt=attempt,
-            live=live,
-            watch=watch,
-            artifacts=self.artifacts,
-            metrics=self.metrics,
-            flush_seconds=self._site.flush_seconds,
-            send=send,
-            peers=peers,
-            say=self._log.say,
-            links=self.folder / "links",
-            outputs=(self._outputs, self.code) if self._outputs is not None else None,
-            keep=self.context["keep_checkpoints"],
-            damaged=damaged,
-            skip={name: entry.signature for name, entry in watch.entries().items()},
-            shapes=shapes,
-            uploads=uploads,
-            archive=archive,
-        )
 
     # --------------------------------------------------------------------------------------------- starting the ranks
 

@@ -36,7 +36,6 @@ from cloudtrain.runtime.checkpoints import (
     read_pointers,
     restore,
     shape_of,
-    sort_key,
     write_pointers,
 )
 from cloudtrain.runtime.logs import LogWriter
@@ -206,7 +205,10 @@ def test_complete_ones_in_order_of_attempt_time_and_number(tmp_path: Path) -> No
     assert [(c.name, c.folder.name) for c in complete(tmp_path)] == [
         ("a", "0.2-7"), ("a", "0.2-8"), ("c", "0.10-1"), ("b", "1.0-1"),
     ]  # fmt: skip
-    assert sort_key({"attempt": "2", "time": 1, "seq": 1}) < sort_key({"attempt": "2.1", "time": 0, "seq": 0})
+    one, other = ({"attempt": "2", "time": 1, "seq": 1}, {"attempt": "2.1", "time": 0, "seq": 0})
+    assert (
+        Complete(name="a", folder=tmp_path, commit=one).order < Complete(name="a", folder=tmp_path, commit=other).order
+    )
 
 
 @pytest.mark.parametrize(

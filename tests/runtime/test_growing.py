@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -36,8 +37,12 @@ class One:
         )
 
     def here(self) -> dict[str, str]:
-        found = (path for path in self.live.rglob("*") if path.is_file())
-        return {path.relative_to(self.live).as_posix(): path.read_text() for path in found}
+        found = {}
+        for path in self.live.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a temporary file that has its name by now
+                if path.is_file():
+                    found[path.relative_to(self.live).as_posix()] = path.read_text()
+        return found
 
     def until(self, what: Callable[[], Any], seconds: float = 15) -> None:
         deadline = time.monotonic() + seconds

@@ -149,7 +149,7 @@ def test_a_file_that_is_being_written_waits_for_the_second_look_but_not_at_the_e
 def mirrored(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GrowingOutputs:
     monkeypatch.setattr(module, "OUTPUT_SECONDS", 0.05)
     thread = GrowingOutputs(
-        folder.outputs, folder.path, tmp_path / "live", moved=lambda path, done: None, complain=folder.said.append
+        folder.outputs, tmp_path / "live", moved=lambda path, done: None, complain=folder.said.append
     )
     thread.start()
     return thread

@@ -122,8 +122,7 @@ def test_any_names_and_contents_arrive(tree: dict[str, bytes]) -> None:
                 continue
         archive, made = packed(root)
         target = Path(folder, "out/code")
-        result = unpack(archive, target, digest=made.digest)
-        assert result == {"digest": made.digest, "files": len(made.files), "bytes": made.size}
+        unpack(archive, target, digest=made.digest)
         assert bundle(target).manifest() == made.manifest()
         assert os.listdir(target.parent) == ["code"]
 
@@ -171,7 +170,8 @@ GOOD = Forged([row("a"), link_row("l", "a")], member("a"), link_member("l", "a")
 
 def test_the_forger_itself_makes_good_archives(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(GOOD.bytes)
-    assert unpack(tmp_path / "x", tmp_path / "out", digest=GOOD.digest)["files"] == 2
+    unpack(tmp_path / "x", tmp_path / "out", digest=GOOD.digest)
+    assert sorted(os.listdir(tmp_path / "out")) == ["a", "l"]
 
 
 @pytest.mark.parametrize(

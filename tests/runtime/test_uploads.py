@@ -101,7 +101,7 @@ class Fleet:
                     node=node, nodes=nodes, attempt=attempt, live=root / "live", watch=watch,
                     artifacts=root / "artifacts", metrics=root / "metrics.jsonl", links=root / "links",
                     send=self._sender(node), peers=lambda: set(range(nodes)), say=self.say, keep=keep, uploads=uploads,
-                    archive=Archive(root / "live", objects, temporary=uploads.temporary) if objects else None,
+                    archive=Archive(root / "live", objects, temporary=agent.temporary) if objects else None,
                     damaged=damaged,
                 )
             )  # fmt: skip

@@ -69,10 +69,10 @@ def test_outputs_come_back_to_the_working_folder(tmp_path: Path) -> None:
     put(tmp_path / "live/outputs/node-1/b.txt")
     space.bring_back(tmp_path / "live")
     assert not (space.code / "out").exists(), "this job keeps no outputs"
-    space._outputs = Outputs(space.code, limit=100, skip=(), say=lambda line: None)
+    space.outputs = Outputs(space.code, limit=100, skip=(), say=lambda line: None)
     space.bring_back(tmp_path / "live")
     assert {p.relative_to(space.code).as_posix() for p in space.code.rglob("*.*")} == {"train.py", "out/a.txt"}
-    assert set(space._outputs.look(final=True)) == {"out/a.txt"}
+    assert set(space.outputs.look(final=True)) == {"out/a.txt"}
 
 
 def test_nothing_there_is_nothing_to_bring(space: Workspace, tmp_path: Path) -> None:
