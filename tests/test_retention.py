@@ -17,7 +17,7 @@ from cloudtrain import cli
 from cloudtrain.errors import ConflictError, NotFoundError, StorageError
 from cloudtrain.job.job import Job
 from cloudtrain.runs import submit as submit_module
-from cloudtrain.runs.listing import list_runs
+from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.submit import Plan, make_plan, submit
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage.files import TransferOptions, files
@@ -323,10 +323,10 @@ def test_a_run_that_was_collected_leaves_the_list_with_its_marks_of_folders(
         dead = ["dead", "dead/live", "dead/live/logs", "dead/live/logs/0.0"]
         for mark in (*dead, "kept", "kept/live", "empty", "empty/live"):
             blobs.upload_blob(f"{path}/runs/{mark}", b"", metadata={"hdi_isfolder": "true"})
-        assert [row["run_id"] for row in list_runs(store)] == ["kept", "dead"]
+        assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept", "dead"]
         (found,) = (item for item in collect(store, older_than=0, delete=True).found if item.kind == "run")
         assert (found.key, found.files) == ("runs/dead", 1)
-        assert [row["run_id"] for row in list_runs(store)] == ["kept"]
+        assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept"]
         left = {name.removeprefix(f"{path}/runs/") for name in blobs.list_blob_names(name_starts_with=f"{path}/runs/")}
     assert left == {"kept", "kept/live", "kept/run.json"}
 

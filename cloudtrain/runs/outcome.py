@@ -47,7 +47,7 @@ LEAST_SLACK, MOST_SLACK = 5.0, 120.0
 FAILURE_FIELDS = ("node", "rank", "exception", "file", "line", "traceback", "process_exit_code")
 #: Prefix of the reason of a run that was cancelled and has not ended yet.
 CANCELLING = "cancelling since"
-#: Fields of result.json for `list_runs`, not part of the result.
+#: Fields of result.json for `list_page`, not part of the result.
 LIST_FIELDS = ("name", "created")
 
 Record = Mapping[str, Any]

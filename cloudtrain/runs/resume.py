@@ -12,11 +12,11 @@ from pathlib import Path, PurePath
 
 from ..errors import AuthError, NotFoundError, SpecError
 from ..job.job import is_run_id
-from ..settings.settings import Settings, StoreCredentials
+from ..settings.settings import Settings
 from ..storage.local_disk import local_path, normalize
 from ..store.checkpoint import resumable
 from ..store.resume_copy import followed
-from ..store.store import Store
+from ..store.store import Store, in_store
 from ..validate import did_you_mean, url_scheme
 from .pull import newest_pulled
 
@@ -113,8 +113,7 @@ def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, fold
     is accepted: the nodes may be able to. ``folder`` is the path that the id would name.
     """
 
-    def look(caller: StoreCredentials) -> SpecError | None:
-        found = Store(place, storage=caller, moving=settings.moving)
+    def look(found: Store) -> SpecError | None:
         if not found.files.exists(f"runs/{run_id}/run.json"):
             hints = [did_you_mean(run_id, found.runs())]
             hints += [f"for the folder of that name: ./{run_id}"] if folder and folder.exists() else []
@@ -130,7 +129,7 @@ def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, fold
         return None
 
     try:
-        wrong = settings.let_in(place, look)
+        wrong = in_store(place, settings, look)
     except (AuthError, SpecError):
         return
     if wrong is not None:

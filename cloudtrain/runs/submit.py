@@ -21,14 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
-from ..errors import (
-    AuthError,
-    CloudtrainError,
-    ConflictError,
-    SpecError,
-    StorageError,
-    scrubbed,
-)
+from ..errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError, scrubbed
 from ..job.entry_point import check_script
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
 from ..job.provenance import digest_of, in_background, origin_of
@@ -146,14 +139,10 @@ class Plan:
     def document(self) -> dict[str, Any]:
         """Return plain JSON; equal plans give equal documents. Sizes are bytes, times seconds. Missing settings have
         placeholders."""
-        return self._placed() | ({"fallbacks": [plan._placed() for plan in self.further]} if self.further else {})
-
-    def _placed(self) -> dict[str, Any]:
-        document: dict[str, Any] = with_placeholders(self._document(), self.provider_name, self.missing)
-        return document
+        return self._document() | ({"fallbacks": [plan._document() for plan in self.further]} if self.further else {})
 
     def _document(self) -> dict[str, Any]:
-        return {
+        document = {
             "run_id": self.run_id,
             "run": self.run_url,
             "provider": self.provider_name,
@@ -174,6 +163,7 @@ class Plan:
             "layout": dataclasses.asdict(self.layout),
             "request": self.request.to_dict(),
         }
+        return dict(with_placeholders(document, self.provider_name, self.missing))
 
     def _code(self) -> dict[str, Any]:
         return {
@@ -295,11 +285,11 @@ def make_plan(
         inputs=inputs,
         origin=origin_of(bundle.git, os.environ),
     )
-    layout = _resumed(layout, job.resume_from, store, chosen, settings, cwd, ask=not preview, follows=follows)
-    dependencies = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
-    source = dataclasses.replace(
-        job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=dependencies
-    )
+    if job.resume_from is not None:
+        resumed = _resumed(job.resume_from, store, chosen, settings, cwd, ask=not preview, follows=follows)
+        layout = dataclasses.replace(layout, **resumed)
+    extra = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
+    source = dataclasses.replace(job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=extra)
     # As it is recorded: the script relative to the code, and no folder of this machine.
     recorded = {"entry_point": bundle.entry_point, "source_dir": None, "dependencies": (), "exclude": ()}
     job, whole = job.replace(**recorded), whole.replace(**recorded)
@@ -348,36 +338,18 @@ def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request
 
 
 def _resumed(
-    layout: Layout,
-    given: str | None,
-    store: Store,
-    provider: Provider,
-    settings: Settings,
-    cwd: Path,
-    *,
-    ask: bool,
-    follows: bool,
-) -> Layout:
-    """Return ``layout`` with the folder URL of ``resume_from``, and the URL that it is a copy of, if any.
+    given: str, store: Store, provider: Provider, settings: Settings, cwd: Path, *, ask: bool, follows: bool
+) -> dict[str, Any]:
+    """Return the layout's URL of the folder ``given`` by ``resume_from``, and the URL that it is a copy of, if any.
 
     The folder is a run's complete checkpoints, in the run's newest place, or the user's own.
     """
-    if given is None:
-        return layout
     from ..store.resume_copy import place_for
     from .resume import checkpoints_url
 
     url = checkpoints_url(given, store=store, settings=settings, cwd=cwd, ask=ask, follows=follows)
     there = place_for(url, store, provider.schemes)
-    return dataclasses.replace(layout, resume=there or url, resume_source=url if there else None)
-
-
-def _check_resumed(url: str | None, settings: Settings) -> None:
-    """Raise `SpecError` if the run that a saved plan resumes from has moved to another place."""
-    from ..store.resume_copy import followed
-
-    if url and (now := followed(url, settings, ask=True)) != url:
-        raise SpecError(f"{url} went on to {now}; plan again with that", field="resume_from")
+    return {"resume": there or url, "resume_source": url if there else None}
 
 
 def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
@@ -395,15 +367,12 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
 
 def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Path) -> Plan:
     """Return one of the plans in the file at ``path``."""
+    from ..store.resume_copy import followed
+
     try:
-        job, layout, request = (
-            Job.from_dict(data["job"]),
-            Layout.from_dict(data["layout"]),
-            Request.from_dict(data["request"]),
-        )
-        source = Source(**data["source"])
-        missing = tuple(data.get("missing", ()))
-        if missing:
+        job, layout = Job.from_dict(data["job"]), Layout.from_dict(data["layout"])
+        source, request = Source(**data["source"]), Request.from_dict(data["request"])
+        if missing := tuple(data.get("missing", ())):
             raise refusal(data["provider"], missing, file=settings.file)
         chosen = settings.make_provider(data["provider"], **data["settings"])
     except (ValueError, KeyError, TypeError) as exc:
@@ -417,7 +386,9 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
     if inputs != dict(layout.inputs):
         raise SpecError("an input has changed since it was planned; plan again", field="plan")
-    _check_resumed(layout.resume_source or layout.resume, settings)
+    resumed = layout.resume_source or layout.resume
+    if resumed and (now := followed(resumed, settings, ask=True)) != resumed:
+        raise SpecError(f"{resumed} went on to {now}; plan again with that", field="resume_from")
     return Plan(
         job=job,
         source=source,
@@ -451,11 +422,10 @@ def link_fallbacks(plans: Sequence[Plan]) -> Plan:
         if taken.count(url) > 1:
             why = f"{without_secrets(url.rpartition('/runs/')[0])} is that of two places; each needs one of its own"
             raise SpecError(why, field="store")
-    whole = list(plans)
-    for number in reversed(range(len(whole))):  # each has those that follow it
-        first, further = taken[0] if number else "", tuple(whole[number + 1 :])
-        whole[number] = dataclasses.replace(whole[number], first=first, further=further)
-    return whole[0]
+    following: tuple[Plan, ...] = ()
+    for plan in reversed(plans[1:]):  # each has those that follow it
+        following = (dataclasses.replace(plan, first=taken[0], further=following), *following)
+    return dataclasses.replace(plans[0], first="", further=following)
 
 
 def _check_names(job: Job) -> None:
@@ -570,13 +540,24 @@ def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
 
 
 def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> Staged:
-    """Upload what the store lacks; return the amounts."""
+    """Upload what the store lacks, and copy a new run's remote data that its nodes cannot read; return the amounts."""
     say("uploading what the store lacks")
+    layout, store = plan.layout, plan.store
     zipped = plan.runtime or partial(runtime_zip.build, plan.node_half or type(plan.provider))
-    staged = plan.store.stage(
-        plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say
-    )
-    return dataclasses.replace(staged, data_bytes=staged.data_bytes + _copied(plan, moved, say))
+    staged = store.stage(layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say)
+    sources = layout.resume_source or any(item.source for item in layout.inputs.values())
+    if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
+        return staged
+    from ..store.remote_inputs import bring
+    from ..store.resume_copy import carry
+
+    try:
+        copied = bring(store, layout, left=plan.left, progress=moved, say=say)
+        copied += carry(store, layout, settings=plan.settings, left=plan.left, progress=moved, say=say)
+    except BaseException:
+        store.withdraw(plan.run_id)
+        raise
+    return dataclasses.replace(staged, data_bytes=staged.data_bytes + copied)
 
 
 def run_of_plan(plan: Plan, staged: Staged | None = None) -> Run:
@@ -584,38 +565,16 @@ def run_of_plan(plan: Plan, staged: Staged | None = None) -> Run:
     return Run(store=plan.store, run_id=plan.run_id, provider=plan.provider, settings=plan.settings, staged=staged)
 
 
-def _copied(plan: Plan, moved: Progress | None, say: Callable[[str], None]) -> int:
-    """Copy a new run's inputs that its nodes cannot read into the store; return the bytes that moved."""
-    layout, store = plan.layout, plan.store
-    sources = layout.resume_source or any(item.source for item in layout.inputs.values())
-    if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
-        return 0
-    from ..store.remote_inputs import bring
-    from ..store.resume_copy import carry
-
-    try:
-        copied = bring(store, layout, left=plan.left, progress=moved, say=say)
-        return copied + carry(store, layout, settings=plan.settings, left=plan.left, progress=moved, say=say)
-    except BaseException:
-        store.withdraw(plan.run_id)
-        raise
-
-
 def _record(plan: Plan) -> dict[str, Any]:
-    following: list[Mapping[str, Any]] = [*(_told(item) for item in plan.further)] or [*plan.rest]
+    following: list[Mapping[str, Any]] = [*map(_plan_record, plan.further)] or [*plan.rest]
     extra = {"fallbacks": following, "first": plan.first, "refusals": list(plan.refusals)}
-    return {
-        "protocol": 1,
-        "version": _version.__version__,
-        "created": time.time(),
-        **_told(plan),
-        **{key: value for key, value in extra.items() if value},
-    }
+    head = {"protocol": 1, "version": _version.__version__, "created": time.time()}
+    return {**head, **_plan_record(plan), **{key: value for key, value in extra.items() if value}}
 
 
-def _told(plan: Plan) -> dict[str, Any]:
+def _plan_record(plan: Plan) -> dict[str, Any]:
     """Return the entries of run.json about a plan itself."""
-    document = plan.document()
+    document = plan._document()
     return {
         **{key: document[key] for key in ("run_id", "run", "provider", "settings", "job", "job_digest", "layout")},
         "code": {key: document["code"][key] for key in ("digest", "entry_point", "bytes", "git")},
@@ -686,22 +645,18 @@ def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
         before, now = _fields(record.get("job", {})), _fields(plan.job.to_dict())
         words += [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     if (digest := record["code"].get("digest")) != plan.layout.code_digest:
-        words += _changes(plan, str(digest)) or ["the code"]
+        from ..job.bundle import changes
+
+        try:
+            changed = changes(plan.bundle, plan.store.files.read(f"code/{digest}/code.tar.gz"))
+        except (FileNotFoundError, StorageError, ValueError):  # the store no longer has it
+            changed = []
+        words += changed or ["the code"]
     return ConflictError(
         f"{plan.run_id!r} is already the id of another job in {plan.store.url}; different: {_listed(words)}",
         field="run_id",
         hint="choose another --run-id; to find this run again, undo the change",
     )
-
-
-def _changes(plan: Plan, digest: str) -> list[str]:
-    """Return the differences from the code of ``digest``; empty if the store no longer has it."""
-    from ..job.bundle import changes
-
-    try:
-        return changes(plan.bundle, plan.store.files.read(f"code/{digest}/code.tar.gz"))
-    except (FileNotFoundError, StorageError, ValueError):
-        return []
 
 
 def _fields(value: Any, name: str = "") -> dict[str, Any]:

@@ -18,13 +18,13 @@ from typing import Any
 
 from ..errors import NotFoundError, StorageError
 from ..job.job import is_run_id
-from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
+from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Entry, parallel
 from ..storage.lease import FOLDER, MARK, GcLease
 from ..storage.lease import SECONDS as LEASE
 from ..storage.local_disk import TEMP, local_path, normalize
 from ..validate import json_loads
-from .store import Store
+from .store import Store, in_store
 
 __all__ = ["OLDER_THAN", "Collected", "Leftover", "collect", "collect_at"]
 
@@ -95,13 +95,8 @@ def collect_at(
     path = local_path(url)
     if path is not None and not path.is_dir():
         raise NotFoundError(f"there is no store at {path}", field="store")
-
-    def opened(caller: StoreCredentials) -> Store:
-        store = Store(url, storage=caller, moving=settings.moving)
-        store.files.names("runs")
-        return store
-
-    return collect(settings.let_in(url, opened), older_than=older_than, delete=delete, say=say)
+    store, _ = in_store(url, settings, lambda store: (store, store.files.names("runs")))
+    return collect(store, older_than=older_than, delete=delete, say=say)
 
 
 def collect(

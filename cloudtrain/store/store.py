@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import DigestError, NotFoundError, SpecError, StorageError, scrubbed
 from ..job.job import Input, Job, check_run_id, is_run_id
 from ..provider_api.protocol import Layout, LayoutInput, Request
 from ..runtime.checkpoint_names import METADATA
+from ..settings.settings import Settings
 from ..storage.digest_cache import LocalTree, TreeFile, check_unchanged, hash_tree
 from ..storage.files import Entry, Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
 from ..storage.lease import FOLDER, announce, withdraw
@@ -39,10 +40,13 @@ __all__ = [
     "Store",
     "TreeFile",
     "expect",
+    "in_store",
     "run_folder",
     "to_json",
 ]
 
+
+T = TypeVar("T")
 
 RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes of remote data that can be copied into a store if nodes cannot read them."""
@@ -514,6 +518,14 @@ def _checked(url: str) -> str:
         why = f"{url_scheme(url)} cannot create a file exclusively, so two clients could start one run"
         raise SpecError(f"{url!r} cannot be a store: {why}", field="store", hint=how)
     return url
+
+
+def in_store(url: str, settings: Settings, use: Callable[[Store], T]) -> T:
+    """Return the result of ``use`` for the store at ``url``, opened with the first identity of ``settings`` that may.
+
+    Raises the errors of ``use``, and `AuthError` if no identity has access.
+    """
+    return settings.let_in(url, lambda caller: use(Store(url, storage=caller, moving=settings.moving)))
 
 
 def run_folder(run_id: str) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from servers import AZURITE_ACCOUNT, AZURITE_KEY
 
-from cloudtrain.runs.listing import list_runs
+from cloudtrain.runs.listing import list_page
 from cloudtrain.runtime.checkpoints import replace_file
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.record import write_record
@@ -225,7 +225,9 @@ def test_what_a_node_writes_reaches_the_store_and_leaves_it_again(azure_url: str
     assert store.files.read("runs/dead/live/checkpoints/step-1/0.0-1/node-0/weights") == source.read_bytes()
     with mounted(f"{store.url}/runs/dead/live", tmp_path / "again", proxy, tmp_path / "logs") as live:
         assert (live / "checkpoints/step-1/0.0-1/node-0/weights").read_bytes() == source.read_bytes()
-    assert [row["run_id"] for row in list_runs(store)] == ["kept", "dead"]
+    assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept", "dead"]
     assert [item.key for item in collect(store, older_than=0, delete=True).found] == ["runs/dead"]
-    assert [row["run_id"] for row in list_runs(store)] == ["kept"], "marks of folders that the mount made"
+    assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept"], (
+        "marks of folders that the mount made"
+    )
     assert "runs/dead" not in store.files.names("runs")
