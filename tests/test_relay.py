@@ -55,7 +55,7 @@ class Place:
         job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": url or self.source}})
         placed, trees = self.store.inputs(job, self.schemes, cwd=Path.cwd())
         assert trees == []
-        return self.store.layout(run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
+        return Layout(store=self.store.url, run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
 
     def bring(self, run_id: str = "run-1", **given: Any) -> int:
         try:
@@ -208,7 +208,9 @@ def test_a_copy_in_the_place_before_needs_no_source(gcs_url: str, s3_url: str, a
     place.bring()
     left = PreviousPlace(place.store, place.layout())
     files(place.source).write("x", b"newer")
-    unlike = PreviousPlace(place.store, place.store.layout(run_id="r", code_digest="c", runtime_digest="f", inputs={}))
+    unlike = PreviousPlace(
+        place.store, Layout(store=place.store.url, run_id="r", code_digest="c", runtime_digest="f", inputs={})
+    )
     assert after.bring(left=left) == 5
     assert after.copied() == {"x": b"first"}
     assert after.bring(left=unlike) == 5, "another run's copy"

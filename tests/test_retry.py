@@ -84,7 +84,7 @@ def numbered(ends: list[Status]) -> list[Status]:
 def begun(tmp_path: Path, *ends: Status, chooses: bool = False, **fields: Any) -> tuple[Run, Platform]:
     """A run whose first attempt was sent, on a platform where attempts end so; which ``chooses`` a GPU of the list."""
     store, job = Store(str(tmp_path)), Job.make(entry_point="train.py", **fields)
-    layout = store.layout(run_id="r", code_digest="c", runtime_digest="d")
+    layout = Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d")
     platform = Platform(numbered(list(ends)), chooses=chooses)
     plain = {"store": store.url, "run_id": "r", "code_digest": "c", "runtime_digest": "d", "inputs": {}, "resume": None}
     store.create_run(layout, {"job": job.to_dict(), "provider": "memory", "settings": {}, "layout": plain})

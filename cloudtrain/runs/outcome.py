@@ -200,14 +200,10 @@ def _reason(record: Record, failure: Record | None) -> str:
         return f"{who} raised {first_line(str(failure['exception']))}{place}"
     if told or code is None:
         return f"{who}: {told or 'ended without a word'}"
-    return f"{who} was killed by {_signal(-code)}" if code < 0 else f"{who} exited with code {code}"
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    if code >= 0:
+        return f"{who} exited with code {code}"
+    known = -code in [*signal.Signals]
+    return f"{who} was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def first_line(text: str) -> str:
@@ -280,7 +276,7 @@ def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, 
     told = _told(root) if root is not None else None
     remarks = root.get("remarks", []) if root is not None else []
     reason = told.reason if told is not None else ""
-    where = (told.failure if told is not None else None) or _notice(root) or {}
+    where = (told.failure if told is not None else None) or {"node": (root or {}).get("told")}  # a stop signal's node
     resumed = next((r["resumed_from"] for r in records if r.get("resumed_from")), "")
     begins = [r["started"] for r in [*records, before] if r.get("started")]
     return replace(
@@ -294,11 +290,6 @@ def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, 
         rank=info.rank if info.rank is not None else where.get("rank"),
         lost=after.get("lost"),
     )
-
-
-def _notice(root: Record | None) -> Record | None:
-    """Return the node that got a stop signal, if the attempt ended for that."""
-    return {"node": root["told"]} if root is not None and root.get("told") is not None else None
 
 
 def attempt_row(info: AttemptInfo) -> dict[str, Any]:

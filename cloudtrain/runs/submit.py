@@ -36,7 +36,7 @@ from ..storage.local_disk import local_path
 from ..store import runtime_zip
 from ..store.store import LocalTree, Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
-from .handover import REFUSALS, settle_refusal
+from .handover import REFUSALS, settle_refusal, unsent_attempt
 from .retry import category_of, deliver, error_of, secret_values, write_context
 from .run import Run
 from .summary import summary
@@ -276,10 +276,10 @@ def make_plan(
     if job.launcher != "command" and bundle.entry_point:
         check_script(bundle.root, bundle.entry_point)
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
-    if run_id is not None:
-        check_run_id(run_id)
-    layout = store.layout(
-        run_id=run_id or (f"{job.name[:35].rstrip('-')}-plan" if preview else new_run_id(job.name)),
+    draft = f"{job.name[:35].rstrip('-')}-plan"
+    layout = Layout(
+        store=store.url,
+        run_id=check_run_id(run_id or (draft if preview else new_run_id(job.name))),
         code_digest=bundle.digest,
         runtime_digest=runtime_zip.digest(type(chosen)),
         inputs=inputs,
@@ -489,9 +489,11 @@ def submit(
         if there is not None and there.to_dict() != plan.request.to_dict():
             raise _recorded_otherwise(plan)
     run = run_of_plan(plan, staged)
-    request = _to_send(plan)
-    if request is None:
+    # The platform may have forgotten a sent request; another machine's platform does not know it. A waiting client
+    # sends further attempts.
+    if unsent_attempt(run) != 0:
         return run
+    request = plan.request
     say(f"submitting to {plan.provider_name}")
     try:
         native = deliver(run, request, values)
@@ -581,18 +583,6 @@ def _plan_record(plan: Plan) -> dict[str, Any]:
         "runtime": plan.layout.runtime_digest,
         "moving": plan.store.moving._asdict(),
     }
-
-
-def _to_send(plan: Plan) -> Request | None:
-    """Return the request of the first attempt; None if it was sent or refused, or the run has ended.
-
-    The platform may have forgotten a sent one, and another machine's platform does not know it. A waiting client sends
-    further attempts.
-    """
-    store, run_id = plan.store, plan.run_id
-    known = any(look(run_id, 0) is not None for look in (store.submitted, store.refused))
-    over = known or store.cancelled(run_id) or store.result(run_id) is not None
-    return None if over or max(store.attempts(run_id), default=0) else plan.request
 
 
 def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:

@@ -101,27 +101,6 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------ plan: no network
 
-    def layout(
-        self,
-        *,
-        run_id: str,
-        code_digest: str,
-        runtime_digest: str,
-        inputs: Mapping[str, LayoutInput] | None = None,
-        resume: str | None = None,
-        origin: Mapping[str, str] | None = None,
-    ) -> Layout:
-        """Return every URL of the run. Raises `SpecError` for a bad run id."""
-        return Layout(
-            store=self.url,
-            run_id=check_run_id(run_id),
-            code_digest=code_digest,
-            runtime_digest=runtime_digest,
-            inputs=dict(inputs or {}),
-            resume=resume,
-            origin=dict(origin or {}),
-        )
-
     def inputs(self, job: Job, schemes: frozenset[str], *, cwd: Path) -> tuple[dict[str, LayoutInput], list[LocalTree]]:
         """Return each channel's place for the nodes, and the local trees to stage. Reads local files only.
 

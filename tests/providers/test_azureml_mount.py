@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from servers import AZURITE_ACCOUNT, AZURITE_KEY
 
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.runs.listing import list_page
 from cloudtrain.runtime.checkpoints import replace_file
 from cloudtrain.runtime.logs import LogWriter
@@ -203,7 +204,7 @@ def mark(url: str) -> None:
 
 def test_what_a_node_writes_reaches_the_store_and_leaves_it_again(azure_url: str, proxy: str, tmp_path: Path) -> None:
     store = Store(f"{azure_url}/{uuid.uuid4().hex[:8]}")
-    layout = store.layout(run_id="kept", code_digest="a" * 64, runtime_digest="b" * 64)
+    layout = Layout(store=store.url, run_id="kept", code_digest="a" * 64, runtime_digest="b" * 64)
     store.create_run(layout, {"protocol": 1, "layout": {"code_digest": "a" * 64, "runtime_digest": "b" * 64}})
     source = tmp_path / "weights"
     source.write_bytes(os.urandom(3 << 20))

@@ -20,7 +20,7 @@ from worlds.sagemaker.plane import REGISTRY, Plane
 
 from cloudtrain.errors import AuthError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import recorded_settings
+from cloudtrain.provider_api.protocol import Layout, recorded_settings
 from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.listing import recorded_runs as listed_runs
 from cloudtrain.runs.reconcile import reconcile
@@ -260,7 +260,7 @@ def recorded(account: Account, provider: str, run_id: str) -> None:
     made = account.settings(profile="ann").make_provider(provider)
     store = Store(account.store, storage=made.storage, moving=TransferOptions(mover=account.mover))
     job = Job.make(entry_point="train.py", image=f"{REGISTRY}/team/trainer:1", max_runtime="1h")
-    layout = store.layout(run_id=run_id, code_digest="c", runtime_digest="d")
+    layout = Layout(store=store.url, run_id=run_id, code_digest="c", runtime_digest="d")
     own = recorded_settings(type(made).Settings, dataclasses.asdict(made.settings))
     store.create_run(layout, {"run_id": run_id, "provider": provider, "settings": own, "job": job.to_dict()})
 
