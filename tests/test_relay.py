@@ -444,7 +444,7 @@ def test_the_copy_of_a_client_that_was_killed_is_taken_over_when_its_lease_has_e
             patch.setattr(lease, "time", clock)
             assert place.bring("run-2", say=said.append) > 0
         assert clock.slept >= LEASE or not held, "not before the lease has ended"
-        assert (said[0] == f"waiting: somebody else copies {place.source}") == held
+        assert (said[0] == f"waiting: another client copies {place.source}") == held
         assert place.copied() == whole
         assert not place.store.files.exists(mark)
         assert place.bring("run-3") == 0

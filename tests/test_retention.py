@@ -338,6 +338,7 @@ _RACER = """
 import random, time
 from cloudtrain.errors import StorageError
 from cloudtrain.store.gc import collect
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.store.store import Store
 store, number = Store(sys.argv[1]), int(sys.argv[2])
 dice, missing = random.Random(number), []

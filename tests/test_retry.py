@@ -438,5 +438,5 @@ def test_what_is_not_known_of_the_cost_is_said(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("infra"), DONE, retries=1, max_cost=5)
     said: list[str] = []
     run.wait(retry=Retry(run, said.append))
-    assert said == ["no further attempt: nobody knows what is left of max_cost"]
+    assert said == ["no further attempt: the use so far is unknown, so the rest of max_cost cannot be computed"]
     assert platform.sent == []

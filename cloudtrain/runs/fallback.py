@@ -159,7 +159,7 @@ def _newest(plans: Sequence[Plan]) -> Plan:
             return plan
         with_recorded_origin(plan)
         if noted["run"] != following.run_url:
-            raise ConflictError(f"{plan.run_id!r} went on to {noted['run']}; choose another id", field="run_id")
+            raise ConflictError(f"{plan.run_id!r} continued at {noted['run']}; choose another id", field="run_id")
     return plans[-1]
 
 
@@ -244,7 +244,7 @@ class FallbackPolicy(Retry):
         def leave() -> None:
             reason = f"{result['reason']}; it went on to {plan.run_url}"
             if not handover.decide(run.store, run.run_id, plan.run_url, run._kept({**result, "reason": reason})):
-                raise ConflictError(f"{run.url} went on elsewhere", field="run_id")
+                raise ConflictError(f"{run.url} was moved elsewhere by another client", field="run_id")
             if run.store.cancelled(run.run_id):  # the cancelling client looks here next, so one of the two acts
                 plan.store.cancel(plan.run_id)
 

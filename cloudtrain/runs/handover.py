@@ -246,16 +246,16 @@ def refusals_of(run: Run, natives: Collection[int] = ()) -> list[dict[str, Any]]
     return found
 
 
-def refusal_of(run: Run, said: Record, choice: int) -> dict[str, Any]:
-    """Return this place's refusal for one GPU of the list, with category and reason from ``said``."""
+def refusal_of(run: Run, refused: Record, choice: int) -> dict[str, Any]:
+    """Return this place's refusal for one GPU of the list, with category and reason from ``refused``."""
     gpus = run.job.at(run.provider_name).resources.gpu
     return {
         "run": run.url,
         "provider": run.provider_name,
         "place": region_of_provider(run.provider),
         "gpu": gpus[choice] if choice < len(gpus) else None,
-        "category": said["category"],
-        "reason": said["reason"],
+        "category": refused["category"],
+        "reason": refused["reason"],
     }
 
 

@@ -250,7 +250,7 @@ class _Pull:
                     bring()
             self.records()
         except FileNotFoundError as exc:
-            raise StorageError(f"{exc.filename or exc} went away while it was pulled; pull again") from exc
+            raise StorageError(f"{exc.filename or exc} was deleted during the pull; pull again") from exc
         finally:  # also after a failure: files that came are not fetched again
             self.remember()
         return PullReport(

@@ -69,7 +69,7 @@ def reconcile_run(run: Run, *, environ: Mapping[str, str], say: Say | None = Non
 def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float) -> tuple[Row, Exception | None]:
     done: list[str] = []
 
-    def told(text: str) -> None:
+    def log(text: str) -> None:
         done.append(text)
         if say is not None:
             say(f"{run.run_id}: {text}")
@@ -78,7 +78,7 @@ def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float)
     try:
         row["provider"] = run.provider_name
         result = patiently(
-            lambda: run.reconcile(retry=FallbackPolicy(run, told, environ=environ), say=told), seconds=patience
+            lambda: run.reconcile(retry=FallbackPolicy(run, log, environ=environ), say=log), seconds=patience
         )
     except Exception as exc:  # noqa: BLE001 - one unreadable run must not stop the others
         return {**row, "error": one_line(exc), "exit_code": _code(exc)}, exc

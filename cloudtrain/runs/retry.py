@@ -258,13 +258,13 @@ def _left(job: Job, result: Mapping[str, Any], now: float) -> tuple[Job | None, 
     left: dict[str, Any] = {"max_runtime": int(job.max_runtime - seconds_of(spans, now))}
     if left["max_runtime"] < 1:
         return None, "max_runtime is used up"
-    for name, told in (("max_cost", "estimate_usd"), ("max_gpu_hours", "gpu_hours")):
+    for name, used in (("max_cost", "estimate_usd"), ("max_gpu_hours", "gpu_hours")):
         most = getattr(job, name)
         if most is None:
             continue
-        spent = result["cost"][told] if result["attempts"] or result["native_id"] else 0.0  # all were refused
+        spent = result["cost"][used] if result["attempts"] or result["native_id"] else 0.0  # all were refused
         if spent is None:
-            return None, f"nobody knows what is left of {name}"
+            return None, f"the use so far is unknown, so the rest of {name} cannot be computed"
         if spent >= most:
             return None, f"{name} is used up"
         left[name] = most - spent

@@ -231,7 +231,7 @@ class Run:
         if not natives:
             return self._unsubmitted(last, refused), natives
         newest = max(natives)
-        status = self._told(newest, self._ask(newest, natives[newest]))
+        status = self._with_expiry(newest, self._query(newest, natives[newest]))
         if status.final and newest < last and not self.store.cancelled(self.run_id):
             if refused is not None:
                 finished = status.finished if refused.final else None
@@ -287,7 +287,7 @@ class Run:
         reason = f"recorded but never submitted; submit the same job again with --run-id {self.run_id}, or cancel it"
         return Status(state="pending", reason=reason)
 
-    def _ask(self, attempt: int, native: str) -> Status:
+    def _query(self, attempt: int, native: str) -> Status:
         """Return the provider's status; if it no longer knows the job, one made of the nodes' records."""
         try:
             return self.provider.status(native)
@@ -299,7 +299,7 @@ class Run:
             state = "succeeded" if root["outcome"] == "succeeded" else "failed"
             return Status(state=state, native="gone", reason="the platform no longer knows the job")
 
-    def _told(self, attempt: int, status: Status, exits: Sequence[Record] | None = None) -> Status:
+    def _with_expiry(self, attempt: int, status: Status, exits: Sequence[Record] | None = None) -> Status:
         """Return the platform's status of an attempt, as expired if a client stopped it for lack of machines."""
         cancelled = status.state == "cancelled" and self.store.cancelled(self.run_id)
         by_us = status.state == "cancelled" and not cancelled
@@ -372,11 +372,11 @@ class Run:
         exits = self.store.exits(self.run_id)
         newest = natives[max(natives)] if natives else ""
         last = {native: k for k, native in natives.items()}
-        said = {
+        statuses = {
             native: status if native == newest else self._old_status(k, native, exits) for native, k in last.items()
         }
         starts = self.store.starts(self.run_id)
-        attempts = attempts_of(said, natives, exits, starts)
+        attempts = attempts_of(statuses, natives, exits, starts)
         verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
         refusals, reason = handover.refusals_of(self, natives), verdict.reason
         if not status.final and (since := self.store.cancelled_since(self.run_id)) is not None:
@@ -395,12 +395,12 @@ class Run:
             "failure": verdict.failure,
             "attempts": [attempt_row(info) for info in attempts],
             "checkpoint": self._checkpoint_row(final=status.final),
-            "cost": self._cost(said, natives, attempts),
+            "cost": self._cost(statuses, natives, attempts),
             **({"refusals": refusals} if refusals else {}),
         }
 
     def _cost(
-        self, said: Mapping[str, Status], natives: Mapping[int, str], attempts: Sequence[AttemptInfo]
+        self, statuses: Mapping[str, Status], natives: Mapping[int, str], attempts: Sequence[AttemptInfo]
     ) -> dict[str, Any]:
         def request_of(native: str) -> Request | None:
             first = min(k for k, known in natives.items() if known == native)
@@ -409,12 +409,12 @@ class Run:
         settings, name = getattr(self.provider, "settings", None), self.provider_name
         prices, region = getattr(settings, "prices", None), catalog.region_of(settings)
         account = Account(job=self.job.at(name), provider=name, prices=prices, region=region)
-        return cost_of(account, said, attempts, request_of, self._clock())
+        return cost_of(account, statuses, attempts, request_of, self._clock())
 
     def _old_status(self, attempt: int, native: str, exits: Sequence[Record]) -> Status:
         """Return an earlier attempt's status; a platform that forgot it or does not answer is not an error here."""
         try:
-            return self._told(attempt, self._patiently(lambda: self.provider.status(native)), exits)
+            return self._with_expiry(attempt, self._patiently(lambda: self.provider.status(native)), exits)
         except CloudtrainError:
             return Status(state="failed")
 
@@ -424,14 +424,14 @@ class Run:
         Empty if none waits, or the provider cannot tell: only one with its nodes' logs on this machine can.
         """
         natives = self._known.natives
-        said = extras_of(self.provider).stuck(natives[max(natives)]) if natives else {}
-        if not said:
+        reasons = extras_of(self.provider).stuck(natives[max(natives)]) if natives else {}
+        if not reasons:
             return ""
         there = {item.name for item in self.store.checkpoints(self.run_id)}
-        left = [name for name in said if name not in there]
+        left = [name for name in reasons if name not in there]
         words = f"{len(left)} checkpoint{'s wait' if len(left) > 1 else ' waits'}"
         place = local_path(self.store.url) or self.store.url
-        return f"{words}: {said[left[-1]]} on {place}" if left else ""
+        return f"{words}: {reasons[left[-1]]} on {place}" if left else ""
 
     def _checkpoint_row(self, *, final: bool) -> dict[str, Any] | None:
         newest = self.checkpoint()

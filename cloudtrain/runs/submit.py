@@ -359,10 +359,10 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
     """
     try:
         data = json_loads(path.read_bytes())
-        told = [data, *data.get("fallbacks", ())]
+        plans = [data, *data.get("fallbacks", ())]
     except (OSError, ValueError, AttributeError, TypeError) as exc:
         raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
-    return link_fallbacks([_loaded(item, path, settings=settings, cwd=cwd) for item in told])
+    return link_fallbacks([_loaded(item, path, settings=settings, cwd=cwd) for item in plans])
 
 
 def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Path) -> Plan:
@@ -472,11 +472,11 @@ def submit(
         _check_not_refused(run_of_plan(known), say)
     elif not plan.first:  # a run that continues from other places records its refusals
         _check_this_machine(plan)
-    told = _origin(plan) if known is None else dict[str, Any]
+    origin = _origin(plan) if known is None else dict[str, Any]
     plan = known or plan
     staged = _staged(plan, say, moved)
     say("recording the run")
-    if not plan.store.create_run(plan.layout, {**_record(plan), "origin": told()}):
+    if not plan.store.create_run(plan.layout, {**_record(plan), "origin": origin()}):
         plan = with_recorded_origin(plan) or plan
     if decide is not None:
         decide()

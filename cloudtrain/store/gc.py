@@ -166,7 +166,9 @@ def _collected(store: Store, named: _Named, older_than: int, now: float, *, dele
 def _refuse_unreadable(named: _Named) -> None:
     if named.unreadable:
         names = ", ".join(sorted(named.unreadable)[:3])
-        raise StorageError(f"nothing is removed: run.json of {names} cannot be read, so nobody knows what it needs")
+        raise StorageError(
+            f"nothing is removed: run.json of {names} cannot be read, so the files that it needs are unknown"
+        )
 
 
 class _Named:

@@ -245,7 +245,7 @@ class Copy:
         if self._is_whole(found, self._store.record(self._manifest)):
             return 0
         mark = f"{FOLDER}/copying-{self._address}"
-        waits = f"waiting: somebody else copies {self._shown}"
+        waits = f"waiting: another client copies {self._shown}"
         with Lease(self._store.files, mark, seconds=LEASE, say=self._say, waits=waits) as sole:
             found = self._list()  # the wait may have been long
             record = self._store.record(self._manifest)
@@ -340,9 +340,9 @@ class Copy:
         users = []
         for key, entry in found.items():
             record = self._store.record(key) if key.endswith(".json") and now - entry.modified < ANNOUNCED else None
-            who = str((record or {}).get("for"))
-            if self._address in (record or {}).get("copied", ()) and who != self._run_id:
-                users += [] if self._store.files.exists(f"runs/{who}/run.json") else [who]
+            user = str((record or {}).get("for"))
+            if self._address in (record or {}).get("copied", ()) and user != self._run_id:
+                users += [] if self._store.files.exists(f"runs/{user}/run.json") else [user]
         return users
 
     # ------------------------------------------------------------------------------------------------------------ bytes
@@ -436,7 +436,7 @@ class Copy:
         if changed:
             raise StorageError(f"{self._shown}: {min(changed)} changed while it was copied; start again")
         if wrong:
-            raise StorageError(f"{self._at(min(wrong))} is not what was written; somebody else writes there")
+            raise StorageError(f"{self._at(min(wrong))} is not what was written: another client writes there")
 
     def _save(self, sole: Lease, *, complete: bool) -> None:
         with self._lock:

@@ -142,7 +142,7 @@ def carry(
                 break
         else:
             raise SpecError(f"{place.title}: nothing complete and undamaged to resume from", field=FIELD)
-    raise StorageError(f"{place.title}: checkpoints go away faster than they can be copied; start again")
+    raise StorageError(f"{place.title}: its checkpoints were deleted faster than they could be copied; start again")
 
 
 def _with_run(place: _Place, store: Store) -> Store:

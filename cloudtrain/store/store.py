@@ -133,7 +133,8 @@ class Store:
         if not unread or local_path(self.url) is not None or url_scheme(self.url) not in schemes:
             return _placed(item, item.url, file)
         if file is None and scheme in ("http", "https"):
-            raise SpecError(f"{item.url} names no file, and nobody can list what is below it", field=f"inputs.{name}")
+            why = f"{item.url} names no file, and HTTP cannot list a folder"
+            raise SpecError(why, field=f"inputs.{name}", hint="give the URL of one file")
         source = item.url if file else item.url.rstrip("/")
         url = self._data(hashlib.sha256(f"{_COPIED}{source}".encode()).hexdigest(), file)
         return dataclasses.replace(_placed(item, url, file), source=source)
@@ -573,5 +574,5 @@ def next_of(store: Store, run_id: str) -> dict[str, Any] | None:
     key = f"{run_folder(run_id)}/next.json"
     noted = store.record(key)
     if noted is not None and not (isinstance(noted.get("run"), str) and isinstance(noted.get("result"), dict)):
-        raise StorageError(f"{store.url}/{key} does not say where the run went on; it is none of cloudtrain's")
+        raise StorageError(f"{store.url}/{key} is malformed: it names no run")
     return noted
