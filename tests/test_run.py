@@ -1080,7 +1080,7 @@ def test_the_clock_of_an_attempt_that_was_refused_is_its_own(world: World) -> No
 def test_between_two_attempts_a_run_is_pending_to_whoever_looks(world: World) -> None:
     world.platform = ClientRetried()
     world.recorded(retries=1).attempt(0, failed())
-    seen = [(status.state, status.reason) for status in world.run()._along()]
+    seen = [(status.state, status.reason) for status in world.run()._statuses_until_final()]
     told = ("pending", "attempt 0 ended: exit status 1; another one may follow")
     assert len(seen) > 1
     assert seen == [*[told] * (len(seen) - 1), ("failed", "exit status 1")]

@@ -118,12 +118,13 @@ def submit_with_fallbacks(
     refusal. If all refuse, raises the last refusal with the earlier ones in its message and as its ``refusals``.
     """
     say = note or progress or (lambda _: None)
+    deliver = partial(send, environ=environ, progress=progress, moved=moved)
     if not plan.further and len(plan.job.resources.gpu) < 2:
-        return send(plan, environ=environ, progress=progress, moved=moved)
+        return deliver(plan)
     plans = (plan, *plan.further)
     newest = _newest(plans)
     try:
-        run = send(newest, environ=environ, progress=progress, moved=moved)
+        run = deliver(newest)
     except (CapacityError, QuotaError) as exc:
         run = run_of_plan(newest)
         refused = _refused(run)
@@ -238,7 +239,9 @@ class FallbackPolicy(Retry):
         from ..store.remote_inputs import PreviousPlace
 
         left = PreviousPlace(run.store, Layout.from_dict(run.record["layout"]))
-        plan = dataclasses.replace(self._following(), refusals=tuple(refusals), left=left)
+        (record, *rest) = handover.fallbacks_of(run)
+        following = self._plans.get(str(record["run"])) or self._recorded(record, rest)
+        plan = dataclasses.replace(following, refusals=tuple(refusals), left=left)
         self._say(f"{_refusal_text(refusals[-1])}; going on to {name_of(plan)}")
 
         def leave() -> None:
@@ -270,11 +273,6 @@ class FallbackPolicy(Retry):
             self._say(f"{name_of(plan)} refused it: {exc}")
 
     # -------------------------------------------------------------------------------------- the next place, as recorded
-
-    def _following(self) -> Plan:
-        """Return the plan of the next place."""
-        (record, *rest) = handover.fallbacks_of(self._run)
-        return self._plans.get(str(record["run"])) or self._recorded(record, rest)
 
     def _recorded(self, record: Mapping[str, Any], rest: Sequence[Mapping[str, Any]]) -> Plan:
         """Return the plan of a place made from its record alone; ``rest`` are the places after it."""

@@ -21,7 +21,6 @@ from ..job.own_files import PULL_STATE
 from ..provider_api.protocol import Status, extras_of_type
 from ..provider_api.registry import find_provider
 from ..runtime.checkpoint_names import METADATA, newer_than_metadata
-from ..runtime.segments import Span, distinct, span_of
 from ..storage.digest_cache import DigestCache, stat_key
 from ..storage.files import Progress, files, parallel
 from ..storage.local_disk import inside, local_path, safe
@@ -29,6 +28,7 @@ from ..storage.replace_folder import aside, discard, files_below, prune, swap, t
 from ..store.checkpoint import Checkpoint, newest_checkpoint, numbers_of, resumable
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import did_you_mean, json_loads
+from .log_sources import index_segments
 from .metrics import json_rows, merge_metrics
 
 __all__ = ["PULL_KINDS", "PullReport", "merge_metrics", "newest_pulled", "parse_selection", "pull"]
@@ -49,7 +49,6 @@ _SAVED = 2.0  # seconds after which what has come is written down, for a pull th
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors of this machine's disk, which waiting for a remote store does not cure."""
 TRIES = 3  # for a checkpoint, or a log, that changes while it is fetched
-_SEGMENT = re.compile(r"(\d+\.\d+)/(node-\d+)/([^/]+)")
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 _NODE = re.compile(r"node-(\d+)/(.+)")
 _CHOICE = re.compile(r"latest|best|all|step=\d+")
@@ -379,11 +378,8 @@ class _Pull:
 
     def _segments(self, below: str = "") -> dict[str, list[_Source]]:
         """Return the log segments in order, by the file that they make."""
-        groups: dict[str, list[tuple[Span, _Source]]] = {}
-        for name, source in self._below("live/logs", below):
-            if (match := _SEGMENT.fullmatch(name)) and (span := span_of(match[3])):
-                groups.setdefault(f"logs/{match[1]}/{match[2]}.log", []).append((span, source))
-        return {path: [source for _, source in distinct(found)] for path, found in groups.items()}
+        index = index_segments(self._below("live/logs", below))
+        return {f"logs/{attempt}/node-{n}.log": [s for _, s in found] for (attempt, n), found in index.items()}
 
     def metrics(self) -> None:
         found = [

@@ -42,7 +42,10 @@ def checkpoints_url(given: str, *, store: Store, settings: Settings, cwd: Path, 
     """
     bare = is_bare(given)
     if bare:
-        url = f"{store.url}/runs/{_checked(given)}"
+        if not is_run_id(given):
+            hint = f"give the id of a run; for a file or folder, write ./{given}"
+            raise SpecError(f"{given!r} is not the id of a run", field=FIELD, hint=hint)
+        url = f"{store.url}/runs/{given}"
     else:
         try:
             url = normalize(settings.resolved(given, ask=ask), cwd=cwd)
@@ -54,25 +57,14 @@ def checkpoints_url(given: str, *, store: Store, settings: Settings, cwd: Path, 
     url = followed(url, settings, ask=follows)
     path = local_path(url)
     run = _RUN.fullmatch(url)
-    if run is None or not is_run_id(run[2]) or not (bare or path is None or _is_run(run[1], run[2])):
+    record = local_path(f"{run[1]}/runs/{run[2]}/run.json") if run is not None else None
+    if run is None or not is_run_id(run[2]) or not (bare or record is None or record.exists()):
         if path is not None:
             _check_folder(path, given)
         return url
     if follows or path is not None:
         _check_run(run[1], run[2], settings, sends=follows, folder=cwd / given if bare else None)
     return f"{run[1]}/runs/{run[2]}/live/checkpoints"
-
-
-def _checked(word: str) -> str:
-    if not is_run_id(word):
-        hint = f"give the id of a run; for a file or folder, write ./{word}"
-        raise SpecError(f"{word!r} is not the id of a run", field=FIELD, hint=hint)
-    return word
-
-
-def _is_run(store: str, run_id: str) -> bool:
-    record = local_path(f"{store}/runs/{run_id}/run.json")
-    return record is not None and record.exists()
 
 
 def _pulled(path: Path, given: str) -> Path | None:

@@ -195,7 +195,7 @@ class Run:
         Raises the provider's errors, and `LostContactError` if the platform does not answer.
         """
         self._follow_handover()
-        return self._current()[0]
+        return self._current_status()[0]
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None."""
@@ -210,24 +210,24 @@ class Run:
         stored = self.store.result(self.run_id)
         if stored is not None:
             return public_result(stored)
-        return self._conclude(*self._live())
+        return self._conclude(*self._platform_status())
 
-    def _current(self) -> tuple[Status, dict[int, str]]:
+    def _current_status(self) -> tuple[Status, dict[int, str]]:
         """Return the status from result.json, else from the platform; and the native ids by attempt, oldest first."""
         result = self.store.result(self.run_id)
         if result is None:
-            return self._live()
+            return self._platform_status()
         noted = {k: self.store.submitted(self.run_id, k) for k in sorted(self.store.attempts(self.run_id))}
         return status_of(result), {k: str(item["native_id"]) for k, item in noted.items() if item}
 
-    def _live(self) -> tuple[Status, dict[int, str]]:
+    def _platform_status(self) -> tuple[Status, dict[int, str]]:
         """Return the platform's status of the newest submitted attempt, and all native ids."""
         recorded, self._known.unsent = self.store.attempts(self.run_id), None
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
         if refused is not None and self._native(last) is not None:
-            return self._live()  # another client was sending it meanwhile
+            return self._platform_status()  # another client was sending it meanwhile
         if not natives:
             return self._unsubmitted(last, refused), natives
         newest = max(natives)
@@ -355,7 +355,7 @@ class Run:
         while result["state"] in FINAL and not handover.may_continue(self, result):
             if not self._is_late(result):
                 return self._keep(result)
-            result = self._compute(*self._live())
+            result = self._compute(*self._platform_status())
         return result
 
     def _is_late(self, result: Result) -> bool:
@@ -549,7 +549,7 @@ class Run:
         self._check()
         natives: dict[int, str] = {}
         try:
-            status, natives = self._current()
+            status, natives = self._current_status()
             over = status.final
         except LostContactError as exc:
             yield from tail.give_up(exc)
@@ -566,14 +566,14 @@ class Run:
         stored = self.store.result(self.run_id)
         if stored is not None:
             return public_result(stored)
-        status, natives = self._live()
+        status, natives = self._platform_status()
         if not status.final and self.store.cancelled(self.run_id):
             self.cancel()  # the cancelling client may have died before it asked
             say("asked the platform again to stop it")
-            status, natives = self._live()
+            status, natives = self._platform_status()
         elif reason := self._expire(status, natives):
             say(f"stopping attempt {max(natives)}: {reason}")
-            status, natives = self._live()
+            status, natives = self._platform_status()
         result = self._settled(self._conclude(status, natives), retry)
         while result is None:
             result = self._settled(self.result(), retry)
@@ -688,7 +688,7 @@ class Run:
         while True:
             if self._ticks() >= due:
                 with self._listening(contact):
-                    found, natives = self._current()
+                    found, natives = self._current_status()
                     unsent = self._known.unsent  # sending, or a listener that looks at the run, forgets it
                     status = found if acts else self._between(found, natives)
                     if acts:
@@ -785,9 +785,9 @@ class Run:
         for an unknown word in ``what``, and with ``follow`` the errors of `logs`.
         """
         bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
-        return bring(along=self._along() if follow else None, clock=self._ticks)
+        return bring(along=self._statuses_until_final() if follow else None, clock=self._ticks)
 
-    def _along(self) -> Iterator[Status]:
+    def _statuses_until_final(self) -> Iterator[Status]:
         """Yield statuses until the run has ended, and keep its result then, or leave that to the next client."""
         events = self._events(tail=None, poll=None, patience=PATIENCE, deadline=None)
         for last in (event for event in events if isinstance(event, Status)):
@@ -832,7 +832,7 @@ class Run:
         if self.store.result(self.run_id) is not None:
             return True
         try:
-            status, natives = self._live()
+            status, natives = self._platform_status()
             return status.final and not handover.may_continue(self, self._compute(status, natives))
         except CloudtrainError:
             return False

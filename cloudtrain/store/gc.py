@@ -122,7 +122,7 @@ def collect(
             if say:
                 say(f"removed {item.key}")
         for name in named.without:
-            if is_run_id(name) and not named.names(name) and not store.files.entries(f"runs/{name}"):
+            if is_run_id(name) and name not in named and not store.files.entries(f"runs/{name}"):
                 store.files.prune(f"runs/{name}")
         deleting.check()
     return done
@@ -210,7 +210,7 @@ class _Named:
         self._words.update(_WORD.findall(text), _DIGEST.findall(text))
         return data
 
-    def names(self, word: str) -> bool:
+    def __contains__(self, word: str) -> bool:
         return word in self._words
 
 
@@ -231,7 +231,7 @@ def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
     folders = [(kind, name) for kind, name in dict.fromkeys(folders) if _DIGEST.fullmatch(name)]
     folders += [("runs", name) for name in sorted(named.without) if is_run_id(name)]
     for top, name in folders:
-        if named.names(name):
+        if name in named:
             continue
         folder, manifest = f"{top}/{name}", f"data/manifests/{name}.json" if top == "data" else ""
         # The manifest goes first: a tree without one is half an upload, and no client takes it for complete.
