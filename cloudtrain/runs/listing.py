@@ -130,9 +130,11 @@ def list_page(
     for number, (row, run) in enumerate(records):
         if isinstance(run, _Gone) or not wanted.takes(row):
             continue
-        row = _stands(row, run, cost="cost" in wanted.columns)
+        row = _with_status(row, run, cost="cost" in wanted.columns)
+        # A run of an unknown time is dated by its row.
         undated = since is not None and places[number].time == -math.inf
-        if (not wanted.states or row["state"] in wanted.states) and not (undated and _is_before(row, since)):
+        early = undated and (row["created"] or "") < (iso_time(since) or "")
+        if (not wanted.states or row["state"] in wanted.states) and not early:
             rows.append(row)
         if len(rows) == limit:
             following = ids[number] if number + 1 < len(ids) else None
@@ -178,10 +180,6 @@ def newest_run(store: str, settings: Settings = NO_SETTINGS) -> str | None:
     places, _ = _places(opened.store, opened.ids)
     keys = ((place.run_id, f"{run_folder(place.run_id)}/run.json") for place in places)
     return next((run_id for run_id, key in keys if opened.store.record(key) is not None), None)
-
-
-def _is_before(row: Row, since: float | None) -> bool:
-    return row["created"] is None or row["created"] < (iso_time(since) or "")
 
 
 def _places(store: Store, ids: Sequence[str]) -> tuple[list[_Place], str]:
@@ -336,23 +334,17 @@ def _run_record(store: Store, run_id: str) -> dict[str, Any]:
     return checked_run(record, ("provider", "settings", "job"), f"{store.url}/{key}")
 
 
-def _stands(row: Row, run: Run | Exception | None, *, cost: bool = False) -> Row:
+def _with_status(row: Row, run: Run | Exception | None, *, cost: bool) -> Row:
+    """Return ``row`` with the platform's status of the run, if it has no result yet; ``cost`` takes more requests."""
     if run is None:
         return row
-    return {**row, **(_asked(run, cost) if isinstance(run, Run) else _unknown(run))}
-
-
-def _asked(run: Run, cost: bool) -> Row:
-    """Return the platform's status of the run; with ``cost`` also its cost so far, which takes more requests."""
+    if isinstance(run, Exception):
+        return {**row, "state": "unknown", "reason": one_line(run)}
     try:
         if cost:
             result = run.result()
-            return {key: result[key] for key in ("state", "category", "reason", "cost")}
+            return {**row, **{key: result[key] for key in ("state", "category", "reason", "cost")}}
         status = run.status()
     except Exception as exc:  # noqa: BLE001 - nor must one platform that fails
-        return _unknown(exc)
-    return {"state": status.state, "category": status.category or None, "reason": first_line(status.reason)}
-
-
-def _unknown(exc: Exception) -> Row:
-    return {"state": "unknown", "reason": one_line(exc)}
+        return _with_status(row, exc, cost=cost)
+    return {**row, "state": status.state, "category": status.category or None, "reason": first_line(status.reason)}

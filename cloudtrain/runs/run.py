@@ -709,7 +709,8 @@ class Run:
             if contact.lost:
                 with contextlib.suppress(StorageError):  # the store itself may not answer
                     yield from tail.rest() if tail is not None else ()
-                raise self._gone(contact, patience)
+                kind = LostContactError if isinstance(contact.error, LostContactError) else StorageError
+                raise kind(f"{contact.error} (for {patience:.0f} s now; what was submitted goes on: {self.url})")
             if deadline is not None and self._ticks() >= deadline:
                 raise LostContactError(f"run {self.run_id} has not ended in the time given; it goes on: {self.url}")
             pause = first if tail is not None and tail.flowing else min(longest, pause * 2)
@@ -753,10 +754,6 @@ class Run:
         else:
             if resets:
                 contact.heard(None)
-
-    def _gone(self, contact: Contact, patience: float) -> CloudtrainError:
-        kind = LostContactError if isinstance(contact.error, LostContactError) else StorageError
-        return kind(f"{contact.error} (for {patience:.0f} s now; what was submitted goes on: {self.url})")
 
     # ------------------------------------------------------------------------------------------------- pull and cancel
 

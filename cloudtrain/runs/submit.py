@@ -489,20 +489,17 @@ def submit(
         if there is not None and there.to_dict() != plan.request.to_dict():
             raise _recorded_otherwise(plan)
     run = run_of_plan(plan, staged)
-    # The platform may have forgotten a sent request; another machine's platform does not know it. A waiting client
-    # sends further attempts.
+    # A platform may have forgotten a sent request, so the records decide. A waiting client sends further attempts.
     if unsent_attempt(run) != 0:
         return run
-    request = plan.request
     say(f"submitting to {plan.provider_name}")
     try:
-        native = deliver(run, request, values)
+        native = deliver(run, plan.request, values)
     except (AuthError, *REFUSALS) as exc:
         # The submitter gets an error, so no other client may send it later.
         with contextlib.suppress(CloudtrainError):
-            reason = str(exc)
-            plan.store.write_refused(plan.run_id, request.attempt, category=category_of(exc), reason=reason)
-            settle_refusal(plan.store, plan.run_id, request.attempt, say=say)
+            plan.store.write_refused(plan.run_id, 0, category=category_of(exc), reason=str(exc))
+            settle_refusal(plan.store, plan.run_id, 0, say=say)
             if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows
                 return run  # it was accepted nevertheless
         raise

@@ -252,8 +252,11 @@ class Copy:
             if self._is_whole(found, record):
                 return 0
             there = self._store.files.list(f"data/{self._address}")
-            if record is not None and not self._is_there(found, record, there):
-                self._refuse_while_used(found, record)
+            if record is not None:
+                # A copy may be whole and unmarked: the client that was about to change it has died.
+                whole = self._is_whole(found, {**record, "complete": True})
+                if not whole or there != {self._at(path): entry.size for path, entry in found.items()}:
+                    self._refuse_while_used(found, record)
             return self._copy(found, record or {}, there, sole)
 
     def _is_whole(self, found: Mapping[str, Entry], record: Mapping[str, Any] | None) -> bool:
@@ -261,12 +264,6 @@ class Copy:
         files = (record or {}).get("files") or {}
         whole = record is not None and record.get("complete") is True and len(files) == len(found)
         return whole and all(_is_copy(files.get(path), entry) for path, entry in found.items())
-
-    def _is_there(self, found: Mapping[str, Entry], record: Mapping[str, Any], there: Mapping[str, int]) -> bool:
-        """Return whether an unmarked copy is complete: the client that was about to change it has died."""
-        return self._is_whole(found, {**record, "complete": True}) and there == {
-            self._at(path): entry.size for path, entry in found.items()
-        }
 
     def _copy(
         self, found: Mapping[str, Entry], record: Mapping[str, Any], there: Mapping[str, int], sole: Lease

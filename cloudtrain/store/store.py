@@ -445,17 +445,14 @@ class Store:
         """Return the complete checkpoints, oldest first: every file in commit.json exists with its size."""
         found: dict[tuple[str, str, int], Checkpoint] = {}
         for folder in ("live/checkpoints", "archive/checkpoints"):  # a checkpoint that moves meanwhile is in the second
-            for item in self._committed(f"{run_folder(run_id)}/{folder}"):
-                found.setdefault((item.name, item.attempt, item.seq), item)
+            root = f"{run_folder(run_id)}/{folder}"
+            sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
+            matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
+            commits = parallel(self.record, [f"{root}/{match[0]}" for match in matches])
+            for match, commit in zip(matches, commits, strict=True):
+                if item := mirrored(root, match, commit, sizes):
+                    found.setdefault((item.name, item.attempt, item.seq), item)
         return sorted(found.values(), key=age)
-
-    def _committed(self, root: str) -> list[Checkpoint]:
-        """Return the complete checkpoints below one folder."""
-        sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
-        matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
-        commits = parallel(lambda match: self.record(f"{root}/{match[0]}"), matches)
-        found = [mirrored(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
-        return [item for item in found if item]
 
     def direct(self, run_id: str) -> list[Checkpoint]:
         """Return the checkpoints that a script wrote to the store itself, oldest first.
