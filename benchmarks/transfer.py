@@ -83,13 +83,14 @@ end()
 AGAIN = """
 from pathlib import Path
 from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.store.store import Store
 from cloudtrain.storage.files import Moving
 store = Store(url, moving=Moving(mover="obstore"))
 job = Job.make(entry_point="train.py", inputs={"train": path})
 def stage():
     _, trees = store.inputs(job, frozenset({"s3"}), cwd=Path(path))
-    layout = store.layout(run_id="r", code_digest="c", runtime_digest="d")
+    layout = Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d")
     return store.stage(layout, archive=lambda: b"code", pyz=b"pyz", trees=trees)
 stage()
 begin()

@@ -356,7 +356,7 @@ def test_where_a_run_went_is_followed_to_its_end_and_nothing_else_is_taken_for_i
     foreign.parent.mkdir(parents=True)
     for text in ('{"x": 1}', '{"run": 7, "result": {}}', '{"run": "s3://b/runs/old"}'):
         foreign.write_text(text)
-        with pytest.raises(StorageError, match=r"/f/runs/old/next.json does not say where the run went on"):
+        with pytest.raises(StorageError, match=r"/f/runs/old/next.json is malformed: it names no run"):
             followed(f"file://{tmp_path}/f/runs/old", NONE, ask=ask)
 
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from cloudtrain.errors import StorageError
 from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.storage import digest_cache
 from cloudtrain.storage.digest_cache import KEPT, SEEN, SETTLED, DigestCache, cache_folder
 from cloudtrain.store.store import Store
@@ -251,7 +252,7 @@ def test_an_unchanged_tree_is_staged_again_without_being_read(
 
     def submit() -> tuple[str, int]:
         _, (found,) = store.inputs(job, frozenset({"none"}), cwd=tree)
-        layout = store.layout(run_id="r", code_digest="c", runtime_digest="d")
+        layout = Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d")
         moved = store.stage(layout, archive=lambda: b"", pyz=b"", trees=[found]).data_bytes
         return found.digest, moved
 

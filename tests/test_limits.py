@@ -171,7 +171,7 @@ def begun(tmp_path: Path, name: str, job: Job, ends: list[Status]) -> tuple[Run,
 
 
 def layout_in(store: Store) -> Layout:
-    return store.layout(run_id="r", code_digest="c", runtime_digest="d")
+    return Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d")
 
 
 def failed(machine: str, *, started: float | None = T0, finished: float | None = T0 + 900, **more: Any) -> Status:

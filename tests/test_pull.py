@@ -439,7 +439,7 @@ def test_a_file_that_is_taken_away_meanwhile_is_one_line(world: World, tmp_path:
         return read(key)
 
     store.files.read = taken  # type: ignore[method-assign]
-    with pytest.raises(StorageError, match="went away while it was pulled"):
+    with pytest.raises(StorageError, match="was deleted during the pull"):
         pull(store, "r1", tmp_path / "out")
     assert (tmp_path / "out" / "artifacts" / "a").read_text() == "x"
 

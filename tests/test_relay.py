@@ -55,7 +55,7 @@ class Place:
         job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": url or self.source}})
         placed, trees = self.store.inputs(job, self.schemes, cwd=Path.cwd())
         assert trees == []
-        return self.store.layout(run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
+        return Layout(store=self.store.url, run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
 
     def bring(self, run_id: str = "run-1", **given: Any) -> int:
         try:
@@ -208,7 +208,9 @@ def test_a_copy_in_the_place_before_needs_no_source(gcs_url: str, s3_url: str, a
     place.bring()
     left = PreviousPlace(place.store, place.layout())
     files(place.source).write("x", b"newer")
-    unlike = PreviousPlace(place.store, place.store.layout(run_id="r", code_digest="c", runtime_digest="f", inputs={}))
+    unlike = PreviousPlace(
+        place.store, Layout(store=place.store.url, run_id="r", code_digest="c", runtime_digest="f", inputs={})
+    )
     assert after.bring(left=left) == 5
     assert after.copied() == {"x": b"first"}
     assert after.bring(left=unlike) == 5, "another run's copy"
@@ -442,7 +444,7 @@ def test_the_copy_of_a_client_that_was_killed_is_taken_over_when_its_lease_has_e
             patch.setattr(lease, "time", clock)
             assert place.bring("run-2", say=said.append) > 0
         assert clock.slept >= LEASE or not held, "not before the lease has ended"
-        assert (said[0] == f"waiting: somebody else copies {place.source}") == held
+        assert (said[0] == f"waiting: another client copies {place.source}") == held
         assert place.copied() == whole
         assert not place.store.files.exists(mark)
         assert place.bring("run-3") == 0

@@ -16,8 +16,9 @@ from servers import race
 from cloudtrain import cli
 from cloudtrain.errors import ConflictError, NotFoundError, StorageError
 from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.runs import submit as submit_module
-from cloudtrain.runs.listing import list_runs
+from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.submit import Plan, make_plan, submit
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage.files import TransferOptions, files
@@ -63,7 +64,7 @@ def fill(store: Store) -> None:
 
 
 def run(store: Store, run_id: str, **digests: str) -> None:
-    layout = store.layout(run_id=run_id, code_digest=digests["code"], runtime_digest=digests["runtime"])
+    layout = Layout(store=store.url, run_id=run_id, code_digest=digests["code"], runtime_digest=digests["runtime"])
     inputs = {"train": {"url": f"{store.url}/data/{digests.get('data', DATA)}"}}
     record = {"code_digest": layout.code_digest, "runtime_digest": layout.runtime_digest, "inputs": inputs}
     assert store.create_run(layout, {"protocol": 1, "layout": record})
@@ -147,7 +148,7 @@ def test_a_run_that_a_newer_version_names_counts_too(store: Store) -> None:
 
 
 def test_what_is_being_staged_stays(store: Store) -> None:
-    layout = store.layout(run_id="crashed", code_digest=OLD_CODE, runtime_digest=OLD_RUNTIME)
+    layout = Layout(store=store.url, run_id="crashed", code_digest=OLD_CODE, runtime_digest=OLD_RUNTIME)
     assert store.stage(layout, archive=lambda: b"never", pyz=b"never").code_bytes == 0
     assert told(collect(store, older_than=0, delete=True)) == {row for row in LEFT if row[0] in ("data", "upload")}
     store.create_run(layout, {"protocol": 1, "layout": {"code_digest": OLD_CODE, "runtime_digest": OLD_RUNTIME}})
@@ -156,7 +157,7 @@ def test_what_is_being_staged_stays(store: Store) -> None:
 
 
 def test_an_announcement_of_a_client_that_died_runs_out(local: Store) -> None:
-    layout = local.layout(run_id="dead", code_digest=OLD_CODE, runtime_digest=OLD_RUNTIME)
+    layout = Layout(store=local.url, run_id="dead", code_digest=OLD_CODE, runtime_digest=OLD_RUNTIME)
     local.stage(layout, archive=lambda: b"", pyz=b"")
     assert f"code/{OLD_CODE}" not in {item.key for item in collect(local, older_than=0).found}
     age(local, FOLDER, days=ANNOUNCED / DAY + 1)
@@ -187,7 +188,9 @@ def test_half_written_files_of_a_local_store(local: Store) -> None:
 
 def test_empty_folders_of_runs_go_but_not_one_that_is_being_staged(local: Store) -> None:
     runs = Path(local.url.removeprefix("file://")) / "runs"
-    local.stage(local.layout(run_id="next", code_digest=CODE, runtime_digest=RUNTIME), archive=lambda: b"", pyz=b"")
+    local.stage(
+        Layout(store=local.url, run_id="next", code_digest=CODE, runtime_digest=RUNTIME), archive=lambda: b"", pyz=b""
+    )
     for name in ("next/live", "empty/live/logs", "Not_A_Run/live", "kept/live/checkpoints"):
         (runs / name).mkdir(parents=True, exist_ok=True)
     before = {path.name for path in runs.iterdir()}
@@ -238,7 +241,7 @@ def test_a_run_that_is_recorded_with_other_data_is_another(tmp_path: Path, monke
 
 
 def test_staging_that_took_days_is_not_recorded(local: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = local.layout(run_id="slow", code_digest=OLD_CODE, runtime_digest=OLD_RUNTIME)
+    layout = Layout(store=local.url, run_id="slow", code_digest=OLD_CODE, runtime_digest=OLD_RUNTIME)
     local.stage(layout, archive=lambda: b"", pyz=b"")
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 6 * DAY)
@@ -296,7 +299,7 @@ def test_an_object_store(place: str, mover: str, request: pytest.FixtureRequest)
     assert (found.found, {item.key for item in found.younger}) == ((), {folder for _, folder, *_ in LEFT})
     assert all(abs(found.now - item.modified) < 3600 for item in found.younger), "the store tells times"
     assert set(store.files.list()) == before
-    layout = store.layout(run_id="next", code_digest=OLD_CODE, runtime_digest=RUNTIME)
+    layout = Layout(store=store.url, run_id="next", code_digest=OLD_CODE, runtime_digest=RUNTIME)
     store.stage(layout, archive=lambda: b"never", pyz=b"never")
     assert told(collect(store, older_than=0, delete=True)) == {row for row in LEFT if row[0] != "code"}
     store.create_run(layout, {"protocol": 1, "layout": {"code_digest": OLD_CODE, "runtime_digest": RUNTIME}})
@@ -323,10 +326,10 @@ def test_a_run_that_was_collected_leaves_the_list_with_its_marks_of_folders(
         dead = ["dead", "dead/live", "dead/live/logs", "dead/live/logs/0.0"]
         for mark in (*dead, "kept", "kept/live", "empty", "empty/live"):
             blobs.upload_blob(f"{path}/runs/{mark}", b"", metadata={"hdi_isfolder": "true"})
-        assert [row["run_id"] for row in list_runs(store)] == ["kept", "dead"]
+        assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept", "dead"]
         (found,) = (item for item in collect(store, older_than=0, delete=True).found if item.kind == "run")
         assert (found.key, found.files) == ("runs/dead", 1)
-        assert [row["run_id"] for row in list_runs(store)] == ["kept"]
+        assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept"]
         left = {name.removeprefix(f"{path}/runs/") for name in blobs.list_blob_names(name_starts_with=f"{path}/runs/")}
     assert left == {"kept", "kept/live", "kept/run.json"}
 
@@ -335,6 +338,7 @@ _RACER = """
 import random, time
 from cloudtrain.errors import StorageError
 from cloudtrain.store.gc import collect
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.store.store import Store
 store, number = Store(sys.argv[1]), int(sys.argv[2])
 dice, missing = random.Random(number), []
@@ -345,7 +349,7 @@ if number == 0:
 else:
     for turn in range(10):
         code, runtime = (f"{dice.randrange(4):064x}" for _ in "ab")
-        layout = store.layout(run_id=f"r{number}-{turn}", code_digest=code, runtime_digest=runtime)
+        layout = Layout(store=store.url, run_id=f"r{number}-{turn}", code_digest=code, runtime_digest=runtime)
         store.stage(layout, archive=lambda: b"code", pyz=b"pyz")
         time.sleep(dice.random() / 50)
         store.create_run(layout, {"protocol": 1, "layout": {"code_digest": code, "runtime_digest": runtime}})

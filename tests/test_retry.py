@@ -84,7 +84,7 @@ def numbered(ends: list[Status]) -> list[Status]:
 def begun(tmp_path: Path, *ends: Status, chooses: bool = False, **fields: Any) -> tuple[Run, Platform]:
     """A run whose first attempt was sent, on a platform where attempts end so; which ``chooses`` a GPU of the list."""
     store, job = Store(str(tmp_path)), Job.make(entry_point="train.py", **fields)
-    layout = store.layout(run_id="r", code_digest="c", runtime_digest="d")
+    layout = Layout(store=store.url, run_id="r", code_digest="c", runtime_digest="d")
     platform = Platform(numbered(list(ends)), chooses=chooses)
     plain = {"store": store.url, "run_id": "r", "code_digest": "c", "runtime_digest": "d", "inputs": {}, "resume": None}
     store.create_run(layout, {"job": job.to_dict(), "provider": "memory", "settings": {}, "layout": plain})
@@ -438,5 +438,5 @@ def test_what_is_not_known_of_the_cost_is_said(tmp_path: Path) -> None:
     run, platform = begun(tmp_path, failed("infra"), DONE, retries=1, max_cost=5)
     said: list[str] = []
     run.wait(retry=Retry(run, said.append))
-    assert said == ["no further attempt: nobody knows what is left of max_cost"]
+    assert said == ["no further attempt: the use so far is unknown, so the rest of max_cost cannot be computed"]
     assert platform.sent == []

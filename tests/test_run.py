@@ -36,7 +36,7 @@ from cloudtrain.provider_api.protocol import (
     Request,
     Status,
 )
-from cloudtrain.runs.listing import list_runs
+from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.outcome import iso_time
 from cloudtrain.runs.run import NEXT_SECONDS, NOT_RETRIED, Run, open_run
@@ -1080,7 +1080,7 @@ def test_the_clock_of_an_attempt_that_was_refused_is_its_own(world: World) -> No
 def test_between_two_attempts_a_run_is_pending_to_whoever_looks(world: World) -> None:
     world.platform = ClientRetried()
     world.recorded(retries=1).attempt(0, failed())
-    seen = [(status.state, status.reason) for status in world.run()._along()]
+    seen = [(status.state, status.reason) for status in world.run()._statuses_until_final()]
     told = ("pending", "attempt 0 ended: exit status 1; another one may follow")
     assert len(seen) > 1
     assert seen == [*[told] * (len(seen) - 1), ("failed", "exit status 1")]
@@ -1435,14 +1435,16 @@ def test_the_provider_is_made_of_run_json(world: World) -> None:
         run.status()
 
 
-def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
-    assert list_runs(Store(str(tmp_path / "store"))) == []
+def test_runs_are_listed_with_their_states(tmp_path: Path) -> None:
+    assert list_page(Store(str(tmp_path / "store")), limit=None).rows == []
     over = World(root=tmp_path / "store", run_id="b-over").recorded(created=T0, name="done")
     over.attempt(0, failed("oom")).run().result()
     World(root=over.root, run_id="a-old").recorded(created=T0 - 100)
     World(root=over.root, run_id="c-new").recorded(created=T0 + 100, provider="no-such").attempt(0)
     World(root=over.root, run_id="d-broken").write("run.json", "{")
-    rows = list_runs(Store(str(over.root)))
+    rows = list_page(Store(str(over.root)), limit=None).rows
+    assert list_page(str(over.root), limit=None).rows == rows
+    rows.sort(key=lambda row: (row["created"] or "", row["run_id"]), reverse=True)
     assert [(row["run_id"], row["state"], row["category"], row["name"]) for row in rows] == [
         ("c-new", "unknown", None, "train"),
         ("b-over", "failed", "oom", "done"),
@@ -1453,18 +1455,17 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     assert rows[1]["provider"] == "memory"
     assert "no-such" in rows[0]["reason"]
     assert all(row["reason"] for row in rows if row["state"] == "unknown")
-    assert list_runs(str(over.root)) == rows
 
 
 def test_a_finished_run_is_listed_from_its_result_alone(world: World) -> None:
     world.recorded().attempt(0, SUCCEEDED).run().result()
     (world.folder / "run.json").write_text("{", encoding="utf-8")
-    assert [row["state"] for row in list_runs(world.store)] == ["succeeded"]
+    assert [row["state"] for row in list_page(world.store, limit=None).rows] == ["succeeded"]
 
 
 def test_a_result_of_another_hand_is_listed_too(world: World) -> None:
     world.recorded(name="mine").write("result.json", {"state": "succeeded", "category": None, "reason": ""})
-    (row,) = list_runs(world.store)
+    (row,) = list_page(world.store, limit=None).rows
     assert (row["state"], row["name"], row["provider"]) == ("succeeded", "mine", "memory")
 
 
@@ -1472,8 +1473,8 @@ def test_a_local_store_needs_no_third_party_package(world: World) -> None:
     world.recorded().attempt(0, SUCCEEDED).run().result()
     code = (
         "import sys; from pathlib import Path\n"
-        "from cloudtrain.runs.listing import list_runs; from cloudtrain.runs.run import open_run\n"
-        f"assert [r['state'] for r in list_runs({str(world.root)!r})] == ['succeeded']\n"
+        "from cloudtrain.runs.listing import list_page; from cloudtrain.runs.run import open_run\n"
+        f"assert [r['state'] for r in list_page({str(world.root)!r}, limit=None).rows] == ['succeeded']\n"
         f"open_run('r1', store_url={str(world.root)!r}, cwd=Path.cwd()).result()\n"
         "bad = {'fsspec', 'rich', 'cyclopts', 'torch', 'pathspec'} & set(sys.modules); assert not bad, bad"
     )

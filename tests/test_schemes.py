@@ -320,7 +320,7 @@ def test_a_second_client_uploads_nothing(tree: Files, tmp_path: Path) -> None:
         store = Store(tree.url)
         job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": str(tmp_path / "data")}})
         placed, trees = store.inputs(job, frozenset({"none"}), cwd=tmp_path)
-        layout = store.layout(run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
+        layout = Layout(store=store.url, run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
         staged.append(store.stage(layout, archive=lambda: b"code", pyz=b"runtime", trees=trees))
         created.append(store.create_run(layout, {"protocol": 1}))
     assert staged == [Staged(code_bytes=4, runtime_bytes=7, data_bytes=2 * MIB), Staged(), Staged()]
@@ -431,7 +431,7 @@ class Brought:
     def layout(self, run_id: str) -> Layout:
         job = Job.from_dict({"entry_point": "train.py", "inputs": {"train": self.source}})
         placed, _ = self.store.inputs(job, frozenset({self.scheme}), cwd=Path.cwd())
-        return self.store.layout(run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
+        return Layout(store=self.store.url, run_id=run_id, code_digest="c0de", runtime_digest="f00d", inputs=placed)
 
     def bring(self, run_id: str = "run-1") -> int:
         try:

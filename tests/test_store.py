@@ -42,7 +42,7 @@ def local(tmp_path: Path) -> Store:
 
 
 def layout(store: Store, *, run_id: str = RUN, code: str = "c0de") -> Layout:
-    return store.layout(run_id=run_id, code_digest=code, runtime_digest="f00d")
+    return Layout(store=store.url, run_id=run_id, code_digest=code, runtime_digest="f00d")
 
 
 def digest(data: bytes) -> str:
@@ -86,7 +86,7 @@ def test_urls(tmp_path: Path) -> None:
     assert made.run == f"{store.url}/runs/{RUN}"
     assert Store("S3://bucket/x/").url == "s3://bucket/x"
     with pytest.raises(SpecError, match="run_id"):
-        store.layout(run_id="../x", code_digest="c", runtime_digest="r")
+        store.create_run(layout(store, run_id="../x"), {})
     assert not (tmp_path / ".cloudtrain").exists()
 
 
@@ -264,10 +264,11 @@ def test_data_that_changes_meanwhile_is_refused(store: Store, tmp_path: Path) ->
 _STAGER = """
 from pathlib import Path
 from cloudtrain.job.job import Job
+from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.store.store import Store
 store, folder = Store(sys.argv[1]), Path(sys.argv[2])
 _, trees = store.inputs(Job.make(entry_point="t.py", inputs={"x": str(folder)}), frozenset({"none"}), cwd=folder)
-layout = store.layout(run_id="run", code_digest="c0de", runtime_digest="f00d")
+layout = Layout(store=store.url, run_id="run", code_digest="c0de", runtime_digest="f00d")
 ready()
 print(json.dumps(store.stage(layout, archive=lambda: b"code", pyz=b"pyz", trees=trees).data_bytes))
 """

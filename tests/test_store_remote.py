@@ -73,7 +73,7 @@ def reach(request: pytest.FixtureRequest) -> Reach:
 
 
 def layout(store: Store) -> Layout:
-    return store.layout(run_id=RUN, code_digest="c0de", runtime_digest="f00d")
+    return Layout(store=store.url, run_id=RUN, code_digest="c0de", runtime_digest="f00d")
 
 
 def elsewhere(url: str) -> str:

@@ -416,10 +416,12 @@ def _found_by(store: str, at: Where, meant: str, cwd: Path) -> Where:
 
 def _detached(run: Run, at: Where, json: bool, screen: Screen) -> int:
     if json:
+        from ..runs.handover import refusals_of
+
         ended = run.store.result(run.run_id)  # a run that was sent before
         state = ended["state"] if ended else "cancelled" if run.store.cancelled(run.run_id) else "pending"
         code = ended["exit_code"] if ended else EXIT_CODES.get(state)
-        refusals = run._refusals(run.store.attempts(run.run_id)[-1:])
+        refusals = refusals_of(run, run.store.attempts(run.run_id)[-1:])
         told = {"refusals": refusals} if refusals else {}
         screen.emit({**screen.about, **_uploaded(run), "state": state, "exit_code": code, **told})
     else:

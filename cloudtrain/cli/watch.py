@@ -179,7 +179,7 @@ class Watch:
 
     def _along(self) -> dict[str, Any]:
         """Return the result, once no status follows."""
-        for status in self._run._along():
+        for status in self._run._statuses_until_final():
             self.picture = replace(self.picture, status=status, when=self._clock())
             if not status.final:
                 self._look()

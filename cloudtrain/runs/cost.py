@@ -57,18 +57,18 @@ def seconds_of(spans: Spans, now: float) -> float:
 
 def cost_of(
     account: Account,
-    said: Mapping[str, Status],
+    statuses: Mapping[str, Status],
     attempts: Sequence[AttemptInfo],
     request_of: Callable[[str], Request | None],
     now: float,
 ) -> dict[str, Any]:
     """Return the ``cost`` of a result, over all attempts; None for each value that would be a guess.
 
-    ``said`` is the platform's status by native id, oldest first. ``request_of(native)`` is the request sent. ``now`` is
-    Unix seconds. ``saved`` is the newest attempt's.
+    ``statuses`` is the platform's status by native id, oldest first. ``request_of(native)`` is the request sent.
+    ``now`` is Unix seconds. ``saved`` is the newest attempt's.
     """
     used = []
-    for native, status in said.items():
+    for native, status in statuses.items():
         spans = [(info.started, info.ended) for info in attempts if info.native_id == native]
         used.append(_used(account, status, spans, partial(request_of, native), now))
     dates = sorted({item.date for item in used if item.date})
@@ -78,8 +78,8 @@ def cost_of(
         "estimate_usd": _total([item.usd for item in used]),
         "priced_on": dates[0] if dates else None,
         "gpu_hours": _total([item.gpu_hours for item in used]),
-        "billed_s": _total([status.billed_s for status in said.values()]),
-        "saved": [*said.values()][-1].saved if said else None,
+        "billed_s": _total([status.billed_s for status in statuses.values()]),
+        "saved": [*statuses.values()][-1].saved if statuses else None,
     }
 
 
@@ -121,13 +121,13 @@ def _used(
 
 def _machines(job: Job, status: Status, request_of: Callable[[], Request | None]) -> tuple[tuple[str, ...], int]:
     """Return the machine in use, else the requested ones; and the index of the GPU in the list, where that matters."""
-    told = status.instance_type
-    if told and len({gpu.count for gpu in job.resources.gpus}) <= 1:
-        return (told,), 0
+    machine = status.instance_type
+    if machine and len({gpu.count for gpu in job.resources.gpus}) <= 1:
+        return (machine,), 0
     request = request_of()
     if request is None:
-        return (told,) if told else (), 0
-    return ((told,) if told else tuple(request.instance_types) or (THIS_MACHINE,)), request.choice
+        return (machine,) if machine else (), 0
+    return ((machine,) if machine else tuple(request.instance_types) or (THIS_MACHINE,)), request.choice
 
 
 def _dearest(account: Account, names: Sequence[str]) -> catalog.Price | None:

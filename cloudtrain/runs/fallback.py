@@ -34,7 +34,7 @@ from ..storage.files import Progress
 from ..store import runtime_zip
 from ..store.store import Store, next_of
 from ..validate import without_secrets
-from .handover import NO_MACHINES, decide, newer_attempt_exists, region_of_provider
+from . import handover
 from .retry import Retry, error_of
 from .run import Run
 from .submit import Plan, later_choices, link_fallbacks, run_of_plan, with_recorded_origin, with_resume_warning
@@ -89,7 +89,7 @@ def only_first(settings: Settings) -> tuple[Settings, str]:
 def where(settings: Settings) -> str:
     """Return a place before planning: a region ("" if none is set), or the store if no provider can be made."""
     try:
-        return region_of_provider(settings.make_provider())
+        return handover.region_of_provider(settings.make_provider())
     except CloudtrainError:
         return without_secrets(settings.store)
 
@@ -101,7 +101,7 @@ def _named(settings: Settings) -> str:
 
 def name_of(plan: Plan) -> str:
     """Return the name of a plan's place for people: provider and region."""
-    return " ".join(filter(None, [plan.provider_name, region_of_provider(plan.provider)]))
+    return " ".join(filter(None, [plan.provider_name, handover.region_of_provider(plan.provider)]))
 
 
 def submit_with_fallbacks(
@@ -118,12 +118,13 @@ def submit_with_fallbacks(
     refusal. If all refuse, raises the last refusal with the earlier ones in its message and as its ``refusals``.
     """
     say = note or progress or (lambda _: None)
+    deliver = partial(send, environ=environ, progress=progress, moved=moved)
     if not plan.further and len(plan.job.resources.gpu) < 2:
-        return send(plan, environ=environ, progress=progress, moved=moved)
+        return deliver(plan)
     plans = (plan, *plan.further)
     newest = _newest(plans)
     try:
-        run = send(newest, environ=environ, progress=progress, moved=moved)
+        run = deliver(newest)
     except (CapacityError, QuotaError) as exc:
         run = run_of_plan(newest)
         refused = _refused(run)
@@ -139,15 +140,15 @@ def submit_with_fallbacks(
             result = run.result()
             if _refused(run) is None:  # it was accepted after all
                 continue
-            if not (run._may_retry(result) or run._may_move(result)) or not onward(result):
+            if not handover.may_continue(run, result) or not onward(result):
                 raise _nowhere(run, refused)
-        elif (unsent := _unsent(run)) is None:
+        elif (unsent := handover.unsent_attempt(run)) is None:
             return run
         else:
             onward.send(unsent)
-            if _unsent(run) == unsent:
+            if handover.unsent_attempt(run) == unsent:
                 raise LostContactError(
-                    f"attempt {unsent} is not sent; the same command with --run-id {run.run_id} is to"
+                    f"attempt {unsent} has not been sent; run the same command again with --run-id {run.run_id}"
                 )
 
 
@@ -159,16 +160,8 @@ def _newest(plans: Sequence[Plan]) -> Plan:
             return plan
         with_recorded_origin(plan)
         if noted["run"] != following.run_url:
-            raise ConflictError(f"{plan.run_id!r} went on to {noted['run']}; choose another id", field="run_id")
+            raise ConflictError(f"{plan.run_id!r} continued at {noted['run']}; choose another id", field="run_id")
     return plans[-1]
-
-
-def _unsent(run: Run) -> int | None:
-    """Return the newest attempt if it is recorded but has no outcome; else None."""
-    store, run_id = run.store, run.run_id
-    newest = max(store.attempts(run_id), default=0)
-    known = any(look(run_id, newest) is not None for look in (store.submitted, store.refused))
-    return None if known or store.cancelled(run_id) or store.result(run_id) is not None else newest
 
 
 def _refused(run: Run) -> dict[str, Any] | None:
@@ -182,15 +175,15 @@ def _refused(run: Run) -> dict[str, Any] | None:
 
 def _nowhere(run: Run, refused: Mapping[str, Any], hint: str = "") -> CloudtrainError:
     """Return the error of a job that every region and provider refused."""
-    refusals = run._refusals(())
-    before = [_told(item) for item in refusals[:-1]]
+    refusals = handover.refusals_of(run)
+    before = [_refusal_text(item) for item in refusals[:-1]]
     reason = str(refused["reason"]) + (f" (before that, {'; '.join(before)})" if before else "")
     error = error_of(str(refused["category"]))(reason, hint=hint)
     error.refusals = tuple(refusals)
     return error
 
 
-def _told(refusal: Mapping[str, Any]) -> str:
+def _refusal_text(refusal: Mapping[str, Any]) -> str:
     where = " ".join(filter(None, [refusal["provider"], refusal["place"], refusal["gpu"]]))
     return f"{where}: {refusal['reason']}"
 
@@ -213,23 +206,23 @@ class FallbackPolicy(Retry):
         moved: Progress | None = None,
     ) -> None:
         self._plans, self._progress, self._moved = {plan.run_url: plan for plan in plans}, progress, moved
-        run._lead()
+        run._follow_handover()
         super().__init__(run, say, environ=environ)
         self.begin()
 
     def __call__(self, result: Mapping[str, Any]) -> bool:
         """Start another attempt, here or in the next place; False when none should follow."""
         run = self._run
-        if run._lead():
+        if run._follow_handover():
             self.begin()
             return True
         newest = max(run.store.attempts(run.run_id))
-        request, moves = run.store.attempt_request(run.run_id, newest), run._may_move(result)
-        if moves and newer_attempt_exists(run.store, run.run_id, newest, result):
+        request, moves = run.store.attempt_request(run.run_id, newest), handover.may_move(run, result)
+        if moves and handover.newer_attempt_exists(run.store, run.run_id, newest, result):
             return True
         # If no GPU of the list is left, another attempt here would request unavailable machines again.
-        here = not moves or (request is not None and run._has_another(request, result["category"]))
-        if here and run._may_retry(dict(result)) and super().__call__(result):
+        here = not moves or (request is not None and handover.has_another(run, request, result["category"]))
+        if here and handover.may_retry(run, result) and super().__call__(result):
             return True
         return moves and (self._is_alive(newest, result) or self._move(result))
 
@@ -238,37 +231,39 @@ class FallbackPolicy(Retry):
         refusals = list(result.get("refusals") or ())
         for row in result["attempts"]:  # accepted, but ended without machines
             request = run.store.attempt_request(run.run_id, int(str(row["number"]).partition(".")[0]))
-            if row["category"] in NO_MACHINES and request is not None:
-                refusals.append(run._refusal(row, request.choice))
+            if row["category"] in handover.NO_MACHINES and request is not None:
+                refusals.append(handover.refusal_of(run, row, request.choice))
         if not refusals:
             request = run.store.attempt_request(run.run_id, max(run.store.attempts(run.run_id)))
-            refusals.append(run._refusal(result, request.choice if request is not None else 0))
+            refusals.append(handover.refusal_of(run, result, request.choice if request is not None else 0))
         from ..store.remote_inputs import PreviousPlace
 
         left = PreviousPlace(run.store, Layout.from_dict(run.record["layout"]))
-        plan = dataclasses.replace(self._following(), refusals=tuple(refusals), left=left)
-        self._say(f"{_told(refusals[-1])}; going on to {name_of(plan)}")
+        (record, *rest) = handover.fallbacks_of(run)
+        following = self._plans.get(str(record["run"])) or self._recorded(record, rest)
+        plan = dataclasses.replace(following, refusals=tuple(refusals), left=left)
+        self._say(f"{_refusal_text(refusals[-1])}; going on to {name_of(plan)}")
 
         def leave() -> None:
             reason = f"{result['reason']}; it went on to {plan.run_url}"
-            if not decide(run.store, run.run_id, plan.run_url, run._kept({**result, "reason": reason})):
-                raise ConflictError(f"{run.url} went on elsewhere", field="run_id")
+            if not handover.decide(run.store, run.run_id, plan.run_url, run._kept({**result, "reason": reason})):
+                raise ConflictError(f"{run.url} was moved elsewhere by another client", field="run_id")
             if run.store.cancelled(run.run_id):  # the cancelling client looks here next, so one of the two acts
                 plan.store.cancel(plan.run_id)
 
         try:
             self._send_plan(plan, decide=leave)
         finally:
-            run._lead()
+            run._follow_handover()
         return True
 
     def begin(self) -> None:
         """Start the run in its new place if the client that moved it there has died."""
         run = self._run
-        if run._led and not run.store.attempts(run.run_id) and not run.store.cancelled(run.run_id):
+        if run._handed_over and not run.store.attempts(run.run_id) and not run.store.cancelled(run.run_id):
             self._say(f"starting it in {run.store.url}, to which it had come")
-            self._send_plan(self._recorded(run.record, run._fallbacks))
-            run._lead()
+            self._send_plan(self._recorded(run.record, handover.fallbacks_of(run)))
+            run._follow_handover()
 
     def _send_plan(self, plan: Plan, decide: Callable[[], object] | None = None) -> None:
         """Send the plan; report a refusal for lack of machines."""
@@ -278,11 +273,6 @@ class FallbackPolicy(Retry):
             self._say(f"{name_of(plan)} refused it: {exc}")
 
     # -------------------------------------------------------------------------------------- the next place, as recorded
-
-    def _following(self) -> Plan:
-        """Return the plan of the next place."""
-        (record, *rest) = self._run._fallbacks
-        return self._plans.get(str(record["run"])) or self._recorded(record, rest)
 
     def _recorded(self, record: Mapping[str, Any], rest: Sequence[Mapping[str, Any]]) -> Plan:
         """Return the plan of a place made from its record alone; ``rest`` are the places after it."""

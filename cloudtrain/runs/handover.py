@@ -19,27 +19,37 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import AuthError, CapacityError, NotFoundError, PlatformError, QuotaError, SpecError, StorageError
-from ..job.job import Job
 from ..provider_api.protocol import Layout, Provider, Request, extras_of
-from ..settings.settings import Settings
 from ..store.store import Store, next_of, run_folder, to_json
+
+if TYPE_CHECKING:
+    from .run import Run
 
 __all__ = [
     "NOT_RETRIED",
     "NO_MACHINES",
     "REFUSALS",
-    "HandoverMixin",
+    "clients_retry",
+    "close_left",
     "cut_off",
     "decide",
+    "fallbacks_of",
     "forget",
+    "has_another",
     "in_flight",
+    "may_continue",
+    "may_move",
+    "may_retry",
     "newer_attempt_exists",
+    "refusal_of",
+    "refusals_of",
     "region_of_provider",
     "sending",
     "settle_refusal",
+    "unsent_attempt",
 ]
 
 REFUSALS = (CapacityError, PlatformError, QuotaError, SpecError)
@@ -93,18 +103,14 @@ def settle_refusal(
     A dead client of this machine is waited for until its request must have arrived; any other silent client for `LEASE`
     seconds.
     """
-    since, told = clock(), False
-    while names := store.files.names(_folder(run_id, attempt)):
-        waited, alive = clock() - since, False
-        for name in names:
-            key = f"{_folder(run_id, attempt)}/{name}"
-            gone = _is_gone(key, store.record(key))
-            if waited >= (IN_FLIGHT if gone else LEASE):
-                store.files.discard([key])
-            alive = alive or not gone
-        if alive and not told:
+    since, reported = clock(), False
+    while notes := _notes(store, run_id, attempt):
+        waited, gone = clock() - since, {key: _is_gone(key, record) for key, record in notes.items()}
+        if late := [key for key in notes if waited >= (IN_FLIGHT if gone[key] else LEASE)]:
+            store.files.discard(late)
+        if not all(gone.values()) and not reported:
             say(f"waiting: another client may be sending attempt {attempt} of {store.url}/{run_folder(run_id)}")
-            told = True
+            reported = True
         sleep(_PAUSE)
 
 
@@ -121,12 +127,10 @@ def in_flight(
     ``clock`` gives Unix seconds. Unlike `settle_refusal` it writes nothing, so read-only verbs may call it. It
     waits only for the requests of dead clients, until they must have arrived.
     """
-    keys = [f"{_folder(run_id, attempt)}/{name}" for name in store.files.names(_folder(run_id, attempt))]
-    noted = {key: record for key in keys if (record := store.record(key)) is not None}
-    if any(
-        abs(clock() - float(each.get("time") or 0.0)) < LEASE and not _is_gone(key, each) for key, each in noted.items()
-    ):
-        return True
+    noted = {key: record for key, record in _notes(store, run_id, attempt).items() if record is not None}
+    for key, record in noted.items():
+        if abs(clock() - float(record.get("time") or 0.0)) < LEASE and not _is_gone(key, record):
+            return True
     if noted:
         sleep(IN_FLIGHT)
     return False
@@ -144,6 +148,12 @@ def forget(store: Store, run_id: str) -> None:
 
 def _folder(run_id: str, attempt: int) -> str:
     return f"{run_folder(run_id)}/attempts/{int(attempt)}/sending"
+
+
+def _notes(store: Store, run_id: str, attempt: int) -> dict[str, dict[str, Any] | None]:
+    """Return the notes of the clients that are sending the attempt, by key; None for one that cannot be read."""
+    keys = [f"{_folder(run_id, attempt)}/{name}" for name in store.files.names(_folder(run_id, attempt))]
+    return {key: store.record(key) for key in keys}
 
 
 def _is_gone(key: str, record: Record | None) -> bool:
@@ -207,155 +217,110 @@ def region_of_provider(provider: Provider) -> str:
     return ", ".join(str(getattr(settings, spec.name)) for spec in specs if spec.metadata.get("place"))
 
 
-# ------------------------------------------------------------------------------------------------------------- handles
+# -------------------------------------------------------------------------------------- further attempts and places
 
 
-class HandoverMixin:
-    """The part of a `Run` that handles further attempts and places."""
+def unsent_attempt(run: Run) -> int | None:
+    """Return the newest attempt if it is recorded but has no outcome; else None."""
+    store, run_id = run.store, run.run_id
+    newest = max(store.attempts(run_id), default=0)
+    known = any(look(run_id, newest) is not None for look in (store.submitted, store.refused))
+    return None if known or store.cancelled(run_id) or store.result(run_id) is not None else newest
 
-    store: Store
-    run_id: str
-    _record: dict[str, Any] | None
-    _settings: Settings
-    _provider: Provider | None
-    _natives: dict[int, str]
-    _refused: set[int]
-    _unsent: int | None
-    _max_wait: object | None
-    _over: dict[int, float]
-    _retried: dict[int, bool]
-    _began: dict[int, float]
-    _led: bool = False
-    """True if it came here from another place, so that the run is known to continue here."""
 
-    @property
-    def record(self) -> dict[str, Any]:
-        """The run's record, run.json: the job, the provider and its settings, the code."""
-        if self._record is None:
-            self._record = self.store.run(self.run_id, needs=("provider", "settings", "job"))
-        return self._record
+def fallbacks_of(run: Run) -> list[dict[str, Any]]:
+    """Return the fallback places recorded in run.json (usually none)."""
+    try:
+        return list(run.record.get("fallbacks") or ())
+    except NotFoundError:
+        return []
 
-    @property
-    def job(self) -> Job:
-        """The job that was submitted."""
-        return Job.from_dict(self.record["job"])
 
-    @property
-    def provider_name(self) -> str:
-        """The name of the run's provider."""
-        return str(self.record["provider"])
+def refusals_of(run: Run, natives: Collection[int] = ()) -> list[dict[str, Any]]:
+    """Return every refusal so far, oldest first: earlier places, then refused attempts here (those without a native id
+    in ``natives``)."""
+    found = list(run.record.get("refusals") or ())
+    for k in sorted(set(run.store.attempts(run.run_id)) - set(natives)):
+        refused, request = run.store.refused(run.run_id, k), run.store.attempt_request(run.run_id, k)
+        if refused and request is not None:
+            found.append(refusal_of(run, refused, request.choice))
+    return found
 
-    @property
-    def provider(self) -> Provider:
-        """The provider, with the settings of the submission."""
-        if self._provider is None:
-            self._provider = self._settings.provider_of(self.record)
-        return self._provider
 
-    @property
-    def _fallbacks(self) -> list[dict[str, Any]]:
-        """The fallback places recorded in run.json (usually none)."""
-        try:
-            return list(self.record.get("fallbacks") or ())
-        except NotFoundError:
-            return []
+def refusal_of(run: Run, refused: Record, choice: int) -> dict[str, Any]:
+    """Return this place's refusal for one GPU of the list, with category and reason from ``refused``."""
+    gpus = run.job.at(run.provider_name).resources.gpu
+    return {
+        "run": run.url,
+        "provider": run.provider_name,
+        "place": region_of_provider(run.provider),
+        "gpu": gpus[choice] if choice < len(gpus) else None,
+        "category": refused["category"],
+        "reason": refused["reason"],
+    }
 
-    def _refusals(self, natives: Collection[int] = ()) -> list[dict[str, Any]]:
-        """Return every refusal so far, oldest first: earlier places, then refused attempts here (those without a native
-        id in ``natives``)."""
-        found = list(self.record.get("refusals") or ())
-        for k in sorted(set(self.store.attempts(self.run_id)) - set(natives)):
-            refused, request = self.store.refused(self.run_id, k), self.store.attempt_request(self.run_id, k)
-            if refused and request is not None:
-                found.append(self._refusal(refused, choice=request.choice))
-        return found
 
-    def _refusal(self, said: Record, choice: int) -> dict[str, Any]:
-        """Return this place's refusal for one GPU of the list, with category and reason from ``said``."""
-        gpus = self.job.at(self.provider_name).resources.gpu
-        return {
-            "run": f"{self.store.url}/{run_folder(self.run_id)}",
-            "provider": self.provider_name,
-            "place": region_of_provider(self.provider),
-            "gpu": gpus[choice] if choice < len(gpus) else None,
-            "category": said["category"],
-            "reason": said["reason"],
-        }
+def close_left(left: Store, store: Store, run_id: str, result: Record) -> None:
+    """Finish the handover from ``left`` to ``store`` if its client died: pass on a cancel, and keep the result."""
+    if left.result(run_id) is not None:
+        return
+    with contextlib.suppress(AuthError):  # a client without write access cannot start it either
+        if left.cancelled(run_id):
+            store.cancel(run_id)
+    # Not earlier: a client that looks for unfinished runs in the store that was left must still find it.
+    if store.attempts(run_id) or store.cancelled(run_id) or store.result(run_id) is not None:
+        with contextlib.suppress(AuthError, StorageError):  # read-only verbs come here too
+            left.write_result(run_id, result)
 
-    def _lead(self) -> bool:
-        """Switch this handle to the run's newest place. Return True if it had moved.
 
-        Also keeps the result of each place that was left, in case the client that left it has died.
-        """
-        moved = False
-        while (following := self._fallbacks[:1]) and (noted := next_of(self.store, self.run_id)) is not None:
-            left, (record,) = self.store, following
-            self._provider = self._settings.provider_of(record)
-            self.store = Store(record["layout"]["store"], storage=self._provider.storage, moving=self._settings.moving)
-            self._record, self._led, moved = None, True, True
-            for known in (self._natives, self._refused, self._over, self._retried, self._began):
-                known.clear()
-            self._unsent = self._max_wait = None  # they belong to the previous place
-            if left.result(self.run_id) is None:
-                self._close(left, noted["result"])
-        return moved
-
-    def _close(self, left: Store, result: Record) -> None:
-        """Finish the handover from ``left`` if its client died: pass on a cancel, and keep the result."""
-        run_id = self.run_id
-        with contextlib.suppress(AuthError):  # a client without write access cannot start it either
-            if left.cancelled(run_id):
-                self.store.cancel(run_id)
-        # Not earlier: a client that looks for unfinished runs in the store that was left must still find it.
-        if self.store.attempts(run_id) or self.store.cancelled(run_id) or self.store.result(run_id) is not None:
-            with contextlib.suppress(AuthError, StorageError):  # read-only verbs come here too
-                left.write_result(run_id, result)
-
-    def _clients_retry(self, native_id: str | None) -> bool:
-        """Return whether clients start further attempts: as the provider says, or in place of a killed supervisor."""
-        if self.provider.retried_by == "client":
-            return True
-        return native_id is not None and extras_of(self.provider).abandoned(native_id)
-
-    def _may_retry(self, result: Record) -> bool:
-        """Return whether a waiting client may start another attempt after this failure."""
-        if result["state"] != "failed" or self.store.cancelled(self.run_id):
-            return False
-        if not self._clients_retry(result["native_id"]):
-            return False
-        newest = max(self.store.attempts(self.run_id), default=0)
-        requests = [self.store.attempt_request(self.run_id, k) for k in range(newest + 1)]
-        job, category = self.job.at(self.provider_name), result["category"]
-        # Another GPU of the list is not a retry: the job has not had its machines yet.
-        choices = {request.choice for request in requests if request is not None}
-        last = requests[-1]
-        another = category in NO_MACHINES and last is not None and self._has_another(last, category)
-        more = newest - max(0, len(choices) - 1) < job.retries and category not in NOT_RETRIED
-        # A refused first request is not a failed attempt: its submitter got an error.
-        more = more and not (newest == 0 and self.store.refused(self.run_id, 0))
-        return another or more or newer_attempt_exists(self.store, self.run_id, newest, result)
-
-    def _may_move(self, result: Record) -> bool:
-        """Return whether the run, which ended with ``result``, may move to another place: it never ran and was not
-        cancelled."""
-        if result["state"] != "failed" or result["category"] not in NO_MACHINES or not self._fallbacks:
-            return False
-        store, run_id = self.store, self.run_id
-        started = any(row["started"] for row in result["attempts"])  # by the platform's word
-        ran = started or result["checkpoint"] or store.starts(run_id) or store.exits(run_id)
-        return not ran and not store.cancelled(run_id)
-
-    def _follows(self, request: Request, category: str) -> bool:
-        """Return whether another request may follow this one after a refusal for ``category``."""
-        return category in NO_MACHINES and (bool(self._fallbacks) or self._has_another(request, category))
-
-    def _has_another(self, request: Request, category: str) -> bool:
-        """Return whether the next GPU of the list after ``request`` can be requested here."""
-        job, choice = self.job.at(self.provider_name), request.next_choice(category)
-        if self.provider.retried_by != "client" or choice >= len(job.resources.gpu):
-            return False
-        try:
-            self.provider.plan(job, Layout.from_dict(self.record["layout"]), choice=choice)
-        except SpecError:
-            return False
+def clients_retry(run: Run, native_id: str | None) -> bool:
+    """Return whether clients start further attempts: as the provider says, or in place of a killed supervisor."""
+    if run.provider.retried_by == "client":
         return True
+    return native_id is not None and extras_of(run.provider).abandoned(native_id)
+
+
+def may_retry(run: Run, result: Record) -> bool:
+    """Return whether a waiting client may start another attempt here after this failure."""
+    store, run_id = run.store, run.run_id
+    if result["state"] != "failed" or store.cancelled(run_id) or not clients_retry(run, result["native_id"]):
+        return False
+    newest = max(store.attempts(run_id), default=0)
+    requests = [store.attempt_request(run_id, k) for k in range(newest + 1)]
+    category, last = result["category"], requests[-1]
+    # Another GPU of the list is not a retry: the job has not had its machines yet.
+    choices = {request.choice for request in requests if request is not None}
+    another = category in NO_MACHINES and last is not None and has_another(run, last, category)
+    retries = run.job.at(run.provider_name).retries
+    more = newest - max(0, len(choices) - 1) < retries and category not in NOT_RETRIED
+    # A refused first request is not a failed attempt: its submitter got an error.
+    more = more and not (newest == 0 and store.refused(run_id, 0))
+    return another or more or newer_attempt_exists(store, run_id, newest, result)
+
+
+def may_move(run: Run, result: Record) -> bool:
+    """Return whether the run, which ended with ``result``, may move to another place: it never ran and was not
+    cancelled."""
+    if result["state"] != "failed" or result["category"] not in NO_MACHINES or not fallbacks_of(run):
+        return False
+    store, run_id = run.store, run.run_id
+    started = any(row["started"] for row in result["attempts"])  # by the platform's word
+    ran = started or result["checkpoint"] or store.starts(run_id) or store.exits(run_id)
+    return not ran and not store.cancelled(run_id)
+
+
+def may_continue(run: Run, result: Record) -> bool:
+    """Return whether a waiting client may start another attempt after a failure, here or in another place."""
+    return may_retry(run, result) or may_move(run, result)
+
+
+def has_another(run: Run, request: Request, category: str) -> bool:
+    """Return whether the next GPU of the list after ``request`` can be requested here."""
+    job, choice = run.job.at(run.provider_name), request.next_choice(category)
+    if run.provider.retried_by != "client" or choice >= len(job.resources.gpu):
+        return False
+    try:
+        run.provider.plan(job, Layout.from_dict(run.record["layout"]), choice=choice)
+    except SpecError:
+        return False
+    return True

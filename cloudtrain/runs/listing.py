@@ -18,7 +18,7 @@ from ..errors import CloudtrainError, NotFoundError, SpecError, StorageError
 from ..job.job import Job
 from ..provider_api.protocol import Provider
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
-from ..storage.files import TransferOptions, parallel
+from ..storage.files import parallel
 from ..storage.local_disk import local_path
 from ..store.store import Store, checked_run, run_folder
 from .live_data import LiveRunReader
@@ -26,7 +26,7 @@ from .metrics import merge_metrics
 from .outcome import first_line, iso_time, one_line
 from .run import Run
 
-__all__ = ["PAGE", "Listed", "Wanted", "list_page", "list_runs", "newest_run", "recorded_runs", "run_ids"]
+__all__ = ["PAGE", "Listed", "Wanted", "list_page", "newest_run", "recorded_runs", "run_ids"]
 
 PAGE = 50
 """Runs on a page."""
@@ -97,18 +97,6 @@ class _Gone(NotFoundError):
     """A run's folder without files: left by `gc`, or a mount's folder marks."""
 
 
-def list_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> list[Row]:
-    """Return every run of the store, newest first: run_id, provider, state, category, reason, name, created (ISO, UTC).
-
-    A run with a result.json costs one read; for others the platform is asked. A run that cannot be read, or whose
-    platform does not answer, has the state ``unknown``, with the reason.
-    """
-    found = [_stands(row, run) for row, run in recorded_runs(store, settings) if not isinstance(run, _Gone)]
-    rows = [{key: row[key] for key in ROW} for row in found]
-    rows.sort(key=lambda row: (row["created"] or "", row["run_id"]), reverse=True)
-    return rows
-
-
 def list_page(
     store: Store | str,
     settings: Settings = NO_SETTINGS,
@@ -118,11 +106,13 @@ def list_page(
     since: float | None = None,
     wanted: Wanted = Wanted(),  # noqa: B008 - it never changes
 ) -> Listed:
-    """Return at most ``limit`` rows of `list_runs` (None: all), newest first, after the run ``before``.
+    """Return at most ``limit`` rows (None: all), newest first, after the run ``before``; each has the fields of `ROW`.
 
-    ``wanted`` and ``since`` (Unix seconds) leave out other runs, and older ones. With ``wanted.columns`` each row has
-    ``columns``, their values by name, or None. Only the page's runs and those left out before it are read; `_places`
-    orders them. Raises `SpecError` for an invalid limit, `NotFoundError` if the store has no run ``before``.
+    A run with a result.json costs one read; for others the platform is asked. A run that cannot be read, or whose
+    platform does not answer, has the state ``unknown``, with the reason. ``wanted`` and ``since`` (Unix seconds) leave
+    out other runs, and older ones. With ``wanted.columns`` each row has ``columns``, their values by name, or None.
+    Only the page's runs and those left out before it are read; `_places` orders them. Raises `SpecError` for an
+    invalid limit, `NotFoundError` if the store has no run ``before``.
     """
     if limit is not None and limit < 1:
         raise SpecError(f"must be at least 1, not {limit}", field="limit")
@@ -140,9 +130,11 @@ def list_page(
     for number, (row, run) in enumerate(records):
         if isinstance(run, _Gone) or not wanted.takes(row):
             continue
-        row = _stands(row, run, cost="cost" in wanted.columns)
+        row = _with_status(row, run, cost="cost" in wanted.columns)
+        # A run of an unknown time is dated by its row.
         undated = since is not None and places[number].time == -math.inf
-        if (not wanted.states or row["state"] in wanted.states) and not (undated and _is_before(row, since)):
+        early = undated and (row["created"] or "") < (iso_time(since) or "")
+        if (not wanted.states or row["state"] in wanted.states) and not early:
             rows.append(row)
         if len(rows) == limit:
             following = ids[number] if number + 1 < len(ids) else None
@@ -190,10 +182,6 @@ def newest_run(store: str, settings: Settings = NO_SETTINGS) -> str | None:
     return next((run_id for run_id, key in keys if opened.store.record(key) is not None), None)
 
 
-def _is_before(row: Row, since: float | None) -> bool:
-    return row["created"] is None or row["created"] < (iso_time(since) or "")
-
-
 def _places(store: Store, ids: Sequence[str]) -> tuple[list[_Place], str]:
     """Return the runs, newest first, and the order's name, as far as possible without reading them.
 
@@ -233,9 +221,8 @@ def _written(path: str) -> float | None:
 
 
 def _created(store: Store, run_id: str) -> float | None:
-    with contextlib.suppress(
-        CloudtrainError, OverflowError, ValueError
-    ):  # its row gives the reason, if it is on the page
+    # The run's row gives the reason of an error, if it is on the page.
+    with contextlib.suppress(CloudtrainError, OverflowError, ValueError):
         created = (store.record(f"{run_folder(run_id)}/run.json") or {}).get("created")
         if isinstance(created, (int, float)) and iso_time(created):  # None for an invalid time
             return float(created)
@@ -292,14 +279,11 @@ def recorded_runs(store: Store | str, settings: Settings = NO_SETTINGS) -> Itera
 
 
 def _open(store: Store | str, settings: Settings) -> _Opened:
-    if isinstance(store, str):
-        return settings.let_in(store, partial(_opened, store, settings.moving))
-    return _Opened(store, None, store.runs())
+    def opened(caller: StoreCredentials | None) -> _Opened:
+        found = Store(store, storage=caller, moving=settings.moving) if isinstance(store, str) else store
+        return _Opened(found, caller, found.runs())
 
-
-def _opened(url: str, moving: TransferOptions, caller: StoreCredentials) -> _Opened:
-    store = Store(url, storage=caller, moving=moving)
-    return _Opened(store, caller, store.runs())
+    return settings.let_in(store, opened) if isinstance(store, str) else opened(None)
 
 
 def _records(
@@ -350,23 +334,17 @@ def _run_record(store: Store, run_id: str) -> dict[str, Any]:
     return checked_run(record, ("provider", "settings", "job"), f"{store.url}/{key}")
 
 
-def _stands(row: Row, run: Run | Exception | None, *, cost: bool = False) -> Row:
+def _with_status(row: Row, run: Run | Exception | None, *, cost: bool) -> Row:
+    """Return ``row`` with the platform's status of the run, if it has no result yet; ``cost`` takes more requests."""
     if run is None:
         return row
-    return {**row, **(_asked(run, cost) if isinstance(run, Run) else _unknown(run))}
-
-
-def _asked(run: Run, cost: bool) -> Row:
-    """Return the platform's status of the run; with ``cost`` also its cost so far, which takes more requests."""
+    if isinstance(run, Exception):
+        return {**row, "state": "unknown", "reason": one_line(run)}
     try:
         if cost:
             result = run.result()
-            return {key: result[key] for key in ("state", "category", "reason", "cost")}
+            return {**row, **{key: result[key] for key in ("state", "category", "reason", "cost")}}
         status = run.status()
     except Exception as exc:  # noqa: BLE001 - nor must one platform that fails
-        return _unknown(exc)
-    return {"state": status.state, "category": status.category or None, "reason": first_line(status.reason)}
-
-
-def _unknown(exc: Exception) -> Row:
-    return {"state": "unknown", "reason": one_line(exc)}
+        return _with_status(row, exc, cost=cost)
+    return {**row, "state": status.state, "category": status.category or None, "reason": first_line(status.reason)}

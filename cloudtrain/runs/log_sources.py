@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..provider_api.protocol import Provider
     from ..store.store import Store
 
-__all__ = ["ASK_SECONDS", "Contact", "Tail", "last_lines", "patiently", "written_since"]
+__all__ = ["ASK_SECONDS", "Contact", "Tail", "index_segments", "last_lines", "patiently", "written_since"]
 
 ASK_SECONDS = 60.0
 """Seconds for which a call is repeated if a platform throttles it or does not answer."""
@@ -30,7 +30,7 @@ SEGMENT_POLL = 5.0
 (`flush_seconds` of their Site)."""
 STALLS = 5
 """Empty pages with an unchanged cursor before ``more`` is ignored."""
-_SEGMENT = re.compile(r"(?:.*/)?logs/([0-9]+\.[0-9]+)/node-([0-9]+)/([^/]+)")
+_SEGMENT = re.compile(r"([0-9]+\.[0-9]+)/node-([0-9]+)/([^/]+)")
 LOOKS = 5
 """Most listings of a node's segments while the node merges them."""
 
@@ -221,12 +221,8 @@ class Tail:
 
     def _index(self, below: str = "") -> _Index:
         """Return the segments of each node in order, with their keys."""
-        index: dict[Stream, list[tuple[Span, str]]] = {}
-        for key in self.store.files.list(f"runs/{self._run_id}/live/logs/{below}".rstrip("/")):
-            match = _SEGMENT.fullmatch(key)
-            if match and (span := span_of(match[3])):
-                index.setdefault((match[1], int(match[2])), []).append((span, key))
-        return {stream: distinct(segments) for stream, segments in index.items()}
+        root = f"runs/{self._run_id}/live/logs/"
+        return index_segments((key[len(root) :], key) for key in self.store.files.list((root + below).rstrip("/")))
 
     def _read(self, want: MissingRange, index: _Index) -> Iterator[Line]:
         """Feed the segments that may hold the wanted lines.
@@ -251,6 +247,16 @@ class Tail:
             if not gone:
                 return
             index = self._index(f"{want.attempt}/node-{want.node}/")
+
+
+def index_segments(found: Iterable[tuple[str, T]]) -> dict[Stream, Sequence[tuple[Span, T]]]:
+    """Return the segments of each node in order. ``found`` are their paths below ``live/logs``, each with a value."""
+    index: dict[Stream, list[tuple[Span, T]]] = {}
+    for name, value in found:
+        match = _SEGMENT.fullmatch(name)
+        if match and (span := span_of(match[3])):
+            index.setdefault((match[1], int(match[2])), []).append((span, value))
+    return {stream: distinct(segments) for stream, segments in index.items()}
 
 
 def last_lines(lines: Iterable[Line | None], count: int | None) -> Iterator[Line]:

@@ -47,7 +47,7 @@ LEAST_SLACK, MOST_SLACK = 5.0, 120.0
 FAILURE_FIELDS = ("node", "rank", "exception", "file", "line", "traceback", "process_exit_code")
 #: Prefix of the reason of a run that was cancelled and has not ended yet.
 CANCELLING = "cancelling since"
-#: Fields of result.json for `list_runs`, not part of the result.
+#: Fields of result.json for `list_page`, not part of the result.
 LIST_FIELDS = ("name", "created")
 
 Record = Mapping[str, Any]
@@ -72,25 +72,25 @@ class Verdict:
 
 def verdict_of(status: Status, records: Sequence[Record]) -> Verdict:
     """Return the verdict of the platform and the exit records of the newest attempt together."""
-    said = Verdict(state=status.state, category=status.category, reason=first_line(status.reason))
+    platform = Verdict(state=status.state, category=status.category, reason=first_line(status.reason))
     if status.state == "cancelled":
-        return replace(said, category="cancelled", reason=said.reason or "cancelled")
+        return replace(platform, category="cancelled", reason=platform.reason or "cancelled")
     root = root_record(records)
-    told = _told(root) if root is not None else None
+    nodes = _failure_of(root)
     if status.state == "succeeded":
-        return told if told is not None and root is not None and root.get("decided") else replace(said, category="")
-    only_told = told is not None and told.category == "preempted" and status.category not in ("", "preempted")
-    if not status.final or status.category in PLATFORM_DECIDES or told is None or only_told:
-        blank = status.final and not said.reason
-        return replace(said, reason=f"the platform says {status.native or 'it failed'}") if blank else said
+        return nodes if nodes is not None and (root or {}).get("decided") else replace(platform, category="")
+    only_preempted = nodes is not None and nodes.category == "preempted" and status.category not in ("", "preempted")
+    if not status.final or status.category in PLATFORM_DECIDES or nodes is None or only_preempted:
+        blank = status.final and not platform.reason
+        return replace(platform, reason=f"the platform says {status.native or 'it failed'}") if blank else platform
     # For user errors a platform only has an exit code.
-    vague = told.category == "" or (told.category == "infra" and status.category not in ("", "user_error"))
-    reason = said.reason if told.reason in said.reason else told.reason
-    if said.reason and reason == told.reason and was_lost(told.failure):
+    vague = nodes.category == "" or (nodes.category == "infra" and status.category not in ("", "user_error"))
+    reason = platform.reason if nodes.reason in platform.reason else nodes.reason
+    if platform.reason and reason == nodes.reason and was_lost(nodes.failure):
         # Its peers only know that it is lost; the platform may know why.
-        same = said.reason.split()[:2] == told.reason.split()[:2]
-        reason = said.reason if same else f"{told.reason}; the platform: {said.reason}"
-    return replace(told, category=status.category or told.category if vague else told.category, reason=reason)
+        same = platform.reason.split()[:2] == nodes.reason.split()[:2]
+        reason = platform.reason if same else f"{nodes.reason}; the platform: {platform.reason}"
+    return replace(nodes, category=status.category or nodes.category if vague else nodes.category, reason=reason)
 
 
 def began_at(attempt: int, starts: Sequence[Record], exits: Sequence[Record]) -> float | None:
@@ -127,8 +127,10 @@ def without_machines(status: Status, reason: str) -> Status:
     return replace(status, state="failed", category="capacity", reason=reason, attempts=attempts)
 
 
-def _told(root: Record) -> Verdict | None:
+def _failure_of(root: Record | None) -> Verdict | None:
     """Return the failure in a record, or None."""
+    if not root:
+        return None
     failure = root.get("failure")
     if root["outcome"] == "succeeded" or (root["outcome"] == "stopped" and not failure):
         return None
@@ -189,25 +191,21 @@ def newest_records(records: Sequence[Record]) -> list[Record]:
 
 def _reason(record: Record, failure: Record | None) -> str:
     """Return one line naming rank, node, exception and place; the node's own if it already does."""
-    told = first_line(str(record.get("reason") or ""))
-    if failure is None or f"node {failure['node']}" in told:
-        return told
+    own = first_line(str(record.get("reason") or ""))
+    if failure is None or f"node {failure['node']}" in own:
+        return own
     rank, code = failure["rank"], failure["process_exit_code"]
-    who = f"node {failure['node']}" if rank is None else f"rank {rank} on node {failure['node']}"
+    subject = f"node {failure['node']}" if rank is None else f"rank {rank} on node {failure['node']}"
     if failure["exception"]:
         name = str(failure["file"] or "").replace("\\", "/").rpartition("/")[2]
         place = f" ({name}:{failure['line']})" if name else ""
-        return f"{who} raised {first_line(str(failure['exception']))}{place}"
-    if told or code is None:
-        return f"{who}: {told or 'ended without a word'}"
-    return f"{who} was killed by {_signal(-code)}" if code < 0 else f"{who} exited with code {code}"
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        return f"{subject} raised {first_line(str(failure['exception']))}{place}"
+    if own or code is None:
+        return f"{subject}: {own or 'ended without a word'}"
+    if code >= 0:
+        return f"{subject} exited with code {code}"
+    known = -code in [*signal.Signals]
+    return f"{subject} was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def first_line(text: str) -> str:
@@ -234,13 +232,13 @@ def attempts_of(
     before = {str(record["attempt"]): record for record in starts}
     known = {*before, *(str(record["attempt"]) for record in exits)}
     infos: dict[str, AttemptInfo] = {}
-    told: set[str] = set()
+    seen: set[str] = set()
     for k, native in sorted(natives.items(), reverse=True):
-        if native in told:  # one native job may hold several attempts
+        if native in seen:  # one native job may hold several attempts
             continue
-        told.add(native)
-        said = statuses[native]
-        for info in said.attempts or attempts_within(k, said, known, {str(r["attempt"]) for r in exits}):
+        seen.add(native)
+        status = statuses[native]
+        for info in status.attempts or attempts_within(k, status, known, {str(r["attempt"]) for r in exits}):
             infos.setdefault(info.number, replace(info, native_id=info.native_id or native))
     after = {str(record["after"]): record for record in before.values() if record.get("after")}
     for number in {*infos, *known}:
@@ -276,29 +274,23 @@ def with_exits(info: AttemptInfo, records: Sequence[Record], *, before: Record, 
 
     ``before`` is its own start record, ``after`` that of the following attempt; each may be empty.
     """
-    root = root_record(records)
-    told = _told(root) if root is not None else None
-    remarks = root.get("remarks", []) if root is not None else []
-    reason = told.reason if told is not None else ""
-    where = (told.failure if told is not None else None) or _notice(root) or {}
+    root = root_record(records) or {}
+    verdict = _failure_of(root) or Verdict(state="")
+    reason = info.reason if verdict.reason in info.reason else verdict.reason
+    where = verdict.failure or {"node": root.get("told")}  # the node that got a stop signal, if that ended the attempt
     resumed = next((r["resumed_from"] for r in records if r.get("resumed_from")), "")
     begins = [r["started"] for r in [*records, before] if r.get("started")]
     return replace(
         info,
         started=info.started or min(begins, default=None),
         ended=info.ended or max((r["ended"] for r in records if r.get("ended")), default=after.get("started")),
-        reason="; ".join(filter(None, [info.reason if reason in info.reason else reason, *remarks])),
+        reason="; ".join(filter(None, [reason, *root.get("remarks", ())])),
         resumed_from=info.resumed_from or resumed or before.get("resumed_from") or "",
-        category=info.category or (told.category if told is not None else ""),
+        category=info.category or verdict.category,
         node=info.node if info.node is not None else where.get("node"),
         rank=info.rank if info.rank is not None else where.get("rank"),
         lost=after.get("lost"),
     )
-
-
-def _notice(root: Record | None) -> Record | None:
-    """Return the node that got a stop signal, if the attempt ended for that."""
-    return {"node": root["told"]} if root is not None and root.get("told") is not None else None
 
 
 def attempt_row(info: AttemptInfo) -> dict[str, Any]:

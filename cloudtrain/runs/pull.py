@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from ..job.own_files import PULL_STATE
 from ..provider_api.protocol import Status, extras_of_type
 from ..provider_api.registry import find_provider
 from ..runtime.checkpoint_names import METADATA, newer_than_metadata
-from ..runtime.segments import Span, distinct, span_of
 from ..storage.digest_cache import DigestCache, stat_key
 from ..storage.files import Progress, files, parallel
 from ..storage.local_disk import inside, local_path, safe
@@ -28,6 +28,7 @@ from ..storage.replace_folder import aside, discard, files_below, prune, swap, t
 from ..store.checkpoint import Checkpoint, newest_checkpoint, numbers_of, resumable
 from ..store.store import Store, expect, run_folder, to_json
 from ..validate import did_you_mean, json_loads
+from .log_sources import index_segments
 from .metrics import json_rows, merge_metrics
 
 __all__ = ["PULL_KINDS", "PullReport", "merge_metrics", "newest_pulled", "parse_selection", "pull"]
@@ -48,7 +49,6 @@ _SAVED = 2.0  # seconds after which what has come is written down, for a pull th
 _OURS = {errno.ENOSPC, errno.EROFS, errno.EFBIG, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors of this machine's disk, which waiting for a remote store does not cure."""
 TRIES = 3  # for a checkpoint, or a log, that changes while it is fetched
-_SEGMENT = re.compile(r"(\d+\.\d+)/(node-\d+)/([^/]+)")
 _METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 _NODE = re.compile(r"node-(\d+)/(.+)")
 _CHOICE = re.compile(r"latest|best|all|step=\d+")
@@ -114,9 +114,21 @@ def pull(
     ``latest``, ``best`` or ``step=N`` must exist. Raises `NotFoundError` for an unknown run or checkpoint,
     `DigestError` for damaged content, which is not kept.
     """
-    wanted, marks = parse_selection(what), _marks_of(str(store.run(run_id).get("provider")))
+    wanted, provider = parse_selection(what), str(store.run(run_id).get("provider"))
+    marks: tuple[str, ...] = ()  # the name endings of the platform's own files
+    with contextlib.suppress(NotFoundError, ImportError):  # the provider may not be installed here
+        marks = extras_of_type(find_provider(provider)).sync_marks
     with _alone(folder):
-        return _pull(store, run_id, folder, wanted, marks, along, on_pull, clock, progress)
+        work = _Pull(store=store, run_id=run_id, folder=folder, wanted=wanted, progress=progress, marks=marks)
+        if along is None:
+            return work.once(strict=True)
+        try:
+            _follow(work, along, on_pull, clock)
+        except LostContactError:
+            with contextlib.suppress(StorageError):  # the store may still answer
+                work.once()
+            raise
+        return work.once()
 
 
 @contextlib.contextmanager
@@ -146,27 +158,17 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _pull(
-    store: Store,
-    run_id: str,
-    folder: Path,
-    wanted: Mapping[str, Sequence[str]],
-    marks: tuple[str, ...],
-    along: Iterable[Status] | None,
-    on_pull: Callable[[PullReport], None] | None,
-    clock: Callable[[], float],
-    progress: Progress | None,
-) -> PullReport:
-    work = _Pull(store=store, run_id=run_id, folder=folder, progress=progress, marks=marks)
-    if along is None:
-        return work.once(wanted, strict=True)
+def _follow(
+    work: _Pull, along: Iterable[Status], on_pull: Callable[[PullReport], None] | None, clock: Callable[[], float]
+) -> None:
+    """Bring new results every `EVERY` seconds until the run has ended. A remote store may be silent for `PATIENCE`."""
     looked, failing = float("-inf"), None
-    for status in _patient(along, lambda: work.once(wanted)):
+    for status in along:
         if status.final or abs(clock() - looked) < EVERY:
             continue
         before = work.moved
         try:
-            report = work.once(wanted)
+            report = work.once()
             failing = None
             if on_pull is not None and work.moved > before:
                 on_pull(report)
@@ -174,37 +176,16 @@ def _pull(
             failing = clock() if failing is None else failing
             gone = isinstance(exc.__cause__, FileNotFoundError)
             ours = isinstance(exc, DigestError) or getattr(exc.__cause__, "errno", None) in _OURS
-            passing = gone or (not ours and local_path(store.url) is None)
+            passing = gone or (not ours and local_path(work.store.url) is None)
             if not passing or clock() - failing >= PATIENCE:
                 raise
         looked = clock()
-    return work.once(wanted)
-
-
-def _marks_of(provider: str) -> tuple[str, ...]:
-    """Return the name endings of the platform's own files; none if the provider is not installed here."""
-    try:
-        return extras_of_type(find_provider(provider)).sync_marks
-    except (NotFoundError, ImportError):
-        return ()
-
-
-def _patient(along: Iterable[Status], last: Callable[[], object]) -> Iterator[Status]:
-    """Yield ``along``. If contact with the platform is lost, call ``last``, as the store may answer; then raise."""
-    try:
-        yield from along
-    except LostContactError:
-        with contextlib.suppress(StorageError):
-            last()
-        raise
-
-
-#: The sources of one local file: [key, bytes, version or SHA-256] each. JSON, so a list.
-_Sources = list[list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
+    """A file of the store. ``mark`` is its version or SHA-256, as the folder's record has it."""
+
     key: str
     size: int
     mark: str
@@ -223,10 +204,18 @@ class _Pull:
     """
 
     def __init__(
-        self, *, store: Store, run_id: str, folder: Path, progress: Progress | None, marks: tuple[str, ...]
+        self,
+        *,
+        store: Store,
+        run_id: str,
+        folder: Path,
+        wanted: Mapping[str, Sequence[str]],
+        progress: Progress | None,
+        marks: tuple[str, ...],
     ) -> None:
-        self.store, self.files, self.progress, self.jobs = store, store.files, progress, store.moving.concurrency
-        self.run, self.marks = run_folder(run_id), marks
+        self.store, self.files, self.progress = store, store.files, progress
+        self.jobs = store.moving.concurrency
+        self.run_id, self.run, self.wanted, self.marks = run_id, run_folder(run_id), wanted, marks
         self.folder = Path(os.path.abspath(folder))
         self.out = files(str(self.folder))
         self.lock = threading.Lock()
@@ -243,39 +232,49 @@ class _Pull:
         self.saved = time.monotonic()
         self._take_over()
 
-    def once(self, wanted: Mapping[str, Sequence[str]], *, strict: bool = False) -> PullReport:
+    def once(self, *, strict: bool = False) -> PullReport:
         """Bring new results once. ``strict``: if a requested checkpoint is missing, nothing comes."""
         self.placed, self.names, self.refused, self.missing = set(), [], [], []
+        steps: list[tuple[str, Callable[[], None]]] = [
+            ("checkpoints", partial(self.checkpoints, strict=strict)),
+            ("artifacts", partial(self.written, "artifacts")),
+            ("outputs", partial(self.written, "outputs")),
+            ("artifacts", self.native),
+            ("logs", self.logs),
+            ("metrics", self.metrics),
+        ]
         try:
-            if "checkpoints" in wanted:
-                self.checkpoints(wanted["checkpoints"], strict=strict)
-            for word in ("artifacts", "outputs"):
-                if word in wanted:
-                    self.written(word)
-            if "artifacts" in wanted:
-                self.native()
-            for word, bring in (("logs", self.logs), ("metrics", self.metrics)):
-                if word in wanted:
+            for word, bring in steps:
+                if word in self.wanted:
                     bring()
             self.records()
         except FileNotFoundError as exc:
-            raise StorageError(f"{exc.filename or exc} went away while it was pulled; pull again") from exc
-        finally:
+            raise StorageError(f"{exc.filename or exc} was deleted during the pull; pull again") from exc
+        finally:  # also after a failure: files that came are not fetched again
             self.remember()
-        return self.report()
+        return PullReport(
+            folder=self.folder,
+            files=tuple(sorted(self.placed)),
+            transferred=self.moved,
+            checkpoints=tuple(self.names),
+            refused=tuple(self.refused),
+            mover=self.files.mover,
+            missing=tuple(self.missing),
+        )
 
     # ------------------------------------------------------------------------------------------------------- selection
 
-    def checkpoints(self, choices: Sequence[str], *, strict: bool) -> None:
-        run_id = self.run.removeprefix("runs/")
-        mirrored, written = self.store.checkpoints(run_id), self.store.direct(run_id)
-        pointers = self.store.pointers(run_id)
-        states = [item.name for item in reversed(_by_age(resumable(mirrored), written))]
-        self.states = [*dict.fromkeys([*states, *self.states])]
-        tidy(self.folder / "checkpoints", {item.name for item in [*mirrored, *written]})
-        wanted = self._wanted(choices, mirrored, written, pointers)
+    def checkpoints(self, *, strict: bool) -> None:
+        mirrored, written = self.store.checkpoints(self.run_id), self.store.direct(self.run_id)
+        pointers, names = self.store.pointers(self.run_id), [item.name for item in [*mirrored, *written]]
+        states = resumable(mirrored)
+        if written:  # each kind is sorted already, oldest first
+            states = sorted([*states, *written], key=lambda item: item.saved)
+        self.states = [*dict.fromkeys([*(item.name for item in reversed(states)), *self.states])]
+        tidy(self.folder / "checkpoints", set(names))
+        wanted = self._wanted(mirrored, written, pointers)
         if strict and self.missing:
-            there = ", ".join(dict.fromkeys(item.name for item in [*mirrored, *written])) or "none complete yet"
+            there = ", ".join(dict.fromkeys(names)) or "none complete yet"
             raise NotFoundError(f"no checkpoint is {' or '.join(self.missing)}; there are: {there}", field="what")
         newest = {item.name: item for item in mirrored if item.name in wanted}
         direct = {item.name: item for item in written if item.name in wanted}
@@ -287,7 +286,7 @@ class _Pull:
             try:
                 self._checkpoint(name, merged[name])
             except FileNotFoundError:
-                now = {other.name: other for other in self.store.checkpoints(run_id)}
+                now = {other.name: other for other in self.store.checkpoints(self.run_id)}
                 if now.get(name) == item:
                     raise
                 if name in now and now[name].files == item.files:  # the run has moved it meanwhile
@@ -310,20 +309,15 @@ class _Pull:
                     self._write(f"checkpoints/{name}", text, [source])
 
     def _wanted(
-        self,
-        choices: Sequence[str],
-        mirrored: Sequence[Checkpoint],
-        direct: Sequence[Checkpoint],
-        pointers: Mapping[str, str],
+        self, mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint], pointers: Mapping[str, str]
     ) -> set[str]:
-        """Return the names of the checkpoints that ``choices`` select."""
+        """Return the names of the selected checkpoints."""
         there = {item.name: item for item in sorted([*mirrored, *direct], key=lambda item: item.saved)}
         wanted: set[str] = set()
-        for choice in dict.fromkeys(choices):
+        for choice in dict.fromkeys(self.wanted["checkpoints"]):
             if choice == "all":
-                wanted |= set(there)
-                continue
-            if choice == "latest":
+                found = [*there]
+            elif choice == "latest":
                 found = [item.name for item in [newest_checkpoint(mirrored, direct)] if item is not None]
             elif choice == "best":
                 pointed = [pointers[name] for name in pointers if _BEST.fullmatch(name) and pointers[name] in there]
@@ -331,7 +325,7 @@ class _Pull:
             else:
                 found = [name for name, item in there.items() if item.step == int(choice.partition("=")[2])]
             wanted |= set(found)
-            self.missing += [] if found else [choice]
+            self.missing += [] if found or choice == "all" else [choice]
         return wanted
 
     def _direct(self, name: str) -> bool:
@@ -366,29 +360,26 @@ class _Pull:
                     self._drop(path)
 
     def native(self) -> None:
-        found = self._below("native")
-        self._expect(*[(f"native/{name}", source) for name, source in found])
-        parallel(lambda pair: self._fetch_growing(f"native/{pair[0]}", pair[1]), found, jobs=self.jobs)
+        found = [(f"native/{name}", source) for name, source in self._below("native")]
+        self._expect(*found)
+        parallel(lambda pair: self._fetch_growing(*pair), found, jobs=self.jobs)
 
     def logs(self) -> None:
         for path, segments in self._segments().items():
-            for left in range(TRIES - 1, -1, -1):
+            for tries in range(1, TRIES + 1):
                 try:
                     self._log(path, segments)
                     break
                 except FileNotFoundError:  # merged into another segment since the listing
-                    if not left:
+                    if tries == TRIES:
                         raise
                     node = path.removeprefix("logs").removesuffix(".log")
                     segments = self._segments(node).get(path) or segments
 
     def _segments(self, below: str = "") -> dict[str, list[_Source]]:
         """Return the log segments in order, by the file that they make."""
-        groups: dict[str, list[tuple[Span, _Source]]] = {}
-        for name, source in self._below("live/logs", below):
-            if (match := _SEGMENT.fullmatch(name)) and (span := span_of(match[3])):
-                groups.setdefault(f"logs/{match[1]}/{match[2]}.log", []).append((span, source))
-        return {path: [source for _, source in distinct(found)] for path, found in groups.items()}
+        index = index_segments(self._below("live/logs", below))
+        return {f"logs/{attempt}/node-{n}.log": [s for _, s in found] for (attempt, n), found in index.items()}
 
     def metrics(self) -> None:
         found = [
@@ -408,13 +399,13 @@ class _Pull:
 
     def records(self) -> None:
         for name in ("run.json", "result.json"):
-            size = self.files.size(f"{self.run}/{name}")
-            if size is None:
+            key = f"{self.run}/{name}"
+            if not self.files.exists(key):
                 continue
-            data = self.files.read(f"{self.run}/{name}")
-            source = _Source(key=f"{self.run}/{name}", size=len(data), mark=hashlib.sha256(data).hexdigest())
+            data = self.files.read(key)
+            source = _Source(key=key, size=len(data), mark=hashlib.sha256(data).hexdigest())
             if not self._fresh(name, [source]):
-                self._count(source.key, len(data))
+                self._count(key, len(data))
                 self._write(name, data, [source])
 
     # --------------------------------------------------------------------------------------------------------- transfer
@@ -469,12 +460,10 @@ class _Pull:
                 self._remember(f"checkpoints/{path}", [parts[path]], digest, parts[path].size)
         rest = [path for path in parts if path not in tree]
         parallel(lambda path: self._fetch(f"checkpoints/{path}", parts[path]), rest, jobs=self.jobs)
-        for path in tree:
-            self._trust(f"checkpoints/{path}")
-        with self.lock:
-            for path in before:
-                self.known.pop(path, None)
-                self.placed.discard(path)
+        for path in here:
+            self._trust(f"checkpoints/{path}")  # a new link has changed its stat values
+        for path in before:
+            self._forget(path)
 
     def _right(self, path: str, source: _Source) -> bool:
         """Return whether the file is here with the content of ``source``, and record it."""
@@ -507,7 +496,7 @@ class _Pull:
         """Join the segments; unchanged ones are taken from the local file."""
         if self._fresh(path, segments):
             return
-        old: _Sources = self.known.get(path, {}).get("sources", [])
+        old = self.known.get(path, {}).get("sources", [])
         same = 0
         if self._intact(path):
             while same < min(len(old), len(segments)) and old[same] == segments[same].json:
@@ -521,7 +510,6 @@ class _Pull:
     def _fetch(self, path: str, source: _Source) -> None:
         if not self._fresh(path, [source]):
             self._remember(path, [source], self._bring(inside(self.folder, path), source), source.size)
-            self._trust(path)
 
     def _bring(self, target: Path, source: _Source) -> str:
         """Fetch one file, unless it is here already; return its digest."""
@@ -545,7 +533,6 @@ class _Pull:
             return False
         again = _Source(key=source.key, size=target.stat().st_size, mark="")
         self._remember(path, [again], self.digests.of(target), again.size)
-        self._trust(path)
         return True
 
     def _already(self, target: Path, source: _Source) -> bool:
@@ -562,17 +549,20 @@ class _Pull:
         inside(self.folder, path)
         self.out.write(path, data)
         self._remember(path, sources, hashlib.sha256(data).hexdigest(), len(data))
-        self._trust(path)
 
     def _drop(self, path: str) -> None:
         """Remove a file that an earlier pull brought, unless it was changed since."""
         if self._intact(path):
             self.out.remove(path)
+        self._forget(path)
+
+    def _forget(self, path: str) -> None:
         with self.lock:
             self.known.pop(path, None)
             self.placed.discard(path)
 
     def _fresh(self, path: str, sources: Sequence[_Source]) -> bool:
+        """Return whether the file is here as it was brought from ``sources``, and count it as placed."""
         known = self.known.get(path)
         if known is None or known["sources"] != [source.json for source in sources] or not self._intact(path):
             return False
@@ -612,11 +602,13 @@ class _Pull:
             self.progress(key, more)
 
     def _remember(self, path: str, sources: Sequence[_Source], sha256: str, size: int) -> None:
+        self._trust(path)
         with self.lock:
             self.known[path] = {"sources": [source.json for source in sources], "sha256": sha256, "size": size}
             self.placed.add(path)
-            if time.monotonic() - self.saved >= _SAVED:
-                self._save()
+            due = time.monotonic() - self.saved >= _SAVED
+        if due:
+            self.remember(digests=False)
 
     def _take_over(self) -> None:
         """Claim the folder for this run. Raises `SpecError` if other files have the names that we would write.
@@ -653,27 +645,13 @@ class _Pull:
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    def remember(self) -> None:
-        """Save the record, also after a failure: files that came are not fetched again."""
+    def remember(self, *, digests: bool = True) -> None:
+        """Save the folder's record, and the ``digests`` for the next process."""
         with self.lock:
-            self._save()
-        self.digests.keep()
-
-    def _save(self) -> None:
-        self.out.write(PULL_STATE, to_json({"run": self.origin, "files": self.known, "states": self.states}))
-        self.saved = time.monotonic()
-
-    def report(self) -> PullReport:
-        """Return the report of this pull."""
-        return PullReport(
-            folder=self.folder,
-            files=tuple(sorted(self.placed)),
-            transferred=self.moved,
-            checkpoints=tuple(self.names),
-            refused=tuple(self.refused),
-            mover=self.files.mover,
-            missing=tuple(self.missing),
-        )
+            self.out.write(PULL_STATE, to_json({"run": self.origin, "files": self.known, "states": self.states}))
+            self.saved = time.monotonic()
+        if digests:
+            self.digests.keep()
 
 
 def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
@@ -688,11 +666,6 @@ def newest_pulled(folder: Path) -> tuple[str, Path | None] | None:
         return str(state["run"]), next(iter(found), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _by_age(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return both kinds of checkpoints, oldest first; each is in that order already."""
-    return sorted([*mirrored, *direct], key=lambda item: item.saved) if direct else [*mirrored]
 
 
 def _merge_nodes(item: Checkpoint) -> dict[str, _Source]:

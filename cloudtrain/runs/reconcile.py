@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def reconcile_run(run: Run, *, environ: Mapping[str, str], say: Say | None = Non
 def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float) -> tuple[Row, Exception | None]:
     done: list[str] = []
 
-    def told(text: str) -> None:
+    def log(text: str) -> None:
         done.append(text)
         if say is not None:
             say(f"{run.run_id}: {text}")
@@ -78,15 +77,13 @@ def _row(run: Run, environ: Mapping[str, str], say: Say | None, patience: float)
     row = {"run": run.url, "run_id": run.run_id, "provider": None, **_STANDS, "done": done, "error": None}
     try:
         row["provider"] = run.provider_name
-        result = patiently(partial(_once, run, told, environ), seconds=patience)
+        result = patiently(
+            lambda: run.reconcile(retry=FallbackPolicy(run, log, environ=environ), say=log), seconds=patience
+        )
     except Exception as exc:  # noqa: BLE001 - one unreadable run must not stop the others
         return {**row, "error": one_line(exc), "exit_code": _code(exc)}, exc
     now = {"run": run.url, "provider": run.provider_name}  # it may have moved to another place
     return {**row, **now, **{key: result[key] for key in _STANDS}, "exit_code": 0}, None
-
-
-def _once(run: Run, say: Say, environ: Mapping[str, str]) -> dict[str, Any]:
-    return run.reconcile(retry=FallbackPolicy(run, say, environ=environ), say=say)
 
 
 def _code(exc: Exception) -> int:

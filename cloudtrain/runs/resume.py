@@ -12,11 +12,11 @@ from pathlib import Path, PurePath
 
 from ..errors import AuthError, NotFoundError, SpecError
 from ..job.job import is_run_id
-from ..settings.settings import Settings, StoreCredentials
+from ..settings.settings import Settings
 from ..storage.local_disk import local_path, normalize
 from ..store.checkpoint import resumable
 from ..store.resume_copy import followed
-from ..store.store import Store
+from ..store.store import Store, in_store
 from ..validate import did_you_mean, url_scheme
 from .pull import newest_pulled
 
@@ -42,7 +42,10 @@ def checkpoints_url(given: str, *, store: Store, settings: Settings, cwd: Path, 
     """
     bare = is_bare(given)
     if bare:
-        url = f"{store.url}/runs/{_checked(given)}"
+        if not is_run_id(given):
+            hint = f"give the id of a run; for a file or folder, write ./{given}"
+            raise SpecError(f"{given!r} is not the id of a run", field=FIELD, hint=hint)
+        url = f"{store.url}/runs/{given}"
     else:
         try:
             url = normalize(settings.resolved(given, ask=ask), cwd=cwd)
@@ -54,25 +57,14 @@ def checkpoints_url(given: str, *, store: Store, settings: Settings, cwd: Path, 
     url = followed(url, settings, ask=follows)
     path = local_path(url)
     run = _RUN.fullmatch(url)
-    if run is None or not is_run_id(run[2]) or not (bare or path is None or _is_run(run[1], run[2])):
+    record = local_path(f"{run[1]}/runs/{run[2]}/run.json") if run is not None else None
+    if run is None or not is_run_id(run[2]) or not (bare or record is None or record.exists()):
         if path is not None:
             _check_folder(path, given)
         return url
     if follows or path is not None:
         _check_run(run[1], run[2], settings, sends=follows, folder=cwd / given if bare else None)
     return f"{run[1]}/runs/{run[2]}/live/checkpoints"
-
-
-def _checked(word: str) -> str:
-    if not is_run_id(word):
-        hint = f"give the id of a run; for a file or folder, write ./{word}"
-        raise SpecError(f"{word!r} is not the id of a run", field=FIELD, hint=hint)
-    return word
-
-
-def _is_run(store: str, run_id: str) -> bool:
-    record = local_path(f"{store}/runs/{run_id}/run.json")
-    return record is not None and record.exists()
 
 
 def _pulled(path: Path, given: str) -> Path | None:
@@ -113,8 +105,7 @@ def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, fold
     is accepted: the nodes may be able to. ``folder`` is the path that the id would name.
     """
 
-    def look(caller: StoreCredentials) -> SpecError | None:
-        found = Store(place, storage=caller, moving=settings.moving)
+    def look(found: Store) -> SpecError | None:
         if not found.files.exists(f"runs/{run_id}/run.json"):
             hints = [did_you_mean(run_id, found.runs())]
             hints += [f"for the folder of that name: ./{run_id}"] if folder and folder.exists() else []
@@ -130,7 +121,7 @@ def _check_run(place: str, run_id: str, settings: Settings, *, sends: bool, fold
         return None
 
     try:
-        wrong = settings.let_in(place, look)
+        wrong = in_store(place, settings, look)
     except (AuthError, SpecError):
         return
     if wrong is not None:

@@ -29,14 +29,13 @@ from ..provider_api.protocol import Layout, Request
 from ..storage.local_disk import local_path
 from ..store.store import Store, next_of
 from ..validate import did_you_mean
+from . import handover
 from .cost import seconds_of
-from .handover import NO_MACHINES, REFUSALS, newer_attempt_exists, sending, settle_refusal
 from .log_sources import patiently
 from .outcome import unix_time, was_lost
 from .run import Run
 
 __all__ = [
-    "REFUSALS",
     "UNSENT_SECONDS",
     "Retry",
     "category_of",
@@ -70,33 +69,29 @@ def write_context(store: Store, layout: Layout, run_id: str) -> None:
             return
 
 
-def _send_unless_cancelled(run: Run, request: Request, values: Mapping[str, str]) -> str | None:
-    """Send ``request`` and return its native id; for a cancelled run return the id if it was sent before, else None.
-
-    Called again after a lost answer, it checks again: nothing starts once the user knows that the run was cancelled or
-    refused.
-    """
-    store = run.store
-    over = store.refused(run.run_id, request.attempt) is not None or store.result(run.run_id) is not None
-    if over or store.cancelled(run.run_id):
-        return run.provider.find(request)
-    return run.provider.submit(request, values)
-
-
 def deliver(run: Run, request: Request, values: Mapping[str, str]) -> str | None:
     """Send the request of an attempt, and record its native id.
 
     Return None if it was refused before, or cancelled before it was sent. Raises the errors of sending.
     """
     store, attempt = run.store, request.attempt
-    with sending(store, run.run_id, attempt):
+
+    def send() -> str | None:
+        # Checked again after a lost answer: nothing starts once the user knows that it was cancelled or refused.
+        over = store.refused(run.run_id, attempt) is not None or store.result(run.run_id) is not None
+        if over or store.cancelled(run.run_id):
+            return run.provider.find(request)  # it may have been sent before
+        return run.provider.submit(request, values)
+
+    with handover.sending(store, run.run_id, attempt):
         if store.refused(run.run_id, attempt) is not None:
             return None
-        native = patiently(partial(_send_unless_cancelled, run, request, values))
+        native = patiently(send)
         if native is None:
             return None
         store.write_submitted(run.run_id, attempt, native)
-    more = run._follows(request, "capacity") or run._follows(request, "quota")
+    machines = handover.NO_MACHINES
+    more = handover.fallbacks_of(run) or any(handover.has_another(run, request, category) for category in machines)
     left = more and (next_of(store, run.run_id) is not None or max(store.attempts(run.run_id)) > attempt)
     ended = store.result(run.run_id)
     if left or store.cancelled(run.run_id) or (ended is not None and ended["native_id"] is None):
@@ -159,13 +154,13 @@ class Retry:
         if attempt == 0:
             return run.provider.retried_by != "supervisor" or local_path(run.store.url) is not None
         sent = [noted for k in range(attempt) if (noted := run.store.submitted(run.run_id, k)) is not None]
-        return run._clients_retry(str(sent[-1]["native_id"]) if sent else None)
+        return handover.clients_retry(run, str(sent[-1]["native_id"]) if sent else None)
 
     def __call__(self, result: Mapping[str, Any]) -> bool:
         """Start another attempt; False if none should follow, or the run was cancelled."""
         run, store = self._run, self._run.store
         newest = max(store.attempts(run.run_id))
-        if newer_attempt_exists(store, run.run_id, newest, result):
+        if handover.newer_attempt_exists(store, run.run_id, newest, result):
             return True
         if self._is_alive(newest, result):
             return True
@@ -174,7 +169,7 @@ class Retry:
         exception = "" if run.provider.retried_by == "supervisor" else _exception(result)
         failure = {"exception": exception, "checkpoint": checkpoint.key if checkpoint is not None else None}
         failure = store.write_ended(run.run_id, newest, failure)
-        elsewhere = result["category"] in NO_MACHINES
+        elsewhere = result["category"] in handover.NO_MACHINES
         if not elsewhere and failure["exception"] and newest and store.ended(run.run_id, newest - 1) == failure:
             self._say("the same failure twice with no new checkpoint between: no further attempt")
             return False
@@ -214,7 +209,7 @@ class Retry:
         noted = store.submitted(run.run_id, attempt)
         if store.refused(run.run_id, attempt) is None or (noted and noted["native_id"] == result["native_id"]):
             return False
-        settle_refusal(store, run.run_id, attempt, say=self._say)
+        handover.settle_refusal(store, run.run_id, attempt, say=self._say)
         request = store.attempt_request(run.run_id, attempt)
         if store.submitted(run.run_id, attempt) is None and request is not None:
             native = patiently(partial(run.provider.find, request))
@@ -243,7 +238,7 @@ class Retry:
             return  # another client sent it, saw it fail and has continued
         try:
             deliver(run, request, values)
-        except REFUSALS as exc:
+        except handover.REFUSALS as exc:
             run.store.write_refused(run.run_id, request.attempt, category=category_of(exc), reason=str(exc))
             self._say(f"attempt {request.attempt} was refused: {exc}")
 
@@ -277,13 +272,13 @@ def _left(job: Job, result: Mapping[str, Any], now: float) -> tuple[Job | None, 
     left: dict[str, Any] = {"max_runtime": int(job.max_runtime - seconds_of(spans, now))}
     if left["max_runtime"] < 1:
         return None, "max_runtime is used up"
-    for name, told in (("max_cost", "estimate_usd"), ("max_gpu_hours", "gpu_hours")):
+    for name, used in (("max_cost", "estimate_usd"), ("max_gpu_hours", "gpu_hours")):
         most = getattr(job, name)
         if most is None:
             continue
-        spent = result["cost"][told] if result["attempts"] or result["native_id"] else 0.0  # all were refused
+        spent = result["cost"][used] if result["attempts"] or result["native_id"] else 0.0  # all were refused
         if spent is None:
-            return None, f"nobody knows what is left of {name}"
+            return None, f"the use so far is unknown, so the rest of {name} cannot be computed"
         if spent >= most:
             return None, f"{name} is used up"
         left[name] = most - spent

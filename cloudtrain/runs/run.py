@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from functools import partial
 from importlib import import_module
@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from ..errors import AuthError, CloudtrainError, DigestError, LostContactError, NotFoundError, SpecError, StorageError
-from ..job.job import check_run_id
+from ..job.job import Job, check_run_id
 from ..provider_api import catalog
 from ..provider_api.protocol import FINAL, AttemptInfo, Provider, Request, Status, extras_of
 from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
 from ..storage.files import Progress
 from ..storage.local_disk import local_path
 from ..store.checkpoint import Checkpoint
-from ..store.store import Staged, Store
+from ..store.store import Staged, Store, next_of
 from ..validate import did_you_mean, parse_since, url_scheme, whole_number
+from . import handover
 from .cost import Account, cost_of, seconds_of
-from .handover import NO_MACHINES, NOT_RETRIED, HandoverMixin, forget, in_flight, newer_attempt_exists
+from .handover import NOT_RETRIED
 from .log_order import Line, attempt_key
 from .log_sources import Contact, Tail, last_lines, patiently, written_since
 from .max_wait import MaxWait
@@ -53,11 +54,9 @@ from .pull import PATIENCE, PULL_KINDS, PullReport, pull
 __all__ = [
     "NEXT_SECONDS",
     "NOT_RETRIED",
-    "NO_MACHINES",
     "AttemptPolicy",
     "Run",
     "StatusListener",
-    "newer_attempt_exists",
     "open_run",
 ]
 
@@ -93,27 +92,24 @@ class StatusListener(Protocol):
         """Take a status."""
 
 
-class _RetryOnly:
-    """The policy of a plain function: it starts attempts, and cares for no other client's."""
-
-    def __init__(self, retry: Callable[[Result], bool]) -> None:
-        self._retry = retry
-
-    def __call__(self, result: Result) -> bool:
-        return self._retry(result)
-
-    def begin(self) -> None:
-        """Do nothing: the next look sees the run in its new place."""
-
-    def resend(self, attempt: int, now: float) -> None:
-        """Do nothing."""
+#: Called with the result of a failed attempt, returns whether another one has begun. An `AttemptPolicy` does more.
+Retrier = Callable[[Result], bool]
 
 
-def _policy_of(retry: Callable[[Result], bool] | None) -> AttemptPolicy | None:
-    return retry if retry is None or isinstance(retry, AttemptPolicy) else _RetryOnly(retry)
+@dataclass
+class _Known:
+    """The facts about a run in one place that this client has learnt."""
+
+    natives: dict[int, str] = field(default_factory=dict)
+    refused: set[int] = field(default_factory=set)  # refused attempts that another one has followed
+    unsent: int | None = None  # the newest attempt, if it was last seen recorded but not submitted
+    max_wait: MaxWait | None = None
+    over: dict[int, float] = field(default_factory=dict)  # when each attempt was first seen over
+    retried: dict[int, bool] = field(default_factory=dict)  # for each attempt that is over, if another may follow
+    began: dict[int, float] = field(default_factory=dict)  # start of each attempt, if the platform does not report it
 
 
-class Run(HandoverMixin):
+class Run:
     """A handle of one run, from `Estimator.fit` or `Estimator.attach`.
 
     Every method works from any machine that can read the store, and raises `NotFoundError` if there is no such run.
@@ -137,13 +133,8 @@ class Run(HandoverMixin):
         self._provider, self._clock, self._sleep = provider, clock, sleep
         self._ticks = time.monotonic if clock is time.time else clock  # of waits: a clock of the machine may step
         self._record: dict[str, Any] | None = None
-        self._natives: dict[int, str] = {}
-        self._refused: set[int] = set()  # refused attempts that another one has followed
-        self._unsent: int | None = None  # the newest attempt, if it was last seen recorded but not submitted
-        self._max_wait: MaxWait | None = None
-        self._over: dict[int, float] = {}  # when each attempt was first seen over
-        self._retried: dict[int, bool] = {}  # for each attempt that is over, if another may follow
-        self._began: dict[int, float] = {}  # start of each attempt, if the platform does not report it
+        self._known = _Known()
+        self._handed_over = False  # it came here from another place, so it is known to continue here
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"
@@ -153,9 +144,48 @@ class Run(HandoverMixin):
         """The URL of the run folder: enough to find the run again from any machine."""
         return f"{self.store.url}/runs/{self.run_id}"
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """The run's record, run.json: the job, the provider and its settings, the code."""
+        if self._record is None:
+            self._record = self.store.run(self.run_id, needs=("provider", "settings", "job"))
+        return self._record
+
+    @property
+    def job(self) -> Job:
+        """The job that was submitted."""
+        return Job.from_dict(self.record["job"])
+
+    @property
+    def provider_name(self) -> str:
+        """The name of the run's provider."""
+        return str(self.record["provider"])
+
+    @property
+    def provider(self) -> Provider:
+        """The provider, with the settings of the submission."""
+        if self._provider is None:
+            self._provider = self._settings.provider_of(self.record)
+        return self._provider
+
     def _check(self) -> None:
         if not self.record:
             raise NotFoundError(f"no run at {self.url}", field="run")
+
+    def _follow_handover(self) -> bool:
+        """Switch this handle to the run's newest place. Return True if it had moved.
+
+        Also keeps the result of each place that was left, in case the client that left it has died.
+        """
+        moved = False
+        while (following := handover.fallbacks_of(self)) and (noted := next_of(self.store, self.run_id)) is not None:
+            left, record = self.store, following[0]
+            self._provider = self._settings.provider_of(record)
+            self.store = Store(record["layout"]["store"], storage=self._provider.storage, moving=self._settings.moving)
+            self._record, self._known = None, _Known()
+            self._handed_over = moved = True
+            handover.close_left(left, self.store, self.run_id, noted["result"])
+        return moved
 
     # ---------------------------------------------------------------------------------------------------------- status
 
@@ -164,8 +194,8 @@ class Run(HandoverMixin):
 
         Raises the provider's errors, and `LostContactError` if the platform does not answer.
         """
-        self._lead()
-        return self._current()[0]
+        self._follow_handover()
+        return self._current_status()[0]
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the newest complete checkpoint, or None."""
@@ -176,52 +206,52 @@ class Run(HandoverMixin):
 
         Once the run is over it is stored as ``result.json``, and the platform is not asked again.
         """
-        self._lead()
+        self._follow_handover()
         stored = self.store.result(self.run_id)
         if stored is not None:
             return public_result(stored)
-        return self._conclude(*self._live())
+        return self._conclude(*self._platform_status())
 
-    def _current(self) -> tuple[Status, dict[int, str]]:
+    def _current_status(self) -> tuple[Status, dict[int, str]]:
         """Return the status from result.json, else from the platform; and the native ids by attempt, oldest first."""
         result = self.store.result(self.run_id)
         if result is None:
-            return self._live()
+            return self._platform_status()
         noted = {k: self.store.submitted(self.run_id, k) for k in sorted(self.store.attempts(self.run_id))}
         return status_of(result), {k: str(item["native_id"]) for k, item in noted.items() if item}
 
-    def _live(self) -> tuple[Status, dict[int, str]]:
+    def _platform_status(self) -> tuple[Status, dict[int, str]]:
         """Return the platform's status of the newest submitted attempt, and all native ids."""
-        recorded, self._unsent = self.store.attempts(self.run_id), None
+        recorded, self._known.unsent = self.store.attempts(self.run_id), None
         natives = {k: native for k in sorted(recorded) if (native := self._native(k)) is not None}
         last = max(recorded, default=0)
         refused = None if last in natives else self._refused_status(last)
         if refused is not None and self._native(last) is not None:
-            return self._live()  # another client was sending it meanwhile
+            return self._platform_status()  # another client was sending it meanwhile
         if not natives:
             return self._unsubmitted(last, refused), natives
         newest = max(natives)
-        status = self._told(newest, self._ask(newest, natives[newest]))
+        status = self._with_expiry(newest, self._query(newest, natives[newest]))
         if status.final and newest < last and not self.store.cancelled(self.run_id):
             if refused is not None:
                 finished = status.finished if refused.final else None
                 return replace(refused, finished=finished, reason=f"attempt {last} was {refused.reason}"), natives
-            self._unsent = last
+            self._known.unsent = last
             reason = f"attempt {last} is recorded but not submitted yet; the last one: {status.reason or 'ended'}"
             status = replace(status, state="pending", reason=reason, category="", finished=None)
         return status, natives
 
     def _native(self, attempt: int) -> str | None:
         """Return the native id of an attempt; if its client crashed before recording it, ask the platform."""
-        if attempt in self._refused:
+        if attempt in self._known.refused:
             return None
-        if attempt not in self._natives:
+        if attempt not in self._known.natives:
             submitted = self.store.submitted(self.run_id, attempt)
             native = str(submitted["native_id"]) if submitted else self._found(attempt)
             if native is None:
                 return None
-            self._natives[attempt] = native
-        return self._natives[attempt]
+            self._known.natives[attempt] = native
+        return self._known.natives[attempt]
 
     def _found(self, attempt: int) -> str | None:
         request = self.store.attempt_request(self.run_id, attempt)
@@ -229,7 +259,7 @@ class Run(HandoverMixin):
         if native is not None:
             self.store.write_submitted(self.run_id, attempt, native)
         elif self.store.refused(self.run_id, attempt) and self.store.attempt_request(self.run_id, attempt + 1):
-            self._refused.add(attempt)
+            self._known.refused.add(attempt)
         return native
 
     def _patiently(self, call: Callable[[], T]) -> T:
@@ -242,7 +272,7 @@ class Run(HandoverMixin):
         if refused is None:
             return None
         reason = f"refused: {refused['reason']}"
-        if in_flight(self.store, self.run_id, attempt, clock=self._clock, sleep=self._sleep):
+        if handover.in_flight(self.store, self.run_id, attempt, clock=self._clock, sleep=self._sleep):
             return Status(state="pending", reason=f"{reason}; another client may be sending it")
         return Status(state="failed", category=refused["category"], reason=reason)
 
@@ -252,12 +282,12 @@ class Run(HandoverMixin):
             return Status(state="cancelled", category="cancelled", reason="cancelled before it was submitted")
         if refused is not None:
             return refused
-        if (last or self._led) and self.provider.retried_by != "supervisor":
-            self._unsent = last  # a waiting client sends it
+        if (last or self._handed_over) and self.provider.retried_by != "supervisor":
+            self._known.unsent = last  # a waiting client sends it
         reason = f"recorded but never submitted; submit the same job again with --run-id {self.run_id}, or cancel it"
         return Status(state="pending", reason=reason)
 
-    def _ask(self, attempt: int, native: str) -> Status:
+    def _query(self, attempt: int, native: str) -> Status:
         """Return the provider's status; if it no longer knows the job, one made of the nodes' records."""
         try:
             return self.provider.status(native)
@@ -269,7 +299,7 @@ class Run(HandoverMixin):
             state = "succeeded" if root["outcome"] == "succeeded" else "failed"
             return Status(state=state, native="gone", reason="the platform no longer knows the job")
 
-    def _told(self, attempt: int, status: Status, exits: Sequence[Record] | None = None) -> Status:
+    def _with_expiry(self, attempt: int, status: Status, exits: Sequence[Record] | None = None) -> Status:
         """Return the platform's status of an attempt, as expired if a client stopped it for lack of machines."""
         cancelled = status.state == "cancelled" and self.store.cancelled(self.run_id)
         by_us = status.state == "cancelled" and not cancelled
@@ -285,13 +315,13 @@ class Run(HandoverMixin):
         platform's clock if it has times. That client records it, unless it may only read.
         """
         store, run_id, sight = self.store, self.run_id, status.started
-        if not status.final and attempt in self._began:
-            return replace(status, started=self._began[attempt])
+        if not status.final and attempt in self._known.began:
+            return replace(status, started=self._known.began[attempt])
         starts = store.starts(run_id)
         exits = (store.exits(run_id) if exits is None else exits) if status.final else ()
         began = began_at(attempt, starts, exits)
         if began is not None:
-            self._began[attempt] = began
+            self._known.began[attempt] = began
         elif status.final:
             began = store.seen_running(run_id, attempt)
         else:
@@ -309,10 +339,10 @@ class Run(HandoverMixin):
         """Cancel an attempt that waits beyond ``max_wait`` for machines, if no platform does; return the reason."""
         if self.provider.max_wait_by != "client" or not natives:
             return ""
-        if self._max_wait is None:
+        if self._known.max_wait is None:
             limit = self.job.at(self.provider_name).max_wait
-            self._max_wait = MaxWait(store=self.store, run_id=self.run_id, limit=limit, clock=self._clock)
-        if reason := self._max_wait.ends(max(natives), status):
+            self._known.max_wait = MaxWait(store=self.store, run_id=self.run_id, limit=limit, clock=self._clock)
+        if reason := self._known.max_wait.ends(max(natives), status):
             with contextlib.suppress(NotFoundError):
                 self._patiently(partial(self.provider.cancel, natives[max(natives)]))
         return reason
@@ -322,17 +352,17 @@ class Run(HandoverMixin):
     def _conclude(self, status: Status, natives: Mapping[int, str]) -> Result:
         """Return the result of ``status`` and the exit records, and keep it if nothing can follow it."""
         result = self._compute(status, natives)
-        while result["state"] in FINAL and not self._may_go_on(result):
+        while result["state"] in FINAL and not handover.may_continue(self, result):
             if not self._is_late(result):
                 return self._keep(result)
-            result = self._compute(*self._live())
+            result = self._compute(*self._platform_status())
         return result
 
     def _is_late(self, result: Result) -> bool:
         """Return whether another client has meanwhile followed up the attempt of ``result``."""
         newest = max(self.store.attempts(self.run_id), default=0)
         if not self.store.cancelled(self.run_id):
-            return newer_attempt_exists(self.store, self.run_id, newest, result)
+            return handover.newer_attempt_exists(self.store, self.run_id, newest, result)
         # An attempt recorded but unsent before a cancel is never sent.
         return (native := self._native(newest)) is not None and native != result["native_id"]
 
@@ -340,13 +370,13 @@ class Run(HandoverMixin):
         exits = self.store.exits(self.run_id)
         newest = natives[max(natives)] if natives else ""
         last = {native: k for k, native in natives.items()}
-        said = {
+        statuses = {
             native: status if native == newest else self._old_status(k, native, exits) for native, k in last.items()
         }
         starts = self.store.starts(self.run_id)
-        attempts = attempts_of(said, natives, exits, starts)
+        attempts = attempts_of(statuses, natives, exits, starts)
         verdict = verdict_of(status, records_of(attempts[-1], exits, starts) if attempts else ())
-        refusals, reason = self._refusals(natives), verdict.reason
+        refusals, reason = handover.refusals_of(self, natives), verdict.reason
         if not status.final and (since := self.store.cancelled_since(self.run_id)) is not None:
             reason = "; ".join(filter(None, [f"{CANCELLING} {iso_time(since)}", reason]))
         if status.state == "running":
@@ -363,12 +393,12 @@ class Run(HandoverMixin):
             "failure": verdict.failure,
             "attempts": [attempt_row(info) for info in attempts],
             "checkpoint": self._checkpoint_row(final=status.final),
-            "cost": self._cost(said, natives, attempts),
+            "cost": self._cost(statuses, natives, attempts),
             **({"refusals": refusals} if refusals else {}),
         }
 
     def _cost(
-        self, said: Mapping[str, Status], natives: Mapping[int, str], attempts: Sequence[AttemptInfo]
+        self, statuses: Mapping[str, Status], natives: Mapping[int, str], attempts: Sequence[AttemptInfo]
     ) -> dict[str, Any]:
         def request_of(native: str) -> Request | None:
             first = min(k for k, known in natives.items() if known == native)
@@ -377,12 +407,12 @@ class Run(HandoverMixin):
         settings, name = getattr(self.provider, "settings", None), self.provider_name
         prices, region = getattr(settings, "prices", None), catalog.region_of(settings)
         account = Account(job=self.job.at(name), provider=name, prices=prices, region=region)
-        return cost_of(account, said, attempts, request_of, self._clock())
+        return cost_of(account, statuses, attempts, request_of, self._clock())
 
     def _old_status(self, attempt: int, native: str, exits: Sequence[Record]) -> Status:
         """Return an earlier attempt's status; a platform that forgot it or does not answer is not an error here."""
         try:
-            return self._told(attempt, self._patiently(lambda: self.provider.status(native)), exits)
+            return self._with_expiry(attempt, self._patiently(lambda: self.provider.status(native)), exits)
         except CloudtrainError:
             return Status(state="failed")
 
@@ -391,14 +421,15 @@ class Run(HandoverMixin):
 
         Empty if none waits, or the provider cannot tell: only one with its nodes' logs on this machine can.
         """
-        said = extras_of(self.provider).stuck(self._natives[max(self._natives)]) if self._natives else {}
-        if not said:
+        natives = self._known.natives
+        reasons = extras_of(self.provider).stuck(natives[max(natives)]) if natives else {}
+        if not reasons:
             return ""
         there = {item.name for item in self.store.checkpoints(self.run_id)}
-        left = [name for name in said if name not in there]
+        left = [name for name in reasons if name not in there]
         words = f"{len(left)} checkpoint{'s wait' if len(left) > 1 else ' waits'}"
         place = local_path(self.store.url) or self.store.url
-        return f"{words}: {said[left[-1]]} on {place}" if left else ""
+        return f"{words}: {reasons[left[-1]]} on {place}" if left else ""
 
     def _checkpoint_row(self, *, final: bool) -> dict[str, Any] | None:
         newest = self.checkpoint()
@@ -409,10 +440,6 @@ class Run(HandoverMixin):
             row["age_s"] = round(self._clock() - newest.committed, 1)
         return row
 
-    def _may_go_on(self, result: Result) -> bool:
-        """Return whether a waiting client may start another attempt after a failure, here or in another place."""
-        return self._may_retry(result) or self._may_move(result)
-
     def _kept(self, result: Result) -> Result:
         """Return ``result`` as result.json has it."""
         return {**result, "name": self.job.name, "created": self.record.get("created")}
@@ -420,7 +447,7 @@ class Run(HandoverMixin):
     def _keep(self, result: Result) -> Result:
         stored = self.store.write_result(self.run_id, self._kept(result))
         with contextlib.suppress(AuthError, StorageError):
-            forget(self.store, self.run_id)
+            handover.forget(self.store, self.run_id)
         return public_result(stored)
 
     # ------------------------------------------------------------------------------------------ logs, metrics, waiting
@@ -431,7 +458,7 @@ class Run(HandoverMixin):
         An attempt replaces earlier attempts' rows from its own first step on, so each step occurs once.
         """
         self._check()
-        self._lead()
+        self._follow_handover()
         from .live_data import LiveRunReader
 
         return merge_metrics(LiveRunReader(self.store, self.run_id).metrics().values())
@@ -520,47 +547,44 @@ class Run(HandoverMixin):
         self._check()
         natives: dict[int, str] = {}
         try:
-            status, natives = self._current()
+            status, natives = self._current_status()
             over = status.final
         except LostContactError as exc:
             yield from tail.give_up(exc)
         for line in tail.end(natives):
             yield tail.dated(line, over=over) if times else line
 
-    def reconcile(
-        self, *, retry: Callable[[Result], bool] | None = None, say: Callable[[str], None] = lambda _: None
-    ) -> Result:
+    def reconcile(self, *, retry: Retrier | None = None, say: Callable[[str], None] = lambda _: None) -> Result:
         """Do once what `wait` does all the time; return the current result.
 
         Stops an attempt that has waited longer than ``max_wait`` or was cancelled, lets ``retry`` start another, and
         keeps the result of a finished run. Any number of clients may do so at once. Raises the errors of `status`.
         """
-        self._lead()
+        self._follow_handover()
         stored = self.store.result(self.run_id)
         if stored is not None:
             return public_result(stored)
-        status, natives = self._live()
+        status, natives = self._platform_status()
         if not status.final and self.store.cancelled(self.run_id):
             self.cancel()  # the cancelling client may have died before it asked
             say("asked the platform again to stop it")
-            status, natives = self._live()
+            status, natives = self._platform_status()
         elif reason := self._expire(status, natives):
             say(f"stopping attempt {max(natives)}: {reason}")
-            status, natives = self._live()
-        policy = _policy_of(retry)
-        result = self._settled(self._conclude(status, natives), policy)
+            status, natives = self._platform_status()
+        result = self._settled(self._conclude(status, natives), retry)
         while result is None:
-            result = self._settled(self.result(), policy)
+            result = self._settled(self.result(), retry)
         if self.store.result(self.run_id) is not None:
             say(f"closed: {result['state']}")
         return result
 
-    def _settled(self, result: Result, retry: AttemptPolicy | None) -> Result | None:
+    def _settled(self, result: Result, retry: Retrier | None) -> Result | None:
         """Return the result, and keep it if no attempt will follow; None if another attempt has begun."""
         if result["state"] not in FINAL:
             return result
-        if self._lead():  # a client has moved it to another place
-            if retry is not None:
+        if self._follow_handover():  # a client has moved it to another place
+            if isinstance(retry, AttemptPolicy):
                 retry.begin()
             return None
         if retry is None:
@@ -568,7 +592,7 @@ class Run(HandoverMixin):
         stored = self.store.result(self.run_id)
         if stored is not None:  # the client that kept it found that nothing follows
             return public_result(stored)
-        if (self._may_go_on(result) and retry(result)) or self._is_late(result):
+        if (handover.may_continue(self, result) and retry(result)) or self._is_late(result):
             return None
         return self._keep(result)
 
@@ -578,7 +602,7 @@ class Run(HandoverMixin):
         timeout: float | None = None,
         on_line: Callable[[Line], None] | None = None,
         on_status: Callable[[Status], None] | None = None,
-        retry: Callable[[Result], bool] | None = None,
+        retry: Retrier | None = None,
         poll: float | None = None,
         patience: float = PATIENCE,
     ) -> Result:
@@ -601,16 +625,16 @@ class Run(HandoverMixin):
         While it waits, it stops an attempt that waits for machines longer than the job's ``max_wait``, if the platform
         has no such limit. A failed run raises nothing: look at ``result["state"]``.
         """
-        policy, every_look = _policy_of(retry), isinstance(on_status, StatusListener) and on_status.every
+        every_look = isinstance(on_status, StatusListener) and on_status.every
         deadline = None if timeout is None else self._ticks() + timeout
-        self._lead()
+        self._follow_handover()
         tail: Tail | None = None
         while True:
             if on_line is not None and (tail is None or tail.store is not self.store):  # another place has other lines
                 tail = self._tail(patience)
             last: Status | None = None
             for event in self._events(
-                tail=tail, poll=poll, patience=patience, deadline=deadline, acts=True, retry=policy
+                tail=tail, poll=poll, patience=patience, deadline=deadline, acts=True, retry=retry
             ):
                 if isinstance(event, Status):
                     if on_status is not None and (event != last or every_look):
@@ -618,7 +642,7 @@ class Run(HandoverMixin):
                     last = event
                 elif on_line is not None:
                     on_line(event)
-            result = self._settled(self.result() if last is None else self._ended(last), policy)
+            result = self._settled(self.result() if last is None else self._ended(last), retry)
             if result is not None and result["state"] in FINAL:
                 return result
 
@@ -634,9 +658,9 @@ class Run(HandoverMixin):
 
     def _ended(self, status: Status) -> Result:
         stored = self.store.result(self.run_id)
-        return (
-            public_result(stored) if stored is not None else self._conclude(status, dict(sorted(self._natives.items())))
-        )
+        if stored is not None:
+            return public_result(stored)
+        return self._conclude(status, dict(sorted(self._known.natives.items())))
 
     def _events(
         self,
@@ -646,7 +670,7 @@ class Run(HandoverMixin):
         patience: float,
         deadline: float | None,
         acts: bool = False,
-        retry: AttemptPolicy | None = None,
+        retry: Retrier | None = None,
     ) -> Iterator[Status | Line]:
         """Yield statuses and lines until the run has ended; the final status comes before the last lines.
 
@@ -658,19 +682,19 @@ class Run(HandoverMixin):
         first = min(max(FIRST_POLL, self.provider.min_poll_s), longest)
         due, every, pause = self._ticks(), first, first
         status, natives = Status(state="pending"), dict[int, str]()
-        sends = retry is not None and not isinstance(retry, _RetryOnly)
+        policy = retry if isinstance(retry, AttemptPolicy) else None
         while True:
             if self._ticks() >= due:
                 with self._listening(contact):
-                    found, natives = self._current()
-                    unsent = self._unsent  # sending, or a listener that looks at the run, forgets it
+                    found, natives = self._current_status()
+                    unsent = self._known.unsent  # sending, or a listener that looks at the run, forgets it
                     status = found if acts else self._between(found, natives)
                     if acts:
                         self._expire(status, natives)
-                        if self._unsent is not None and not status.final and retry is not None:
-                            retry.resend(self._unsent, self._ticks())
+                        if self._known.unsent is not None and not status.final and policy is not None:
+                            policy.resend(self._known.unsent, self._ticks())
                     yield status
-                    if not status.final and (not natives if unsent is None else not sends):
+                    if not status.final and (not natives if unsent is None else policy is None):
                         raise LostContactError(status.reason)  # no client may ever send it
                 every = min(longest, every * 1.25)
                 due = self._ticks() + every
@@ -683,7 +707,8 @@ class Run(HandoverMixin):
             if contact.lost:
                 with contextlib.suppress(StorageError):  # the store itself may not answer
                     yield from tail.rest() if tail is not None else ()
-                raise self._gone(contact, patience)
+                kind = LostContactError if isinstance(contact.error, LostContactError) else StorageError
+                raise kind(f"{contact.error} (for {patience:.0f} s now; what was submitted goes on: {self.url})")
             if deadline is not None and self._ticks() >= deadline:
                 raise LostContactError(f"run {self.run_id} has not ended in the time given; it goes on: {self.url}")
             pause = first if tail is not None and tail.flowing else min(longest, pause * 2)
@@ -696,10 +721,10 @@ class Run(HandoverMixin):
         """Return ``status`` for a read-only client: pending while another client may soon begin the next attempt."""
         if not status.final or self.store.result(self.run_id) is not None:
             return status
-        if not self._clients_retry(natives[max(natives)] if natives else None):
+        if not handover.clients_retry(self, natives[max(natives)] if natives else None):
             return status
         newest, now = max(self.store.attempts(self.run_id), default=0), self._clock()
-        since = self._over[newest] = min(self._over.get(newest, now), now)
+        since = self._known.over[newest] = min(self._known.over.get(newest, now), now)
         since = min(since, status.finished or now) if newest in natives else since  # else it is of the one before
         if now - since >= NEXT_SECONDS or not self._may_be_followed(newest, status, natives):
             return status
@@ -708,11 +733,11 @@ class Run(HandoverMixin):
 
     def _may_be_followed(self, newest: int, status: Status, natives: Mapping[int, str]) -> bool:
         """Return whether a waiting client may still retry it. The costly part is computed once an attempt."""
-        if not self.job.at(self.provider_name).retries and status.category not in NO_MACHINES:
+        if not self.job.at(self.provider_name).retries and status.category not in handover.NO_MACHINES:
             return False
-        if newest not in self._retried:
-            self._retried[newest] = self._may_retry(self._compute(status, natives))
-        return self._retried[newest] and not self.store.cancelled(self.run_id)
+        if newest not in self._known.retried:
+            self._known.retried[newest] = handover.may_retry(self, self._compute(status, natives))
+        return self._known.retried[newest] and not self.store.cancelled(self.run_id)
 
     @contextlib.contextmanager
     def _listening(self, contact: Contact, *, resets: bool = True) -> Iterator[None]:
@@ -729,10 +754,6 @@ class Run(HandoverMixin):
         else:
             if resets:
                 contact.heard(None)
-
-    def _gone(self, contact: Contact, patience: float) -> CloudtrainError:
-        kind = LostContactError if isinstance(contact.error, LostContactError) else StorageError
-        return kind(f"{contact.error} (for {patience:.0f} s now; what was submitted goes on: {self.url})")
 
     # ------------------------------------------------------------------------------------------------- pull and cancel
 
@@ -761,9 +782,9 @@ class Run(HandoverMixin):
         for an unknown word in ``what``, and with ``follow`` the errors of `logs`.
         """
         bring = partial(pull, self.store, self.run_id, Path(folder), what=what, on_pull=on_pull, progress=progress)
-        return bring(along=self._along() if follow else None, clock=self._ticks)
+        return bring(along=self._statuses_until_final() if follow else None, clock=self._ticks)
 
-    def _along(self) -> Iterator[Status]:
+    def _statuses_until_final(self) -> Iterator[Status]:
         """Yield statuses until the run has ended, and keep its result then, or leave that to the next client."""
         events = self._events(tail=None, poll=None, patience=PATIENCE, deadline=None)
         for last in (event for event in events if isinstance(event, Status)):
@@ -778,7 +799,7 @@ class Run(HandoverMixin):
         error, if any, is raised.
         """
         self._check()
-        self._lead()
+        self._follow_handover()
         if self._is_over():
             return
         errors: list[CloudtrainError] = []
@@ -798,7 +819,7 @@ class Run(HandoverMixin):
                 continue  # the platform does not know it, so it does not run
             except CloudtrainError as exc:
                 errors.append(exc)
-        if self._lead():  # the client that moved the run may not have seen the cancel
+        if self._follow_handover():  # the client that moved the run may not have seen the cancel
             self.cancel()
         if unmarked is not None or errors:
             raise unmarked or errors[0]
@@ -808,8 +829,8 @@ class Run(HandoverMixin):
         if self.store.result(self.run_id) is not None:
             return True
         try:
-            status, natives = self._live()
-            return status.final and not self._may_go_on(self._compute(status, natives))
+            status, natives = self._platform_status()
+            return status.final and not handover.may_continue(self, self._compute(status, natives))
         except CloudtrainError:
             return False
 
@@ -846,7 +867,7 @@ def open_run(ref: str, *, store_url: str, cwd: Path | None = None, settings: Set
 
     run, asked = settings.let_in(where, read)
     with contextlib.suppress(CloudtrainError):  # files can be pulled without the provider too
-        run._lead()
+        run._follow_handover()
         if local_path(run.store.url) is None and (own := asked.own(run.store.url, run.provider)) is not None:
             run.store = Store(run.store.url, storage=own, moving=settings.moving)
     return run

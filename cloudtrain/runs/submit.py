@@ -21,14 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _version
-from ..errors import (
-    AuthError,
-    CloudtrainError,
-    ConflictError,
-    SpecError,
-    StorageError,
-    scrubbed,
-)
+from ..errors import AuthError, CloudtrainError, ConflictError, SpecError, StorageError, scrubbed
 from ..job.entry_point import check_script
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job, Source, check_run_id, new_run_id
 from ..job.provenance import digest_of, in_background, origin_of
@@ -43,7 +36,7 @@ from ..storage.local_disk import local_path
 from ..store import runtime_zip
 from ..store.store import LocalTree, Staged, Store
 from ..validate import json_loads, url_scheme, without_secrets
-from .handover import REFUSALS, settle_refusal
+from .handover import REFUSALS, settle_refusal, unsent_attempt
 from .retry import category_of, deliver, error_of, secret_values, write_context
 from .run import Run
 from .summary import summary
@@ -146,14 +139,10 @@ class Plan:
     def document(self) -> dict[str, Any]:
         """Return plain JSON; equal plans give equal documents. Sizes are bytes, times seconds. Missing settings have
         placeholders."""
-        return self._placed() | ({"fallbacks": [plan._placed() for plan in self.further]} if self.further else {})
-
-    def _placed(self) -> dict[str, Any]:
-        document: dict[str, Any] = with_placeholders(self._document(), self.provider_name, self.missing)
-        return document
+        return self._document() | ({"fallbacks": [plan._document() for plan in self.further]} if self.further else {})
 
     def _document(self) -> dict[str, Any]:
-        return {
+        document = {
             "run_id": self.run_id,
             "run": self.run_url,
             "provider": self.provider_name,
@@ -174,6 +163,7 @@ class Plan:
             "layout": dataclasses.asdict(self.layout),
             "request": self.request.to_dict(),
         }
+        return dict(with_placeholders(document, self.provider_name, self.missing))
 
     def _code(self) -> dict[str, Any]:
         return {
@@ -286,20 +276,20 @@ def make_plan(
     if job.launcher != "command" and bundle.entry_point:
         check_script(bundle.root, bundle.entry_point)
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
-    if run_id is not None:
-        check_run_id(run_id)
-    layout = store.layout(
-        run_id=run_id or (f"{job.name[:35].rstrip('-')}-plan" if preview else new_run_id(job.name)),
+    draft = f"{job.name[:35].rstrip('-')}-plan"
+    layout = Layout(
+        store=store.url,
+        run_id=check_run_id(run_id or (draft if preview else new_run_id(job.name))),
         code_digest=bundle.digest,
         runtime_digest=runtime_zip.digest(type(chosen)),
         inputs=inputs,
         origin=origin_of(bundle.git, os.environ),
     )
-    layout = _resumed(layout, job.resume_from, store, chosen, settings, cwd, ask=not preview, follows=follows)
-    dependencies = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
-    source = dataclasses.replace(
-        job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=dependencies
-    )
+    if job.resume_from is not None:
+        resumed = _resumed(job.resume_from, store, chosen, settings, cwd, ask=not preview, follows=follows)
+        layout = dataclasses.replace(layout, **resumed)
+    extra = tuple(str((cwd / path).resolve()) for path in job.source.dependencies)
+    source = dataclasses.replace(job.source, path=str(bundle.root), entry_point=bundle.entry_point, dependencies=extra)
     # As it is recorded: the script relative to the code, and no folder of this machine.
     recorded = {"entry_point": bundle.entry_point, "source_dir": None, "dependencies": (), "exclude": ()}
     job, whole = job.replace(**recorded), whole.replace(**recorded)
@@ -348,36 +338,18 @@ def later_choices(provider: Provider, job: Job, layout: Layout) -> tuple[Request
 
 
 def _resumed(
-    layout: Layout,
-    given: str | None,
-    store: Store,
-    provider: Provider,
-    settings: Settings,
-    cwd: Path,
-    *,
-    ask: bool,
-    follows: bool,
-) -> Layout:
-    """Return ``layout`` with the folder URL of ``resume_from``, and the URL that it is a copy of, if any.
+    given: str, store: Store, provider: Provider, settings: Settings, cwd: Path, *, ask: bool, follows: bool
+) -> dict[str, Any]:
+    """Return the layout's URL of the folder ``given`` by ``resume_from``, and the URL that it is a copy of, if any.
 
     The folder is a run's complete checkpoints, in the run's newest place, or the user's own.
     """
-    if given is None:
-        return layout
     from ..store.resume_copy import place_for
     from .resume import checkpoints_url
 
     url = checkpoints_url(given, store=store, settings=settings, cwd=cwd, ask=ask, follows=follows)
     there = place_for(url, store, provider.schemes)
-    return dataclasses.replace(layout, resume=there or url, resume_source=url if there else None)
-
-
-def _check_resumed(url: str | None, settings: Settings) -> None:
-    """Raise `SpecError` if the run that a saved plan resumes from has moved to another place."""
-    from ..store.resume_copy import followed
-
-    if url and (now := followed(url, settings, ask=True)) != url:
-        raise SpecError(f"{url} went on to {now}; plan again with that", field="resume_from")
+    return {"resume": there or url, "resume_source": url if there else None}
 
 
 def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
@@ -387,23 +359,20 @@ def load_plan(path: Path, *, settings: Settings, cwd: Path) -> Plan:
     """
     try:
         data = json_loads(path.read_bytes())
-        told = [data, *data.get("fallbacks", ())]
+        plans = [data, *data.get("fallbacks", ())]
     except (OSError, ValueError, AttributeError, TypeError) as exc:
         raise SpecError(f"{path} is not a saved plan ({type(exc).__name__}: {exc})", field="plan") from None
-    return link_fallbacks([_loaded(item, path, settings=settings, cwd=cwd) for item in told])
+    return link_fallbacks([_loaded(item, path, settings=settings, cwd=cwd) for item in plans])
 
 
 def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Path) -> Plan:
     """Return one of the plans in the file at ``path``."""
+    from ..store.resume_copy import followed
+
     try:
-        job, layout, request = (
-            Job.from_dict(data["job"]),
-            Layout.from_dict(data["layout"]),
-            Request.from_dict(data["request"]),
-        )
-        source = Source(**data["source"])
-        missing = tuple(data.get("missing", ()))
-        if missing:
+        job, layout = Job.from_dict(data["job"]), Layout.from_dict(data["layout"])
+        source, request = Source(**data["source"]), Request.from_dict(data["request"])
+        if missing := tuple(data.get("missing", ())):
             raise refusal(data["provider"], missing, file=settings.file)
         chosen = settings.make_provider(data["provider"], **data["settings"])
     except (ValueError, KeyError, TypeError) as exc:
@@ -417,7 +386,9 @@ def _loaded(data: Mapping[str, Any], path: Path, *, settings: Settings, cwd: Pat
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
     if inputs != dict(layout.inputs):
         raise SpecError("an input has changed since it was planned; plan again", field="plan")
-    _check_resumed(layout.resume_source or layout.resume, settings)
+    resumed = layout.resume_source or layout.resume
+    if resumed and (now := followed(resumed, settings, ask=True)) != resumed:
+        raise SpecError(f"{resumed} went on to {now}; plan again with that", field="resume_from")
     return Plan(
         job=job,
         source=source,
@@ -451,11 +422,10 @@ def link_fallbacks(plans: Sequence[Plan]) -> Plan:
         if taken.count(url) > 1:
             why = f"{without_secrets(url.rpartition('/runs/')[0])} is that of two places; each needs one of its own"
             raise SpecError(why, field="store")
-    whole = list(plans)
-    for number in reversed(range(len(whole))):  # each has those that follow it
-        first, further = taken[0] if number else "", tuple(whole[number + 1 :])
-        whole[number] = dataclasses.replace(whole[number], first=first, further=further)
-    return whole[0]
+    following: tuple[Plan, ...] = ()
+    for plan in reversed(plans[1:]):  # each has those that follow it
+        following = (dataclasses.replace(plan, first=taken[0], further=following), *following)
+    return dataclasses.replace(plans[0], first="", further=following)
 
 
 def _check_names(job: Job) -> None:
@@ -502,11 +472,11 @@ def submit(
         _check_not_refused(run_of_plan(known), say)
     elif not plan.first:  # a run that continues from other places records its refusals
         _check_this_machine(plan)
-    told = _origin(plan) if known is None else dict[str, Any]
+    origin = _origin(plan) if known is None else dict[str, Any]
     plan = known or plan
     staged = _staged(plan, say, moved)
     say("recording the run")
-    if not plan.store.create_run(plan.layout, {**_record(plan), "origin": told()}):
+    if not plan.store.create_run(plan.layout, {**_record(plan), "origin": origin()}):
         plan = with_recorded_origin(plan) or plan
     if decide is not None:
         decide()
@@ -519,18 +489,17 @@ def submit(
         if there is not None and there.to_dict() != plan.request.to_dict():
             raise _recorded_otherwise(plan)
     run = run_of_plan(plan, staged)
-    request = _to_send(plan)
-    if request is None:
+    # A platform may have forgotten a sent request, so the records decide. A waiting client sends further attempts.
+    if unsent_attempt(run) != 0:
         return run
     say(f"submitting to {plan.provider_name}")
     try:
-        native = deliver(run, request, values)
+        native = deliver(run, plan.request, values)
     except (AuthError, *REFUSALS) as exc:
         # The submitter gets an error, so no other client may send it later.
         with contextlib.suppress(CloudtrainError):
-            reason = str(exc)
-            plan.store.write_refused(plan.run_id, request.attempt, category=category_of(exc), reason=reason)
-            settle_refusal(plan.store, plan.run_id, request.attempt, say=say)
+            plan.store.write_refused(plan.run_id, 0, category=category_of(exc), reason=str(exc))
+            settle_refusal(plan.store, plan.run_id, 0, say=say)
             if run.result()["native_id"] is not None:  # else the result is kept, if nothing follows
                 return run  # it was accepted nevertheless
         raise
@@ -570,13 +539,24 @@ def _check_not_refused(run: Run, say: Callable[[str], None]) -> None:
 
 
 def _staged(plan: Plan, say: Callable[[str], None], moved: Progress | None) -> Staged:
-    """Upload what the store lacks; return the amounts."""
+    """Upload what the store lacks, and copy a new run's remote data that its nodes cannot read; return the amounts."""
     say("uploading what the store lacks")
+    layout, store = plan.layout, plan.store
     zipped = plan.runtime or partial(runtime_zip.build, plan.node_half or type(plan.provider))
-    staged = plan.store.stage(
-        plan.layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say
-    )
-    return dataclasses.replace(staged, data_bytes=staged.data_bytes + _copied(plan, moved, say))
+    staged = store.stage(layout, archive=plan.bundle.archive, pyz=zipped, trees=plan.trees, progress=moved, say=say)
+    sources = layout.resume_source or any(item.source for item in layout.inputs.values())
+    if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
+        return staged
+    from ..store.remote_inputs import bring
+    from ..store.resume_copy import carry
+
+    try:
+        copied = bring(store, layout, left=plan.left, progress=moved, say=say)
+        copied += carry(store, layout, settings=plan.settings, left=plan.left, progress=moved, say=say)
+    except BaseException:
+        store.withdraw(plan.run_id)
+        raise
+    return dataclasses.replace(staged, data_bytes=staged.data_bytes + copied)
 
 
 def run_of_plan(plan: Plan, staged: Staged | None = None) -> Run:
@@ -584,56 +564,22 @@ def run_of_plan(plan: Plan, staged: Staged | None = None) -> Run:
     return Run(store=plan.store, run_id=plan.run_id, provider=plan.provider, settings=plan.settings, staged=staged)
 
 
-def _copied(plan: Plan, moved: Progress | None, say: Callable[[str], None]) -> int:
-    """Copy a new run's inputs that its nodes cannot read into the store; return the bytes that moved."""
-    layout, store = plan.layout, plan.store
-    sources = layout.resume_source or any(item.source for item in layout.inputs.values())
-    if not sources or store.files.exists(f"runs/{plan.run_id}/run.json"):  # an existing run has its copies
-        return 0
-    from ..store.remote_inputs import bring
-    from ..store.resume_copy import carry
-
-    try:
-        copied = bring(store, layout, left=plan.left, progress=moved, say=say)
-        return copied + carry(store, layout, settings=plan.settings, left=plan.left, progress=moved, say=say)
-    except BaseException:
-        store.withdraw(plan.run_id)
-        raise
-
-
 def _record(plan: Plan) -> dict[str, Any]:
-    following: list[Mapping[str, Any]] = [*(_told(item) for item in plan.further)] or [*plan.rest]
+    following: list[Mapping[str, Any]] = [*map(_plan_record, plan.further)] or [*plan.rest]
     extra = {"fallbacks": following, "first": plan.first, "refusals": list(plan.refusals)}
-    return {
-        "protocol": 1,
-        "version": _version.__version__,
-        "created": time.time(),
-        **_told(plan),
-        **{key: value for key, value in extra.items() if value},
-    }
+    head = {"protocol": 1, "version": _version.__version__, "created": time.time()}
+    return {**head, **_plan_record(plan), **{key: value for key, value in extra.items() if value}}
 
 
-def _told(plan: Plan) -> dict[str, Any]:
+def _plan_record(plan: Plan) -> dict[str, Any]:
     """Return the entries of run.json about a plan itself."""
-    document = plan.document()
+    document = plan._document()
     return {
         **{key: document[key] for key in ("run_id", "run", "provider", "settings", "job", "job_digest", "layout")},
         "code": {key: document["code"][key] for key in ("digest", "entry_point", "bytes", "git")},
         "runtime": plan.layout.runtime_digest,
         "moving": plan.store.moving._asdict(),
     }
-
-
-def _to_send(plan: Plan) -> Request | None:
-    """Return the request of the first attempt; None if it was sent or refused, or the run has ended.
-
-    The platform may have forgotten a sent one, and another machine's platform does not know it. A waiting client sends
-    further attempts.
-    """
-    store, run_id = plan.store, plan.run_id
-    known = any(look(run_id, 0) is not None for look in (store.submitted, store.refused))
-    over = known or store.cancelled(run_id) or store.result(run_id) is not None
-    return None if over or max(store.attempts(run_id), default=0) else plan.request
 
 
 def _origin(plan: Plan) -> Callable[[], dict[str, Any]]:
@@ -686,22 +632,18 @@ def _of_another_job(plan: Plan, record: Mapping[str, Any]) -> ConflictError:
         before, now = _fields(record.get("job", {})), _fields(plan.job.to_dict())
         words += [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
     if (digest := record["code"].get("digest")) != plan.layout.code_digest:
-        words += _changes(plan, str(digest)) or ["the code"]
+        from ..job.bundle import changes
+
+        try:
+            changed = changes(plan.bundle, plan.store.files.read(f"code/{digest}/code.tar.gz"))
+        except (FileNotFoundError, StorageError, ValueError):  # the store no longer has it
+            changed = []
+        words += changed or ["the code"]
     return ConflictError(
         f"{plan.run_id!r} is already the id of another job in {plan.store.url}; different: {_listed(words)}",
         field="run_id",
         hint="choose another --run-id; to find this run again, undo the change",
     )
-
-
-def _changes(plan: Plan, digest: str) -> list[str]:
-    """Return the differences from the code of ``digest``; empty if the store no longer has it."""
-    from ..job.bundle import changes
-
-    try:
-        return changes(plan.bundle, plan.store.files.read(f"code/{digest}/code.tar.gz"))
-    except (FileNotFoundError, StorageError, ValueError):
-        return []
 
 
 def _fields(value: Any, name: str = "") -> dict[str, Any]:

@@ -45,13 +45,12 @@ def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: b
         for number, further in enumerate(document.get("fallbacks", ()), 2)
     ]
     parts = [*files, *requests, summary(document)] if terminal else [columns(_plan_rows(document)), *files, *requests]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(filter(None, parts))
 
 
 def files_text(document: Mapping[str, Any]) -> str:
     """Return every file that ships, and every excluded one."""
-    parts = [_plan_files(document["code"], None), _plan_excluded(document["code"], None)]
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(filter(None, [_plan_files(document["code"], None), _plan_excluded(document["code"], None)]))
 
 
 def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -73,15 +72,19 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         source = document["layout"]["resume_source"]
         how = f" (the newest checkpoint copied from {source}, through this machine)" if source else ""
         rows.append(("resumes from", f"{without_secrets(resume)}{how}"))
-    rows += [
-        ("instance", _plan_instance(document["resources"])),
-        *_plan_price(document["resources"]),
+    wanted, retries = document["resources"], document["retries"]
+    rows.append(("instance", _plan_instance(wanted)))
+    if wanted["instance_types"] or wanted["price"]:  # else this machine starts the nodes and has no price
+        rows.append(("price", price_text(wanted["price"], wanted["instance_types"])))
+    starter = RETRIED_BY.get(retries["by"], retries["by"])
+    return [
+        *rows,
         ("limits", _plan_limits(document["limits"])),
-        ("retries", _plan_retries(document["retries"])),
+        ("retries", f"{retries['count'] or 'none'}, started by {starter}"),
         ("disk", _plan_disk(document["disk"])),
         ("sends", f"{request['operation']} (attempt {request['attempt']})"),
+        *(("note", text) for text in document["notes"]),
     ]
-    return rows + [("note", text) for text in document["notes"]]
 
 
 def place(number: int, document: Mapping[str, Any]) -> str:
@@ -100,12 +103,6 @@ def _plan_instance(resources: Mapping[str, Any]) -> str:
     words += [f"GPU {' or '.join(resources['gpu_names'])}{total}"] if resources["gpu_names"] else []
     words.append(f"{plural(resources['ranks'], 'rank')}, {resources['nproc_per_node']} a node")
     return ", ".join(words)
-
-
-def _plan_price(resources: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the price row; none if this machine starts the nodes and has no price."""
-    types = resources["instance_types"]
-    return [("price", price_text(resources["price"], types))] if types or resources["price"] else []
 
 
 def price_text(price: Mapping[str, Any] | None, machines: Sequence[str] = ()) -> str:
@@ -145,10 +142,6 @@ def stall_timeout(seconds: int | None, *, is_default: bool) -> str:
     return words + (" (default; --stall-timeout)" if is_default else "")
 
 
-def _plan_retries(retries: Mapping[str, Any]) -> str:
-    return f"{retries['count'] or 'none'}, started by {RETRIED_BY.get(retries['by'], retries['by'])}"
-
-
 def _plan_disk(disk: Mapping[str, Any]) -> str:
     known = f"{size_text(disk['code_bytes'])} of code, {size_text(disk['input_bytes'])} of inputs staged from here"
     count = disk["checkpoints"]
@@ -158,22 +151,20 @@ def _plan_disk(disk: Mapping[str, Any]) -> str:
 
 def _plan_files(code: Mapping[str, Any], limit: int | None) -> str:
     files = sorted(code["files"], key=lambda file: (-file["bytes"], file["path"]))[:limit]
-    more = len(code["files"]) - len(files)
     lines = [f"  {size_text(file['bytes']):>10}  {_plain(file['path'])}" for file in files]
-    return "\n".join([f"files ({len(code['files'])})", *lines, *_more(more)])
+    return _plan_list("files", lines, len(code["files"]))
 
 
 def _plan_excluded(code: Mapping[str, Any], limit: int | None) -> str:
     rows = [(f"  {_plain(item['path'])}", item["rule"]) for item in code["excluded"][:limit]]
-    if not rows:
-        return ""
-    width = max(len(path) for path, _ in rows)
+    width = max((len(path) for path, _ in rows), default=0)
     lines = [f"{path.ljust(width)}  {_plain(rule)}" for path, rule in rows]
-    return "\n".join([f"left out ({len(code['excluded'])})", *lines, *_more(len(code["excluded"]) - len(rows))])
+    return _plan_list("left out", lines, len(code["excluded"])) if rows else ""
 
 
-def _more(count: int) -> list[str]:
-    return [f"  … and {count} more (--verbose)"] if count > 0 else []
+def _plan_list(title: str, lines: Sequence[str], count: int) -> str:
+    more = [f"  … and {count - len(lines)} more (--verbose)"] if count > len(lines) else []
+    return "\n".join([f"{title} ({count})", *lines, *more])
 
 
 def _plain(text: str) -> str:

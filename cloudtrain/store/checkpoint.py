@@ -75,13 +75,10 @@ def newest_checkpoint(mirrored: Sequence[Checkpoint], direct: Sequence[Checkpoin
 
 def resumable(found: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints from which a training can resume, in the same order."""
-    chosen = training_states({i.key: (i.name, [_below_entry(i.name, path) for path in i.files]) for i in found})
+    # ``node-0/step-8/model.pt`` in ``step-8`` is ``model.pt``; "" for a checkpoint of one file
+    below = {i.key: (i.name, [path.partition("/")[2][len(i.name) + 1 :] for path in i.files]) for i in found}
+    chosen = training_states(below)
     return [item for item in found if item.key in chosen]
-
-
-def _below_entry(name: str, path: str) -> str:
-    """Return the path below an entry: ``node-0/step-8/model.pt`` in ``step-8`` is ``model.pt``; "" for a file entry."""
-    return path.partition("/")[2][len(name) + 1 :]
 
 
 def direct(root: str, name: str, files: Mapping[str, Entry]) -> Checkpoint | None:

@@ -18,13 +18,13 @@ from typing import Any
 
 from ..errors import NotFoundError, StorageError
 from ..job.job import is_run_id
-from ..settings.settings import NO_SETTINGS, Settings, StoreCredentials
+from ..settings.settings import NO_SETTINGS, Settings
 from ..storage.files import Entry, parallel
 from ..storage.lease import FOLDER, MARK, GcLease
 from ..storage.lease import SECONDS as LEASE
 from ..storage.local_disk import TEMP, local_path, normalize
 from ..validate import json_loads
-from .store import Store
+from .store import Store, in_store
 
 __all__ = ["OLDER_THAN", "Collected", "Leftover", "collect", "collect_at"]
 
@@ -95,13 +95,8 @@ def collect_at(
     path = local_path(url)
     if path is not None and not path.is_dir():
         raise NotFoundError(f"there is no store at {path}", field="store")
-
-    def opened(caller: StoreCredentials) -> Store:
-        store = Store(url, storage=caller, moving=settings.moving)
-        store.files.names("runs")
-        return store
-
-    return collect(settings.let_in(url, opened), older_than=older_than, delete=delete, say=say)
+    store, _ = in_store(url, settings, lambda store: (store, store.files.names("runs")))
+    return collect(store, older_than=older_than, delete=delete, say=say)
 
 
 def collect(
@@ -127,7 +122,7 @@ def collect(
             if say:
                 say(f"removed {item.key}")
         for name in named.without:
-            if is_run_id(name) and not named.names(name) and not store.files.entries(f"runs/{name}"):
+            if is_run_id(name) and name not in named and not store.files.entries(f"runs/{name}"):
                 store.files.prune(f"runs/{name}")
         deleting.check()
     return done
@@ -171,7 +166,9 @@ def _collected(store: Store, named: _Named, older_than: int, now: float, *, dele
 def _refuse_unreadable(named: _Named) -> None:
     if named.unreadable:
         names = ", ".join(sorted(named.unreadable)[:3])
-        raise StorageError(f"nothing is removed: run.json of {names} cannot be read, so nobody knows what it needs")
+        raise StorageError(
+            f"nothing is removed: run.json of {names} cannot be read, so the files that it needs are unknown"
+        )
 
 
 class _Named:
@@ -213,7 +210,7 @@ class _Named:
         self._words.update(_WORD.findall(text), _DIGEST.findall(text))
         return data
 
-    def names(self, word: str) -> bool:
+    def __contains__(self, word: str) -> bool:
         return word in self._words
 
 
@@ -234,7 +231,7 @@ def _leftovers(store: Store, named: _Named) -> Iterator[Leftover]:
     folders = [(kind, name) for kind, name in dict.fromkeys(folders) if _DIGEST.fullmatch(name)]
     folders += [("runs", name) for name in sorted(named.without) if is_run_id(name)]
     for top, name in folders:
-        if named.names(name):
+        if name in named:
             continue
         folder, manifest = f"{top}/{name}", f"data/manifests/{name}.json" if top == "data" else ""
         # The manifest goes first: a tree without one is half an upload, and no client takes it for complete.

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import CloudtrainError, ConflictError, DigestError, SpecError, StorageError
@@ -76,22 +77,13 @@ def bring(
     copy.
     """
     wanted = {item.url: (name, item) for name, item in layout.inputs.items() if item.source is not None}
-    return sum(_brought(store, layout, name, item, left, progress, say) for name, item in wanted.values())
-
-
-def _brought(
-    store: Store,
-    layout: Layout,
-    name: str,
-    item: LayoutInput,
-    left: PreviousPlace | None,
-    progress: Progress | None,
-    say: Callable[[str], None] | None,
-) -> int:
-    address = address_of(store.url, item.url)
-    copy = partial(Copy, store, layout.run_id, address, progress=progress, say=say)
-    moved = from_left(left, address, copy, name=name, field=f"inputs.{name}", say=say)
-    return copy(_Input(name, item, store.moving.mover)).run() if moved is None else moved
+    moved = 0
+    for name, item in wanted.values():
+        address = address_of(store.url, item.url)
+        copy = partial(Copy, store, layout.run_id, address, progress=progress, say=say)
+        there = from_left(left, address, copy, name=name, field=f"inputs.{name}", say=say)
+        moved += copy(_Input(name, item, store.moving.mover)).run() if there is None else there
+    return moved
 
 
 def from_left(
@@ -105,10 +97,10 @@ def from_left(
 ) -> int | None:
     """Copy what the run was given at ``address`` of ``left``; return the bytes that moved. Return None if the copy
     there is missing, incomplete or damaged (reported to ``say``): the source is needed."""
-    if (held := _Held.of(left, address, name=name, field=field)) is None:
+    if left is None or not left.gave(address) or (manifest := _manifest(left.store, address)) is None:
         return None
     try:
-        return copy(held).run()
+        return copy(_Held(left.store, address, manifest, name=name, field=field)).run()
     except DigestError as exc:
         if say is not None:
             say(f"{exc}; it is copied from where it came from")
@@ -121,23 +113,23 @@ def address_of(store: str, url: str) -> str:
 
 
 class RemoteSource(Protocol):
-    """The source of a copy. Methods raise `CloudtrainError`."""
+    """The source of a copy. Methods raise `CloudtrainError`.
+
+    In messages, ``name`` is its role in the job, ``shown`` its location and ``field`` the job's field that names it.
+    """
 
     name: str
-    """Its role in the job, for messages."""
     shown: str
-    """Its location, for messages and the manifest."""
     field: str
-    """The field of the job that names it."""
-    tries: int
+    tries: int = 2
     """Tries for each file, whose pieces start again; sources with their own retries have fewer."""
-    instead: str
+    instead: str = ""
     """Ends the message that it changed and another run has the copy, with the alternative."""
-    last: str
+    last: str = ""
     """The file that is copied last because it makes the others valid, or ""."""
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any] = MappingProxyType({})
     """Further entries of the manifest."""
-    given: bool
+    given: bool = False
     """True if it is a copy that a run was given, which stays as it is while its source may change."""
 
     def entries(self) -> dict[str, Entry]:
@@ -150,12 +142,8 @@ class RemoteSource(Protocol):
         """Raise `DigestError` if the content differs from its expected digest."""
 
 
-class _Input:
+class _Input(RemoteSource):
     """A channel's data, read with fsspec's own credentials."""
-
-    instead = last = ""
-    given = False
-    facts: Mapping[str, Any] = {}
 
     def __init__(self, name: str, item: LayoutInput, mover: str) -> None:
         assert item.source is not None
@@ -165,9 +153,8 @@ class _Input:
         self._source = self._opened()
 
     def _opened(self) -> RemoteFiles:
-        return RemoteFiles(
-            url=self._url if self._file else self._url.rstrip("/"), moving=TransferOptions(mover=self._mover)
-        )
+        url = self._url if self._file else self._url.rstrip("/")
+        return RemoteFiles(url=url, moving=TransferOptions(mover=self._mover))
 
     def entries(self) -> dict[str, Entry]:
         try:
@@ -196,25 +183,17 @@ class _Input:
         """Accept any content: inputs have no expected digest, so there is nothing to check."""
 
 
-class _Held:
+class _Held(RemoteSource):
     """The complete copy at the same address of another store, each file checked against the manifest there."""
 
-    instead, tries, given = "", 2, True
+    given = True
 
     def __init__(self, store: Store, address: str, manifest: Mapping[str, Any], *, name: str, field: str) -> None:
         self.name, self.field, self.shown = name, field, f"{store.url}/data/{address}"
         self._store, self._address, self._files = store, address, manifest["files"]
         self.last = str(manifest.get("last") or "")
         own = ("protocol", "source", "complete", "files")
-        self.facts: Mapping[str, Any] = {key: value for key, value in manifest.items() if key not in own}
-
-    @classmethod
-    def of(cls, left: PreviousPlace | None, address: str, *, name: str, field: str) -> _Held | None:
-        """Return the copy that the run was given there; None if there is none or it is incomplete."""
-        if left is None or not left.gave(address):
-            return None
-        manifest = _manifest(left.store, address)
-        return cls(left.store, address, manifest, name=name, field=field) if manifest else None
+        self.facts = {key: value for key, value in manifest.items() if key not in own}
 
     def entries(self) -> dict[str, Entry]:
         manifest = _manifest(self._store, self._address)
@@ -266,15 +245,18 @@ class Copy:
         if self._is_whole(found, self._store.record(self._manifest)):
             return 0
         mark = f"{FOLDER}/copying-{self._address}"
-        waits = f"waiting: somebody else copies {self._shown}"
+        waits = f"waiting: another client copies {self._shown}"
         with Lease(self._store.files, mark, seconds=LEASE, say=self._say, waits=waits) as sole:
             found = self._list()  # the wait may have been long
             record = self._store.record(self._manifest)
             if self._is_whole(found, record):
                 return 0
             there = self._store.files.list(f"data/{self._address}")
-            if record is not None and not self._is_there(found, record, there):
-                self._refuse_while_used(found, record)
+            if record is not None:
+                # A copy may be whole and unmarked: the client that was about to change it has died.
+                whole = self._is_whole(found, {**record, "complete": True})
+                if not whole or there != {self._at(path): entry.size for path, entry in found.items()}:
+                    self._refuse_while_used(found, record)
             return self._copy(found, record or {}, there, sole)
 
     def _is_whole(self, found: Mapping[str, Entry], record: Mapping[str, Any] | None) -> bool:
@@ -283,15 +265,10 @@ class Copy:
         whole = record is not None and record.get("complete") is True and len(files) == len(found)
         return whole and all(_is_copy(files.get(path), entry) for path, entry in found.items())
 
-    def _is_there(self, found: Mapping[str, Entry], record: Mapping[str, Any], there: Mapping[str, int]) -> bool:
-        """Return whether an unmarked copy is complete: the client that was about to change it has died."""
-        return self._is_whole(found, {**record, "complete": True}) and there == {
-            self._at(path): entry.size for path, entry in found.items()
-        }
-
     def _copy(
         self, found: Mapping[str, Entry], record: Mapping[str, Any], there: Mapping[str, int], sole: Lease
     ) -> int:
+        """Copy what is not there already in these versions; return the bytes that moved."""
         known = record.get("files") or {}
         self._done = {
             path: dict(known[path])
@@ -304,16 +281,16 @@ class Copy:
         self._save(sole, complete=False)  # from here on no client takes it for complete
         try:
             self._store.files.discard(sorted(set(there) - set(map(self._at, found))))
-            last = self._source.last
-            self._all({path: entry for path, entry in rest.items() if path != last}, sole)
-            self._all({path: entry for path, entry in rest.items() if path == last}, sole)
+            last = {path: rest.pop(path) for path in [*rest] if path == self._source.last}
+            self._all(rest, sole)
+            self._all(last, sole)
             self._check(found)
         except BaseException:
             with contextlib.suppress(CloudtrainError):
                 self._save(sole, complete=False)
             raise
         self._save(sole, complete=True)
-        return sum(entry.size for entry in rest.values())
+        return sum(entry.size for entry in [*rest.values(), *last.values()])
 
     def _list(self) -> dict[str, Entry]:
         """Return the source's files by their paths in the copy."""
@@ -360,9 +337,9 @@ class Copy:
         users = []
         for key, entry in found.items():
             record = self._store.record(key) if key.endswith(".json") and now - entry.modified < ANNOUNCED else None
-            who = str((record or {}).get("for"))
-            if self._address in (record or {}).get("copied", ()) and who != self._run_id:
-                users += [] if self._store.files.exists(f"runs/{who}/run.json") else [who]
+            user = str((record or {}).get("for"))
+            if self._address in (record or {}).get("copied", ()) and user != self._run_id:
+                users += [] if self._store.files.exists(f"runs/{user}/run.json") else [user]
         return users
 
     # ------------------------------------------------------------------------------------------------------------ bytes
@@ -412,13 +389,13 @@ class Copy:
 
         with self._room.taken(_weight(entry.size)):
             self._go_on()
-            for left in range(self._source.tries - 1, -1, -1):
+            for tries in range(1, self._source.tries + 1):
                 sole.check()
                 try:
                     self._store.files.receive(self._at(path), entry.size, pieces)
                     break
                 except (TransientError, DigestError):
-                    if not left or self._stop.is_set():
+                    if tries == self._source.tries or self._stop.is_set():
                         raise
         with self._lock:
             self._done[path] = {"size": entry.size, "sha256": digest.hexdigest(), "version": version_of(entry)}
@@ -456,7 +433,7 @@ class Copy:
         if changed:
             raise StorageError(f"{self._shown}: {min(changed)} changed while it was copied; start again")
         if wrong:
-            raise StorageError(f"{self._at(min(wrong))} is not what was written; somebody else writes there")
+            raise StorageError(f"{self._at(min(wrong))} is not what was written: another client writes there")
 
     def _save(self, sole: Lease, *, complete: bool) -> None:
         with self._lock:

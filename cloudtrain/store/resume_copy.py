@@ -11,20 +11,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import AuthError, DigestError, SpecError, StorageError, scrubbed
 from ..job.job import is_run_id
 from ..provider_api.protocol import Layout
-from ..settings.settings import Settings, StoreCredentials
-from ..storage.files import Entry, Progress, TransferOptions
+from ..settings.settings import Settings
+from ..storage.files import Entry, Progress
 from ..storage.local_disk import local_path
 from ..validate import json_loads, url_scheme
 from .checkpoint import Checkpoint, resumable
-from .remote_inputs import Copy, PreviousPlace, address_of, from_left, version_of
-from .store import Store, next_of
+from .remote_inputs import Copy, PreviousPlace, RemoteSource, address_of, from_left, version_of
+from .store import Store, in_store, next_of
 
 __all__ = ["carry", "followed", "place_for"]
 
@@ -66,9 +66,8 @@ def followed(url: str, settings: Settings, *, ask: bool) -> str:
     """
     been = {url}
     while (match := _WITHIN.fullmatch(url)) and is_run_id(match[2]) and (ask or local_path(url) is not None):
-        look = partial(_next, match[1], match[2], settings.mover)
         try:
-            noted = settings.let_in(match[1], look)
+            noted = in_store(match[1], settings, partial(next_of, run_id=match[2]))
         except (AuthError, SpecError):
             break
         if noted is None:
@@ -78,10 +77,6 @@ def followed(url: str, settings: Settings, *, ask: bool) -> str:
             raise StorageError(f"{FIELD}: the run at {url} went on to another place, and that one back to it")
         been.add(url)
     return url
-
-
-def _next(store: str, run_id: str, mover: str, caller: StoreCredentials) -> dict[str, Any] | None:
-    return next_of(Store(store, storage=caller, moving=TransferOptions(mover=mover)), run_id)
 
 
 def place_for(url: str, store: Store, schemes: Collection[str]) -> str | None:
@@ -124,7 +119,7 @@ def carry(
     if moved is not None:
         return moved
     try:
-        source = settings.let_in(place.store, partial(_opened, place, settings.mover))
+        source = in_store(place.store, settings, partial(_with_run, place))
     except SpecError as exc:
         if left is None:
             raise
@@ -147,15 +142,14 @@ def carry(
                 break
         else:
             raise SpecError(f"{place.title}: nothing complete and undamaged to resume from", field=FIELD)
-    raise StorageError(f"{place.title}: checkpoints go away faster than they can be copied; start again")
+    raise StorageError(f"{place.title}: its checkpoints were deleted faster than they could be copied; start again")
 
 
-def _opened(place: _Place, mover: str, caller: StoreCredentials) -> Store:
-    """Return the source's store, opened with ``caller``. Raises `SpecError` if it has no such run."""
-    found = Store(place.store, storage=caller, moving=TransferOptions(mover=mover))
-    if not found.files.exists(f"runs/{place.run_id}/run.json"):
+def _with_run(place: _Place, store: Store) -> Store:
+    """Return ``store``. Raises `SpecError` if it has no such run."""
+    if not store.files.exists(f"runs/{place.run_id}/run.json"):
         raise SpecError(f"no run {place.run_id!r} in {place.store}", field=FIELD)
-    return found
+    return store
 
 
 def _candidates(source: Store, place: _Place) -> Iterator[Checkpoint]:
@@ -176,10 +170,10 @@ class _GoneError(StorageError):
     """A checkpoint that the run deleted during the copy."""
 
 
-class _Chosen:
-    """One checkpoint as a `relay.Source`. Its files' versions are their digests: they never change."""
+class _Chosen(RemoteSource):
+    """One checkpoint. Its files' versions are their digests: they never change."""
 
-    name, field, tries, given = "the checkpoint", FIELD, 2, False
+    name, field = "the checkpoint", FIELD
 
     def __init__(self, source: Store, place: _Place, checkpoint: Checkpoint, damaged: Iterable[str]) -> None:
         self._files, self._key = source.files, checkpoint.key
@@ -194,7 +188,7 @@ class _Chosen:
         versions = {path: version_of(entry) for path, entry in self._files.entries(self._key).items()}
         self.mark = hashlib.sha256(self._commit + json.dumps(versions, sort_keys=True).encode()).hexdigest()
         """Digest that changes when any file is rewritten, for example to repair a damaged one."""
-        self.facts: Mapping[str, Any] = {"damaged": sorted(damaged)}
+        self.facts = {"damaged": sorted(damaged)}
 
     def _read(self, checkpoint: Checkpoint) -> bytes:
         """Return commit.json. Raises `_GoneError` if it is missing or not that of ``checkpoint``."""

@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import DigestError, NotFoundError, SpecError, StorageError, scrubbed
 from ..job.job import Input, Job, check_run_id, is_run_id
 from ..provider_api.protocol import Layout, LayoutInput, Request
 from ..runtime.checkpoint_names import METADATA
+from ..settings.settings import Settings
 from ..storage.digest_cache import LocalTree, TreeFile, check_unchanged, hash_tree
 from ..storage.files import Entry, Progress, ProgressWithTotal, Storage, TransferOptions, files, parallel
 from ..storage.lease import FOLDER, announce, withdraw
@@ -39,10 +40,13 @@ __all__ = [
     "Store",
     "TreeFile",
     "expect",
+    "in_store",
     "run_folder",
     "to_json",
 ]
 
+
+T = TypeVar("T")
 
 RELAYED = frozenset({"s3", "gs", "abfs", "abfss", "az", "http", "https", "hf", "ftp", "sftp"})
 """Schemes of remote data that can be copied into a store if nodes cannot read them."""
@@ -67,7 +71,6 @@ _COPIED = "copied from "
 _STAGING = 5 * 86400.0  # seconds from an announcement to run.json: well below those for which it counts
 _TOKEN = "created_by"
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,11}$")
-_ATTEMPT = re.compile(r"(\d+)\.(\d+)")
 _COMMIT = re.compile(r"([^/]+)/(\d+\.\d+)-(\d+)/commit\.json")
 
 
@@ -97,27 +100,6 @@ class Store:
         self._announced: dict[str, list[tuple[str, float]]] = {}
 
     # ------------------------------------------------------------------------------------------------ plan: no network
-
-    def layout(
-        self,
-        *,
-        run_id: str,
-        code_digest: str,
-        runtime_digest: str,
-        inputs: Mapping[str, LayoutInput] | None = None,
-        resume: str | None = None,
-        origin: Mapping[str, str] | None = None,
-    ) -> Layout:
-        """Return every URL of the run. Raises `SpecError` for a bad run id."""
-        return Layout(
-            store=self.url,
-            run_id=check_run_id(run_id),
-            code_digest=code_digest,
-            runtime_digest=runtime_digest,
-            inputs=dict(inputs or {}),
-            resume=resume,
-            origin=dict(origin or {}),
-        )
 
     def inputs(self, job: Job, schemes: frozenset[str], *, cwd: Path) -> tuple[dict[str, LayoutInput], list[LocalTree]]:
         """Return each channel's place for the nodes, and the local trees to stage. Reads local files only.
@@ -151,7 +133,8 @@ class Store:
         if not unread or local_path(self.url) is not None or url_scheme(self.url) not in schemes:
             return _placed(item, item.url, file)
         if file is None and scheme in ("http", "https"):
-            raise SpecError(f"{item.url} names no file, and nobody can list what is below it", field=f"inputs.{name}")
+            why = f"{item.url} names no file, and HTTP cannot list a folder"
+            raise SpecError(why, field=f"inputs.{name}", hint="give the URL of one file")
         source = item.url if file else item.url.rstrip("/")
         url = self._data(hashlib.sha256(f"{_COPIED}{source}".encode()).hexdigest(), file)
         return dataclasses.replace(_placed(item, url, file), source=source)
@@ -186,26 +169,25 @@ class Store:
             if tree.known is not None:
                 tree.known.keep()
         there = {key for key, known in zip(wanted, parallel(self.files.exists, wanted), strict=True) if known}
+        zipped = pyz if callable(pyz) else lambda: pyz
         return Staged(
             code_bytes=0 if code in there else self._stage(code, archive, progress),
-            runtime_bytes=0
-            if runtime in there
-            else self._stage(runtime, pyz if callable(pyz) else lambda: pyz, progress),
+            runtime_bytes=0 if runtime in there else self._stage(runtime, zipped, progress),
             data_bytes=sum(self._stage_tree(tree, progress) for tree in trees if _manifest(tree) not in there),
             mover=self.files.mover,
         )
 
     def _stage(self, key: str, content: Callable[[], bytes | Path], progress: Progress | None) -> int:
         data = content()
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        expect(progress, [size])
         if isinstance(data, Path):
-            expect(progress, [data.stat().st_size])
             self.files.upload(data, key, progress=progress)
-            return data.stat().st_size
-        expect(progress, [len(data)])
+            return size
         self.files.write(key, data)
         if progress:
-            progress(key, len(data))
-        return len(data)
+            progress(key, size)
+        return size
 
     def _stage_tree(self, tree: LocalTree, progress: Progress | None) -> int:
         present = self.files.list(f"data/{tree.digest}")
@@ -253,7 +235,7 @@ class Store:
         """Return the store's file for each content, by (bytes, SHA-256), from the manifests of all trees."""
         known: dict[tuple[int, str], str] = {}
         names = [name for name in self.files.names("data/manifests") if name.endswith(".json")]
-        for name, record in zip(names, parallel(lambda n: self._whole_json(f"data/manifests/{n}"), names), strict=True):
+        for name, record in zip(names, parallel(lambda n: self.record(f"data/manifests/{n}"), names), strict=True):
             # A copy of remote data is updated in place: its address does not identify its content.
             listed = record.get("files") if record and "source" not in record else None
             for path, item in listed.items() if isinstance(listed, dict) else ():
@@ -308,12 +290,11 @@ class Store:
 
     def create_attempt(self, run: Layout | str, k: int, request: Request) -> bool:
         """Write request.json of attempt ``k``; return False if another client has started that attempt."""
-        run_id = run if isinstance(run, str) else run.run_id
-        return self._create(f"{run_folder(run_id)}/attempts/{int(k)}/request.json", request.to_dict())
+        return self._create(_attempt(run if isinstance(run, str) else run.run_id, k, "request"), request.to_dict())
 
     def attempt_request(self, run_id: str, k: int) -> Request | None:
         """Return the request of attempt ``k``, or None if there is no such attempt."""
-        record = self._json(f"{run_folder(run_id)}/attempts/{int(k)}/request.json")
+        record = self._json(_attempt(run_id, k, "request"))
         if record is None:
             return None
         record.pop(_TOKEN, None)
@@ -327,61 +308,55 @@ class Store:
 
     def write_submitted(self, run_id: str, k: int, native_id: str) -> None:
         """Record the platform's id of attempt ``k``. A second call keeps the time: `max_wait` counts from it."""
-        key = f"{run_folder(run_id)}/attempts/{int(k)}/submitted.json"
-        record = to_json({"native_id": native_id, "time": time.time()})
+        key, record = _attempt(run_id, k, "submitted"), to_json({"native_id": native_id, "time": time.time()})
         if not self.files.create(key, record) and (self._json(key) or {}).get("native_id") != native_id:
             self.files.write(key, record)
 
     def submitted(self, run_id: str, k: int) -> dict[str, Any] | None:
         """Return ``{"native_id": …, "time": …}`` of attempt ``k``, or None until the platform has accepted it."""
-        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/submitted.json")
+        return self._json(_attempt(run_id, k, "submitted"))
 
     def write_refused(self, run_id: str, k: int, *, category: str, reason: str) -> None:
         """Record that the platform refused attempt ``k``."""
         record = {"category": category, "reason": reason, "time": time.time()}
-        self.files.write(f"{run_folder(run_id)}/attempts/{int(k)}/refused.json", to_json(record))
+        self.files.write(_attempt(run_id, k, "refused"), to_json(record))
 
     def refused(self, run_id: str, k: int) -> dict[str, Any] | None:
         """Return ``{"category": …, "reason": …, "time": …}`` of a refused attempt, else None."""
-        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/refused.json")
+        return self._json(_attempt(run_id, k, "refused"))
 
     def write_ended(self, run_id: str, k: int, record: Mapping[str, Any]) -> dict[str, Any]:
         """Record how attempt ``k`` failed; return the first such record, by which all clients judge."""
-        key = f"{run_folder(run_id)}/attempts/{int(k)}/ended.json"
-        self.files.create(key, to_json(record))
-        return self._json(key) or dict(record)
+        return self._first(_attempt(run_id, k, "ended"), record)
 
     def ended(self, run_id: str, k: int) -> dict[str, Any] | None:
         """Return the record of `write_ended`, or None if no client has judged attempt ``k``."""
-        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/ended.json")
+        return self._json(_attempt(run_id, k, "ended"))
 
     def runs_since(self, run_id: str, k: int, now: float) -> float:
         """Record that attempt ``k`` was seen running at ``now``; return its first such time (Unix seconds)."""
-        self.files.create(f"{run_folder(run_id)}/attempts/{int(k)}/running.json", to_json({"time": now}))
-        return self.seen_running(run_id, k) or now
+        return float(self._first(_attempt(run_id, k, "running"), {"time": now})["time"])
 
     def seen_running(self, run_id: str, k: int) -> float | None:
         """Return when a client first saw attempt ``k`` running (Unix seconds), or None."""
-        record = self._json(f"{run_folder(run_id)}/attempts/{int(k)}/running.json")
+        record = self._json(_attempt(run_id, k, "running"))
         return float(record["time"]) if record is not None else None
 
     def waits_since(self, run_id: str, k: int, starts: int, now: float) -> float:
         """Return when attempt ``k``, after ``starts`` starts, was first seen waiting for machines again (maybe now)."""
-        key = f"{run_folder(run_id)}/attempts/{int(k)}/waits-{int(starts)}.json"
-        self.files.create(key, to_json({"time": now}))
-        return float((self._json(key) or {"time": now})["time"])
+        return float(self._first(_attempt(run_id, k, f"waits-{int(starts)}"), {"time": now})["time"])
 
     def expire(self, run_id: str, k: int, reason: str) -> bool:
         """Decide that attempt ``k`` has waited for machines too long; return False if another client has."""
-        return self._create(f"{run_folder(run_id)}/attempts/{int(k)}/expired.json", {"reason": reason})
+        return self._create(_attempt(run_id, k, "expired"), {"reason": reason})
 
     def expired(self, run_id: str, k: int) -> dict[str, Any] | None:
         """Return ``{"reason": …}`` of an attempt that waited for machines too long, else None."""
-        return self._json(f"{run_folder(run_id)}/attempts/{int(k)}/expired.json")
+        return self._json(_attempt(run_id, k, "expired"))
 
     def context(self, layout: Layout) -> dict[str, Any] | None:
         """Return the nodes' context.json, or None."""
-        return self._whole_json(self._key(layout.context))
+        return self.record(self._key(layout.context))
 
     def write_container(self, layout: Layout, context: Mapping[str, Any], key: bytes) -> None:
         """Write context.json for the nodes, and the key of the node link unless it exists."""
@@ -403,9 +378,8 @@ class Store:
 
     def write_result(self, run_id: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Write result.json if absent and return the stored one. A late client cannot overwrite it."""
-        key = f"{run_folder(run_id)}/result.json"
-        self.files.create(key, to_json(result, sort_keys=False))  # `--json` prints the keys in this order
-        return self._json(key) or dict(result)
+        # `--json` prints the keys in the order of the result.
+        return self._first(f"{run_folder(run_id)}/result.json", result, sort_keys=False)
 
     def result(self, run_id: str) -> dict[str, Any] | None:
         """Return result.json, or None while there is none."""
@@ -421,23 +395,32 @@ class Store:
 
     def _records(self, folder: str) -> list[dict[str, Any]]:
         names = sorted((name for name in self.files.names(folder) if name.endswith(".json")), key=numbers_of)
-        found = dict(zip(names, parallel(lambda name: self._whole_json(f"{folder}/{name}"), names), strict=True))
+        found = dict(zip(names, parallel(lambda name: self.record(f"{folder}/{name}"), names), strict=True))
         if half := [name for name, record in found.items() if record is None]:
             time.sleep(HALF_SECONDS)
-            found.update({name: self._whole_json(f"{folder}/{name}") for name in half})
+            found.update({name: self.record(f"{folder}/{name}") for name in half})
         return [record for record in found.values() if record is not None]
+
+    def _first(self, key: str, record: Mapping[str, Any], *, sort_keys: bool = True) -> dict[str, Any]:
+        """Write ``record`` if there is none; return the stored one, which every client then goes by."""
+        self.files.create(key, to_json(record, sort_keys=sort_keys))
+        return self._json(key) or dict(record)
 
     def _create(self, key: str, record: Mapping[str, Any]) -> bool:
         # The token shows whose record it is if a reply was lost and a client library retried.
         token = secrets.token_hex(16)
         if self.files.create(key, to_json({**record, _TOKEN: token})):
             return True
-        stored = self._whole_json(key)
+        stored = self.record(key)
         return stored is not None and bool(stored.get(_TOKEN) == token)
 
     def record(self, key: str) -> dict[str, Any] | None:
-        """Return the JSON object at ``key``, or None if it is missing or broken."""
-        return self._whole_json(key)
+        """Return the JSON object at ``key``; None if it is missing, or broken as a killed writer leaves it."""
+        try:
+            value = json_loads(self.files.read(key))
+        except (FileNotFoundError, ValueError):
+            return None
+        return value if isinstance(value, dict) else None
 
     def _json(self, key: str) -> dict[str, Any] | None:
         """Return the JSON object at ``key``, or None if it is missing. Raises `StorageError` for other content."""
@@ -451,14 +434,6 @@ class Store:
             raise StorageError(f"{self.url}/{key} is not a JSON object")
         return value
 
-    def _whole_json(self, key: str) -> dict[str, Any] | None:
-        """Return the JSON object at ``key``; None if missing or broken, as a killed writer leaves it."""
-        try:
-            value = json_loads(self.files.read(key))
-        except (FileNotFoundError, ValueError):
-            return None
-        return value if isinstance(value, dict) else None
-
     def _key(self, url: str) -> str:
         if not url.startswith(self.url + "/"):
             raise StorageError(f"{url} is not in the store {self.url}")
@@ -470,17 +445,14 @@ class Store:
         """Return the complete checkpoints, oldest first: every file in commit.json exists with its size."""
         found: dict[tuple[str, str, int], Checkpoint] = {}
         for folder in ("live/checkpoints", "archive/checkpoints"):  # a checkpoint that moves meanwhile is in the second
-            for item in self._committed(f"{run_folder(run_id)}/{folder}"):
-                found.setdefault((item.name, item.attempt, item.seq), item)
+            root = f"{run_folder(run_id)}/{folder}"
+            sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
+            matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
+            commits = parallel(self.record, [f"{root}/{match[0]}" for match in matches])
+            for match, commit in zip(matches, commits, strict=True):
+                if item := mirrored(root, match, commit, sizes):
+                    found.setdefault((item.name, item.attempt, item.seq), item)
         return sorted(found.values(), key=age)
-
-    def _committed(self, root: str) -> list[Checkpoint]:
-        """Return the complete checkpoints below one folder."""
-        sizes = {key[len(root) + 1 :]: size for key, size in self.files.list(root).items()}
-        matches = [match for name in sizes if (match := _COMMIT.fullmatch(name))]
-        commits = parallel(lambda match: self._whole_json(f"{root}/{match[0]}"), matches)
-        found = [mirrored(root, match, commit, sizes) for match, commit in zip(matches, commits, strict=True)]
-        return [item for item in found if item]
 
     def direct(self, run_id: str) -> list[Checkpoint]:
         """Return the checkpoints that a script wrote to the store itself, oldest first.
@@ -525,9 +497,21 @@ def _checked(url: str) -> str:
     return url
 
 
+def in_store(url: str, settings: Settings, use: Callable[[Store], T]) -> T:
+    """Return the result of ``use`` for the store at ``url``, opened with the first identity of ``settings`` that may.
+
+    Raises the errors of ``use``, and `AuthError` if no identity has access.
+    """
+    return settings.let_in(url, lambda caller: use(Store(url, storage=caller, moving=settings.moving)))
+
+
 def run_folder(run_id: str) -> str:
     """Return the key of the run's folder. Raises `SpecError` for an invalid run id."""
     return f"runs/{check_run_id(run_id)}"
+
+
+def _attempt(run_id: str, k: int, name: str) -> str:
+    return f"{run_folder(run_id)}/attempts/{int(k)}/{name}.json"
 
 
 def expect(progress: Progress | None, sizes: Sequence[int]) -> None:
@@ -587,5 +571,5 @@ def next_of(store: Store, run_id: str) -> dict[str, Any] | None:
     key = f"{run_folder(run_id)}/next.json"
     noted = store.record(key)
     if noted is not None and not (isinstance(noted.get("run"), str) and isinstance(noted.get("result"), dict)):
-        raise StorageError(f"{store.url}/{key} does not say where the run went on; it is none of cloudtrain's")
+        raise StorageError(f"{store.url}/{key} is malformed: it names no run")
     return noted

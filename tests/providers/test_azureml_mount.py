@@ -23,7 +23,8 @@ from pathlib import Path
 import pytest
 from servers import AZURITE_ACCOUNT, AZURITE_KEY
 
-from cloudtrain.runs.listing import list_runs
+from cloudtrain.provider_api.protocol import Layout
+from cloudtrain.runs.listing import list_page
 from cloudtrain.runtime.checkpoints import replace_file
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.record import write_record
@@ -203,7 +204,7 @@ def mark(url: str) -> None:
 
 def test_what_a_node_writes_reaches_the_store_and_leaves_it_again(azure_url: str, proxy: str, tmp_path: Path) -> None:
     store = Store(f"{azure_url}/{uuid.uuid4().hex[:8]}")
-    layout = store.layout(run_id="kept", code_digest="a" * 64, runtime_digest="b" * 64)
+    layout = Layout(store=store.url, run_id="kept", code_digest="a" * 64, runtime_digest="b" * 64)
     store.create_run(layout, {"protocol": 1, "layout": {"code_digest": "a" * 64, "runtime_digest": "b" * 64}})
     source = tmp_path / "weights"
     source.write_bytes(os.urandom(3 << 20))
@@ -225,7 +226,9 @@ def test_what_a_node_writes_reaches_the_store_and_leaves_it_again(azure_url: str
     assert store.files.read("runs/dead/live/checkpoints/step-1/0.0-1/node-0/weights") == source.read_bytes()
     with mounted(f"{store.url}/runs/dead/live", tmp_path / "again", proxy, tmp_path / "logs") as live:
         assert (live / "checkpoints/step-1/0.0-1/node-0/weights").read_bytes() == source.read_bytes()
-    assert [row["run_id"] for row in list_runs(store)] == ["kept", "dead"]
+    assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept", "dead"]
     assert [item.key for item in collect(store, older_than=0, delete=True).found] == ["runs/dead"]
-    assert [row["run_id"] for row in list_runs(store)] == ["kept"], "marks of folders that the mount made"
+    assert [row["run_id"] for row in list_page(store, limit=None).rows] == ["kept"], (
+        "marks of folders that the mount made"
+    )
     assert "runs/dead" not in store.files.names("runs")

@@ -174,7 +174,7 @@ def test_a_checkpoint_goes_along_and_a_run_that_moved_is_resumed_in_another_clou
     clouds.long_ago(run)
     shutil.rmtree(theirs)
     deadline = time.monotonic() + 60
-    while not clouds.attach(GOOGLE)._led:
+    while not clouds.attach(GOOGLE)._handed_over:
         assert time.monotonic() < deadline
         assert cli.main(["reconcile", f"{clouds.stores[GOOGLE][0]}/runs/r"]) == 0, capsys.readouterr()
     assert clouds.jobs() == LOCATIONS[1:]

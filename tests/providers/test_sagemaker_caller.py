@@ -20,8 +20,8 @@ from worlds.sagemaker.plane import REGISTRY, Plane
 
 from cloudtrain.errors import AuthError
 from cloudtrain.job.job import Job
-from cloudtrain.provider_api.protocol import recorded_settings
-from cloudtrain.runs.listing import list_runs
+from cloudtrain.provider_api.protocol import Layout, recorded_settings
+from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.listing import recorded_runs as listed_runs
 from cloudtrain.runs.reconcile import reconcile
 from cloudtrain.runs.run import Run, open_run
@@ -189,7 +189,7 @@ def test_whoever_comes_back_calls_as_themselves(account: Account, tmp_path: Path
     assert run.status().state == "pending"
     assert run.record["settings"]["role"] == account.role
     assert not {"profile", "role_to_assume"} & set(run.record["settings"])
-    (row,) = list_runs(account.store, theirs)
+    (row,) = list_page(account.store, theirs, limit=None).rows
     assert row["state"] == "pending"
     assert account.gate.keys("s3") == account.signers() == {BEN}
 
@@ -260,7 +260,7 @@ def recorded(account: Account, provider: str, run_id: str) -> None:
     made = account.settings(profile="ann").make_provider(provider)
     store = Store(account.store, storage=made.storage, moving=TransferOptions(mover=account.mover))
     job = Job.make(entry_point="train.py", image=f"{REGISTRY}/team/trainer:1", max_runtime="1h")
-    layout = store.layout(run_id=run_id, code_digest="c", runtime_digest="d")
+    layout = Layout(store=store.url, run_id=run_id, code_digest="c", runtime_digest="d")
     own = recorded_settings(type(made).Settings, dataclasses.asdict(made.settings))
     store.create_run(layout, {"run_id": run_id, "provider": provider, "settings": own, "job": job.to_dict()})
 
@@ -270,7 +270,7 @@ def test_the_store_of_a_local_run_is_opened_as_nobody_else_whatever_is_set_of_ot
     mixed = dataclasses.replace(account.settings(profile="ann"), provider="local")
     account.gate.seen.clear()
     open_run("r", store_url=account.store, settings=mixed).cancel()
-    list_runs(account.store, mixed)
+    list_page(account.store, mixed, limit=None)
     reconcile(account.store, settings=mixed, cwd=account.folder, environ={})
     assert account.gate.keys("s3") == {OWN}
 
@@ -299,7 +299,7 @@ def test_where_the_chosen_provider_is_let_in_nobody_else_is_asked_and_else_they_
     mixed = dataclasses.replace(account.settings(profile="ann"), provider="local")
     account.gate.expired.add(OWN)
     assert open_run("r", store_url=account.store, settings=mixed).status().state == "pending"
-    assert [row["state"] for row in list_runs(account.store, mixed)] == ["pending"]
+    assert [row["state"] for row in list_page(account.store, mixed, limit=None).rows] == ["pending"]
     account.gate.expired.add(ANN)
     with pytest.raises(AuthError):
         open_run("r", store_url=account.store, settings=mixed)
