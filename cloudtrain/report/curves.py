@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["AttemptSeries", "Curve", "Point", "curves", "is_log", "means", "number", "spread", "ticks"]
+__all__ = ["AttemptSeries", "Curve", "Point", "columns", "curves", "is_log", "means", "number", "spread", "ticks"]
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]
@@ -163,32 +163,32 @@ def _paces(rows: Sequence[Row]) -> list[Point]:
 # -------------------------------------------------------------------------------------------------------------- drawing
 
 
-def _columns(points: Sequence[Point], columns: int, low: float, high: float) -> list[list[Point]]:
-    """Return ``points``, by x, as they fall into the columns from ``low`` to ``high``, without the empty ones."""
+def columns(points: Sequence[Point], count: int, low: float, high: float) -> dict[int, list[Point]]:
+    """Return ``points``, by x, as they fall into ``count`` columns from ``low`` to ``high``, without the empty ones."""
     held: dict[int, list[Point]] = {}
     width = high / 2 - low / 2  # halves: their difference is finite
     for point in points:
-        at = int((point[0] / 2 - low / 2) / width * columns) if width > 0 else 0
-        held.setdefault(min(columns - 1, at), []).append(point)
-    return [*held.values()]
+        at = int((point[0] / 2 - low / 2) / width * count) if width > 0 else 0
+        held.setdefault(min(count - 1, at), []).append(point)
+    return held
 
 
-def spread(points: Sequence[Point], columns: int, low: float, high: float) -> list[Point]:
-    """Return ``points``, by x, as they show in ``columns`` columns from ``low`` to ``high``.
+def spread(points: Sequence[Point], count: int, low: float, high: float) -> list[Point]:
+    """Return ``points``, by x, as they show in ``count`` columns from ``low`` to ``high``.
 
     A column with more than four points keeps its first, lowest, highest and last one, so no peak is lost or made.
     """
     shown: list[Point] = []
-    for some in _columns(points, columns, low, high):
+    for some in columns(points, count, low, high).values():
         order = sorted(range(len(some)), key=lambda i: some[i][1])
         kept = {0, order[0], order[-1], len(some) - 1} if len(some) > 4 else set(order)
         shown += [some[i] for i in sorted(kept)]
     return shown
 
 
-def means(points: Sequence[Point], columns: int, low: float, high: float) -> list[Point]:
+def means(points: Sequence[Point], count: int, low: float, high: float) -> list[Point]:
     """Return one point for each column that holds any of ``points``, by x: their mean."""
-    held = _columns(points, columns, low, high)
+    held = columns(points, count, low, high).values()
     return [(sum(x / len(some) for x, _ in some), sum(y / len(some) for _, y in some)) for some in held]
 
 
