@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -28,6 +29,7 @@ from ..validate import did_you_mean, table_of
 from .keywords import LINEAGE, NAME, checked, inputs_of, job_fields, keyword_of, settings_of
 
 if TYPE_CHECKING:
+    from ..runs.log_order import Line
     from ..runs.run import Run
     from ..runs.submit import Plan
 
@@ -225,9 +227,11 @@ class TrainingJob:
     def wait(self, logs: Any = True) -> None:
         """Wait until it has ended, with ``logs`` its lines on stdout. Raises `RunFailedError` unless it succeeded."""
         many = ranks(self.run.job) > 1
-        result = self.run.wait(
-            on_line=(lambda line: print(log_line(line, many=many))) if _is_wanted(logs) else None  # noqa: T201
-        )
+
+        def show(line: Line) -> None:
+            sys.stdout.write(log_line(line, many=many) + "\n")
+
+        result = self.run.wait(on_line=show if _is_wanted(logs) else None)
         if result["state"] != "succeeded":
             raise RunFailedError(result)
 
