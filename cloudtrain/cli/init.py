@@ -186,11 +186,10 @@ def _examined(
     screen: Screen | None,
 ) -> tuple[list[str], list[Check]]:
     """Return the missing settings, and the doctor's findings. The job is checked if its script exists."""
-    from ..doctor.doctor import Doctor
+    from ..doctor.doctor import checked_places
 
     there = (cwd / str(job.source.entry_point)).exists()
     own: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
-    doctor = Doctor(**own, fields={}, cwd=cwd, job=job if there else None)
-    found = looked(doctor, screen)
+    found = looked(checked_places(**own, fields={}, cwd=cwd, job=job if there else None), screen)
     now = at.settings(overrides=given, cwd=cwd, provider=provider)
     return list(find_missing(now, now.make_provider(), job.at(provider))), [c for _, checks in found for c in checks]

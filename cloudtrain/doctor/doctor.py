@@ -37,7 +37,7 @@ from ..storage.local_disk import local_path, normalize
 from ..validate import without_secrets
 from . import node_check
 
-__all__ = ["PREFLIGHT", "CheckedPlace", "Doctor", "Grace", "expected_gpus", "judged", "prepared", "round_trip"]
+__all__ = ["PREFLIGHT", "CheckedPlace", "Grace", "checked_places", "expected_gpus", "judged", "prepared", "round_trip"]
 
 PREFLIGHT = "preflight.json"
 """File that the job leaves among its artifacts."""
@@ -61,95 +61,85 @@ class CheckedPlace:
         return " ".join(filter(None, [self.provider, self.region]))
 
 
-class Doctor:
-    """The checks of ``job``, or of a small job of the doctor with ``fields`` (flat Job fields: machine and image). With
-    ``provider`` None, the setting counts."""
+def checked_places(
+    *,
+    provider: str | None,
+    store: str | None,
+    settings: Mapping[str, str],
+    fields: Mapping[str, Any],
+    cwd: Path,
+    profile: str | None = None,
+    job: Job | None = None,
+) -> Iterator[CheckedPlace]:
+    """Yield each place that a job tries, in order. Unreadable settings give one place with a failed check.
 
-    def __init__(
-        self,
-        *,
-        provider: str | None,
-        store: str | None,
-        settings: Mapping[str, str],
-        fields: Mapping[str, Any],
-        cwd: Path,
-        profile: str | None = None,
-        job: Job | None = None,
-    ) -> None:
-        self._profile, self._name, self._store = profile, provider, store
-        self._given, self._fields, self._cwd, self._job = settings, dict(fields), cwd, job
+    The job is ``job``, or a small job of the doctor with ``fields`` (flat Job fields: machine and image).
+    """
+    try:
+        chosen = Settings.load(overrides=settings, cwd=cwd, profile=profile, provider=provider, store=store)
+        found = chosen.candidates()
+    except CloudtrainError as exc:
+        yield CheckedPlace(provider=provider, region="", checks=iter([failure("settings", exc)]))
+        return
+    for own in found:
+        yield CheckedPlace(provider=own.provider, region=where(own), checks=_checks(own, fields, job, cwd))
 
-    def places(self) -> Iterator[CheckedPlace]:
-        """Yield each place that a job tries, in order. Unreadable settings give one place with a failed check."""
-        try:
-            chosen = Settings.load(
-                overrides=self._given, cwd=self._cwd, profile=self._profile, provider=self._name, store=self._store
-            )
-            found = chosen.candidates()
-        except CloudtrainError as exc:
-            yield CheckedPlace(provider=self._name, region="", checks=iter([failure("settings", exc)]))
-            return
-        for own in found:
-            yield CheckedPlace(provider=own.provider, region=where(own), checks=self._checks(own))
 
-    def _checks(self, settings: Settings) -> Iterator[Check]:
-        try:
-            made, moving = settings.make_provider(), settings.moving
-        except CloudtrainError as exc:
-            yield failure("settings", exc)
-            return
-        missing, imageless = self._missing(settings, made)
-        if missing:
-            yield failure("settings", refusal(made.name, missing, file=settings.file))
-            yield skipped("plan", missing_line(missing))
-            yield from itertools.islice(_own(made, "", None), 1)  # only the package check runs without the settings
-            return
-        yield ok("settings", f"provider {made.name}, store {without_secrets(settings.store)}")
-        store, planned = "", None
-        try:
-            store = normalize(settings.resolved(ask=True), cwd=self._cwd)
-        except CloudtrainError as exc:
-            yield failure("store", exc)
-            yield skipped("plan", "where the store is could not be told")
-        else:
-            if imageless:
-                yield _NO_IMAGE
-            else:
-                planned, found = self._planned(dataclasses.replace(settings, store=store))
-                yield found
-        stopped = False
-        for check in _own(made, store, planned):
-            yield check
-            stopped = stopped or (check.status == "failed" and check.name in ("sdk", "credentials"))
-        if not store:
-            return
-        if stopped and local_path(store) is None:
-            yield skipped("store", "neither SDK nor credentials to reach it with")
-            return
+def _checks(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd: Path) -> Iterator[Check]:
+    try:
+        made, moving = settings.make_provider(), settings.moving
+    except CloudtrainError as exc:
+        yield failure("settings", exc)
+        return
+    missing, imageless = _missing(settings, made, fields.get("image"), job)
+    if missing:
+        yield failure("settings", refusal(made.name, missing, file=settings.file))
+        yield skipped("plan", missing_line(missing))
+        yield from itertools.islice(_own(made, "", None), 1)  # only the package check runs without the settings
+        return
+    yield ok("settings", f"provider {made.name}, store {without_secrets(settings.store)}")
+    store, planned = "", None
+    try:
+        store = normalize(settings.resolved(ask=True), cwd=cwd)
+    except CloudtrainError as exc:
+        yield failure("store", exc)
+        yield skipped("plan", "where the store is could not be told")
+    else:
+        check = _NO_IMAGE
+        if not imageless:
+            planned, check = _planned(dataclasses.replace(settings, store=store), fields, job, cwd)
+        yield check
+    stopped = False
+    for check in _own(made, store, planned):
+        yield check
+        stopped = stopped or (check.status == "failed" and check.name in ("sdk", "credentials"))
+    if store and stopped and local_path(store) is None:
+        yield skipped("store", "neither SDK nor credentials to reach it with")
+    elif store:
         yield round_trip(files(store, storage=made.storage, moving=moving))
 
-    def _missing(self, settings: Settings, made: Provider) -> tuple[tuple[str, ...], bool]:
-        """Return the names of the missing settings, and whether the doctor's own job lacks only an image."""
-        image = self._fields.get("image")
-        job = self._job or Job.make(entry_point=SCRIPT, **({"image": image} if image else {}))
-        names = find_missing(settings, made, job.at(made.name))
-        needs = needs_of(type(made))
-        of_job = () if self._job else [name for name in names if "image" in (name, needs[name].instead)]
-        return tuple(name for name in names if name not in of_job), bool(of_job)
 
-    def _planned(self, settings: Settings) -> tuple[Plan | None, Check]:
-        """Return the plan of the job, by default one with one node, and the check of planning it."""
-        with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
-            Path(folder, SCRIPT).write_text("print('well')\n", encoding="utf-8")
-            fields = {"name": "doctor", **self._fields, "entry_point": SCRIPT, "source_dir": folder}
-            try:
-                job = self._job or Job.from_dict(fields)
-                planned = make_plan(job, settings=settings, cwd=self._cwd, preview=True)
-            except CloudtrainError as exc:
-                imageless = self._job is None and getattr(exc, "field", "") == "image"
-                return None, _NO_IMAGE if imageless else failure("plan", exc)
-        kinds = ", ".join(planned.request.instance_types) or "this machine"
-        return planned, ok("plan", f"{plural(planned.job.resources.instance_count, 'node')} on {kinds}")
+def _missing(settings: Settings, made: Provider, image: Any, job: Job | None) -> tuple[tuple[str, ...], bool]:
+    """Return the names of the missing settings, and whether the doctor's own job lacks only an image."""
+    checked = job or Job.make(entry_point=SCRIPT, **({"image": image} if image else {}))
+    names = find_missing(settings, made, checked.at(made.name))
+    needs = needs_of(type(made))
+    of_job = () if job else [name for name in names if "image" in (name, needs[name].instead)]
+    return tuple(name for name in names if name not in of_job), bool(of_job)
+
+
+def _planned(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd: Path) -> tuple[Plan | None, Check]:
+    """Return the plan of the job, by default one with one node, and the check of planning it."""
+    with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
+        Path(folder, SCRIPT).write_text("print('well')\n", encoding="utf-8")
+        try:
+            own = {"name": "doctor", **fields, "entry_point": SCRIPT, "source_dir": folder}
+            planned = make_plan(job or Job.from_dict(own), settings=settings, cwd=cwd, preview=True)
+        except CloudtrainError as exc:
+            imageless = job is None and getattr(exc, "field", "") == "image"
+            return None, _NO_IMAGE if imageless else failure("plan", exc)
+    kinds = ", ".join(planned.request.instance_types) or "this machine"
+    return planned, ok("plan", f"{plural(planned.job.resources.instance_count, 'node')} on {kinds}")
 
 
 def _own(provider: Provider, store: str, planned: Plan | None) -> Iterator[Check]:
@@ -307,8 +297,10 @@ class Grace:
             self.seconds[int(line.node)] = max(float(found[1]), self.seconds.get(int(line.node), 0.0))
 
     def judged(self, nodes: int, reckoned: float) -> tuple[dict[str, Any], list[str]]:
-        """Return the measurements by node, and a line for each problem. ``reckoned`` is the seconds that cloudtrain
-        needs to mirror the rest and record the node's end; it then ends the node itself."""
+        """Return the measurements by node, and a line for each problem.
+
+        ``reckoned`` is the seconds that cloudtrain needs to mirror the rest and record the node's end.
+        """
         exits = self._run.store.exits(self._run.run_id)
         recorded = {int(record["node"]) for record in exits if record["attempt"] == self._attempt}
         rows, wrong = {}, []
