@@ -184,8 +184,9 @@ def _hyperparameters(values: Any) -> dict[str, Any]:
         return {"hyperparameters": table}
     args = []
     for key, value in sorted(read.items()):
-        pairs = isinstance(value, dict) and ",".join(f"{name}={item}" for name, item in sorted(value.items()))
-        args += [f"-{key}" if len(key) == 1 else f"--{key}", str(value) if pairs is False else pairs]
+        if isinstance(value, dict):
+            value = ",".join(f"{name}={item}" for name, item in sorted(value.items()))
+        args += [f"-{key}" if len(key) == 1 else f"--{key}", str(value)]
     return {"hyperparameters": table, "hyperparameter_style": "none", "args": args}
 
 
@@ -204,8 +205,9 @@ _DISTRIBUTIONS_REFUSED = {
 
 def _launcher(distribution: Any) -> str:
     where, launcher = "distribution", "python"
+    known = [*_TORCH, *_DISTRIBUTIONS_REFUSED]
     for name, part in table_of(distribution, where).items():
-        if name not in (known := [*_TORCH, *_DISTRIBUTIONS_REFUSED]):
+        if name not in known:
             raise SpecError(f"{name!r} is not known", field=where, hint=did_you_mean(name, known))
         if name != "instance_groups" and not _is_enabled(part):
             continue

@@ -289,7 +289,6 @@ class PyTorch(_Refusing):
             )
         self.settings = settings_of(self._keywords) if self.provider == NAME else {}
         self.latest_training_job: TrainingJob | None = None
-        self._attached = False
 
     def fit(
         self,
@@ -347,7 +346,7 @@ class PyTorch(_Refusing):
             raise NotFoundError(f"no training job {training_job_name} in {run.store.url}", field="training_job_name")
         made = cls.__new__(cls)
         made._keywords, made.provider, made.job, made.settings = {}, run.provider_name, run.job, {}
-        made.latest_training_job, made._attached = TrainingJob(run), True
+        made.latest_training_job = TrainingJob(run)
         made.latest_training_job.wait(logs=False)
         return made
 
@@ -381,7 +380,7 @@ class PyTorch(_Refusing):
     ) -> Plan:
         from ..runs.submit import make_plan
 
-        if self._attached:
+        if not self._keywords:
             raise SpecError("was attached to a job whose code is not here; make a new PyTorch", field="fit")
         with _their_words():
             if job_name is not None:
@@ -409,14 +408,14 @@ class PyTorch(_Refusing):
         found = _loaded(self.settings, provider=self.provider, store=self._keywords.get("output_path"))
         if self.provider != NAME or "store" in found.origins:
             return found
-        role = found.make_provider(NAME).settings.role
-        if role and not _ROLE.fullmatch(role):
-            how = f"aws iam get-role --role-name {role.rpartition('/')[2]} --query Role.Arn --output text"
-            raise SpecError(f"{role!r} is not an ARN", field="role", hint=f"to look up the ARN, run: {how}")
         if store := _default_store(found, self._keywords):
             return _loaded(self.settings, store=store)
+        role = found.make_provider(NAME).settings.role
         if not role:
             raise SpecError("is not set; give the ARN of the role that jobs run as", field="role")
+        if not _ROLE.fullmatch(role):
+            how = f"aws iam get-role --role-name {role.rpartition('/')[2]} --query Role.Arn --output text"
+            raise SpecError(f"{role!r} is not an ARN", field="role", hint=f"to look up the ARN, run: {how}")
         why = "the region is not known, nor the bucket that v2 takes there"
         raise SpecError(f"{why}: set AWS_REGION, or give output_path", field="output_path")
 
@@ -519,7 +518,7 @@ def _default_store(settings: Settings, keywords: Mapping[str, Any]) -> str | Non
         if not account.region or not role:
             return None
         bucket = f"{NAME}-{account.region}-{role[1]}"
-    return "/".join(["s3:/", bucket, *([prefix] if isinstance(prefix, str) and prefix else []), "cloudtrain"])
+    return f"s3://{bucket}/{prefix}/cloudtrain" if prefix and isinstance(prefix, str) else f"s3://{bucket}/cloudtrain"
 
 
 def _toolkit(job: Job) -> dict[str, str]:
