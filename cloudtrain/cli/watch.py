@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CloudtrainError
 from ..provider_api.protocol import AttemptInfo, Status
-from ..report.curves import Curve, columns, curves, is_log, spread
+from ..report.curves import Curve, by_column, curves, is_log, spread
 from ..report.markup import quantity
 from ..runs.live_data import LiveRunReader, NodeData, printable
 from ..runs.log_order import Line, attempt_key, line_label
@@ -359,7 +359,7 @@ def sparkline(curve: Measured, width: int, ascii_only: bool = False) -> str:
     """Return the curve in one line of ``width`` characters. Each shows the highest value in its column."""
     heights = [(x, math.log10(y) if curve.log else y) for x, y in curve.points]
     low, high = min(y for _, y in heights), max(y for _, y in heights)
-    held, text, top = columns(heights, width, heights[0][0], heights[-1][0]), "", low
+    held, text, top = by_column(heights, width, heights[0][0], heights[-1][0]), "", low
     for at in range(width if len(held) > 1 else 1):
         top = max((y for _, y in held.get(at, ())), default=top)  # an empty column is as high as the one before
         share = (top / 2 - low / 2) / (high / 2 - low / 2) if high / 2 > low / 2 else 0.0  # halves: finite

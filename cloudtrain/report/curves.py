@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["AttemptSeries", "Curve", "Point", "columns", "curves", "is_log", "means", "number", "spread", "ticks"]
+__all__ = ["AttemptSeries", "Curve", "Point", "by_column", "curves", "is_log", "means", "number", "spread", "ticks"]
 
 Row = Mapping[str, Any]
 Rows = Mapping[str, Sequence[Row]]  # of each attempt, oldest attempt first, each in the order they were written
@@ -150,7 +150,7 @@ def _paces(rows: Sequence[Row]) -> list[Point]:
 # -------------------------------------------------------------------------------------------------------------- drawing
 
 
-def columns(points: Sequence[Point], count: int, low: float, high: float) -> dict[int, list[Point]]:
+def by_column(points: Sequence[Point], count: int, low: float, high: float) -> dict[int, list[Point]]:
     """Return ``points``, by x, as they fall into ``count`` columns from ``low`` to ``high``, without the empty ones."""
     held: dict[int, list[Point]] = {}
     width = high / 2 - low / 2  # halves: their difference is finite
@@ -166,7 +166,7 @@ def spread(points: Sequence[Point], count: int, low: float, high: float) -> list
     A column with more than four points keeps its first, lowest, highest and last one, so no peak is lost or made.
     """
     shown: list[Point] = []
-    for some in columns(points, count, low, high).values():
+    for some in by_column(points, count, low, high).values():
         order = sorted(range(len(some)), key=lambda i: some[i][1])
         kept = {0, order[0], order[-1], len(some) - 1} if len(some) > 4 else set(order)
         shown += [some[i] for i in sorted(kept)]
@@ -175,7 +175,7 @@ def spread(points: Sequence[Point], count: int, low: float, high: float) -> list
 
 def means(points: Sequence[Point], count: int, low: float, high: float) -> list[Point]:
     """Return one point for each column that holds any of ``points``, by x: their mean."""
-    held = columns(points, count, low, high).values()
+    held = by_column(points, count, low, high).values()
     return [(sum(x / len(some) for x, _ in some), sum(y / len(some) for _, y in some)) for some in held]
 
 
