@@ -584,7 +584,10 @@ def test_a_session_says_region_profile_and_bucket(monkeypatch: pytest.MonkeyPatc
     assert Session().default_bucket() == "sagemaker-eu-west-1-123456789012"
     with pytest.raises(SpecError, match="upload_data: is not carried over") as caught:
         session.upload_data("data")
-    assert caught.value.hint.startswith("give fit the local folder")
+    assert (
+        str(caught.value)
+        == "upload_data: is not carried over: give fit the local folder: it is uploaded once, at its own digest"
+    )
     assert not hasattr(session, "upload_data")
     with pytest.raises(AttributeError, match="did you mean 'boto_session'"):
         _ = session.boto_sesion
@@ -595,7 +598,7 @@ def test_a_session_says_region_profile_and_bucket(monkeypatch: pytest.MonkeyPatc
 def test_the_role_is_the_setting_or_the_notebook_s_or_the_caller_s(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = "arn:aws:iam::123456789012:user/me"
     monkeypatch.setattr("cloudtrain.providers.sagemaker.Provider.principal", lambda self: caller)
-    monkeypatch.setattr("cloudtrain.compat.session.METADATA", here / "metadata.json")
+    monkeypatch.setattr("cloudtrain.compat.sagemaker_v2.METADATA", here / "metadata.json")
     with pytest.raises(SpecError, match="role: arn:aws:iam::123456789012:user/me is not a role") as caught:
         get_execution_role()
     assert caught.value.hint.startswith("add to cloudtrain.toml: [sagemaker] role =")

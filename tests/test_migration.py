@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from clients import at_work
-from test_docs import Block, blocks, commands, section
+from test_docs import Block, blocks, commands, section, table
 from worlds.azureml.world import AzureMLWorld
 from worlds.sagemaker.plane import Plane
 from worlds.sagemaker.world import SageMakerWorld
@@ -236,13 +236,18 @@ def test_v2_and_the_native_form_plan_the_same() -> None:
 
 
 def test_the_page_has_every_keyword_of_v2_as_the_code_has_it() -> None:
-    rows = [f"| `{name}` | {text} |" for name, text in CARRIED.items()]
+    refused = {}
     for name, (value, why) in WITHOUT_EFFECT.items():
         only = "" if value is ... else f" as `{value!r}`, else refused"
-        rows.append(f"| `{name}` | no effect{only}: {why} |")
-    rows += [f"| `{name}` | refused: {text} |" for name, text in REFUSED.items()]
-    wanted = "\n".join(["| keyword | becomes |", "| --- | --- |", *rows, ""])
-    assert wanted in section(PAGE, "SageMaker SDK v2"), f"{PAGE} needs this table:\n\n{wanted}"
+        refused[f"`{name}`"] = f"no effect{only}: {why}"
+    refused |= {f"`{name}`": f"refused: {text}" for name, text in REFUSED.items()}
+    shown = section(PAGE, "SageMaker SDK v2").split("| keyword | becomes |")[1]
+    rows = table("| keyword | becomes |" + shown.split("\n\n")[0])
+    carried = {name: text for name, text in rows if name not in refused}
+    assert set(carried) == {f"`{name}`" for name in CARRIED}
+    assert len(rows) == len(carried) + len(refused)
+    assert not [name for name, text in carried.items() if not text or text.startswith(("refused", "no effect"))]
+    assert {name: text for name, text in rows if name in refused} == refused
 
 
 # ------------------------------------------------------------------------------------------------------------ and sent

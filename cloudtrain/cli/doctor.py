@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +23,7 @@ from .runs import Json, Ours, left, stopped
 from .submit import NO_FLAGS, Flags, Provider, RunId, Set, say_limits, say_price, settings_pairs
 
 if TYPE_CHECKING:
-    from ..doctor.doctor import CheckedPlace, Doctor, Grace
+    from ..doctor.doctor import CheckedPlace, Grace
     from ..provider_api.checks import Check
     from ..runs.run import Run
     from ..runs.submit import Plan
@@ -76,11 +76,10 @@ def doctor(
         raise SpecError("only --job has nodes whose grace could be measured", field="measure_grace")
     if run_id is not None:
         raise SpecError("only --job starts a run", field="run_id")
-    from ..doctor.doctor import Doctor
+    from ..doctor.doctor import checked_places
 
     where: dict[str, Any] = {"provider": provider, "store": at.store, "profile": at.profile, "settings": given}
-    looking = Doctor(**where, fields=fields, cwd=cwd, job=job)
-    found = looked(looking, None if json else screen)
+    found = looked(checked_places(**where, fields=fields, cwd=cwd, job=job), None if json else screen)
     code = gravest(check for _, checks in found for check in checks)
     if json:
         (first, checks), *later = found
@@ -111,12 +110,12 @@ def _meant(what: str | None, provider: str | None, cwd: Path) -> tuple[str | Non
     raise NotFoundError(f"{what!r} is neither a provider nor a file here", field="provider", hint=hint)
 
 
-def looked(looking: Doctor, screen: Screen | None) -> list[tuple[CheckedPlace, list[Check]]]:
+def looked(some: Iterable[CheckedPlace], screen: Screen | None) -> list[tuple[CheckedPlace, list[Check]]]:
     """Return each place and its checks, printed as they are made. With several places, print each place's name. Skip a
     check that an earlier place of the provider had word for word."""
     found: list[tuple[CheckedPlace, list[Check]]] = []
     told: set[tuple[str | None, Check]] = set()
-    places = list(looking.places())
+    places = list(some)
     for place in places:
         if screen is not None and len(places) > 1:
             screen.data(f"{place}:")

@@ -47,7 +47,7 @@ def init(
     screen: Ours[Screen],
 ) -> int:
     """Write the missing files, ask for missing settings on a terminal, and show the doctor's findings."""
-    from ..doctor.doctor import Doctor
+    from ..doctor.doctor import checked_places
 
     cwd, given = Path.cwd(), settings_pairs(settings)
     kept = at.settings(overrides=given, cwd=cwd, provider=provider).file  # answers could not be written there
@@ -72,8 +72,8 @@ def init(
         if not is_there:
             screen.talk(f"note: there is no {job.source.entry_point} here yet")
     where: dict[str, Any] = {"provider": chosen.provider, "store": at.store, "profile": at.profile}
-    doctor = Doctor(**where, settings=given, fields={}, cwd=cwd, job=job if is_there else None)
-    found = looked(doctor, None if json else screen)
+    places = checked_places(**where, settings=given, fields={}, cwd=cwd, job=job if is_there else None)
+    found = looked(places, None if json else screen)
     if json:
         checks = [dataclasses.asdict(check) for _, some in found for check in some]
         now = at.settings(overrides=given, cwd=cwd, provider=chosen.provider)  # of the new file

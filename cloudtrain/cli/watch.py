@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CloudtrainError
 from ..provider_api.protocol import AttemptInfo, Status
-from ..report.curves import Curve, curves, is_log, spread
+from ..report.curves import Curve, by_column, curves, is_log, spread
 from ..report.markup import quantity
 from ..runs.live_data import LiveRunReader, NodeData, printable
 from ..runs.log_order import Line, attempt_key, line_label
@@ -31,29 +31,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Picture", "Watch", "follow", "on_terminal"]
 
-SHARE = 10
-"""A look at the store that took a second is followed by so many without one: long runs have many files."""
-LINES = 100
-"""Last lines of each node that are kept: the largest terminal shows as many."""
-STEP_EVERY = 60.0
-"""Seconds between two lines about steps where there is no terminal."""
-ATTEMPTS = 4
-"""Attempts that have a line of their own, the newest ones."""
-WIDEST = 500
-"""Columns of the widest terminal that a curve is kept for."""
-LABEL = len("attempt 0.0")
-"""Columns of the names of facts, at least."""
-HEIGHTS = {True: "_.,-=+*#", False: "▁▂▃▄▅▆▇█"}
-"""Heights of a sparkline, lowest first: in ASCII, and in Unicode."""
+SHARE = 10  # a look at the store that took a second is followed by so many without one: long runs have many files
+LINES = 100  # last lines of each node that are kept: the largest terminal shows as many
+STEP_EVERY = 60.0  # seconds between two lines about steps without a terminal
+ATTEMPTS = 4  # the newest attempts have a line of their own
+WIDEST = 500  # columns of the widest terminal that a curve is kept for
+LABEL = len("attempt 0.0")  # columns of the names of facts, at least
+HEIGHTS = {True: "_.,-=+*#", False: "▁▂▃▄▅▆▇█"}  # of a sparkline, lowest first: in ASCII, and in Unicode
+COLOURS = {"succeeded": "bold green", "failed": "bold red", "running": "bold cyan"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The metrics so far: the newest attempt's last step, and the loss and the throughput, as name and value.
-
-    ``points`` are those of the curve ``name`` over ``axis`` that count, as many as the widest terminal can show. With
-    ``log`` their heights are logarithms, as on the page of `report`.
-    """
+    """The newest attempt's last step, the loss and the throughput (name and value), and the `spread` curve ``name``."""
 
     step: float | None = None
     loss: tuple[str, float] | None = None
@@ -76,9 +66,9 @@ def measured(drawn: Sequence[Curve]) -> Measured:
         return Measured()
     parts = [part for curve in drawn for part in curve.stretches if part.points]
     newest = max((part.attempt for part in parts), key=attempt_key)
-    last = {curve.kind: (curve.name, history[-1][1]) for curve in reversed(drawn) if (history := curve.history)}
-    history = curve.history
     steps = [part.points[-1][0] for part in parts if curve.axis == "step" and part.attempt == newest]
+    last = {found.kind: (found.name, found.history[-1][1]) for found in reversed(drawn) if found.history}
+    history = curve.history
     return Measured(
         step=max(steps, default=None),
         loss=last.get("loss"),
@@ -92,7 +82,7 @@ def measured(drawn: Sequence[Curve]) -> Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """All that is known of a run at ``when`` (Unix seconds). ``trouble`` is why the store could not be read, if so.
+    """The state of a run at ``when`` (Unix seconds). ``trouble`` is the error of reading the store.
 
     ``begun`` are the attempts whose nodes have recorded where they began: the platform knows an attempt before that.
     """
@@ -115,7 +105,7 @@ class Picture:
 
     @property
     def attempt(self) -> str:
-        """Return the newest attempt's number; empty before there is one."""
+        """Return the newest attempt's number, or an empty text."""
         return self.attempts[-1].number if self.attempts else ""
 
     def spent(self, now: float) -> float | None:
@@ -165,25 +155,22 @@ class Watch:
 
     def watch(self) -> Picture:
         """Return the last picture, of a run that has ended. Raises `LostContactError` if the platform is silent."""
-        place, result = self._run.store, self._along()
-        while self._run.store is not place:  # it has moved to another one
+        place = None
+        while place is not self._run.store:  # again if the run has moved to another place
+            if place is not None:
+                self._seen, self._counts = LiveRunReader(self._run.store, self._run.run_id), {}
+                self.picture = replace(self.picture, provider=self._run.provider_name)
             place = self._run.store
-            self._seen, self._counts = LiveRunReader(place, self._run.run_id), {}
-            self.picture = replace(self.picture, provider=self._run.provider_name)
-            result = self._along()
+            for status in self._run._statuses_until_final():
+                self.picture = replace(self.picture, status=status, when=self._clock())
+                if not status.final:
+                    self._look()
+            result = self._run.result()
         self._due = 0.0
         self._look()
         self.picture = replace(self.picture, result=result)
         self._on_picture(self.picture)
         return self.picture
-
-    def _along(self) -> dict[str, Any]:
-        """Return the result, once no status follows."""
-        for status in self._run._statuses_until_final():
-            self.picture = replace(self.picture, status=status, when=self._clock())
-            if not status.final:
-                self._look()
-        return self._run.result()
 
     def _nap(self, seconds: float) -> None:
         until = self._ticks() + seconds
@@ -192,17 +179,15 @@ class Watch:
             self._look()
 
     def _look(self) -> None:
-        """Look at the store, if it is time; a store that does not answer keeps the picture as it is."""
+        """Look at the store if it is time. If the store does not answer, the picture stays as it is."""
         began = self._ticks()
-        if began < self._due:
-            self._on_picture(self.picture)
-            return
-        try:
-            self.picture = self._looked()
-        except CloudtrainError as exc:  # asking for the state finds out whether it is lost for good
-            self.picture = replace(self.picture, trouble=first_line(str(exc)), when=self._clock())
-        now = self._ticks()
-        self._due = now + max(EVERY, SHARE * (now - began))
+        if began >= self._due:
+            try:
+                self.picture = self._looked()
+            except CloudtrainError as exc:  # asking for the state finds out whether it is lost for good
+                self.picture = replace(self.picture, trouble=first_line(str(exc)), when=self._clock())
+            now = self._ticks()
+            self._due = now + max(EVERY, SHARE * (now - began))
         self._on_picture(self.picture)
 
     def _looked(self) -> Picture:
@@ -212,27 +197,23 @@ class Watch:
         lines: dict[int, list[Line]] = {}
         for info in reversed(attempts[-2:]):  # the one before, until the newest one writes a line
             lines = lines or seen.lines(info.number, LINES)
+        rows = seen.metrics()
+        counts = {attempt: len(some) for attempt, some in rows.items()}
+        if counts != self._counts:  # a long run has many rows: measured again only if there are more
+            self._counts, self._measured = counts, measured(curves(rows))
         return replace(
             before,
             attempts=attempts,
             begun=seen.begun,
             nodes=seen.nodes(newest, self._expected) if newest else (),
             lines=lines,
-            measured=self._measure(),
+            measured=self._measured,
             checkpoint=self._run.checkpoint(),
             trouble="",
             waiting=self._run.waiting() if before.status.state == "running" else "",
             cancelling=before.cancelling or self._run.store.cancelled(self._run.run_id),
             when=self._clock(),
         )
-
-    def _measure(self) -> Measured:
-        """Measure again only where rows have come: a long run has many."""
-        rows = self._seen.metrics()
-        counts = {attempt: len(some) for attempt, some in rows.items()}
-        if counts != self._counts:
-            self._counts, self._measured = counts, measured(curves(rows))
-        return self._measured
 
 
 # -------------------------------------------------------------------------------------------------------- on a terminal
@@ -248,8 +229,8 @@ def on_terminal(watch: Watch, console: Console) -> Picture:
         return screen(watch.picture, width=console.width, height=height, now=time.time(), ascii_only=ascii_only)
 
     live = Live(  # drawn twice a second: ages grow, a window changes its size
-        get_renderable=drawn,
         console=console,
+        get_renderable=drawn,
         screen=True,
         refresh_per_second=2,
         redirect_stdout=False,
@@ -298,18 +279,12 @@ def fair(lines: Mapping[int, Sequence[Line]], room: int) -> list[Line]:
     return [line for node, count in taken.items() if count for line in lines[node][-count:]]
 
 
-COLOURS = {"succeeded": "bold green", "failed": "bold red", "running": "bold cyan"}
-
-
 def _title(picture: Picture, state: str) -> str:
-    result = picture.result or {}
-    words = [
-        f"{picture.run_id}  {state}" + (" (cancelling)" if picture.cancelling and not picture.status.final else "")
-    ]
-    if result.get("category") and result["category"] != state:
-        words[0] += f" ({result['category']})"
-    words += [f"attempt {picture.attempt}"] if picture.attempt else []
-    return ", ".join([*words, f"on {picture.provider}"])
+    category = (picture.result or {}).get("category")
+    cancelling = " (cancelling)" if picture.cancelling and not picture.status.final else ""
+    why = f" ({category})" if category and category != state else ""
+    attempt = f", attempt {picture.attempt}" if picture.attempt else ""
+    return f"{picture.run_id}  {state}{cancelling}{why}{attempt}, on {picture.provider}"
 
 
 def _facts(picture: Picture, now: float, width: int, ascii_only: bool) -> Iterator[tuple[str, str, str]]:
@@ -347,10 +322,10 @@ def _progress(picture: Picture, now: float) -> list[str]:
 
 
 def _nodes(picture: Picture, now: float) -> str:
-    """Return ``2 of 2 alive: 0 wrote 3s ago``; of many nodes those that have been silent for longest.
+    """Return ``2 of 2 alive: 0 wrote 3s ago``. Of many nodes, only those are named that have been silent for longest.
 
-    All nodes were there when the attempt began, and the others end it when one is lost. So a node that has left no exit
-    record is alive while the run runs, also one that prints nothing.
+    All nodes were there when the attempt began, and the others end it when one is lost. So a node without an exit
+    record is alive while the run runs, even if it prints nothing.
     """
     count = len(picture.nodes)
     begun = bool(count) and picture.attempt in picture.begun and picture.status.state == "running"
@@ -384,16 +359,11 @@ def sparkline(curve: Measured, width: int, ascii_only: bool = False) -> str:
     """Return the curve in one line of ``width`` characters. Each shows the highest value in its column."""
     heights = [(x, math.log10(y) if curve.log else y) for x, y in curve.points]
     low, high = min(y for _, y in heights), max(y for _, y in heights)
-    first, across = heights[0][0], heights[-1][0] / 2 - heights[0][0] / 2  # halves: their difference is finite
-    columns: dict[int, float] = {}
-    for x, y in heights:
-        at = int((x / 2 - first / 2) / across * (width - 1)) if across > 0 else 0
-        columns[at] = max(y, columns.get(at, y))
-    marks, text = HEIGHTS[ascii_only], ""
-    for at in range(width if across > 0 else 1):  # an empty column is as high as the one before
-        y = columns.get(at, y)
-        share = (y / 2 - low / 2) / (high / 2 - low / 2) if high / 2 > low / 2 else 0.0
-        text += marks[round(share * (len(marks) - 1))]
+    held, text, top = by_column(heights, width, heights[0][0], heights[-1][0]), "", low
+    for at in range(width if len(held) > 1 else 1):
+        top = max((y for _, y in held.get(at, ())), default=top)  # an empty column is as high as the one before
+        share = (top / 2 - low / 2) / (high / 2 - low / 2) if high / 2 > low / 2 else 0.0  # halves: finite
+        text += HEIGHTS[ascii_only][round(share * 7)]
     return text
 
 

@@ -1,8 +1,7 @@
 """Checks run by `cloudtrain doctor`: settings, a trial plan, the provider's checks, and a round trip of the store.
 
-They create one small object in each store and delete it. `Doctor.places` yields each place that a job tries, with its
-checks. `prepared` makes the plan of the all-nodes job of ``doctor --job``, and `judged` reads its findings. `Grace`
-measures how long its nodes live after the stop signal.
+They create one small object in each store and delete it. The all-nodes job of ``doctor --job``: `prepared` plans it,
+`judged` reads its findings, and `Grace` measures how long its nodes live after the stop signal.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import itertools
 import json
 import re
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +29,7 @@ from ..runs.fallback import where
 from ..runs.log_order import Line
 from ..runs.run import Run
 from ..runs.submit import Plan, make_plan
+from ..runs.summary import plural
 from ..settings.needs import find_missing, missing_line, refusal
 from ..settings.settings import Settings
 from ..storage.files import Files, files
@@ -36,14 +37,15 @@ from ..storage.local_disk import local_path, normalize
 from ..validate import without_secrets
 from . import node_check
 
-__all__ = ["PREFLIGHT", "CheckedPlace", "Doctor", "Grace", "expected_gpus", "judged", "prepared", "round_trip"]
+__all__ = ["PREFLIGHT", "CheckedPlace", "Grace", "checked_places", "expected_gpus", "judged", "prepared", "round_trip"]
 
 PREFLIGHT = "preflight.json"
 """File that the job leaves among its artifacts."""
 SCRIPT = "doctor.py"
 MAX_RUNTIME = 900
+_NO_IMAGE = skipped("plan", "no image is named; with --image it is planned and looked for")
 _KMS = re.compile(r"kms|encrypt", re.IGNORECASE)
-_NOBODY = re.compile(r"expired|(no|locate|find).{0,20} credentials", re.IGNORECASE)
+_UNKNOWN_CALLER = re.compile(r"expired|(no|locate|find).{0,20} credentials", re.IGNORECASE)
 _ABSENT = re.compile(r"no ?such ?bucket|bucket( or container)? does not exist|container ?not ?found|there is no ", re.I)
 
 
@@ -59,97 +61,85 @@ class CheckedPlace:
         return " ".join(filter(None, [self.provider, self.region]))
 
 
-class Doctor:
-    """The checks of ``job``, or of a small job of the doctor with ``fields`` (flat Job fields: machine and image). With
-    ``provider`` None, the setting counts."""
+def checked_places(
+    *,
+    provider: str | None,
+    store: str | None,
+    settings: Mapping[str, str],
+    fields: Mapping[str, Any],
+    cwd: Path,
+    profile: str | None = None,
+    job: Job | None = None,
+) -> Iterator[CheckedPlace]:
+    """Yield each place that a job tries, in order. Unreadable settings give one place with a failed check.
 
-    def __init__(
-        self,
-        *,
-        provider: str | None,
-        store: str | None,
-        settings: Mapping[str, str],
-        fields: Mapping[str, Any],
-        cwd: Path,
-        profile: str | None = None,
-        job: Job | None = None,
-    ) -> None:
-        self._profile, self._name, self._store = profile, provider, store
-        self._given, self._fields, self._cwd, self._job = settings, dict(fields), cwd, job
+    The job is ``job``, or a small job of the doctor with ``fields`` (flat Job fields: machine and image).
+    """
+    try:
+        chosen = Settings.load(overrides=settings, cwd=cwd, profile=profile, provider=provider, store=store)
+        found = chosen.candidates()
+    except CloudtrainError as exc:
+        yield CheckedPlace(provider=provider, region="", checks=iter([failure("settings", exc)]))
+        return
+    for own in found:
+        yield CheckedPlace(provider=own.provider, region=where(own), checks=_checks(own, fields, job, cwd))
 
-    def places(self) -> Iterator[CheckedPlace]:
-        """Yield each place that a job tries, in order. Unreadable settings give one place with a failed check."""
-        try:
-            chosen = Settings.load(
-                overrides=self._given, cwd=self._cwd, profile=self._profile, provider=self._name, store=self._store
-            )
-            found = chosen.candidates()
-        except CloudtrainError as exc:
-            yield CheckedPlace(provider=self._name, region="", checks=iter([failure("settings", exc)]))
-            return
-        for own in found:
-            yield CheckedPlace(provider=own.provider, region=where(own), checks=self._checks(own))
 
-    def _checks(self, settings: Settings) -> Iterator[Check]:
-        try:
-            made, moving = settings.make_provider(), settings.moving
-        except CloudtrainError as exc:
-            yield failure("settings", exc)
-            return
-        missing, imageless = self._missing(settings, made)
-        if missing:
-            yield failure("settings", refusal(made.name, missing, file=settings.file))
-            yield skipped("plan", missing_line(missing))
-            yield from itertools.islice(_own(made, "", None), 1)  # only the package check runs without the settings
-            return
-        yield ok("settings", f"provider {made.name}, store {without_secrets(settings.store)}")
-        store, planned = "", None
-        try:
-            store = normalize(settings.resolved(ask=True), cwd=self._cwd)
-        except CloudtrainError as exc:
-            yield failure("store", exc)
-            yield skipped("plan", "where the store is could not be told")
-        else:
-            if imageless:
-                yield skipped("plan", "no image is named; with --image it is planned and looked for")
-            else:
-                planned, found = self._planned(dataclasses.replace(settings, store=store))
-                yield found
-        stopped = False
-        for check in _own(made, store, planned):
-            yield check
-            stopped = stopped or (check.status == "failed" and check.name in ("sdk", "credentials"))
-        if not store:
-            return
-        if stopped and local_path(store) is None:
-            yield skipped("store", "neither SDK nor credentials to reach it with")
-            return
+def _checks(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd: Path) -> Iterator[Check]:
+    try:
+        made, moving = settings.make_provider(), settings.moving
+    except CloudtrainError as exc:
+        yield failure("settings", exc)
+        return
+    missing, imageless = _missing(settings, made, fields.get("image"), job)
+    if missing:
+        yield failure("settings", refusal(made.name, missing, file=settings.file))
+        yield skipped("plan", missing_line(missing))
+        yield from itertools.islice(_own(made, "", None), 1)  # only the package check runs without the settings
+        return
+    yield ok("settings", f"provider {made.name}, store {without_secrets(settings.store)}")
+    store, planned = "", None
+    try:
+        store = normalize(settings.resolved(ask=True), cwd=cwd)
+    except CloudtrainError as exc:
+        yield failure("store", exc)
+        yield skipped("plan", "where the store is could not be told")
+    else:
+        check = _NO_IMAGE
+        if not imageless:
+            planned, check = _planned(dataclasses.replace(settings, store=store), fields, job, cwd)
+        yield check
+    stopped = False
+    for check in _own(made, store, planned):
+        yield check
+        stopped = stopped or (check.status == "failed" and check.name in ("sdk", "credentials"))
+    if store and stopped and local_path(store) is None:
+        yield skipped("store", "neither SDK nor credentials to reach it with")
+    elif store:
         yield round_trip(files(store, storage=made.storage, moving=moving))
 
-    def _missing(self, settings: Settings, made: Provider) -> tuple[tuple[str, ...], bool]:
-        """Return the names of the missing settings, and whether the doctor's own job lacks only an image."""
-        image = self._fields.get("image")
-        job = self._job or Job.make(entry_point=SCRIPT, **({"image": image} if image else {}))
-        names = find_missing(settings, made, job.at(made.name))
-        needs = needs_of(type(made))
-        of_job = () if self._job else [name for name in names if "image" in (name, needs[name].instead)]
-        return tuple(name for name in names if name not in of_job), bool(of_job)
 
-    def _planned(self, settings: Settings) -> tuple[Plan | None, Check]:
-        """Return the plan of the job, by default one with one node, and the check of planning it."""
-        with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
-            Path(folder, SCRIPT).write_text("print('well')\n", encoding="utf-8")
-            fields = {"name": "doctor", **self._fields, "entry_point": SCRIPT, "source_dir": folder}
-            try:
-                job = self._job or Job.from_dict(fields)
-                planned = make_plan(job, settings=settings, cwd=self._cwd, preview=True)
-            except CloudtrainError as exc:
-                if self._job is None and getattr(exc, "field", "") == "image":
-                    return None, skipped("plan", "no image is named; with --image it is planned and looked for")
-                return None, failure("plan", exc)
-        kinds = ", ".join(planned.request.instance_types) or "this machine"
-        nodes = planned.job.resources.instance_count
-        return planned, ok("plan", f"{nodes} node{'' if nodes == 1 else 's'} on {kinds}")
+def _missing(settings: Settings, made: Provider, image: Any, job: Job | None) -> tuple[tuple[str, ...], bool]:
+    """Return the names of the missing settings, and whether the doctor's own job lacks only an image."""
+    checked = job or Job.make(entry_point=SCRIPT, **({"image": image} if image else {}))
+    names = find_missing(settings, made, checked.at(made.name))
+    needs = needs_of(type(made))
+    of_job = () if job else [name for name in names if "image" in (name, needs[name].instead)]
+    return tuple(name for name in names if name not in of_job), bool(of_job)
+
+
+def _planned(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd: Path) -> tuple[Plan | None, Check]:
+    """Return the plan of the job, by default one with one node, and the check of planning it."""
+    with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
+        Path(folder, SCRIPT).write_text("print('well')\n", encoding="utf-8")
+        try:
+            own = {"name": "doctor", **fields, "entry_point": SCRIPT, "source_dir": folder}
+            planned = make_plan(job or Job.from_dict(own), settings=settings, cwd=cwd, preview=True)
+        except CloudtrainError as exc:
+            imageless = job is None and getattr(exc, "field", "") == "image"
+            return None, _NO_IMAGE if imageless else failure("plan", exc)
+    kinds = ", ".join(planned.request.instance_types) or "this machine"
+    return planned, ok("plan", f"{plural(planned.job.resources.instance_count, 'node')} on {kinds}")
 
 
 def _own(provider: Provider, store: str, planned: Plan | None) -> Iterator[Check]:
@@ -170,15 +160,13 @@ def round_trip(tree: Files) -> Check:
     enough.
     """
     key, data = f"doctor-{secrets.token_hex(8)}.json", secrets.token_hex(16).encode()
-    step, left = "create", False
+    step, left, url = "create", False, without_secrets(tree.url)
     try:
         with _as_it_was(tree.url):
             try:
                 tree.create(key, data)  # False too may mean success: the first answer may have been lost
-                left = True
-                step = "read"
-                back = tree.read(key)
-                if back != data:
+                step, left = "read", True
+                if tree.read(key) != data:
                     raise StorageError("what was read is not what was written")
                 step = "create again"
                 if tree.create(key, data + b"2") or tree.read(key) != data:
@@ -189,51 +177,49 @@ def round_trip(tree: Files) -> Check:
                     raise StorageError("what was written is not in the list")
                 step = "delete"
                 tree.discard([key])  # does not list
-                left = tree.exists(key)
-                if left:
+                if tree.exists(key):
                     raise StorageError("it is still there")
             finally:
                 if step != "delete":  # also after a failed creation: it may have been carried out
                     with contextlib.suppress(CloudtrainError, OSError):
                         tree.discard([key])
                         left = False
-    except FileNotFoundError as exc:
-        return _broken(tree, step, StorageError(f"there is no {exc.filename or tree.url}"), key if left else "")
-    except CloudtrainError as exc:
-        return _broken(tree, step, exc, key if left else "")
+    except (FileNotFoundError, CloudtrainError) as caught:
+        exc = caught if isinstance(caught, CloudtrainError) else StorageError(f"there is no {caught.filename or url}")
+        rest = f" ({url}/{key} is left there)" if left else ""
+        return failed("store", f"{step}: {exc}{rest}", fix=_store_fix(tree, step, exc), code=exc.exit_code)
     by = f" by {tree.mover}" if tree.mover else ""
-    return ok("store", f"{without_secrets(tree.url)}: created, read, listed and deleted an object{by}")
-
-
-def _broken(tree: Files, step: str, exc: CloudtrainError, left: str) -> Check:
-    rest = f" ({without_secrets(tree.url)}/{left} is left there)" if left else ""
-    return failed("store", f"{step}: {exc}{rest}", fix=_store_fix(tree, step, exc), code=exc.exit_code)
+    return ok("store", f"{url}: created, read, listed and deleted an object{by}")
 
 
 def _store_fix(tree: Files, step: str, exc: CloudtrainError) -> str:
-    text, url = str(exc), without_secrets(tree.url)
-    if "exclusive" in text:
-        return "set store to one with conditional writes: S3, Azure Blob Storage, Cloud Storage, a local folder"
-    if local_path(tree.url) is not None:
-        return "free space there or let this user write to it, or set store to another place"
-    if _ABSENT.search(text):
-        return "make the bucket or container, or set store to one that is there"
-    if isinstance(exc, SpecError):
-        return failure("store", exc).fix
-    if _KMS.search(text):
-        return (
-            "let the caller use the key (to encrypt and decrypt), and set sse and sse_kms_key_id as the store demands"
-        )
-    if isinstance(exc, AuthError) and _NOBODY.search(text):
-        return "sign in again, or give this machine credentials for it"
-    if isinstance(exc, AuthError) and step.startswith("create"):
-        return (
-            f"let the caller write below {url} (see the provider's page in docs/); where what is not encrypted "
-            "is refused, set sse and sse_kms_key_id"
-        )
-    if isinstance(exc, AuthError):
-        return f"let the caller {step} below {url} (see the provider's page in docs/)"
-    return f"see that {url} can be reached from here, and try again"
+    text, url, refused = str(exc), without_secrets(tree.url), isinstance(exc, AuthError)
+    page = "(see the provider's page in docs/)"
+    fixes = [
+        (
+            "exclusive" in text,
+            "set store to one with conditional writes: S3, Azure Blob Storage, Cloud Storage, a local folder",
+        ),
+        (
+            local_path(tree.url) is not None,
+            "free space there or let this user write to it, or set store to another place",
+        ),
+        (_ABSENT.search(text), "make the bucket or container, or set store to one that is there"),
+        (isinstance(exc, SpecError), failure("store", exc).fix),
+        (
+            _KMS.search(text),
+            "let the caller use the key (to encrypt and decrypt), and set sse and sse_kms_key_id as the store demands",
+        ),
+        (refused and _UNKNOWN_CALLER.search(text), "sign in again, or give this machine credentials for it"),
+        (
+            refused and step.startswith("create"),
+            f"let the caller write below {url} {page}; where what is not encrypted is refused, set sse and"
+            " sse_kms_key_id",
+        ),
+        (refused, f"let the caller {step} below {url} {page}"),
+        (True, f"see that {url} can be reached from here, and try again"),
+    ]
+    return next(fix for holds, fix in fixes if holds)
 
 
 @contextmanager
@@ -263,17 +249,10 @@ def prepared(
     ports = extras_of(settings.make_provider()).probe_ports
     args = [*(["--ports", ",".join(map(str, ports))] if ports else []), *(["--grace"] if grace else [])]
     with tempfile.TemporaryDirectory(prefix="cloudtrain-doctor-") as folder:
-        name = Path(node_check.__file__).name
-        Path(folder, name).write_bytes(Path(node_check.__file__).read_bytes())
-        given = {
-            "name": "doctor",
-            "max_runtime": MAX_RUNTIME,
-            **fields,
-            "entry_point": name,
-            "source_dir": folder,
-            "args": args,
-        }
-        yield make_plan(Job.from_dict(given), settings=settings, run_id=run_id, cwd=cwd)
+        script = Path(shutil.copy(node_check.__file__, folder))
+        given = {"name": "doctor", "max_runtime": MAX_RUNTIME, **fields, "entry_point": script.name}
+        job = Job.from_dict({**given, "source_dir": folder, "args": args})
+        yield make_plan(job, settings=settings, run_id=run_id, cwd=cwd)
 
 
 def expected_gpus(job: Job, provider: Provider, request: Request) -> int | None:
@@ -287,14 +266,12 @@ def expected_gpus(job: Job, provider: Provider, request: Request) -> int | None:
 
 def judged(folder: Path, *, nodes: int, gpus: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return the job's findings, as pulled into ``folder``, and a line for each problem."""
-    path = folder / "artifacts" / PREFLIGHT
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError) as exc:
-        raise NotFoundError(f"the job has left no {PREFLIGHT} ({exc}); its logs say why") from None
-    try:
+        found = json.loads((folder / "artifacts" / PREFLIGHT).read_bytes())
         node_check.table(found)
         return found, node_check.problems(found, nodes=nodes, gpus=gpus)
+    except OSError as exc:
+        raise NotFoundError(f"the job has left no {PREFLIGHT} ({exc}); its logs say why") from None
     except (KeyError, TypeError, AttributeError, ValueError) as exc:
         what = f"the job's {PREFLIGHT} is damaged ({type(exc).__name__}: {exc}); its logs say why"
         raise NotFoundError(what) from None
@@ -320,8 +297,10 @@ class Grace:
             self.seconds[int(line.node)] = max(float(found[1]), self.seconds.get(int(line.node), 0.0))
 
     def judged(self, nodes: int, reckoned: float) -> tuple[dict[str, Any], list[str]]:
-        """Return the measurements by node, and a line for each problem. ``reckoned`` is the seconds that cloudtrain
-        needs to mirror the rest and record the node's end; it then ends the node itself."""
+        """Return the measurements by node, and a line for each problem.
+
+        ``reckoned`` is the seconds that cloudtrain needs to mirror the rest and record the node's end.
+        """
         exits = self._run.store.exits(self._run.run_id)
         recorded = {int(record["node"]) for record in exits if record["attempt"] == self._attempt}
         rows, wrong = {}, []

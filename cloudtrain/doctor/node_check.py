@@ -14,12 +14,14 @@ import datetime
 import errno
 import importlib
 import json
+import math
 import os
 import platform
 import re
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
@@ -27,36 +29,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 __all__ = ["READY", "SINCE", "facts", "main", "problems", "table"]
 
 MIB = 1 << 20
-GPU_SIZES = tuple(MIB << shift for shift in range(0, 9, 2))
-"""Bytes of one all-reduce: 1 to 256 MiB."""
+GPU_SIZES = tuple(MIB << shift for shift in range(0, 9, 2))  # bytes of one all-reduce: 1 to 256 MiB
 CPU_SIZES = (MIB >> 4, MIB >> 2, MIB, 4 * MIB)
 WARM, TIMED = 2, 5
-PATIENCE = 120.0
-"""Seconds to wait for the slowest node, and for an all-reduce."""
-CONNECT = 10.0
-"""Seconds for one connection between nodes: a filtered port never answers."""
-SKEW = 1.0
-"""Seconds by which two clocks may differ: beyond that, servers begin to refuse tokens and signatures."""
-SMALL_SHM = 64 * MIB
-"""The default of container engines, with which DataLoader's workers crash."""
-SETTLE = 5.0
-"""Seconds from the report to the line that announces it: by then it has been copied out of the node."""
-HOLD = 300.0
-"""Seconds to wait for the stop signal, and then for the kill."""
+PATIENCE = 120.0  # seconds to wait for the slowest node, and for an all-reduce
+CONNECT = 10.0  # seconds for one connection between nodes: a filtered port never answers
+SKEW = 1.0  # seconds between two clocks: beyond that, servers begin to refuse tokens and signatures
+SMALL_SHM = 64 * MIB  # the default of container engines, with which DataLoader's workers crash
+SETTLE = 5.0  # seconds from the report to the line that announces it: by then it has been copied out of the node
+HOLD = 300.0  # seconds to wait for the stop signal, and then for the kill
 BEAT = 0.5
 READY = "preflight: the report is written; waiting for the stop signal"
 SINCE = re.compile(r"preflight: (\d+\.\d) s since the stop signal")
-OWN = ("checkpoints", "artifacts", "temporary files")
-"""Folders that every training needs."""
-SHARED = re.compile(r"fuse|nfs|lustre|cifs|smb|ceph|9p|gpfs|beegfs|weka|virtiofs")
-"""File systems that show a store to nodes, or that nodes share."""
+OWN = ("checkpoints", "artifacts", "temporary files")  # folders that every training needs
+SHARED = re.compile(
+    r"fuse|nfs|lustre|cifs|smb|ceph|9p|gpfs|beegfs|weka|virtiofs"
+)  # file systems of stores and networks
 ALIKE = ("driver", "torch", "cuda", "nccl", "python", "machine")
 
 
@@ -71,9 +66,9 @@ def facts() -> dict[str, Any]:
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "ranks": int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        "shm_bytes": _shm(),
+        "shm_bytes": _or_none(lambda: shutil.disk_usage("/dev/shm").total),
         "folders": folders(),
-        "driver": _driver(),
+        "driver": _or_none(_driver),
         **dict.fromkeys(("torch", "cuda", "nccl")),
         "gpus": 0,
         "gpu": None,
@@ -82,17 +77,25 @@ def facts() -> dict[str, Any]:
         torch: Any = importlib.import_module("torch")
     except ImportError:
         return found
-    found |= {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": _nccl(torch)}
+    nccl = _or_none(lambda: ".".join(map(str, torch.cuda.nccl.version())))  # torch may be built without it
+    found |= {"torch": str(torch.__version__), "cuda": torch.version.cuda, "nccl": nccl}
     if torch.cuda.is_available():
         found |= {"gpus": torch.cuda.device_count(), "gpu": torch.cuda.get_device_name(0)}
     return found
 
 
-def _shm() -> int | None:
+def _or_none(read: Callable[[], Any]) -> Any:
     try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
+        return read()
+    except (OSError, subprocess.SubprocessError, AttributeError, RuntimeError, TypeError, IndexError):
         return None
+
+
+def _driver() -> str:
+    """Return the version of NVIDIA's driver, from nvidia-smi."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout.split()[0]
 
 
 def folders(mounts: Path = Path("/proc/mounts")) -> dict[str, dict[str, Any]]:
@@ -137,67 +140,46 @@ def _folder(path: str, kinds: Mapping[str, str], *, create: bool) -> dict[str, A
     return {"path": path, "kind": kind, "free_bytes": free, "writable": writable}
 
 
-def _driver() -> str | None:
-    """Return the version of NVIDIA's driver, from nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    words = done.stdout.split()
-    return words[0] if done.returncode == 0 and words else None
-
-
-def _nccl(torch: Any) -> str | None:
-    try:
-        return ".".join(str(part) for part in torch.cuda.nccl.version())
-    except (AttributeError, RuntimeError, TypeError):  # built without it
-        return None
-
-
 # ---------------------------------------------------------------------------------------------------- between two nodes
 
 
-class Door:
+class Door(socketserver.ThreadingTCPServer):
     """A listener on ``port`` (0: chosen by the system). It answers each line with this node's number and clock.
 
     Raises `OSError` if it cannot have the port.
     """
 
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 1024
+
     def __init__(self, node: int, port: int = 0) -> None:
-        self._node = node
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        self._server = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
-        self._server.settimeout(0.2)
-        self.port = int(self._server.getsockname()[1])
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        self.node = node
+        super().__init__(("", port), _Answers)
+        self.port = int(self.server_address[1])
+        threading.Thread(target=self.serve_forever, args=(0.2,), daemon=True).start()
 
-    def _serve(self) -> None:
-        while not self._over.is_set():
-            try:
-                client, _ = self._server.accept()
-            except OSError:
-                continue
-            threading.Thread(target=self._answer, args=(client,), daemon=True).start()
-
-    def _answer(self, client: socket.socket) -> None:
-        try:
-            with client, client.makefile("rw", encoding="utf-8") as stream:
-                client.settimeout(CONNECT)
-                for _ in stream:
-                    stream.write(json.dumps({"node": self._node, "time": time.time()}) + "\n")
-                    stream.flush()
-        except (OSError, ValueError):
-            return
+    def server_bind(self) -> None:
+        """Bind the port for both kinds of addresses."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
     def close(self) -> None:
         """Close the listener and end its thread."""
-        self._over.set()
-        self._thread.join()
-        self._server.close()
+        self.shutdown()
+        self.server_close()
+
+
+class _Answers(socketserver.StreamRequestHandler):
+    timeout = CONNECT
+    server: Door
+
+    def handle(self) -> None:
+        with suppress(OSError, ValueError):
+            for _ in self.rfile:
+                self.wfile.write(json.dumps({"node": self.server.node, "time": time.time()}).encode() + b"\n")
 
 
 def look_in(node: int, address: str, port: int) -> dict[str, Any]:
@@ -208,21 +190,20 @@ def look_in(node: int, address: str, port: int) -> dict[str, Any]:
             socket.create_connection((address, port), timeout=CONNECT) as client,
             client.makefile("rw", encoding="utf-8") as stream,
         ):
-            best: tuple[float, float] | None = None
+            skew, within = 0.0, math.inf
             for _ in range(5):
                 asked, began = time.time(), time.monotonic()
                 stream.write("\n")
                 stream.flush()
                 told = json.loads(stream.readline())
-                took = time.monotonic() - began
+                half = (time.monotonic() - began) / 2
                 if told["node"] != node:
                     return {"error": f"{address}:{port} is node {told['node']}"}
-                if best is None or took / 2 < best[1]:
-                    best = told["time"] - (asked + took / 2), took / 2
+                if half < within:
+                    skew, within = told["time"] - (asked + half), half
     except (OSError, ValueError, KeyError) as exc:
         return {"error": f"{address}:{port}: {_why(exc)}"}
-    assert best is not None
-    return {"error": "", "skew_s": round(best[0], 6), "within_s": round(best[1], 6)}
+    return {"error": "", "skew_s": round(skew, 6), "within_s": round(within, 6)}
 
 
 def _why(exc: Exception) -> str:
@@ -283,19 +264,21 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--grace", action="store_true", help="then wait for the stop signal")
     options = parser.parse_args(words)
     rank, node = int(os.environ.get("RANK", "0")), int(os.environ.get("GROUP_RANK", "0"))
-    told = _await_signal() if options.grace else None
+    told: list[float] = []  # the time of the stop signal (monotonic seconds), which does not end this process then
+    if options.grace:
+        signal.signal(signal.SIGTERM, lambda number, frame: told.append(time.monotonic()))
     mine = facts()
     if mine["torch"] is None:
         bare = {"nodes": {str(node): mine}, "links": {}, "allreduce": None, "error": "this image has no torch"}
-        _write(bare if rank == 0 else None)
+        _write(bare, rank)
         return 0
     dist: Any = importlib.import_module("torch.distributed")
     wait = datetime.timedelta(seconds=PATIENCE)
     store, rank, world = next(dist.rendezvous("env://", timeout=wait))
     store.set_timeout(wait)
     report = between(store, rank, world, mine, [int(port) for port in options.ports.split(",") if port])
-    if told is None:
-        _write(report if rank == 0 else None)  # written before a possible hang
+    if not options.grace:
+        _write(report, rank)  # written before a possible hang
     if any(link["error"] for row in report["links"].values() for link in row.values()):
         report["error"] = "no all-reduce: some nodes cannot reach others"
     elif world > 1:
@@ -306,11 +289,10 @@ def main(words: Sequence[str] | None = None) -> int:
         for number in range(world):
             store.get(f"done{number}")
     report = json.loads(json.dumps(report))  # its keys are texts, as in the file
-    _write(report if rank == 0 else None)
+    _write(report, rank)
     if rank == 0:
-        sys.stdout.write(table(report) + "\n")
-        sys.stdout.flush()
-    if told is not None:
+        _say(table(report))
+    if options.grace:
         _hold(told, says=os.environ.get("LOCAL_RANK", "0") == "0", first=rank == 0)
     return 0
 
@@ -322,7 +304,7 @@ def between(store: Any, rank: int, world: int, mine: dict[str, Any], ports: Sequ
     count = _nodes(store, world)
     with ExitStack() as stack:
         if leads:
-            door = stack.enter_context(_listening(node))
+            door = stack.enter_context(closing(Door(node)))
             towards = json.loads(store.get("node1"))["address"] if node == 0 and count > 1 else name
             mine |= {"address": address_towards(towards), "port": door.port}
             if node == 0:
@@ -345,25 +327,21 @@ def between(store: Any, rank: int, world: int, mine: dict[str, Any], ports: Sequ
     }
 
 
-def _await_signal() -> list[float]:
-    """Keep a stop signal from ending this process. The list gets the time of the signal (monotonic seconds)."""
-    told: list[float] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: told.append(time.monotonic()))
-    return told
-
-
 def _hold(told: Sequence[float], *, says: bool, first: bool) -> None:
     """Wait for the stop signal, then repeatedly print the seconds since then, until this process is killed."""
     time.sleep(SETTLE)
     end = time.monotonic() + HOLD
     if first:
-        sys.stdout.write(f"{READY}\n")
-        sys.stdout.flush()
+        _say(READY)
     while time.monotonic() < (told[0] + HOLD if told else end):
         if told and says:
-            sys.stdout.write(f"preflight: {time.monotonic() - told[0]:.1f} s since the stop signal\n")
-            sys.stdout.flush()
+            _say(f"preflight: {time.monotonic() - told[0]:.1f} s since the stop signal")
         time.sleep(BEAT)
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def _nodes(store: Any, world: int) -> int:
@@ -371,15 +349,6 @@ def _nodes(store: Any, world: int) -> int:
     rank, node = os.environ.get("RANK", "0"), os.environ.get("GROUP_RANK", "0")
     store.set(f"rank{rank}", node)
     return max(int(store.get(f"rank{number}")) for number in range(world)) + 1
-
-
-@contextmanager
-def _listening(node: int) -> Iterator[Door]:
-    door = Door(node)
-    try:
-        yield door
-    finally:
-        door.close()
 
 
 def allreduce(store: Any, rank: int, world: int, backend: str) -> dict[str, Any]:
@@ -422,8 +391,8 @@ def allreduce(store: Any, rank: int, world: int, backend: str) -> dict[str, Any]
     return {"backend": backend, "ranks": world, "right": right, "rows": rows}
 
 
-def _write(report: Mapping[str, Any] | None) -> None:
-    if report is not None:
+def _write(report: Mapping[str, Any], rank: int) -> None:
+    if rank == 0:
         folder = Path(os.environ.get("CLOUDTRAIN_ARTIFACT_DIR", "."))
         (folder / "preflight.json").write_text(json.dumps(report), encoding="utf-8")
 
@@ -486,10 +455,9 @@ def table(report: Mapping[str, Any]) -> str:
         words = [str(row[name] or "-") for name in ("driver", "torch", "cuda", "nccl")]
         rows.append((number, row["host"], str(row["ranks"]), gpus, *words, shm, skew))
     lines = _columns(rows)
-    pairs = [(a, b) for a, links in report["links"].items() for b in links]
-    closed = [pair for pair in pairs if report["links"][pair[0]][pair[1]]["error"]]
+    pairs = [link for links in report["links"].values() for link in links.values()]
     if pairs:
-        lines.append(f"connections between nodes: {len(pairs) - len(closed)} of {len(pairs)}")
+        lines.append(f"connections between nodes: {sum(not link['error'] for link in pairs)} of {len(pairs)}")
     lines += _ports(report.get("ports") or {})
     lines += _folders(report["nodes"])
     lines += _grace(report.get("grace") or {})
@@ -543,8 +511,8 @@ def _folders(nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 if __name__ == "__main__":

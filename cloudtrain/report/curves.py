@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
-__all__ = ["AttemptSeries", "Curve", "Point", "curves", "is_log", "means", "number", "spread", "ticks"]
+__all__ = ["AttemptSeries", "Curve", "Point", "by_column", "curves", "is_log", "means", "number", "spread", "ticks"]
 
 Row = Mapping[str, Any]
-Rows = Mapping[str, Sequence[Row]]
-"""The rows of each attempt, oldest attempt first, each in the order they were written."""
+Rows = Mapping[str, Sequence[Row]]  # of each attempt, oldest attempt first, each in the order they were written
 Point = tuple[float, float]
 
 NO_CURVES = frozenset({"step", "epoch", "time"})
@@ -106,46 +105,34 @@ def curves(rows: Rows) -> list[Curve]:
     `AttemptSeries.odd`. If any row has a step, a row without one is on no curve.
     """
     steps = any(_finite(row.get("step")) is not None for some in rows.values() for row in some)
-    found: dict[str, Curve] = {}
-    starts: list[float | None] = []
-    count = 0
+    axis, found, count = "step" if steps else "row", dict[str, Curve](), itertools.count()
+    starts: list[float] = []
     for index, some in enumerate(rows.values()):
-        first: float | None = None
-        for row in some:
-            x = _finite(row.get("step")) if steps else float(count)
-            count += 1
-            if x is None:
-                continue
-            first = x if first is None else min(first, x)
+        at = [_finite(row.get("step")) if steps else float(next(count)) for row in some]
+        placed = [(x, row) for x, row in zip(at, some, strict=True) if x is not None]
+        starts.append(min((x for x, _ in placed), default=math.inf))
+        for x, row in placed:
             for name, given in row.items():
                 if name in NO_CURVES or (given is not None and number(given) is None):
                     continue
                 if name not in found:
                     empty = [AttemptSeries(attempt=attempt) for attempt in rows]
-                    found[name] = Curve(name=name, axis="step" if steps else "row", stretches=empty)
+                    found[name] = Curve(name=name, axis=axis, stretches=empty)
                 part, value = found[name].stretches[index], _finite(given)
                 if value is None:
                     part.odd.append(x)
                 else:
                     part.points.append((x, value))
-        starts.append(first)
     made = [curve for curve in found.values() if curve.points or (curve.kind == "loss" and curve.odd)]
     if steps and not any(curve.kind == "throughput" for curve in made):
         paces = [AttemptSeries(attempt=attempt, points=_paces(some)) for attempt, some in rows.items()]
-        made += [Curve(name=DERIVED, axis="step", stretches=paces)] if any(part.points for part in paces) else []
-    for curve in made:
-        _mark_lost(curve.stretches, starts)
+        made += [Curve(name=DERIVED, axis=axis, stretches=paces)] if any(part.points for part in paces) else []
+    for index, part in ((i, part) for curve in made for i, part in enumerate(curve.stretches)):
+        part.points.sort(key=lambda point: point[0])
+        redone = min(starts[index + 1 :], default=math.inf)  # an attempt replaces the rows from its own first step on
+        part.lost_from = redone if math.isfinite(redone) else None
     order = [*KINDS]
     return sorted(made, key=lambda curve: (order.index(curve.kind), curve.name != "loss", len(curve.name), curve.name))
-
-
-def _mark_lost(stretches: Sequence[AttemptSeries], starts: Sequence[float | None]) -> None:
-    """Mark what was done again. As in `merge_metrics`, an attempt replaces the rows from its own first step on."""
-    since: float | None = None
-    for stretch, start in zip(reversed(stretches), reversed(starts), strict=True):
-        stretch.points.sort(key=lambda point: point[0])
-        stretch.lost_from = since
-        since = min((x for x in (since, start) if x is not None), default=None)
 
 
 def _paces(rows: Sequence[Row]) -> list[Point]:
@@ -155,7 +142,7 @@ def _paces(rows: Sequence[Row]) -> list[Point]:
     marks = marks[:: max(1, len(marks) // WINDOWS)]
     return [
         (step, (step - before) / (when - since))
-        for (since, before), (when, step) in pairwise(marks)
+        for (since, before), (when, step) in itertools.pairwise(marks)
         if when > since and step > before
     ]
 
@@ -163,32 +150,32 @@ def _paces(rows: Sequence[Row]) -> list[Point]:
 # -------------------------------------------------------------------------------------------------------------- drawing
 
 
-def _columns(points: Sequence[Point], columns: int, low: float, high: float) -> list[list[Point]]:
-    """Return ``points``, by x, as they fall into the columns from ``low`` to ``high``, without the empty ones."""
+def by_column(points: Sequence[Point], count: int, low: float, high: float) -> dict[int, list[Point]]:
+    """Return ``points``, by x, as they fall into ``count`` columns from ``low`` to ``high``, without the empty ones."""
     held: dict[int, list[Point]] = {}
     width = high / 2 - low / 2  # halves: their difference is finite
     for point in points:
-        at = int((point[0] / 2 - low / 2) / width * columns) if width > 0 else 0
-        held.setdefault(min(columns - 1, at), []).append(point)
-    return [*held.values()]
+        at = int((point[0] / 2 - low / 2) / width * count) if width > 0 else 0
+        held.setdefault(min(count - 1, at), []).append(point)
+    return held
 
 
-def spread(points: Sequence[Point], columns: int, low: float, high: float) -> list[Point]:
-    """Return ``points``, by x, as they show in ``columns`` columns from ``low`` to ``high``.
+def spread(points: Sequence[Point], count: int, low: float, high: float) -> list[Point]:
+    """Return ``points``, by x, as they show in ``count`` columns from ``low`` to ``high``.
 
     A column with more than four points keeps its first, lowest, highest and last one, so no peak is lost or made.
     """
     shown: list[Point] = []
-    for some in _columns(points, columns, low, high):
+    for some in by_column(points, count, low, high).values():
         order = sorted(range(len(some)), key=lambda i: some[i][1])
         kept = {0, order[0], order[-1], len(some) - 1} if len(some) > 4 else set(order)
         shown += [some[i] for i in sorted(kept)]
     return shown
 
 
-def means(points: Sequence[Point], columns: int, low: float, high: float) -> list[Point]:
+def means(points: Sequence[Point], count: int, low: float, high: float) -> list[Point]:
     """Return one point for each column that holds any of ``points``, by x: their mean."""
-    held = _columns(points, columns, low, high)
+    held = by_column(points, count, low, high).values()
     return [(sum(x / len(some) for x, _ in some), sum(y / len(some) for _, y in some)) for some in held]
 
 

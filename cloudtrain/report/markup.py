@@ -7,6 +7,8 @@ import math
 import re
 from bisect import bisect_right as bisect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from string import Template
 
@@ -15,13 +17,10 @@ from .curves import DERIVED, AttemptSeries, Curve, Point, is_log, means, spread,
 __all__ = ["Html", "figure", "html_table", "page", "quantity", "short", "tag"]
 
 WIDTH, HEIGHT = 560.0, 230.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 546.0, 22.0, 192.0
-"""The edges of the curve within the drawing."""
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 546.0, 22.0, 192.0  # the edges of the curve within the drawing
 COLUMNS = int(RIGHT - LEFT)
-ROWS = 40
-"""Rows of the table beside a curve, at most."""
-LABEL = 34.0
-"""Units of the drawing between two labels of attempts, at least."""
+ROWS = 40  # rows of the table beside a curve, at most
+LABEL = 34.0  # units of the drawing between two labels of attempts, at least
 _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -109,21 +108,19 @@ def figure(curve: Curve) -> Html:
     if curve.kind == "memory" and largest >= 1 << 20 and not named:  # bytes
         unit, show = 1024.0 ** min(4, int(math.log(largest, 1024))), _size
     drawing, dense = chart(curve, unit, show)
-    words = " ".join([*_sentences(curve, show), *([DENSE.format(len(curve.points), COLUMNS)] if dense else [])])
-    box = f"0 0 {WIDTH:g} {HEIGHT:g}"
+    words = " ".join(_sentences(curve, show))
+    if dense:
+        words += (
+            f" {len(curve.points):,} points, more than the drawing can show: the line is the mean of each two of its"
+            f" {COLUMNS} columns, and the band behind it has the first, lowest, highest and last of each column."
+        )
     return tag(
         "figure",
         tag("h3", name, tag("small", " (logarithmic)") if is_log(curve) else None),
-        tag("svg", tag("title", name), tag("desc", words), *drawing, viewBox=box, role="img"),
+        tag("svg", tag("title", name), tag("desc", words), *drawing, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img"),
         tag("figcaption", words),
         _numbers(curve, name, show),
     )
-
-
-DENSE = (
-    "{:,} points, more than the drawing can show: the line is the mean of each two of its {} columns, and the band"
-    " behind it has the first, lowest, highest and last of each column."
-)
 
 
 def _sentences(curve: Curve, show: Callable[[float], str]) -> list[str]:
@@ -132,10 +129,10 @@ def _sentences(curve: Curve, show: Callable[[float], str]) -> list[str]:
     x, history = curve.axis, curve.history
     if history:
         low, high = min(history, key=lambda p: p[1]), max(history, key=lambda p: p[1])
-        words.append(f"First {show(history[0][1])}, last {show(history[-1][1])} at {x} {quantity(history[-1][0])}.")
-        words.append(
-            f"Lowest {show(low[1])} at {x} {quantity(low[0])}, highest {show(high[1])} at {quantity(high[0])}."
-        )
+        words = [
+            f"First {show(history[0][1])}, last {show(history[-1][1])} at {x} {quantity(history[-1][0])}.",
+            f"Lowest {show(low[1])} at {x} {quantity(low[0])}, highest {show(high[1])} at {quantity(high[0])}.",
+        ]
     if curve.odd:
         many = f"{len(curve.odd):,} values are" if len(curve.odd) > 1 else "1 value is"
         words.append(f"{many} no finite number, the first at {x} {quantity(min(curve.odd))}.")
@@ -148,11 +145,15 @@ def _sentences(curve: Curve, show: Callable[[float], str]) -> list[str]:
     return words
 
 
+@dataclass(frozen=True)
 class _Scale:
     """The position of a value in the drawing, from ``low`` at ``start`` to ``high`` at ``end``."""
 
-    def __init__(self, low: float, high: float, start: float, end: float, *, log: bool = False) -> None:
-        self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
 
     def __call__(self, value: float) -> float:
         value = math.log10(value) if self.log else value
@@ -168,7 +169,7 @@ def _heights(curve: Curve) -> _Scale:
     low, high = min(values), max(values)
     room = (abs(low) * 0.1 or 1.0) if high <= low else (high - low) * 0.04 if math.isfinite(high - low) else 0.0
     zero = not log and low < high and 0 <= low <= (high - low) * 0.5
-    return _Scale(0.0 if zero else low - room, high + room, BOTTOM, TOP, log=log)
+    return _Scale(0.0 if zero else low - room, high + room, BOTTOM, TOP, log)
 
 
 def chart(curve: Curve, unit: float, show: Callable[[float], str]) -> tuple[list[Html], bool]:
@@ -232,18 +233,13 @@ def _grid(axis: str, across: _Scale, up: _Scale, unit: float, show: Callable[[fl
 
 def _pieces(part: AttemptSeries) -> list[tuple[list[Point], str]]:
     """Return the lines of an attempt and their kinds, broken where a value was no finite number."""
-    found: list[tuple[list[Point], str]] = []
+    breaks = sorted(part.odd)
     joint = part.counted[-1:] if part.lost else []
-    for points, kind in ((joint + part.lost, "again"), (part.counted, "line")):
-        breaks = sorted(part.odd)
-        before = -1
-        for point in points:
-            after = bisect(breaks, point[0])
-            if after != before:
-                found.append(([], kind))
-            found[-1][0].append(point)
-            before = after
-    return found
+    return [
+        ([*points], kind)
+        for some, kind in ((joint + part.lost, "again"), (part.counted, "line"))
+        for _, points in groupby(some, key=lambda point: bisect(breaks, point[0]))
+    ]
 
 
 def _polyline(points: Sequence[Point], across: _Scale, up: _Scale, kind: str) -> Html:

@@ -31,14 +31,10 @@ from .markup import Html, figure, html_table, page, quantity, tag
 
 __all__ = ["report", "write"]
 
-LINES = 40
-"""Last lines of the failing rank, and of each node."""
-OPEN = 5
-"""Checkpoints that are listed at once, the newest; the others are folded away."""
-CURVES = 24
-"""Curves that are drawn, at most; the others are named."""
-PAGE_SECONDS = 10.0
-"""Seconds that the platform has to give the address of its own page."""
+LINES = 40  # last lines of the failing rank, and of each node
+OPEN = 5  # checkpoints that are listed at once, the newest; the others are folded away
+CURVES = 24  # curves that are drawn, at most; the others are named
+PAGE_SECONDS = 10.0  # that the platform has to give the address of its own page
 HIDDEN = "(hidden: its name is that of a secret)"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]+")
 _USER = re.compile(r"(?<=https://)[^/@]+@|(?<=http://)[^/@]+@", re.IGNORECASE)
@@ -149,14 +145,12 @@ def _head(result: Result, record: Mapping[str, Any], rehearsal: str, now: float)
 def _summary(result: Result, drawn: Sequence[Curve], free: bool, now: float) -> Facts:
     attempts = result.get("attempts") or []
     rows = [("state", _words(result, state="{}", exit_code="exit code {}")), ("time", _took(attempts, result, now))]
-    lost = [row["lost"] for row in attempts if row.get("lost")]
-    sums = {key: sum(float(item[key]) for item in lost if item.get(key) is not None) for key in ("steps", "seconds")}
-    again = " and ".join(
-        form(sums[key])
-        for key, form in (("steps", lambda steps: f"{quantity(steps)} steps"), ("seconds", duration))
-        if any(item.get(key) is not None for item in lost)
-    )
-    rows.append(("attempts", f"{len(attempts) or 'none has started'}{f', {again} done again' if again else ''}"))
+    again = []
+    for key, form in (("steps", lambda steps: f"{quantity(steps)} steps"), ("seconds", duration)):
+        lost = [float(row["lost"][key]) for row in attempts if (row.get("lost") or {}).get(key) is not None]
+        again += [form(sum(lost))] if lost else []
+    count = str(len(attempts) or "none has started")
+    rows.append(("attempts", f"{count}, {' and '.join(again)} done again" if again else count))
     if steps := [x for curve in drawn if curve.axis == "step" for x, _ in curve.points]:
         rows.append(("last step", quantity(max(steps))))
     for curve in drawn:
@@ -180,8 +174,9 @@ def _summary(result: Result, drawn: Sequence[Curve], free: bool, now: float) -> 
 
 
 def _took(attempts: Sequence[Mapping[str, Any]], result: Result, now: float) -> str:
-    begins = [at for row in attempts if (at := unix_time(row.get("started"))) is not None]
-    ends = [at for row in attempts if (at := unix_time(row.get("ended"))) is not None]
+    begins, ends = (
+        [at for row in attempts if (at := unix_time(row.get(name))) is not None] for name in ("started", "ended")
+    )
     if not begins:
         return ""
     begin = min(begins)

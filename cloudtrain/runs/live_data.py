@@ -5,10 +5,11 @@ Made for repeated looks: unchanged files are not read twice, and long logs only 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..provider_api.protocol import AttemptInfo, LogLine
 from ..runtime.segments import Span, distinct, span_of
@@ -24,15 +25,18 @@ __all__ = ["LiveRunReader", "NodeData", "printable"]
 SEGMENTS, BYTES = 40, 4 << 20
 """Most segments to read of a node for lines of one rank, and bytes before the last of them. A merged segment has
 several MiB."""
-_METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 LOOKS = 5
 """Most listings of a node's segments while the node merges them."""
+_METRICS = re.compile(r"(\d+\.\d+)-node-(\d+)\.jsonl")
 _SEGMENT = re.compile(r"node-(\d+)/([^/]+)")
 _ATTEMPT = re.compile(r"\d+\.\d+")
 _NAMED = re.compile(r"(\d+\.\d+)(?:-node-\d+\.jsonl|\.json)?")
 #: Terminals obey these, and people print them unintentionally: colours of a progress bar, titles, bells.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-_])")
 _CONTROLS = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+T = TypeVar("T")
+_Segment = tuple[Span, str, Entry]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,26 +91,29 @@ class LiveRunReader:
 
     def metrics(self) -> dict[str, list[dict[str, Any]]]:
         """Return the rows of each attempt that has any, oldest first."""
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for attempt, _, key, entry in self._metric_files():
+            with contextlib.suppress(FileNotFoundError):
+                some = self._read(self._rows, key, entry, json_rows)
+                rows.setdefault(attempt, []).extend(some)
+        return {attempt: some for attempt, some in rows.items() if some}
+
+    def _metric_files(self) -> list[tuple[str, int, str, Entry]]:
+        """Return attempt, node, key and entry of each file of metrics, oldest attempt first."""
         root = f"{self._live}/metrics"
         found = [
-            (attempt_key(match[1]), int(match[2]), match[1], key, entry.version)
+            (match[1], int(match[2]), key, entry)
             for key, entry in self._store.files.entries(root).items()
             if (match := _METRICS.fullmatch(key[len(root) + 1 :]))
         ]
-        rows: dict[str, list[dict[str, Any]]] = {}
-        for _, _, attempt, key, version in sorted(found):
-            rows.setdefault(attempt, []).extend(self._read_rows(key, version))
-        return {attempt: some for attempt, some in rows.items() if some}
+        return sorted(found, key=lambda file: (attempt_key(file[0]), *file[1:3]))
 
-    def _read_rows(self, key: str, version: str) -> list[dict[str, Any]]:
-        known = self._rows.get(key)
-        if known is None or known[0] != version:
-            try:
-                known = version, json_rows(self._store.files.read(key))
-            except FileNotFoundError:
-                return []
-            self._rows[key] = known
-        return known[1]
+    def _read(self, known: dict[str, tuple[str, T]], key: str, entry: Entry, parse: Callable[[bytes], T]) -> T:
+        """Return the parsed file; one that has not changed is not read again."""
+        found = known.get(key)
+        if found is None or found[0] != entry.version:
+            found = known[key] = entry.version, parse(self._store.files.read(key))
+        return found[1]
 
     def nodes(self, attempt: str, expected: int = 0) -> list[NodeData]:
         """Return the nodes of an attempt, at least ``expected``, each with its last write of a line or metric."""
@@ -114,11 +121,9 @@ class LiveRunReader:
         for node, segments in self._index(attempt).items():
             own = [entry.modified for span, _, entry in segments if not span.last]
             signs[node] = max(own or [self._merged(attempt, segments)]) or None
-        root = f"{self._live}/metrics"
-        for key, entry in self._store.files.entries(root).items():
-            match = _METRICS.fullmatch(key[len(root) + 1 :])
-            if match and match[1] == attempt:
-                signs[int(match[2])] = max(signs.get(int(match[2])) or 0.0, entry.modified) or None
+        for owner, node, _, entry in self._metric_files():
+            if owner == attempt:
+                signs[node] = max(signs.get(node) or 0.0, entry.modified) or None
         ended = {
             int(record["node"]): record for record in self._store.exits(self._run_id) if record["attempt"] == attempt
         }
@@ -165,18 +170,10 @@ class LiveRunReader:
     def _tail(self, segments: Sequence[_Segment], count: int, keep: Callable[[Line], bool]) -> list[Line]:
         found: list[Line] = []
         for _, key, entry in _last(segments):
-            found = [line for line in self._read_lines(key, entry) if keep(line)] + found
+            found = [line for line in self._read(self._segments, key, entry, _parsed_lines) if keep(line)] + found
             if len(found) >= count:
                 break
         return found[-count:] if count else []
-
-    def _read_lines(self, key: str, entry: Entry) -> list[Line]:
-        known = self._segments.get(key)
-        if known is None or known[0] != entry.version:
-            text = self._store.files.read(key).decode("utf-8", "replace")
-            known = entry.version, [parse_line(LogLine(node="", text=line)) for line in text.split("\n") if line]
-            self._segments[key] = known
-        return known[1]
 
     def _index(self, attempt: str, below: str = "") -> dict[int, list[_Segment]]:
         """Return the segments of each node of an attempt: their lines, key, entry."""
@@ -189,7 +186,8 @@ class LiveRunReader:
         return {node: [(span, *item) for span, item in distinct(found)] for node, found in index.items()}
 
 
-_Segment = tuple[Span, str, Entry]
+def _parsed_lines(data: bytes) -> list[Line]:
+    return [parse_line(LogLine(node="", text=line)) for line in data.decode("utf-8", "replace").split("\n") if line]
 
 
 def _last(segments: Sequence[_Segment]) -> Iterator[_Segment]:
