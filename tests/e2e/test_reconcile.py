@@ -83,7 +83,7 @@ def test_a_secret_that_is_not_there_is_named_and_nothing_is_sent(jobs: Jobs) -> 
 
 def test_a_run_whose_supervisor_was_killed_is_closed(jobs: Jobs) -> None:
     jobs.write("hold.py", "import time\nprint('holding', flush=True)\ntime.sleep(60)\n")
-    run = jobs.detach("hold.py", "--run-id", "r", "--retries", "3")
+    run = jobs.detach("hold.py", "--run-id", "r")
     jobs.printed(run, "holding")
     assert jobs.cli("reconcile", str(jobs.store), "--json").json["runs"][0]["state"] == "running"
     os.kill(jobs.supervisor(), signal.SIGKILL)
@@ -91,6 +91,22 @@ def test_a_run_whose_supervisor_was_killed_is_closed(jobs: Jobs) -> None:
     (row,) = jobs.cli("reconcile", "r", "--store", str(jobs.store), "--json").json["runs"]
     assert (row["state"], row["category"], row["done"]) == ("failed", "infra", ["closed: failed"])
     assert jobs.cli("reconcile", str(jobs.store), "--json").json["runs"] == []
+
+
+def test_a_run_whose_supervisor_was_killed_begins_again_where_retries_are_left(jobs: Jobs) -> None:
+    jobs.write("hold.py", "import time\nprint('holding', flush=True)\ntime.sleep(60)\n")
+    run = jobs.detach("hold.py", "--run-id", "r", "--retries", "3")
+    jobs.printed(run, "holding")
+    os.kill(jobs.supervisor(), signal.SIGKILL)
+    jobs.gone(30)
+    (row,) = jobs.cli("reconcile", "r", "--store", str(jobs.store), "--json").json["runs"]
+    assert row["done"] == ["starting attempt 1"]
+    jobs.wait_for(lambda: run.status().state == "running")
+    (row,) = jobs.cli("reconcile", "r", "--store", str(jobs.store), "--json").json["runs"]
+    assert (row["state"], row["done"]) == ("running", [])
+    assert jobs.cli("cancel", run.url).code == 0
+    assert jobs.cli("wait", run.url, "--json").json["state"] == "cancelled"
+    assert sorted(run.store.attempts("r")) == [0, 1]
 
 
 def test_another_machine_s_run_is_no_failure_of_a_store(jobs: Jobs) -> None:
