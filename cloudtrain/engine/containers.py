@@ -348,6 +348,7 @@ class ContainerEngine:
     def _start_guard(self) -> None:
         if self._guard is not None:
             return
+        self._folder.mkdir(parents=True, exist_ok=True)
         with open(self._folder / "guard.lock", "ab") as lock:  # held until the guard ends, by the guard alone
             fcntl.flock(lock, fcntl.LOCK_EX)
             # -S and imports after the wait keep an idle guard cheap.
