@@ -213,6 +213,36 @@ def printed_as(text: str) -> re.Pattern[str]:
     return re.compile("".join(lines))
 
 
+PLAIN = {"commas": 1.0, "relative": 0.03, "long": 0.05}
+"""Most of each: commas and semicolons a sentence, relative words a word, sentences of more than 30 words. The pages of
+uv, httpx, dstack and FastAPI lie below these bars."""
+
+
+def _sentences(text: str) -> Iterator[str]:
+    """The sentences of a page's prose: no code, tables, headings or lists of links."""
+    text = re.sub(r"\A---\n.*?\n---\n|```.*?```|<[^>]+>", " ", text, flags=re.DOTALL)
+    text = re.sub(r"`[^`]*`", "CODE", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.)\s)", text):
+        if not paragraph.lstrip().startswith(("#", "|", "!!!", ">")):
+            for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(paragraph.split())):
+                if len(re.findall(r"[A-Za-z'-]+", sentence)) >= 4:
+                    yield sentence
+
+
+def test_the_pages_are_in_plain_english() -> None:
+    made = {"docs/json.md", "docs/first-run.md", "docs/portability.md"}
+    found = [each for name in PAGES if name not in made for each in _sentences((ROOT / name).read_text())]
+    words = [re.findall(r"[A-Za-z'-]+", sentence) for sentence in found]
+    relative = re.compile(r"\b(which|that|whose|what|whoever|where|as)\b", re.IGNORECASE)
+    figures = {
+        "commas": sum(map(len, (re.findall("[,;]", sentence) for sentence in found))) / len(found),
+        "relative": sum(len(relative.findall(each)) for each in found) / sum(map(len, words)),
+        "long": sum(len(each) > 30 for each in words) / len(found),
+    }
+    assert len(found) > 2000
+    assert all(figures[name] <= PLAIN[name] for name in PLAIN), figures
+
+
 def test_output_is_compared_line_by_line() -> None:
     said = printed_as("one\n…\nstep … loss 1\n")
     assert said.fullmatch("one\nx\ny\nstep 3 loss 1\n")

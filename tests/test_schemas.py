@@ -183,18 +183,15 @@ def test_words_are_those_of_the_code() -> None:
     assert shared["run_id"]["pattern"].strip("^$") == fields._ID.pattern.strip("^$")
 
 
-def test_the_page_is_not_stale() -> None:
+@pytest.mark.parametrize(
+    ("tool", "page"),
+    [("json_page", "json.md"), ("python_page", "python.md"), ("llms", "llms.txt")],
+)
+def test_a_made_page_is_not_stale(tool: str, page: str) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "tools/json_page.py"], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, ROOT / f"tools/{tool}.py"], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert done.stdout == (ROOT / "docs/json.md").read_text(), "python tools/json_page.py > docs/json.md"
-
-
-def test_the_page_of_the_python_api_is_not_stale() -> None:
-    done = subprocess.run(
-        [sys.executable, ROOT / "tools/python_page.py"], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout == (ROOT / "docs/python.md").read_text(), "python tools/python_page.py > docs/python.md"
+    assert done.stdout == (ROOT / "docs" / page).read_text(), f"python tools/{tool}.py > docs/{page}"
 
 
 # ------------------------------------------------------------------------------------------------- what must be refused
