@@ -62,7 +62,7 @@ def test_plain_forms_round_trip() -> None:
 @pytest.mark.parametrize("data", [{}, {"nodes": 3, "rules": {}}, {"nodes": [{}], "rules": {"time_limit": 1}},
                                   {"nodes": [{"command": [], "mounts": [{}]}], "rules": {}}])  # fmt: skip
 def test_what_is_no_simulation_is_refused(data: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="not a simulation"):
+    with pytest.raises(SpecError, match="not a launch spec"):
         LaunchSpec.from_dict(data)
 
 

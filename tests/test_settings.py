@@ -402,3 +402,11 @@ def test_every_verb_takes_such_a_store(
         assert main(["reconcile", *target, "--json"]) == 0
         assert [row["run_id"] for row in json.loads(capsys.readouterr().out)["runs"]] == ["r"], target
     assert main(["cancel", "r", *store]) == 0
+
+
+def test_a_variable_in_small_letters_is_no_setting(tmp_path: Path) -> None:
+    environ = {"CLOUDTRAIN_SAGEMAKER_region": "eu-west-1", "CLOUDTRAIN_PROVIDER": "sagemaker"}
+    with pytest.raises(SpecError, match="no such setting of sagemaker") as refused:
+        Settings.load(cwd=tmp_path, environ=environ).make_provider()
+    assert "CLOUDTRAIN_SAGEMAKER_region" in str(refused.value)
+    assert "CLOUDTRAIN_SAGEMAKER_REGION" in refused.value.hint

@@ -176,7 +176,7 @@ def _hyperparameters(values: Any) -> dict[str, Any]:
     """
     table = table_of(values, "hyperparameters")
     plain = all(len(key) > 1 and type(value) in (str, int, float) for key, value in table.items())
-    if plain or None in table.values():  # the Job refuses None, and says why
+    if plain or any(value is None for value in table.values()):  # the Job refuses None, and says why
         return {"hyperparameters": table}
     try:
         read = json.loads(json.dumps(table))

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +27,7 @@ from typing import IO, Any
 from ..errors import CapacityError, SpecError, StorageError
 from ..provider_api.launch_spec import LaunchSpec, NodeSpec
 from ..runtime.host_facts import kill_users, users
+from ..storage.local_disk import put
 from . import ENGINE_PREFIX, boot_id, staged
 
 __all__ = ["NodeProcess", "ProcessEngine", "check_gpus", "free_port_pair", "has_torch", "share_of_gpus"]
@@ -82,21 +83,22 @@ class ProcessEngine:
 
     def take_over(self, folder: Path, given_up: Callable[[], bool]) -> None:
         nodes, deadline = folder / "nodes", time.monotonic() + ORPHAN_SECONDS
-        started = [json.loads(path.read_bytes()) for path in nodes.glob("*.started")]
-        started = [each for each in started if each["boot"] == boot_id()]
-        scratch = [Path(each["scratch"]) for each in started]
+        started = dict(_started(nodes))
+        places = [nodes, *(Path(each["scratch"]) for each in started.values())]
+
+        def running() -> bool:
+            return bool(users(nodes)) if _PROC.is_dir() else any(_exists(each["pid"]) for each in started.values())
+
         # Each node sees that its supervisor is gone, saves its work and ends its ranks.
-        while any(_runs(nodes, each) for each in started) and time.monotonic() < deadline and not given_up():
+        while running() and time.monotonic() < deadline and not given_up():
             time.sleep(0.1)
-        for place in (nodes, *scratch):
+        for place in places:
             kill_users(place)
-        if not _PROC.is_dir():
-            for each in started:
-                with contextlib.suppress(OSError):
-                    os.killpg(each["pid"], signal.SIGKILL)
-            for path in nodes.glob("*.groups"):
-                _kill_groups(path)
-        for place in (nodes, *scratch):
+        for name, each in started.items() if not _PROC.is_dir() else ():
+            with contextlib.suppress(OSError):
+                os.killpg(each["pid"], signal.SIGKILL)
+            _kill_groups(nodes / f"{name}.groups")
+        for place in places:
             shutil.rmtree(place, ignore_errors=True)
 
     def remarks(self) -> str:
@@ -165,21 +167,27 @@ def _start(spec: NodeSpec, root: Path, env: dict[str, str], out: IO[bytes], secr
         os.close(reader)
         os.close(writer)
     node = NodeProcess(process, groups, scratch)
-    told = {"pid": process.pid, "scratch": str(scratch), "boot": boot_id()}
+    record = {"pid": process.pid, "scratch": str(scratch), "boot": boot_id()}
     try:
-        root.with_name(f"{root.name}.started").write_text(json.dumps(told), encoding="utf-8")
+        put(root.with_name(f"{root.name}.started"), json.dumps(record).encode())
     except OSError:
         node.kill()
         raise
     return node
 
 
-def _runs(nodes: Path, started: Mapping[str, Any]) -> bool:
-    """Return whether the first process of a node still runs, which ends its ranks."""
-    if _PROC.is_dir():
-        return bool(users(nodes))
+def _started(nodes: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and record of each node that was started since this machine's boot."""
+    for path in nodes.glob("*.started"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_bytes())
+            if record["boot"] == boot_id() and record["pid"] and record["scratch"]:
+                yield path.stem, record
+
+
+def _exists(pid: int) -> bool:
     try:
-        os.kill(started["pid"], 0)
+        os.kill(pid, 0)
     except OSError:
         return False
     return True

@@ -1,6 +1,6 @@
 """Base of the providers whose nodes this machine starts: a detached supervisor and its folder.
 
-The Request of such a provider is a Simulation as JSON, with the provider's other fields in `body`. The supervisor
+The Request of such a provider is a LaunchSpec as JSON, with the provider's other fields in `body`. The supervisor
 starts it with the provider's engine. If the run's own folder is on this machine, the files are in its ``supervisor/``.
 """
 
@@ -446,11 +446,11 @@ def all_succeeded(folder: Path, attempt: AttemptInfo) -> bool:
     return len(ended) == int(request["context"]["nodes"])
 
 
-def image_id(simulation: LaunchSpec) -> str:
+def image_id(launch: LaunchSpec) -> str:
     """Return this machine's id of the image that the nodes run. Raises the engine's errors."""
     from .docker_api import connect
 
-    return str(connect().inspect_image(simulation.nodes[0].image)["Id"])
+    return str(connect().inspect_image(launch.nodes[0].image)["Id"])
 
 
 def clear_containers(folder: Path) -> None:

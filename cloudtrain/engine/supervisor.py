@@ -1,4 +1,4 @@
-"""Supervise a run on this host: a process that starts a Simulation's nodes, applies its rules, and outlives the client.
+"""Supervise a run on this host: a process that starts a job's nodes, applies its rules, and outlives the client.
 
 It owns one folder (``request.json``, ``lock``, ``status.json``, ``out/<attempt>/node-<n>.log``); the process with the
 lock is the supervisor. It writes the store's records there, and the client's information to ``status.json``. If the
@@ -226,7 +226,10 @@ class Supervisor:
             with _locked_within(folder / "lock", LOCK_SECONDS) as free:
                 if not free:
                     raise PlatformError(f"attempt {self.request.attempt} cannot start: attempt {attempt} still runs")
-            with _locked_within(folder / "clearing", PATIENCE_SECONDS):  # a client may be removing containers
+            # A client may be removing containers.
+            with _locked_within(folder / "clearing", PATIENCE_SECONDS, lambda: self._cancelled(mounts)) as free:
+                if not free:
+                    raise StorageError(f"a client still clears up after attempt {attempt}")
                 succeeded = self._close(folder, mounts) or succeeded
         self.spent = self._before
         self.drills.skip(self.spent)
@@ -262,10 +265,10 @@ class Supervisor:
         """Return (state, category, reason) of the run."""
         request, failures = self.request, []
         while True:
-            simulation = self._patiently(lambda: self.provider).launch_spec(request)
-            self._limit = simulation.rules.time_limit
-            state, category, reason = self._attempt(request, simulation, mounts)
-            if state != "failed" or category in NOT_RETRIED or request.attempt >= simulation.rules.retries:
+            launch = self._patiently(lambda: self.provider).launch_spec(request)
+            self._limit = launch.rules.time_limit
+            state, category, reason = self._attempt(request, launch, mounts)
+            if state != "failed" or category in NOT_RETRIED or request.attempt >= launch.rules.retries:
                 return state, category, reason
             failures.append((self._exception(mounts), self._patiently(partial(self._newest_checkpoint, mounts))))
             if len(failures) > 1 and failures[-1] == failures[-2]:
@@ -291,9 +294,9 @@ class Supervisor:
         self.store.write_submitted(self.run_id, number, self.native_id)
         return following
 
-    def _attempt(self, request: Request, simulation: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str]:
+    def _attempt(self, request: Request, launch: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str]:
         """Run one attempt, with the platform's own restarts."""
-        rules, restart = simulation.rules, 0
+        rules, restart = launch.rules, 0
         left = {"codes": rules.max_restarts, "preempted": rules.preemptions, "lost": rules.losses}
         most = dict(left)
         while True:
@@ -304,7 +307,7 @@ class Supervisor:
             self.attempts.append(entry)
             self._again, resumed = "", ""
             try:
-                state, category, reason, resumed = self._start(name, simulation, mounts)
+                state, category, reason, resumed = self._start(name, launch, mounts)
             except (NodeError, SpecError, CapacityError, StorageError) as exc:
                 # The nodes cannot start: the attempt's end, like any other.
                 state, category, reason = "failed", _category_of(exc), str(exc)
@@ -323,10 +326,10 @@ class Supervisor:
             restart += 1
             time.sleep(RESTART_SECONDS)
 
-    def _start(self, name: str, simulation: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str, str]:
+    def _start(self, name: str, launch: LaunchSpec, mounts: _Mounts) -> tuple[str, str, str, str]:
         """Run one start of all nodes to its end; return (state, category, reason, resumed checkpoint)."""
-        self.engine.prepare(simulation, self._pending, lambda: self._cancelled(mounts))
-        wanted = [mount for node in simulation.nodes for mount in node.mounts]
+        self.engine.prepare(launch, self._pending, lambda: self._cancelled(mounts))
+        wanted = [mount for node in launch.nodes for mount in node.mounts]
         local = self._patiently(lambda: mounts.fetch(wanted))
         self.state.update(state="running", reason="")
         self._write_status()
@@ -334,18 +337,18 @@ class Supervisor:
         self._had = self._newest_checkpoint(mounts) if self.drills.left else ()
         folders = None
         stopped = "preempted"  # nodes that never started leave nothing
-        if simulation.rules.sync_lag is not None:
-            run, lag = self.request.run, simulation.rules.sync_lag
-            marks, shared = simulation.rules.sync_marks, f"{run}/checkpoints"
+        if launch.rules.sync_lag is not None:
+            run, lag = self.request.run, launch.rules.sync_lag
+            marks, shared = launch.rules.sync_marks, f"{run}/checkpoints"
             folders = NodeFolders(self.folder / "folders", live=f"{run}/live", shared=shared, lag=lag, marks=marks)
             with self._on_disk():
-                simulation, local = folders.wired(simulation, local)
+                launch, local = folders.wired(launch, local)
         try:
-            nodes = self.engine.start(simulation, attempt=name, local=local, secrets=self.secrets)
+            nodes = self.engine.start(launch, attempt=name, local=local, secrets=self.secrets)
             if folders is not None:
                 folders.start()
             try:
-                stopped = self._watch(nodes, simulation.rules, mounts, folders)
+                stopped = self._watch(nodes, launch.rules, mounts, folders)
             finally:
                 with contextlib.ExitStack() as ends:  # each of them, whatever the disk does
                     for node in nodes:
@@ -356,7 +359,7 @@ class Supervisor:
                     folders.finish(outputs=stopped != "preempted" and not self._lost)
         exits = self._exits(mounts)
         resumed = next((r["resumed_from"] for r in exits if r["resumed_from"]), "")
-        return *self._judge(nodes, simulation.rules, stopped, exits), resumed
+        return *self._judge(nodes, launch.rules, stopped, exits), resumed
 
     @contextlib.contextmanager
     def _on_disk(self) -> Iterator[None]:
@@ -676,12 +679,13 @@ def _replace_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _locked_within(path: Path, seconds: float) -> Iterator[bool]:
-    """Hold the lock file, if other processes release it within ``seconds``; yield whether it is held."""
+def _locked_within(path: Path, seconds: float, given_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+    """Hold the lock file, if other processes release it within ``seconds`` and before ``given_up()``; yield whether it
+    is held."""
     deadline = time.monotonic() + seconds
     while True:
         with locked(path) as free:
-            if free or time.monotonic() > deadline:
+            if free or time.monotonic() > deadline or given_up():
                 yield free
                 return
         time.sleep(0.02)

@@ -101,7 +101,7 @@ class LaunchSpec:
                 nodes.append(NodeSpec(**{**node, "mounts": mounts, "ports": tuple(node.get("ports", ()))}))
             return cls(nodes=tuple(nodes), rules=LaunchRules(**data["rules"]))
         except (KeyError, TypeError, AttributeError) as exc:
-            raise SpecError(f"not a simulation: {exc}", field="nodes") from None
+            raise SpecError(f"not a launch spec: {exc}", field="nodes") from None
 
 
 def _is_text(value: Any) -> bool:

@@ -53,8 +53,9 @@ class SyncAgent:
 
     For each file it adds an empty one whose name ends in ``uploading``, then one that ends in ``uploaded``. It skips
     files whose names end in ``ignored``. ``put`` uploads one file without the agent, given its path below ``live``, the
-    file, and a function to call after each part; it raises `StorageError`. With ``objects`` node 0 moves checkpoints
-    that a restart does not need out of ``live``, to ``archive`` of the run's folder.
+    file, and a function to call after each part; it raises `StorageError`. Without ``put`` the node cannot upload.
+    With ``objects`` node 0 moves checkpoints that a restart does not need out of ``live``, to ``archive`` of the run's
+    folder.
     """
 
     uploading: str

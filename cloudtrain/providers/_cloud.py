@@ -1,4 +1,4 @@
-"""What the three clouds share: methods that hand over to a provider's modules, and pure parts of plans and statuses.
+"""Shared parts of the clouds' providers: methods that call a provider's modules, and pure parts of plans and statuses.
 
 Nothing here names a platform. Nodes import this module too, so imports that a node does not need stand in functions.
 """

@@ -108,9 +108,9 @@ class Provider(SupervisedProvider):
         secrets = {name: reference.partition(":")[2] for name, reference in job.secrets.items()}
         theirs = job.replace(secrets=own.secrets) if own.secrets else job
         request = target.plan(theirs, map_urls(layout, own.store), attempt=attempt, choice=choice)
-        simulation = target.launch_spec(request)
-        drills = [Injection.parse(*text.split(" ", 1), nodes=len(simulation.nodes)) for text in own.drills]
-        limits, differences = self._limits(simulation.nodes)
+        launch = target.launch_spec(request)
+        drills = [Injection.parse(*text.split(" ", 1), nodes=len(launch.nodes)) for text in own.drills]
+        limits, differences = self._limits(launch.nodes)
         places = {own.store: layout.store, **own.maps}
         direct = Mount(url=layout.direct, path=DIRECT, kind="sync")
 
@@ -122,8 +122,8 @@ class Provider(SupervisedProvider):
             words = python_command(["-c", SECRETS, json.dumps(secrets), *(spec.entrypoint or ()), *spec.command])
             return dataclasses.replace(spec, entrypoint=words[:1], command=words[1:])
 
-        rules = dataclasses.replace(simulation.rules, retries=job.retries)
-        simulation = LaunchSpec(nodes=[here(spec) for spec in simulation.nodes], rules=rules)
+        rules = dataclasses.replace(launch.rules, retries=job.retries)
+        launch = LaunchSpec(nodes=[here(spec) for spec in launch.nodes], rules=rules)
         module = sys.modules[type(target).__module__]
         differences += [*getattr(module, "DIFFERENCES", ()), *self._differences(job, drills)]
         return Request(
@@ -134,7 +134,7 @@ class Provider(SupervisedProvider):
                 "request": request.to_dict(),
                 "differences": differences,
                 "drills": InjectionPlan.told(drills),
-                **simulation.to_dict(),
+                **launch.to_dict(),
             },
             # Code that writes to the store by itself cannot reach the cloud's store.
             context={

@@ -1,6 +1,6 @@
 """Provider ``docker``: run nodes as containers of this machine, on the run's own network, on any image.
 
-Its Request is a Simulation as JSON: image, command, mounts, limits and rules. The supervisor's engine starts it. The
+Its Request is a LaunchSpec as JSON: image, command, mounts, limits and rules. The supervisor's engine starts it. The
 Engine API's own fields come through ``options.docker.nodes.*.container``.
 """
 

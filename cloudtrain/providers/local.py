@@ -1,6 +1,6 @@
 """Provider ``local``: run nodes as process groups of this machine, under a supervisor that outlives the client.
 
-Its Request is a Simulation as JSON: the exact commands, mounts and rules that the supervisor's engine starts. The node
+Its Request is a LaunchSpec as JSON: the exact commands, mounts and rules that the supervisor's engine starts. The node
 runs this machine's Python and sees the client's environment. The script sees the contract every provider keeps.
 """
 

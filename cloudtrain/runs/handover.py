@@ -221,7 +221,7 @@ def region_of_provider(provider: Provider) -> str:
 
 
 def unsent_attempt(run: Run) -> int | None:
-    """Return the newest attempt if it is recorded but has no outcome; else None."""
+    """Return the newest attempt (0 if none is recorded) unless it was sent or refused or the run is over; else None."""
     store, run_id = run.store, run.run_id
     newest = max(store.attempts(run_id), default=0)
     known = any(look(run_id, newest) is not None for look in (store.submitted, store.refused))

@@ -276,10 +276,11 @@ def make_plan(
     if job.launcher != "command" and bundle.entry_point:
         check_script(bundle.root, bundle.entry_point)
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
-    draft = f"{job.name[:35].rstrip('-')}-plan"
+    if run_id is None:
+        run_id = f"{job.name[:35].rstrip('-')}-plan" if preview else new_run_id(job.name)
     layout = Layout(
         store=store.url,
-        run_id=check_run_id(run_id or (draft if preview else new_run_id(job.name))),
+        run_id=check_run_id(run_id),
         code_digest=bundle.digest,
         runtime_digest=runtime_zip.digest(type(chosen)),
         inputs=inputs,

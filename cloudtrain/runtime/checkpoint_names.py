@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 __all__ = ["METADATA", "family", "newer_than_metadata", "step_of", "training_states", "unversioned"]
 
 _BESIDE = re.compile(
-    r"[^/]\.(jsonl?|txt|md|rst|ya?ml|toml|ini|cfg|csv|tsv|log|py|sh|html|png|jpe?g|gif|svg|pdf|mp4|wav)\Z|tfevents",
+    r"[^/]\.(jsonl?|txt|md|rst|ya?ml|toml|ini|cfg|csv|tsv|log|py|sh|html|png|jpe?g|gif|svg|pdf|mp4|wav)\Z|(?-i:tfevents)",
     re.IGNORECASE,
 )
 """Other files that scripts write with their checkpoints: settings, logs, pictures, programs."""

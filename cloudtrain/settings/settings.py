@@ -213,7 +213,7 @@ class Settings:
         for variable, text in self.environ.items():
             if variable.startswith(prefix) and text:
                 key = variable.removeprefix(prefix)
-                yield key.lower() if key.isupper() else key, text, variable, variable
+                yield key.lower() if key == key.upper() else variable, text, variable, variable
         for path, value in self.overrides.items():
             yield path.removeprefix(f"{name}."), value, "--set", f"--set {path}"
 

@@ -117,7 +117,7 @@ def _is_compiled(name: str, provider: type[Provider] | None) -> bool:
     if ours != "cloudtrain" or not inner.startswith("providers/"):
         return _matches(inner, _NODE)
     owner = inner.split("/")[1].removesuffix(".py")
-    return provider is None or owner in ("__init__", provider.name)
+    return provider is None or owner in ("__init__", "_cloud", provider.name)
 
 
 def _compiled(name: str, source: bytes) -> bytes:

@@ -349,6 +349,8 @@ def test_each_supervisor_that_is_killed_costs_one_retry(jobs: Jobs) -> None:
     run = jobs.detach("train.py", "--launcher", "python", "--retries", "2", *environ)
     jobs.printed(run, "up")
     os.kill(jobs.supervisor(), signal.SIGKILL)
+    for record in (jobs.store / "runs" / run.run_id / "supervisor/nodes").glob("*.started"):
+        record.write_text("")  # the machine lost power as it was written
     client = jobs.start("wait", run.url, "--json")
     jobs.wait_for(lambda: "1.0" in _beats(jobs), 90)
     os.kill(jobs.supervisor(), signal.SIGKILL)
@@ -402,15 +404,15 @@ def test_without_the_secret_a_client_leaves_the_next_attempt_to_one_that_has_it(
 
 def test_what_a_killed_supervisor_used_up_counts(jobs: Jobs) -> None:
     jobs.write("train.py", WAITS)
-    run = jobs.detach("train.py", *PLAIN, "--retries", "1", "--max-runtime", "12s")
+    run = jobs.detach("train.py", *PLAIN, "--retries", "1", "--max-runtime", "30s")
     jobs.printed(run, "up")
-    time.sleep(4)
+    time.sleep(20)
     os.kill(jobs.supervisor(), signal.SIGKILL)
     result = failed(jobs.cli("wait", run.url, "--json"), "timeout")
     rows = result["attempts"]
     spent = [datetime.fromisoformat(row["ended"]) - datetime.fromisoformat(row["started"]) for row in rows]
-    assert 4 <= spent[0].total_seconds() <= 10
-    assert sum(each.total_seconds() for each in spent) < 12 + 6
+    assert spent[0].total_seconds() >= 20
+    assert sum(each.total_seconds() for each in spent) < 45  # of 30; 50 and more if the first 20 did not count
 
 
 def test_a_machine_that_was_restarted_leaves_a_run_that_says_so(jobs: Jobs) -> None:

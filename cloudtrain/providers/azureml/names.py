@@ -15,7 +15,8 @@ METADATA = "CLOUDTRAIN_METADATA_URL"
 variables, and a job's own `env` reaches the ranks alone."""
 PREEMPTED = 75
 """Exit code of a node after a stop with notice. The job must fail: a job that ends with 0 counts as Completed."""
-TAGS = TAG_RUN, *_ = tuple(f"cloudtrain.{word}" for word in ("run", "run_id", "attempt", "name"))
+TAGS = tuple(f"cloudtrain.{word}" for word in ("run", "run_id", "attempt", "name"))
+TAG_RUN = TAGS[0]
 TAG_REVISION, TAG_CI = "cloudtrain.revision", "cloudtrain.ci"
 """Origin of the run: the commit, and the page of the CI run."""
 TAG_BODY = "cloudtrain.request"

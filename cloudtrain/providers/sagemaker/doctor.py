@@ -1,5 +1,6 @@
-"""Check an AWS account for ``doctor``: caller, role, bucket, permissions, quotas, keys, image,
-VPC. Nothing is created.
+"""Check an AWS account for ``doctor``: caller, role, bucket, permissions, quotas, keys, image and VPC.
+
+It creates nothing.
 
 The calls are documented. The answers of a real account are unverified.
 """

@@ -20,7 +20,7 @@ __all__ = ["launch_spec"]
 GROUP = "homogeneousCluster"
 INTERFACE = "eth0"
 PREEMPTIONS = 1000
-"""Restarts of managed spot training: it restarts until max_wait ends, which a Simulation lacks."""
+"""Restarts of managed spot training: it restarts until max_wait ends, which a LaunchSpec lacks."""
 SYNC_LAG = 2.0
 """Seconds that a file of the checkpoint folder must be old before it is sent; unverified: no document gives them."""
 

@@ -32,6 +32,7 @@ MARK = ".sagemaker"
 UPLOADING, UPLOADED, IGNORED = (f"{MARK}-{word}" for word in ("uploading", "uploaded", "ignore"))
 GRACE = 120
 """Seconds between SIGTERM and SIGKILL."""
-TAGS = TAG_RUN, *_ = tuple(f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
+TAGS = tuple(f"cloudtrain:{word}" for word in ("run", "run-id", "attempt", "name"))
+TAG_RUN = TAGS[0]
 TAG_REVISION, TAG_CI = "cloudtrain:revision", "cloudtrain:ci"
 """Origin of the run: the commit, and the CI run as its URL, or as its number if the URL is no legal value."""
