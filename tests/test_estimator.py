@@ -132,3 +132,13 @@ def test_plan_sends_nothing(folder: Path) -> None:
     assert {line.split()[0] for line in str(plan).splitlines()} > {"run", "script", "code", "limits", "sends"}
     assert plan._repr_html_() == f"<pre>{html.escape(str(plan))}</pre>"
     assert repr(plan) == f"Plan({plan.run_url!r}, provider='local')"
+
+
+def test_an_empty_run_id_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from an unset variable of a pipeline: a new id each time would send the job again each time."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text("")
+    for call in (Estimator(entry_point="t.py").plan, Estimator(entry_point="t.py").fit):
+        with pytest.raises(SpecError, match="run_id: '' is not a run id"):
+            call(run_id="")
+    assert not list(tmp_path.glob(".cloudtrain/runs/*"))
