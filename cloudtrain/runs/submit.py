@@ -248,6 +248,10 @@ class Plan:
         return {"code_bytes": self.bundle.size, "input_bytes": copied, "checkpoints": kept + 2 if kept else None}
 
 
+def _made_id(name: str, preview: bool) -> str:
+    return f"{name[:35].rstrip('-')}-plan" if preview else new_run_id(name)
+
+
 def make_plan(
     job: Job,
     *,
@@ -276,11 +280,9 @@ def make_plan(
     if job.launcher != "command" and bundle.entry_point:
         check_script(bundle.root, bundle.entry_point)
     inputs, trees = store.inputs(job, chosen.schemes, cwd=cwd)
-    if run_id is None:
-        run_id = f"{job.name[:35].rstrip('-')}-plan" if preview else new_run_id(job.name)
     layout = Layout(
         store=store.url,
-        run_id=check_run_id(run_id),
+        run_id=_made_id(job.name, preview) if run_id is None else check_run_id(run_id),
         code_digest=bundle.digest,
         runtime_digest=runtime_zip.digest(type(chosen)),
         inputs=inputs,

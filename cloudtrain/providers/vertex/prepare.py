@@ -67,8 +67,9 @@ def check_shm(path: str = "/dev/shm") -> None:
         return
     size = status.f_frsize * status.f_blocks >> 20
     if size < SHM_MIB:
-        way_out = "set num_workers=0, or NCCL_SHM_DISABLE=1, if it runs out"
-        sys.stderr.write(f"cloudtrain: {path} has {size} MiB; {way_out}\n")
+        sys.stderr.write(
+            f"cloudtrain: {path} has {size} MiB; set num_workers=0, or NCCL_SHM_DISABLE=1, if it runs out\n"
+        )
 
 
 def delivered(pair: str, *, root: str = GCS, patience: float = bootstrap.PATIENCE) -> str:
