@@ -435,6 +435,8 @@ class Terminal:
         self.process = subprocess.Popen(
             [*CLI, *argv], cwd=cwd, stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
             env={**env, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **environ},
+            # A shell starts what it puts in the background with SIGINT ignored, and this suite may be among that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
         os.close(inner)
         self.text, self.decoder = "", codecs.getincrementaldecoder("utf-8")()
