@@ -37,7 +37,7 @@ __all__ = ["NOT_CARRIED", "FileSystemInput", "HuggingFace", "NotCarriedError", "
 __all__ += ["TrainingInput", "TrainingJob", "get_execution_role"]
 
 METADATA = Path("/opt/ml/metadata/resource-metadata.json")
-"""Where a notebook of the platform's own names the role that it runs as."""
+"""File on a SageMaker notebook that names its role."""
 _ROLE = re.compile(r"arn:aws[a-z-]*:iam::(\d{12}):role/.+")
 _CALLER = re.compile(r"arn:(aws[a-z-]*):sts::(\d{12}):assumed-role/([^/]+)/.*")
 _JOB_NAME = re.compile(r"(?:arn:[^/]*:training-job/)?(?P<run>.+?)(?:-(?P<tag>[0-9a-f]{16})(?:-\d+){0,2})?")
@@ -488,7 +488,7 @@ def _check_caller(session: Any) -> None:
 
 @contextlib.contextmanager
 def _their_words() -> Iterator[None]:
-    """Let a `SpecError` about a field of ours name v2's keyword."""
+    """Name v2's keyword in a `SpecError` about a Job's field."""
     try:
         yield
     except SpecError as exc:

@@ -103,7 +103,7 @@ def _checks(settings: Settings, fields: Mapping[str, Any], job: Job | None, cwd:
         store = normalize(settings.resolved(ask=True), cwd=cwd)
     except CloudtrainError as exc:
         yield failure("store", exc)
-        yield skipped("plan", "where the store is could not be told")
+        yield skipped("plan", "the location of the store is unknown")
     else:
         check = _NO_IMAGE
         if not imageless:

@@ -195,12 +195,12 @@ def look_in(node: int, address: str, port: int) -> dict[str, Any]:
                 asked, began = time.time(), time.monotonic()
                 stream.write("\n")
                 stream.flush()
-                told = json.loads(stream.readline())
+                answer = json.loads(stream.readline())
                 half = (time.monotonic() - began) / 2
-                if told["node"] != node:
-                    return {"error": f"{address}:{port} is node {told['node']}"}
+                if answer["node"] != node:
+                    return {"error": f"{address}:{port} is node {answer['node']}"}
                 if half < within:
-                    skew, within = told["time"] - (asked + half), half
+                    skew, within = answer["time"] - (asked + half), half
     except (OSError, ValueError, KeyError) as exc:
         return {"error": f"{address}:{port}: {_why(exc)}"}
     return {"error": "", "skew_s": round(skew, 6), "within_s": round(within, 6)}
@@ -264,9 +264,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--grace", action="store_true", help="then wait for the stop signal")
     options = parser.parse_args(words)
     rank, node = int(os.environ.get("RANK", "0")), int(os.environ.get("GROUP_RANK", "0"))
-    told: list[float] = []  # the time of the stop signal (monotonic seconds), which does not end this process then
+    stopped: list[float] = []  # the time of the stop signal (monotonic seconds), which does not end this process then
     if options.grace:
-        signal.signal(signal.SIGTERM, lambda number, frame: told.append(time.monotonic()))
+        signal.signal(signal.SIGTERM, lambda number, frame: stopped.append(time.monotonic()))
     mine = facts()
     if mine["torch"] is None:
         bare = {"nodes": {str(node): mine}, "links": {}, "allreduce": None, "error": "this image has no torch"}
@@ -293,7 +293,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if rank == 0:
         _say(table(report))
     if options.grace:
-        _hold(told, says=os.environ.get("LOCAL_RANK", "0") == "0", first=rank == 0)
+        _hold(stopped, says=os.environ.get("LOCAL_RANK", "0") == "0", first=rank == 0)
     return 0
 
 
@@ -327,15 +327,15 @@ def between(store: Any, rank: int, world: int, mine: dict[str, Any], ports: Sequ
     }
 
 
-def _hold(told: Sequence[float], *, says: bool, first: bool) -> None:
+def _hold(stopped: Sequence[float], *, says: bool, first: bool) -> None:
     """Wait for the stop signal, then repeatedly print the seconds since then, until this process is killed."""
     time.sleep(SETTLE)
     end = time.monotonic() + HOLD
     if first:
         _say(READY)
-    while time.monotonic() < (told[0] + HOLD if told else end):
-        if told and says:
-            _say(f"preflight: {time.monotonic() - told[0]:.1f} s since the stop signal")
+    while time.monotonic() < (stopped[0] + HOLD if stopped else end):
+        if stopped and says:
+            _say(f"preflight: {time.monotonic() - stopped[0]:.1f} s since the stop signal")
         time.sleep(BEAT)
 
 

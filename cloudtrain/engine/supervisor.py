@@ -350,7 +350,7 @@ class Supervisor:
             try:
                 stopped = self._watch(nodes, launch.rules, mounts, folders)
             finally:
-                with contextlib.ExitStack() as ends:  # each of them, whatever the disk does
+                with contextlib.ExitStack() as ends:  # kills all of them, also if one kill raises
                     for node in nodes:
                         ends.callback(node.kill)
         finally:

@@ -24,8 +24,18 @@ if TYPE_CHECKING:
     from ..provider_api.checks import Check
 
 __all__ = [
-    "Backoff", "CloudProvider", "check_tags", "first_match", "hinted", "one_line", "pinned_machine", "processes_of",
-    "secret_references", "size_of", "time_of",
+    "Backoff",
+    "CloudProvider",
+    "check_tags",
+    "first_match",
+    "hinted",
+    "one_line",
+    "patterns",
+    "pinned_machine",
+    "processes_of",
+    "secret_references",
+    "size_of",
+    "time_of",
 ]  # fmt: skip
 
 GIB = 1 << 30
@@ -182,6 +192,11 @@ def one_line(text: Any) -> str:
     return " ".join(str(text or "").split())[:REASON]
 
 
+def patterns(*rows: tuple[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Return rows for `first_match` of (pattern, category); a pattern ignores case, and its dot fits a line break."""
+    return tuple((re.compile(pattern, re.IGNORECASE | re.DOTALL), category) for pattern, category in rows)
+
+
 def first_match(rows: Iterable[tuple[re.Pattern[str], str]], text: str, default: str) -> str:
     """Return the category of the first of ``rows`` whose pattern is in ``text``."""
     return next((category for pattern, category in rows if pattern.search(text)), default)
@@ -218,8 +233,8 @@ class Backoff:
 
     def note(self, host: str, answer: Any) -> None:
         """Hold ``host`` if its answer has status 429, or 503 with a time."""
-        told = re.fullmatch(r"\d+(\.\d+)?", str(getattr(answer, "headers", {}).get("Retry-After") or ""))
+        asked = re.fullmatch(r"\d+(\.\d+)?", str(getattr(answer, "headers", {}).get("Retry-After") or ""))
         status = getattr(answer, "status_code", 0)
-        if status == 429 or (status == 503 and told):
-            wait = float(told[0]) if told else self._first
+        if status == 429 or (status == 503 and asked):
+            wait = float(asked[0]) if asked else self._first
             self._until[host] = time.monotonic() + min(wait, LONGEST_HOLD)

@@ -98,7 +98,7 @@ def _access(workspace: Mapping[str, Any]) -> str:
 
 def _datastore(account: Account, store: str) -> Check:
     if not store:
-        return skipped("datastore", "where the store is could not be told")
+        return skipped("datastore", "the location of the store is unknown")
     if url_scheme(store) not in FSSPEC:
         fix = 'add to cloudtrain.toml: store = "abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX", of the datastore'
         return failed("datastore", f"its nodes see Azure Storage, not {store}", fix=fix, code=SpecError.exit_code)

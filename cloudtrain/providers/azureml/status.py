@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import NotFoundError
 from ...provider_api.protocol import Status
-from .._cloud import first_match, hinted, one_line, time_of
+from .._cloud import first_match, hinted, one_line, patterns, time_of
 from .api import FINAL
 from .errors import CAPACITY, QUOTA, quota_hint
 from .logs import FILES
@@ -37,23 +37,20 @@ _CATEGORIES = (
     (re.compile("non-?zero exit code", re.IGNORECASE), "user_error"),  # without it: MachineLearningNotebooks #1360
     (QUOTA, "quota"),
     (CAPACITY, "capacity"),
-    *(
-        (re.compile(pattern, re.IGNORECASE | re.DOTALL), category)
-        for pattern, category in (
-            (r"pre-?empt|evict|NodePreempted", "preempted"),
-            (r"low.?priority.{0,40}(node|VM|machine).{0,40}(lost|reclaim|remov|taken)", "preempted"),
-            (r"ImageBuild|(failed|unable|error).{0,40}pull|manifest unknown|pull access denied", "image"),
-            (r"exec format error|environment .{0,80}(not found|could not be)|docker image|container image", "image"),
-            (r"Unauthorized|Forbidden|AuthorizationFailed|AuthorizationPermissionMismatch", "auth"),
-            (r"AuthenticationFailed|access ?denied|not authorized|permission|managed identity", "auth"),
-            (r"OutOfMemory|out of memory|oom.?kill", "oom"),
-            (
-                r"(exceed|reach).{0,40}(time ?limit|run(ning)? (time|duration)|max\w* (run )?duration|timeout)",
-                "timeout",
-            ),
-            (r"time(d)? ?out.{0,40}(job|run)|JobTimeout", "timeout"),
-            (r"UserError|StreamAccess|DataAccess|InvalidInput|not found", "user_error"),
-        )
+    *patterns(
+        (r"pre-?empt|evict|NodePreempted", "preempted"),
+        (r"low.?priority.{0,40}(node|VM|machine).{0,40}(lost|reclaim|remov|taken)", "preempted"),
+        (r"ImageBuild|(failed|unable|error).{0,40}pull|manifest unknown|pull access denied", "image"),
+        (r"exec format error|environment .{0,80}(not found|could not be)|docker image|container image", "image"),
+        (r"Unauthorized|Forbidden|AuthorizationFailed|AuthorizationPermissionMismatch", "auth"),
+        (r"AuthenticationFailed|access ?denied|not authorized|permission|managed identity", "auth"),
+        (r"OutOfMemory|out of memory|oom.?kill", "oom"),
+        (
+            r"(exceed|reach).{0,40}(time ?limit|run(ning)? (time|duration)|max\w* (run )?duration|timeout)",
+            "timeout",
+        ),
+        (r"time(d)? ?out.{0,40}(job|run)|JobTimeout", "timeout"),
+        (r"UserError|StreamAccess|DataAccess|InvalidInput|not found", "user_error"),
     ),
 )
 """Patterns for code and message of a failure that is no script's end; the first match counts. None is documented."""

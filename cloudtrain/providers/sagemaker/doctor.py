@@ -87,7 +87,7 @@ def _caller(account: Account, who: dict[str, Any]) -> Check:
 
 def _bucket(account: Account, store: str) -> Check:
     if not store:
-        return skipped("bucket", "where the store is could not be told")
+        return skipped("bucket", "the location of the store is unknown")
     if url_scheme(store) != "s3":
         fix = 'add to cloudtrain.toml: store = "s3://BUCKET/PREFIX", a bucket in the jobs\' region'
         return failed("bucket", f"its nodes see S3, not {store}", fix=fix, code=SpecError.exit_code)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...provider_api import catalog
 from ...provider_api.protocol import AttemptInfo, Status
-from .._cloud import first_match, hinted, one_line, time_of
+from .._cloud import first_match, hinted, one_line, patterns, time_of
 from .api import job_of
 from .names import NAME
 
@@ -41,30 +41,27 @@ HINTS = {
     "auth": "check the policy of the job's role: docs/sagemaker.md has one",
     "infra": "SageMaker itself failed; submit it again",
 }
-_CATEGORIES = tuple(
-    (re.compile(pattern, re.IGNORECASE | re.DOTALL), category)
-    for pattern, category in (
-        # The script's own output follows AlgorithmError and is not the service's word.
-        (r"^AlgorithmError.*(out of memory|OutOfMemory|MemoryError|oom.?kill|exit code:? ?137\b)", "oom"),
-        # 126 and 127 are the starting shell's; our own codes are 0 and 1. A job that never started has no other text.
-        (r"^AlgorithmError[^,]*, exit code:? ?12[67]\b", "image"),
-        (r"^AlgorithmError: *CannotStartContainer", "image"),
-        (r"^AlgorithmError", "user_error"),
-        (r"^InternalServerError", "infra"),
-        (r"^CapacityError|insufficient.{0,20}capacity|unable to provision requested ML compute capacity", "capacity"),
-        (r"requested resource \S+ is not available in this region", "capacity"),
-        (r"^ResourceLimitExceeded|service limit|(?<![\w/.-])quotas?(?![\w/-])", "quota"),  # no part of a user's name
-        (r"^ClientError.*(instance type with more memory|out of memory|exit code:? ?137\b)", "oom"),
-        # These name permissions among other reasons, or a user's own key, so they precede the rules of both.
-        (r"^ClientError.*(Cannot pull algorithm container|Cannot find repository)", "image"),
-        (r"^ClientError.*No S3 objects found under S3 URL", "user_error"),
-        (r"^ClientError: *Artifact upload failed.*credentials", "infra"),
-        (r"^ClientError.*(AccessDenied|access denied|not authorized|assume role|permission|forbidden|\bKMS\b)", "auth"),
-        (r"^ClientError: *Data download failed", "user_error"),
-        (r"^ClientError.*(\bpull(ing)?\b|\bimage\b|\bECR\b|\bmanifest\b|exec format|entrypoint)", "image"),
-        (r"^ClientError", "user_error"),
-        (r"internal server error", "infra"),
-    )
+_CATEGORIES = patterns(
+    # The script's own output follows AlgorithmError and is not the service's word.
+    (r"^AlgorithmError.*(out of memory|OutOfMemory|MemoryError|oom.?kill|exit code:? ?137\b)", "oom"),
+    # 126 and 127 are the starting shell's; our own codes are 0 and 1. A job that never started has no other text.
+    (r"^AlgorithmError[^,]*, exit code:? ?12[67]\b", "image"),
+    (r"^AlgorithmError: *CannotStartContainer", "image"),
+    (r"^AlgorithmError", "user_error"),
+    (r"^InternalServerError", "infra"),
+    (r"^CapacityError|insufficient.{0,20}capacity|unable to provision requested ML compute capacity", "capacity"),
+    (r"requested resource \S+ is not available in this region", "capacity"),
+    (r"^ResourceLimitExceeded|service limit|(?<![\w/.-])quotas?(?![\w/-])", "quota"),  # no part of a user's name
+    (r"^ClientError.*(instance type with more memory|out of memory|exit code:? ?137\b)", "oom"),
+    # These name permissions among other reasons, or a user's own key, so they precede the rules of both.
+    (r"^ClientError.*(Cannot pull algorithm container|Cannot find repository)", "image"),
+    (r"^ClientError.*No S3 objects found under S3 URL", "user_error"),
+    (r"^ClientError: *Artifact upload failed.*credentials", "infra"),
+    (r"^ClientError.*(AccessDenied|access denied|not authorized|assume role|permission|forbidden|\bKMS\b)", "auth"),
+    (r"^ClientError: *Data download failed", "user_error"),
+    (r"^ClientError.*(\bpull(ing)?\b|\bimage\b|\bECR\b|\bmanifest\b|exec format|entrypoint)", "image"),
+    (r"^ClientError", "user_error"),
+    (r"internal server error", "infra"),
 )
 """Patterns of FailureReason, first match. The service documents only its beginning."""
 _NAME = re.compile(r"-[0-9a-f]{16}(?:-(\d{1,3})(?:-\d+)?)?$")

@@ -114,7 +114,7 @@ def _api(account: Account) -> Check:
 
 def _bucket(account: Account, store: str) -> Check:
     if not store:
-        return skipped("bucket", "where the store is could not be told")
+        return skipped("bucket", "the location of the store is unknown")
     wanted = account.settings.location
     make = f"gcloud storage buckets create gs://NAME --location={wanted}"
     if url_scheme(store) != "gs":
