@@ -21,7 +21,7 @@ from typing import Any
 import foldercloud
 import pytest
 import tomli_w
-from earlier import Ran
+from earlier import Ran, recorded_with_lists
 from foldercloud import NAME, Provider
 
 from cloudtrain import cli
@@ -780,6 +780,62 @@ def test_a_place_s_provider_is_made_of_what_is_set_for_that_place(tmp_path: Path
     record = {"provider": "sagemaker", "settings": {"region": "eu-west-1"}, "run": "s3://b/x/runs/r"}
     for own in (regions, *regions.candidates()):
         assert own.provider_of(record).settings.profile == "eu"  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------- runs that were sent with lists
+
+
+@pytest.fixture
+def earlier(places: Places) -> Places:
+    """The runs of `recorded_with_lists`; no setting names a place."""
+    recorded_with_lists(places.folder)
+    return places
+
+
+def of(places: Places, run_id: str, place: int = 0) -> Run:
+    return Estimator.attach(f"{places.stores[place].url}/runs/{run_id}")
+
+
+def test_a_run_sent_with_lists_moves_to_its_next_place(earlier: Places) -> None:
+    result = of(earlier, "waits").reconcile(retry=FallbackPolicy(run := of(earlier, "waits")))
+    assert (result["state"], run.url) == ("pending", f"{earlier.stores[0].url}/runs/waits"), "it waits within the limit"
+    earlier.clouds[0].stand("waits.0", **NONE)
+    run.reconcile(retry=FallbackPolicy(run))
+    assert run.url == of(earlier, "waits").url == f"{earlier.stores[1].url}/runs/waits"
+    assert "waits.0" in earlier.clouds[1].alive()
+    of(earlier, "refused").reconcile(retry=FallbackPolicy(run := of(earlier, "refused")))
+    earlier.clouds[0].stand("refused.1", **NONE)
+    result = run.reconcile(retry=FallbackPolicy(run))
+    assert [(item["gpu"], item["category"]) for item in result["refusals"]] == [
+        ("H100:8", "quota"), ("A100-80GB:8", "capacity"),
+    ]  # fmt: skip
+    assert "refused.0" in earlier.clouds[1].alive()
+
+
+def test_a_run_that_moved_by_lists_is_read_cancelled_and_resumed(earlier: Places) -> None:
+    for place in range(2):
+        ended = of(earlier, "ended", place).result()
+        assert (ended["state"], ended["refusals"][0]["reason"]) == ("succeeded", "no machines came")
+        assert of(earlier, "moved", place).status().state == "pending"
+    there = f"{earlier.stores[1].url}/runs/moved"
+    Ran(earlier.stores[1].url, "moved").save(6)
+    assert (
+        earlier.submit(resume_from=f"{earlier.stores[0].url}/runs/moved").record["layout"]["resume"].startswith(there)
+    )
+    of(earlier, "moved").cancel()
+    assert of(earlier, "moved").result()["state"] == "cancelled"
+    assert "moved.0" not in earlier.clouds[1].alive()
+
+
+def test_the_store_of_runs_sent_with_lists_is_collected(earlier: Places, capsys: pytest.CaptureFixture[str]) -> None:
+    for store in earlier.stores:
+        (code,) = store.files.names("code")
+        store.files.write("code/" + "0" * 64 + "/code.tar.gz", b"of no run")
+        for path in (earlier.folder / store.url.rpartition("/")[2]).rglob("*"):
+            os.utime(path, (1e9, 1e9))
+        assert cli.main(["gc", store.url, "--delete", "--json"]) == 0
+        assert [item["key"] for item in json.loads(capsys.readouterr().out)["found"]] == ["code/" + "0" * 64]
+        assert store.files.names("code") == [code]
 
 
 # ---------------------------------------------------------------------------------- clients that die, and many at once
