@@ -554,9 +554,9 @@ def test_a_failure_nobody_explains(world: World) -> None:
 
 
 def test_a_node_that_was_preempted_for_good(world: World) -> None:
-    world.recorded().attempt(0, failed()).exit(0, outcome="preempted", decided=True, reason="node 0 was told to stop")
+    world.recorded().attempt(0, failed()).exit(0, outcome="preempted", decided=True, reason="node 0 got a stop signal")
     result = world.run().result()
-    assert (result["category"], result["exit_code"], result["reason"]) == ("preempted", 4, "node 0 was told to stop")
+    assert (result["category"], result["exit_code"], result["reason"]) == ("preempted", 4, "node 0 got a stop signal")
     assert result["failure"] is None
 
 

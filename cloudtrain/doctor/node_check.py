@@ -407,15 +407,15 @@ def problems(report: Mapping[str, Any], *, nodes: int, gpus: int | None) -> list
         return [f"no node could be compared: {report['error']}; give the job an image with torch"]
     found = []
     if len(rows) != nodes:
-        found.append(f"{len(rows)} of {nodes} nodes have told anything; see the logs of the others")
+        found.append(f"{len(rows)} of {nodes} nodes have reported; see the logs of the others")
     for name in ALIKE:
         values: dict[Any, list[str]] = {}
         for number, row in rows.items():
             values.setdefault(row.get(name), []).append(number)
         if len(values) > 1:
-            told = ", ".join(f"{value or 'none'} on node {', '.join(numbers)}" for value, numbers in values.items())
+            listed = ", ".join(f"{value or 'none'} on node {', '.join(numbers)}" for value, numbers in values.items())
             fix = "give all nodes one kind of machine" if name in ("driver", "machine") else "give all nodes one image"
-            found.append(f"{name} differs: {told}; {fix}")
+            found.append(f"{name} differs: {listed}; {fix}")
     for number, row in rows.items():
         if gpus is not None and row["gpus"] != gpus:
             why = "CUDA in the image, or a driver that it can use" if row["gpus"] < gpus else "another machine"

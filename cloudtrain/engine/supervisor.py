@@ -380,9 +380,9 @@ class Supervisor:
         """Wait for all nodes to end; return why we ended them (``cancelled``, ``timeout``, ``peers``, or ``preempted``,
         by a drill), else ""."""
         began = time.monotonic()
-        stopped, stop_at, failed_at, told, beat = "", 0.0, 0.0, 0.0, began
+        stopped, stop_at, failed_at, signalled_at, beat = "", 0.0, 0.0, 0.0, began
         patience, missed = UNMET_SECONDS, False
-        first: int | None = None  # the node that is told to stop before the others are
+        first: int | None = None  # the node that gets the stop signal before the others are
         while any(node.poll() is None for node in nodes):
             now = time.monotonic()
             if not stopped:
@@ -406,8 +406,8 @@ class Supervisor:
             if stopped and now > stop_at:
                 for node in nodes:
                     node.kill()
-            elif stopped and now - told > SIGNAL_SECONDS:
-                told = now
+            elif stopped and now - signalled_at > SIGNAL_SECONDS:
+                signalled_at = now
                 for number, node in enumerate(nodes):
                     if first in (None, number) or nodes[first or 0].poll() is not None:
                         node.signal(rules.stop_signal)
@@ -500,10 +500,10 @@ class Supervisor:
             if rules.time_limit == self._max_runtime():
                 return "failed", "timeout", f"max_runtime of {rules.time_limit:.0f} s is used up"
             return "failed", "timeout", f"the limit of {rules.time_limit:.0f} s, less than max_runtime, is used up"
-        told = next((r["reason"] for r in exits if r["decided"] and r["outcome"] == "preempted"), "")
+        notice = next((r["reason"] for r in exits if r["decided"] and r["outcome"] == "preempted"), "")
         if stopped == "preempted":
             self._again = "preempted"
-            return "failed", "preempted", told or "the platform took its machines back"
+            return "failed", "preempted", notice or "the platform took its machines back"
         # A node's exit code, or a shell's code for a killed node.
         ends = {n: 128 - code if code < 0 else code for n, code in enumerate(codes) if n not in self._lost}
         if self._lost and not (rules.restart_on and set(ends.values()) - {0, *rules.restart_on, *KILLED}):
@@ -511,8 +511,8 @@ class Supervisor:
             return "failed", "infra", f"node {min(self._lost)} was lost"
         if not set(ends.values()) - {0, *rules.restart_on}:
             self._again = "codes"
-            if told or decided is None or decided["outcome"] != "failed":
-                return "failed", "preempted", told or "a node was told to stop"
+            if notice or decided is None or decided["outcome"] != "failed":
+                return "failed", "preempted", notice or "a node got a stop signal"
         silent = self._silent(nodes, exits)
         record = next((r for r in exits if r["decided"] and r["outcome"] == "failed"), None)
         record = record or next((r for r in exits if r["outcome"] == "failed"), None)
@@ -525,8 +525,8 @@ class Supervisor:
 
     def _silent(self, nodes: Sequence[NodeHandle], exits: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
         """Return (category, reason) of the first node that was killed whole: it left no record."""
-        told = {record["node"] for record in exits}
-        number = next((n for n, node in enumerate(nodes) if node.poll() and n not in told), None)
+        reporting = {record["node"] for record in exits}
+        number = next((n for n, node in enumerate(nodes) if node.poll() and n not in reporting), None)
         if number is None:
             return None
         node, code = nodes[number], nodes[number].poll() or 0
@@ -568,7 +568,7 @@ class _Mounts:
         self.live = local_path(f"{store.url}/runs/{run_id}/live") or folder / "live"
         self._url = f"{store.url}/runs/{run_id}/live"
         self._sent: dict[str, tuple[int, int]] = {}
-        self._stop, self._told_to_stop = threading.Event(), False
+        self._stop, self._cancelled = threading.Event(), False
         self._thread: threading.Thread | None = None
 
     def fetch(self, mounts: Iterable[Mount]) -> dict[str, Path]:
@@ -608,7 +608,7 @@ class _Mounts:
     def cancelled(self) -> bool:
         """Return whether the store forbids further attempts; for a remote store, as last read by the sync thread."""
         if self._thread is not None:
-            return self._told_to_stop
+            return self._cancelled
         return self._store.cancelled(self._run_id)
 
     def start_syncing(self) -> None:
@@ -621,7 +621,7 @@ class _Mounts:
         target = files(self._url, moving=self._store.moving)
         while not self._stop.wait(SYNC_SECONDS):
             try:
-                self._told_to_stop = self._store.cancelled(self._run_id)
+                self._cancelled = self._store.cancelled(self._run_id)
                 self._sync(target)
             except Exception as exc:  # noqa: BLE001  a store may fail in many ways, and may be back in a minute
                 sys.stderr.write(f"live/ could not be synced: {exc}; trying again\n")

@@ -109,7 +109,7 @@ def in_background(question: Callable[[], str | None] | None) -> Callable[[], str
         except Exception:  # noqa: BLE001  the submission itself reports any such error better
             answers.append(None)
 
-    thread = threading.Thread(target=ask, name="who calls", daemon=True)
+    thread = threading.Thread(target=ask, name="caller", daemon=True)
     thread.start()
 
     def answer() -> str | None:

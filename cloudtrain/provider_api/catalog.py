@@ -213,7 +213,7 @@ def for_cpus(provider: str, families: Sequence[str], *, cpus: int | None, memory
     if not fitting:
         field = "resources.cpus" if not any(m.has(cpus=cpus, memory_gb=None) for m in known) else "resources.memory_gb"
         largest = max(known, key=_size)
-        why = f"no machine has that much; the largest, {_told(largest)}; or pin instance_type"
+        why = f"no machine has that much; the largest, {_describe(largest)}; or pin instance_type"
         raise UnsupportedError(provider, field, why)
     return min(fitting, key=_size)
 
@@ -222,7 +222,7 @@ def _size(m: Machine) -> tuple[int, float]:
     return m.vcpus or 0, m.memory_gib or 0.0
 
 
-def _told(m: Machine) -> str:
+def _describe(m: Machine) -> str:
     return f"{m.instance_type}, has {m.vcpus} cores and {m.memory_gib or 0:g} GiB"
 
 
@@ -234,7 +234,7 @@ def _none(provider: str, gpu: Gpu, same: Sequence[Machine], exact: Sequence[Mach
         why, hint = f"{gone.instance_type}, which had {gpu}, was retired on {gone.retired}", "choose another GPU"
     elif exact:
         largest = max(exact, key=_size)
-        why = f"no machine with {gpu} has the cpus and memory_gb asked for; the largest, {_told(largest)}"
+        why = f"no machine with {gpu} has the cpus and memory_gb asked for; the largest, {_describe(largest)}"
     else:
         there = [m for m in same or machines(provider) if m.gpu and not m.retired]
         names = gpu_names(there) if same else sorted({_MEMORY.sub("", m.gpu) for m in there})

@@ -97,7 +97,7 @@ class Commits:
         self._archiving: set[str] = set()
         self._unstored: dict[str, tuple[checkpoints.Complete, set[int]]] = {}
         """By folder: complete checkpoints, and the nodes whose files are not in the store yet."""
-        self._told = False
+        self._reported = False
         self._nodes, self._attempt, self._root, self._keep = set(range(nodes)), attempt, live / "checkpoints", keep
         self._send, self._peers, self._say, self._complain = send, peers, say, complain
         self._damaged = set(damaged)
@@ -269,8 +269,8 @@ class Commits:
         if missing:
             return
         del self._unstored[key]
-        if not self._told:
-            self._told = True
+        if not self._reported:
+            self._reported = True
             later = time.time() - float(whole.commit["time"])
             self._say(f"checkpoint {whole.name} is in the store, {later:.0f} s after its commit")
         self._fresh.append(whole)

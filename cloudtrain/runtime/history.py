@@ -69,7 +69,7 @@ class Start:
             (a for a in _attempts(live) if attempt_order(a) < attempt_order(attempt)), key=attempt_order, default=None
         )
         self._record: Record = {"protocol": 1, "attempt": attempt, "started": started, "after": self.after}
-        self._told: int | None = None
+        self._resumed_step: int | None = None
         self._reached: _Reached | None = None
         """The progress of the attempt before, kept until the first row of this one shows its first step."""
         self._due = 0.0
@@ -96,8 +96,12 @@ class Start:
             return None
         if not resumed:
             return reached.last - reached.first + 1
-        self._told, self._reached = step_of(resumed), reached
-        return reached.last - self._told if self._told is not None and self._told <= reached.last else None
+        self._resumed_step, self._reached = step_of(resumed), reached
+        return (
+            reached.last - self._resumed_step
+            if self._resumed_step is not None and self._resumed_step <= reached.last
+            else None
+        )
 
     def look(self, metrics: Path) -> None:
         """Complete the record by the first step of ``metrics``, this attempt's own, as soon as there is one."""
@@ -114,7 +118,9 @@ class Start:
         if first is None:
             return
         reached, self._reached = self._reached, None
-        if self._told is None or not 0 <= first - self._told <= reached.every:  # the number may be an epoch's
+        if (
+            self._resumed_step is None or not 0 <= first - self._resumed_step <= reached.every
+        ):  # the number may be an epoch's
             self._record["lost"]["steps"] = max(0, (reached.last or 0) - first + 1)
             self._write()
 

@@ -37,7 +37,7 @@ def ask(
             with opener.open(request, timeout=TIMEOUT) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as exc:
-            code, reason = _told(exc)
+            code, reason = _error_of(exc)
             passing = exc.code >= 500 or exc.code == 429 or "Throttl" in code
             why = f"{what} was refused ({code or exc.code}): {reason}; {how}"
         except (OSError, ValueError, http.client.HTTPException) as exc:  # the last: a truncated answer
@@ -49,15 +49,15 @@ def ask(
     raise AssertionError("unreachable")
 
 
-def _told(exc: urllib.error.HTTPError) -> tuple[str, str]:
+def _error_of(exc: urllib.error.HTTPError) -> tuple[str, str]:
     """Return the service's error code (or "") and message, in the formats of AWS, Azure and Google."""
     code, message = "", None
     try:
-        told = json.loads(exc.read())
-        code = str(told.get("__type", "")).rpartition("#")[2]
-        error = told.get("error")
-        message = error.get("message") if isinstance(error, Mapping) else told.get("error_description") or error
-        message = message or told.get("message") or told.get("Message")
+        answer = json.loads(exc.read())
+        code = str(answer.get("__type", "")).rpartition("#")[2]
+        error = answer.get("error")
+        message = error.get("message") if isinstance(error, Mapping) else answer.get("error_description") or error
+        message = message or answer.get("message") or answer.get("Message")
     except (OSError, ValueError, AttributeError, http.client.HTTPException):
         pass
     return code, " ".join(str(message or "no reason").split())[:_LONGEST]

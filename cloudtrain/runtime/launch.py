@@ -336,8 +336,8 @@ class Ranks:
     def notified(self, rank: int, time_ns: int) -> bool:
         """Return whether `notify` had signalled this rank (of the whole run) by then."""
         pid = self._pids_of_ranks().get(rank - self.first_rank, 0)
-        told = self._notified.get(pid)
-        return (told is not None and told <= time_ns) or (pid in self._former and time_ns < self._former_end)
+        signalled = self._notified.get(pid)
+        return (signalled is not None and signalled <= time_ns) or (pid in self._former and time_ns < self._former_end)
 
     def _pids_of_ranks(self) -> dict[int, int]:
         """Return pids by local rank. The user's own command, which reports no rank, is the only one of its node."""
@@ -349,11 +349,11 @@ class Ranks:
         A rank that `notify` has signalled gets no second SIGTERM: its handler is at work. The children of such a
         command get it: a shell runs its trap only once the program in its foreground has ended.
         """
-        told = self._notified.keys() if number == signal.SIGTERM else set()
-        for pid in {*self.pids.values(), *([self.pid] if self.lone else [])} - told:
+        signalled = self._notified.keys() if number == signal.SIGTERM else set()
+        for pid in {*self.pids.values(), *([self.pid] if self.lone else [])} - signalled:
             with contextlib.suppress(OSError):
                 os.killpg(pid, number)
-        for pid in _others_in_group(self.pid) if self._bare and self.pid in told else ():
+        for pid in _others_in_group(self.pid) if self._bare and self.pid in signalled else ():
             with contextlib.suppress(OSError):
                 os.kill(pid, number)
 

@@ -126,11 +126,11 @@ class Mirror:
         self._commits = self._make_commits(nodes, attempt, keep, damaged) if node == 0 else None
         self._finishing: str | None = None
         self._frozen = 0.0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self.idle = threading.Event()
         self.last = time.monotonic()
         """Time at which bytes were last copied, here or on another node, or a checkpoint was committed."""
-        self._told_of_progress = self._passed_on = 0.0
+        self._progress_logged = self._passed_on = 0.0
         self._newest = self._stirred = 0.0
         self.trouble = ""
         """Reason why the last checkpoint could not be copied to the store; empty after a copy that succeeded."""
@@ -229,8 +229,8 @@ class Mirror:
 
     def _once(self, text: str, of: str = "") -> None:
         """Say ``text``, unless it was said before; with ``of``, unless anything was said of that."""
-        if (of or text) not in self._told:
-            self._told.add(of or text)
+        if (of or text) not in self._logged:
+            self._logged.add(of or text)
             self._say(text)
 
     def _handle(self, message: Message) -> None:
@@ -258,8 +258,8 @@ class Mirror:
         elif kind == "committed":
             self._committed(message["name"], message["folder"])
         elif kind == "dropped":
-            ready, told = self._ready.get(message["name"]), self._announced.pop(message["name"], None)
-            if ready is not None and ready.signature == told:
+            ready, announced = self._ready.get(message["name"]), self._announced.pop(message["name"], None)
+            if ready is not None and ready.signature == announced:
                 self._finished.drop(ready)
         elif kind == "remove":
             root, folders = self._live / "checkpoints", message["folders"]
@@ -437,8 +437,8 @@ class Mirror:
     def _progress(self) -> None:
         """Note progress here, and by way of node 0 for all other nodes, which may wait for this part."""
         self.last = time.monotonic()
-        if self.last - self._told_of_progress >= PROGRESS_SECONDS:
-            self._told_of_progress = self.last
+        if self.last - self._progress_logged >= PROGRESS_SECONDS:
+            self._progress_logged = self.last
             self._send(0, {"t": "moving"})
 
     def _pass_on(self, sender: int) -> None:

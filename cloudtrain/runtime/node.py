@@ -104,7 +104,7 @@ class Node:
         self.seen: dict[int, set[str]] = {}
         self.eof: dict[int, int] = {}
         self.preempted: float | None = None
-        self.told: int | None = None
+        self.notified_node: int | None = None
         self.sources: set[int] = set()
         """The sources of `Site.notices` that now say that this node is about to go."""
         self.standing: set[tuple[int, str]] = set()
@@ -399,7 +399,7 @@ class Node:
                 self.link.send(sender, {"t": "stop"})
             if self.preempted is not None:
                 of = max((of for _, of in self.standing), default="")  # a signal, if there was one
-                self.link.send(sender, {"t": "preempt", "why": self.notice, "node": self.told, "of": of})
+                self.link.send(sender, {"t": "preempt", "why": self.notice, "node": self.notified_node, "of": of})
 
     def _on_answer(self, sender: int, message: Message) -> None:
         if message["t"] != "restored" or "outcome" not in self.peers.get(sender, {}):  # it has left meanwhile
@@ -411,7 +411,7 @@ class Node:
 
     def _on_signal(self, sender: int, message: Message) -> None:
         name, at = signal.Signals(message["number"]).name, message["at"]
-        self._announce(f"node {self.me} was told to stop", "signal", f" ({name})", at)
+        self._announce(f"node {self.me} got a stop signal", "signal", f" ({name})", at)
 
     def _announce(self, why: str, of: str, more: str = "", at: float | None = None) -> None:
         self._preempt(why + more, self.me, of, at)
@@ -445,7 +445,7 @@ class Node:
             self._announce_leaving()
         elif self.preempted is not None:
             self.log.say("the notice was withdrawn; training continues")
-            self.preempted = self.told = self.stopped_ns = None
+            self.preempted = self.notified_node = self.stopped_ns = None
             self.notice, self.withdrawn = "", time.monotonic()
             self._space.preempt.unlink(missing_ok=True)
             if self.ranks is not None:
@@ -478,7 +478,7 @@ class Node:
         if of:
             self.standing.add((node, of))
         if first:
-            self.heard, self.notice, self.told = time.monotonic(), why, node
+            self.heard, self.notice, self.notified_node = time.monotonic(), why, node
             self.log.say(f"{why}; the script may save a checkpoint now")
             if self.uploads is not None and self.code is not None:
                 self.uploads.hurry()
@@ -502,7 +502,7 @@ class Node:
 
     def _on_exit(self, sender: int, message: Message) -> None:
         if self.go is None and message["outcome"] == "preempted":  # it was leaving when this node came
-            self._preempt("node 0 was told to stop", 0)
+            self._preempt("node 0 got a stop signal", 0)
         self.released, self.lost = True, message["lost"]
 
     def _on_quiet(self, sender: int, message: Message) -> None:
@@ -553,11 +553,11 @@ class Node:
         """Record ranks that ended badly without a report; or the launcher itself, if no rank ever began."""
         assert self.ranks is not None
         self.failures = with_codes(self.failures, self.me, self.ranks.codes, first_rank=self.ranks.first_rank)
-        told = {f.rank for f in self.failures if f.node == self.me}
+        known = {f.rank for f in self.failures if f.node == self.me}
         for failure in silent_deaths(
             self.me, self.seen, self.eof, self.ranks.codes, first_rank=self.ranks.first_rank, since_ns=since_ns
         ):
-            if failure.rank not in told:
+            if failure.rank not in known:
                 self._fail(failure)
         if self.code is not None and not any(f.node == self.me for f in self.failures):
             for line in self.ranks.unshown:
@@ -794,12 +794,12 @@ class Node:
             "node": self.me,
             "outcome": outcome,
             "category": category(cause, oom_kill=oom) if cause else "preempted" if outcome == "preempted" else "",
-            "reason": line or (self.notice or "a node was told to stop" if outcome == "preempted" else ""),
+            "reason": line or (self.notice or "a node got a stop signal" if outcome == "preempted" else ""),
             "failure": cause.public() if cause else None,
             "started": self.started,
             "lines": self.log.lines,
             "resumed_from": self.resumed,
-            "told": self.told if outcome != "succeeded" else None,
+            "told": self.notified_node if outcome != "succeeded" else None,
             "remarks": self.remarks,
             "decided": decided,
             "lost": decided and self.lost,

@@ -18,7 +18,7 @@ from .cause import Failure
 from .launch import Ranks
 from .nccl import Recorder
 
-__all__ = ["KINDS", "Look", "StackPosition", "Stall", "culprit", "innermost_position", "told"]
+__all__ = ["KINDS", "Look", "StackPosition", "Stall", "culprit", "describe_positions", "innermost_position"]
 
 KINDS = ("alive", "stacks", "where")
 """Messages of the node link for this module."""
@@ -151,7 +151,7 @@ def culprit(places: Sequence[StackPosition]) -> StackPosition | None:
     return None
 
 
-def told(places: Sequence[StackPosition]) -> str:
+def describe_positions(places: Sequence[StackPosition]) -> str:
     """Return ``rank 3 on node 1 is at train.py:40 (load_batch), the other 3 are at train.py:52 (all_reduce)``."""
     groups = _groups(places)
     named, rest = (groups, []) if len(groups) <= NAMED + 1 else (groups[:NAMED], groups[NAMED:])
@@ -199,7 +199,7 @@ class Stall:
     ) -> None:
         self._node, self._processes, self._limit = node, processes, limit
         self._send, self._peers, self._last, self._new_look = send, peers, last, look
-        self._alive = self._told = time.monotonic()  # the wait for peers before this is no stall
+        self._alive = self._reported = time.monotonic()  # the wait for peers before this is no stall
         self._look: Look | None = None
         self._asked: tuple[float, set[int]] | None = None
         self._answers: dict[int, list[StackPosition]] = {}
@@ -237,8 +237,8 @@ class Stall:
 
     def _tell(self, now: float) -> None:
         last = self._last()
-        if last > self._told and now - self._told >= min(ALIVE_SECONDS, self._limit / 4 or ALIVE_SECONDS):
-            self._told = now
+        if last > self._reported and now - self._reported >= min(ALIVE_SECONDS, self._limit / 4 or ALIVE_SECONDS):
+            self._reported = now
             self._send(0, {"t": "alive", "age": max(0.0, now - last)})
 
     def _failure(self, asked: set[int]) -> Failure:
@@ -255,6 +255,6 @@ class Stall:
             file=None if alone is None else alone.file,
             line=None if alone is None else alone.line,
             time_ns=time.time_ns(),
-            exception="; ".join(filter(None, (text, told(places)))),
+            exception="; ".join(filter(None, (text, describe_positions(places)))),
             category="stalled",
         )

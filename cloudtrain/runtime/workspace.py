@@ -179,7 +179,7 @@ class Workspace:
             source = live / f"{kind}s" / f"node-{self.node}"
             try:
                 if source.is_dir():
-                    shutil.copytree(source, folder, ignore=self._nobodys, dirs_exist_ok=True)
+                    shutil.copytree(source, folder, ignore=self._leftovers, dirs_exist_ok=True)
             except shutil.Error as exc:
                 (file, _, why), *more = exc.args[0]
                 and_more = f", and {len(more)} more" if more else ""
@@ -187,7 +187,7 @@ class Workspace:
             except OSError as exc:
                 raise StorageError(f"cannot bring back the {kind}s from {source}: {exc.strerror}") from None
 
-    def _nobodys(self, folder: str, names: list[str]) -> list[str]:
+    def _leftovers(self, folder: str, names: list[str]) -> list[str]:
         """Return the names that a cut-off mirror, or the platform's agent, has left."""
         return [name for name in names if name.endswith(self._site.marks) or fnmatchcase(name, ".*.part")]
 

@@ -116,7 +116,7 @@ class FakeCloud:
     ) -> FakeCloud:
         """Take the next attempt's machine away once it has left this; the platform then starts it again."""
         left = Left(logs, metrics, artifacts, checkpoints)
-        reason = "node 0 was told to stop (SIGTERM)"
+        reason = "node 0 got a stop signal (SIGTERM)"
         return self._add(Outcome(kind="preempted", category="preempted", reason=reason, left=left))
 
     def capacity(self, reason: str = "no machines (scripted)") -> FakeCloud:

@@ -186,7 +186,7 @@ def test_a_node_on_any_image(
     done = runs.ended(process)
     assert done.code == 0, done.err
     assert [a["number"] for a in done.json["attempts"]] == ["0.0", "0.1"]
-    assert done.json["attempts"][0]["reason"] == "node 1 was told to stop"
+    assert done.json["attempts"][0]["reason"] == "node 1 got a stop signal"
     assert [a["resumed_from"] for a in done.json["attempts"]] == ["", "step-1"]
     sights = [json.loads((pulled / "artifacts" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     wanted = {"input": "some data", "uid": 4242 if tag == "user" else os.getuid()}
@@ -588,7 +588,7 @@ def test_an_engine_that_is_restarted_is_waited_for(
     assert done.code == 0, done.err
     attempts = done.json["attempts"]
     assert [a["number"] for a in attempts] == ["0.0", "0.1"]
-    assert "was told to stop" in attempts[0]["reason"]
+    assert "got a stop signal" in attempts[0]["reason"]
     assert "the container engine did not answer for" in attempts[0]["reason"]
     left = daemon.api().containers(all=True), [n for n in daemon.api().networks() if n["Name"].startswith("cloudtrain")]
     assert left == ([], [])

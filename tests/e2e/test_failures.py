@@ -574,7 +574,7 @@ def test_a_handler_that_exits_badly_is_no_failure_where_node_0_has_none(jobs: Jo
     result = done.json
     assert (done.code, result["state"]) == (0, "succeeded"), result
     attempts = [(a["number"], a["reason"]) for a in result["attempts"]]
-    assert attempts == [("0.0", "node 1 was told to stop"), ("0.1", "succeeded")], result
+    assert attempts == [("0.0", "node 1 got a stop signal"), ("0.1", "succeeded")], result
     logs = jobs.cli("logs", run.url).out
     assert logs.count("in peace") == 1
     assert logs.count("went on") == 2

@@ -103,7 +103,7 @@ def test_no_step_is_lost(
     attempts = done.json["attempts"]
     assert [attempt["number"] for attempt in attempts] == [f"0.{n}" for n in range(len(one.notices) + 1)]
     why = [(attempt["category"], attempt["node"], attempt["reason"].removesuffix(" (SIGTERM)")) for attempt in attempts]
-    told = [("preempted", notice.node, f"node {notice.node} was told to stop") for notice in one.notices]
+    told = [("preempted", notice.node, f"node {notice.node} got a stop signal") for notice in one.notices]
     assert why == [*told, (None, None, "succeeded")]
     goes_on_where_it_stopped(list(starts.values()), run.world)
     jobs.gone()
@@ -158,7 +158,7 @@ def test_a_script_that_does_not_listen_loses_an_interval_at_most(
     os.kill(jobs.node(1), signal.SIGTERM)
     done = run.ended()
     starts = run.check(done, wanted, 200)
-    assert [attempt["reason"] for attempt in done.json["attempts"]] == ["node 1 was told to stop", "succeeded"]
+    assert [attempt["reason"] for attempt in done.json["attempts"]] == ["node 1 got a stop signal", "succeeded"]
     least = settled(starts["0.0"], {"0", "1", "2", "3"}, told + GRACE_SECONDS - 1.0)
     assert starts["0.1"].first["0"] >= least >= 60
     jobs.gone()

@@ -421,7 +421,7 @@ def test_a_notice_to_one_node_costs_no_step(jobs: Jobs) -> None:
     done = jobs.cli("wait", run.url, "--json")
     assert (done.code, done.json["state"]) == (0, "succeeded"), done.json
     assert [(a["number"], a["reason"]) for a in done.json["attempts"]] == [
-        ("0.0", "node 1 was told to stop"), ("0.1", "succeeded"),
+        ("0.0", "node 1 got a stop signal"), ("0.1", "succeeded"),
     ]  # fmt: skip
     logs = jobs.cli("logs", run.url).out
     (said,) = {line.partition("saved at ")[2] for line in logs.splitlines() if "saved at " in line}

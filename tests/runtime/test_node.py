@@ -36,7 +36,7 @@ def says(head: Node, *, notified: bool, kind: str = "error", exception: str = "S
 
 
 def test_a_rank_that_had_the_notice_may_fail_before_node_0_has_told_any(head: Node) -> None:
-    head._handle(1, {"t": "preempt", "why": "node 1 was told to stop", "node": 1})
+    head._handle(1, {"t": "preempt", "why": "node 1 got a stop signal", "node": 1})
     says(head, notified=True)
     assert head.stopped_ns is None
     assert head.stopping is None  # the others keep their grace
@@ -44,7 +44,7 @@ def test_a_rank_that_had_the_notice_may_fail_before_node_0_has_told_any(head: No
 
 
 def test_a_rank_that_had_no_notice_fails_as_ever(head: Node) -> None:
-    head._handle(1, {"t": "preempt", "why": "node 1 was told to stop", "node": 1})
+    head._handle(1, {"t": "preempt", "why": "node 1 got a stop signal", "node": 1})
     says(head, notified=True)
     says(head, notified=False, exception="ValueError: x")
     assert head.stopping is None  # the same rank again
@@ -55,7 +55,7 @@ def test_a_rank_that_had_no_notice_fails_as_ever(head: Node) -> None:
 
 
 def test_what_fails_after_our_own_signal_is_no_failure_either(head: Node) -> None:
-    head._handle(1, {"t": "preempt", "why": "node 1 was told to stop", "node": 1})
+    head._handle(1, {"t": "preempt", "why": "node 1 got a stop signal", "node": 1})
     head.stopped_ns = time.time_ns() - 1
     says(head, notified=False)
     assert head.stopping is None
@@ -103,7 +103,7 @@ def test_who_comes_as_node_0_leaves_is_preempted_with_it(head: Node) -> None:
 
 
 def test_the_grace_counts_from_the_notice_not_from_when_it_is_read(head: Node) -> None:
-    head._handle(1, {"t": "preempt", "why": "node 1 was told to stop", "node": 1})
+    head._handle(1, {"t": "preempt", "why": "node 1 got a stop signal", "node": 1})
     assert not head._late()
     head._handle(-1, {"t": "signal", "number": signal.SIGTERM, "at": time.monotonic() - 100})
     assert head._late()

@@ -24,7 +24,7 @@ from cloudtrain.runtime.cause import Failure, failure_line
 from cloudtrain.runtime.launch import Ranks
 from cloudtrain.runtime.logs import LogWriter
 from cloudtrain.runtime.nccl import Recorder
-from cloudtrain.runtime.stall import NAMED, Look, StackPosition, Stall, culprit, innermost_position, told
+from cloudtrain.runtime.stall import NAMED, Look, StackPosition, Stall, culprit, describe_positions, innermost_position
 
 WORKER = Path(stall.__file__).parent / "worker.py"
 
@@ -76,7 +76,7 @@ THREE = f"{ONE}, {TWO}, rank 2 on node 1 is at train.py:3 (f)"
 def test_who_is_told_of_and_blamed(places: list[StackPosition], rank: int | None, text: str) -> None:
     blamed = culprit(places)
     assert (None if blamed is None else blamed.rank) == rank
-    assert told(places) == text
+    assert describe_positions(places) == text
 
 
 where = st.sampled_from([LOADING, REDUCING, *OTHERS, "did not answer", "has not started"])
@@ -103,7 +103,7 @@ def _count(who: str) -> int:
 
 @given(everyone)
 def test_every_rank_is_counted_once_and_the_rarest_places_are_named(places: list[StackPosition]) -> None:
-    text = told(places)
+    text = describe_positions(places)
     assert "\n" not in text
     counted = sum(map(_count, re.findall(r"(?:^|, )([^,]*?(?:\d, )*[^,]*?) (?:is|are|did|has|have) ", text)))
     assert counted == len(places), text
@@ -353,7 +353,10 @@ def test_silence_everywhere_is_a_failure_of_the_rank_that_is_elsewhere() -> None
     assert isinstance(failure, Failure)
     assert (failure.kind, failure.category, failure.node, failure.rank) == ("stalled", "stalled", 1, 3)
     assert (failure.file, failure.line) == ("train.py", 40)
-    assert failure_line(failure) == f"no line, metric or checkpoint from any rank for {LIMIT:g} s; {told(places)}"
+    assert (
+        failure_line(failure)
+        == f"no line, metric or checkpoint from any rank for {LIMIT:g} s; {describe_positions(places)}"
+    )
     assert LIMIT <= when < LIMIT + stall.ANSWER_SECONDS, "nobody was waited for"
 
 
