@@ -164,7 +164,7 @@ class Estimator:
         The ``body`` of the run's request lists the ``differences`` from the platform.
         """
         from .engine.rehearse import plan_rehearsal
-        from .runs.submit import submit
+        from .runs.submit import send_plan
 
         drills = [("preempt", text) for text in _texts(preempt)] + [("kill", text) for text in _texts(kill)]
         plan = plan_rehearsal(
@@ -178,7 +178,7 @@ class Estimator:
             secrets=secret_values,
             drills=drills,
         )
-        return self._finished(submit(plan, environ=os.environ), wait, logs)
+        return self._finished(send_plan(plan, environ=os.environ), wait, logs)
 
     def _finished(self, run: Run, wait: bool, logs: bool) -> Run:
         """Return ``run``, after its end if ``wait``. Raises `RunFailedError`."""

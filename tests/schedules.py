@@ -45,7 +45,7 @@ from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.log_sources import patiently
 from cloudtrain.runs.reconcile import reconcile_run
 from cloudtrain.runs.run import Run
-from cloudtrain.runs.submit import Plan, make_plan, submit
+from cloudtrain.runs.submit import Plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage.files import Entry, TransferOptions, Trees
 from cloudtrain.store.store import Store
@@ -651,7 +651,7 @@ class Schedule:
         return script
 
     def _send(self) -> None:
-        submit(dataclasses.replace(self.plan, store=self.store()), environ={})
+        send_plan(dataclasses.replace(self.plan, store=self.store()), environ={})
         self._wait()
 
     def _wait(self, timeout: float | None = 20_000) -> None:
@@ -699,7 +699,7 @@ class Schedule:
 
         def script(client: Client) -> None:
             with contextlib.suppress(AuthError, CapacityError, QuotaError):  # it was refused, and is over
-                submit(dataclasses.replace(self.plan, store=self.store()), environ={})
+                send_plan(dataclasses.replace(self.plan, store=self.store()), environ={})
             for _ in range(1000):
                 run = self.run()
                 if run.store.result(RUN_ID) is not None:

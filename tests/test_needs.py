@@ -93,11 +93,11 @@ def test_placeholders_stand_where_the_values_would() -> None:
 
 
 def test_a_plan_with_placeholders_is_refused_in_python() -> None:
-    from cloudtrain.runs.submit import submit
+    from cloudtrain.runs.submit import send_plan
 
     plan = Estimator(entry_point="train.py", provider="sagemaker").plan()
     with pytest.raises(SpecError, match="3 settings are missing"):
-        submit(plan, environ={})
+        send_plan(plan, environ={})
 
 
 def test_only_what_is_missing_is_named(capsys: Capture) -> None:

@@ -19,7 +19,7 @@ from cloudtrain.job.job import Job
 from cloudtrain.provider_api.protocol import Layout
 from cloudtrain.runs import submit as submit_module
 from cloudtrain.runs.listing import list_page
-from cloudtrain.runs.submit import Plan, make_plan, submit
+from cloudtrain.runs.submit import Plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage.files import TransferOptions, files
 from cloudtrain.storage.lease import FOLDER, MARK
@@ -236,7 +236,7 @@ def test_a_run_that_is_recorded_with_other_data_is_another(tmp_path: Path, monke
     submit_module.with_recorded_origin(planned())
     (tmp_path / "data" / "a").write_text("two and more")
     with pytest.raises(ConflictError, match="different: inputs"):
-        submit(planned(), environ={})
+        send_plan(planned(), environ={})
     MemoryFileSystem.store.clear()
 
 

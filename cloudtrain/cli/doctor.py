@@ -150,7 +150,7 @@ def _on_nodes(
     """Send the job as any other, wait for it, and print its findings."""
     from ..doctor.doctor import Grace, prepared
     from ..runs.retry import Retry
-    from ..runs.submit import submit
+    from ..runs.submit import send_plan
 
     with prepared(chosen, fields, run_id=run_id, cwd=cwd, grace=measure) as planned:
         screen.about = {"run": planned.run_url, "run_id": planned.run_id, "provider": planned.provider_name}
@@ -159,7 +159,7 @@ def _on_nodes(
         for note in planned.request.notes:
             screen.talk(f"note: {note}")
         with stoppable():
-            run = submit(planned, environ=os.environ, progress=screen.talk)
+            run = send_plan(planned, environ=os.environ, progress=screen.talk)
             screen.talk(format.sent(planned.run_id, planned.provider_name, run.url, run.staged))
             grace = Grace(run) if measure else None
             try:

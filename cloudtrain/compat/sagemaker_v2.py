@@ -303,13 +303,13 @@ class PyTorch(_Refusing):
         Raises `SpecError` before anything is sent, `RunFailedError` for a run that ended badly, and the errors of
         sending. Ctrl-C stops the waiting, not the job.
         """
-        from ..runs.submit import submit
+        from ..runs.submit import send_plan
 
         _is_wanted(logs)
         if self.provider == NAME:
             _check_caller(self._keywords.get("sagemaker_session"))
         plan = self._plan(inputs, job_name, experiment_config, preview=False)
-        self.latest_training_job = TrainingJob(submit(plan, environ=os.environ))
+        self.latest_training_job = TrainingJob(send_plan(plan, environ=os.environ))
         if wait:
             self.latest_training_job.wait(logs)
         return self.latest_training_job.run

@@ -39,7 +39,7 @@ from .retry import Retry, error_of
 from .run import Run
 from .submit import Plan, later_choices, link_fallbacks, run_of_plan, with_recorded_origin, with_resume_warning
 from .submit import make_plan as plan_of
-from .submit import submit as send
+from .submit import send_plan as send
 
 __all__ = ["FallbackPolicy", "name_of", "only_first", "plan_with_fallbacks", "submit_with_fallbacks", "where"]
 
@@ -114,7 +114,7 @@ def submit_with_fallbacks(
 ) -> Run:
     """Send the plan; if a place has no machines, its next GPU or the next place. Return the run that was accepted.
 
-    Works as `runs.submit.submit`; the same plan again continues where the last client stopped. ``note`` gets each
+    Works as `runs.submit.send_plan`; the same plan again continues where the last client stopped. ``note`` gets each
     refusal. If all refuse, raises the last refusal with the earlier ones in its message and as its ``refusals``.
     """
     say = note or progress or (lambda _: None)

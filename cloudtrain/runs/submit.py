@@ -1,6 +1,6 @@
 """Turn a Job into a Run: make the plan, show it, send exactly it.
 
-`make_plan` only reads files. `submit` uploads what the store lacks and records the intent (``run.json``, then
+`make_plan` only reads files. `send_plan` uploads what the store lacks and records the intent (``run.json``, then
 ``attempts/0/request.json``, both created exclusively). Only then does the provider act. A crash between any two steps
 leaves nothing, or a record from which the same command, or `attach`, continues.
 """
@@ -53,7 +53,7 @@ __all__ = [
     "load_plan",
     "make_plan",
     "run_of_plan",
-    "submit",
+    "send_plan",
     "with_recorded_origin",
     "with_resume_warning",
 ]
@@ -73,7 +73,7 @@ class Plan:
     ``first`` is the URL of the run in the first place, on any other; ``refusals`` are those of earlier places. ``left``
     is the place before, which may have the run's copies; ``runtime`` gives cloudtrain.pyz if it is not built here.
     ``missing`` names the settings that are not set: `layout` and `request` then hold stand-ins, `document` shows
-    placeholders, and `submit` refuses the plan.
+    placeholders, and `send_plan` refuses the plan.
     """
 
     job: Job
@@ -451,7 +451,7 @@ def _identities(*files: int | Path) -> list[tuple[int, int]]:
     return found
 
 
-def submit(
+def send_plan(
     plan: Plan,
     *,
     environ: Mapping[str, str],

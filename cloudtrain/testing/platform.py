@@ -17,7 +17,7 @@ from typing import Any
 from ..provider_api.protocol import Provider, Request
 from ..runs.log_order import parse_line
 from ..runs.run import Run
-from ..runs.submit import Plan, submit
+from ..runs.submit import Plan, send_plan
 from . import probe
 from .tables import RUN_ID, SECRET, Fields, Place, Sample, Seen, plan_of
 
@@ -78,7 +78,7 @@ class FakePlatform(abc.ABC):
 
     def send(self, plan: Plan) -> Run:
         """Submit the plan for real."""
-        return submit(plan, environ={probe.SECRET: SECRET})
+        return send_plan(plan, environ={probe.SECRET: SECRET})
 
     def await_line(self, run: Run, text: str) -> None:
         """Wait until every node of the run has printed a line with ``text``."""

@@ -32,8 +32,8 @@ FAULTS = ("capacity", "quota", "auth", "image")
 SUBMIT_PLAN = """
 import os, pathlib, sys
 from cloudtrain.settings.settings import Settings
-from cloudtrain.runs.submit import load_plan, submit
-run = submit(load_plan(pathlib.Path(sys.argv[1]), settings=Settings(), cwd=pathlib.Path.cwd()), environ=os.environ)
+from cloudtrain.runs.submit import load_plan, send_plan
+run = send_plan(load_plan(pathlib.Path(sys.argv[1]), settings=Settings(), cwd=pathlib.Path.cwd()), environ=os.environ)
 print(run.provider.find(run.store.attempt_request(run.run_id, 0)))
 """
 

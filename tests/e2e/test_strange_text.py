@@ -18,7 +18,7 @@ from jobs import Jobs
 
 from cloudtrain.job.job import Job
 from cloudtrain.runs.submit import make_plan
-from cloudtrain.runs.submit import submit as send
+from cloudtrain.runs.submit import send_plan as send
 from cloudtrain.settings.settings import Settings
 
 pytestmark = pytest.mark.slow

@@ -25,7 +25,7 @@ from cloudtrain.runs.listing import list_page
 from cloudtrain.runs.listing import recorded_runs as listed_runs
 from cloudtrain.runs.reconcile import reconcile
 from cloudtrain.runs.run import Run, open_run
-from cloudtrain.runs.submit import load_plan, make_plan, submit
+from cloudtrain.runs.submit import load_plan, make_plan, send_plan
 from cloudtrain.settings.settings import Settings
 from cloudtrain.storage import remote
 from cloudtrain.storage.files import TransferOptions
@@ -166,7 +166,7 @@ def account(
 
 
 def test_one_profile_serves_the_platform_and_the_store(account: Account) -> None:
-    run = submit(account.plan(account.settings(profile="ann")), environ={})
+    run = send_plan(account.plan(account.settings(profile="ann")), environ={})
     assert run.status().state == "pending"
     assert account.gate.keys("s3") == {ANN}
     assert account.signers() == {ANN}
@@ -174,13 +174,13 @@ def test_one_profile_serves_the_platform_and_the_store(account: Account) -> None
 
 
 def test_without_a_profile_it_is_who_the_environment_says(account: Account) -> None:
-    submit(account.plan(account.settings()), environ={})
+    send_plan(account.plan(account.settings()), environ={})
     assert account.gate.keys("s3") == account.signers() == {OWN}
 
 
 def test_whoever_comes_back_calls_as_themselves(account: Account, tmp_path: Path) -> None:
     """The profile is a word of one machine, so it is recorded nowhere; what the run rests on is."""
-    submit(account.plan(account.settings(profile="ann")), environ={})
+    send_plan(account.plan(account.settings(profile="ann")), environ={})
     account.keys(ben=BEN)
     account.gate.seen.clear()
     account.plane.wire.callers.clear()
@@ -198,12 +198,12 @@ def test_a_saved_plan_is_sent_by_whoever_sends_it(account: Account, tmp_path: Pa
     saved = tmp_path / "plan.json"
     saved.write_text(json.dumps(account.plan(account.settings(profile="ann")).document()))
     assert "ann" not in json.loads(saved.read_text())["settings"].values()
-    submit(load_plan(saved, settings=account.settings(profile="ben"), cwd=tmp_path), environ={})
+    send_plan(load_plan(saved, settings=account.settings(profile="ben"), cwd=tmp_path), environ={})
     assert account.gate.keys("s3") == account.signers() == {BEN}
 
 
 def test_a_role_is_assumed_for_both(account: Account) -> None:
-    run = submit(account.plan(account.settings(profile="ann", role_to_assume=ROLE)), environ={})
+    run = send_plan(account.plan(account.settings(profile="ann", role_to_assume=ROLE)), environ={})
     assert run.status().state == "pending"
     assumed = account.gate.keys("sts") - {ANN}
     assert ANN in account.gate.keys("sts")
@@ -216,7 +216,7 @@ def test_a_role_is_assumed_for_both(account: Account) -> None:
 
 @pytest.mark.parametrize("old", ["expired", "deleted"])
 def test_keys_that_are_replaced_in_a_long_wait_are_read_again_for_both(account: Account, old: str) -> None:
-    run = submit(account.plan(account.settings(profile="ann")), environ={})
+    run = send_plan(account.plan(account.settings(profile="ann")), environ={})
     for key in ("AKIASECOND0000000000", "AKIATHIRD00000000000"):
         if old == "expired":
             account.plane.wire.expired |= account.signers()
@@ -234,7 +234,7 @@ def test_keys_that_are_replaced_in_a_long_wait_are_read_again_for_both(account: 
 
 
 def test_an_assumed_role_that_expires_is_assumed_again_for_both(account: Account) -> None:
-    run = submit(account.plan(account.settings(profile="ann", role_to_assume=ROLE)), environ={})
+    run = send_plan(account.plan(account.settings(profile="ann", role_to_assume=ROLE)), environ={})
     first = account.gate.keys("s3"), account.signers()
     account.gate.expired |= first[0]
     account.plane.wire.expired |= first[1]
@@ -247,7 +247,7 @@ def test_an_assumed_role_that_expires_is_assumed_again_for_both(account: Account
 def test_a_refusal_that_stays_is_told_after_one_more_look(account: Account) -> None:
     account.gate.expired.add(ANN)
     with pytest.raises(AuthError) as caught:
-        submit(account.plan(account.settings(profile="ann")), environ={})
+        send_plan(account.plan(account.settings(profile="ann")), environ={})
     assert caught.value.exit_code == 3
     assert account.plane.jobs == {}
 
