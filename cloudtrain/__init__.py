@@ -8,21 +8,26 @@ from ._version import __version__
 
 if TYPE_CHECKING:
     from .errors import CloudtrainError, SpecError, UnsupportedError
-    from .estimator import Estimator
+    from .estimator import Estimator, attach, plan, submit
     from .job.job import Input, Job, Resources, Source
     from .runs.run import Run
+    from .runs.submit import Plan
 
 __all__ = [
     "CloudtrainError",
     "Estimator",
     "Input",
     "Job",
+    "Plan",
     "Resources",
     "Run",
     "Source",
     "SpecError",
     "UnsupportedError",
     "__version__",
+    "attach",
+    "plan",
+    "submit",
 ]
 
 _HOME = {
@@ -30,7 +35,11 @@ _HOME = {
     "SpecError": "errors",
     "UnsupportedError": "errors",
     "Estimator": "estimator",
+    "attach": "estimator",
+    "plan": "estimator",
+    "submit": "estimator",
     "Run": "runs.run",
+    "Plan": "runs.submit",
     "Input": "job.job",
     "Job": "job.job",
     "Resources": "job.job",
@@ -44,4 +53,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    from .errors import shorten_tracebacks
+
+    shorten_tracebacks()
     return getattr(import_module(f".{_HOME[name]}", __name__), name)

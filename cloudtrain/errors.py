@@ -18,14 +18,17 @@ A run that ended badly is no exception: it is a result (see ``EXIT_CODES``).
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Mapping
+from types import FrameType, TracebackType
 from typing import Any
 
 __all__ = [
     "CATEGORIES", "EXIT_CODES", "AuthError", "CapacityError", "CloudtrainError", "ConflictError", "DigestError",
     "LostContactError", "NotFoundError", "PlatformError", "QuotaError", "SpecError", "StorageError",
-    "UnsupportedError", "scrubbed",
+    "UnsupportedError", "scrubbed", "shorten_tracebacks",
 ]  # fmt: skip
 
 #: Exit code of ``submit`` and ``wait`` by the category of a run that did not succeed.
@@ -92,6 +95,17 @@ class CloudtrainError(Exception):
         self.hint = scrubbed(hint)
         if self.hint:
             self.__notes__ = [f"hint: {self.hint}"]
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows: your own frames, the message and the hint."""
+        from traceback import format_exception
+
+        trace = self.__traceback__
+        if not _is_debugging():
+            while trace is not None and trace.tb_next is not None and _package_of(trace.tb_frame) == "IPython":
+                trace = trace.tb_next
+            trace = _own_frames(trace)
+        return "".join(format_exception(type(self), self, trace, chain=_is_debugging())).splitlines()
 
 
 class SpecError(CloudtrainError):
@@ -169,3 +183,40 @@ class PlatformError(CloudtrainError):
     """A failure of the platform, or an answer that breaks its own contract."""
 
     exit_code = 9
+
+
+def shorten_tracebacks() -> None:
+    """Let a `CloudtrainError` that ends the program show your frames alone; ``CLOUDTRAIN_DEBUG=1`` shows all."""
+    previous = sys.excepthook
+    if getattr(previous, "__module__", "") == __name__:
+        return
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, CloudtrainError) and not _is_debugging():
+            error.__cause__ = None
+            error.__traceback__ = trace = _own_frames(trace)
+        previous(kind, error, trace)
+
+    sys.excepthook = show
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the frames before cloudtrain's first one; all of them if cloudtrain's is the first, or there is none."""
+    entries, entry = [], trace
+    while entry is not None and _package_of(entry.tb_frame) != "cloudtrain":
+        entries.append(entry)
+        entry = entry.tb_next
+    if entry is None or not entries:
+        return trace
+    short: TracebackType | None = None
+    for own in reversed(entries):
+        short = TracebackType(short, own.tb_frame, own.tb_lasti, own.tb_lineno)
+    return short
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _is_debugging() -> bool:
+    return os.environ.get("CLOUDTRAIN_DEBUG") == "1"

@@ -1,4 +1,4 @@
-"""The Estimator: a Job and where to run it, as one object with ``fit``, ``plan`` and ``attach``."""
+"""The public functions `plan`, `submit` and `attach`, and the Estimator: a Job and its settings as one object."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .runs.submit import Plan
     from .settings.settings import Settings
 
-__all__ = ["Estimator", "RunFailedError", "log_line", "ranks"]
+__all__ = ["Estimator", "RunFailedError", "attach", "log_line", "plan", "ranks", "submit"]
 
 DEFAULT_CHANNEL = "train"
 
@@ -40,8 +40,95 @@ class RunFailedError(CloudtrainError):
         )
 
 
+def plan(
+    job: Job,
+    *,
+    provider: Texts | None = None,
+    store: Texts | None = None,
+    profile: str | None = None,
+    settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
+    run_id: str | None = None,
+) -> Plan:
+    """Return exactly what `submit` would send. Needs no network and no credentials, and sends nothing.
+
+    The keywords are those of `submit`. Without ``run_id`` the plan has the id ``<name>-plan``. A missing setting has a
+    placeholder in the plan. Raises `SpecError` with the field for a job that the provider cannot run.
+    """
+    chosen = _load_settings(provider, store, profile, settings)
+    return _make_plan(job, chosen, run_id, preview=True)
+
+
+def submit(
+    job: Job,
+    *,
+    provider: Texts | None = None,
+    store: Texts | None = None,
+    profile: str | None = None,
+    settings: Mapping[str, Scalar | Sequence[Any]] | None = None,
+    run_id: str | None = None,
+) -> Run:
+    """Send the job and return its run at once. Call `Run.wait` to follow it, and `Run.cancel` to stop it.
+
+    ``provider``
+        where to run.
+    ``store``
+        URL under which code, data and runs live.
+    ``profile``
+        profile of the settings file.
+    ``settings``
+        general settings or those of the provider, such as ``{"region": "us-east-1"}``.
+    ``run_id``
+        id of the run; default: a new one. The same job with the same id is the same run: it is never sent twice.
+
+    Keywords override cloudtrain.toml and the environment. Raises `SpecError` with the field for an invalid job, and the
+    errors of storage and provider. A run that ended badly is no error here.
+    """
+    from .runs.fallback import submit_with_fallbacks
+
+    chosen = _load_settings(provider, store, profile, settings)
+    return _following(submit_with_fallbacks(_make_plan(job, chosen, run_id, preview=False), environ=os.environ))
+
+
+def attach(run: str, *, store: str | None = None, profile: str | None = None) -> Run:
+    """Return the run with this URL, or with this id in ``store`` (default: the setting). Works from any machine.
+
+    Raises `NotFoundError` if there is none, with the nearest id as its hint.
+    """
+    from .runs.run import open_run
+    from .settings.settings import Settings
+
+    settings = Settings.load(store=store, profile=profile)
+    place = settings.store if url_scheme(run) else settings.resolved()
+    return _following(open_run(settings.resolved(run), store_url=place, cwd=Path.cwd(), settings=settings))
+
+
+def _load_settings(
+    provider: Texts | None, store: Texts | None, profile: str | None, settings: Mapping[str, Any] | None
+) -> Settings:
+    from .settings.settings import Settings
+
+    # --set pairs and these settings share one table: this process's command line is not cloudtrain's.
+    return Settings.load(overrides=settings, provider=provider, store=store, profile=profile)
+
+
+def _make_plan(job: Job, settings: Settings, run_id: str | None, *, preview: bool) -> Plan:
+    from .runs.fallback import plan_with_fallbacks
+
+    return plan_with_fallbacks(job, settings=settings, run_id=run_id, cwd=Path.cwd(), preview=preview)
+
+
+def _following(run: Run) -> Run:
+    """Return ``run``, whose `wait` starts the attempts that the job allows."""
+    from .runs.fallback import FallbackPolicy
+
+    run._policy = FallbackPolicy
+    return run
+
+
 class Estimator:
-    """A job and where it runs. All keywords but the last five are the Job's own fields; None means its default.
+    """A job and its settings as one object, with the methods of an estimator in SageMaker's SDK.
+
+    All keywords but the last five are the Job's own fields; None means its default.
 
     ::
 
@@ -126,7 +213,7 @@ class Estimator:
 
         Without ``run_id`` the plan's is ``<name>-plan``.
         """
-        return self._plan(inputs, run_id, preview=True)
+        return plan(self._job(inputs), **self._keywords, run_id=run_id)
 
     def fit(
         self, inputs: Inputs | None = None, *, wait: bool = True, logs: bool = True, run_id: str | None = None
@@ -137,11 +224,7 @@ class Estimator:
         the log lines of all ranks are written as they come. Raises `RunFailedError` if that run did not succeed, and
         the errors of planning and sending. Ctrl-C stops the waiting, not the run (``latest_run``).
         """
-        from .runs.fallback import submit_with_fallbacks
-
-        return self._finished(
-            submit_with_fallbacks(self._plan(inputs, run_id, preview=False), environ=os.environ), wait, logs
-        )
+        return self._finished(submit(self._job(inputs), **self._keywords, run_id=run_id), wait, logs)
 
     def rehearse(
         self,
@@ -167,9 +250,9 @@ class Estimator:
         from .runs.submit import send_plan
 
         drills = [("preempt", text) for text in _texts(preempt)] + [("kill", text) for text in _texts(kill)]
-        plan = plan_rehearsal(
-            self.job.replace(inputs={**self.job.inputs, **_channels(inputs)}),
-            settings=self._settings(),
+        rehearsal = plan_rehearsal(
+            self._job(inputs),
+            settings=_load_settings(**self._keywords),
             run_id=run_id,
             cwd=Path.cwd(),
             store=local_store,
@@ -178,31 +261,21 @@ class Estimator:
             secrets=secret_values,
             drills=drills,
         )
-        return self._finished(send_plan(plan, environ=os.environ), wait, logs)
+        return self._finished(_following(send_plan(rehearsal, environ=os.environ)), wait, logs)
 
     def _finished(self, run: Run, wait: bool, logs: bool) -> Run:
         """Return ``run``, after its end if ``wait``. Raises `RunFailedError`."""
-        from .runs.fallback import FallbackPolicy
-
         self.latest_run = run
         if wait:
-            result = run.wait(on_line=self._line if logs else None, retry=FallbackPolicy(run))
+            result = run.wait(on_line=self._line if logs else None)
             if result["state"] != "succeeded":
                 raise RunFailedError(result)
         return run
 
     @staticmethod
     def attach(run: str, *, store: str | None = None, profile: str | None = None) -> Run:
-        """Return the run with this URL, or with this id in ``store`` (default: the setting).
-
-        Raises `NotFoundError` when there is none.
-        """
-        from .runs.run import open_run
-        from .settings.settings import Settings
-
-        settings = Settings.load(store=store, profile=profile)
-        place = settings.store if url_scheme(run) else settings.resolved()
-        return open_run(settings.resolved(run), store_url=place, cwd=Path.cwd(), settings=settings)
+        """Return the run with this URL or id, as the function `attach` does."""
+        return attach(run, store=store, profile=profile)
 
     @staticmethod
     def reconcile(
@@ -220,18 +293,12 @@ class Estimator:
         settings = Settings.load(store=store, profile=profile)
         return reconcile(target, settings=settings, cwd=Path.cwd(), environ=os.environ)
 
-    def _plan(self, inputs: Inputs | None, run_id: str | None, *, preview: bool) -> Plan:
-        from .runs.fallback import plan_with_fallbacks
+    def _job(self, inputs: Inputs | None) -> Job:
+        return self.job.replace(inputs={**self.job.inputs, **_channels(inputs)})
 
-        job = self.job.replace(inputs={**self.job.inputs, **_channels(inputs)})
-        return plan_with_fallbacks(job, settings=self._settings(), run_id=run_id, cwd=Path.cwd(), preview=preview)
-
-    def _settings(self) -> Settings:
-        from .settings.settings import Settings
-
-        # --set pairs and constructor values share one table here: this process's command line is not cloudtrain's.
-        overrides: Any = self.settings
-        return Settings.load(overrides=overrides, provider=self.provider, store=self.store, profile=self.profile)
+    @property
+    def _keywords(self) -> dict[str, Any]:
+        return {"provider": self.provider, "store": self.store, "profile": self.profile, "settings": self.settings}
 
     def _line(self, line: Line) -> None:
         write = self._write or sys.stdout.write

@@ -1,18 +1,26 @@
-"""The Estimator: its keywords are the Job's fields, its defaults the Job's, and fit is a submit that can wait."""
+"""The public functions and the Estimator: its keywords are the Job's fields, and fit is a submit that can wait."""
 
 from __future__ import annotations
 
-import html
 import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cloudtrain.errors import SpecError
+import cloudtrain
+from cloudtrain import errors
+from cloudtrain.errors import NotFoundError, SpecError
 from cloudtrain.estimator import Estimator, RunFailedError, log_line, ranks
 from cloudtrain.job.job import FLAT_FIELDS, Input, Job
+from cloudtrain.runs.fallback import FallbackPolicy
 from cloudtrain.runs.log_order import Line
+from cloudtrain.store.store import Store
 
 SCRIPT = """
 import os, sys
@@ -130,7 +138,7 @@ def test_plan_sends_nothing(folder: Path) -> None:
     assert not (folder / ".cloudtrain").exists()
     assert str(plan).startswith("run")
     assert {line.split()[0] for line in str(plan).splitlines()} > {"run", "script", "code", "limits", "sends"}
-    assert plan._repr_html_() == f"<pre>{html.escape(str(plan))}</pre>"
+    assert str(plan).splitlines()[-1].split() == ["next", "cloudtrain.submit(job)"]
     assert repr(plan) == f"Plan({plan.run_url!r}, provider='local')"
 
 
@@ -142,3 +150,123 @@ def test_an_empty_run_id_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(SpecError, match="run_id: '' is not a run id"):
             call(run_id="")
     assert not list(tmp_path.glob(".cloudtrain/runs/*"))
+
+
+# --------------------------------------------------------------------------------------------- plan, submit and attach
+
+
+def test_a_job_is_planned_sent_and_found_again_by_functions(folder: Path) -> None:
+    job = Job.make(entry_point="train.py", source_dir="src", inputs={"train": "good"}, max_runtime="5m")
+    assert cloudtrain.plan(job, settings={"max_code_mb": 1}).document()["limits"]["max_code_bytes"] == 1 << 20
+    assert not (folder / ".cloudtrain").exists()
+    run = cloudtrain.submit(job, run_id="f-1")
+    lines: list[str] = []
+    assert run.wait(on_line=lambda line: lines.append(line.text))["state"] == "succeeded"
+    assert "trained on digits []" in lines
+    again = cloudtrain.attach("f-1")
+    assert again.url == run.url
+    assert cloudtrain.submit(job, run_id="f-1").result() == again.result(), "the same run, sent once"
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in str(again).splitlines()}
+    assert (rows["run"], rows["state"], rows["next"]) == ("f-1", "succeeded", 'run.pull("results")')
+    assert "1 node" in rows["job"]
+
+
+def test_waiting_starts_the_attempts_that_the_job_allows(folder: Path) -> None:
+    """As `cloudtrain wait` does. `local` retries by itself, so the policy is looked at here, not its effect."""
+    run = cloudtrain.submit(Job.make(entry_point="train.py", source_dir="src", inputs={"train": "good"}), run_id="f-2")
+    calls: list[str] = []
+
+    def policy(run: cloudtrain.Run) -> Callable[[Mapping[str, Any]], bool]:
+        calls.append(run.run_id)
+        return lambda result: False
+
+    assert run._policy is cloudtrain.attach("f-2")._policy is FallbackPolicy
+    run._policy = policy
+    run.wait(retry=lambda result: False)
+    assert calls == []
+    run.wait()
+    assert calls == ["f-2"]
+
+
+def test_what_a_notebook_shows_is_a_table_with_escaped_text(folder: Path) -> None:
+    (folder / "src" / "<b>.py").write_text("print('x')\n")
+    plan = cloudtrain.plan(Job.make(entry_point="<b>.py", source_dir="src", name="b"))
+    assert "<tr><th>script</th><td>&lt;b&gt;.py in " in plan._repr_html_()
+    assert "<b>" not in plan._repr_html_()
+    run = cloudtrain.submit(Job.make(entry_point="train.py", source_dir="src", inputs={"train": "good"}), run_id="f-3")
+    run.wait()
+    assert "<tr><th>state</th><td>succeeded</td></tr>" in run._repr_html_()
+
+
+def test_a_run_shows_the_names_that_a_user_needs(tmp_path: Path) -> None:
+    run = cloudtrain.Run(store=Store(str(tmp_path), cwd=tmp_path), run_id="none")
+    assert {"status", "wait", "logs", "pull", "result", "cancel", "metrics", "checkpoint", "url"} < set(dir(run))
+    assert not [name for name in dir(run) if name.startswith("_") or name in ("store", "staged")]
+    assert "unknown: " in str(run), "it raises nothing"
+    assert repr(run) == f"Run({run.url!r})"
+
+
+FRAMES = """
+import cloudtrain
+from cloudtrain import Job
+
+def train():
+    {call}
+
+train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "hint"),
+    [
+        ("Job.make(entry_point='t.py', instance_cout=2)", "SpecError: instance_cout: ", "did you mean"),
+        ("cloudtrain.plan(Job.make(entry_point='none.py'))", "none.py", ""),
+        ("cloudtrain.submit(Job.make(entry_point='t.py'), provider='locl')", "locl", "local"),
+        ("cloudtrain.attach('none')", "NotFoundError: run: no run 'none'", ""),
+    ],
+)
+def test_an_error_shows_your_own_lines_alone(tmp_path: Path, call: str, message: str, hint: str) -> None:
+    (tmp_path / "t.py").write_text("")
+    script = tmp_path / "script.py"
+    script.write_text(FRAMES.format(call=call))
+    env = {**os.environ, "PYTHONPATH": str(Path(cloudtrain.__file__).parents[1]), "CLOUDTRAIN_DEBUG": ""}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    shown = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
+    assert [line.split(", in ")[1] for line in shown] == ["<module>", "train"], done.stderr
+    assert call in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    tail = done.stderr.partition(call)[2]
+    assert message in tail
+    assert hint in tail
+    whole = subprocess.run(
+        command, cwd=tmp_path, env={**env, "CLOUDTRAIN_DEBUG": "1"}, capture_output=True, text=True, check=False
+    )
+    assert f"{os.sep}cloudtrain{os.sep}" in whole.stderr
+
+
+def test_a_notebook_shows_the_cell_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shell = {"__name__": "IPython.core.interactiveshell"}
+    exec("def run_code(code, scope):\n    exec(code, scope)", shell)
+    cell = compile("import cloudtrain\ncloudtrain.attach('none')", "<cell 1>", "exec")
+    with pytest.raises(NotFoundError) as caught:
+        shell["run_code"](cell, {"__name__": "__main__"})  # type: ignore[operator]
+    trace = caught.value.__traceback__
+    caught.value.__traceback__ = trace.tb_next if trace is not None else None  # this test's own frame
+    shown = caught.value._render_traceback_()
+    assert [line.strip() for line in shown if "File" in line] == ['File "<cell 1>", line 2, in <module>']
+    assert shown[-1].startswith("cloudtrain.errors.NotFoundError: run: no run 'none'")
+
+
+def test_another_error_and_another_hook_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(kind))
+    errors.shorten_tracebacks()
+    hook = sys.excepthook
+    errors.shorten_tracebacks()
+    assert sys.excepthook is hook
+    error = ValueError("x")
+    hook(ValueError, error, None)
+    assert seen == [ValueError]

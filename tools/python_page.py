@@ -10,51 +10,63 @@ from collections.abc import Iterator
 from typing import Any
 
 from cloudtrain import errors
-from cloudtrain.estimator import Estimator, RunFailedError
+from cloudtrain.estimator import Estimator, RunFailedError, attach, plan, submit
 from cloudtrain.job.job import FLAT_FIELDS, Input, Job, Resources, Source
 from cloudtrain.provider_api.protocol import Status
 from cloudtrain.runs.log_order import Line
 from cloudtrain.runs.pull import PullReport
-from cloudtrain.runs.run import Run
+from cloudtrain.runs.run import INTERNAL, Run
 from cloudtrain.runs.submit import Plan
 
 HEAD = """# Python API
 
-Made of the docstrings by `tools/python_page.py`; a test fails when it is stale.
-
-`Estimator` describes a job and says where it runs. `fit` returns a `Run`, and so does `attach` for a run that exists.
+Describe a job with `Job.make`, look at its plan, and send it. `submit` returns a `Run`, and so does `attach` for a
+run that exists.
 
 ```python file=train.py
 print("trained")
 ```
 
 ```python run
-from cloudtrain import Estimator
+import cloudtrain
+from cloudtrain import Job
 
-estimator = Estimator(entry_point="train.py", max_runtime="5m", provider="local")
-print(estimator.plan())  # what fit would send; nothing is sent
-run = estimator.fit(run_id="api-1")
+job = Job.make(entry_point="train.py", max_runtime="5m")
+print(cloudtrain.plan(job))  # exactly what submit would send
+run = cloudtrain.submit(job, run_id="api-1")
+print(run)  # the state, and the next call
 
-again = Estimator.attach("api-1")  # or its URL, from any machine
-assert again.result()["state"] == "succeeded"
+result = run.wait(on_line=lambda line: print(line.text))
+assert result["state"] == "succeeded"
+run.pull("results")
+
+again = cloudtrain.attach("api-1")  # or run.url, from any machine
 assert [line.text for line in again.logs(rank=0, n=1)] == ["trained"]
-again.pull("results")
 again.report("api-1.html")
 ```
 
+Each verb of the command line has a call:
+
 | command | in Python |
 | --- | --- |
-| `cloudtrain plan` | `Estimator(…).plan()` |
-| `cloudtrain submit` | `Estimator(…).fit()` |
-| `cloudtrain submit --detach` | `Estimator(…).fit(wait=False)` |
+| `cloudtrain plan` | `cloudtrain.plan(job)` |
+| `cloudtrain submit --detach` | `cloudtrain.submit(job)` |
+| `cloudtrain submit` | `cloudtrain.submit(job).wait(on_line=…)` or `Estimator(…).fit()` |
 | `cloudtrain rehearse` | `Estimator(…).rehearse()` |
-| `cloudtrain status` | `Estimator.attach(run).result()` |
+| `cloudtrain status` | `cloudtrain.attach(run).result()` |
 | `cloudtrain logs -f -n 20 --since 10m` | `run.logs(follow=True, n=20, since="10m")` |
 | `cloudtrain wait` | `run.wait()` |
 | `cloudtrain pull` | `run.pull(folder)` |
 | `cloudtrain report` | `run.report(path)` |
 | `cloudtrain cancel` | `run.cancel()` |
 | `cloudtrain reconcile` | `Estimator.reconcile(run_or_store)` |
+
+`print(plan)` and `print(run)` show a summary with the next call. A notebook shows it as a table.
+
+An error of cloudtrain shows your own line, the message and a hint. Set `CLOUDTRAIN_DEBUG=1` to see cloudtrain's lines
+too.
+
+This page is made of the docstrings by `tools/python_page.py`.
 """
 OWN = {
     "provider": "where to run; a list: in order",
@@ -73,19 +85,27 @@ def main() -> int:
 
 def page() -> str:
     """Return the whole page."""
-    plan = "`str(plan)` is the summary that `cloudtrain plan` prints."
+    plan_text = "`str(plan)` is the summary that `cloudtrain plan` prints."
     job = "A job file has the same fields. `Estimator` makes a job of its keywords."
     sections = [
         HEAD,
-        *_object("Estimator", Estimator, "The keywords are the fields of a job and five more.", _keywords()),
-        *_object("Plan", Plan, plan, [], only=("document",)),
-        *_object("Run", Run, "", _properties(Run)),
+        *(text for function in (plan, submit, attach) for text in _function(function)),
         *_object("Job", Job, job, []),
+        *_object("Run", Run, "", _properties(Run)),
+        *_object("Plan", Plan, plan_text, [], only=("document",)),
+        *_object("Estimator", Estimator, "The keywords are the fields of a job and five more.", _keywords()),
     ]
     for kind in (Source, Resources, Input, Line, Status, PullReport):
         sections += _object(kind.__name__, kind, "", _fields(kind), only=())
     sections += _errors()
     return "\n\n".join(text.strip("\n") for text in sections if text) + "\n"
+
+
+def _function(function: Any) -> Iterator[str]:
+    """Yield the section of a function of the package: how it is called, and its docstring."""
+    yield f"## {function.__name__}"
+    yield f"```text\n{_signature('cloudtrain', function.__name__, function)}\n```"
+    yield _markdown(inspect.getdoc(function) or "")
 
 
 def _object(
@@ -107,7 +127,7 @@ def _object(
 def _methods(kind: type) -> Iterator[tuple[str, Any]]:
     for name, member in vars(kind).items():
         found = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
-        if not name.startswith("_") and inspect.isfunction(found):
+        if not name.startswith("_") and name not in INTERNAL and inspect.isfunction(found):
             yield name, getattr(kind, name) if isinstance(member, (staticmethod, classmethod)) else found
 
 
@@ -155,7 +175,7 @@ def _properties(kind: type) -> list[str]:
     rows = ["| property | meaning |", "| --- | --- |"]
     for name in sorted(dir(kind)):
         member = inspect.getattr_static(kind, name)
-        if not name.startswith("_") and isinstance(member, property):
+        if not name.startswith("_") and name not in INTERNAL and isinstance(member, property):
             text = " ".join(_markdown(inspect.getdoc(member) or "").split("\n\n")[0].split())
             rows.append(f"| `{name}` | {text} |")
     return rows

@@ -8,9 +8,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..provider_api.protocol import FINAL
-from ..runs.outcome import unix_time
-from ..runs.summary import columns, max_runtime, place, plan_text, plural, price_text, size_text, stall_timeout
+from ..runs.summary import (
+    attempt_history,
+    columns,
+    failure_place,
+    max_runtime,
+    plan_text,
+    plural,
+    price_text,
+    size_text,
+    stall_timeout,
+    state_line,
+    status_text,
+    when,
+)  # fmt: skip
 from ..validate import duration
 
 if TYPE_CHECKING:
@@ -20,9 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Changes",
-    "Moved", "came", "collected", "collected_line", "duration", "leftovers", "max_runtime", "outcome", "place",
-    "plan_text", "price_text", "pulled", "run_table", "sent", "size_text", "stall_timeout", "status_text",
-    "still_pending", "table", "when",
+    "Moved", "came", "collected", "collected_line", "duration", "leftovers", "max_runtime", "outcome",
+    "plan_text", "price_text", "pulled", "run_table", "sent", "size_text", "stall_timeout", "state_line",
+    "status_text", "still_pending", "table", "when",
 ]  # fmt: skip
 
 
@@ -144,100 +155,13 @@ def outcome(result: Mapping[str, Any]) -> str:
     """Return the end of the run: the reason in one line, its attempts, and the failed rank's place and traceback."""
     lines = [state_line(result)]
     attempts = result.get("attempts") or []
-    lines += [f"  attempt {a['number']}: {_history(a)}" for a in attempts if len(attempts) > 1]
+    lines += [f"  attempt {a['number']}: {attempt_history(a)}" for a in attempts if len(attempts) > 1]
     failure = result.get("failure") or {}
     if place := failure_place(failure):
         lines.append(f"  {place}")
     if failure.get("traceback"):
         lines += ["  " + line for line in str(failure["traceback"]).rstrip().splitlines()]
     return "\n".join(lines)
-
-
-def state_line(result: Mapping[str, Any]) -> str:
-    """Return ``failed (user_error): ValueError: …``."""
-    category = result.get("category")
-    named = f" ({category})" if category and category != result["state"] else ""
-    return f"{result['state']}{named}" + (f": {result['reason']}" if result.get("reason") else "")
-
-
-def failure_place(failure: Mapping[str, Any]) -> str:
-    """Return ``node 1, rank 3, train.py line 12, exit code 1``."""
-    words = [f"{name} {failure[name]}" for name in ("node", "rank") if failure.get(name) is not None]
-    if failure.get("file"):
-        words.append(f"{failure['file']}" + (f" line {failure['line']}" if failure.get("line") else ""))
-    if failure.get("process_exit_code") is not None:
-        words.append(f"exit code {failure['process_exit_code']}")
-    return ", ".join(words)
-
-
-def when(time_: str | None, now: float | None) -> str:
-    """Return an ISO time as it is, or how long before ``now`` (Unix seconds): ``2 min ago``."""
-    seconds = now - (unix_time(time_) or now) if now is not None else None
-    if time_ is None or seconds is None or seconds < 0:
-        return time_ or ""
-    for name, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= (2 if name == "days" else 1) * length:
-            return f"{seconds // length:.0f} {name} ago"
-    return f"{seconds:.0f} s ago"
-
-
-def status_text(result: Mapping[str, Any], now: float | None = None) -> str:
-    """Return the object of ``status --json`` as text; times are `when` they were before ``now``."""
-    rows = [("run", result["run_id"]), ("state", state_line(result))]
-    if place := failure_place(result.get("failure") or {}):
-        rows.append(("failed at", place))
-    rows.append(("provider", f"{result['provider']} {result.get('native_id') or ''}".strip()))
-    attempts = result.get("attempts") or []
-    for attempt in attempts:
-        rows.append((f"attempt {attempt['number']}", _attempt(attempt, now)))
-    checkpoint = result.get("checkpoint")
-    none = "none" if result["state"] in FINAL else "none complete yet"
-    rows.append(("checkpoint", _checkpoint(checkpoint, now) if checkpoint else none))
-    if cost := _cost(result.get("cost") or {}):
-        rows.append(("cost", cost))
-    rows.append(("url", result["run"]))
-    return columns(rows)
-
-
-def _cost(cost: Mapping[str, Any]) -> str:
-    """Return ``1h2m of machine time billed, 0.40 USD, spot saved 63 %``; unknown values are left out."""
-    words = [f"{duration(cost['billed_s'])} of machine time billed"] if cost.get("billed_s") is not None else []
-    if cost.get("estimate_usd") is not None:
-        words.append(f"about {cost['estimate_usd']:.2f} USD" + (f" ({cost['priced_on']})" if cost["priced_on"] else ""))
-    words += [f"{cost['gpu_hours']:.2f} GPU hours"] if cost.get("gpu_hours") else []
-    words += [f"spot saved {cost['saved']:.0%}"] if cost.get("saved") is not None else []
-    return ", ".join(words)
-
-
-def _attempt(attempt: Mapping[str, Any], now: float | None) -> str:
-    words = [f"{name} {when(attempt[name], now)}" for name in ("started", "ended") if attempt.get(name)]
-    words += [told] if (told := _history(attempt)) else []
-    return ", ".join(words) or "not started"
-
-
-def _history(attempt: Mapping[str, Any]) -> str:
-    """Return the checkpoint that an attempt resumed from, why it ended, and its loss."""
-    words = [f"resumed from {attempt['resumed_from']}"] if attempt.get("resumed_from") else []
-    words += [str(attempt["reason"])] if attempt.get("reason") else []
-    words += [f"lost {lost}"] if (lost := _lost(attempt.get("lost") or {})) else []
-    return ", ".join(words)
-
-
-def _lost(lost: Mapping[str, Any]) -> str:
-    """Return ``12 steps, 37 s``; unknown values are left out."""
-    words = [plural(lost["steps"], "step")] if lost.get("steps") is not None else []
-    words += [f"{lost['seconds']:.0f} s"] if lost.get("seconds") is not None else []
-    return ", ".join(words)
-
-
-def _checkpoint(checkpoint: Mapping[str, Any], now: float | None) -> str:
-    words = [str(checkpoint["name"])]
-    words += [f"step {checkpoint['step']}"] if checkpoint.get("step") is not None else []
-    if checkpoint.get("age_s") is not None:
-        words.append(f"{duration(checkpoint['age_s'])} ago")
-    elif checkpoint.get("committed"):
-        words.append(when(checkpoint["committed"], now))
-    return ", ".join(words)
 
 
 LISTED = ("run_id", "state", "category", "provider", "created", "name")

@@ -17,7 +17,7 @@ from ..errors import EXIT_CODES, AuthError, CloudtrainError, LostContactError, N
 from ..estimator import log_line, ranks
 from ..job.job import DEFAULT_MAX_RUNTIME, DEFAULT_STALL_TIMEOUT, Job
 from ..provider_api.protocol import FINAL
-from ..runs.summary import files_text, summary
+from ..runs.summary import fallback_text, files_text, summary
 from ..settings.settings import Settings
 from . import format
 from .common_flags import HERE, At, OnSignal, Where, many, stoppable, switch
@@ -199,8 +199,8 @@ def _send_and_follow(
     say_limits(planned.job, screen)
     say_price(planned, screen)
     say_advice(planned, screen)
-    for number, further in enumerate(planned.further, 2):
-        screen.talk(format.place(number, further.document()))
+    for number, further in enumerate(planned.further, 1):
+        screen.talk(f"fallback {number}: {fallback_text(further.document())}")
         say_advice(further, screen)
     if ask_above is not None and _is_declined(planned, ask_above, screen):
         screen.talk("nothing was sent")

@@ -50,8 +50,10 @@ from .outcome import (
     without_machines,
 )
 from .pull import PATIENCE, PULL_KINDS, PullReport, pull
+from .summary import columns, html_table, plural, run_rows
 
 __all__ = [
+    "INTERNAL",
     "NEXT_SECONDS",
     "NOT_RETRIED",
     "AttemptPolicy",
@@ -61,6 +63,9 @@ __all__ = [
 ]
 
 FIRST_POLL = 0.1
+INTERNAL = ("store", "staged", "provider", "waiting")
+"""Attributes of a Run that `dir` leaves out."""
+_NEXT_CALLS = {"pending": "run.wait()", "running": "run.wait()", "succeeded": 'run.pull("results")'}
 NEXT_SECONDS = 120.0
 """Seconds that a read-only client waits for another client to start the next attempt."""
 T = TypeVar("T")
@@ -110,7 +115,7 @@ class _Known:
 
 
 class Run:
-    """A handle of one run, from `Estimator.fit` or `Estimator.attach`.
+    """A handle of one run, from `submit`, `attach` or `Estimator.fit`.
 
     Every method works from any machine that can read the store, and raises `NotFoundError` if there is no such run.
     """
@@ -134,10 +139,33 @@ class Run:
         self._ticks = time.monotonic if clock is time.time else clock  # of waits: a clock of the machine may step
         self._record: dict[str, Any] | None = None
         self._known = _Known()
+        self._policy: Callable[[Run], Retrier] | None = None  # for `wait`, if its caller gives no ``retry``
         self._handed_over = False  # it came here from another place, so it is known to continue here
 
     def __repr__(self) -> str:
         return f"Run({self.url!r})"
+
+    def __str__(self) -> str:
+        return columns(self._summary())
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a notebook shows it."""
+        return html_table(self._summary())
+
+    def __dir__(self) -> list[str]:
+        """Return what a user needs; the rest is for cloudtrain itself."""
+        return [name for name in super().__dir__() if not name.startswith("_") and name not in INTERNAL]
+
+    def _summary(self) -> list[tuple[str, str]]:
+        """Return the state of the run and the next call as rows. Asks the platform, and raises nothing."""
+        try:
+            result, wanted = self.result(), self.job.at(self.provider_name).resources
+        except CloudtrainError as exc:
+            return [("run", self.run_id), ("state", f"unknown: {exc}"), ("url", self.url)]
+        machines = " or ".join([*wanted.gpu] or filter(None, [wanted.instance_type]))
+        nodes = plural(wanted.instance_count, "node") + (f" of {machines}" if machines else "")
+        call = _NEXT_CALLS.get(result["state"], "run.logs(n=20)")
+        return [*run_rows(result, self._clock()), ("job", f"{self.job.name}, {nodes}"), ("next", call)]
 
     @property
     def url(self) -> str:
@@ -564,6 +592,8 @@ class Run:
         stored = self.store.result(self.run_id)
         if stored is not None:
             return public_result(stored)
+        if retry is None and self._policy is not None:
+            retry = self._policy(self)
         status, natives = self._platform_status()
         if not status.final and self.store.cancelled(self.run_id):
             self.cancel()  # the cancelling client may have died before it asked
@@ -616,7 +646,7 @@ class Run:
             called with each change of the `Status`.
         ``retry``
             called with the result of a failed attempt, if the platform itself does not retry. It returns True if it has
-            started another attempt. `Estimator.fit` passes one; without it no attempt is started.
+            started another attempt. By default the attempts that the job allows are started.
         ``poll``
             most seconds between two looks at the platform (default: the provider's).
         ``patience``
@@ -625,6 +655,8 @@ class Run:
         While it waits, it stops an attempt that waits for machines longer than the job's ``max_wait``, if the platform
         has no such limit. A failed run raises nothing: look at ``result["state"]``.
         """
+        if retry is None and self._policy is not None:
+            retry = self._policy(self)
         every_look = isinstance(on_status, StatusListener) and on_status.every
         deadline = None if timeout is None else self._ticks() + timeout
         self._follow_handover()

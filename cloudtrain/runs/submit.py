@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import html
 import os
 import secrets
 import stat
@@ -39,7 +38,7 @@ from ..validate import json_loads, url_scheme, without_secrets
 from .handover import REFUSALS, settle_refusal, unsent_attempt
 from .retry import category_of, deliver, error_of, secret_values, write_context
 from .run import Run
-from .summary import summary
+from .summary import columns, html_table, plan_rows
 from .warnings import append_cautions, cautions, gpu_memory_texts, memory_notes, total_gpus
 
 if TYPE_CHECKING:
@@ -113,11 +112,18 @@ class Plan:
         return f"Plan({self.run_url!r}, provider={self.provider_name!r})"
 
     def __str__(self) -> str:
-        return "\n".join([summary(self.document()), *(f"warning: {text}" for text in self.warnings)])
+        return columns(self._summary())
 
     def _repr_html_(self) -> str:
         """Return the summary as a notebook shows it."""
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return html_table(self._summary())
+
+    def _summary(self) -> list[tuple[str, str]]:
+        """Return the machines, limits and price, the warnings and the next call as rows."""
+        rows = [*plan_rows(self.document()), *(("warning", text) for text in self.warnings)]
+        if self.missing:
+            return [*rows, ("missing", ", ".join(self.missing))]
+        return [*rows, ("next", "cloudtrain.submit(job)")]
 
     @property
     def warnings(self) -> tuple[str, ...]:

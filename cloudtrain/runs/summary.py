@@ -1,16 +1,20 @@
-"""Format the object of ``plan --json`` for people, in a few lines or whole."""
+"""Format the objects of ``plan --json`` and ``status --json`` for people."""
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..provider_api.protocol import FINAL
 from ..validate import duration, without_secrets
+from .outcome import unix_time
 
 __all__ = [
-    "columns", "files_text", "max_runtime", "place", "plan_text", "plural", "price_text", "size_text",
-    "stall_timeout", "summary",
+    "attempt_history", "columns", "failure_place", "fallback_text", "files_text", "html_table", "max_runtime",
+    "plan_rows", "plan_text", "plural", "price_text", "run_rows", "size_text", "stall_timeout", "state_line",
+    "status_text", "summary", "when",
 ]  # fmt: skip
 
 LARGEST = 20
@@ -26,8 +30,7 @@ RETRIED_BY = {
 
 def summary(document: Mapping[str, Any]) -> str:
     """Return the object of ``plan --json`` in a few lines: the machines, limits, price and notes."""
-    further = [place(number, item) for number, item in enumerate(document.get("fallbacks", ()), 2)]
-    return "\n".join([columns(_plan_rows(document)), *further])
+    return columns(plan_rows(document))
 
 
 def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: bool = False) -> str:
@@ -41,10 +44,10 @@ def plan_text(document: Mapping[str, Any], *, verbose: bool = False, terminal: b
     if not terminal:
         requests.append("context\n" + _json(document["request"]["context"]))
     requests += [
-        f"{place(number, further)}\nrequest\n{_json(further['request']['body'], terminal)}"
-        for number, further in enumerate(document.get("fallbacks", ()), 2)
+        f"fallback {number}: {fallback_text(further)}\nrequest\n{_json(further['request']['body'], terminal)}"
+        for number, further in enumerate(document.get("fallbacks", ()), 1)
     ]
-    parts = [*files, *requests, summary(document)] if terminal else [columns(_plan_rows(document)), *files, *requests]
+    parts = [*files, *requests, summary(document)] if terminal else [columns(plan_rows(document)), *files, *requests]
     return "\n\n".join(filter(None, parts))
 
 
@@ -53,7 +56,8 @@ def files_text(document: Mapping[str, Any]) -> str:
     return "\n\n".join(filter(None, [_plan_files(document["code"], None), _plan_excluded(document["code"], None)]))
 
 
-def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+def plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of `summary`: a name and its text."""
     code, runtime, request = document["code"], document["runtime"], document["request"]
     rows = [
         ("run", f"{document['run_id']} on {document['provider']}"),
@@ -84,14 +88,15 @@ def _plan_rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("disk", _plan_disk(document["disk"])),
         ("sends", f"{request['operation']} (attempt {request['attempt']})"),
         *(("note", text) for text in document["notes"]),
+        *((f"fallback {number}", fallback_text(item)) for number, item in enumerate(document.get("fallbacks", ()), 1)),
     ]
 
 
-def place(number: int, document: Mapping[str, Any]) -> str:
-    """Return a fallback place's plan in one line."""
-    found = f"{document['provider']}: {_plan_instance(document['resources'])}, {document['run']}"
+def fallback_text(document: Mapping[str, Any]) -> str:
+    """Return the plan of a further region or provider in one line."""
     wanted = document["resources"]
-    return f"place {number}: {found}; {price_text(wanted['price'], wanted['instance_types'])}"
+    price = price_text(wanted["price"], wanted["instance_types"])
+    return f"{document['provider']}: {_plan_instance(wanted)}, {document['run']}; {price}"
 
 
 def _plan_instance(resources: Mapping[str, Any]) -> str:
@@ -210,3 +215,101 @@ def size_text(count: float) -> str:
         if count < 1024:
             return f"{count:.1f} {unit}"
     return f"{count / 1024:.1f} TiB"
+
+
+def state_line(result: Mapping[str, Any]) -> str:
+    """Return ``failed (user_error): ValueError: …``."""
+    category = result.get("category")
+    named = f" ({category})" if category and category != result["state"] else ""
+    return f"{result['state']}{named}" + (f": {result['reason']}" if result.get("reason") else "")
+
+
+def failure_place(failure: Mapping[str, Any]) -> str:
+    """Return ``node 1, rank 3, train.py line 12, exit code 1``."""
+    words = [f"{name} {failure[name]}" for name in ("node", "rank") if failure.get(name) is not None]
+    if failure.get("file"):
+        words.append(f"{failure['file']}" + (f" line {failure['line']}" if failure.get("line") else ""))
+    if failure.get("process_exit_code") is not None:
+        words.append(f"exit code {failure['process_exit_code']}")
+    return ", ".join(words)
+
+
+def when(time_: str | None, now: float | None) -> str:
+    """Return an ISO time as it is, or how long before ``now`` (Unix seconds): ``2 min ago``."""
+    seconds = now - (unix_time(time_) or now) if now is not None else None
+    if time_ is None or seconds is None or seconds < 0:
+        return time_ or ""
+    for name, length in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= (2 if name == "days" else 1) * length:
+            return f"{seconds // length:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def status_text(result: Mapping[str, Any], now: float | None = None) -> str:
+    """Return the object of ``status --json`` as text; times are `when` they were before ``now``."""
+    return columns(run_rows(result, now))
+
+
+def run_rows(result: Mapping[str, Any], now: float | None = None) -> list[tuple[str, str]]:
+    """Return the rows of `status_text`: a name and its text."""
+    rows = [("run", result["run_id"]), ("state", state_line(result))]
+    if place := failure_place(result.get("failure") or {}):
+        rows.append(("failed at", place))
+    rows.append(("provider", f"{result['provider']} {result.get('native_id') or ''}".strip()))
+    attempts = result.get("attempts") or []
+    for attempt in attempts:
+        rows.append((f"attempt {attempt['number']}", _attempt(attempt, now)))
+    checkpoint = result.get("checkpoint")
+    none = "none" if result["state"] in FINAL else "none complete yet"
+    rows.append(("checkpoint", _checkpoint(checkpoint, now) if checkpoint else none))
+    if cost := _cost(result.get("cost") or {}):
+        rows.append(("cost", cost))
+    rows.append(("url", result["run"]))
+    return rows
+
+
+def _cost(cost: Mapping[str, Any]) -> str:
+    """Return ``1h2m of machine time billed, 0.40 USD, spot saved 63 %``; unknown values are left out."""
+    words = [f"{duration(cost['billed_s'])} of machine time billed"] if cost.get("billed_s") is not None else []
+    if cost.get("estimate_usd") is not None:
+        words.append(f"about {cost['estimate_usd']:.2f} USD" + (f" ({cost['priced_on']})" if cost["priced_on"] else ""))
+    words += [f"{cost['gpu_hours']:.2f} GPU hours"] if cost.get("gpu_hours") else []
+    words += [f"spot saved {cost['saved']:.0%}"] if cost.get("saved") is not None else []
+    return ", ".join(words)
+
+
+def _attempt(attempt: Mapping[str, Any], now: float | None) -> str:
+    words = [f"{name} {when(attempt[name], now)}" for name in ("started", "ended") if attempt.get(name)]
+    words += [told] if (told := attempt_history(attempt)) else []
+    return ", ".join(words) or "not started"
+
+
+def attempt_history(attempt: Mapping[str, Any]) -> str:
+    """Return the checkpoint that an attempt resumed from, why it ended, and its loss."""
+    words = [f"resumed from {attempt['resumed_from']}"] if attempt.get("resumed_from") else []
+    words += [str(attempt["reason"])] if attempt.get("reason") else []
+    words += [f"lost {lost}"] if (lost := _lost(attempt.get("lost") or {})) else []
+    return ", ".join(words)
+
+
+def _lost(lost: Mapping[str, Any]) -> str:
+    """Return ``12 steps, 37 s``; unknown values are left out."""
+    words = [plural(lost["steps"], "step")] if lost.get("steps") is not None else []
+    words += [f"{lost['seconds']:.0f} s"] if lost.get("seconds") is not None else []
+    return ", ".join(words)
+
+
+def _checkpoint(checkpoint: Mapping[str, Any], now: float | None) -> str:
+    words = [str(checkpoint["name"])]
+    words += [f"step {checkpoint['step']}"] if checkpoint.get("step") is not None else []
+    if checkpoint.get("age_s") is not None:
+        words.append(f"{duration(checkpoint['age_s'])} ago")
+    elif checkpoint.get("committed"):
+        words.append(when(checkpoint["committed"], now))
+    return ", ".join(words)
+
+
+def html_table(rows: Sequence[tuple[str, str]]) -> str:
+    """Return rows as a small HTML table, for a notebook; every text is escaped."""
+    cells = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in rows)
+    return f"<table>{''.join(cells)}</table>"
