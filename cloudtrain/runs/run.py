@@ -50,7 +50,7 @@ from .outcome import (
     without_machines,
 )
 from .pull import PATIENCE, PULL_KINDS, PullReport, pull
-from .summary import columns, html_table, plural, run_rows
+from .summary import columns, plural, run_rows, table_html
 
 __all__ = [
     "INTERNAL",
@@ -150,7 +150,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the summary as a notebook shows it."""
-        return html_table(self._summary())
+        return table_html(self._summary())
 
     def __dir__(self) -> list[str]:
         """Return what a user needs; the rest is for cloudtrain itself."""

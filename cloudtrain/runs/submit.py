@@ -38,7 +38,7 @@ from ..validate import json_loads, url_scheme, without_secrets
 from .handover import REFUSALS, settle_refusal, unsent_attempt
 from .retry import category_of, deliver, error_of, secret_values, write_context
 from .run import Run
-from .summary import columns, html_table, plan_rows
+from .summary import columns, plan_rows, table_html
 from .warnings import append_cautions, cautions, gpu_memory_texts, memory_notes, total_gpus
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return the summary as a notebook shows it."""
-        return html_table(self._summary())
+        return table_html(self._summary())
 
     def _summary(self) -> list[tuple[str, str]]:
         """Return the machines, limits and price, the warnings and the next call as rows."""

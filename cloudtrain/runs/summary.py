@@ -12,9 +12,24 @@ from ..validate import duration, without_secrets
 from .outcome import unix_time
 
 __all__ = [
-    "attempt_history", "columns", "failure_place", "fallback_text", "files_text", "html_table", "max_runtime",
-    "plan_rows", "plan_text", "plural", "price_text", "run_rows", "size_text", "stall_timeout", "state_line",
-    "status_text", "summary", "when",
+    "attempt_history",
+    "columns",
+    "failure_place",
+    "fallback_text",
+    "files_text",
+    "max_runtime",
+    "plan_rows",
+    "plan_text",
+    "plural",
+    "price_text",
+    "run_rows",
+    "size_text",
+    "stall_timeout",
+    "state_line",
+    "status_text",
+    "summary",
+    "table_html",
+    "when",
 ]  # fmt: skip
 
 LARGEST = 20
@@ -309,7 +324,7 @@ def _checkpoint(checkpoint: Mapping[str, Any], now: float | None) -> str:
     return ", ".join(words)
 
 
-def html_table(rows: Sequence[tuple[str, str]]) -> str:
+def table_html(rows: Sequence[tuple[str, str]]) -> str:
     """Return rows as a small HTML table, for a notebook; every text is escaped."""
     cells = (f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in rows)
     return f"<table>{''.join(cells)}</table>"
